@@ -1,0 +1,80 @@
+"""The one exception tree of all four floors.
+
+    GaudiserveError
+    |-- UserError          the caller's fault; 4xx over HTTP
+    |   |-- PromptTooLong  prompt and output do not fit the context
+    |   `-- NotFound       a model, adapter or response that does not exist; 404
+    |-- Overloaded         a queue is full, or the server is starting or draining; 503
+    |-- EngineDied         the engine process is gone; 503, and the server exits
+    |-- RequestFailed      this request broke in the engine; 500, others go on
+    `-- ConfigError        a flag, variable, file or checkpoint we cannot run with; at start
+
+Every message names the two numbers, or the value and the range, that disagree.
+"""
+
+
+class GaudiserveError(Exception):
+    """Base of everything raised on purpose."""
+
+
+class UserError(GaudiserveError):
+    """The request is wrong. `param` is the top-level field, `code` a word clients match on."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+
+class PromptTooLong(UserError):
+    """`num_prompt_tokens` and `max_tokens` together exceed `max_model_len`."""
+
+    def __init__(
+        self,
+        num_prompt_tokens: int,
+        max_tokens: int | None,
+        max_model_len: int,
+        *,
+        param: str = "messages",
+    ) -> None:
+        asked = f"{num_prompt_tokens} tokens in the prompt"
+        if max_tokens is not None:
+            asked = (
+                f"{num_prompt_tokens + max_tokens} tokens "
+                f"({num_prompt_tokens} in the prompt, {max_tokens} for the output)"
+            )
+        super().__init__(
+            f"This model's maximum context length is {max_model_len} tokens. "
+            f"However, you requested {asked}. Please shorten the prompt or the output.",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+class NotFound(UserError):
+    """Something named in the request does not exist; 404."""
+
+
+class Overloaded(GaudiserveError):
+    """No room now; the caller may come back after `retry_after_s` seconds."""
+
+    def __init__(
+        self, message: str, *, retry_after_s: int | None = 1, type: str = "server_overloaded"
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after_s = retry_after_s
+        self.type = type
+
+
+class EngineDied(GaudiserveError):
+    """The engine is gone and will not come back in this process."""
+
+
+class RequestFailed(GaudiserveError):
+    """One request failed inside the engine (not-a-number logits, say); the others go on."""
+
+
+class ConfigError(GaudiserveError):
+    """A setting or checkpoint we cannot run with; the message names what would work."""
