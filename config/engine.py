@@ -1,0 +1,108 @@
+"""EngineConfig: everything an engine and its workers are told. Facts only; checked here, never adjusted."""
+
+from dataclasses import dataclass, field
+
+from config.buckets import BucketConfig
+from config.errors import ConfigError
+
+DEVICES = ("auto", "cpu", "cuda", "hpu", "hpu-emulator")
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+EXECUTORS = ("auto", "inline", "processes")
+POLICIES = ("fcfs", "priority")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} is {value!r}, it must be one of {', '.join(allowed)}")
+
+
+def _at_least(name: str, value: float | None, least: float) -> None:
+    if value is not None and value < least:
+        raise ConfigError(f"{name} is {value}, it must be at least {least}")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int | None = None
+    """Tokens in a block; None takes the device's (128 on HPU, smaller on CPU)."""
+    num_blocks: int | None = None
+    """Blocks; None measures what fits."""
+    memory_utilization: float = 0.9
+    """Share of the free device memory that may be used (vLLM: gpu_memory_utilization)."""
+    kv_cache_memory_bytes: int | None = None
+    """KV cache size in bytes; overrides the measurement (on CPU the default is what
+    max_num_seqs full contexts need, within a quarter of the free memory)."""
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least("block_size", self.block_size, 1)
+        _at_least("num_blocks", self.num_blocks, 2)
+        _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+        if not 0 < self.memory_utilization <= 1:
+            raise ConfigError(
+                f"memory_utilization is {self.memory_utilization}, it must be above 0, at most 1"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleConfig:
+    """Who runs, and how much at once."""
+
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 2048
+    max_prefill_batch: int = 4
+    """Prompts merged into one launch at most."""
+    policy: str = "fcfs"
+    depth: int = 2
+    """Steps in flight; 1 switches the overlap off."""
+    max_waiting: int = 100_000
+    """Requests an engine lets wait, whatever the front-ends allow (a bound for the inbox)."""
+
+    def __post_init__(self) -> None:
+        _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _at_least("max_prefill_batch", self.max_prefill_batch, 1)
+        _at_least("max_waiting", self.max_waiting, 1)
+        _one_of("policy", self.policy, POLICIES)
+        if self.depth not in (1, 2):
+            raise ConfigError(f"depth is {self.depth}, it must be 1 or 2")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, it must be at least "
+                f"max_num_seqs, which is {self.max_num_seqs}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """One engine: a model on a device, its cache, its schedule, its buckets."""
+
+    model: str
+    """A folder, a GGUF file, or a hub id."""
+    device: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    """Tokens of prompt and output together; None takes the checkpoint's own."""
+    seed: int = 0
+    executor: str = "auto"
+    num_threads: int | None = None
+    """Compute threads on CPU; None takes the cores the process may use."""
+    enforce_eager: bool = False
+    """No captured graphs."""
+    cache_dir: str | None = None
+    """Where converted checkpoints and compiled code are kept; None: the user's cache folder."""
+    revision: str | None = None
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    buckets: BucketConfig = field(default_factory=BucketConfig)
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError("model is empty, it must name a folder, a GGUF file or a hub id")
+        _one_of("device", self.device, DEVICES)
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("executor", self.executor, EXECUTORS)
+        _at_least("max_model_len", self.max_model_len, 1)
+        _at_least("num_threads", self.num_threads, 1)

@@ -1,0 +1,58 @@
+"""ServerConfig: how the HTTP side behaves. Facts only."""
+
+from dataclasses import dataclass
+
+from config.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Address, keys, limits and text handling of a front-end."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    served_model_names: tuple[str, ...] = ()
+    """Names clients may ask for; empty: the model's own name."""
+    api_server_count: int = 1
+    max_body_bytes: int = 64 * 2**20
+    max_queued_requests: int = 1024
+    max_queued_prompt_tokens: int = 4_000_000
+    shutdown_timeout_s: float = 30.0
+    stream_interval: int = 1
+    """Tokens gathered before a chunk is sent."""
+    keep_alive_s: float = 0.0
+    """Seconds of silence before a comment is sent on a stream; 0: never."""
+    chat_template: str | None = None
+    """A file, or the template itself; None: the model's own."""
+    trust_request_chat_template: bool = False
+    generation_config: str = "auto"
+    """auto: the model's generation_config gives sampling defaults; vllm: neutral ones."""
+    logprobs_mode: str = "raw_logprobs"
+    enable_log_requests: bool = False
+    """Log prompts too; the one line a request is always logged."""
+    disable_access_log: bool = False
+    enable_docs: bool = True
+    skip_tokenizer_init: bool = False
+    tokenizer_threads: int = 2
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is {self.port}, it must be between 0 and 65535")
+        for name in ("api_server_count", "max_body_bytes", "stream_interval", "tokenizer_threads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1")
+        for name in ("max_queued_requests", "max_queued_prompt_tokens"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 0")
+        for name in ("shutdown_timeout_s", "keep_alive_s"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 0")
+        if self.generation_config not in ("auto", "vllm"):
+            raise ConfigError(
+                f"generation_config is {self.generation_config!r}, it must be auto or vllm"
+            )
+        if self.logprobs_mode != "raw_logprobs":
+            raise ConfigError(f"logprobs_mode is {self.logprobs_mode!r}, it must be raw_logprobs")

@@ -1,0 +1,26 @@
+"""Executor: how an engine reaches its workers. Plans go in, results come out, in order."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from hpu.step import StepPlan, StepResult, WarmupProgress, WorkerReady
+
+
+class Executor(Protocol):
+    """One group of workers that run every plan together."""
+
+    def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
+        """Load, measure, warm up. Raises ConfigError or EngineDied with the worker's words."""
+        ...
+
+    def submit(self, plan: StepPlan) -> None:
+        """Send a plan; does not wait for it."""
+        ...
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest plan's result. Raises EngineDied when a worker is gone."""
+        ...
+
+    def close(self) -> None:
+        """Stop the workers and wait for them; safe to call twice."""
+        ...

@@ -1,0 +1,161 @@
+"""What server and engine say to each other. Tagged structs of plain columns; no behaviour.
+
+Prompts and log-probabilities are binary fields that decode to views of the received frame, so they
+are never copied into Python objects on the way.
+"""
+
+from typing import Any
+
+import msgspec
+
+from config.sampling import SamplingParams
+from hpu.step import Logprobs
+
+FRONT_END_SHIFT = 48
+"""A key is (front-end index << 48) | serial number."""
+
+
+class AddRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=1):
+    """One sequence to generate (a request with n choices sends n, with derived seeds)."""
+
+    key: int
+    prompt: memoryview
+    """uint32, little-endian."""
+    sampling: SamplingParams
+    priority: int = 0
+    """Smaller runs first, under the priority policy."""
+    cache_salt: str = ""
+    adapter: str = ""
+
+
+class Abort(msgspec.Struct, array_like=True, gc=False, tag=2):
+    """Forget these; unknown keys are ignored. Nothing more is sent for them."""
+
+    keys: list[int]
+
+
+class Control(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=3):
+    """A call answered by one Reply. Names: reset_prefix_cache, ping."""
+
+    call: int
+    name: str
+    arguments: dict[str, Any] = {}
+
+
+ToEngine = AddRequest | Abort | Control
+
+
+class Finish(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """The last word on a key. Seconds are spent waiting, in prefill, and in decode."""
+
+    key: int
+    reason: str
+    """stop, length, abort or error."""
+    stop_token: int | None = None
+    """The stop_token_ids entry that ended it; None for an end token."""
+    error: str | None = None
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    num_preemptions: int = 0
+
+
+class EngineStats(msgspec.Struct, omit_defaults=True, gc=False):
+    """Gauges, and counters since the start, of one engine. Sent with steps, and when they change."""
+
+    running: int = 0
+    waiting: int = 0
+    waiting_prompt_tokens: int = 0
+    blocks_used: int = 0
+    blocks_total: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0
+    """Tokens looked up."""
+    prefix_hits: int = 0
+    """Tokens found."""
+    steps: int = 0
+    lookups: dict[str, int] = {}
+    """'prefill.hit', 'decode.miss', ...: counts."""
+    useful_tokens: dict[str, int] = {}
+    """By phase."""
+    padding_tokens: dict[str, int] = {}
+    compilations: dict[str, int] = {}
+    """'prefill.warmup', 'decode.serving', ...: counts."""
+    graphs: int = 0
+    graph_bytes: int = 0
+    step_tokens: list[int] = []
+    """Tokens computed in each step since the last stats were sent (for a histogram)."""
+    step_seconds: list[tuple[int, float]] = []
+    """(phase, seconds) of each launch since the last stats were sent."""
+
+
+class StepTokens(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=4):
+    """Everything one step produced for one front-end, in columns."""
+
+    step: int
+    started: list[int] = []
+    """Keys that left the waiting line."""
+    started_cached: list[int] = []
+    """Their prompt tokens found in the prefix cache."""
+    keys: list[int] = []
+    counts: list[int] = []
+    tokens: list[int] = []
+    logprobs: list[tuple[int, Logprobs]] = []
+    """(key, positions): in the order of the key's tokens."""
+    prompt_logprobs: list[tuple[int, Logprobs]] = []
+    """(key, positions): prompt tokens 1 .. in chunks, all before the key's first token."""
+    finished: list[Finish] = []
+    stats: EngineStats | None = None
+
+
+class Reply(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=5):
+    """Answer to a Control: a value, or an error."""
+
+    call: int
+    value: Any = None
+    error: str | None = None
+
+
+class Hello(msgspec.Struct, array_like=True, gc=False, tag=6):
+    """First word of an engine to a front-end."""
+
+    engine: int
+    pid: int
+
+
+class Progress(msgspec.Struct, array_like=True, gc=False, tag=7):
+    """Where start-up stands."""
+
+    engine: int
+    stage: str
+    done: int
+    total: int
+
+
+class Ready(msgspec.Struct, array_like=True, gc=False, tag=8):
+    """The engine takes requests."""
+
+    engine: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    num_buckets: int
+    device: str
+    dtype: str
+    weight_bytes: int
+    kv_bytes: int
+    total_bytes: int
+    load_s: float
+    warmup_s: float
+
+
+class Failed(msgspec.Struct, array_like=True, gc=False, tag=9):
+    """The engine is gone; every open request gets this."""
+
+    engine: int
+    message: str
+
+
+FromEngine = StepTokens | Reply | Hello | Progress | Ready | Failed

@@ -1,0 +1,78 @@
+"""Backend: what a device must offer. Everything above speaks of devices only through this."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Event(Protocol):
+    """A point in a device's queue of work."""
+
+    def wait(self) -> None:
+        """Block the host until the work before the point is done."""
+        ...
+
+    def done(self) -> bool:
+        """Whether it is, without waiting."""
+        ...
+
+
+class Graph(Protocol):
+    """A captured forward pass: fixed inputs, fixed outputs, no Python when it runs again."""
+
+    def replay(self) -> Any:
+        """Run on the present contents of the captured inputs; returns the same outputs each time."""
+        ...
+
+
+class Backend(Protocol):
+    """One device of one kind, owned by this process. Not thread-safe."""
+
+    name: str
+    device: torch.device
+    index_dtype: torch.dtype
+    """Integer type of positions, slots and block lists."""
+    default_dtype: torch.dtype
+    default_block_size: int
+    default_strategy: str
+    """Bucket strategy when the user named none."""
+    captures: bool
+    """Whether `capture` gives a speed-up here; if not, launches run the function itself."""
+
+    def memory(self) -> tuple[int, int]:
+        """(free, total) bytes, after all work is done."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for all work."""
+        ...
+
+    def event(self) -> Event:
+        """A point after all the work given so far."""
+        ...
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Start a copy to the host; valid once an `event()` taken after it is done."""
+        ...
+
+    def upload(self, target: Tensor, source: Tensor) -> None:
+        """Copy a host tensor into a device tensor of the same shape, without waiting."""
+        ...
+
+    def capture(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> Graph:
+        """Record `function(*inputs)`; the tensors in `inputs` become the graph's inputs."""
+        ...
+
+    def prepare(self, model: torch.nn.Module) -> None:
+        """Last touch to a loaded model (packing of weights, compilation of layers)."""
+        ...
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over the tensor-parallel group; the tensor itself when the group is one."""
+        ...
+
+    def close(self) -> None:
+        """Give the device back."""
+        ...

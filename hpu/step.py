@@ -1,0 +1,146 @@
+"""What an engine and its workers say to each other. Columns of plain values; knows no tensors.
+
+A worker keeps each live sequence in a row, so a plan carries only what changed. Everything in a
+plan applies in this order: freed rows, new rows, grown blocks, launches one after the other.
+"""
+
+import msgspec
+
+PREFILL = 0
+DECODE = 1
+
+
+class RowSampling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
+    """What the sampler must know of one row. Seeds are always set: the engine draws missing ones."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    end_token_ids: tuple[int, ...] = ()
+    """Tokens barred while fewer than `min_tokens` were generated (end tokens, stop_token_ids)."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    num_logprobs: int = -1
+    """-1: none; k: the chosen token and the k most likely."""
+    num_prompt_logprobs: int = -1
+
+
+class NewRow(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """A sequence that enters `row`, afresh or after a preemption."""
+
+    row: int
+    tokens: memoryview
+    """uint32, little-endian: the prompt, and after a preemption what was generated since."""
+    num_prompt_tokens: int
+    num_computed: int
+    """Tokens whose keys and values already lie in `blocks` (a prefix hit)."""
+    blocks: list[int]
+    sampling: RowSampling
+
+
+class Launch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """One forward pass in one bucket. Rows keep their order; a result's tokens follow it.
+
+    A prefill row takes `counts[i]` further tokens of its known ones and samples when none is left
+    (`samples[i]`). A decode row takes the one token it sampled last, and always samples: its
+    `counts` and `samples` stay empty.
+    """
+
+    phase: int
+    bucket: tuple[int, int, int]
+    """(batch, query, blocks): for a prefill, blocks of cached context a row; for a decode, query is
+    1 and blocks is the total over all rows."""
+    rows: list[int]
+    counts: list[int] = []
+    samples: list[bool] = []
+
+
+class StepPlan(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=1):
+    """One step. Gets exactly one StepResult, in order."""
+
+    step: int
+    launches: list[Launch]
+    new_rows: list[NewRow] = []
+    grown_rows: list[int] = []
+    grown_blocks: list[int] = []
+    """grown_rows[i] is lent block grown_blocks[i], at the end of its table."""
+    freed_rows: list[int] = []
+
+
+class Logprobs(msgspec.Struct, array_like=True, gc=False):
+    """Log-probabilities for `len(ranks)/4` positions, chosen token first, then the `k` most likely.
+
+    `ids` is int32 and `values` float32, both (positions, k + 1) and little-endian; `ranks` is int32
+    (positions,): 1 for the most likely token. Values are log-softmax of the raw logits.
+    """
+
+    k: int
+    ids: memoryview
+    values: memoryview
+    ranks: memoryview
+
+
+class StepResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=2):
+    """What a step produced, in the plan's order.
+
+    `tokens` holds one token for each sampling row; -1 says that its logits were not numbers.
+    """
+
+    step: int
+    tokens: list[int]
+    logprobs: list[tuple[int, Logprobs]] = []
+    """(index into tokens, one position) for the rows that asked."""
+    prompt_logprobs: list[tuple[int, Logprobs]] = []
+    """(row, positions of this chunk) for the rows that asked: the log-probability of each prompt
+    token that follows a position of the chunk."""
+    seconds: list[float] = []
+    """One a launch, on the device, sampling included."""
+    host_s: float = 0.0
+    counters: dict[str, float] = {}
+    """Changed counters of the worker (see engine/stats.py)."""
+
+
+class WorkerFailed(msgspec.Struct, array_like=True, gc=False, tag=3):
+    """The worker cannot go on; it exits after this."""
+
+    message: str
+
+
+class WarmupProgress(msgspec.Struct, array_like=True, gc=False, tag=4):
+    """Where start-up stands: `stage` is load, warmup."""
+
+    stage: str
+    done: int
+    total: int
+
+
+class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
+    """What the worker found out while it started."""
+
+    num_blocks: int
+    """Blocks an engine may lend: 0 .. num_blocks - 1. The pad block lies beyond them."""
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    buckets: list[tuple[int, int, int, int]]
+    """(phase, batch, query, blocks) prepared; empty when the table is exact."""
+    device: str
+    dtype: str
+    weight_bytes: int
+    kv_bytes: int
+    graph_bytes: int
+    total_bytes: int
+    load_s: float
+    warmup_s: float
+
+
+ToWorker = StepPlan
+FromWorker = StepResult | WorkerFailed | WarmupProgress | WorkerReady
