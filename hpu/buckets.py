@@ -1,0 +1,225 @@
+"""BucketTable: the padded shapes a server prepares, and which one a launch takes. Pure."""
+
+import bisect
+import itertools
+import logging
+import math
+from dataclasses import dataclass
+
+from config.buckets import BucketConfig
+from config.errors import ConfigError
+from hpu.bucket_lists import (
+    Shape,
+    exponential_decodes,
+    exponential_prompts,
+    fallback_point,
+    linear_axis,
+    read_bucket_file,
+)
+from hpu.step import DECODE, PREFILL
+
+logger = logging.getLogger(__name__)
+
+HIT, MISS, FALLBACK = "hit", "miss", "fallback"
+
+POSITIONS_A_TOKEN = 2048
+"""Cached positions whose attention costs as much as one token through the linear layers."""
+
+MAX_MEMO = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class BucketLimits:
+    """What bounds every shape: the schedule's and the cache's numbers."""
+
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_prefill_batch: int
+    num_blocks: int
+    prefix_caching: bool
+
+    @property
+    def max_query(self) -> int:
+        """New tokens of one row in one launch."""
+        return min(self.max_num_batched_tokens, self.max_model_len)
+
+    @property
+    def blocks_a_row(self) -> int:
+        """Blocks of a full context."""
+        return math.ceil(self.max_model_len / self.block_size)
+
+    @property
+    def max_decode_blocks(self) -> int:
+        """Block references of one decode: a shared block counts once for each row that holds it."""
+        most = self.max_num_seqs * self.blocks_a_row
+        return most if self.prefix_caching else min(most, self.num_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """The bucket a launch takes, and whether it was prepared.
+
+    `hit`: prepared. `fallback`: beyond all prepared ones, made now and remembered. `miss`: made
+    earlier by a fallback.
+    """
+
+    bucket: Shape
+    result: str
+
+
+class BucketTable:
+    """All prepared shapes of both phases; an exact table prepares none and pads nothing."""
+
+    def __init__(
+        self, prompts: list[Shape], decodes: list[Shape], limits: BucketLimits, *, exact: bool
+    ) -> None:
+        self.is_exact = exact
+        self.limits = limits
+        self._shapes = {PREFILL: sorted(set(prompts)), DECODE: sorted(set(decodes))}
+        self._prepared = {phase: set(shapes) for phase, shapes in self._shapes.items()}
+        self._memo: dict[tuple[int, int, int, int], Lookup] = {}
+        if not exact:
+            for phase, name in ((PREFILL, "prompt"), (DECODE, "decode")):
+                if not self._shapes[phase]:
+                    raise ConfigError(f"the bucket table holds 0 {name} buckets, it needs 1")
+
+    @classmethod
+    def make(cls, config: BucketConfig, limits: BucketLimits) -> "BucketTable":
+        """The table of `config.strategy` ('auto' was resolved by the caller), made to cover every
+        shape that `limits` allow for a batch of one prompt and for all decodes."""
+        if config.strategy == "exact":
+            return cls([], [], limits, exact=True)
+        prompts, decodes = _generate(config, limits)
+        prompts = [shape for shape in prompts if _fits_budget(shape, limits)]
+        return cls(
+            _cover_prompts(prompts, limits), _cover_decodes(decodes, limits), limits, exact=False
+        )
+
+    @property
+    def buckets(self) -> list[tuple[int, int, int, int]]:
+        """(phase, batch, query, blocks) of all prepared buckets."""
+        return [
+            (phase, *shape)
+            for phase in (PREFILL, DECODE)
+            for shape in sorted(self._prepared[phase])
+        ]
+
+    def find(self, phase: int, batch: int, query: int, blocks: int) -> Lookup:
+        """The cheapest bucket that holds the wanted shape, by modelled cost."""
+        if self.is_exact:
+            return Lookup((batch, query, blocks), HIT)
+        wanted = (phase, batch, query, blocks)
+        found = self._memo.get(wanted)
+        if found is None:
+            found = self._search(phase, (batch, query, blocks))
+            if len(self._memo) >= MAX_MEMO:
+                self._memo.clear()
+            # The next time a fallback's bucket is looked up it is known, though not prepared.
+            later = Lookup(found.bucket, MISS) if found.result == FALLBACK else found
+            self._memo[wanted] = later
+        return found
+
+    def cost(self, phase: int, bucket: Shape) -> int:
+        """Modelled cost of a launch, in cached positions read."""
+        batch, query, blocks = bucket
+        context = blocks * self.limits.block_size
+        if phase == PREFILL:
+            return batch * query * (POSITIONS_A_TOKEN + context + query // 2)
+        return batch * POSITIONS_A_TOKEN // 16 + context
+
+    def _search(self, phase: int, wanted: Shape) -> Lookup:
+        shapes = self._shapes[phase]
+        start = bisect.bisect_left(shapes, (wanted[0], 0, 0))
+        fitting = [s for s in shapes[start:] if s[1] >= wanted[1] and s[2] >= wanted[2]]
+        if fitting:
+            best = min(fitting, key=lambda shape: (self.cost(phase, shape), shape))
+            return Lookup(best, HIT if best in self._prepared[phase] else MISS)
+        bucket = self._fallback(phase, wanted)
+        bisect.insort(shapes, bucket)
+        logger.warning(
+            "Configuration: (%s, batch %d, query %d, blocks %d) was not warmed-up! It runs as %s.",
+            "prompt" if phase == PREFILL else "decode",
+            *wanted,
+            bucket,
+        )
+        return Lookup(bucket, FALLBACK)
+
+    def _fallback(self, phase: int, wanted: Shape) -> Shape:
+        limits = self.limits
+        if phase == PREFILL:
+            return (
+                fallback_point(wanted[0], 2, limits.max_prefill_batch),
+                fallback_point(wanted[1], 32, limits.max_query),
+                fallback_point(wanted[2], 32, limits.blocks_a_row),
+            )
+        return (
+            fallback_point(wanted[0], 2, limits.max_num_seqs),
+            1,
+            fallback_point(wanted[2], 32, limits.max_decode_blocks),
+        )
+
+
+def _generate(config: BucketConfig, limits: BucketLimits) -> tuple[list[Shape], list[Shape]]:
+    if config.strategy == "file":
+        assert config.file is not None  # BucketConfig holds the two together
+        return read_bucket_file(config.file)
+    if config.strategy == "exponential":
+        prompts = exponential_prompts(
+            limits.max_prefill_batch,
+            limits.block_size,
+            limits.max_num_batched_tokens,
+            limits.max_model_len,
+            contexts=limits.prefix_caching,
+        )
+        decodes = exponential_decodes(
+            limits.max_num_seqs, limits.block_size, limits.num_blocks, exact_last=False
+        )
+        return prompts, decodes
+    block = limits.block_size
+    prompts = list(
+        itertools.product(
+            linear_axis(config.prompt_batch, 1, 1, limits.max_prefill_batch),
+            linear_axis(config.prompt_query, block, block, limits.max_query),
+            linear_axis(config.prompt_context, 0, 1, limits.blocks_a_row),
+        )
+    )
+    decodes = [
+        (batch, 1, blocks)
+        for batch, blocks in itertools.product(
+            linear_axis(config.decode_batch, 1, 32, limits.max_num_seqs),
+            linear_axis(config.decode_blocks, block, block, limits.max_decode_blocks),
+        )
+    ]
+    return prompts, decodes
+
+
+def _fits_budget(shape: Shape, limits: BucketLimits) -> bool:
+    """Whether a launch could need the shape: within the token budget, rounded up to a block."""
+    batch, query, _ = shape
+    budget = limits.block_size * math.ceil(limits.max_num_batched_tokens / limits.block_size)
+    return batch == 1 or batch * query <= budget
+
+
+def _cover_prompts(shapes: list[Shape], limits: BucketLimits) -> list[Shape]:
+    """Make sure that a single prompt always finds a bucket, however long its chunk and context."""
+    block = limits.block_size
+    queries = sorted({query for batch, query, _ in shapes if batch == 1})
+    if not queries or queries[-1] < limits.max_query:
+        queries.append(block * math.ceil(limits.max_query / block))
+    # A chunk of the longest query can only follow what the context still leaves in front of it.
+    added = []
+    for shorter, query in zip([0, *queries], queries, strict=False):
+        most = math.ceil(max(limits.max_model_len - shorter - 1, 0) / block)
+        if not any(s[0] >= 1 and s[1] >= query and s[2] >= most for s in shapes):
+            added.append((1, query, most))
+    return shapes + added
+
+
+def _cover_decodes(shapes: list[Shape], limits: BucketLimits) -> list[Shape]:
+    """Make sure that the largest decode finds a bucket."""
+    largest = (limits.max_num_seqs, 1, limits.max_decode_blocks)
+    if any(s[0] >= largest[0] and s[2] >= largest[2] for s in shapes):
+        return shapes
+    return [*shapes, largest]
