@@ -1,0 +1,67 @@
+# `make serve` or `make test` in a fresh clone is enough; `make help` lists the rest.
+
+PYTHON ?= python3
+PORT ?= 8000
+MODEL ?=
+ARGS ?=
+# For example https://download.pytorch.org/whl/cpu, which has torch without CUDA.
+TORCH_INDEX ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.DEFAULT_GOAL := help
+.PHONY: help install install-hpu serve test test-slow lint format bench clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo "  PORT=$(PORT)  MODEL=folder, .gguf file or hub id  ARGS='more flags'"
+	@echo "  PYTHON=$(PYTHON)  TORCH_INDEX=https://download.pytorch.org/whl/cpu for torch without CUDA"
+
+install: $(VENV)/.installed ## Create .venv with everything for the CPU back end and the tests
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "gaudiserve needs Python 3.10 or newer, $(PYTHON) is " + sys.version.split()[0])'
+	@echo "Creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	@echo "Installing gaudiserve and its dependencies into $(VENV); the first time takes some minutes"
+	@$(PIP) install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --editable '.[cpu,dev]'
+	@touch $@
+
+install-hpu: ## On a Gaudi machine: a .venv over the system's packages that keeps the vendor's torch
+	@$(PYTHON) deploy/vendor_torch.py check
+	@test -x $(BIN)/python || $(PYTHON) -m venv --system-site-packages $(VENV)
+	@$(BIN)/python deploy/vendor_torch.py check
+	@$(BIN)/python deploy/vendor_torch.py constraints > $(VENV)/vendor.txt
+	@$(PIP) install --constraint $(VENV)/vendor.txt --editable .
+	@$(BIN)/python deploy/vendor_torch.py same $(VENV)/vendor.txt
+	@touch $(VENV)/.installed
+
+serve: $(VENV)/.installed ## Serve MODEL (or the demo model, fetched at the first start) on PORT
+	@exec $(BIN)/gaudiserve serve $(MODEL) --port $(PORT) $(ARGS)
+
+test: lint ## Lint, types and the default tests
+	@$(BIN)/python -m pytest -q $(ARGS)
+
+test-slow: $(VENV)/.installed ## The tests that take minutes
+	@$(BIN)/python -m pytest -q -m slow $(ARGS)
+
+lint: $(VENV)/.installed ## Check format, style and types
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy --no-error-summary
+
+format: $(VENV)/.installed ## Put the code into the one format
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.installed ## Load a server that runs on PORT; ARGS as for `gaudiserve bench serve`
+	@$(BIN)/gaudiserve bench serve --base-url http://127.0.0.1:$(PORT) $(ARGS)
+
+clean: ## Remove .venv, caches and build output
+	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,57 @@
+"""Keeps a Gaudi machine's own torch: finds it, pins it for pip, and tells when it was replaced.
+
+Knows only package metadata: it imports neither torch nor anything of ours.
+"""
+
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+KEPT = ("torch", "habana-torch-plugin", "numpy")
+
+
+def installed() -> dict[str, str]:
+    """The versions of those packages whose vendor build must stay."""
+    found = {}
+    for name in KEPT:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def missing() -> str | None:
+    """Why this Python cannot run on Gaudi; None if it can."""
+    if "torch" not in installed():
+        return f"{sys.executable} has no torch; start from a Gaudi PyTorch image or installation"
+    if find_spec("habana_frameworks") is None:
+        return (
+            f"{sys.executable} has torch {installed()['torch']}, but no habana_frameworks: that is "
+            "not the vendor's build, and installing over it would not make it one"
+        )
+    return None
+
+
+def main(arguments: list[str]) -> int:
+    """`check` | `constraints` | `same FILE`; 1 with a sentence on stderr when something is wrong."""
+    command = arguments[0] if arguments else ""
+    pins = "".join(f"{name}=={number}\n" for name, number in installed().items())
+    if command == "check":
+        problem = missing()
+    elif command == "constraints":
+        print(pins, end="")
+        problem = None
+    elif command == "same" and len(arguments) == 2:
+        with open(arguments[1], encoding="utf-8") as file:
+            before = file.read()
+        problem = None if before == pins else f"was\n{before}and is now\n{pins}"
+    else:
+        problem = "usage: vendor_torch.py check | constraints | same FILE"
+    if problem is not None:
+        print(f"vendor_torch: {problem}", file=sys.stderr)
+    return 0 if problem is None else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,30 @@
+"""What every test shares: one compute thread, no network, repeatable random examples, a free port."""
+
+import os
+import socket
+
+import pytest
+from hypothesis import settings
+
+# Before torch is imported anywhere: tests run side by side with servers on few cores, and a second
+# thread changes the order of float additions.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+# An operator's own settings must not change what a test sees, nor reach the servers it starts.
+for name in [name for name in os.environ if name.startswith(("GAUDISERVE_", "VLLM_"))]:
+    del os.environ[name]
+
+settings.register_profile("suite", derandomize=True, deadline=None, print_blob=True)
+settings.load_profile("suite")
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A TCP port on the loopback address that nothing listened on a moment ago."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
