@@ -18,28 +18,39 @@ class Event(Protocol):
         """Whether it is, without waiting."""
         ...
 
+    def seconds_since(self, earlier: Any) -> float:
+        """Device time between an earlier event of the same backend and this one; both are done."""
+        ...
+
 
 class Graph(Protocol):
     """A captured forward pass: fixed inputs, fixed outputs, no Python when it runs again."""
 
     def replay(self) -> Any:
-        """Run on the present contents of the captured inputs; returns the same outputs each time."""
+        """Run on the present contents of the captured inputs; always the same output tensors."""
         ...
 
 
 class Backend(Protocol):
-    """One device of one kind, owned by this process. Not thread-safe."""
+    """One device of one kind, owned by this process. Not thread-safe.
+
+    Work given to a device runs in the order it was given, `upload` and `to_host` included.
+    """
 
     name: str
     device: torch.device
     index_dtype: torch.dtype
     """Integer type of positions, slots and block lists."""
     default_dtype: torch.dtype
+    fast_dtypes: tuple[torch.dtype, ...]
+    """Types that run at full speed here: a checkpoint in one of them keeps it."""
     default_block_size: int
     default_strategy: str
     """Bucket strategy when the user named none."""
     captures: bool
     """Whether `capture` gives a speed-up here; if not, launches run the function itself."""
+    shares_host_memory: bool
+    """Whether device memory is the host's, so that taking most of it would hurt others."""
 
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes, after all work is done."""
@@ -53,16 +64,30 @@ class Backend(Protocol):
         """A point after all the work given so far."""
         ...
 
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A zeroed device tensor; where the device can, a page costs memory only once written."""
+        ...
+
+    def host_tensor(self, size: int, dtype: torch.dtype) -> Tensor:
+        """A flat host tensor that `upload` reads fast (pinned, where that helps)."""
+        ...
+
     def to_host(self, tensor: Tensor) -> Tensor:
         """Start a copy to the host; valid once an `event()` taken after it is done."""
         ...
 
     def upload(self, target: Tensor, source: Tensor) -> None:
-        """Copy a host tensor into a device tensor of the same shape, without waiting."""
+        """Copy a host tensor into a device tensor of the same shape, without waiting.
+
+        The source must stay as it is until an `event()` taken after the call is done.
+        """
         ...
 
     def capture(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> Graph:
-        """Record `function(*inputs)`; the tensors in `inputs` become the graph's inputs."""
+        """Record `function(*inputs)`; the tensors in `inputs` become the graph's inputs.
+
+        The function has run at least once when this returns.
+        """
         ...
 
     def prepare(self, model: torch.nn.Module) -> None:

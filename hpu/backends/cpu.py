@@ -1,0 +1,110 @@
+"""CpuBackend: the host as a device. Work runs at once, so an event is done when it is made.
+Knows no models beyond their `pack_weights`."""
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, cast, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpu.backends.host import has_fast_bfloat16, usable_cores, usable_memory
+
+logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class _Packs(Protocol):
+    def pack_weights(self) -> None: ...
+
+
+class CpuEvent:
+    """A moment: all work given before it is done."""
+
+    def __init__(self) -> None:
+        self._moment_s = time.perf_counter()
+
+    def wait(self) -> None:
+        return
+
+    def done(self) -> bool:
+        return True
+
+    def seconds_since(self, earlier: "CpuEvent") -> float:
+        return self._moment_s - earlier._moment_s
+
+
+class CallGraph:
+    """A captured function that is simply called again."""
+
+    def __init__(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
+        self._function = function
+        self._inputs = inputs
+        function(*inputs)
+
+    def replay(self) -> Any:
+        return self._function(*self._inputs)
+
+
+class CpuBackend:
+    """The CPU, with `num_threads` compute threads (None: one for each core it may use)."""
+
+    name = "cpu"
+    default_block_size = 32
+    default_strategy = "exact"
+    captures = False
+    shares_host_memory = True
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        self.device = torch.device("cpu")
+        self.index_dtype = torch.int64
+        fast = has_fast_bfloat16()
+        self.default_dtype = torch.bfloat16 if fast else torch.float32
+        self.fast_dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+        if fast:
+            self.fast_dtypes += (torch.bfloat16,)
+        cores = usable_cores()
+        threads = num_threads or cores
+        if threads != torch.get_num_threads():
+            torch.set_num_threads(threads)
+        logger.info("CPU: %d compute threads on %d usable cores", threads, cores)
+
+    def memory(self) -> tuple[int, int]:
+        return usable_memory()
+
+    def synchronize(self) -> None:
+        return
+
+    def event(self) -> CpuEvent:
+        return CpuEvent()
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        # numpy asks calloc, so pages that are never written cost nothing; torch.zeros writes them.
+        raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+        return torch.from_numpy(raw).view(dtype).view(shape)
+
+    def host_tensor(self, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(size, dtype=dtype)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        # Copied, as elsewhere: the caller's tensor may be written again before the host reads.
+        return tensor.clone()
+
+    def upload(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
+
+    def capture(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> CallGraph:
+        return CallGraph(function, inputs)
+
+    def prepare(self, model: torch.nn.Module) -> None:
+        if isinstance(model, _Packs):
+            cast(_Packs, model).pack_weights()
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def close(self) -> None:
+        return
