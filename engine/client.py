@@ -1,23 +1,33 @@
 """EngineClient: how a front-end asks for tokens. The asyncio client over ZeroMQ lives here too."""
 
+import asyncio
+import itertools
+from collections.abc import Callable
 from typing import Any, Protocol
 
-import msgspec
-
+from config.errors import EngineDied, Overloaded, RequestFailed, UserError
 from config.sampling import SamplingParams
-from engine.messages import EngineStats, Finish, Progress, Ready
-from hpu.step import Logprobs
+from engine.messages import (
+    Abort,
+    AddRequest,
+    Control,
+    EngineStats,
+    FromEngine,
+    Hello,
+    Progress,
+    Ready,
+    Reply,
+    StepTokens,
+    ToEngine,
+)
+from engine.mailroom import Box, Mailroom
+from engine.mailroom import Update as Update  # part of this contract
+from engine.wire import HIGH_WATER, Switchboard, Wires
 
+CONTROL_TIMEOUT_S = 30.0
 
-class Update(msgspec.Struct, gc=False):
-    """All that a request has gained since its mailbox was last read."""
-
-    tokens: list[int] = []
-    logprobs: list[Logprobs] = []
-    prompt_logprobs: list[Logprobs] = []
-    num_cached_tokens: int | None = None
-    """Set once, when the request left the waiting line."""
-    finish: Finish | None = None
+HANGUP_GRACE_S = 0.3
+"""How long a better reason (the exit code) may take to arrive once the engine has hung up."""
 
 
 class Mailbox(Protocol):
@@ -62,13 +72,13 @@ class EngineClient(Protocol):
         priority: int = 0,
         cache_salt: str = "",
     ) -> Mailbox:
-        """Send one sequence (`sampling.n` is ignored). Raises Overloaded when the line is full or the
-        engine is not ready, EngineDied when it is gone. Does not wait."""
+        """Send one sequence (`sampling.n` is ignored). Raises Overloaded when the line is full or
+        the engine is not ready, EngineDied when it is gone. Does not wait."""
         ...
 
     def abort(self, keys: list[int]) -> None:
-        """Forget these; safe for unknown or finished keys, at any moment. Their mailboxes end with a
-        Finish of reason abort."""
+        """Forget these; safe for unknown or finished keys, at any moment. Their mailboxes end with
+        a Finish of reason abort."""
         ...
 
     async def control(self, name: str, **arguments: Any) -> Any:
@@ -82,3 +92,159 @@ class EngineClient(Protocol):
     async def close(self) -> None:
         """Hang up. Open mailboxes end with EngineDied."""
         ...
+
+
+class ZmqClient:
+    """An EngineClient over a request channel. Belongs to one asyncio loop."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        index: int,
+        *,
+        max_queued_requests: int,
+        max_queued_prompt_tokens: int,
+    ) -> None:
+        """`index` is this front-end's number; `endpoint` is where it waits for its engine."""
+        self._endpoint = endpoint
+        self._room = Mailroom(
+            index, max_requests=max_queued_requests, max_prompt_tokens=max_queued_prompt_tokens
+        )
+        self._wires = Wires()
+        self._switchboard: Switchboard[ToEngine, FromEngine] | None = None
+        self._engine: bytes | None = None
+        self._early_ready: Ready | None = None
+        self._unsent_aborts: list[int] = []
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._call_numbers = itertools.count(1)
+
+    async def start(self) -> None:
+        """Listen for the engine. Raises ConfigError when the address cannot be taken."""
+        self._switchboard = self._wires.bind_router(self._endpoint, FromEngine)
+        self._switchboard.listen(self._receive, self._hung_up)
+
+    @property
+    def ready(self) -> Ready | None:
+        return self._room.ready
+
+    @property
+    def progress(self) -> Progress | None:
+        return self._room.progress
+
+    @property
+    def failure(self) -> str | None:
+        return self._room.failure
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._room.stats
+
+    def on_stats(self, observe: Callable[[EngineStats], None] | None) -> None:
+        """Call `observe` with every EngineStats that arrives."""
+        self._room.on_stats = observe
+
+    def add(
+        self,
+        prompt: bytes | memoryview,
+        sampling: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> Box:
+        """See EngineClient.add. Raises UserError for what no message can carry."""
+        box = self._room.open(len(prompt) // 4)
+        request = AddRequest(box.key, memoryview(prompt), sampling, priority, cache_salt)
+        try:
+            sent = self._send(request)
+        except (TypeError, ValueError) as error:
+            self._room.forget(box.key)
+            raise UserError(f"the request cannot be encoded: {error}") from error
+        if not sent:
+            self._room.forget(box.key)
+            raise Overloaded(f"The engine has left {HIGH_WATER} messages unread.")
+        return box
+
+    def abort(self, keys: list[int]) -> None:
+        self._unsent_aborts += self._room.abort(keys)
+        self._send_aborts()
+
+    async def control(self, name: str, **arguments: Any) -> Any:
+        """See EngineClient.control. Raises RequestFailed when the engine refuses or does not answer
+        within CONTROL_TIMEOUT_S, EngineDied when it is gone."""
+        if self._room.failure is not None:
+            raise EngineDied(self._room.failure)
+        call = next(self._call_numbers)
+        answer = self._calls[call] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(Control(call, name, arguments))
+            return await asyncio.wait_for(answer, CONTROL_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            raise RequestFailed(
+                f"the engine did not answer {name} within {CONTROL_TIMEOUT_S:g} s"
+            ) from None
+        finally:
+            del self._calls[call]
+
+    async def wait_ready(self) -> Ready:
+        return await self._room.wait_ready()
+
+    def fail(self, message: str) -> None:
+        """The engine is gone: whoever watches its process tells us here, on the loop's thread."""
+        self._room.fail(message)
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(EngineDied(message))
+
+    async def close(self) -> None:
+        self.fail("the client was closed")
+        if self._switchboard is not None:
+            self._switchboard.close()
+            self._switchboard = None
+            self._wires.close()
+
+    def _send(self, message: ToEngine) -> bool:
+        return (
+            self._switchboard is not None
+            and self._engine is not None
+            and self._switchboard.send(self._engine, message)
+        )
+
+    def _send_aborts(self) -> None:
+        # Aborts must not be lost: what the engine cannot take now is sent after its next message.
+        if self._unsent_aborts and self._send(Abort(self._unsent_aborts)):
+            self._unsent_aborts = []
+
+    def _receive(self, peer: bytes, message: FromEngine) -> None:
+        if isinstance(message, StepTokens):
+            self._room.deliver(message)
+            if self._unsent_aborts:
+                self._send_aborts()
+        elif isinstance(message, Reply):
+            self._answer(message)
+        elif isinstance(message, Hello):
+            # The line that says hello is the one the engine listens on; the others only talk.
+            self._engine = peer
+            self._become_ready(self._early_ready)
+        elif isinstance(message, Progress):
+            self._room.progress = message
+        elif isinstance(message, Ready):
+            self._early_ready = message
+            self._become_ready(message)
+        else:
+            self.fail(message.message)
+
+    def _become_ready(self, ready: Ready | None) -> None:
+        if ready is not None and self._engine is not None:
+            self._room.become_ready(ready)
+
+    def _answer(self, reply: Reply) -> None:
+        answer = self._calls.get(reply.call)
+        if answer is None or answer.done():
+            return
+        if reply.error is not None:
+            answer.set_exception(RequestFailed(reply.error))
+        else:
+            answer.set_result(reply.value)
+
+    def _hung_up(self) -> None:
+        asyncio.get_running_loop().call_later(HANGUP_GRACE_S, self.fail, "the engine has hung up")
