@@ -1,0 +1,39 @@
+"""Counters: numbers a worker keeps for its operator, by name. Knows nothing of what they count.
+
+lookups.{prefill,decode}.{hit,miss,fallback}    launches by bucket: prepared at start; not
+                                                prepared, used before; not prepared, first time
+useful.{prefill,decode}                         real tokens that went through the model
+padding.{prefill,decode}                        padded ones beside them
+compilations.{prefill,decode}.{warmup,serving}  captured graphs, by when they were captured
+compile_seconds.{warmup,serving}                time that took
+graphs, graph_bytes                             graphs kept, and the memory they hold (gauges)
+"""
+
+from hpu.step import PREFILL
+
+
+def phase_name(phase: int) -> str:
+    """The word for a launch's phase in a counter's name."""
+    return "prefill" if phase == PREFILL else "decode"
+
+
+class Counters:
+    """Totals since start, and which of them changed since they were last read."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, float] = {}
+        self._changed: set[str] = set()
+
+    def add(self, name: str, amount: float) -> None:
+        if amount:
+            self._totals[name] = self._totals.get(name, 0) + amount
+            self._changed.add(name)
+
+    def total(self, name: str) -> float:
+        return self._totals.get(name, 0)
+
+    def take_changed(self) -> dict[str, float]:
+        """New totals of the counters that changed since the last call."""
+        changed = {name: self._totals[name] for name in self._changed}
+        self._changed.clear()
+        return changed

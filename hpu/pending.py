@@ -1,0 +1,104 @@
+"""PendingStep: what a step left on its way to the host, and how it becomes a StepResult."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from hpu.backends.base import Event
+from hpu.step import Logprobs, StepResult
+
+
+@dataclass(slots=True)
+class PendingLogprobs:
+    """Host tensors of some positions: ids and values (positions, k + 1), ranks (positions,)."""
+
+    k: int
+    ids: Tensor
+    values: Tensor
+    ranks: Tensor
+
+    def part(self, start: int, end: int, k: int) -> Logprobs:
+        """Positions start .. end - 1 with their `k` most likely tokens, at most our own k."""
+        k = min(k, self.k)
+        return Logprobs(
+            k=k,
+            ids=_bytes(self.ids[start:end, : k + 1], "<i4"),
+            values=_bytes(self.values[start:end, : k + 1], "<f4"),
+            ranks=_bytes(self.ranks[start:end], "<i4"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PendingPrompt:
+    """Prompt log-probabilities of one row's chunk, in slices of (real positions, tensors)."""
+
+    row: int
+    k: int
+    slices: list[tuple[int, PendingLogprobs]]
+
+    def message(self) -> Logprobs:
+        parts = [logprobs.part(0, count, self.k) for count, logprobs in self.slices]
+        return Logprobs(
+            k=parts[0].k,
+            ids=memoryview(b"".join(part.ids for part in parts)),
+            values=memoryview(b"".join(part.values for part in parts)),
+            ranks=memoryview(b"".join(part.ranks for part in parts)),
+        )
+
+
+@dataclass(slots=True)
+class PendingLaunch:
+    """One launch: its sampling rows, and their tokens (at least len(rows),) on the host."""
+
+    rows: list[int]
+    num_logprobs: list[int]
+    start: Event
+    end: Event | None = None
+    tokens: Tensor | None = None
+    logprobs: PendingLogprobs | None = None
+    prompts: list[PendingPrompt] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class PendingStep:
+    """All launches of one plan. Its tensors may be read once `end` is done."""
+
+    step: int
+    host_s: float
+    launches: list[PendingLaunch] = field(default_factory=list)
+    end: Event | None = None
+    kept: list[Tensor] = field(default_factory=list)
+    """Host tensors that uploads still read."""
+
+    def wait(self) -> None:
+        """Block until the device is done with the step."""
+        if self.end is not None:
+            self.end.wait()
+
+    def is_done(self) -> bool:
+        """Whether it is."""
+        return self.end is None or self.end.done()
+
+    def result(self) -> StepResult:
+        """Gather the columns of a step that is done."""
+        result = StepResult(step=self.step, tokens=[])
+        for launch in self.launches:
+            first = len(result.tokens)
+            if launch.tokens is not None:
+                result.tokens.extend(launch.tokens[: len(launch.rows)].tolist())
+            if launch.logprobs is not None:
+                result.logprobs.extend(
+                    (first + i, launch.logprobs.part(i, i + 1, k))
+                    for i, k in enumerate(launch.num_logprobs)
+                    if k >= 0
+                )
+            result.prompt_logprobs.extend((p.row, p.message()) for p in launch.prompts)
+            if launch.end is not None:
+                result.seconds.append(launch.end.seconds_since(launch.start))
+        return result
+
+
+def _bytes(tensor: Tensor, dtype: str) -> memoryview:
+    array = np.ascontiguousarray(tensor.numpy(), dtype=np.dtype(dtype))
+    return memoryview(array.tobytes())

@@ -1,0 +1,232 @@
+"""Runner: one launch after the other. Fill the bucket's inputs, run it, sample, start the copies.
+
+Be paranoid about adding lines here: everything in `_launch` runs at every step, for every launch,
+and nothing in it may wait for the device or depend on the value of a device tensor.
+"""
+
+import time
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpu.backends.base import Backend, Event
+from hpu.counters import Counters, phase_name
+from hpu.graphs import Graphs
+from hpu.kv_cache import KVCache
+from hpu.logprobs import prompt_logprobs
+from hpu.pending import PendingLaunch, PendingLogprobs, PendingPrompt, PendingStep
+from hpu.rows import Rows, Tokens
+from hpu.sampler import Sampler
+from hpu.staging import Bucket, BucketInputs, PrefillFields, Staging
+from hpu.step import Launch, StepPlan, StepResult
+
+PROMPT_LOGITS = 1 << 24
+"""Logits held at once for prompt log-probabilities: 64 MiB in float32."""
+
+
+class HasLogits(Protocol):
+    """The output head of a model."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(M, hidden) to (M, vocab)."""
+        ...
+
+
+class Runner:
+    """Runs plans on one device. Plans are collected in the order of their submission; one may be
+    submitted while those before it are not collected yet."""
+
+    def __init__(
+        self,
+        model: HasLogits,
+        backend: Backend,
+        rows: Rows,
+        sampler: Sampler,
+        cache: KVCache,
+        graphs: Graphs,
+        staging: Staging,
+        counters: Counters,
+        *,
+        vocab_size: int,
+        prepared: frozenset[Bucket] | None,
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._rows = rows
+        self._sampler = sampler
+        self._cache = cache
+        self._graphs = graphs
+        self._staging = staging
+        self._counters = counters
+        self._vocab_size = vocab_size
+        self._prepared = prepared
+        """The bucket table; None when it is exact, and shapes may follow the real rows."""
+        self._passing: set[Bucket] = set()
+        self._broken: set[int] = set()
+        """Rows whose logits were not numbers, until they are freed."""
+        # One place more than rows: padding reads and writes there.
+        self._last_tokens = backend.zeros((rows.max_rows + 1,), backend.index_dtype)
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """Apply a plan's changes and launch it, without waiting for the device."""
+        start = time.perf_counter()
+        self._apply(plan)
+        pending = PendingStep(plan.step, host_s=time.perf_counter() - start)
+        for launch in plan.launches:
+            pending.launches.append(self._launch(launch, pending))
+        pending.end = self._backend.event()
+        return pending
+
+    def collect(self, pending: PendingStep) -> StepResult:
+        """Wait for a submitted plan's results."""
+        pending.wait()
+        start = time.perf_counter()
+        result = pending.result()
+        if -1 in result.tokens:
+            sampled = [row for launch in pending.launches for row in launch.rows]
+            tokens = zip(sampled, result.tokens, strict=True)
+            self._broken.update(row for row, token in tokens if token < 0)
+        result.counters = self._counters.take_changed()
+        result.host_s = pending.host_s + time.perf_counter() - start
+        return result
+
+    def warm(self, bucket: Bucket) -> None:
+        """Run a bucket once on nothing, sampling included; row 0 must be admitted to the sampler
+        (alone). Waits for the device."""
+        inputs = self._staging.inputs(bucket)
+        self._rows.fill_idle(inputs.fields())
+        inputs.upload()
+        self._sample(self._forward(inputs), inputs, [0], self._backend.event())
+        self._backend.synchronize()
+
+    def _apply(self, plan: StepPlan) -> None:
+        for row in plan.freed_rows:
+            if row in self._broken:
+                self._broken.discard(row)
+                self._cache.scrub(self._rows.blocks(row))
+            self._rows.free(row)
+            self._sampler.release(row)
+        for new in plan.new_rows:
+            tokens = self._rows.admit(new)
+            self._sampler.admit(new.row, new.sampling, tokens, new.num_prompt_tokens)
+        for row, block in zip(plan.grown_rows, plan.grown_blocks, strict=True):
+            self._rows.grow(row, [block])
+
+    def _launch(self, launch: Launch, pending: PendingStep) -> PendingLaunch:
+        start = time.perf_counter()
+        begun = self._backend.event()
+        bucket = (launch.phase, *launch.bucket)
+        inputs = self._staging.inputs(bucket)
+        fields = inputs.fields()
+        targets: list[tuple[int, Tokens]] = []
+        if isinstance(fields, PrefillFields):
+            targets = self._prompt_targets(launch)
+            rows = self._rows.fill_prefill(launch, fields)
+            self._count(bucket, sum(launch.counts))
+        else:
+            rows = launch.rows
+            self._rows.fill_decode(launch, fields)
+            self._count(bucket, len(rows))
+        inputs.upload()
+        pending.host_s += time.perf_counter() - start
+        hidden = self._forward(inputs)
+        done = self._sample(hidden, inputs, rows, begun) if rows else PendingLaunch([], [], begun)
+        for index, following in targets:
+            first = index * launch.bucket[1]
+            done.prompts.append(self._prompt(hidden, launch.rows[index], first, following, pending))
+        done.end = self._backend.event()
+        return done
+
+    def _forward(self, inputs: BucketInputs) -> Tensor:
+        """Hidden states (B * Q, hidden) of uploaded inputs."""
+        if inputs.last is None:
+            # A decode's tokens were sampled on the device; the host may not know them yet.
+            torch.index_select(self._last_tokens, 0, inputs.rows, out=inputs.tokens.view(-1))
+        hidden = self._graphs.run(inputs)
+        return hidden.reshape(-1, hidden.shape[-1])
+
+    def _sample(
+        self, hidden: Tensor, inputs: BucketInputs, rows: list[int], begun: Event
+    ) -> PendingLaunch:
+        """Draw for `rows` at the ends of their tokens, write the tokens into the rows on the
+        device, and start the copies to the host."""
+        # Padded up to the batch where a new shape would mean a new compilation.
+        width = len(rows) if self._prepared is None else len(inputs.rows)
+        if inputs.last is None:
+            hidden = hidden[:width]
+        else:
+            hidden = hidden.index_select(0, inputs.last[:width])
+        sampled = self._sampler.sample(self._model.logits(hidden), rows)
+        # A token of -1 (logits that were not numbers) may be read by a step already planned.
+        known = sampled.tokens.clamp(0, self._vocab_size - 1)
+        self._last_tokens.index_copy_(0, inputs.rows[:width], known)
+        done = PendingLaunch(rows, self._rows.num_logprobs[rows].tolist(), begun)
+        done.tokens = self._backend.to_host(sampled.tokens)
+        if sampled.logprobs is not None:
+            top = sampled.logprobs
+            done.logprobs = self._logprobs_to_host(top.k, top.ids, top.values, top.ranks)
+        return done
+
+    def _prompt_targets(self, launch: Launch) -> list[tuple[int, Tokens]]:
+        """(place in the launch, following prompt tokens) of the rows that asked for their prompt's
+        log-probabilities; taken before the rows move on."""
+        if (self._rows.num_prompt_logprobs[launch.rows] < 0).all():
+            return []
+        found = []
+        for index, (row, count) in enumerate(zip(launch.rows, launch.counts, strict=True)):
+            if self._rows.num_prompt_logprobs[row] >= 0:
+                targets = self._rows.prompt_targets(row, self._rows.num_computed(row), count)
+                if len(targets):
+                    found.append((index, targets))
+        return found
+
+    def _prompt(
+        self, hidden: Tensor, launch: Launch, index: int, targets: Tokens, pending: PendingStep
+    ) -> PendingPrompt:
+        """Log-probabilities of `targets`, which follow the first positions of the launch's row
+        number `index`; in slices, so that the logits stay small."""
+        row, query = launch.rows[index], launch.bucket[1]
+        first = index * query
+        k = int(self._rows.num_prompt_logprobs[row])
+        most = max(1, min(query, PROMPT_LOGITS // self._vocab_size))
+        slices = []
+        for start in range(0, len(targets), most):
+            part = targets[start : start + most]
+            # Padded with the last position where a new shape would mean a new compilation.
+            width = len(part) if self._prepared is None else most
+            columns = np.minimum(np.arange(width), len(part) - 1)
+            places = self._upload(first + start + columns, pending)
+            wanted = self._upload(part[columns], pending)
+            logits = self._model.logits(hidden.index_select(0, places))
+            top = prompt_logprobs(logits, wanted, k)
+            slices.append(
+                (len(part), self._logprobs_to_host(top.k, top.ids, top.values, top.ranks))
+            )
+        return PendingPrompt(row, k, slices)
+
+    def _upload(self, numbers: np.ndarray, pending: PendingStep) -> Tensor:
+        host = self._backend.host_tensor(len(numbers), self._backend.index_dtype)
+        host.numpy()[:] = numbers
+        device = self._backend.zeros((len(numbers),), self._backend.index_dtype)
+        self._backend.upload(device, host)
+        pending.kept.append(host)
+        return device
+
+    def _logprobs_to_host(
+        self, k: int, ids: Tensor, values: Tensor, ranks: Tensor
+    ) -> PendingLogprobs:
+        move = self._backend.to_host
+        return PendingLogprobs(k, move(ids), move(values), move(ranks))
+
+    def _count(self, bucket: Bucket, useful: int) -> None:
+        phase, batch, query, _ = bucket
+        name = phase_name(phase)
+        result = "hit"
+        if self._prepared is not None and bucket not in self._prepared:
+            result = "miss" if bucket in self._passing else "fallback"
+            self._passing.add(bucket)
+        self._counters.add(f"lookups.{name}.{result}", 1)
+        self._counters.add(f"useful.{name}", useful)
+        self._counters.add(f"padding.{name}", batch * query - useful)

@@ -1,0 +1,174 @@
+"""The static inputs of a bucket: one block of integers on the device, two on the host used in turn.
+Knows shapes, not what is written into them."""
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpu.backends.base import Backend, Event
+from hpu.layers.context import DecodeContext, LaunchContext, PrefillContext
+from hpu.step import PREFILL
+
+Array = np.ndarray[tuple[int, ...], np.dtype[np.int64] | np.dtype[np.int32]]
+
+Bucket = tuple[int, int, int, int]
+"""(phase, batch, query, blocks)"""
+
+MAX_PASSING = 16
+"""Inputs kept for shapes that were not prepared; the one unused for longest is dropped."""
+
+
+class PrefillFields(NamedTuple):
+    """What the host writes for a prefill of batch B, query Q, C context blocks a row."""
+
+    tokens: Array
+    """(B, Q)"""
+    positions: Array
+    """(B, Q)"""
+    slots: Array
+    """(B, Q)"""
+    query_lens: Array
+    """(B,)"""
+    context_lens: Array
+    """(B,)"""
+    block_list: Array
+    """(B, C)"""
+    last: Array
+    """(B,): place of each sampling row's last token in the flattened (B * Q)."""
+    rows: Array
+    """(B,): the rows that sample."""
+
+
+class DecodeFields(NamedTuple):
+    """What the host writes for a decode of batch B over N blocks."""
+
+    rows: Array
+    """(B,)"""
+    positions: Array
+    """(B, 1)"""
+    slots: Array
+    """(B,)"""
+    block_list: Array
+    """(N,)"""
+    block_groups: Array
+    """(N,)"""
+    block_starts: Array
+    """(N,)"""
+    block_usage: Array
+    """(N,)"""
+
+
+def _shapes(bucket: Bucket) -> list[tuple[int, ...]]:
+    """Shapes of the bucket's fields, in the order of the named tuples."""
+    phase, batch, query, blocks = bucket
+    if phase == PREFILL:
+        wide, tall = (batch, query), (batch,)
+        return [wide, wide, wide, tall, tall, (batch, blocks), tall, tall]
+    return [(batch,), (batch, 1), (batch,), (blocks,), (blocks,), (blocks,), (blocks,)]
+
+
+class _HostSet:
+    """Host memory for one launch, in one piece so that one copy carries it over."""
+
+    def __init__(self, bucket: Bucket, backend: Backend) -> None:
+        shapes = _shapes(bucket)
+        sizes = [int(np.prod(shape)) for shape in shapes]
+        self.flat = backend.host_tensor(sum(sizes), backend.index_dtype)
+        self.read: Event | None = None
+        """Done once the device has read the set."""
+        pieces = np.split(self.flat.numpy(), np.cumsum(sizes)[:-1])
+        views = [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        self.fields: PrefillFields | DecodeFields
+        if bucket[0] == PREFILL:
+            self.fields = PrefillFields(*views)
+        else:
+            self.fields = DecodeFields(*views)
+
+
+class BucketInputs:
+    """Static inputs of one bucket. `fields()`, write, `upload()`, launch: once for each launch."""
+
+    def __init__(self, bucket: Bucket, backend: Backend, *, is_static: bool) -> None:
+        phase, batch, query, _ = bucket
+        self.bucket = bucket
+        self.is_static = is_static
+        """Whether they are kept for good, so that a graph may hold on to them."""
+        self._backend = backend
+        self._sets = (_HostSet(bucket, backend), _HostSet(bucket, backend))
+        self._turn = 0
+        self._flat = backend.zeros((self._sets[0].flat.numel(),), backend.index_dtype)
+        shapes = _shapes(bucket)
+        sizes = [int(np.prod(shape)) for shape in shapes]
+        pieces = torch.split(self._flat, sizes)
+        views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        self.tokens: Tensor
+        """(B, Q): what the forward pass reads; a decode's come from the device."""
+        self.last: Tensor | None
+        """(B,): where a prefill's sampling rows end in the flattened (B * Q); None for a decode."""
+        self.rows: Tensor
+        """(B,): the sampling rows."""
+        self.context: LaunchContext
+        if phase == PREFILL:
+            (
+                self.tokens,
+                positions,
+                slots,
+                query_lens,
+                context_lens,
+                blocks,
+                self.last,
+                self.rows,
+            ) = views
+            self.context = PrefillContext(
+                positions, slots.view(-1), query_lens, context_lens, blocks.view(-1)
+            )
+        else:
+            self.tokens = backend.zeros((batch, query), backend.index_dtype)
+            self.rows = views[0]
+            self.last = None
+            self.context = DecodeContext(*views[1:])
+
+    def fields(self) -> PrefillFields | DecodeFields:
+        """The host set whose turn it is, free to write. Waits only if the launch before last of
+        this bucket has not read its inputs yet."""
+        mine = self._sets[self._turn]
+        if mine.read is not None:
+            mine.read.wait()
+        return mine.fields
+
+    def upload(self) -> None:
+        """Send the set over. The device takes it after the launches given before."""
+        mine = self._sets[self._turn]
+        self._backend.upload(self._flat, mine.flat)
+        mine.read = self._backend.event()
+        self._turn ^= 1
+
+
+class Staging:
+    """Inputs by bucket: made at start for prepared buckets and kept, made on demand for others."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._prepared: dict[Bucket, BucketInputs] = {}
+        self._passing: OrderedDict[Bucket, BucketInputs] = OrderedDict()
+
+    def prepare(self, bucket: Bucket) -> None:
+        """Make the bucket's inputs for good."""
+        if bucket not in self._prepared:
+            self._prepared[bucket] = BucketInputs(bucket, self._backend, is_static=True)
+
+    def inputs(self, bucket: Bucket) -> BucketInputs:
+        """The bucket's inputs."""
+        found = self._prepared.get(bucket)
+        if found is not None:
+            return found
+        found = self._passing.pop(bucket, None)
+        if found is None:
+            found = BucketInputs(bucket, self._backend, is_static=False)
+        self._passing[bucket] = found
+        if len(self._passing) > MAX_PASSING:
+            self._passing.popitem(last=False)
+        return found
