@@ -1,50 +1,343 @@
 """The text pipeline: a prompt goes in as token ids, text deltas come out. Knows no HTTP."""
 
-from dataclasses import dataclass, field
+import asyncio
+import time
+from collections.abc import Iterable
+
+import numpy as np
+
+from config.errors import EngineDied, Overloaded, PromptTooLong, RequestFailed, UserError
+from config.sampling import SamplingParams
+from config.server import ServerConfig
+from engine.client import EngineClient, Mailbox, Update
+from server.outputs import Delta, Output, PositionLogprobs, Prompt, TokenLogprob
+from server.sequence import Sequence
+from server.text.tokenizer import Tokenizer
+
+__all__ = [
+    "Delta",
+    "Generation",
+    "Output",
+    "Pipeline",
+    "PositionLogprobs",
+    "Prompt",
+    "TokenLogprob",
+    "choice_seed",
+]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """One token with its log-probability. `bytes` are the token's own UTF-8 bytes, whole or not."""
+class Pipeline:
+    """Starts generations. Everything a request can get wrong with its tokens is refused here."""
 
-    token_id: int
-    token: str
-    bytes: bytes
-    logprob: float
-    rank: int
+    def __init__(
+        self, client: EngineClient, tokenizer: Tokenizer | None, config: ServerConfig
+    ) -> None:
+        self._client = client
+        self._tokenizer = tokenizer if not config.skip_tokenizer_init else None
+
+    def start(
+        self,
+        prompts: list[Prompt],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        param: str = "messages",
+    ) -> "Generation":
+        """Check, then send `len(prompts) * params.n` sequences. Does not wait.
+
+        `param` is the field named in errors about the prompt. Raises UserError, PromptTooLong,
+        Overloaded or EngineDied, and then leaves nothing behind.
+        """
+        ready = self._client.ready
+        if ready is None:
+            if self._client.failure is not None:
+                raise EngineDied(self._client.failure)
+            raise Overloaded("the engine is still starting", type="server_error")
+        _check_ids(params, ready.vocab_size)
+        params = self._with_bad_words(self._with_checked_stops(params))
+        limits = [
+            _output_limit(prompt, params, ready.vocab_size, ready.max_model_len, param)
+            for prompt in prompts
+        ]
+        sequences = [
+            Sequence(place * params.n + choice, prompt, params, self._tokenizer)
+            for place, prompt in enumerate(prompts)
+            for choice in range(params.n)
+        ]
+        generation = Generation(self._client, sequences, prompts)
+        try:
+            for place, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+                tokens = np.asarray(prompt.token_ids, dtype="<u4").tobytes()
+                for choice in range(params.n):
+                    sampling = _sampling_of(params, choice, limit)
+                    if sampling is not None:
+                        mailbox = self._client.add(
+                            tokens, sampling, priority=priority, cache_salt=cache_salt
+                        )
+                        generation.open(place * params.n + choice, mailbox)
+        except BaseException:
+            generation.abort()
+            raise
+        return generation
+
+    def _with_checked_stops(self, params: SamplingParams) -> SamplingParams:
+        if params.stop and (self._tokenizer is None or not params.detokenize):
+            raise UserError(
+                "stop strings need detokenized output; use stop_token_ids instead", param="stop"
+            )
+        return params
+
+    def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
+        """`bad_words` as token ids, each as it is at the start of a text and after a space."""
+        if not params.bad_words:
+            return params
+        if self._tokenizer is None:
+            raise UserError("bad_words needs a tokenizer, this server has none", param="bad_words")
+        banned = dict.fromkeys(params.bad_words_token_ids)
+        for word in params.bad_words:
+            bare = word.lstrip(" ")
+            if not bare:
+                raise UserError(f"bad_words has {word!r}, it must not be blank", param="bad_words")
+            for written in (bare, " " + bare):
+                banned[tuple(self._tokenizer.encode_now(written, False))] = None
+        return params.replace(bad_words=(), bad_words_token_ids=tuple(banned))
 
 
-@dataclass(frozen=True, slots=True)
-class PositionLogprobs:
-    """One position: the chosen token, and the k most likely ones, greatest first."""
+class Generation:
+    """The choices of one request as they grow. Iterate it once, or `collect` it.
 
-    chosen: TokenLogprob
-    top: list[TokenLogprob]
-
-
-@dataclass(slots=True)
-class Delta:
-    """What one choice has gained since its last delta.
-
-    `text` is final: the deltas joined equal the detokenised output, cut at the stop.
+    Each item is a list of deltas: all that is new over all choices, at most one a choice. Raises
+    EngineDied when the engine goes, RequestFailed when the request broke in it; the choices that
+    were still open are aborted then.
     """
 
-    index: int
-    """prompt_index * n + choice."""
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[PositionLogprobs] | None = None
-    """One entry a token of `token_ids`, when asked for."""
-    finish_reason: str | None = None
-    """stop, length; set on the last delta of the choice."""
-    stop_reason: str | int | None = None
-    """The stop string or stop_token_ids entry; None for an end token."""
+    def __init__(
+        self, client: EngineClient, sequences: list[Sequence], prompts: list[Prompt]
+    ) -> None:
+        self._client = client
+        self._sequences = sequences
+        self._prompts = prompts
+        self._choices = len(sequences) // max(1, len(prompts))
+        self._boxes: dict[int, Mailbox] = {}
+        """By index: the sequences that may still give something."""
+        self._gets: dict[int, asyncio.Task[Update]] = {}
+        self._wake: asyncio.Future[None] | None = None
+        self._aborted = False
+        self._started_s = time.monotonic()
+
+    def open(self, index: int, mailbox: Mailbox) -> None:
+        """The engine answers for choice `index` through `mailbox`."""
+        self._boxes[index] = mailbox
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Each prompt counted once, whatever n."""
+        return sum(len(prompt.token_ids) for prompt in self._prompts)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens found in the prefix cache, of the first choice of each prompt."""
+        return sum(sequence.num_cached_tokens for sequence in self._sequences[:: self._choices])
+
+    @property
+    def num_output_tokens(self) -> int:
+        """All tokens sampled so far, end tokens and matched stops included."""
+        return sum(sequence.num_output_tokens for sequence in self._sequences)
+
+    @property
+    def prompt_logprobs(self) -> list[list[PositionLogprobs | None] | None]:
+        """One entry a prompt, None when not asked for. Whole once its first token has come; the
+        first position has none."""
+        return [sequence.prompt_logprobs for sequence in self._sequences[:: self._choices]]
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds until the last choice left the waiting line."""
+        return max(sequence.timing.queue_s for sequence in self._sequences)
+
+    @property
+    def prefill_s(self) -> float:
+        """Seconds in prefill, of the slowest choice."""
+        return max(sequence.timing.prefill_s for sequence in self._sequences)
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds in decode, of the slowest choice."""
+        return max(sequence.timing.decode_s for sequence in self._sequences)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Over all choices that have finished."""
+        return sum(sequence.num_preemptions for sequence in self._sequences)
+
+    def __aiter__(self) -> "Generation":
+        return self
+
+    async def __anext__(self) -> list[Delta]:
+        unsent = [s.take_nothing() for s in self._sequences if s.is_instant and not s.is_finished]
+        if unsent and not self._aborted:
+            return unsent
+        try:
+            while self._boxes and not self._aborted:
+                updates = await self._next_updates()
+                if self._aborted:
+                    break
+                deltas = [delta for i, update in updates if (delta := self._apply(i, update))]
+                if deltas:
+                    return deltas
+        except BaseException:
+            # A cancelled reader too: nobody is left to read what would come.
+            self.abort()
+            raise
+        raise StopAsyncIteration
+
+    async def collect(self) -> list[Output]:
+        """All deltas joined, one output a choice, in order."""
+        outputs = [
+            Output(sequence.index, num_prompt_tokens=sequence.num_prompt_tokens)
+            for sequence in self._sequences
+        ]
+        texts: list[list[str]] = [[] for _ in outputs]
+        async for deltas in self:
+            for delta in deltas:
+                texts[delta.index].append(delta.text)
+                _extend(outputs[delta.index], delta)
+        for output, text, sequence in zip(outputs, texts, self._sequences, strict=True):
+            output.text = "".join(text)
+            output.num_cached_tokens = sequence.num_cached_tokens
+            if output.logprobs is not None:
+                output.cumulative_logprob = sum(entry.chosen.logprob for entry in output.logprobs)
+        return outputs
+
+    def abort(self) -> None:
+        """Forget what is still open, now. Iteration ends; safe at any moment, and twice."""
+        self._aborted = self._aborted or bool(self._boxes)
+        boxes, self._boxes = self._boxes, {}
+        if boxes:
+            self._client.abort([box.key for box in boxes.values()])
+        gets, self._gets = self._gets, {}
+        for get in gets.values():
+            get.cancel()
+        self._rouse()
+
+    def _apply(self, index: int, update: Update) -> Delta | None:
+        """What an update means for its choice; closes the choice when it ends."""
+        sequence = self._sequences[index]
+        finish = update.finish
+        if finish is not None:
+            del self._boxes[index]
+            if finish.reason not in ("stop", "length"):
+                raise RequestFailed(
+                    finish.error or f"the engine ended the request: {finish.reason}"
+                )
+        delta = sequence.take(update, time.monotonic() - self._started_s)
+        if sequence.is_finished and finish is None:
+            # A stop string that only we can see: the engine would go on.
+            self._client.abort([self._boxes.pop(index).key])
+        return delta
+
+    async def _next_updates(self) -> Iterable[tuple[int, Update]]:
+        """Wait until some choice has something new; everything that is there then."""
+        if len(self._sequences) == 1:
+            ((index, box),) = self._boxes.items()
+            return [(index, await box.get())]
+        loop = asyncio.get_running_loop()
+        for index, box in self._boxes.items():
+            if index not in self._gets:
+                get = self._gets[index] = loop.create_task(_get(box))
+                get.add_done_callback(self._rouse)
+        if not any(get.done() for get in self._gets.values()):
+            self._wake = loop.create_future()
+            # The reads of one step end in one turn of the loop, before this one goes on.
+            await self._wake
+        done = [index for index, get in self._gets.items() if get.done()]
+        return [(index, self._gets.pop(index).result()) for index in done if index in self._boxes]
+
+    def _rouse(self, done: asyncio.Task[Update] | None = None) -> None:
+        if done is not None and not done.cancelled():
+            done.exception()  # looked at, so that a failure of many choices is reported once
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt ready for the engine: checked against the vocabulary, already truncated."""
+async def _get(box: Mailbox) -> Update:
+    return await box.get()
 
-    token_ids: list[int]
-    text: str | None = None
-    """The text it came from, if it came from text."""
+
+def choice_seed(seed: int | None, choice: int) -> int | None:
+    """The seed of choice `choice`: the first has the caller's own, the others ones derived from it
+    (splitmix64), so that a choice's stream does not depend on how many were asked for."""
+    if seed is None or choice == 0:
+        return seed
+    mixed = (seed + choice * 0x9E3779B97F4A7C15) % 2**64
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) % 2**64
+    mixed ^= mixed >> 31
+    return mixed - 2**64 if mixed >= 2**63 else mixed
+
+
+def _sampling_of(params: SamplingParams, choice: int, limit: int) -> SamplingParams | None:
+    """What the engine is told of one choice; None when there is nothing to compute."""
+    prompt_logprobs = params.prompt_logprobs if choice == 0 else None
+    if limit == 0 and prompt_logprobs is None:
+        return None
+    return params.replace(
+        n=1,
+        seed=choice_seed(params.seed, choice),
+        # Prompt log-probabilities alone still take one pass, which samples once; it is thrown away.
+        max_tokens=max(1, limit),
+        prompt_logprobs=prompt_logprobs,
+        stop=(),
+        truncate_prompt_tokens=None,
+    )
+
+
+def _check_ids(params: SamplingParams, vocab_size: int) -> None:
+    named: list[tuple[str, Iterable[int]]] = [
+        ("logit_bias", params.logit_bias),
+        ("stop_token_ids", params.stop_token_ids),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("bad_words_token_ids", (i for word in params.bad_words_token_ids for i in word)),
+    ]
+    for name, ids in named:
+        for token_id in ids:
+            if not 0 <= token_id < vocab_size:
+                raise UserError(
+                    f"{name} names token id {token_id}, the vocabulary has 0 to {vocab_size - 1}",
+                    param=name,
+                )
+
+
+def _output_limit(
+    prompt: Prompt, params: SamplingParams, vocab_size: int, max_model_len: int, param: str
+) -> int:
+    """How many tokens may be generated; the context's rest when the caller left it open."""
+    count = len(prompt.token_ids)
+    if not count:
+        raise UserError("the prompt is empty, it must have at least 1 token", param=param)
+    for token_id in (min(prompt.token_ids), max(prompt.token_ids)):
+        if not 0 <= token_id < vocab_size:
+            raise UserError(
+                f"the prompt has token id {token_id}, the vocabulary has 0 to {vocab_size - 1}",
+                param=param,
+            )
+    room = max_model_len - count
+    if params.max_tokens is None:
+        if room < 1:
+            raise PromptTooLong(count, None, max_model_len, param=param)
+        if params.min_tokens > room:
+            raise PromptTooLong(count, params.min_tokens, max_model_len, param=param)
+        return room
+    if params.max_tokens > room:
+        raise PromptTooLong(count, params.max_tokens, max_model_len, param=param)
+    return params.max_tokens
+
+
+def _extend(output: Output, delta: Delta) -> None:
+    output.token_ids += delta.token_ids
+    if delta.logprobs is not None:
+        output.logprobs = (output.logprobs or []) + delta.logprobs
+    if delta.finish_reason is not None:
+        output.finish_reason = delta.finish_reason
+        output.stop_reason = delta.stop_reason

@@ -1,0 +1,122 @@
+"""Detokenizers: token ids in, text that can no longer change out. Know no requests and no stops."""
+
+import codecs
+from typing import Protocol
+
+from server.text.pieces import PieceTable
+from server.text.tokenizer import Tokenizer
+
+MAX_CHARACTER_BYTES = 4
+CONTEXT_TOKENS = 2 * MAX_CHARACTER_BYTES
+"""Tokens before the first new one that decide how it is written."""
+
+
+class Detokenizer(Protocol):
+    """The text of one sequence, piece by piece.
+
+    With `prompt + output` decoded at once as the reference, the pieces joined are what follows the
+    part of it that the prompt alone makes certain. U+FFFD comes only for bytes that are no UTF-8,
+    or that the sequence leaves unfinished.
+    """
+
+    def push(self, ids: list[int]) -> str:
+        """The text that `ids` make certain."""
+        ...
+
+    def flush(self) -> str:
+        """The rest, when nothing can follow."""
+        ...
+
+
+def make_detokenizer(
+    tokenizer: Tokenizer,
+    prompt: list[int],
+    skip_special_tokens: bool = True,
+    spaces_between_special_tokens: bool = True,
+) -> Detokenizer:
+    """The right kind for `tokenizer`, with `prompt` already behind it."""
+    if tokenizer.rule is None:
+        return WindowDetokenizer(
+            tokenizer, prompt, skip_special_tokens, spaces_between_special_tokens
+        )
+    pieces = tokenizer.pieces(skip_special_tokens)
+    return ByteDetokenizer(pieces, prompt, tokenizer.rule.strip_first)
+
+
+class ByteDetokenizer:
+    """For tokens that each stand for bytes of their own: 0.2 us a token, whatever came before.
+
+    (The tokenizers library's DecodeStream holds invalid bytes back without end, and raises when a
+    run of fallback bytes turns invalid after a whole character of it was sent.)
+    """
+
+    def __init__(self, pieces: PieceTable, prompt: list[int], strip_first: int) -> None:
+        self._pieces = pieces
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        # A character that the prompt leaves unfinished stays in the decoder; its text is dropped.
+        self._decoder.decode(b"".join([pieces[i] for i in prompt[-CONTEXT_TOKENS:]]))
+        at_the_start = strip_first > 0 and not any(pieces[i] for i in prompt)
+        self._strip = strip_first if at_the_start else 0
+
+    def push(self, ids: list[int]) -> str:
+        pieces = self._pieces
+        return self._stripped(self._decoder.decode(b"".join([pieces[i] for i in ids])))
+
+    def flush(self) -> str:
+        return self._stripped(self._decoder.decode(b"", True))
+
+    def _stripped(self, text: str) -> str:
+        while self._strip and text:
+            self._strip -= 1
+            if not text.startswith(" "):
+                self._strip = 0
+            text = text.removeprefix(" ")
+        return text
+
+
+class WindowDetokenizer:
+    """For decoders in which a token's text depends on its neighbours (WordPiece, Metaspace, ...).
+
+    Decodes a short window twice: with and without the new tokens; what is longer is new. The window
+    moves on when its text ends in a whole character.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: list[int], skip_special: bool, spaces: bool
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._spaces = spaces
+        self._ids = self._visible(prompt[-CONTEXT_TOKENS:])
+        self._sent = len(self._decode(self._ids))
+        self._num_held = 0
+
+    def push(self, ids: list[int]) -> str:
+        return "".join([self._take(token_id) for token_id in self._visible(ids)])
+
+    def flush(self) -> str:
+        text = self._decode(self._ids)[self._sent :]
+        self._sent += len(text)
+        return text
+
+    def _take(self, token_id: int) -> str:
+        start = len(self._ids) - self._num_held
+        self._ids.append(token_id)
+        self._num_held += 1
+        text = self._decode(self._ids)
+        unfinished = text.endswith("\ufffd") and self._num_held < MAX_CHARACTER_BYTES
+        if len(text) <= self._sent or unfinished:
+            return ""
+        self._num_held = 0
+        new = text[self._sent :]
+        del self._ids[: max(0, start - CONTEXT_TOKENS)]
+        self._sent = len(self._decode(self._ids))
+        return new
+
+    def _visible(self, ids: list[int]) -> list[int]:
+        if not self._skip_special:
+            return list(ids)
+        return [i for i in ids if i not in self._tokenizer.special_ids]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode_dependent(ids, self._skip_special, self._spaces)

@@ -1,0 +1,178 @@
+"""The text side of a checkpoint: tokenizer, special tokens, chat templates. Reads files once."""
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Encoder
+from tokenizers.processors import TemplateProcessing
+
+from config.errors import ConfigError
+
+NAMED_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+CONVERT_TIMEOUT_S = 300
+
+# Run in a process of its own: the conversion may import torch, which a front-end never does.
+_CONVERT = """
+import sys
+from transformers import AutoTokenizer
+AutoTokenizer.from_pretrained(sys.argv[1], use_fast=True).save_pretrained(sys.argv[2])
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class TextFiles:
+    """A checkpoint's text side, as its files say."""
+
+    encoder: Encoder
+    special_tokens: dict[str, str]
+    """bos_token, eos_token, ... to their texts."""
+    chat_template: str | dict[str, str] | None
+
+
+def read_text_files(path: str, cache_dir: Path) -> TextFiles:
+    """Read a checkpoint's folder. Raises ConfigError when it holds no tokenizer we can read."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(f"{path!r} is not a folder with tokenizer files")
+    source = folder if (folder / "tokenizer.json").is_file() else _converted(folder, cache_dir)
+    config = _json(folder / "tokenizer_config.json") or _json(source / "tokenizer_config.json")
+    try:
+        encoder = Encoder.from_file(str(source / "tokenizer.json"))
+    except Exception as error:  # the library raises bare Exception for every fault of the file
+        raise ConfigError(f"{source / 'tokenizer.json'} cannot be read: {error}") from error
+    encoder.no_truncation()
+    encoder.no_padding()
+    special_tokens = _special_tokens(folder, config)
+    _mark_special(encoder, config, special_tokens)
+    _set_ends(encoder, config, special_tokens)
+    return TextFiles(encoder, special_tokens, _chat_template(folder, config))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def _content(token: object) -> str | None:
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) and token else None
+
+
+def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    older = _json(folder / "special_tokens_map.json")
+    found = {name: _content(config.get(name)) or _content(older.get(name)) for name in NAMED_TOKENS}
+    return {name: token for name, token in found.items() if token is not None}
+
+
+def _mark_special(encoder: Encoder, config: dict[str, Any], named: dict[str, str]) -> None:
+    """Tokens that only the configuration calls special (or knows at all) are so here too."""
+    known = {token.content: token for token in encoder.get_added_tokens_decoder().values()}
+    added = config.get("added_tokens_decoder") or {}
+    for token_id, entry in sorted(added.items(), key=lambda item: int(item[0])):
+        at_the_end = int(token_id) == encoder.get_vocab_size(with_added_tokens=True)
+        if entry["content"] not in known and at_the_end:
+            token = AddedToken(**{k: v for k, v in entry.items() if k != "__type"})
+            encoder.add_tokens([token])
+            known[token.content] = token
+    for content in named.values():
+        if encoder.token_to_id(content) is not None and not (
+            content in known and known[content].special
+        ):
+            encoder.add_special_tokens([AddedToken(content, special=True, normalized=False)])
+
+
+def _set_ends(encoder: Encoder, config: dict[str, Any], named: dict[str, str]) -> None:
+    """Obey add_bos_token and add_eos_token, which override the tokenizer's own frame."""
+    if "add_bos_token" not in config and "add_eos_token" not in config:
+        return
+    bos = named.get("bos_token") if config.get("add_bos_token") else None
+    eos = named.get("eos_token") if config.get("add_eos_token") else None
+    frame = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
+    ends = [(token, encoder.token_to_id(token)) for token in (bos, eos) if token]
+    if all(token_id is not None for _, token_id in ends):
+        encoder.post_processor = TemplateProcessing(
+            single=frame, pair=[*frame, "$B"], special_tokens=ends
+        )
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
+    """Template files come before the configuration's; several give a dict by name."""
+    templates: dict[str, str] = {}
+    stored = config.get("chat_template") or _json(folder / "chat_template.json").get(
+        "chat_template"
+    )
+    if isinstance(stored, str):
+        templates["default"] = stored
+    elif isinstance(stored, list):
+        templates.update((entry["name"], entry["template"]) for entry in stored)
+    if (main := folder / "chat_template.jinja").is_file():
+        templates["default"] = main.read_text(encoding="utf-8")
+    for extra in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        templates[extra.stem] = extra.read_text(encoding="utf-8")
+    if list(templates) == ["default"]:
+        return templates["default"]
+    return templates or None
+
+
+def _converted(folder: Path, cache_dir: Path) -> Path:
+    """A tokenizer.json made once from an older tokenizer's files, kept by their contents."""
+    names = ("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "tokenizer_config.json")
+    files = [folder / name for name in names if (folder / name).is_file()]
+    if not any(file.name != "tokenizer_config.json" for file in files):
+        raise ConfigError(
+            f"{folder} holds no tokenizer (tokenizer.json, tokenizer.model or vocab.json); "
+            "start with skip_tokenizer_init to serve token ids alone"
+        )
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    target = cache_dir / "tokenizers" / digest.hexdigest()[:32]
+    if not (target / "tokenizer.json").is_file():
+        _convert(folder, target)
+    return target
+
+
+def _convert(folder: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(dir=target.parent))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _CONVERT, str(folder), str(fresh)],
+            capture_output=True,
+            text=True,
+            timeout=CONVERT_TIMEOUT_S,
+        )
+        if done.returncode or not (fresh / "tokenizer.json").is_file():
+            why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            raise ConfigError(f"the tokenizer in {folder} cannot be converted: {why}")
+        # Another front-end may have been first; either copy is good.
+        if not target.exists():
+            fresh.rename(target)
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"converting the tokenizer in {folder} took over {CONVERT_TIMEOUT_S} s"
+        ) from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)

@@ -1,0 +1,93 @@
+"""The bytes that each token stands for, by the kind of its decoder. Knows no streams."""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True, slots=True)
+class PieceRule:
+    """How a decoder turns one token into bytes; the text is their concatenation, read as UTF-8."""
+
+    bytes_of: Callable[[str], bytes]
+    strip_first: int = 0
+    """Spaces taken from the very beginning of the text."""
+
+
+class PieceTable(dict[int, bytes]):
+    """Token id to bytes, filled as ids are met. Ids without a token, or hidden, stand for nothing.
+
+    Bounded by the vocabulary: unknown ids are not kept.
+    """
+
+    def __init__(
+        self, token_of: Callable[[int], str | None], rule: PieceRule, hidden: Iterable[int] = ()
+    ) -> None:
+        super().__init__((token_id, b"") for token_id in hidden)
+        self._token_of = token_of
+        self._bytes_of = rule.bytes_of
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._token_of(token_id)
+        if token is None:
+            return b""
+        piece = self[token_id] = self._bytes_of(token)
+        return piece
+
+
+def piece_rule(decoder: dict[str, Any] | None) -> PieceRule | None:
+    """The rule for a decoder as tokenizer.json describes it; None when tokens are not independent.
+
+    Byte-level decoders (GPT-2's alphabet) and those with a byte fallback (`<0x0A>`) have one.
+    """
+    if decoder is None:
+        return None
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return PieceRule(_byte_level(_gpt2_alphabet()))
+    if "ByteFallback" not in kinds:
+        return None
+    replacements: list[tuple[str, str]] = []
+    strip_first = 0
+    for step in steps:
+        if step["type"] == "Replace" and "String" in step["pattern"]:
+            replacements.append((step["pattern"]["String"], step["content"]))
+        elif step["type"] == "Strip" and step["content"] == " " and not step["stop"]:
+            strip_first += step["start"]
+        elif step["type"] not in ("ByteFallback", "Fuse"):
+            return None
+    return PieceRule(_byte_fallback(replacements), strip_first)
+
+
+def _gpt2_alphabet() -> dict[str, int]:
+    """Each byte's printable stand-in: itself if printable, else the next character from U+0100."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    alphabet = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in printable)
+    alphabet.update((chr(0x100 + place), byte) for place, byte in enumerate(others))
+    return alphabet
+
+
+def _byte_level(byte_of: dict[str, int]) -> Callable[[str], bytes]:
+    def bytes_of(token: str) -> bytes:
+        try:
+            return bytes([byte_of[character] for character in token])
+        except KeyError:  # an added token, which is written as it is
+            return token.encode()
+
+    return bytes_of
+
+
+def _byte_fallback(replacements: list[tuple[str, str]]) -> Callable[[str], bytes]:
+    def bytes_of(token: str) -> bytes:
+        if byte := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(byte[1], 16)])
+        for old, new in replacements:
+            token = token.replace(old, new)
+        return token.encode()
+
+    return bytes_of
