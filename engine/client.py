@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 from config.errors import EngineDied, Overloaded, RequestFailed, UserError
 from config.sampling import SamplingParams
+from engine.mailroom import Box, Mailroom
+from engine.mailroom import Update as Update  # part of this contract
 from engine.messages import (
     Abort,
     AddRequest,
@@ -20,8 +22,6 @@ from engine.messages import (
     StepTokens,
     ToEngine,
 )
-from engine.mailroom import Box, Mailroom
-from engine.mailroom import Update as Update  # part of this contract
 from engine.wire import HIGH_WATER, Switchboard, Wires
 
 CONTROL_TIMEOUT_S = 30.0
