@@ -1,0 +1,288 @@
+"""EngineCore: turn after turn: plan, submit, collect, apply. Knows no sockets and no threads."""
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from config.engine import EngineConfig
+from config.errors import UserError
+from config.sampling import SamplingParams
+from engine.executors.base import Executor
+from engine.kv_manager import KvManager
+from engine.messages import FRONT_END_SHIFT, AddRequest, EngineStats, StepTokens
+from engine.outputs import Outputs
+from engine.packing import Packer
+from engine.prefix import TOKEN_BYTES
+from engine.request import ModelLimits, Request
+from engine.scheduler import Decision, Scheduler
+from engine.stats import StepStats
+from hpu.buckets import BucketTable
+from hpu.step import StepResult, WorkerReady
+
+
+class EngineCore:
+    """All of an engine but its channels. Called from one thread only.
+
+    A caller that has work calls `turn` again and again. Each open request ends with exactly one
+    Finish, unless it is aborted: then nothing more is sent for it.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        ready: WorkerReady,
+        table: BucketTable,
+        clock: Callable[[], float],
+    ) -> None:
+        schedule = config.schedule
+        self._executor = executor
+        self._clock = clock
+        self._depth = schedule.depth
+        self._max_waiting = schedule.max_waiting
+        self._by_priority = schedule.policy == "priority"
+        self._limits = ModelLimits(
+            ready.max_model_len, ready.vocab_size, frozenset(ready.eos_token_ids)
+        )
+        self._seeds = random.Random(config.seed)
+        self._counts = StepStats(graph_bytes=ready.graph_bytes)
+        self._kv = KvManager(
+            ready.num_blocks,
+            ready.block_size,
+            prefix_caching=config.cache.enable_prefix_caching,
+        )
+        packer = Packer(
+            table,
+            max_prefill_batch=schedule.max_prefill_batch,
+            max_tokens=schedule.max_num_batched_tokens,
+            stats=self._counts,
+        )
+        self._scheduler = Scheduler(schedule, self._kv, packer, self._counts)
+        self._outputs = Outputs(self._kv)
+        self._requests: dict[int, Request] = {}
+        self._front_ends: set[int] = set()
+        self._in_flight: deque[Decision] = deque()
+        self._step = 0
+        self._arrivals = 0
+        self._has_news = False
+
+    @property
+    def in_flight(self) -> int:
+        """Plans submitted and not collected."""
+        return len(self._in_flight)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that wait or run."""
+        return len(self._requests)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a turn would do something."""
+        return (
+            bool(self._in_flight)
+            or self._scheduler.has_work
+            or self._has_news
+            or not self._outputs.is_empty
+        )
+
+    def attach(self, front_end: int) -> None:
+        """A front-end is there: from now on it gets every step's stats, even without requests."""
+        self._front_ends.add(front_end)
+        self._has_news = True
+
+    def detach(self, front_end: int) -> None:
+        """A front-end is gone: abort all it asked, and send it nothing more."""
+        self.abort([key for key in self._requests if key >> FRONT_END_SHIFT == front_end])
+        self._front_ends.discard(front_end)
+        self._outputs.forget(front_end)
+
+    def add(self, message: AddRequest, hashes: list[bytes]) -> None:
+        """Stand in line. What cannot run gets a Finish of reason error with the next turn.
+
+        `hashes` are engine.prefix.block_hashes of the prompt; empty without prefix caching.
+        """
+        key = message.key
+        self._front_ends.add(key >> FRONT_END_SHIFT)
+        if key in self._requests:
+            # The caller cannot tell the two apart, so neither goes on.
+            self.abort([key])
+            self._outputs.refuse(key, f"key {key} was already open; both requests are ended")
+            return
+        error = self._what_is_wrong(message)
+        if error is not None:
+            self._outputs.refuse(key, error)
+            return
+        params = message.sampling
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed & (2**63 - 1)
+        now = self._clock()
+        request = Request(
+            message,
+            hashes,
+            seed=seed,
+            rank=(message.priority if self._by_priority else 0, self._arrivals),
+            limits=self._limits,
+            arrived_at=now,
+        )
+        self._arrivals += 1
+        if params.max_tokens == 0 and params.prompt_logprobs is None:
+            self._outputs.start(request, 0, now)
+            self._outputs.finish(request, "length", now)
+            return
+        self._requests[key] = request
+        self._scheduler.add(request)
+        self._has_news = True
+
+    def _what_is_wrong(self, message: AddRequest) -> str | None:
+        num_bytes = message.prompt.nbytes
+        if num_bytes % TOKEN_BYTES:
+            return f"the prompt has {num_bytes} bytes, which is no multiple of {TOKEN_BYTES}"
+        num_tokens = num_bytes // TOKEN_BYTES
+        if num_tokens == 0:
+            return "the prompt has 0 tokens, it must have at least 1"
+        limits = self._limits
+        most = limits.max_model_len - (0 if message.sampling.max_tokens == 0 else 1)
+        if num_tokens > most:
+            return (
+                f"the prompt has {num_tokens} tokens, the model's context of "
+                f"{limits.max_model_len} takes at most {most}"
+            )
+        num_blocks = self._kv.blocks_for(num_tokens)
+        if num_blocks > self._kv.pool.size:
+            return (
+                f"the prompt needs {num_blocks} KV blocks of {self._kv.block_size} tokens, "
+                f"the cache has {self._kv.pool.size}"
+            )
+        greatest = int(np.frombuffer(message.prompt, dtype="<u4").max())
+        if greatest >= limits.vocab_size:
+            return f"the prompt has token {greatest}, the vocabulary has {limits.vocab_size}"
+        token = _stray_token(message.sampling, limits.vocab_size)
+        if token is not None:
+            return f"the sampling names token {token}, the vocabulary has {limits.vocab_size}"
+        if len(self._scheduler.line) >= self._max_waiting:
+            return f"{len(self._scheduler.line)} requests wait, at most {self._max_waiting} may"
+        return None
+
+    def abort(self, keys: Iterable[int]) -> None:
+        """Forget these; unknown keys are ignored. Nothing more is sent for them."""
+        for key in keys:
+            request = self._requests.pop(key, None)
+            if request is not None:
+                self._scheduler.drop(request)
+                self._outputs.retract(request)
+                self._has_news = True
+
+    def control(self, name: str, arguments: dict[str, Any]) -> Any:
+        """Answer a call. Raises UserError for a name or argument that it does not know."""
+        calls: dict[str, Callable[[], Any]] = {
+            "ping": lambda: "pong",
+            "reset_prefix_cache": self._reset_prefix_cache,
+        }
+        if name not in calls:
+            raise UserError(f"control {name!r} is not one of {', '.join(calls)}")
+        if arguments:
+            raise UserError(f"control {name!r} takes 0 arguments, it got {len(arguments)}")
+        return calls[name]()
+
+    def _reset_prefix_cache(self) -> bool:
+        self._kv.forget_prefixes(self._scheduler.holders)
+        return True
+
+    def turn(self) -> list[tuple[int, StepTokens]]:
+        """Submit one plan if there is room for it, then collect the oldest if no more fit.
+
+        Returns what front-ends must hear: one message each, by front-end index.
+        """
+        if len(self._in_flight) < self._depth:
+            decision = self._scheduler.plan(self._step)
+            if decision.started or decision.failed:
+                self._tell(decision)
+            if decision.plan is not None:
+                self._executor.submit(decision.plan)
+                self._in_flight.append(decision)
+                self._step += 1
+                if len(self._in_flight) < self._depth:
+                    return []
+        if self._in_flight:
+            self._apply(self._executor.collect())
+        elif not self._has_news and self._outputs.is_empty:
+            return []
+        return self._send()
+
+    def _tell(self, decision: Decision) -> None:
+        now = self._clock()
+        for request, num_cached in decision.started:
+            self._outputs.start(request, num_cached, now)
+        for request, error in decision.failed:
+            self._outputs.finish(request, "error", now, error=error)
+            del self._requests[request.key]
+
+    def _apply(self, result: StepResult) -> None:
+        decision = self._in_flight.popleft()
+        assert decision.plan is not None, f"step {decision.step} was never submitted"
+        for request in self._outputs.apply(decision, result, self._clock()):
+            self._scheduler.drop(request)
+            del self._requests[request.key]
+        self._scheduler.collected(decision.step)
+        phases = [launch.phase for launch in decision.plan.launches]
+        self._counts.count_step(decision.num_tokens, phases, result.seconds)
+        if result.counters:
+            self._counts.take_counters(result.counters)
+        self._has_news = True
+        if not self._requests and not self._in_flight:
+            self._check_idle()
+
+    def _send(self) -> list[tuple[int, StepTokens]]:
+        self._has_news = False
+        if not self._front_ends:
+            return []
+        return self._outputs.take(self._snapshot(with_samples=True), sorted(self._front_ends))
+
+    def stats(self) -> EngineStats:
+        """Gauges and counters now; the samples wait for the next message."""
+        return self._snapshot(with_samples=False)
+
+    def _snapshot(self, *, with_samples: bool) -> EngineStats:
+        line, pool = self._scheduler.line, self._kv.pool
+        return self._counts.snapshot(
+            running=self._scheduler.num_running,
+            waiting=len(line),
+            waiting_prompt_tokens=line.num_tokens,
+            blocks_used=pool.size - pool.free,
+            blocks_total=pool.size,
+            with_samples=with_samples,
+        )
+
+    def fail(self, message: str) -> list[tuple[int, StepTokens]]:
+        """The executor is gone: end every open request with this error. Plans in flight are
+        given up; nothing can be added or turned afterwards."""
+        now = self._clock()
+        for request in self._requests.values():
+            self._outputs.finish(request, "error", now, error=message)
+        self._requests.clear()
+        return self._send()
+
+    def check_books(self) -> None:
+        """Raise AssertionError, with the numbers, unless every block, row and request is accounted
+        for: held by someone open, or on its way out."""
+        self._scheduler.check()
+        if not self._requests and not self._in_flight:
+            self._check_idle()
+
+    def _check_idle(self) -> None:
+        pool, line = self._kv.pool, self._scheduler.line
+        assert pool.free == pool.size, f"{pool.free} of {pool.size} blocks are free when idle"
+        assert len(line) == 0, f"{len(line)} requests wait when none is open"
+        running = self._scheduler.num_running
+        assert running == 0, f"{running} requests run when none is open"
+
+
+def _stray_token(params: SamplingParams, vocab_size: int) -> int | None:
+    """A token id that the sampler would look up and not find."""
+    named = [*params.logit_bias, *(params.allowed_token_ids or ())]
+    for word in params.bad_words_token_ids:
+        named.extend(word)
+    return next((token for token in named if not 0 <= token < vocab_size), None)

@@ -1,0 +1,112 @@
+"""Who holds which KV blocks, and which prefixes are found again. Knows no rows and no steps."""
+
+from collections.abc import Iterable
+
+from engine.blocks import BlockPool
+from engine.prefix import chain, root_hash
+from engine.request import NEVER, Request
+
+
+class KvManager:
+    """Lends blocks to requests as they grow, and files full ones under their hashes.
+
+    A table only grows, until `release` empties it. A block is filed when all of its tokens are
+    accepted and written, so what is found may be read at once.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool) -> None:
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self.pool = BlockPool(num_blocks)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def find_prefix(self, request: Request) -> list[int]:
+        """The blocks of its longest known prefix, which someone may hold or not.
+
+        At least one known token is left to compute, and every prompt position whose
+        log-probability is still owed.
+        """
+        if not self.prefix_caching:
+            return []
+        most = request.known - 1
+        if request.wants_scores:
+            most = min(most, request.num_scored)
+        found: list[int] = []
+        for name in request.hashes[: most // self.block_size]:
+            block = self.pool.find(name)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def cost(self, request: Request, prefix: list[int]) -> int:
+        """Free blocks it takes to hold all known tokens of a request that found `prefix`."""
+        revived = sum(1 for block in prefix if self.pool.is_free(block))
+        return self.blocks_for(request.known) - len(prefix) + revived
+
+    def start(self, request: Request, prefix: list[int]) -> None:
+        """Give an empty table its prefix; counts its tokens as computed."""
+        assert not request.blocks, f"{request.key} starts with {len(request.blocks)} blocks"
+        for block in prefix:
+            self.pool.hold(block)
+        request.blocks = prefix
+        request.computed = request.written = len(prefix) * self.block_size
+        request.file_at = request.computed + self.block_size if self.prefix_caching else NEVER
+
+    def grow(self, request: Request, count: int) -> list[int]:
+        """Lend `count` more blocks, which the caller has seen to be free."""
+        taken = self.pool.take(count)
+        request.blocks.extend(taken)
+        room = len(request.blocks) * self.block_size
+        request.pause_at = min(room, request.max_known - 1)
+        return taken
+
+    def file(self, request: Request, written: int) -> None:
+        """File the blocks that are full now that `written` known tokens are in the cache."""
+        size = self.block_size
+        while request.file_at <= written:
+            stop = request.file_at
+            index = stop // size - 1
+            if index == len(request.hashes):
+                parent = (
+                    request.hashes[-1]
+                    if request.hashes
+                    else root_hash(request.cache_salt, request.adapter)
+                )
+                request.hashes.append(chain(parent, request.token_bytes(stop - size, stop)))
+            self.pool.file(request.blocks[index], request.hashes[index])
+            request.file_at = stop + size
+
+    def distrust(self, request: Request) -> None:
+        """Let nobody find what it holds, and file no more of it."""
+        request.file_at = NEVER
+        for block in request.blocks:
+            self.pool.unfile(block)
+
+    def release(self, request: Request) -> None:
+        """Take back all its blocks, the tail first, so that a prefix outlives what follows it."""
+        self.pool.give_back(reversed(request.blocks))
+        request.blocks = []
+        request.computed = request.written = request.pause_at = 0
+        request.file_at = NEVER
+
+    def forget_prefixes(self, holders: Iterable[Request]) -> None:
+        """Drop every hash. Those who hold blocks now file none of them later: what they have
+        written belongs to the time before."""
+        self.pool.forget()
+        for request in holders:
+            request.file_at = NEVER
+
+    def check(self, holders: Iterable[Request]) -> None:
+        """Raise AssertionError, with the numbers, unless books and tables agree."""
+        holders = list(holders)
+        self.pool.check(request.blocks for request in holders)
+        for request in holders:
+            need = self.blocks_for(request.computed)
+            assert len(request.blocks) == need, (
+                f"{request.key} holds {len(request.blocks)} blocks, its {request.computed} "
+                f"computed tokens need {need}"
+            )

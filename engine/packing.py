@@ -1,0 +1,107 @@
+"""Packing: rows into launches that fit buckets. Knows no blocks and no queue, only shapes."""
+
+from typing import NamedTuple
+
+from engine.request import Request
+from engine.stats import StepStats
+from hpu.buckets import BucketTable, Lookup
+from hpu.step import DECODE, PREFILL, Launch
+
+LAUNCH_TOKENS = 64
+"""A further launch costs about as much as so many more tokens in one (weights are read again)."""
+
+MAX_MEMO = 4096
+
+
+class Chunk(NamedTuple):
+    """The next `num_tokens` known tokens of a request, behind `context` cached blocks."""
+
+    request: Request
+    num_tokens: int
+    context: int
+    samples: bool
+
+
+class Packer:
+    """Chooses launches. Every one names a bucket of the table, and is counted."""
+
+    def __init__(
+        self, table: BucketTable, *, max_prefill_batch: int, max_tokens: int, stats: StepStats
+    ) -> None:
+        self._table = table
+        self._max_batch = max_prefill_batch
+        self._max_tokens = max_tokens
+        self._stats = stats
+        self._prepared = [shape for phase, *shape in table.buckets if phase == PREFILL]
+        self._launch_cost = LAUNCH_TOKENS * table.cost(PREFILL, (1, 1, 0))
+        self._memo: dict[tuple[int, int, int], int | None] = {}
+
+    def decode(self, rows: list[int], num_blocks: int) -> Launch:
+        """One launch for all decoding rows, which hold `num_blocks` together."""
+        lookup = self._table.find(DECODE, len(rows), 1, num_blocks)
+        self._stats.count_launch("decode", lookup.result, len(rows), lookup.bucket[0])
+        return Launch(DECODE, lookup.bucket, rows)
+
+    def prefill(self, chunks: list[Chunk]) -> list[tuple[Launch, list[Chunk]]]:
+        """Launches for all chunks, each with its own in launch order; together as cheap as
+        neighbours in length can be merged."""
+        if len(chunks) == 1:
+            return [self._launch(chunks)]
+        chunks = sorted(chunks, key=lambda chunk: (chunk.num_tokens, chunk.context))
+        # cheapest[i]: the first i chunks in launches, and where the last of those begins.
+        cheapest: list[tuple[int, int]] = [(0, 0)]
+        for stop in range(1, len(chunks) + 1):
+            best: tuple[int, int] | None = None
+            context = 0
+            for start in range(stop - 1, max(stop - 1 - self._max_batch, -1), -1):
+                context = max(context, chunks[start].context)
+                cost = self._cost(stop - start, chunks[stop - 1].num_tokens, context)
+                if cost is not None:
+                    option = (cheapest[start][0] + cost, start)
+                    best = option if best is None else min(best, option)
+            assert best is not None, "a chunk alone always has a cost"
+            cheapest.append(best)
+        launches = []
+        stop = len(chunks)
+        while stop:
+            start = cheapest[stop][1]
+            launches.append(self._launch(chunks[start:stop]))
+            stop = start
+        launches.reverse()
+        return launches
+
+    def _cost(self, batch: int, query: int, context: int) -> int | None:
+        """Modelled cost of one launch, or None where several rows may not go together."""
+        shape = (batch, query, context)
+        if shape not in self._memo:
+            if len(self._memo) >= MAX_MEMO:
+                self._memo.clear()
+            self._memo[shape] = self._find_cost(shape)
+        return self._memo[shape]
+
+    def _find_cost(self, shape: tuple[int, int, int]) -> int | None:
+        batch = shape[0]
+        if batch > 1 and not self._is_prepared(shape):
+            return None
+        bucket = self._table.find(PREFILL, *shape).bucket
+        if batch > 1 and bucket[0] * bucket[1] > self._max_tokens:
+            return None
+        return self._launch_cost + self._table.cost(PREFILL, bucket)
+
+    def _is_prepared(self, shape: tuple[int, int, int]) -> bool:
+        """Looked up here, because the table makes a bucket for whatever it is asked."""
+        return self._table.is_exact or any(
+            batch >= shape[0] and query >= shape[1] and context >= shape[2]
+            for batch, query, context in self._prepared
+        )
+
+    def _launch(self, chunks: list[Chunk]) -> tuple[Launch, list[Chunk]]:
+        counts = [chunk.num_tokens for chunk in chunks]
+        lookup: Lookup = self._table.find(
+            PREFILL, len(chunks), max(counts), max(chunk.context for chunk in chunks)
+        )
+        batch, query, _ = lookup.bucket
+        self._stats.count_launch("prefill", lookup.result, sum(counts), batch * query)
+        rows = [chunk.request.row for chunk in chunks]
+        samples = [chunk.samples for chunk in chunks]
+        return Launch(PREFILL, lookup.bucket, rows, counts, samples), chunks

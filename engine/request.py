@@ -1,0 +1,177 @@
+"""Request: one sequence to generate, and how far it has come. Knows no blocks pool and no queue."""
+
+import sys
+from array import array
+from dataclasses import dataclass
+
+from config.sampling import SamplingParams
+from engine.messages import FRONT_END_SHIFT, AddRequest
+from engine.prefix import TOKEN_BYTES
+from hpu.step import RowSampling
+
+WAITING, RUNNING, LEAVING, ENDED = range(4)
+"""In line; in a row; preempted, with a plan still in flight; finished, aborted or failed."""
+
+NEVER = sys.maxsize
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the model fixes for every request."""
+
+    max_model_len: int
+    vocab_size: int
+    eos_ids: frozenset[int]
+
+
+class Request:
+    """One open sequence. Plain numbers, since the loop over all rows reads and writes them.
+
+    `known` counts its tokens (prompt, and output accepted so far). `computed` counts the tokens
+    whose keys and values are written once every plan sent so far has run; with a step in flight a
+    decoding row has computed more than its known tokens, because its next ones exist only on the
+    device. `written` is `computed` as far as results were collected, while the row is in prefill.
+    """
+
+    __slots__ = (
+        "adapter",
+        "arrived_at",
+        "blocks",
+        "cache_salt",
+        "computed",
+        "decode_from",
+        "end_ids",
+        "file_at",
+        "first_token_at",
+        "front_end",
+        "hashes",
+        "key",
+        "known",
+        "last_step",
+        "max_known",
+        "min_known",
+        "num_preemptions",
+        "num_prompt",
+        "num_scored",
+        "outputs",
+        "pause_at",
+        "prompt",
+        "rank",
+        "row",
+        "sampling",
+        "started_at",
+        "state",
+        "stop_ids",
+        "written",
+    )
+
+    def __init__(
+        self,
+        message: AddRequest,
+        hashes: list[bytes],
+        *,
+        seed: int,
+        rank: tuple[int, int],
+        limits: ModelLimits,
+        arrived_at: float,
+    ) -> None:
+        params = message.sampling
+        self.key = message.key
+        self.front_end = message.key >> FRONT_END_SHIFT
+        self.prompt = message.prompt.cast("B")
+        self.num_prompt = len(self.prompt) // TOKEN_BYTES
+        self.outputs = array("I")
+        self.cache_salt = message.cache_salt
+        self.adapter = message.adapter
+        self.hashes = hashes
+        self.rank = rank
+        """(priority, arrival): smaller runs first, greater gives way first."""
+        self.state = WAITING
+
+        room = limits.max_model_len - self.num_prompt
+        limit = room if params.max_tokens is None else min(params.max_tokens, room)
+        self.known = self.num_prompt
+        self.max_known = self.num_prompt + limit
+        self.min_known = self.num_prompt + params.min_tokens
+        """An end token counts only behind so many tokens."""
+        eos_ids: frozenset[int] = frozenset() if params.ignore_eos else limits.eos_ids
+        stop_ids = frozenset(t for t in params.stop_token_ids if 0 <= t < limits.vocab_size)
+        self.stop_ids = stop_ids - eos_ids
+        """Tokens that end it and are named when they do; an end token is not."""
+        self.end_ids = stop_ids | eos_ids
+        self.sampling = _row_sampling(params, seed, self.end_ids)
+        self.num_scored = NEVER if params.prompt_logprobs is None else 0
+        """Prompt positions whose log-probabilities went up; NEVER when nobody asked."""
+
+        self.row = -1
+        self.blocks: list[int] = []
+        self.computed = 0
+        self.written = 0
+        self.decode_from = self.known
+        """Tokens that were known when it got its row: it decodes once so many are computed."""
+        self.pause_at = 0
+        """Where `computed` stops a decoding row: its blocks are full, or its last token planned."""
+        self.file_at = NEVER
+        """Tokens written at which its next block is full and gets its hash."""
+        self.last_step = -1
+        """The last plan that names it."""
+
+        self.arrived_at = arrived_at
+        self.started_at = -1.0
+        self.first_token_at = -1.0
+        self.num_preemptions = 0
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.outputs)
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still owed."""
+        return self.num_scored < self.num_prompt - 1
+
+    def row_sampling(self) -> RowSampling:
+        """What a new row is told; log-probabilities of the prompt go up only once."""
+        sampling = self.sampling
+        if sampling.num_prompt_logprobs >= 0 and not self.wants_scores:
+            return _without_prompt_logprobs(sampling)
+        return sampling
+
+    def known_tokens(self) -> memoryview:
+        """All known tokens, uint32 little-endian; a copy once there is output."""
+        if not self.outputs:
+            return self.prompt
+        return memoryview(bytes(self.prompt) + self.outputs.tobytes())
+
+    def token_bytes(self, start: int, stop: int) -> bytes:
+        """Known tokens `start` to `stop`, raw."""
+        from_prompt = bytes(self.prompt[start * TOKEN_BYTES : stop * TOKEN_BYTES])
+        if stop <= self.num_prompt:
+            return from_prompt
+        first = max(start - self.num_prompt, 0)
+        return from_prompt + self.outputs[first : stop - self.num_prompt].tobytes()
+
+
+def _row_sampling(params: SamplingParams, seed: int, end_ids: frozenset[int]) -> RowSampling:
+    return RowSampling(
+        temperature=params.temperature,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=seed,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        min_tokens=params.min_tokens,
+        end_token_ids=tuple(sorted(end_ids)) if params.min_tokens else (),
+        logit_bias=tuple(sorted(params.logit_bias.items())),
+        allowed_token_ids=params.allowed_token_ids,
+        bad_words=params.bad_words_token_ids,
+        num_logprobs=-1 if params.logprobs is None else params.logprobs,
+        num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+    )
+
+
+def _without_prompt_logprobs(sampling: RowSampling) -> RowSampling:
+    fields = {name: getattr(sampling, name) for name in sampling.__struct_fields__}
+    return RowSampling(**{**fields, "num_prompt_logprobs": -1})

@@ -1,0 +1,99 @@
+"""StepStats: counters of the engine, and the snapshot that goes up. Knows no requests."""
+
+from engine.messages import EngineStats
+
+COMPILATIONS = "compilations."
+"""A worker's counter `compilations.<phase>.<warmup|serving>` counts compilations since its start;
+`graphs` and `graph_bytes` say what is captured. Others are ignored."""
+
+MAX_SAMPLES = 4096
+"""Samples kept while no snapshot is taken; older ones are dropped."""
+
+PHASES = ("prefill", "decode")
+"""By number: hpu.step.PREFILL and DECODE."""
+
+
+class StepStats:
+    """Counts since the start, and samples since the last snapshot."""
+
+    def __init__(self, *, graph_bytes: int = 0) -> None:
+        self.preemptions = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self.steps = 0
+        self.graphs = 0
+        self.graph_bytes = graph_bytes
+        self._lookups: dict[str, int] = {}
+        self._useful: dict[str, int] = {}
+        self._padding: dict[str, int] = {}
+        self._compilations: dict[str, int] = {}
+        self._step_tokens: list[int] = []
+        self._step_seconds: list[tuple[int, float]] = []
+
+    def count_launch(self, phase: str, result: str, useful: int, padded: int) -> None:
+        """A launch of `padded` tokens, `useful` of them real, whose bucket was a hit or not."""
+        name = f"{phase}.{result}"
+        self._lookups[name] = self._lookups.get(name, 0) + 1
+        self._useful[phase] = self._useful.get(phase, 0) + useful
+        self._padding[phase] = self._padding.get(phase, 0) + padded - useful
+
+    def count_lookup(self, num_tokens: int, num_found: int) -> None:
+        """A request left the waiting line for the first time."""
+        self.prefix_queries += num_tokens
+        self.prefix_hits += num_found
+
+    def count_step(self, num_tokens: int, phases: list[int], seconds: list[float]) -> None:
+        """A step was collected: its real tokens, and each launch's phase and time."""
+        self.steps += 1
+        if len(self._step_tokens) >= MAX_SAMPLES:
+            self._step_tokens.clear()
+        if len(self._step_seconds) >= MAX_SAMPLES:
+            self._step_seconds.clear()
+        self._step_tokens.append(num_tokens)
+        self._step_seconds.extend(zip(phases, seconds, strict=False))
+
+    def take_counters(self, counters: dict[str, float]) -> None:
+        """What changed in the worker."""
+        for name, value in counters.items():
+            if name.startswith(COMPILATIONS):
+                self._compilations[name[len(COMPILATIONS) :]] = int(value)
+            elif name == "graphs":
+                self.graphs = int(value)
+            elif name == "graph_bytes":
+                self.graph_bytes = int(value)
+
+    def snapshot(
+        self,
+        *,
+        running: int,
+        waiting: int,
+        waiting_prompt_tokens: int,
+        blocks_used: int,
+        blocks_total: int,
+        with_samples: bool,
+    ) -> EngineStats:
+        """A struct of its own, since another thread may encode it while the engine counts on.
+
+        With `with_samples` the samples go with it and start anew.
+        """
+        stats = EngineStats(
+            running=running,
+            waiting=waiting,
+            waiting_prompt_tokens=waiting_prompt_tokens,
+            blocks_used=blocks_used,
+            blocks_total=blocks_total,
+            preemptions=self.preemptions,
+            prefix_queries=self.prefix_queries,
+            prefix_hits=self.prefix_hits,
+            steps=self.steps,
+            lookups=self._lookups.copy(),
+            useful_tokens=self._useful.copy(),
+            padding_tokens=self._padding.copy(),
+            compilations=self._compilations.copy(),
+            graphs=self.graphs,
+            graph_bytes=self.graph_bytes,
+        )
+        if with_samples:
+            stats.step_tokens, self._step_tokens = self._step_tokens, []
+            stats.step_seconds, self._step_seconds = self._step_seconds, []
+        return stats

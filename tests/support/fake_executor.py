@@ -1,0 +1,229 @@
+"""FakeExecutor: workers made of plain Python that remember what every KV slot holds. Fails on any
+read of a slot that does not hold exactly what its row's history says."""
+
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from hpu.buckets import BucketTable
+from hpu.step import (
+    PREFILL,
+    Launch,
+    Logprobs,
+    NewRow,
+    RowSampling,
+    StepPlan,
+    StepResult,
+    WarmupProgress,
+    WorkerReady,
+)
+
+NextToken = Callable[[int, int, RowSampling], int]
+"""(fingerprint of the whole history, tokens generated so far, sampling) to the next token."""
+
+
+def fingerprint(before: int, token: int) -> int:
+    """Of a history that ends with `token`: another token, order or length gives another one."""
+    return (before * 6364136223846793005 + token * 1442695040888963407 + 1) % (2**61 - 1)
+
+
+@dataclass
+class Row:
+    """What a worker knows of a live sequence."""
+
+    tokens: list[int]
+    num_prompt: int
+    computed: int
+    blocks: list[int]
+    sampling: RowSampling
+    marks: list[int] = field(default_factory=list)
+    """Fingerprint of the history up to each token."""
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        self.marks.append(fingerprint(self.marks[-1] if self.marks else 7, token))
+
+
+class FakeExecutor:
+    """An Executor whose tokens are a pure function of the history that lies in its KV cache."""
+
+    def __init__(self, ready: WorkerReady, max_rows: int, next_token: NextToken) -> None:
+        self.ready = ready
+        self.max_rows = max_rows
+        self.table: BucketTable | None = None
+        """Checked against, when set: a launch must name a prepared bucket of it."""
+        self.next_token = next_token
+        self.plans: list[StepPlan] = []
+        self.rows: dict[int, Row] = {}
+        self.slots: dict[tuple[int, int], int] = {}
+        self.max_in_flight = 0
+        self.collected = 0
+        self._in_flight: deque[bytes] = deque()
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(StepPlan).decode
+
+    def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
+        on_progress(WarmupProgress("warmup", 1, 1))
+        return self.ready
+
+    def submit(self, plan: StepPlan) -> None:
+        assert plan.launches, f"plan {plan.step} has nothing to launch"
+        assert plan.step == len(self.plans), f"plan {plan.step} comes as number {len(self.plans)}"
+        self.plans.append(plan)
+        # Run when collected, from a copy: a plan that is changed after it left would go unnoticed.
+        self._in_flight.append(self._encode(plan))
+        self.max_in_flight = max(self.max_in_flight, len(self._in_flight))
+
+    def collect(self) -> StepResult:
+        self.collected += 1
+        return self._run(self._decode(self._in_flight.popleft()))
+
+    def close(self) -> None:
+        self._in_flight.clear()
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        for number in plan.freed_rows:
+            assert number in self.rows, f"row {number} is freed, and nobody is in it"
+            del self.rows[number]
+        for new in plan.new_rows:
+            self._enter(new)
+        for number, block in zip(plan.grown_rows, plan.grown_blocks, strict=True):
+            self._lend(self.rows[number], block)
+        used = Counter(row for launch in plan.launches for row in launch.rows)
+        assert max(used.values()) == 1, f"a row is launched twice: {used}"
+        result = StepResult(plan.step, [], seconds=[0.001] * len(plan.launches))
+        for launch in plan.launches:
+            self._check_bucket(launch)
+            if launch.phase == PREFILL:
+                self._prefill(launch, result)
+            else:
+                self._decode_rows(launch, result)
+        return result
+
+    def _enter(self, new: NewRow) -> None:
+        assert 0 <= new.row < self.max_rows, f"row {new.row} of {self.max_rows}"
+        assert new.row not in self.rows, f"row {new.row} is taken"
+        tokens = array("I")
+        tokens.frombytes(bytes(new.tokens))
+        assert 0 <= new.num_computed < len(tokens), f"{new.num_computed} of {len(tokens)} computed"
+        row = Row([], new.num_prompt_tokens, new.num_computed, [], new.sampling)
+        for token in tokens:
+            row.append(token)
+        for block in new.blocks:
+            self._lend(row, block)
+        self.rows[new.row] = row
+        self._read(row)
+
+    def _lend(self, row: Row, block: int) -> None:
+        assert 0 <= block < self.ready.num_blocks, f"block {block} of {self.ready.num_blocks}"
+        assert block not in row.blocks, f"block {block} is lent twice to one row"
+        row.blocks.append(block)
+
+    def _read(self, row: Row) -> None:
+        """All context of a row, slot by slot."""
+        size = self.ready.block_size
+        for position in range(row.computed):
+            place = (row.blocks[position // size], position % size)
+            found = self.slots.get(place)
+            assert found == row.marks[position], (
+                f"slot {place} for position {position} holds the wrong history"
+            )
+
+    def _write(self, row: Row, count: int) -> None:
+        size = self.ready.block_size
+        for position in range(row.computed, row.computed + count):
+            block = row.blocks[position // size]
+            holders = sum(block in other.blocks for other in self.rows.values())
+            assert holders == 1, f"block {block} is written, and {holders} rows hold it"
+            self.slots[block, position % size] = row.marks[position]
+        row.computed += count
+
+    def _check_bucket(self, launch: Launch) -> None:
+        batch, query, blocks = launch.bucket
+        rows = [self.rows[number] for number in launch.rows]
+        assert len(rows) <= batch, f"{len(rows)} rows in a batch of {batch}"
+        size = self.ready.block_size
+        if launch.phase == PREFILL:
+            need = max(-(-row.computed // size) for row in rows)
+            assert max(launch.counts) <= query, f"{launch.counts} tokens in a query of {query}"
+        else:
+            need = sum(len(row.blocks) for row in rows)
+            assert query == 1 and not launch.counts and not launch.samples
+        assert need <= blocks, f"{need} blocks in a bucket of {blocks}"
+        if self.table is not None and not self.table.is_exact:
+            shape = (launch.phase, *launch.bucket)
+            assert shape in self.table.buckets, f"{shape} was never prepared"
+
+    def _prefill(self, launch: Launch, result: StepResult) -> None:
+        for number, count, samples in zip(launch.rows, launch.counts, launch.samples, strict=True):
+            row = self.rows[number]
+            left = len(row.tokens) - row.computed
+            assert 0 < count <= left, f"{count} tokens of {left} known ones"
+            assert samples == (count == left), f"{count} of {left} tokens, samples is {samples}"
+            self._read(row)
+            first = row.computed
+            self._write(row, count)
+            if row.sampling.num_prompt_logprobs >= 0:
+                nexts = row.tokens[first + 1 : min(first + count + 1, row.num_prompt)]
+                scores = _scores(row.sampling.num_prompt_logprobs, nexts, first)
+                result.prompt_logprobs.append((number, scores))
+            if samples:
+                self._sample(row, result)
+
+    def _decode_rows(self, launch: Launch, result: StepResult) -> None:
+        for number in launch.rows:
+            row = self.rows[number]
+            known = len(row.tokens)
+            assert row.computed == known - 1, f"{row.computed} of {known} tokens are computed"
+            assert known > row.num_prompt, "a decode follows a sampled token"
+            self._read(row)
+            self._write(row, 1)
+            self._sample(row, result)
+
+    def _sample(self, row: Row, result: StepResult) -> None:
+        generated = len(row.tokens) - row.num_prompt
+        token = self.next_token(row.marks[-1], generated, row.sampling)
+        if row.sampling.num_logprobs >= 0:
+            scores = _scores(row.sampling.num_logprobs, [token], len(row.tokens))
+            result.logprobs.append((len(result.tokens), scores))
+        result.tokens.append(token)
+        row.append(max(token, 0))
+
+
+def _scores(k: int, tokens: list[int], first: int) -> Logprobs:
+    """Made-up log-probabilities that name their token and position."""
+    width = k + 1
+    ids = array("i", [token for token in tokens for _ in range(width)])
+    values = array("f", [-float(first + i) for i in range(len(tokens)) for _ in range(width)])
+    ranks = array("i", [1] * len(tokens))
+    return Logprobs(k, *(memoryview(column.tobytes()) for column in (ids, values, ranks)))
+
+
+def worker_ready(
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_model_len: int = 64,
+    vocab_size: int = 50,
+    eos_token_ids: tuple[int, ...] = (2,),
+) -> WorkerReady:
+    """What a worker of a small model would report."""
+    return WorkerReady(
+        num_blocks,
+        block_size,
+        max_model_len,
+        vocab_size,
+        eos_token_ids,
+        buckets=[],
+        device="fake",
+        dtype="float32",
+        weight_bytes=0,
+        kv_bytes=0,
+        graph_bytes=0,
+        total_bytes=0,
+        load_s=0.0,
+        warmup_s=0.0,
+    )

@@ -1,0 +1,130 @@
+"""The slow, obvious model: what each request must produce, and a ledger of what was delivered."""
+
+from array import array
+from dataclasses import dataclass, field
+
+from fake_executor import NextToken, fingerprint
+
+from config.sampling import SamplingParams
+from engine.messages import Finish, StepTokens
+from hpu.step import RowSampling, WorkerReady
+
+
+def raw(tokens: list[int]) -> memoryview:
+    """A prompt as it travels."""
+    return memoryview(array("I", tokens).tobytes())
+
+
+def hashed_token(vocab_size: int, *, bad_every: int = 0) -> NextToken:
+    """Tokens that depend on the history and the seed; one in `bad_every` is not a number."""
+
+    def next_token(history: int, generated: int, sampling: RowSampling) -> int:
+        seed = 0 if sampling.temperature == 0 else sampling.seed
+        value = fingerprint(history, seed % 1_000_003) >> 7
+        if bad_every and value % bad_every == 0:
+            return -1
+        token = value % vocab_size
+        while generated < sampling.min_tokens and token in sampling.end_token_ids:
+            token = (token + 1) % vocab_size
+        return token
+
+    return next_token
+
+
+def expected_output(
+    prompt: list[int], params: SamplingParams, ready: WorkerReady, next_token: NextToken
+) -> tuple[list[int], str, int | None]:
+    """Tokens, finish reason and stop token of a request that runs alone, one token at a time."""
+    history = 7
+    for token in prompt:
+        history = fingerprint(history, token)
+    eos = () if params.ignore_eos else ready.eos_token_ids
+    sampling = RowSampling(
+        temperature=params.temperature,
+        seed=params.seed or 0,
+        min_tokens=params.min_tokens,
+        end_token_ids=(*eos, *params.stop_token_ids),
+    )
+    room = ready.max_model_len - len(prompt)
+    limit = room if params.max_tokens is None else min(room, params.max_tokens)
+    output: list[int] = []
+    while len(output) < limit:
+        token = next_token(history, len(output), sampling)
+        if token < 0:
+            return output, "error", None
+        output.append(token)
+        history = fingerprint(history, token)
+        if len(output) > params.min_tokens:
+            if token in eos:
+                return output, "stop", None
+            if token in params.stop_token_ids:
+                return output, "stop", token
+    return output, "length", None
+
+
+@dataclass
+class Delivered:
+    """All that came up for one key."""
+
+    tokens: list[int] = field(default_factory=list)
+    scored: list[int] = field(default_factory=list)
+    """Prompt tokens whose log-probabilities came up."""
+    logprob_ids: list[int] = field(default_factory=list)
+    num_started: int = 0
+    num_cached: int = 0
+    is_aborted: bool = False
+    finish: Finish | None = None
+
+
+class Ledger:
+    """Takes messages as a front-end would, and fails on anything late, doubled or unknown."""
+
+    def __init__(self) -> None:
+        self.requests: dict[int, Delivered] = {}
+
+    def open(self, key: int) -> None:
+        assert key not in self.requests, f"key {key} is used twice"
+        self.requests[key] = Delivered()
+
+    def abort(self, key: int) -> None:
+        self.requests[key].is_aborted = True
+
+    def is_over(self, key: int) -> bool:
+        request = self.requests[key]
+        return request.is_aborted or request.finish is not None
+
+    def _live(self, key: int) -> Delivered:
+        request = self.requests[key]
+        assert not request.is_aborted, f"key {key} was aborted, and something came"
+        assert request.finish is None, f"key {key} was finished, and something came"
+        return request
+
+    def take(self, messages: list[tuple[int, StepTokens]]) -> None:
+        front_ends = [front_end for front_end, _ in messages]
+        assert len(set(front_ends)) == len(front_ends), f"two messages for one of {front_ends}"
+        for front_end, message in messages:
+            self._take_one(front_end, message)
+
+    def _take_one(self, front_end: int, message: StepTokens) -> None:
+        for key, cached in zip(message.started, message.started_cached, strict=True):
+            request = self._live(key)
+            request.num_started += 1
+            request.num_cached = cached
+            assert request.num_started == 1, f"key {key} started twice"
+        for key, scores in message.prompt_logprobs:
+            request = self._live(key)
+            assert not request.tokens, f"scores of key {key}'s prompt behind its first token"
+            request.scored.extend(memoryview(scores.ids).cast("i")[:: scores.k + 1])
+        for key, scores in message.logprobs:
+            ids = memoryview(scores.ids).cast("i")
+            self._live(key).logprob_ids.append(ids[0])
+        place = 0
+        for key, count in zip(message.keys, message.counts, strict=True):
+            assert key >> 48 == front_end, f"key {key:#x} went to front-end {front_end}"
+            request = self._live(key)
+            assert request.num_started == 1, f"key {key} has tokens before it started"
+            request.tokens.extend(message.tokens[place : place + count])
+            place += count
+        assert place == len(message.tokens), f"{len(message.tokens)} tokens for {place} counted"
+        for finish in message.finished:
+            self._live(finish.key).finish = finish
