@@ -1,4 +1,4 @@
-"""BucketConfig: which padded shapes a server prepares. Facts only; the lists are made in hpu/buckets.py."""
+"""BucketConfig: which padded shapes a server prepares. Facts only: hpu/buckets.py makes the lists."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ STRATEGIES = ("exact", "exponential", "linear", "file")
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """One dimension of a bucket table: from `min` by `step` to `max`; None takes the strategy's own."""
+    """One dimension of a bucket table, from `min` by `step` to `max`; None: the strategy's own."""
 
     min: int | None = None
     step: int | None = None

@@ -1,4 +1,4 @@
-"""EngineConfig: everything an engine and its workers are told. Facts only; checked here, never adjusted."""
+"""EngineConfig: everything an engine and its workers are told. Checked here, never adjusted."""
 
 from dataclasses import dataclass, field
 

@@ -1,0 +1,114 @@
+"""The only reader of environment variables: which settings they give, and what a worker needs set.
+
+Knows names and words; what a word means is told by config/load.py.
+"""
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+
+from config.engine import EngineConfig
+from config.errors import ConfigError
+from config.flags import ACCEPTED, FILE_FLAGS, FLAGS
+
+PREFIX = "GAUDISERVE_"
+
+# What Kubernetes puts into every pod for a service called gaudiserve, or gaudiserve-anything.
+_SERVICE_LINK = re.compile(
+    r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$"
+)
+_SERVICE_ADDRESS = re.compile(r"^(tcp|udp|sctp)://")
+
+
+def environment() -> Mapping[str, str]:
+    """The variables of this process, as they are now."""
+    return dict(os.environ)
+
+
+def variable_table() -> dict[str, str]:
+    """Every variable that is read as a setting, and the flag it stands for. Those that come first
+    win: our own name, then the names a setting has elsewhere."""
+    table = {flag.variable: flag.key for flag in FLAGS}
+    names = [name for flag in FLAGS for name in (*flag.aliases, *flag.switches)]
+    table.update({_variable(name): name for name in (*names, *FILE_FLAGS, *ACCEPTED)})
+    for flag in FLAGS:
+        table.update(dict.fromkeys(flag.variables, flag.key))
+    return table
+
+
+def _variable(name: str) -> str:
+    return f"{PREFIX}{name.replace('-', '_').upper()}"
+
+
+def settings(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """(name, word, variable) of each setting found, the variable that wins last.
+
+    An empty variable is one that is not set, but for a secret: an empty key would open the server.
+    Raises ConfigError for a GAUDISERVE_ variable that is no setting, with the nearest that is.
+    """
+    table = variable_table()
+    secrets = {name for flag in FLAGS if flag.is_secret for name in flag.names}
+    for variable, word in environ.items():
+        if variable.startswith(PREFIX) and variable not in table:
+            _refuse_unknown(variable, word, table)
+    found = []
+    for variable in reversed(table):
+        word = environ.get(variable, "")
+        if variable in environ and not word and table[variable] in secrets:
+            raise ConfigError(f"{variable} is set but empty; unset it, or put a key into it")
+        if variable == "OMP_NUM_THREADS":
+            # One number a nesting level; ours is the outermost.
+            word = word.split(",")[0]
+        if word and not _is_service_link(variable, word):
+            found.append((table[variable], word, variable))
+    return found
+
+
+def _refuse_unknown(variable: str, word: str, table: Mapping[str, str]) -> None:
+    if _is_service_link(variable, word):
+        return
+    near = difflib.get_close_matches(
+        variable, [name for name in table if name.startswith(PREFIX)], n=1, cutoff=0.6
+    )
+    hint = f"; did you mean {near[0]}?" if near else "; see `gaudiserve serve --help`"
+    raise ConfigError(f"the variable {variable} is no setting{hint}")
+
+
+def _is_service_link(variable: str, word: str) -> bool:
+    if variable.endswith("_PORT"):
+        return bool(_SERVICE_ADDRESS.match(word))
+    return bool(_SERVICE_LINK.search(variable))
+
+
+def cache_home() -> str:
+    """The folder for what can be made again: $XDG_CACHE_HOME/gaudiserve, else
+    ~/.cache/gaudiserve. It may not exist yet."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG rules say that a relative path is to be ignored.
+    if not os.path.isabs(base):
+        base = os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(base, "gaudiserve")
+
+
+def runtime_environment(config: EngineConfig) -> dict[str, str]:
+    """What a worker's process must have set before it imports torch.
+
+    The OpenMP libraries read these once, when they are loaded. A user's own settings stay, but for
+    the thread count, which a flag may have overruled.
+    """
+    wanted = {
+        # Idle compute threads spin before they sleep, by default for longer than the whole host
+        # side of a step takes: on few cores they would hold up the engine and the front-end.
+        "GOMP_SPINCOUNT": "10000",
+        # The same for Intel's OpenMP, in milliseconds; its default is 200.
+        "KMP_BLOCKTIME": "1",
+        # The tokenizers library warns after a fork unless it is told.
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if "OMP_WAIT_POLICY" in os.environ:
+        del wanted["GOMP_SPINCOUNT"]
+    chosen = {name: value for name, value in wanted.items() if name not in os.environ}
+    if config.num_threads is not None:
+        chosen["OMP_NUM_THREADS"] = str(config.num_threads)
+    return chosen

@@ -1,0 +1,346 @@
+"""Every setting of a server, once: its name on the command line, where it goes, what it does.
+
+Types and defaults are those of the dataclass fields. Knows no sources.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from types import UnionType
+
+from config.buckets import STRATEGIES, BucketConfig, Range
+from config.engine import DEVICES, DTYPES, EXECUTORS, POLICIES, CacheConfig, EngineConfig
+from config.engine import ScheduleConfig as Schedule
+from config.server import ServerConfig
+
+PARTS: Mapping[str, type] = {
+    "engine": EngineConfig,
+    "cache": CacheConfig,
+    "schedule": Schedule,
+    "buckets": BucketConfig,
+    "server": ServerConfig,
+}
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+NOTHING = ("auto", "none", "null")
+"""Words that ask for the default of a setting which may be left open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One setting. `part` and `field` say where its value goes."""
+
+    part: str
+    field: str
+    group: str
+    help: str
+    name: str = ""
+    """Without dashes in front; empty: the field's own name."""
+    aliases: tuple[str, ...] = ()
+    switches: Mapping[str, tuple[object, object]] = dataclasses.field(default_factory=dict)
+    """Names that take no value: what they set, and what their `no-` form sets."""
+    variables: tuple[str, ...] = ()
+    """Variables read beside GAUDISERVE_<NAME>, after it."""
+    choices: tuple[str, ...] = ()
+    spellings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Other words for a choice."""
+    is_secret: bool = False
+
+    @property
+    def key(self) -> str:
+        """The canonical name, as a flag has it: max-model-len."""
+        return self.name or self.field.replace("_", "-").replace(".", "-")
+
+    @property
+    def variable(self) -> str:
+        """GAUDISERVE_MAX_MODEL_LEN."""
+        return f"GAUDISERVE_{self.key.replace('-', '_').upper()}"
+
+    @property
+    def kind(self) -> type:
+        """bool, int, float, str or tuple (of str)."""
+        return _kind(self.part, self.field)[0]
+
+    @property
+    def may_be_open(self) -> bool:
+        """Whether None is a value, asking for what the device or the checkpoint has."""
+        return _kind(self.part, self.field)[1]
+
+    @property
+    def default(self) -> object:
+        """The field's own default; None if it has none."""
+        if "." in self.field:
+            return None
+        found = next(f for f in fields(PARTS[self.part]) if f.name == self.field)
+        return None if found.default is MISSING else found.default
+
+    @property
+    def all_switches(self) -> Mapping[str, tuple[object, object]]:
+        """`switches`, and the flag's own name if it is a bool."""
+        own = (self.key, *self.aliases) if self.kind is bool else ()
+        return {**dict.fromkeys(own, (True, False)), **self.switches}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name this setting is known by, the canonical one first."""
+        return (self.key, *self.aliases, *self.switches)
+
+
+def _kind(part: str, field_name: str) -> tuple[type, bool]:
+    owner, _, last = field_name.rpartition(".")
+    hint = typing.get_type_hints(Range if owner else PARTS[part])[last]
+    if isinstance(hint, UnionType):
+        (hint,) = (one for one in hint.__args__ if one is not type(None))
+        return hint, True
+    return typing.get_origin(hint) or hint, False
+
+
+def _range_flags(
+    dimension: str, name: str, what: str, older: tuple[str, ...] = ()
+) -> tuple[Flag, ...]:
+    """Least, step and most of one dimension, with the names they have in vLLM for Gaudi."""
+    words = {"min": "Least", "step": "Step between", "max": "Most"}
+    return tuple(
+        Flag(
+            "buckets",
+            f"{dimension}.{end}",
+            "Buckets",
+            f"{word} {what}; auto: the strategy's own",
+            name=f"{name}-bucket-{end}",
+            aliases=tuple(f"{old}-bucket-{end}" for old in older),
+            variables=tuple(
+                f"VLLM_{one}_BUCKET_{end}".replace("-", "_").upper() for one in (name, *older)
+            ),
+        )
+        for end, word in words.items()
+    )
+
+
+MODEL = (
+    Flag("engine", "model", "Model", "Folder, .gguf file or hub id (also the first argument)"),
+    Flag("engine", "revision", "Model", "Branch, tag or commit of a hub id"),
+    Flag(
+        "engine",
+        "dtype",
+        "Model",
+        "Number format of weights and activations",
+        choices=DTYPES,
+        spellings={"half": "float16", "float": "float32"},
+    ),
+    Flag("engine", "max_model_len", "Model", "Tokens of prompt and output; auto: the checkpoint's"),
+    Flag("engine", "seed", "Model", "Seed of everything that is drawn without a seed of its own"),
+    Flag("engine", "cache_dir", "Model", "Folder for converted checkpoints and compiled code"),
+)
+DEVICE = (
+    Flag("engine", "device", "Device", "What computes", choices=DEVICES),
+    Flag("engine", "executor", "Device", "Where the worker lives", choices=EXECUTORS),
+    Flag(
+        "engine",
+        "num_threads",
+        "Device",
+        "Compute threads on CPU; auto: the cores the process may use",
+        variables=("OMP_NUM_THREADS",),
+    ),
+    Flag("engine", "enforce_eager", "Device", "Capture no graphs"),
+)
+CACHE = (
+    Flag("cache", "block_size", "KV cache", "Tokens in a block; auto: the device's"),
+    Flag(
+        "cache",
+        "num_blocks",
+        "KV cache",
+        "Blocks; auto: what fits into memory",
+        name="num-gpu-blocks-override",
+        aliases=("num-blocks",),
+    ),
+    Flag(
+        "cache",
+        "memory_utilization",
+        "KV cache",
+        "Share of the free device memory that may be used",
+        name="gpu-memory-utilization",
+        aliases=("memory-utilization",),
+    ),
+    Flag(
+        "cache",
+        "kv_cache_memory_bytes",
+        "KV cache",
+        "Size in bytes (4G is 4 GiB), instead of a measurement",
+    ),
+    Flag("cache", "enable_prefix_caching", "KV cache", "Keep and reuse the blocks of seen prompts"),
+)
+SCHEDULE = (
+    Flag("schedule", "max_num_seqs", "Scheduling", "Sequences that run at once"),
+    Flag("schedule", "max_num_batched_tokens", "Scheduling", "Tokens computed in one step"),
+    Flag("schedule", "max_prefill_batch", "Scheduling", "Prompts merged into one launch, at most"),
+    Flag(
+        "schedule",
+        "policy",
+        "Scheduling",
+        "First come first served, or by the request's priority",
+        name="scheduling-policy",
+        choices=POLICIES,
+    ),
+    Flag(
+        "schedule",
+        "depth",
+        "Scheduling",
+        "Steps in flight; 1 switches the overlap off",
+        name="overlap-depth",
+        switches={"async-scheduling": (2, 1)},
+    ),
+    Flag("schedule", "max_waiting", "Scheduling", "Requests an engine lets wait, at most"),
+)
+BUCKETS = (
+    Flag(
+        "buckets",
+        "strategy",
+        "Buckets",
+        "How the padded shapes are chosen",
+        name="bucketing-strategy",
+        variables=("VLLM_BUCKETING_STRATEGY",),
+        choices=("auto", *STRATEGIES),
+        spellings={"exp": "exponential", "lin": "linear"},
+    ),
+    Flag(
+        "buckets",
+        "file",
+        "Buckets",
+        "File with the shapes; asks for the strategy 'file'",
+        name="bucketing-file",
+        aliases=("bucketing-from-file",),
+        variables=("VLLM_BUCKETING_FROM_FILE",),
+    ),
+    *_range_flags("prompt_batch", "prompt-bs", "prompts in a prefill"),
+    *_range_flags("prompt_query", "prompt-query", "new tokens of a prompt", ("prompt-seq",)),
+    *_range_flags("prompt_context", "prompt-ctx", "cached blocks of a prompt"),
+    *_range_flags("decode_batch", "decode-bs", "sequences in a decode"),
+    *_range_flags("decode_blocks", "decode-block", "blocks in a decode"),
+)
+SERVER = (
+    Flag("server", "host", "HTTP", "Address to listen on; 0.0.0.0 for every interface"),
+    Flag("server", "port", "HTTP", "Port to listen on; 0 takes a free one"),
+    Flag("server", "api_server_count", "HTTP", "Front-end processes on the port"),
+    Flag(
+        "server",
+        "api_keys",
+        "HTTP",
+        "Key that clients must bring; may be given several times",
+        name="api-key",
+        aliases=("api-keys",),
+        variables=("VLLM_API_KEY",),
+        is_secret=True,
+    ),
+    Flag(
+        "server",
+        "allowed_origins",
+        "HTTP",
+        "Web origin whose pages may call the server; a JSON list, or several times",
+    ),
+    Flag("server", "max_body_bytes", "HTTP", "Largest request body"),
+    Flag("server", "max_queued_requests", "HTTP", "Requests that may wait before 503 is answered"),
+    Flag(
+        "server",
+        "max_queued_prompt_tokens",
+        "HTTP",
+        "Prompt tokens that may wait before 503 is answered",
+    ),
+    Flag(
+        "server",
+        "shutdown_timeout_s",
+        "HTTP",
+        "Seconds that running requests have to finish after SIGTERM",
+        name="shutdown-timeout",
+    ),
+    Flag("server", "stream_interval", "HTTP", "Tokens gathered before a chunk is sent"),
+    Flag(
+        "server",
+        "keep_alive_s",
+        "HTTP",
+        "Seconds of silence before a comment is sent on a stream; 0: never",
+        name="keep-alive",
+    ),
+    Flag(
+        "server",
+        "enable_docs",
+        "HTTP",
+        "Serve /docs and /openapi.json",
+        switches={"disable-fastapi-docs": (False, True)},
+    ),
+)
+TEXT = (
+    Flag(
+        "server",
+        "served_model_names",
+        "Text",
+        "Name clients ask for; may be given several times; none: the model's own",
+        name="served-model-name",
+        aliases=("served-model-names",),
+    ),
+    Flag("server", "chat_template", "Text", "File, or the template itself; none: the model's own"),
+    Flag(
+        "server",
+        "trust_request_chat_template",
+        "Text",
+        "Let a request bring its own chat template",
+    ),
+    Flag(
+        "server",
+        "generation_config",
+        "Text",
+        "Sampling defaults: auto takes the checkpoint's, vllm neutral ones",
+        choices=("auto", "vllm"),
+    ),
+    Flag(
+        "server",
+        "logprobs_mode",
+        "Text",
+        "Which log-probabilities are reported",
+        choices=("raw_logprobs",),
+    ),
+    Flag("server", "skip_tokenizer_init", "Text", "Serve token ids only, without a tokenizer"),
+    Flag("server", "tokenizer_threads", "Text", "Threads that tokenise and render templates"),
+)
+LOGS = (
+    Flag(
+        "server",
+        "log_level",
+        "Logs",
+        "Least level that is logged",
+        aliases=("uvicorn-log-level",),
+        variables=("VLLM_LOGGING_LEVEL",),
+        choices=LOG_LEVELS,
+        spellings={"warn": "warning"},
+    ),
+    Flag(
+        "server",
+        "enable_log_requests",
+        "Logs",
+        "Log prompts too; one line a request is always logged",
+        switches={"disable-log-requests": (False, True)},
+    ),
+    Flag(
+        "server",
+        "disable_access_log",
+        "Logs",
+        "No line for each HTTP call",
+        aliases=("disable-uvicorn-access-log",),
+    ),
+)
+FLAGS: tuple[Flag, ...] = (*MODEL, *DEVICE, *CACHE, *SCHEDULE, *BUCKETS, *SERVER, *TEXT, *LOGS)
+
+FILE_FLAGS: Mapping[str, str] = {
+    "config": "YAML file with any of these settings; flags and variables win over it",
+    "api-key-file": "File with one key a line, beside those of --api-key",
+}
+"""Settings that name a file to read; they have no field of their own."""
+
+ACCEPTED: Mapping[str, tuple[str, str]] = {
+    "tensor-parallel-size": ("1", "one device runs the model in this version"),
+    "pipeline-parallel-size": ("1", "one device runs the model in this version"),
+    "data-parallel-size": ("1", "one engine runs in this version"),
+    "enable-chunked-prefill": ("true", "long prompts are always computed in chunks"),
+    "disable-log-stats": ("true", "there is no periodic line to switch on; see /metrics"),
+    "trust-remote-code": ("false", "code that lies in a checkpoint is never run"),
+}
+"""Flags of other servers' start scripts: the one value that is true here, and why."""

@@ -1,0 +1,69 @@
+"""Logging setup of every process: one form of line, with the process's role and rank in it.
+
+Knows the names of the libraries' loggers, and nothing of what is logged.
+"""
+
+import logging
+import sys
+
+FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(process_role)s %(name)s: %(message)s"
+TIME = "%Y-%m-%d %H:%M:%S"
+CHATTY = ("asyncio", "filelock", "httpcore", "httpx", "huggingface_hub", "transformers", "urllib3")
+"""Libraries whose INFO lines tell an operator nothing about this server."""
+UVICORN = ("uvicorn", "uvicorn.error", "uvicorn.access")
+PROBES = ("/health", "/ready", "/ping", "/metrics", "/is_sleeping")
+"""Paths that are asked every few seconds for ever: no access line for them."""
+
+
+class RoleFormatter(logging.Formatter):
+    """Puts `server`, `engine 0` or `worker 3` into each line."""
+
+    def __init__(self, role: str, rank: int | None) -> None:
+        super().__init__(FORMAT, TIME)
+        self._role = role if rank is None else f"{role} {rank}"
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.process_role = self._role
+        return super().format(record)
+
+
+class RoleHandler(logging.StreamHandler):  # type: ignore[type-arg]  # generic in stubs only
+    """Our handler on the root logger; a type of its own so that a second setup finds it."""
+
+
+class WithoutProbes(logging.Filter):
+    """Drops uvicorn's access lines for `PROBES`."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        # uvicorn's arguments: client address, method, path with query, HTTP version, status.
+        if not isinstance(record.args, tuple) or len(record.args) < 3:
+            return True
+        return str(record.args[2]).partition("?")[0] not in PROBES
+
+
+def setup(
+    role: str, *, rank: int | None = None, level: str = "info", access_log: bool = True
+) -> None:
+    """Log to stderr from now on. Safe to call again, in a child for example: the last one holds.
+
+    Run uvicorn with `log_config=None`, or it brings handlers of its own.
+    """
+    root = logging.getLogger()
+    for handler in [one for one in root.handlers if isinstance(one, RoleHandler)]:
+        root.removeHandler(handler)
+    ours = RoleHandler(sys.stderr)
+    ours.setFormatter(RoleFormatter(role, rank))
+    root.addHandler(ours)
+    root.setLevel(level.upper())
+    for name in CHATTY:
+        logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
+    for name in UVICORN:
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+        logger.setLevel(logging.NOTSET)
+    access = logging.getLogger("uvicorn.access")
+    for found in [one for one in access.filters if isinstance(one, WithoutProbes)]:
+        access.removeFilter(found)
+    access.addFilter(WithoutProbes())
+    access.disabled = not access_log
