@@ -1,4 +1,4 @@
-"""BucketConfig: which padded shapes a server prepares. Facts only: hpu/buckets.py makes the lists."""
+"""BucketConfig: which padded shapes a server prepares. Facts: hpu/buckets.py makes the lists."""
 
 from dataclasses import dataclass, field
 
