@@ -1,0 +1,124 @@
+"""What may be drawn, and the draw: min_p, top_k, top_p as thresholds on weights, inverse CDF.
+
+Weights are rows of non-negative numbers, not necessarily of sum 1. Every result of a row depends on
+this row alone, bit for bit: sums over a row go through fixed chunks, because a reduction of a
+single row to one number may be split among threads where that of several rows is not.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+TINY = 2.0**-100
+"""The threshold of rows that cut nothing. A power of two: dividing by it is exact."""
+
+CHUNK = 256
+_JUST_BELOW_ONE = 1.0 - 2.0**-24
+_TOPK_LADDER = (256, 4096)
+_INFINITY_BITS = 0x7F800000
+
+
+def min_p_threshold(weights: Tensor, top: Tensor, min_p: Tensor) -> Tensor:
+    """(B, 1) the least weight kept by `min_p` (B, 1); `top` (B, 1) is the most likely token."""
+    return weights.gather(1, top) * min_p
+
+
+def top_k_threshold(weights: Tensor, top_k: Tensor, largest_k: int) -> Tensor:
+    """(B, 1) the weight of the k-th most likely token; `top_k` (B, 1) of 0 gives 0.
+
+    Tokens that tie with the k-th are kept too.
+    """
+    largest = weights.topk(largest_k, dim=-1).values
+    kth = largest.gather(1, (top_k - 1).clamp(min=0))
+    return kth * (top_k > 0)
+
+
+def cut(weights: Tensor, threshold: Tensor) -> Tensor:
+    """Weights below their row's `threshold` (B, 1) become 0; the others are scaled alike.
+
+    Dividing first lets one scalar threshold do for all rows, which is several times quicker than a
+    comparison and a select. A weight equal to the threshold gives exactly 1, one below it at most
+    1 - 2**-24, so the cut is exact.
+    """
+    scaled = weights / threshold.clamp(min=TINY)
+    return torch.threshold_(scaled, _JUST_BELOW_ONE, 0.0)
+
+
+def chunked(weights: Tensor) -> Tensor:
+    """(B, V) as (B, C, CHUNK), padded with zeros."""
+    missing = -weights.shape[1] % CHUNK
+    if missing:
+        weights = functional.pad(weights, (0, missing))
+    return weights.view(weights.shape[0], -1, CHUNK)
+
+
+def totals(weights: Tensor, wide: torch.dtype) -> Tensor:
+    """(B, 1) sum of each row, in `wide`."""
+    return chunked(weights).sum(-1).to(wide).cumsum(-1)[:, -1:]
+
+
+def nucleus_by_search(weights: Tensor, mass: Tensor) -> Tensor:
+    """(B, 1) the largest threshold whose kept weights sum to at least `mass` (B, 1).
+
+    Static shapes, no look at the data: a search over the bits of the threshold, which order as the
+    numbers do. Costs 31 sums over the whole vocabulary.
+    """
+    low = torch.zeros_like(mass, dtype=torch.int32)
+    high = torch.full_like(low, _INFINITY_BITS)
+    for _ in range(_INFINITY_BITS.bit_length()):
+        middle = low + (high - low) // 2
+        kept = weights * (weights >= middle.view(torch.float32))
+        enough = totals(kept, mass.dtype) >= mass
+        low = torch.where(enough, middle, low)
+        high = torch.where(enough, high, middle)
+    return low.view(torch.float32)
+
+
+def nucleus_by_sort(weights: Tensor, mass: Tensor) -> Tensor:
+    """As `nucleus_by_search`, for devices whose data the host may look at for nothing (CPU).
+
+    Sorts only the top of each row, and more of it where that does not hold the mass.
+    """
+    rows, vocab_size = weights.shape
+    threshold = torch.empty((rows, 1), dtype=weights.dtype, device=weights.device)
+    pending = torch.arange(rows, device=weights.device)
+    for size in (*(size for size in _TOPK_LADDER if size < vocab_size), vocab_size):
+        some = weights if len(pending) == rows else weights[pending]
+        largest = some.topk(size, dim=-1).values
+        sums = largest.to(mass.dtype).cumsum(-1)
+        wanted = mass[pending]
+        last = (sums < wanted).sum(-1, keepdim=True).clamp(max=size - 1)
+        threshold[pending] = largest.gather(1, last)
+        pending = pending[(sums[:, -1:] < wanted).squeeze(1)]
+        if not len(pending):
+            break
+    return threshold
+
+
+def _first_above(weights: Tensor, sums: Tensor, target: Tensor) -> Tensor:
+    """(B, 1) first index of positive weight whose running sum exceeds `target`, or the last one of
+    positive weight if rounding lets none exceed it."""
+    size = weights.shape[1]
+    index = torch.arange(size, device=weights.device)
+    positive = weights > 0
+    first = torch.where(positive & (sums > target), index, size).amin(-1, keepdim=True)
+    last = torch.where(positive, index, 0).amax(-1, keepdim=True)
+    return torch.where(first < size, first, last)
+
+
+def draw(weights: Tensor, numbers: Tensor) -> Tensor:
+    """(B,) int64 tokens drawn in proportion to `weights` (B, V), by `numbers` (B, 1) in (0, 1).
+
+    Two levels, first a chunk of the vocabulary, then a token in it: running sums stay short, so
+    float32 weights lose nothing even with 150,000 tokens. A token of weight 0 is never drawn.
+    """
+    blocks = chunked(weights)
+    chunk_sums = blocks.sum(-1).to(numbers.dtype)
+    running = chunk_sums.cumsum(-1)
+    target = numbers * running[:, -1:]
+    chunk = _first_above(chunk_sums, running, target)
+    before = (running - chunk_sums).gather(1, chunk)
+    inside = blocks.gather(1, chunk.unsqueeze(-1).expand(-1, 1, CHUNK)).squeeze(1)
+    inside = inside.to(numbers.dtype)
+    token = _first_above(inside, inside.cumsum(-1), target - before)
+    return (chunk * CHUNK + token).squeeze(1)
