@@ -1,6 +1,17 @@
 """ModelConfig: what a checkpoint says of itself. Reads config.json once; knows no tensors."""
 
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from config.errors import ConfigError
+
+T = TypeVar("T")
+Json = dict[str, Any]
+
+GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +42,7 @@ class ModelConfig:
     """
 
     path: str
-    """Local folder with config.json, safetensors and tokenizer files (a GGUF file was converted)."""
+    """Local folder with config.json, safetensors and tokenizer files (a GGUF file is converted)."""
     architecture: str
     vocab_size: int
     hidden_size: int
@@ -65,3 +76,239 @@ class ModelConfig:
     bos_token_id: int | None = None
     generation_defaults: dict[str, float] = field(default_factory=dict)
     """temperature, top_p, top_k, min_p, repetition_penalty of generation_config.json, if there."""
+
+
+def read_model_config(path: str) -> ModelConfig:
+    """What config.json and generation_config.json in folder `path` say.
+
+    Reads the spellings of transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5
+    (rope_parameters, dtype). ConfigError for a missing file or field, a value of the wrong type, a
+    quantised checkpoint, and a model that is no plain decoder.
+    """
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"{path} holds no config.json, so it is not a model's folder")
+    raw = _read_json(file)
+    generation_file = Path(path) / "generation_config.json"
+    generation = _read_json(generation_file) if generation_file.is_file() else {}
+    fields = _Fields(raw, file)
+    architecture = _architecture(fields)
+    _refuse_quantised(fields)
+
+    hidden_size = fields.count("hidden_size")
+    num_layers = fields.count("num_hidden_layers")
+    num_heads = fields.count("num_attention_heads")
+    num_kv_heads = fields.count("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise ConfigError(
+            f"{file} has {num_heads} query heads, not a multiple of its {num_kv_heads} key heads"
+        )
+    head_dim = fields.count("head_dim", hidden_size // num_heads)
+    if "head_dim" not in raw and hidden_size % num_heads:
+        raise ConfigError(f"{file} divides hidden_size {hidden_size} into {num_heads} heads")
+    max_position = fields.count("max_position_embeddings")
+    theta, partial, scaling = _rope(fields, max_position)
+    window, window_layers = _windows(fields, num_layers)
+    attention_bias = fields.get("attention_bias", bool, False)
+    eos = generation.get("eos_token_id", raw.get("eos_token_id"))
+    return ModelConfig(
+        path=path,
+        architecture=architecture,
+        vocab_size=fields.count("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.count("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position=max_position,
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        partial_rotary_factor=partial,
+        tie_word_embeddings=fields.get("tie_word_embeddings", bool, False),
+        attention_bias=attention_bias,
+        attention_out_bias=fields.get("attention_out_bias", bool, attention_bias),
+        mlp_bias=fields.get("mlp_bias", bool, False),
+        hidden_act=fields.get("hidden_act", str, "silu"),
+        sliding_window=window,
+        window_layers=window_layers,
+        embedding_multiplier=fields.number("embedding_multiplier", 1.0),
+        attention_multiplier=fields.number_or_none("attention_multiplier"),
+        residual_multiplier=fields.number("residual_multiplier", 1.0),
+        logits_scaling=fields.number("logits_scaling", 1.0),
+        dtype=_dtype(fields),
+        eos_token_ids=_token_ids(eos, file),
+        bos_token_id=fields.get("bos_token_id", int, None),
+        generation_defaults=_generation_defaults(generation, generation_file),
+    )
+
+
+def _read_json(file: Path) -> Json:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file} holds a {type(value).__name__}, it must be an object")
+    return value
+
+
+class _Fields:
+    """Typed access to a JSON object; an absent and a null field are the same."""
+
+    def __init__(self, raw: Json, file: Path) -> None:
+        self.raw = raw
+        self.file = file
+
+    def get(self, name: str, kind: type[T], default: T | None) -> Any:
+        value = self.raw.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ConfigError(f"{name} in {self.file} is {value!r}, it must be a {kind.__name__}")
+        return value
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """A whole number of at least 1; without a default it must be there."""
+        value = self.get(name, int, default)
+        if value is None:
+            raise ConfigError(f"{self.file} has no {name}")
+        if value < 1:
+            raise ConfigError(f"{name} in {self.file} is {value}, it must be at least 1")
+        return int(value)
+
+    def number_or_none(self, name: str) -> float | None:
+        value = self.raw.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ConfigError(f"{name} in {self.file} is {value!r}, it must be a number")
+        return float(value)
+
+    def number(self, name: str, default: float) -> float:
+        value = self.number_or_none(name)
+        return default if value is None else value
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        values = self.get(name, list, [])
+        if not all(isinstance(value, (int, float)) for value in values):
+            raise ConfigError(f"{name} in {self.file} must hold numbers only")
+        return tuple(float(value) for value in values)
+
+
+def _architecture(fields: _Fields) -> str:
+    names = fields.get("architectures", list, [])
+    if len(names) != 1 or not isinstance(names[0], str):
+        raise ConfigError(f"architectures in {fields.file} is {names!r}, it must name one model")
+    if "text_config" in fields.raw:
+        raise ConfigError(
+            f"{fields.file} describes a {names[0]} with parts beside its text model, "
+            "which is not supported"
+        )
+    return names[0]
+
+
+def _refuse_quantised(fields: _Fields) -> None:
+    quantised = fields.raw.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        raise ConfigError(
+            f"{fields.file} says that its weights are quantised ({method or 'method unnamed'}): "
+            "only bfloat16, float16 and float32 weights are supported yet"
+        )
+
+
+def _dtype(fields: _Fields) -> str:
+    value = fields.get("dtype", str, None) or fields.get("torch_dtype", str, "bfloat16")
+    name = str(value).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ConfigError(f"dtype in {fields.file} is {name}, it must be {', '.join(DTYPES)}")
+    return name
+
+
+def _windows(fields: _Fields, num_layers: int) -> tuple[int | None, tuple[bool, ...]]:
+    """(tokens, which layers): layers are named one by one, or all from max_window_layers on, or
+    all."""
+    window = fields.get("sliding_window", int, None)
+    if window is None or not fields.get("use_sliding_window", bool, True):
+        return None, ()
+    if window < 1:
+        raise ConfigError(f"sliding_window in {fields.file} is {window}, it must be at least 1")
+    kinds = fields.get("layer_types", list, [])
+    if kinds:
+        if len(kinds) != num_layers:
+            raise ConfigError(
+                f"layer_types in {fields.file} names {len(kinds)} layers of {num_layers}"
+            )
+        unknown = set(kinds) - {"sliding_attention", "full_attention"}
+        if unknown:
+            raise ConfigError(f"layer_types in {fields.file} has unknown kinds {sorted(unknown)}")
+        return window, tuple(kind == "sliding_attention" for kind in kinds)
+    first = fields.get("max_window_layers", int, 0)
+    return window, tuple(index >= first for index in range(num_layers))
+
+
+def _rope(fields: _Fields, max_position: int) -> tuple[float, float, RopeScaling | None]:
+    """(theta, rotated share of a head, scaling). Version 5 keeps all three in one object."""
+    raw = fields.get("rope_parameters", dict, None) or fields.get("rope_scaling", dict, None) or {}
+    if any(isinstance(value, dict) for value in raw.values()):
+        raise ConfigError(
+            f"rope_parameters in {fields.file} differ from layer to layer, which is not supported"
+        )
+    rope = _Fields(raw, fields.file)
+    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
+    partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if not 0 < partial <= 1:
+        raise ConfigError(
+            f"partial_rotary_factor in {fields.file} is {partial}, it must be above 0, at most 1"
+        )
+    kind = rope.get("rope_type", str, None) or rope.get("type", str, "default")
+    if kind == "default":
+        return theta, partial, None
+    return (
+        theta,
+        partial,
+        _scaling(rope, fields, "longrope" if kind == "su" else kind, max_position),
+    )
+
+
+def _scaling(rope: _Fields, fields: _Fields, kind: str, max_position: int) -> RopeScaling:
+    name = "original_max_position_embeddings"
+    original = rope.get(name, int, None) or fields.get(name, int, None)
+    factor = rope.number_or_none("factor")
+    if factor is None:
+        # The published longrope and some yarn checkpoints leave it to be worked out.
+        factor = max_position / original if original else 1.0
+    if factor <= 0:
+        raise ConfigError(f"the rope factor in {fields.file} is {factor}, it must be above 0")
+    return RopeScaling(
+        kind=kind,
+        factor=factor,
+        original_max_position=original,
+        low_freq_factor=rope.number("low_freq_factor", 1.0),
+        high_freq_factor=rope.number("high_freq_factor", 4.0),
+        beta_fast=rope.number("beta_fast", 32.0) or 32.0,
+        beta_slow=rope.number("beta_slow", 1.0) or 1.0,
+        attention_factor=rope.number_or_none("attention_factor"),
+        mscale=rope.number_or_none("mscale"),
+        mscale_all_dim=rope.number_or_none("mscale_all_dim"),
+        truncate=rope.get("truncate", bool, True),
+        short_factor=rope.numbers("short_factor"),
+        long_factor=rope.numbers("long_factor"),
+    )
+
+
+def _token_ids(value: object, file: Path) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list) else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        raise ConfigError(f"eos_token_id of {file} is {value!r}, it must be a token id or a list")
+    return tuple(ids)
+
+
+def _generation_defaults(generation: Json, file: Path) -> dict[str, float]:
+    fields = _Fields(generation, file)
+    values = {name: fields.number_or_none(name) for name in GENERATION_FIELDS}
+    return {name: value for name, value in values.items() if value is not None}

@@ -1,0 +1,233 @@
+"""Attention: one layer's cache writes and reads, and what all layers of a launch share.
+
+Caches are (blocks, block_size, kv_heads, head_dim), so a slot is a row of the flattened cache: one
+index op writes a launch's keys, and a gathered list of blocks is read where it lies.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hpu.layers.context import DecodeContext, LaunchContext, PrefillContext
+from hpu.layers.linear import Linear
+from hpu.ops.attention import as_mask, attend, causal_mask, join, paged_decode
+from hpu.ops.norm import rms_norm
+from hpu.ops.rope import Rotation, rotate
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """How many heads, how wide, and the scale of their products."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+
+class PrefillPlan(NamedTuple):
+    """What the layers of a prefill share; masks for layers without and with a window."""
+
+    slots: Tensor
+    block_list: Tensor
+    """(B * C); empty when nothing is cached."""
+    new_masks: tuple[Tensor | None, Tensor | None]
+    """Among the new tokens, (1, 1, Q, Q); None: plainly causal."""
+    context_masks: tuple[Tensor | None, Tensor | None]
+    """Over the cached ones, (B, 1, 1 or Q, C * block_size)."""
+
+
+class DecodePlan(NamedTuple):
+    """What the layers of a decode share; masks for layers without and with a window."""
+
+    slots: Tensor
+    block_list: Tensor
+    rows: Tensor
+    """(N) int64: the row of each block, 0 for padding."""
+    mapping: Tensor
+    """(B, N) float32: 1 where the block is the row's."""
+    masks: tuple[Tensor | None, Tensor | None]
+    """(N, 1, 1, block_size)."""
+
+
+LaunchPlan = PrefillPlan | DecodePlan
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Which kinds of layers a model has: the masks of other kinds are not made."""
+
+    size: int | None
+    """Tokens a windowed layer sees, itself included."""
+    layers: tuple[bool, ...]
+    """Whether each layer is windowed."""
+
+    @property
+    def any_windowed(self) -> bool:
+        return any(self.layers)
+
+    @property
+    def any_full(self) -> bool:
+        return not all(self.layers)
+
+
+def plan_launch(context: LaunchContext, block_size: int, windows: Windows) -> LaunchPlan:
+    """Derive masks and mappings from a launch's inputs, once for all layers and on the device, so
+    that a captured graph contains it."""
+    if isinstance(context, PrefillContext):
+        return _plan_prefill(context, block_size, windows)
+    return _plan_decode(context, block_size, windows)
+
+
+def _plan_prefill(context: PrefillContext, block_size: int, windows: Windows) -> PrefillPlan:
+    batch, length = context.positions.shape
+    device, window = context.positions.device, windows.size
+    near = None
+    if windows.any_windowed and window is not None and window < length:
+        near = causal_mask(length, window, device)
+    span = context.block_list.shape[0] // batch * block_size
+    cached_full = cached_near = None
+    if span > 0:
+        places = torch.arange(span, device=device)
+        # (B, 1, 1, 1) against (S): the cached tokens of each row.
+        cached = context.context_lens.view(batch, 1, 1, 1)
+        seen = places < cached
+        if windows.any_full:
+            cached_full = as_mask(seen)
+        if windows.any_windowed and window is not None:
+            # Counted from the cached length, not from `positions`: those are 0 for padded tokens.
+            own = cached + torch.arange(length, device=device).view(1, 1, length, 1)
+            cached_near = as_mask(seen & (own - places < window))
+    return PrefillPlan(context.slots, context.block_list, (None, near), (cached_full, cached_near))
+
+
+def _plan_decode(context: DecodeContext, block_size: int, windows: Windows) -> DecodePlan:
+    batch = context.positions.shape[0]
+    device, window = context.positions.device, windows.size
+    groups = context.block_groups
+    rows = groups.clamp_min(0).long()
+    places = torch.arange(block_size, device=device)
+    seen = (places < context.block_usage.unsqueeze(1)) & (groups >= 0).unsqueeze(1)
+    full = near = None
+    if windows.any_full:
+        full = as_mask(seen).view(-1, 1, 1, block_size)
+    if windows.any_windowed and window is not None:
+        own = context.positions.view(-1).index_select(0, rows)
+        first = own - window + 1 - context.block_starts
+        near = as_mask(seen & (places >= first.unsqueeze(1))).view(-1, 1, 1, block_size)
+    mapping = (groups == torch.arange(batch, device=device).unsqueeze(1)).float()
+    return DecodePlan(context.slots, context.block_list, rows, mapping, (full, near))
+
+
+class HeadNorm(nn.Module):
+    """RMS norm of each query and key head; `weight` (heads + kv_heads, head_dim) repeats the
+    queries' weight and the keys', so that both are one product."""
+
+    def __init__(
+        self, shape: HeadShape, eps: float, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        rows = shape.num_heads + shape.num_kv_heads
+        weight = torch.empty(rows, shape.head_dim, dtype=dtype, device=device)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.eps = eps
+
+    def forward(self, heads: Tensor) -> Tensor:
+        return rms_norm(heads, None, self.eps) * self.weight
+
+
+class Attention(nn.Module):
+    """One layer's attention with its own two caches, which are bound after loading."""
+
+    def __init__(
+        self,
+        shape: HeadShape,
+        *,
+        qkv: Linear,
+        out: Linear,
+        head_norm: HeadNorm | None,
+        is_windowed: bool,
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        self.qkv = qkv
+        self.out = out
+        self.head_norm = nn.Identity() if head_norm is None else head_norm
+        self._kind = int(is_windowed)
+        self._keys = self._values = torch.empty(0)
+
+    def bind_caches(self, keys: Tensor, values: Tensor) -> None:
+        """Take the caches, each (blocks, block_size, kv_heads, head_dim)."""
+        self._keys, self._values = keys, values
+
+    def forward(self, hidden: Tensor, rotation: Rotation, plan: LaunchPlan) -> Tensor:
+        """(B, Q, hidden) to the same; writes the keys and values of all B * Q tokens."""
+        shape = self.shape
+        batch, length, _ = hidden.shape
+        heads = self.qkv(hidden).view(batch, length, -1, shape.head_dim)
+        turning, value = heads.split_with_sizes(
+            [shape.num_heads + shape.num_kv_heads, shape.num_kv_heads], dim=2
+        )
+        turned = rotate(self.head_norm(turning), rotation)
+        query, key = turned.split_with_sizes([shape.num_heads, shape.num_kv_heads], dim=2)
+        self._keys.flatten(0, 1).index_copy_(0, plan.slots, key.flatten(0, 1))
+        self._values.flatten(0, 1).index_copy_(0, plan.slots, value.flatten(0, 1))
+        if isinstance(plan, DecodePlan):
+            out = self._decode(query.flatten(0, 1), plan)
+        else:
+            out = self._prefill(query, key, value, plan)
+        return self.out(out.reshape(batch, length, shape.query_size))  # type: ignore[no-any-return]
+
+    def _decode(self, query: Tensor, plan: DecodePlan) -> Tensor:
+        mask = plan.masks[self._kind]
+        assert mask is not None
+        return paged_decode(
+            query,
+            self._keys.index_select(0, plan.block_list),
+            self._values.index_select(0, plan.block_list),
+            rows=plan.rows,
+            mapping=plan.mapping,
+            mask=mask,
+            scale=self.shape.scale,
+        )
+
+    def _prefill(self, query: Tensor, key: Tensor, value: Tensor, plan: PrefillPlan) -> Tensor:
+        query, scale = query.transpose(1, 2), self.shape.scale
+        mask = plan.new_masks[self._kind]
+        out, log_sum = attend(
+            query,
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            scale=scale,
+            mask=mask,
+            causal=mask is None,
+        )
+        context_mask = plan.context_masks[self._kind]
+        if context_mask is not None:
+            # Two attentions joined, rather than one over [cached, new]: the new tokens keep the
+            # kernel's causal shortcut, and no mask of Q rows is needed for the cached ones.
+            cached_out, cached_log_sum = attend(
+                query,
+                self._cached(self._keys, plan.block_list, query.shape[0]),
+                self._cached(self._values, plan.block_list, query.shape[0]),
+                scale=scale,
+                mask=context_mask,
+            )
+            out = join(out, log_sum, cached_out, cached_log_sum)
+        return out.transpose(1, 2)
+
+    def _cached(self, cache: Tensor, block_list: Tensor, batch: int) -> Tensor:
+        """(B, kv_heads, C * block_size, head_dim) of the cached context."""
+        shape = self.shape
+        blocks = cache.index_select(0, block_list)
+        return blocks.view(batch, -1, shape.num_kv_heads, shape.head_dim).transpose(1, 2)

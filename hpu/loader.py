@@ -1,0 +1,151 @@
+"""Weights from safetensors into a model's parameters, one tensor at a time. Knows no architectures,
+and no pickle."""
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from config.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+NAMES_SHOWN = 5
+
+
+class Place(Protocol):
+    """Where a tensor goes, and the shape it must have (it may be repeated into the target)."""
+
+    @property
+    def target(self) -> Tensor: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class Loadable(Protocol):
+    """A model that says which tensors it needs."""
+
+    def places(self) -> Iterator[tuple[str, Place]]:
+        """Each name with its Place."""
+        ...
+
+    def may_skip(self, name: str) -> bool: ...
+
+
+def load_weights(model: Loadable, path: str, *, on_progress: Callable[[int, int], None]) -> None:
+    """Fill `model` from the safetensors in folder `path`, converting dtypes on the way.
+
+    Files are memory-mapped and one tensor is in flight at a time. `on_progress(done, total)` counts
+    tensors. ConfigError names every tensor that is missing, unexpected or of another shape.
+    """
+    places: dict[str, Place] = dict(model.places())
+    folder = Path(path)
+    files = weight_files(folder)
+    done: set[str] = set()
+    with _bar(len(places)) as bar:
+        for file in files:
+            for name, tensor in _tensors(file):
+                place = places.get(name)
+                if place is None:
+                    if model.may_skip(name):
+                        continue
+                    raise ConfigError(f"{file} holds {name}, which this model has no place for")
+                if name in done:
+                    raise ConfigError(f"{name} is in more than one file of {folder}")
+                _fill(name, place, tensor, file)
+                done.add(name)
+                bar.update()
+                on_progress(len(done), len(places))
+    missing = [name for name in places if name not in done]
+    if missing:
+        shown = ", ".join(f"{name} {_shape(places[name].shape)}" for name in missing[:NAMES_SHOWN])
+        more = f" and {len(missing) - NAMES_SHOWN} more" if len(missing) > NAMES_SHOWN else ""
+        raise ConfigError(
+            f"{folder} holds {len(done)} of {len(places)} tensors, missing are {shown}{more}"
+        )
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, by its index if it has one. ConfigError if none."""
+    index = folder / INDEX
+    if index.is_file():
+        return _indexed(index)
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    files = sorted(folder.glob("*.safetensors"))
+    if files:
+        return files
+    pickled = sorted(file.name for pattern in PICKLED for file in folder.glob(pattern))
+    if pickled:
+        raise ConfigError(
+            f"{folder} holds its weights only as pickles ({pickled[0]}), which can run code when "
+            "they are read; it needs safetensors"
+        )
+    raise ConfigError(f"{folder} holds no safetensors files")
+
+
+def _indexed(index: Path) -> list[Path]:
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{index} is not an index of safetensors files: {error!r}") from error
+    files = []
+    for name in sorted(str(name) for name in names):
+        file = index.parent / name
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ConfigError(f"{index} names {name!r}, it must be a safetensors file beside it")
+        if not file.is_file():
+            raise ConfigError(f"{index} names {name}, which is not there")
+        files.append(file)
+    return files
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """Each name and tensor of a file."""
+    try:
+        with safe_open(str(file), framework="pt", device="cpu") as opened:
+            names: list[str] = list(opened.keys())
+            for name in names:
+                yield name, opened.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file} is not a whole safetensors file: {error}") from error
+
+
+def _fill(name: str, place: Place, tensor: Tensor, file: Path) -> None:
+    if tuple(tensor.shape) != tuple(place.shape):
+        raise ConfigError(
+            f"{name} in {file} is {_shape(tuple(tensor.shape))}, the model needs "
+            f"{_shape(place.shape)}"
+        )
+    if tensor.dtype not in FLOATS:
+        raise ConfigError(
+            f"{name} in {file} is {tensor.dtype}, it must be a float of 16 or 32 bits: quantised "
+            "weights are not supported yet"
+        )
+    with torch.no_grad():
+        place.target.copy_(tensor)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(str(size) for size in shape)
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Any]:
+    with tqdm(
+        total=total, desc="Loading weights", unit="tensor", disable=not sys.stderr.isatty()
+    ) as bar:
+        yield bar

@@ -1,0 +1,278 @@
+"""The one dense decoder: what all plain families share, told apart by DecoderSpec. Knows no files.
+
+Embedding; per layer x = x + m * attention(norm(x)) and x = x + m * mlp(norm(x)); norm; head.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from config.errors import ConfigError
+from config.model import ModelConfig
+from hpu.layers.attention import Attention, HeadNorm, HeadShape, LaunchPlan, Windows, plan_launch
+from hpu.layers.context import LaunchContext
+from hpu.layers.embedding import Embedding
+from hpu.layers.linear import Linear, can_pack
+from hpu.ops.norm import add_rms_norm, rms_norm
+from hpu.ops.rope import Rotary, Rotation
+
+logger = logging.getLogger(__name__)
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "swish": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_pytorch_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderSpec:
+    """Where families differ. A family file makes one from a ModelConfig."""
+
+    windows: Windows
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    head_norm: bool = False
+    """RMS norm of each query and key head."""
+    merged_names: bool = False
+    """The checkpoint holds qkv_proj and gate_up_proj, not their parts."""
+    attention_scale: float | None = None
+    """None: 1/sqrt(head_dim)."""
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
+
+
+def layer_windows(config: ModelConfig) -> Windows:
+    """Windows as the checkpoint says: all layers or those it names, if it has a window at all."""
+    if config.sliding_window is None:
+        return Windows(None, (False,) * config.num_layers)
+    layers = config.window_layers or (True,) * config.num_layers
+    return Windows(config.sliding_window, layers)
+
+
+class Place(NamedTuple):
+    """Where a checkpoint's tensor goes: a view of a parameter, and the shape the tensor must have
+    (the view's own, or one that is repeated along its first dimension)."""
+
+    target: Tensor
+    shape: tuple[int, ...]
+
+
+class MLP(nn.Module):
+    """down(act(gate) * up), gate and up in one product."""
+
+    def __init__(self, gate_up: Linear, down: Linear, activation: str) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ConfigError(
+                f"hidden_act is {activation!r}, it must be one of {', '.join(ACTIVATIONS)}"
+            )
+        self.gate_up = gate_up
+        self.down = down
+        self._activation = ACTIVATIONS[activation]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        gate, up = self.gate_up(hidden).chunk(2, dim=-1)
+        return self.down(self._activation(gate) * up)  # type: ignore[no-any-return]
+
+
+class Norm(nn.Module):
+    """The weight of an RMS norm."""
+
+    def __init__(self, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        empty = torch.empty(size, dtype=dtype, device=device)
+        self.weight = nn.Parameter(empty, requires_grad=False)
+
+
+class Layer(nn.Module):
+    """Attention and MLP with the norms before them."""
+
+    def __init__(
+        self, attention: Attention, mlp: MLP, attention_norm: Norm, mlp_norm: Norm
+    ) -> None:
+        super().__init__()
+        self.attention = attention
+        self.mlp = mlp
+        self.attention_norm = attention_norm
+        self.mlp_norm = mlp_norm
+
+
+class Decoder(nn.Module):
+    """A dense decoder. Parameters are allocated, not filled: hpu/loader.py does that."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        spec: DecoderSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        length: int,
+    ) -> None:
+        """`length`: tokens of the longest sequence that will be served."""
+        super().__init__()
+        self.config = config
+        self.spec = spec
+        self.dtype = dtype
+        self.device = device
+        self.shape = HeadShape(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            spec.attention_scale or config.head_dim**-0.5,
+        )
+        self.embedding = Embedding(
+            config.vocab_size,
+            config.hidden_size,
+            multiplier=spec.embedding_multiplier,
+            dtype=dtype,
+            device=device,
+        )
+        self.layers = nn.ModuleList(self._layer(i) for i in range(config.num_layers))
+        self.norm = self._norm()
+        self.head = self._linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.head.weight = self.embedding.weight
+        self.rotary = Rotary(config, length=length, dtype=dtype, device=device)
+        self._block_size = 0
+
+    def _linear(self, in_size: int, out_size: int, *, bias: bool) -> Linear:
+        return Linear(in_size, out_size, bias=bias, dtype=self.dtype, device=self.device)
+
+    def _norm(self) -> Norm:
+        return Norm(self.config.hidden_size, dtype=self.dtype, device=self.device)
+
+    def _layer(self, index: int) -> Layer:
+        config, spec, shape = self.config, self.spec, self.shape
+        hidden, inner = config.hidden_size, config.intermediate_size
+        head_norm = None
+        if spec.head_norm:
+            head_norm = HeadNorm(shape, config.rms_norm_eps, dtype=self.dtype, device=self.device)
+        attention = Attention(
+            shape,
+            qkv=self._linear(hidden, shape.query_size + 2 * shape.kv_size, bias=spec.qkv_bias),
+            out=self._linear(shape.query_size, hidden, bias=spec.out_bias),
+            head_norm=head_norm,
+            is_windowed=spec.windows.layers[index],
+        )
+        mlp = MLP(
+            self._linear(hidden, 2 * inner, bias=spec.mlp_bias),
+            self._linear(inner, hidden, bias=spec.mlp_bias),
+            config.hidden_act,
+        )
+        return Layer(attention, mlp, self._norm(), self._norm())
+
+    def forward(self, tokens: Tensor, context: LaunchContext) -> Tensor:
+        """Hidden states (B, Q, hidden) of `tokens` (B, Q), normed and ready for `logits`."""
+        eps, multiplier = self.config.rms_norm_eps, self.spec.residual_multiplier
+        rotation: Rotation = self.rotary(context.positions)
+        plan: LaunchPlan = plan_launch(context, self._block_size, self.spec.windows)
+        layers = [layer for layer in self.layers if isinstance(layer, Layer)]
+        total: Tensor = self.embedding(tokens)
+        normed = rms_norm(total, layers[0].attention_norm.weight, eps)
+        following = [layer.attention_norm.weight for layer in layers[1:]] + [self.norm.weight]
+        for layer, next_weight in zip(layers, following, strict=True):
+            delta = layer.attention(normed, rotation, plan)
+            normed, total = add_rms_norm(delta, total, layer.mlp_norm.weight, eps, multiplier)
+            normed, total = add_rms_norm(layer.mlp(normed), total, next_weight, eps, multiplier)
+        return normed
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(M, hidden) to (M, vocab), in the model's dtype."""
+        logits: Tensor = self.head(hidden)
+        divisor = self.spec.logits_divisor
+        return logits if divisor == 1 else logits / divisor
+
+    def cache_shapes(
+        self, num_blocks: int, block_size: int
+    ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Each layer's shape of the key cache and of the value cache."""
+        shape = (num_blocks, block_size, self.shape.num_kv_heads, self.shape.head_dim)
+        return [(shape, shape)] * self.config.num_layers
+
+    def bind_caches(self, caches: list[tuple[Tensor, Tensor]]) -> None:
+        """Take each layer's caches, of `cache_shapes`. The block size is read off them."""
+        assert len(caches) == self.config.num_layers
+        for layer, (keys, values) in zip(self.layers, caches, strict=True):
+            assert isinstance(layer, Layer)
+            layer.attention.bind_caches(keys, values)
+        self._block_size = caches[0][0].shape[1]
+
+    def pack_weights(self) -> bool:
+        """Reorder the weights of all products for a CPU that gains by it; whether it was done.
+
+        Afterwards nothing can be loaded. A tied embedding keeps its own copy beside the head's.
+        """
+        if not can_pack(self.dtype, self.device):
+            logger.info("weights stay as they are: no packed product for %s here", self.dtype)
+            return False
+        for module in self.modules():
+            if isinstance(module, Linear):
+                shared = module is self.head and self.config.tie_word_embeddings
+                module.pack(keep_weight=shared)
+        return True
+
+    def places(self) -> Iterator[tuple[str, Place]]:
+        """Every tensor a checkpoint must hold: its name and where it goes."""
+        yield "model.embed_tokens.weight", _whole(self.embedding.weight)
+        yield "model.norm.weight", _whole(self.norm.weight)
+        if not self.config.tie_word_embeddings:
+            assert self.head.weight is not None
+            yield "lm_head.weight", _whole(self.head.weight)
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, Layer)
+            for name, place in self._layer_places(layer):
+                yield f"model.layers.{index}.{name}", place
+
+    def _layer_places(self, layer: Layer) -> Iterator[tuple[str, Place]]:
+        shape, inner = self.shape, self.config.intermediate_size
+        attention, mlp = layer.attention, layer.mlp
+        yield "input_layernorm.weight", _whole(layer.attention_norm.weight)
+        yield "post_attention_layernorm.weight", _whole(layer.mlp_norm.weight)
+        parts = {"q_proj": shape.query_size, "k_proj": shape.kv_size, "v_proj": shape.kv_size}
+        halves = {"gate_proj": inner, "up_proj": inner}
+        if self.spec.merged_names:
+            parts, halves = {"qkv_proj": sum(parts.values())}, {"gate_up_proj": 2 * inner}
+        yield from _parts("self_attn", attention.qkv, parts)
+        yield from _parts("self_attn", attention.out, {"o_proj": self.config.hidden_size})
+        yield from _parts("mlp", mlp.gate_up, halves)
+        yield from _parts("mlp", mlp.down, {"down_proj": self.config.hidden_size})
+        if isinstance(attention.head_norm, HeadNorm):
+            queries, keys = attention.head_norm.weight.split_with_sizes(
+                [shape.num_heads, shape.num_kv_heads]
+            )
+            yield "self_attn.q_norm.weight", Place(queries, (shape.head_dim,))
+            yield "self_attn.k_norm.weight", Place(keys, (shape.head_dim,))
+
+    def may_skip(self, name: str) -> bool:
+        """Whether a checkpoint may hold `name` though we have no place for it."""
+        is_tied_head = name == "lm_head.weight" and self.config.tie_word_embeddings
+        return is_tied_head or name.endswith(".rotary_emb.inv_freq")
+
+
+def _whole(parameter: Tensor) -> Place:
+    return Place(parameter, tuple(parameter.shape))
+
+
+def _parts(prefix: str, linear: Linear, sizes: dict[str, int]) -> Iterator[tuple[str, Place]]:
+    """The places of projections that lie one below the other in `linear`."""
+    assert linear.weight is not None
+    for name, weight in zip(
+        sizes, linear.weight.split_with_sizes(list(sizes.values())), strict=True
+    ):
+        yield f"{prefix}.{name}.weight", _whole(weight)
+    if linear.bias is not None:
+        for name, bias in zip(
+            sizes, linear.bias.split_with_sizes(list(sizes.values())), strict=True
+        ):
+            yield f"{prefix}.{name}.bias", _whole(bias)

@@ -1,0 +1,155 @@
+"""Rotary positions: scaled frequencies, the table of a model, and the rotation of queries and keys.
+
+Knows nothing of layers or caches. Formulas follow the published papers of each scaling.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from config.errors import ConfigError
+from config.model import ModelConfig, RopeScaling
+
+
+class Rotation(NamedTuple):
+    """What turns a launch's queries and keys: both (B, Q, 1, rotated size)."""
+
+    cos: Tensor
+    sin: Tensor
+    """Its first half is negated, so that the turn is x * cos + (x with swapped halves) * sin."""
+
+
+def rotated_size(config: ModelConfig) -> int:
+    """Leading entries of each head that are rotated; the others pass."""
+    return int(config.head_dim * config.partial_rotary_factor)
+
+
+def _plain(theta: float, size: int) -> Tensor:
+    exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
+    return torch.pow(torch.tensor(theta, dtype=torch.float32), exponents).reciprocal()
+
+
+def _dynamic(config: ModelConfig, scaling: RopeScaling, size: int, length: int) -> Tensor:
+    """NTK-aware: within the trained length the plain frequencies; beyond it one stretched base for
+    all positions, the one of the longest sequence served, because cached keys are never turned
+    again."""
+    ratio = max(length, config.max_position) / config.max_position
+    stretch = scaling.factor * ratio - (scaling.factor - 1)
+    return _plain(config.rope_theta * stretch ** (size / (size - 2)), size)
+
+
+def _llama3(config: ModelConfig, scaling: RopeScaling, size: int) -> Tensor:
+    """Long waves divided by the factor, short ones kept, a smooth passage between."""
+    plain = _plain(config.rope_theta, size)
+    original = scaling.original_max_position or config.max_position
+    turns = original * plain / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return plain / scaling.factor * (1 - smooth) + plain * smooth
+
+
+def _yarn_attention_factor(scaling: RopeScaling) -> float:
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+
+    def grown(mscale: float) -> float:
+        return 1.0 if scaling.factor <= 1 else 0.1 * mscale * math.log(scaling.factor) + 1.0
+
+    if scaling.mscale and scaling.mscale_all_dim:
+        return grown(scaling.mscale) / grown(scaling.mscale_all_dim)
+    return grown(1.0)
+
+
+def _yarn(config: ModelConfig, scaling: RopeScaling, size: int) -> Tensor:
+    """Dimensions that turn fast are kept, slow ones interpolated, a linear ramp between."""
+    plain = _plain(config.rope_theta, size)
+    original = scaling.original_max_position or config.max_position
+
+    def dimension(rotations: float) -> float:
+        """The dimension that turns `rotations` times within the original length."""
+        turns = math.log(original / (rotations * 2 * math.pi))
+        return size * turns / (2 * math.log(config.rope_theta))
+
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    width = high - low if high != low else 0.001
+    ramp = ((torch.arange(size // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return plain / scaling.factor * ramp + plain * (1 - ramp)
+
+
+def _longrope(
+    config: ModelConfig, scaling: RopeScaling, size: int, length: int
+) -> tuple[Tensor, float]:
+    """One factor a dimension: the long ones as soon as sequences beyond the original length may be
+    served, for all positions (keys in the cache are never turned again)."""
+    original = scaling.original_max_position or config.max_position
+    factors = scaling.long_factor if length > original else scaling.short_factor
+    if len(factors) != size // 2:
+        raise ConfigError(
+            f"longrope has {len(factors)} factors, a head with {size} rotated entries needs "
+            f"{size // 2}"
+        )
+    attention = scaling.attention_factor
+    if attention is None:
+        growth = max(math.log(max(scaling.factor, 1.0)), 0.0)
+        attention = math.sqrt(1 + growth / math.log(original))
+    return _plain(config.rope_theta, size) / torch.tensor(factors), attention
+
+
+def inverse_frequencies(config: ModelConfig, length: int) -> tuple[Tensor, float]:
+    """(frequencies (rotated size / 2) in float32, factor on cos and sin) for sequences of at most
+    `length` tokens. ConfigError for a scaling that we do not know."""
+    size, scaling = rotated_size(config), config.rope_scaling
+    kind = "default" if scaling is None else scaling.kind
+    if scaling is None or kind == "default":
+        return _plain(config.rope_theta, size), 1.0
+    if kind == "linear":
+        return _plain(config.rope_theta, size) / scaling.factor, 1.0
+    if kind == "dynamic":
+        return _dynamic(config, scaling, size, length), 1.0
+    if kind == "llama3":
+        return _llama3(config, scaling, size), 1.0
+    if kind == "yarn":
+        return _yarn(config, scaling, size), _yarn_attention_factor(scaling)
+    if kind == "longrope":
+        return _longrope(config, scaling, size, length)
+    raise ConfigError(
+        f"rope scaling {kind!r} is not one of default, linear, dynamic, llama3, yarn, longrope"
+    )
+
+
+class Rotary(nn.Module):
+    """A model's rotations by position, made once: (length, 2 * rotated size), cos before sin."""
+
+    table: Tensor
+
+    def __init__(
+        self, config: ModelConfig, *, length: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        frequencies, factor = inverse_frequencies(config, length)
+        angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+        cos, sin = angles.cos() * factor, angles.sin() * factor
+        table = torch.cat((cos, cos, -sin, sin), dim=-1)
+        self.register_buffer("table", table.to(device=device, dtype=dtype), persistent=False)
+
+    def forward(self, positions: Tensor) -> Rotation:
+        """The rotations at `positions` (B, Q)."""
+        batch, query = positions.shape
+        rows = self.table.index_select(0, positions.reshape(-1)).view(batch, query, 1, -1)
+        cos, sin = rows.chunk(2, dim=-1)
+        return Rotation(cos, sin)
+
+
+def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
+    """`heads` (B, Q, heads, head_dim), queries and keys at once, turned to their positions."""
+    size = rotation.cos.shape[-1]
+    if size < heads.shape[-1]:
+        turned = rotate(heads[..., :size], rotation)
+        return torch.cat((turned, heads[..., size:]), dim=-1)
+    low, high = heads.chunk(2, dim=-1)
+    return torch.addcmul(heads * rotation.cos, torch.cat((high, low), dim=-1), rotation.sin)
