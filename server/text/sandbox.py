@@ -1,0 +1,272 @@
+"""A Jinja environment for templates that others wrote. Knows no messages.
+
+It renders as transformers does, and bounds every way to make a long text out of a short one:
+a template that runs too long can be stopped, one step that fills the memory can not.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from functools import wraps
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import make_attrgetter
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace, pass_environment
+
+MAX_EXPONENT = 1_000
+MAX_BITS = 10_000
+MAX_JSON_INDENT = 16
+
+_WIDE_FORMAT = re.compile(r"\d{5}|\*")
+_WIDE_METHODS = ("center", "ljust", "rjust", "zfill", "expandtabs", "replace", "join")
+
+
+class TooMuchText(TemplateError):
+    """A template made more characters than it may."""
+
+    def __init__(self, max_characters: int) -> None:
+        super().__init__(f"it makes more than {max_characters} characters")
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Templates may read what they are given, and make at most `max_characters` out of it."""
+
+    intercepted_binops = frozenset(["+", "*", "**", "%"])
+
+    def __init__(self, max_characters: int, now: Callable[[], datetime] = datetime.now) -> None:
+        self._max_characters = max_characters
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, loopcontrols],
+            finalize=self._sized,
+        )
+        self.code_generator_class = _Bounded
+        self.concat = self._concat  # type: ignore[method-assign] # declared a method
+        self.globals = {
+            "range": self.globals["range"],
+            "dict": _Dict(),
+            "namespace": _Namespace,
+            "raise_exception": _raise_exception,
+            "strftime_now": lambda form: now().strftime(form),
+        }
+        for name in ("center", "indent", "wordwrap", "format", "batch", "string"):
+            self.filters[name] = self._bounded(self.filters[name])
+        self.filters["join"] = self._join
+        self.filters["replace"] = self._replace
+        self.filters["tojson"] = self._to_json
+        for name in ("pprint", "urlize", "xmlattr"):
+            del self.filters[name]
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """`+`, `*`, `**` and `%` in a template."""
+        if operator == "**" and (abs(left) > MAX_EXPONENT or abs(right) > MAX_EXPONENT):
+            raise TemplateError(f"{left} ** {right} is too large; {MAX_EXPONENT} is the limit")
+        if operator == "*":
+            self._check_product(left, right)
+        elif operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
+            self._check(len(left) + len(right))
+        elif operator == "%" and isinstance(left, str):
+            _check_format(left)
+            parts = right if isinstance(right, tuple) else (right,)
+            self._check(len(left) * (1 + sum(len(str(self._sized(part))) for part in parts)))
+        return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Context, callee: Any, *args: Any, **kwargs: Any) -> Any:
+        """A call in a template; methods that make long texts are checked first."""
+        owner = getattr(callee, "__self__", None)
+        if isinstance(owner, str):
+            method = callee.__name__
+            if method == "replace":
+                return self._replace(owner, *args)
+            if method == "join":
+                return self._join(self, args[0], owner)
+            if method == "translate":
+                raise SecurityError("translate is not to be had in templates")
+            if method in _WIDE_METHODS:
+                self._check_wide(owner, args)
+        return super().call(context, callee, *args, **kwargs)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """`obj.attribute`, and `obj["attribute"]` where there is no such item."""
+        if isinstance(obj, str) and attribute in ("format", "format_map"):
+            _check_format(obj)
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """`obj[argument]`."""
+        if isinstance(obj, str) and argument in ("format", "format_map"):
+            _check_format(obj)
+        return super().getitem(obj, argument)
+
+    def _concat(self, parts: Iterable[str]) -> str:
+        """What Jinja joins its output with, and `~` its operands."""
+        made: list[str] = []
+        length = 0
+        for part in parts:
+            length += len(part)
+            self._check(length)
+            made.append(part)
+        return "".join(made)
+
+    def _check(self, length: int) -> None:
+        if length > self._max_characters:
+            raise TooMuchText(self._max_characters)
+
+    def _check_product(self, left: Any, right: Any) -> None:
+        if isinstance(left, int) and isinstance(right, int):
+            if left.bit_length() + right.bit_length() > MAX_BITS:
+                raise TemplateError(f"a product of more than {MAX_BITS} bits is too large")
+            return
+        for many, count in ((left, right), (right, left)):
+            if hasattr(many, "__len__") and isinstance(count, int):
+                self._check(len(many) * count)
+
+    def _check_wide(self, value: Any, args: Iterable[Any]) -> None:
+        """No longer than each character once for every unit of the arguments."""
+        units = sum(
+            arg if isinstance(arg, int) else len(arg) for arg in args if isinstance(arg, int | str)
+        )
+        length = len(value) if hasattr(value, "__len__") else 1
+        self._check((length + 1) * (units + 1))
+
+    def _sized(self, value: Any) -> Any:
+        """`value`, if its text cannot be too long. Lists may hold themselves many times over."""
+        if not isinstance(value, (list, tuple, dict)):
+            return value
+        stack: list[Any] = [value]
+        length = 0
+        while stack:
+            item = stack.pop()
+            length += 1
+            if isinstance(item, dict):
+                stack += item
+                stack += item.values()
+            elif isinstance(item, (list, tuple)):
+                stack += item
+            elif isinstance(item, str):
+                length += len(item)
+            self._check(length)
+        return value
+
+    def _bounded(self, wrapped: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(wrapped)
+        def bounded(*args: Any, **kwargs: Any) -> Any:
+            value, *rest = args[1:] if hasattr(wrapped, "jinja_pass_arg") else args
+            if isinstance(value, str) and wrapped.__name__ == "do_format":
+                _check_format(value)
+                rest = [str(self._sized(part)) for part in (*rest, *kwargs.values())]
+            self._sized(value)
+            self._check_wide(value, (*rest, *kwargs.values()))
+            return wrapped(*args, **kwargs)
+
+        return bounded
+
+    @staticmethod
+    @pass_environment
+    def _join(
+        environment: "Sandbox", value: Iterable[Any], d: Any = "", attribute: str | None = None
+    ) -> str:
+        if attribute is not None:
+            value = map(make_attrgetter(environment, attribute), value)
+        between = str(d)
+        made: list[str] = []
+        length = 0
+        for part in value:
+            made.append(str(environment._sized(part)))
+            length += len(made[-1]) + len(between)
+            environment._check(length)
+        return between.join(made)
+
+    def _replace(self, value: Any, old: Any, new: Any, count: int | None = None) -> str:
+        text, old, new = str(self._sized(value)), str(old), str(new)
+        self._check(len(text) + text.count(old) * max(0, len(new) - len(old)))
+        return text.replace(old, new, -1 if count is None else count)
+
+    def _to_json(
+        self,
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        """JSON as it is, without Jinja's escapes for HTML."""
+        if indent is not None and (not isinstance(indent, int) or indent > MAX_JSON_INDENT):
+            raise TemplateError(f"tojson: indent is {indent!r}, at most {MAX_JSON_INDENT} is taken")
+        return json.dumps(
+            self._sized(value),
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
+
+
+class _Bounded(CodeGenerator):
+    """Compiles `~` to the environment's own concatenation; everything else as Jinja does."""
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.write("concat([str(environment.finalize(part)) for part in (")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write(")])")
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what an assistant said, for training; here it changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 - declared without ClassVar in the base class
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        # A scope of its own, as a block that is called has in the reference.
+        return nodes.Scope(body).set_lineno(line)
+
+
+class _Namespace(Namespace):
+    """Attributes that begin with an underscore could reach Python's own."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        attributes = dict(*args[1:], **kwargs)
+        for name in attributes:
+            _check_name(name)
+        Namespace.__init__(args[0], attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+class _Dict:
+    """`dict` in templates, without the type's other attributes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"namespace attributes may not begin with an underscore: {name!r}")
+
+
+def _check_format(form: str) -> None:
+    if _WIDE_FORMAT.search(form):
+        raise TemplateError("a format may not ask for widths of five digits, or take them as *")
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise TemplateError(str(message))

@@ -1,0 +1,148 @@
+"""An EngineClient that says what a test tells it to, token by token. No engine, no clock."""
+
+import asyncio
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from config.errors import EngineDied, Overloaded
+from config.sampling import SamplingParams
+from engine.client import Update
+from engine.messages import EngineStats, Finish, Progress, Ready
+from hpu.step import Logprobs
+
+
+def ready(vocab_size: int = 1000, max_model_len: int = 100) -> Ready:
+    """What an engine says of itself."""
+    return Ready(
+        engine=0,
+        num_blocks=64,
+        block_size=16,
+        max_model_len=max_model_len,
+        vocab_size=vocab_size,
+        eos_token_ids=(0,),
+        num_buckets=1,
+        device="cpu",
+        dtype="float32",
+        weight_bytes=0,
+        kv_bytes=0,
+        total_bytes=0,
+        load_s=0.0,
+        warmup_s=0.0,
+    )
+
+
+def columns(rows: list[tuple[list[int], list[float], int]]) -> Logprobs:
+    """Log-probabilities from (ids, values, rank of the chosen one) for each position."""
+    width = len(rows[0][0])
+    ids = np.array([row[0] for row in rows], dtype="<i4").reshape(-1, width)
+    values = np.array([row[1] for row in rows], dtype="<f4").reshape(-1, width)
+    ranks = np.array([row[2] for row in rows], dtype="<i4")
+    return Logprobs(
+        width - 1,
+        memoryview(ids.tobytes()),
+        memoryview(values.tobytes()),
+        memoryview(ranks.tobytes()),
+    )
+
+
+@dataclass
+class ScriptedBox:
+    """One sequence that was sent, and the mailbox it is answered through."""
+
+    key: int
+    prompt: list[int]
+    sampling: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
+    updates: asyncio.Queue[Update | str] = field(default_factory=asyncio.Queue)
+
+    async def get(self) -> Update:
+        update = await self.updates.get()
+        if isinstance(update, str):
+            raise EngineDied(update)
+        return update
+
+    def say(
+        self,
+        *tokens: int,
+        finish: str | None = None,
+        stop_token: int | None = None,
+        error: str | None = None,
+        cached: int | None = None,
+        logprobs: list[Logprobs] | None = None,
+        prompt_logprobs: list[Logprobs] | None = None,
+    ) -> None:
+        """One update, with the sequence's end if `finish` gives a reason."""
+        end = None
+        if finish is not None:
+            end = Finish(
+                self.key,
+                finish,
+                stop_token=stop_token,
+                error=error,
+                queue_s=0.25,
+                prefill_s=0.5,
+                decode_s=1.0,
+            )
+        self.updates.put_nowait(
+            Update(
+                tokens=list(tokens),
+                logprobs=logprobs or [],
+                prompt_logprobs=prompt_logprobs or [],
+                num_cached_tokens=cached,
+                finish=end,
+            )
+        )
+
+    def die(self, why: str = "killed") -> None:
+        """The engine is gone."""
+        self.updates.put_nowait(why)
+
+
+class ScriptedClient:
+    """Keeps what it was sent in `boxes`, what was aborted in `aborted`; takes `room` sequences."""
+
+    def __init__(self, ready: Ready | None, room: int = 1_000) -> None:
+        self.ready = ready
+        self.progress: Progress | None = None
+        self.failure: str | None = None
+        self.stats = EngineStats()
+        self.boxes: list[ScriptedBox] = []
+        self.aborted: list[int] = []
+        self._room = room
+
+    def add(
+        self,
+        prompt: bytes | memoryview,
+        sampling: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> ScriptedBox:
+        if len(self.boxes) >= self._room:
+            raise Overloaded(f"{self._room} sequences are here")
+        tokens = list(array("I", bytes(prompt)))
+        box = ScriptedBox(len(self.boxes) + 7, tokens, sampling, priority, cache_salt)
+        self.boxes.append(box)
+        return box
+
+    def abort(self, keys: list[int]) -> None:
+        for box in self.boxes:
+            if box.key in keys and box.key not in self.aborted:
+                box.say(finish="abort")
+                self.aborted.append(box.key)
+
+    async def control(self, name: str, **arguments: Any) -> Any:
+        return None
+
+    async def wait_ready(self) -> Ready:
+        if self.ready is None:
+            raise EngineDied(self.failure or "never ready")
+        return self.ready
+
+    async def close(self) -> None:
+        for box in self.boxes:
+            box.die("closed")
