@@ -1,0 +1,189 @@
+"""Deaths, signals and hang-ups of a whole daemon."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from live import LiveServer, alive, children_of, cpu_seconds, running
+
+LONG = {"model": "tiny", "prompt": "go", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+FLAGS = ("--served-model-name=tiny", "--dtype=float32")
+
+
+@pytest.fixture(params=["inline", "processes"])
+def fresh(tiny_model: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LiveServer]:
+    with running(tiny_model, tmp_path / "log", *FLAGS, f"--executor={request.param}") as live:
+        yield live
+
+
+class Stream(threading.Thread):
+    """Reads one stream to its end and keeps what it saw."""
+
+    def __init__(self, server: LiveServer, body: dict[str, object]):
+        super().__init__(daemon=True)
+        self.url = f"{server.url}/v1/completions"
+        self.body = body
+        self.events: list[str] = []
+        self.status = 0
+        self.begun = threading.Event()
+
+    def run(self) -> None:
+        try:
+            with httpx.stream("POST", self.url, json=self.body, timeout=60) as response:
+                self.status = response.status_code
+                for line in response.iter_lines():
+                    if line:
+                        self.events.append(line)
+                        self.begun.set()
+        except httpx.TransportError as error:
+            self.events.append(f"transport: {error!r}")
+        self.begun.set()
+
+
+def _metric(server: LiveServer, name: str) -> float:
+    lines = server.http.get("/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+def _wait_for(what: str, check, timeout_s: float) -> None:  # type: ignore[no-untyped-def]
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if check():
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"{what}: not within {timeout_s} s")
+
+
+def test_a_killed_engine_fails_open_requests_and_ends_the_daemon(fresh: LiveServer) -> None:
+    streams = [Stream(fresh, LONG) for _ in range(3)]
+    waiting = Stream(fresh, {**LONG, "stream": False})
+    for stream in (*streams, waiting):
+        stream.start()
+    for stream in streams:
+        assert stream.begun.wait(20)
+    family = children_of(fresh.pid)
+    assert family
+
+    os.kill(fresh.find("engine"), signal.SIGKILL)
+
+    for stream in (*streams, waiting):
+        stream.join(5)
+        assert not stream.is_alive()
+    for stream in streams:
+        assert "error" in json.loads(stream.events[-2].removeprefix("data: "))
+        assert stream.events[-1] == "data: [DONE]"
+    assert waiting.status in (500, 503)
+    assert fresh.wait_exit(5) != 0
+    _wait_for("orphans end", lambda: not any(alive(pid) for pid in family), 2)
+    assert fresh.leftovers() == []
+
+
+def test_a_killed_worker_ends_the_daemon_too(tiny_model: str, tmp_path: Path) -> None:
+    with running(tiny_model, tmp_path / "log", *FLAGS, "--executor=processes") as live:
+        stream = Stream(live, LONG)
+        stream.start()
+        assert stream.begun.wait(20)
+        family = children_of(live.pid)
+        assert len(family) >= 2
+
+        os.kill(children_of(live.find("engine"))[-1], signal.SIGKILL)
+
+        stream.join(5)
+        assert not stream.is_alive()
+        assert "error" in stream.events[-2]
+        assert live.wait_exit(5) != 0
+        _wait_for("orphans end", lambda: not any(alive(pid) for pid in family), 2)
+        assert live.leftovers() == []
+
+
+def test_a_killed_front_end_leaves_no_orphans(fresh: LiveServer) -> None:
+    family = children_of(fresh.pid)
+    assert family
+
+    fresh.signal(signal.SIGKILL)
+
+    _wait_for("orphans end", lambda: not any(alive(pid) for pid in family), 5)
+
+
+def test_sigterm_drains_and_exits_zero(fresh: LiveServer) -> None:
+    stream = Stream(fresh, {**LONG, "max_tokens": 300})
+    stream.start()
+    assert stream.begun.wait(20)
+
+    fresh.signal(signal.SIGTERM)
+
+    stream.join(30)
+    assert stream.events[-1] == "data: [DONE]"
+    assert '"finish_reason":"length"' in stream.events[-2].replace(" ", "")
+    assert fresh.wait_exit(10) == 0
+    assert fresh.leftovers() == []
+
+
+def test_sigterm_cuts_what_outlasts_the_timeout(tiny_model: str, tmp_path: Path) -> None:
+    with running(
+        tiny_model, tmp_path / "log", *FLAGS, "--shutdown-timeout=0.2", "--max-num-seqs=2"
+    ) as live:
+        stream = Stream(live, LONG)
+        stream.start()
+        assert stream.begun.wait(20)
+
+        live.signal(signal.SIGTERM)
+
+        stream.join(10)
+        assert live.wait_exit(10) == 0
+        assert "error" in stream.events[-2]
+        assert stream.events[-1] == "data: [DONE]"
+
+
+def test_a_second_sigint_stops_at_once(fresh: LiveServer) -> None:
+    stream = Stream(fresh, LONG)
+    stream.start()
+    assert stream.begun.wait(20)
+    family = children_of(fresh.pid)
+
+    fresh.signal(signal.SIGINT)
+    time.sleep(0.3)
+    begun = time.monotonic()
+    fresh.signal(signal.SIGINT)
+    fresh.wait_exit(5)
+
+    assert time.monotonic() - begun < 3
+    _wait_for("orphans end", lambda: not any(alive(pid) for pid in family), 3)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_is_aborted_with_all_its_sequences(
+    server: LiveServer, stream: bool
+) -> None:
+    body = {**LONG, "n": 3, "stream": stream, "temperature": 1}
+    aborted = _metric(server, 'vllm:request_success_total{engine="0",finished_reason="abort"')
+    with httpx.Client(base_url=server.url) as client:
+        if stream:
+            with client.stream("POST", "/v1/completions", json=body) as response:
+                next(response.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/completions", json=body, timeout=0.3)
+
+    _wait_for("running falls", lambda: _metric(server, "vllm:num_requests_running") == 0, 1.5)
+
+    assert _metric(server, "vllm:kv_cache_usage_perc") == 0
+    after = _metric(server, 'vllm:request_success_total{engine="0",finished_reason="abort"')
+    assert after > aborted
+
+
+def test_an_idle_daemon_sleeps(fresh: LiveServer) -> None:
+    family = [fresh.pid, *children_of(fresh.pid)]
+    time.sleep(0.5)
+    before = sum(cpu_seconds(pid) for pid in family)
+
+    time.sleep(4)
+
+    used = sum(cpu_seconds(pid) for pid in family) - before
+    assert used / 4 < 0.02

@@ -1,0 +1,137 @@
+"""A real `gaudiserve serve` in a process of its own, and how to look at what it leaves behind."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).parents[2]
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def children_of(pid: int) -> list[int]:
+    """All living descendants, by /proc."""
+    found: list[int] = []
+    for child in _direct_children(pid):
+        found += [child, *children_of(child)]
+    return found
+
+
+def _direct_children(pid: int) -> list[int]:
+    result: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            result += [int(p) for p in task.read_text().split()]
+    return result
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs (a zombie does not)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of one process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+
+
+class LiveServer:
+    """One daemon; its output goes to `log`."""
+
+    def __init__(self, model: str, log: Path, *flags: str, env: dict[str, str] | None = None):
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        self.runtime_dir = log.parent / f"run-{self.port}"
+        self.runtime_dir.mkdir()
+        environment = {
+            **os.environ,
+            "XDG_RUNTIME_DIR": str(self.runtime_dir),
+            "TMPDIR": str(self.runtime_dir),
+            **(env or {}),
+        }
+        with log.open("wb") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "gaudiserve", "serve", model, f"--port={self.port}", *flags],
+                cwd=ROOT,
+                env=environment,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def wait_ready(self, timeout_s: float = 120) -> None:
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                raise AssertionError(f"the server exited: {self.text()}")
+            with contextlib.suppress(httpx.TransportError):
+                if self.http.get("/ready").status_code == 200:
+                    return
+            time.sleep(0.05)
+        raise AssertionError(f"not ready after {timeout_s} s: {self.text()}")
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")[-8000:]
+
+    def wait_exit(self, timeout_s: float) -> int:
+        return self.process.wait(timeout_s)
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def find(self, words: str) -> int:
+        """The pid of the descendant whose command line holds `words`."""
+        return next(pid for pid in children_of(self.pid) if words in command_of(pid))
+
+    def close(self) -> None:
+        self.http.close()
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(40)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(5)
+
+    def leftovers(self) -> list[Path]:
+        """Files the daemon left in its runtime folder."""
+        return [p for p in self.runtime_dir.rglob("*") if not p.is_dir()]
+
+
+@contextlib.contextmanager
+def running(
+    model: str, log: Path, *flags: str, env: dict[str, str] | None = None
+) -> Iterator[LiveServer]:
+    """A ready server, stopped at the end."""
+    server = LiveServer(model, log, *flags, env=env)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.close()
