@@ -61,6 +61,8 @@ class FakeExecutor:
         self.slots: dict[tuple[int, int], int] = {}
         self.max_in_flight = 0
         self.collected = 0
+        self.collected_before: list[int] = []
+        """Results that had been fetched when each plan was submitted."""
         self._in_flight: deque[bytes] = deque()
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(StepPlan).decode
@@ -73,6 +75,7 @@ class FakeExecutor:
         assert plan.launches, f"plan {plan.step} has nothing to launch"
         assert plan.step == len(self.plans), f"plan {plan.step} comes as number {len(self.plans)}"
         self.plans.append(plan)
+        self.collected_before.append(self.collected)
         # Run when collected, from a copy: a plan that is changed after it left would go unnoticed.
         self._in_flight.append(self._encode(plan))
         self.max_in_flight = max(self.max_in_flight, len(self._in_flight))

@@ -128,3 +128,55 @@ class Ledger:
         assert place == len(message.tokens), f"{len(message.tokens)} tokens for {place} counted"
         for finish in message.finished:
             self._live(finish.key).finish = finish
+
+
+class SlowPool:
+    """A block pool with one list and no index: what BlockPool must agree with."""
+
+    def __init__(self, size: int) -> None:
+        self.holders = [0] * size
+        self.names: list[bytes | None] = [None] * size
+        self._given_back = list(range(size))
+        """Free blocks, in the order in which they were given back."""
+
+    @property
+    def free(self) -> int:
+        return self.holders.count(0)
+
+    def take(self, count: int) -> list[int]:
+        taken = []
+        for _ in range(count):
+            plain = [block for block in self._given_back if self.names[block] is None]
+            block = (plain or self._given_back)[0]
+            self._given_back.remove(block)
+            self.names[block] = None
+            self.holders[block] = 1
+            taken.append(block)
+        return taken
+
+    def hold(self, block: int) -> None:
+        if self.holders[block] == 0:
+            self._given_back.remove(block)
+        self.holders[block] += 1
+
+    def give_back(self, table: list[int]) -> None:
+        for block in table[::-1]:
+            self.holders[block] -= 1
+            if self.holders[block] == 0:
+                self._given_back.append(block)
+
+    def file(self, block: int, name: bytes) -> bool:
+        if name in self.names:
+            return False
+        self.names[block] = name
+        return True
+
+    def find(self, name: bytes) -> int | None:
+        return self.names.index(name) if name in self.names else None
+
+    def forget(self) -> None:
+        """What was filed is lent after what never was, in the order of its return."""
+        plain = [block for block in self._given_back if self.names[block] is None]
+        filed = [block for block in self._given_back if self.names[block] is not None]
+        self._given_back = plain + filed
+        self.names = [None] * len(self.names)

@@ -1,0 +1,175 @@
+"""Random schedules: the real core over a KV store that remembers what every slot holds, against the
+slow model that runs each request alone. Invariants 1, 2, 3, 7, 8 and 10, at every step."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from core_rig import CoreRig
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slow_model import hashed_token
+
+VOCABULARY = 50
+PROFILE = settings(derandomize=True, deadline=None, database=None, print_blob=False)
+
+# A few talks that many requests begin with, so that prefixes are shared, and some differ late.
+TALKS = [
+    [(7 * index + index * index * talk + talk) % VOCABULARY for index in range(60)]
+    for talk in range(3)
+]
+TALKS.append([*TALKS[0][:9], *TALKS[1][9:]])
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of a schedule."""
+
+    prompt: tuple[int, ...]
+    salt: str
+    priority: int
+    front_end: int
+    sampling: dict[str, Any]
+
+
+prompts = st.builds(
+    lambda talk, cut, tail: (*TALKS[talk][:cut], *tail),
+    st.integers(0, len(TALKS) - 1),
+    st.integers(1, 45),
+    st.lists(st.integers(0, VOCABULARY - 1), max_size=5),
+)
+samplings = st.fixed_dictionaries(
+    {"max_tokens": st.sampled_from([1, 2, 6, 15, 40, None])},
+    optional={
+        "temperature": st.just(1.0),
+        "ignore_eos": st.booleans(),
+        "stop_token_ids": st.sampled_from([(3,), (2, 4, 6, 8), tuple(range(10, 20))]),
+        "min_tokens": st.integers(0, 1),
+        "logprobs": st.integers(0, 2),
+        "prompt_logprobs": st.integers(0, 1),
+    },
+).map(lambda sampling: {"seed": 7, **sampling})
+asks = st.builds(
+    Ask,
+    prompts,
+    st.sampled_from(["", "", "", "salt"]),
+    st.integers(-1, 1),
+    st.integers(0, 1),
+    samplings,
+)
+moves = st.lists(
+    st.one_of(
+        asks,
+        asks,
+        st.integers(1, 12),  # so many turns
+        st.integers(1, 4),
+        st.integers(-40, -1),  # abort the request with this serial, counted from the newest
+        st.sampled_from(["reset"]),
+    ),
+    min_size=4,
+    max_size=45,
+)
+rigs = st.fixed_dictionaries(
+    {
+        "num_blocks": st.sampled_from([16, 17, 20, 28, 60]),
+        "rows": st.sampled_from([1, 2, 5, 9]),
+        "budget": st.sampled_from([9, 16, 40, 200]),
+        "depth": st.integers(1, 2),
+        "policy": st.sampled_from(["fcfs", "priority"]),
+        "prefix_caching": st.sampled_from([True, True, True, False]),
+        "buckets": st.sampled_from(["exact", "exponential", "linear"]),
+        "max_prefill_batch": st.sampled_from([1, 3]),
+    }
+)
+
+
+class Schedule:
+    """Makes the moves, and knows which prefixes each salt has ever filled."""
+
+    def __init__(self, rig: CoreRig) -> None:
+        self.rig = rig
+        self.keys: list[int] = []
+        self.asks: dict[int, Ask] = {}
+
+    def make(self, move: Ask | int | str) -> None:
+        if isinstance(move, Ask):
+            key = (move.front_end << 48) | len(self.keys)
+            self.keys.append(key)
+            self.asks[key] = move
+            self.rig.add(key, move.prompt, priority=move.priority, salt=move.salt, **move.sampling)
+        elif move == "reset":
+            self.rig.core.control("reset_prefix_cache", {})
+        elif isinstance(move, int) and move < 0:
+            if self.keys and -move <= len(self.keys):
+                key = self.keys[move]
+                if self.rig.ledger.is_over(key):
+                    self.rig.core.abort([key])
+                else:
+                    self.rig.abort(key)
+        elif isinstance(move, int):
+            self.rig.run(turns=move)
+
+    def check_prefixes(self) -> None:
+        """What was found in the cache is what some request with the same salt had filled."""
+        size = self.rig.ready.block_size
+        for key, ask in self.asks.items():
+            cached = self.rig.ledger.requests[key].num_cached
+            assert cached % size == 0 and cached < max(len(ask.prompt), 1)
+            if cached:
+                assert self.rig.ledger.requests[key].num_started == 1
+                assert "prompt_logprobs" not in ask.sampling
+                assert any(
+                    ask.prompt[:cached] == (*other.prompt, *self.rig.tokens(by))[:cached]
+                    for by, other in self.asks.items()
+                    if by != key and other.salt == ask.salt
+                ), f"key {key} found {cached} tokens that nobody with its salt had"
+
+
+def play(rig: CoreRig, schedule_moves: list[Ask | int | str]) -> None:
+    schedule = Schedule(rig)
+    for move in schedule_moves:
+        schedule.make(move)
+    rig.run()
+
+    for key in schedule.keys:
+        rig.check_output(key)
+    schedule.check_prefixes()
+    stats = rig.core.stats()
+    assert (stats.running, stats.waiting, stats.blocks_used, rig.core.in_flight) == (0, 0, 0, 0)
+    assert rig.core.num_open == 0
+    assert rig.executor.collected == len(rig.plans) == stats.steps
+    assert rig.executor.max_in_flight <= 2
+    assert not any(name.endswith(("miss", "fallback")) for name in stats.lookups)
+
+
+@settings(PROFILE, max_examples=300)
+@given(rigs, moves)
+def test_every_request_gets_what_it_gets_alone(
+    shape: dict[str, Any], schedule_moves: list[Ask | int | str]
+) -> None:
+    play(CoreRig(**shape), schedule_moves)
+
+
+@settings(PROFILE, max_examples=60)
+@given(rigs, moves)
+def test_a_row_whose_logits_are_no_numbers_harms_no_other(
+    shape: dict[str, Any], schedule_moves: list[Ask | int | str]
+) -> None:
+    play(CoreRig(**shape, next_token=hashed_token(VOCABULARY, bad_every=23)), schedule_moves)
+
+
+def test_the_schedules_reach_what_they_are_meant_to_reach() -> None:
+    # Not hypothesis's luck: the same kind of load must preempt, share, chunk and end early.
+    rig = CoreRig(num_blocks=18, rows=5, budget=9)
+    ask_of = {"max_tokens": 25, "seed": 7, "stop_token_ids": (3, 4)}
+    schedule: list[Ask | int | str] = []
+    for number in range(12):
+        prompt = tuple(TALKS[number % 2][: 8 + number])
+        schedule += [Ask(prompt, "", 0, 0, ask_of), 5]
+
+    play(rig, schedule)
+
+    stats = rig.core.stats()
+    assert stats.preemptions > 0
+    assert stats.prefix_hits > 0
+    assert any(len(plan.grown_rows) > 1 for plan in rig.plans)
+    assert any(not all(x.samples) for plan in rig.plans for x in plan.launches)

@@ -1,0 +1,146 @@
+"""CoreRig: a real EngineCore over a FakeExecutor, with a ledger for what it sends and a clock that
+moves by a thousandth of a second each time it is read."""
+
+from collections.abc import Sequence
+
+from fake_executor import FakeExecutor, NextToken, worker_ready
+from slow_model import Ledger, expected_output, hashed_token, raw
+
+from config.buckets import BucketConfig
+from config.engine import CacheConfig, EngineConfig, ScheduleConfig
+from config.sampling import SamplingParams
+from engine.core import EngineCore
+from engine.messages import AddRequest, StepTokens
+from engine.prefix import block_hashes
+from hpu.buckets import BucketLimits, BucketTable
+from hpu.step import StepPlan
+
+MAX_TURNS = 5000
+
+
+class CoreRig:
+    """An engine without processes. Checks the books after every turn."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_model_len: int = 64,
+        rows: int = 4,
+        budget: int = 32,
+        depth: int = 2,
+        policy: str = "fcfs",
+        max_waiting: int = 1000,
+        max_prefill_batch: int = 4,
+        prefix_caching: bool = True,
+        buckets: str = "exact",
+        next_token: NextToken | None = None,
+    ) -> None:
+        self.ready = worker_ready(
+            num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len
+        )
+        schedule = ScheduleConfig(
+            max_num_seqs=rows,
+            max_num_batched_tokens=budget,
+            max_prefill_batch=max_prefill_batch,
+            policy=policy,
+            depth=depth,
+            max_waiting=max_waiting,
+        )
+        config = EngineConfig(
+            model="none",
+            schedule=schedule,
+            cache=CacheConfig(enable_prefix_caching=prefix_caching),
+        )
+        limits = BucketLimits(
+            block_size, max_model_len, rows, budget, max_prefill_batch, num_blocks, prefix_caching
+        )
+        table = BucketTable.make(BucketConfig(strategy=buckets), limits)
+        self.next_token = next_token or hashed_token(self.ready.vocab_size)
+        self.executor = FakeExecutor(self.ready, rows, self.next_token)
+        self.executor.table = table
+        self.now = 0.0
+        self.core = EngineCore(config, self.executor, self.ready, table, self._clock)
+        self.ledger = Ledger()
+        self.asked: dict[int, tuple[list[int], SamplingParams]] = {}
+        self.turns = 0
+
+    def _clock(self) -> float:
+        self.now += 0.001
+        return self.now
+
+    def add(
+        self,
+        key: int,
+        prompt: Sequence[int],
+        *,
+        priority: int = 0,
+        salt: str = "",
+        **sampling: object,
+    ) -> None:
+        """Greedy unless told otherwise."""
+        params = SamplingParams(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
+        self.ledger.open(key)
+        self.asked[key] = (list(prompt), params)
+        self.send(AddRequest(key, raw(list(prompt)), params, priority, salt))
+
+    def send(self, message: AddRequest) -> None:
+        hashes = block_hashes(message.prompt, self.ready.block_size, message.cache_salt)
+        self.core.add(message, hashes)
+
+    def abort(self, *keys: int) -> None:
+        self.core.abort(keys)
+        for key in keys:
+            self.ledger.abort(key)
+
+    def turn(self) -> list[tuple[int, StepTokens]]:
+        messages = self.core.turn()
+        self.turns += 1
+        self.ledger.take(messages)
+        self.core.check_books()
+        return messages
+
+    def run(self, turns: int = MAX_TURNS) -> None:
+        """Turn until nothing is left to do, or so many times."""
+        for _ in range(turns):
+            if not self.core.has_work:
+                return
+            self.turn()
+        assert turns < MAX_TURNS, f"still at work after {turns} turns"
+
+    @property
+    def plans(self) -> list[StepPlan]:
+        return self.executor.plans
+
+    def tokens(self, key: int) -> list[int]:
+        return self.ledger.requests[key].tokens
+
+    def reason(self, key: int) -> str | None:
+        finish = self.ledger.requests[key].finish
+        return None if finish is None else finish.reason
+
+    def error(self, key: int) -> str:
+        finish = self.ledger.requests[key].finish
+        assert finish is not None and finish.error is not None, f"key {key} has no error"
+        return finish.error
+
+    def expected(self, key: int) -> tuple[list[int], str, int | None]:
+        prompt, params = self.asked[key]
+        return expected_output(prompt, params, self.ready, self.next_token)
+
+    def check_output(self, key: int) -> None:
+        """A finished request gave what it gives alone; an aborted one a part of that."""
+        tokens, reason, stop_token = self.expected(key)
+        request = self.ledger.requests[key]
+        if request.is_aborted:
+            assert request.tokens == tokens[: len(request.tokens)]
+            return
+        assert request.finish is not None, f"key {key} never finished"
+        found = (request.tokens, request.finish.reason, request.finish.stop_token)
+        assert found == (tokens, reason, stop_token), f"key {key}: {found}"
+        prompt, params = self.asked[key]
+        if params.logprobs is not None:
+            assert request.logprob_ids == request.tokens
+        if params.prompt_logprobs is not None and reason != "error":
+            assert request.scored == prompt[1:]
