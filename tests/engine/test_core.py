@@ -382,7 +382,8 @@ def test_a_step_does_the_same_work_with_a_long_line() -> None:
             sys.setprofile(None)
         return calls
 
-    assert calls_of_ten_turns(20_000) == calls_of_ten_turns(1)
+    # A garbage collection may add a few calls; a line that was walked would add thousands.
+    assert calls_of_ten_turns(20_000) < 1.05 * calls_of_ten_turns(1)
 
 
 def test_who_waits_can_leave_a_long_line_in_any_order() -> None:

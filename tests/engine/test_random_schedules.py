@@ -1,6 +1,7 @@
 """Random schedules: the real core over a KV store that remembers what every slot holds, against the
 slow model that runs each request alone. Invariants 1, 2, 3, 7, 8 and 10, at every step."""
 
+import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,47 +32,48 @@ class Ask:
     sampling: dict[str, Any]
 
 
-prompts = st.builds(
-    lambda talk, cut, tail: (*TALKS[talk][:cut], *tail),
-    st.integers(0, len(TALKS) - 1),
-    st.integers(1, 45),
-    st.lists(st.integers(0, VOCABULARY - 1), max_size=5),
-)
-samplings = st.fixed_dictionaries(
-    {"max_tokens": st.sampled_from([1, 2, 6, 15, 40, None])},
-    optional={
-        "temperature": st.just(1.0),
-        "ignore_eos": st.booleans(),
-        "stop_token_ids": st.sampled_from([(3,), (2, 4, 6, 8), tuple(range(10, 20))]),
-        "min_tokens": st.integers(0, 1),
-        "logprobs": st.integers(0, 2),
-        "prompt_logprobs": st.integers(0, 1),
-    },
-).map(lambda sampling: {"seed": 7, **sampling})
-asks = st.builds(
-    Ask,
-    prompts,
-    st.sampled_from(["", "", "", "salt"]),
-    st.integers(-1, 1),
-    st.integers(0, 1),
-    samplings,
-)
-moves = st.lists(
-    st.one_of(
-        asks,
-        asks,
-        st.integers(1, 12),  # so many turns
-        st.integers(1, 4),
-        st.integers(-40, -1),  # abort the request with this serial, counted from the newest
-        st.sampled_from(["reset"]),
-    ),
-    min_size=4,
-    max_size=45,
-)
+Move = Ask | int | str
+"""A request; so many turns; or, below zero, an abort, counted from the newest; or "reset"."""
+
+
+def random_ask(rng: random.Random) -> Ask:
+    prompt = rng.choice(TALKS)[: rng.choice([rng.randint(1, 45), rng.randint(1, 16)])]
+    prompt = [*prompt, *(rng.randrange(VOCABULARY) for _ in range(rng.choice([0, 0, 0, 2, 5])))]
+    sampling: dict[str, Any] = {"seed": 7, "max_tokens": rng.choice([1, 2, 15, 30, 40, None])}
+    options: dict[str, list[Any]] = {
+        "temperature": [0.0, 1.0],
+        "ignore_eos": [False, True, True],
+        "stop_token_ids": [(), (), (), (3,), (2, 4, 6, 8), tuple(range(10, 20))],
+        "min_tokens": [0, 0, 1],
+        "logprobs": [None, None, 0, 2],
+        "prompt_logprobs": [None, None, None, 0, 1],
+    }
+    sampling.update({name: rng.choice(values) for name, values in options.items()})
+    return Ask(
+        tuple(prompt),
+        rng.choice(["", "", "", "salt"]),
+        rng.randint(-1, 1),
+        rng.randint(0, 1),
+        sampling,
+    )
+
+
+def random_move(rng: random.Random) -> Move:
+    """Mostly requests and turns; now and then an abort, or a cache that is emptied."""
+    kind = rng.random()
+    if kind < 0.5:
+        return random_ask(rng)
+    if kind < 0.85:
+        return rng.choice([1, 1, 2, 3, 5, 12])
+    if kind < 0.98:
+        return -rng.choice([1, 2, 3, 6, 10])
+    return "reset"
+
+
 rigs = st.fixed_dictionaries(
     {
-        "num_blocks": st.sampled_from([16, 17, 20, 28, 60]),
-        "rows": st.sampled_from([1, 2, 5, 9]),
+        "num_blocks": st.sampled_from([16, 17, 18, 22, 30, 60]),
+        "rows": st.sampled_from([9, 5, 2, 1]),
         "budget": st.sampled_from([9, 16, 40, 200]),
         "depth": st.integers(1, 2),
         "policy": st.sampled_from(["fcfs", "priority"]),
@@ -79,6 +81,11 @@ rigs = st.fixed_dictionaries(
         "buckets": st.sampled_from(["exact", "exponential", "linear"]),
         "max_prefill_batch": st.sampled_from([1, 3]),
     }
+)
+
+
+schedules = st.tuples(st.integers(0, 2**32 - 1), st.integers(20, 90)).map(
+    lambda drawn: [random_move(rng) for rng in [random.Random(drawn[0])] for _ in range(drawn[1])]
 )
 
 
@@ -90,7 +97,7 @@ class Schedule:
         self.keys: list[int] = []
         self.asks: dict[int, Ask] = {}
 
-    def make(self, move: Ask | int | str) -> None:
+    def make(self, move: Move) -> None:
         if isinstance(move, Ask):
             key = (move.front_end << 48) | len(self.keys)
             self.keys.append(key)
@@ -116,7 +123,7 @@ class Schedule:
             assert cached % size == 0 and cached < max(len(ask.prompt), 1)
             if cached:
                 assert self.rig.ledger.requests[key].num_started == 1
-                assert "prompt_logprobs" not in ask.sampling
+                assert ask.sampling.get("prompt_logprobs") is None
                 assert any(
                     ask.prompt[:cached] == (*other.prompt, *self.rig.tokens(by))[:cached]
                     for by, other in self.asks.items()
@@ -124,7 +131,7 @@ class Schedule:
                 ), f"key {key} found {cached} tokens that nobody with its salt had"
 
 
-def play(rig: CoreRig, schedule_moves: list[Ask | int | str]) -> None:
+def play(rig: CoreRig, schedule_moves: list[Move]) -> None:
     schedule = Schedule(rig)
     for move in schedule_moves:
         schedule.make(move)
@@ -142,17 +149,17 @@ def play(rig: CoreRig, schedule_moves: list[Ask | int | str]) -> None:
 
 
 @settings(PROFILE, max_examples=300)
-@given(rigs, moves)
+@given(rigs, schedules)
 def test_every_request_gets_what_it_gets_alone(
-    shape: dict[str, Any], schedule_moves: list[Ask | int | str]
+    shape: dict[str, Any], schedule_moves: list[Move]
 ) -> None:
     play(CoreRig(**shape), schedule_moves)
 
 
 @settings(PROFILE, max_examples=60)
-@given(rigs, moves)
+@given(rigs, schedules)
 def test_a_row_whose_logits_are_no_numbers_harms_no_other(
-    shape: dict[str, Any], schedule_moves: list[Ask | int | str]
+    shape: dict[str, Any], schedule_moves: list[Move]
 ) -> None:
     play(CoreRig(**shape, next_token=hashed_token(VOCABULARY, bad_every=23)), schedule_moves)
 
@@ -161,7 +168,7 @@ def test_the_schedules_reach_what_they_are_meant_to_reach() -> None:
     # Not hypothesis's luck: the same kind of load must preempt, share, chunk and end early.
     rig = CoreRig(num_blocks=18, rows=5, budget=9)
     ask_of = {"max_tokens": 25, "seed": 7, "stop_token_ids": (3, 4)}
-    schedule: list[Ask | int | str] = []
+    schedule: list[Move] = []
     for number in range(12):
         prompt = tuple(TALKS[number % 2][: 8 + number])
         schedule += [Ask(prompt, "", 0, 0, ask_of), 5]
