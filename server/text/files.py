@@ -12,7 +12,6 @@ from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Encoder
-from tokenizers.processors import TemplateProcessing
 
 from config.errors import ConfigError
 
@@ -60,7 +59,6 @@ def read_text_files(path: str, cache_dir: Path) -> TextFiles:
     encoder.no_padding()
     special_tokens = _special_tokens(folder, config)
     _mark_special(encoder, config, special_tokens)
-    _set_ends(encoder, config, special_tokens)
     return TextFiles(encoder, special_tokens, _chat_template(folder, config))
 
 
@@ -101,20 +99,6 @@ def _mark_special(encoder: Encoder, config: dict[str, Any], named: dict[str, str
             content in known and known[content].special
         ):
             encoder.add_special_tokens([AddedToken(content, special=True, normalized=False)])
-
-
-def _set_ends(encoder: Encoder, config: dict[str, Any], named: dict[str, str]) -> None:
-    """Obey add_bos_token and add_eos_token, which override the tokenizer's own frame."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    bos = named.get("bos_token") if config.get("add_bos_token") else None
-    eos = named.get("eos_token") if config.get("add_eos_token") else None
-    frame = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
-    ends = [(token, encoder.token_to_id(token)) for token in (bos, eos) if token]
-    if all(token_id is not None for _, token_id in ends):
-        encoder.post_processor = TemplateProcessing(
-            single=frame, pair=[*frame, "$B"], special_tokens=ends
-        )
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str] | None:

@@ -116,6 +116,11 @@ class Tokenizer:
         """Token id to bytes; special tokens stand for nothing when they are skipped."""
         return self._shown_pieces if skip_special_tokens else self._pieces
 
+    def id_of(self, token: str) -> int | None:
+        """The id of a token written as the vocabulary has it, if there is one."""
+        token_id: int | None = self._encoder.token_to_id(token)
+        return token_id
+
     def token_bytes(self, token_id: int) -> bytes:
         """A token's own bytes, also when they are half a character; b"" for an unknown id."""
         return self._pieces[token_id]

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.text.stop import Stopped, StopMatcher
+from server.text.stop import StopMatcher, Stopped
 
 
 def run(

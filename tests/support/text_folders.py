@@ -1,4 +1,4 @@
-"""Tokenizer folders as checkpoints have them, made on the spot: byte-level, byte fallback, words."""
+"""Tokenizer folders as checkpoints have them: byte-level, byte fallback, whole words."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 
-SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<｜user｜>"]
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<\uff5cuser\uff5c>"]
 
 
 def byte_level() -> Tokenizer:
