@@ -1,9 +1,6 @@
-"""Counters: numbers a worker keeps for its operator, by name. Knows nothing of what they count.
+"""Counters: numbers a worker keeps for its operator, by name. What can be told from a plan alone
+(bucket lookups, padding) the engine counts.
 
-lookups.{prefill,decode}.{hit,miss,fallback}    launches by bucket: prepared at start; not
-                                                prepared, used before; not prepared, first time
-useful.{prefill,decode}                         real tokens that went through the model
-padding.{prefill,decode}                        padded ones beside them
 compilations.{prefill,decode}.{warmup,serving}  captured graphs, by when they were captured
 compile_seconds.{warmup,serving}                time that took
 graphs, graph_bytes                             graphs kept, and the memory they hold (gauges)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hpu.backends.base import Backend, Event
-from hpu.counters import Counters, phase_name
+from hpu.counters import Counters
 from hpu.graphs import Graphs
 from hpu.kv_cache import KVCache
 from hpu.logprobs import prompt_logprobs
@@ -50,7 +50,7 @@ class Runner:
         counters: Counters,
         *,
         vocab_size: int,
-        prepared: frozenset[Bucket] | None,
+        pads: bool,
     ) -> None:
         self._model = model
         self._backend = backend
@@ -61,9 +61,8 @@ class Runner:
         self._staging = staging
         self._counters = counters
         self._vocab_size = vocab_size
-        self._prepared = prepared
-        """The bucket table; None when it is exact, and shapes may follow the real rows."""
-        self._passing: set[Bucket] = set()
+        self._pads = pads
+        """Whether every shape must come from the bucket; if not, it may follow the real rows."""
         self._broken: set[int] = set()
         """Rows whose logits were not numbers, until they are freed."""
         # One place more than rows: padding reads and writes there.
@@ -116,26 +115,22 @@ class Runner:
 
     def _launch(self, launch: Launch, pending: PendingStep) -> PendingLaunch:
         start = time.perf_counter()
-        begun = self._backend.event()
-        bucket = (launch.phase, *launch.bucket)
-        inputs = self._staging.inputs(bucket)
+        inputs = self._staging.inputs((launch.phase, *launch.bucket))
         fields = inputs.fields()
         targets: list[tuple[int, Tokens]] = []
         if isinstance(fields, PrefillFields):
             targets = self._prompt_targets(launch)
             rows = self._rows.fill_prefill(launch, fields)
-            self._count(bucket, sum(launch.counts))
         else:
             rows = launch.rows
             self._rows.fill_decode(launch, fields)
-            self._count(bucket, len(rows))
         inputs.upload()
         pending.host_s += time.perf_counter() - start
+        begun = self._backend.event()
         hidden = self._forward(inputs)
         done = self._sample(hidden, inputs, rows, begun) if rows else PendingLaunch([], [], begun)
         for index, following in targets:
-            first = index * launch.bucket[1]
-            done.prompts.append(self._prompt(hidden, launch.rows[index], first, following, pending))
+            done.prompts.append(self._prompt(hidden, launch, index, following, pending))
         done.end = self._backend.event()
         return done
 
@@ -153,7 +148,7 @@ class Runner:
         """Draw for `rows` at the ends of their tokens, write the tokens into the rows on the
         device, and start the copies to the host."""
         # Padded up to the batch where a new shape would mean a new compilation.
-        width = len(rows) if self._prepared is None else len(inputs.rows)
+        width = len(inputs.rows) if self._pads else len(rows)
         if inputs.last is None:
             hidden = hidden[:width]
         else:
@@ -195,7 +190,7 @@ class Runner:
         for start in range(0, len(targets), most):
             part = targets[start : start + most]
             # Padded with the last position where a new shape would mean a new compilation.
-            width = len(part) if self._prepared is None else most
+            width = most if self._pads else len(part)
             columns = np.minimum(np.arange(width), len(part) - 1)
             places = self._upload(first + start + columns, pending)
             wanted = self._upload(part[columns], pending)
@@ -219,14 +214,3 @@ class Runner:
     ) -> PendingLogprobs:
         move = self._backend.to_host
         return PendingLogprobs(k, move(ids), move(values), move(ranks))
-
-    def _count(self, bucket: Bucket, useful: int) -> None:
-        phase, batch, query, _ = bucket
-        name = phase_name(phase)
-        result = "hit"
-        if self._prepared is not None and bucket not in self._prepared:
-            result = "miss" if bucket in self._passing else "fallback"
-            self._passing.add(bucket)
-        self._counters.add(f"lookups.{name}.{result}", 1)
-        self._counters.add(f"useful.{name}", useful)
-        self._counters.add(f"padding.{name}", batch * query - useful)

@@ -83,7 +83,9 @@ class Worker:
         max_model_len = choose_max_model_len(config.max_model_len, facts)
         logger.info("Device %s, %s, context %d", backend.name, _name(dtype), max_model_len)
 
-        model, weight_bytes, load_s = _load(config, facts, dtype, backend, on_progress)
+        model, weight_bytes, load_s = _load(
+            config, facts, dtype, max_model_len, backend, on_progress
+        )
         block_size = config.cache.block_size or backend.default_block_size
         split = _split(config, facts, model, dtype, backend, max_model_len, block_size)
         cache = KVCache(
@@ -114,7 +116,7 @@ class Worker:
             staging,
             counters,
             vocab_size=facts.vocab_size,
-            prepared=None if table.is_exact else frozenset(table.buckets),
+            pads=not table.is_exact,
         )
         if captures:
             for bucket in table.buckets:
@@ -174,12 +176,13 @@ def _load(
     config: EngineConfig,
     facts: ModelConfig,
     dtype: torch.dtype,
+    max_model_len: int,
     backend: Backend,
     on_progress: Progress,
 ) -> tuple[Decoder, int, float]:
     """(model with its weights, bytes of these, seconds)."""
     start = time.perf_counter()
-    model = build_model(facts, dtype=dtype, device=backend.device)
+    model = build_model(facts, dtype=dtype, device=backend.device, max_model_len=max_model_len)
     load_weights(
         model,
         config.model,

@@ -15,6 +15,9 @@ from hpu.backends.host import has_fast_bfloat16, usable_cores, usable_memory
 
 logger = logging.getLogger(__name__)
 
+ALIGNMENT = 64
+"""Bytes of a cache line, and of the widest load."""
+
 
 @runtime_checkable
 class _Packs(Protocol):
@@ -83,8 +86,12 @@ class CpuBackend:
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         # numpy asks calloc, so pages that are never written cost nothing; torch.zeros writes them.
-        raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-        return torch.from_numpy(raw).view(dtype).view(shape)
+        size = math.prod(shape) * dtype.itemsize
+        if size == 0:
+            return torch.zeros(shape, dtype=dtype)
+        raw = np.zeros(size + ALIGNMENT, dtype=np.uint8)
+        start = -raw.ctypes.data % ALIGNMENT
+        return torch.from_numpy(raw[start : start + size]).view(dtype).view(shape)
 
     def host_tensor(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, dtype=dtype)

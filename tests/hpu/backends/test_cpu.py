@@ -1,0 +1,60 @@
+"""The CPU back end and its choice."""
+
+import resource
+
+import pytest
+import torch
+
+from config.errors import ConfigError
+from hpu.backends.cpu import CpuBackend
+from hpu.backends.select import select_backend
+
+
+def test_zeros_that_nobody_writes_take_no_memory() -> None:
+    backend = CpuBackend(num_threads=1)
+    before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    cache = backend.zeros((1024, 1024, 512), torch.bfloat16)
+    cache[0, 0, 0] = 1.0
+
+    grown_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb
+    assert cache.numel() * cache.element_size() == 1024**3
+    assert grown_kb < 64 * 1024
+
+
+def test_zeros_have_the_type_and_shape_asked_for() -> None:
+    backend = CpuBackend(num_threads=1)
+
+    made = backend.zeros((2, 0, 3), torch.float32), backend.zeros((2, 3), torch.int64)
+
+    assert [(t.shape, t.dtype) for t in made] == [
+        ((2, 0, 3), torch.float32),
+        ((2, 3), torch.int64),
+    ]
+    assert not made[1].any()
+    assert made[1].data_ptr() % 64 == 0
+
+
+def test_a_copy_to_the_host_keeps_its_values_when_the_source_changes() -> None:
+    backend = CpuBackend(num_threads=1)
+    source = torch.ones(3)
+
+    copy = backend.to_host(source)
+    source.fill_(2.0)
+
+    assert copy.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_as_many_threads_compute_as_were_asked_for() -> None:
+    before = torch.get_num_threads()
+
+    CpuBackend(num_threads=before + 1)
+
+    after = torch.get_num_threads()
+    torch.set_num_threads(before)
+    assert after == before + 1
+
+
+def test_a_device_that_is_not_there_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"'cuda'.*--device cpu"):
+        select_backend("cuda")

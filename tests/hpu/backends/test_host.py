@@ -1,0 +1,94 @@
+"""What the host lets a process use, read from laid-out kernel files."""
+
+import os
+from pathlib import Path
+
+from hpu.backends.host import has_fast_bfloat16, usable_cores, usable_memory
+
+GIB = 1024**3
+
+
+def _lay_out(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_memory_is_the_machines_when_nothing_limits_it(tmp_path: Path) -> None:
+    _lay_out(tmp_path, {"proc/meminfo": "MemTotal: 8388608 kB\nMemAvailable: 4194304 kB\n"})
+
+    assert usable_memory(tmp_path) == (4 * GIB, 8 * GIB)
+
+
+def test_a_control_group_limits_memory_and_its_dropped_cache_counts_as_free(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup/a/b"
+    _lay_out(
+        tmp_path,
+        {
+            "proc/meminfo": "MemTotal: 8388608 kB\nMemAvailable: 8388608 kB\n",
+            "proc/self/cgroup": "0::/a/b\n",
+            f"{group}/memory.max": "max\n",
+            "sys/fs/cgroup/a/memory.max": f"{2 * GIB}\n",
+            "sys/fs/cgroup/a/memory.current": f"{GIB}\n",
+            "sys/fs/cgroup/a/memory.stat": f"anon 1\ninactive_file {GIB // 2}\n",
+        },
+    )
+
+    assert usable_memory(tmp_path) == (2 * GIB - GIB // 2, 2 * GIB)
+
+
+def test_the_first_version_of_control_groups_limits_memory_too(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup/memory/job"
+    _lay_out(
+        tmp_path,
+        {
+            "proc/meminfo": "MemTotal: 8388608 kB\nMemAvailable: 8388608 kB\n",
+            "proc/self/cgroup": "5:memory:/job\n3:cpu,cpuacct:/job\n",
+            f"{group}/memory.limit_in_bytes": f"{GIB}\n",
+            f"{group}/memory.usage_in_bytes": f"{GIB // 4}\n",
+        },
+    )
+
+    assert usable_memory(tmp_path) == (GIB - GIB // 4, GIB)
+
+
+def test_a_container_that_sees_only_its_own_group_is_limited_by_the_mounted_root(
+    tmp_path: Path,
+) -> None:
+    _lay_out(
+        tmp_path,
+        {
+            "proc/meminfo": "MemTotal: 8388608 kB\nMemAvailable: 8388608 kB\n",
+            "proc/self/cgroup": "0::/docker/0123\n",
+            "sys/fs/cgroup/memory.max": f"{GIB}\n",
+            "sys/fs/cgroup/memory.current": "0\n",
+        },
+    )
+
+    assert usable_memory(tmp_path)[1] == GIB
+
+
+def test_a_cpu_quota_of_half_a_core_leaves_one(tmp_path: Path) -> None:
+    _lay_out(
+        tmp_path,
+        {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"},
+    )
+
+    assert usable_cores(tmp_path) == 1
+
+
+def test_without_a_quota_the_affinity_mask_counts(tmp_path: Path) -> None:
+    _lay_out(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"})
+
+    assert usable_cores(tmp_path) == len(os.sched_getaffinity(0))
+
+
+def test_bfloat16_is_fast_only_with_an_instruction_for_it(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    _lay_out(old, {"proc/cpuinfo": "flags : avx2 avx512f\n"})
+    _lay_out(new, {"proc/cpuinfo": "model : x\nflags : avx2 avx512_bf16\n"})
+
+    found = has_fast_bfloat16(old), has_fast_bfloat16(new), has_fast_bfloat16(tmp_path)
+
+    assert found == (False, True, False)
