@@ -14,6 +14,7 @@ from engine.messages import (
     AddRequest,
     Control,
     EngineStats,
+    Failed,
     FromEngine,
     Hello,
     Progress,
@@ -22,6 +23,7 @@ from engine.messages import (
     StepTokens,
     ToEngine,
 )
+from engine.prefix import TOKEN_BYTES
 from engine.wire import HIGH_WATER, Switchboard, Wires
 
 CONTROL_TIMEOUT_S = 30.0
@@ -94,34 +96,22 @@ class EngineClient(Protocol):
         ...
 
 
-class ZmqClient:
-    """An EngineClient over a request channel. Belongs to one asyncio loop."""
+class MailroomClient:
+    """What every EngineClient does alike. How a message goes down is left to `_send`, which says
+    False when the engine cannot take it now; what comes up is handed to `_receive`."""
 
     def __init__(
-        self,
-        endpoint: str,
-        index: int,
-        *,
-        max_queued_requests: int,
-        max_queued_prompt_tokens: int,
+        self, index: int, *, max_queued_requests: int, max_queued_prompt_tokens: int
     ) -> None:
-        """`index` is this front-end's number; `endpoint` is where it waits for its engine."""
-        self._endpoint = endpoint
         self._room = Mailroom(
             index, max_requests=max_queued_requests, max_prompt_tokens=max_queued_prompt_tokens
         )
-        self._wires = Wires()
-        self._switchboard: Switchboard[ToEngine, FromEngine] | None = None
-        self._engine: bytes | None = None
-        self._early_ready: Ready | None = None
         self._unsent_aborts: list[int] = []
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_numbers = itertools.count(1)
 
-    async def start(self) -> None:
-        """Listen for the engine. Raises ConfigError when the address cannot be taken."""
-        self._switchboard = self._wires.bind_router(self._endpoint, FromEngine)
-        self._switchboard.listen(self._receive, self._hung_up)
+    def _send(self, message: ToEngine) -> bool:
+        raise NotImplementedError
 
     @property
     def ready(self) -> Ready | None:
@@ -140,7 +130,7 @@ class ZmqClient:
         return self._room.stats
 
     def on_stats(self, observe: Callable[[EngineStats], None] | None) -> None:
-        """Call `observe` with every EngineStats that arrives."""
+        """Call `observe` with every EngineStats that arrives: the samples in it come only once."""
         self._room.on_stats = observe
 
     def add(
@@ -152,10 +142,10 @@ class ZmqClient:
         cache_salt: str = "",
     ) -> Box:
         """See EngineClient.add. Raises UserError for what no message can carry."""
-        box = self._room.open(len(prompt) // 4)
-        request = AddRequest(box.key, memoryview(prompt), sampling, priority, cache_salt)
+        tokens = memoryview(prompt).cast("B")
+        box = self._room.open(tokens.nbytes // TOKEN_BYTES)
         try:
-            sent = self._send(request)
+            sent = self._send(AddRequest(box.key, tokens, sampling, priority, cache_salt))
         except (TypeError, ValueError) as error:
             self._room.forget(box.key)
             raise UserError(f"the request cannot be encoded: {error}") from error
@@ -170,9 +160,8 @@ class ZmqClient:
 
     async def control(self, name: str, **arguments: Any) -> Any:
         """See EngineClient.control. Raises RequestFailed when the engine refuses or does not answer
-        within CONTROL_TIMEOUT_S, EngineDied when it is gone."""
-        if self._room.failure is not None:
-            raise EngineDied(self._room.failure)
+        within CONTROL_TIMEOUT_S, Overloaded before it is ready, EngineDied when it is gone."""
+        self._room.check_ready()
         call = next(self._call_numbers)
         answer = self._calls[call] = asyncio.get_running_loop().create_future()
         try:
@@ -195,47 +184,24 @@ class ZmqClient:
             if not answer.done():
                 answer.set_exception(EngineDied(message))
 
-    async def close(self) -> None:
-        self.fail("the client was closed")
-        if self._switchboard is not None:
-            self._switchboard.close()
-            self._switchboard = None
-            self._wires.close()
-
-    def _send(self, message: ToEngine) -> bool:
-        return (
-            self._switchboard is not None
-            and self._engine is not None
-            and self._switchboard.send(self._engine, message)
-        )
-
-    def _send_aborts(self) -> None:
-        # Aborts must not be lost: what the engine cannot take now is sent after its next message.
-        if self._unsent_aborts and self._send(Abort(self._unsent_aborts)):
-            self._unsent_aborts = []
-
-    def _receive(self, peer: bytes, message: FromEngine) -> None:
+    def _receive(self, message: FromEngine) -> None:
         if isinstance(message, StepTokens):
             self._room.deliver(message)
             if self._unsent_aborts:
                 self._send_aborts()
         elif isinstance(message, Reply):
             self._answer(message)
-        elif isinstance(message, Hello):
-            # The line that says hello is the one the engine listens on; the others only talk.
-            self._engine = peer
-            self._become_ready(self._early_ready)
         elif isinstance(message, Progress):
             self._room.progress = message
         elif isinstance(message, Ready):
-            self._early_ready = message
-            self._become_ready(message)
-        else:
+            self._room.become_ready(message)
+        elif isinstance(message, Failed):
             self.fail(message.message)
 
-    def _become_ready(self, ready: Ready | None) -> None:
-        if ready is not None and self._engine is not None:
-            self._room.become_ready(ready)
+    def _send_aborts(self) -> None:
+        # Aborts must not be lost: what the engine cannot take now is sent after its next message.
+        if self._unsent_aborts and self._send(Abort(self._unsent_aborts)):
+            self._unsent_aborts = []
 
     def _answer(self, reply: Reply) -> None:
         answer = self._calls.get(reply.call)
@@ -245,6 +211,61 @@ class ZmqClient:
             answer.set_exception(RequestFailed(reply.error))
         else:
             answer.set_result(reply.value)
+
+
+class ZmqClient(MailroomClient):
+    """An EngineClient over a request channel. Belongs to one asyncio loop."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        index: int,
+        *,
+        max_queued_requests: int,
+        max_queued_prompt_tokens: int,
+    ) -> None:
+        """`index` is this front-end's number; `endpoint` is where it waits for its engine."""
+        super().__init__(
+            index,
+            max_queued_requests=max_queued_requests,
+            max_queued_prompt_tokens=max_queued_prompt_tokens,
+        )
+        self._endpoint = endpoint
+        self._wires = Wires()
+        self._switchboard: Switchboard[ToEngine, FromEngine] | None = None
+        self._engine: bytes | None = None
+        self._early_ready: Ready | None = None
+
+    async def start(self) -> None:
+        """Listen for the engine. Raises ConfigError when the address cannot be taken."""
+        self._switchboard = self._wires.bind_router(self._endpoint, FromEngine)
+        self._switchboard.listen(self._receive_from, self._hung_up)
+
+    async def close(self) -> None:
+        self.fail("the client was closed")
+        if self._switchboard is not None:
+            self._switchboard.close()
+            self._switchboard = None
+        self._wires.close()
+
+    def _send(self, message: ToEngine) -> bool:
+        return (
+            self._switchboard is not None
+            and self._engine is not None
+            and self._switchboard.send(self._engine, message)
+        )
+
+    def _receive_from(self, peer: bytes, message: FromEngine) -> None:
+        if isinstance(message, Hello):
+            # The line that says hello is the one the engine listens on; the other one only talks.
+            self._engine = peer
+        elif isinstance(message, Ready):
+            self._early_ready = message
+        else:
+            self._receive(message)
+            return
+        if self._engine is not None and self._early_ready is not None:
+            self._receive(self._early_ready)
 
     def _hung_up(self) -> None:
         asyncio.get_running_loop().call_later(HANGUP_GRACE_S, self.fail, "the engine has hung up")

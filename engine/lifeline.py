@@ -12,7 +12,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +49,25 @@ def describe_exit(code: int) -> str:
 
 
 class Child:
-    """The parent's end. `on_exit(code)` is called once, on a thread, unless `close` came first."""
+    """The parent's end. When the child ends by itself, `on_exit` is called once, on a thread of its
+    own, with a sentence that says how; not when `close` came first."""
 
     def __init__(
-        self, command: Sequence[str], orders: Any, on_exit: Callable[[int], None] | None = None
+        self,
+        name: str,
+        command: Sequence[str],
+        orders: Any,
+        *,
+        environment: Mapping[str, str] | None = None,
+        on_exit: Callable[[str], None] | None = None,
     ) -> None:
-        """Start `command` and hand it `orders` (anything msgspec can encode)."""
+        """Start `command` and hand it `orders` (anything msgspec can encode). `name` is for
+        messages. `environment` is all of the child's variables; None: a copy of ours."""
+        self._name = name
         self._on_exit = on_exit
         self._closing = False
         self.sentinel, self._alive = os.pipe()
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
         self.pid = self._process.pid
         payload = msgspec.msgpack.encode(orders)
         # A child that is already dead is reported by the watcher, like any other death.
@@ -88,15 +97,22 @@ class Child:
                 self._process.stdin.close()
 
     @property
+    def obituary(self) -> str:
+        """How it ended: `worker 0 (process 17) was killed by SIGKILL`."""
+        code = self._process.returncode
+        ending = "has not ended" if code is None else describe_exit(code)
+        return f"{self._name} (process {self.pid}) {ending}"
+
+    @property
     def _stdin(self) -> int:
         assert self._process.stdin is not None
         return self._process.stdin.fileno()
 
     def _watch(self) -> None:
-        code = self._process.wait()
+        self._process.wait()
         os.close(self._alive)
         if self._on_exit is not None and not self._closing:
-            self._on_exit(code)
+            self._on_exit(self.obituary)
 
 
 def read_orders(kind: Any) -> Any:

@@ -97,8 +97,8 @@ class Mailroom:
         self._num_waiting = 0
         self._num_waiting_tokens = 0
 
-    def open(self, num_prompt_tokens: int) -> Box:
-        """A mailbox for a new request. Raises Overloaded or EngineDied."""
+    def check_ready(self) -> None:
+        """Raise EngineDied, or Overloaded with where start-up stands, unless requests may come."""
         if self.failure is not None:
             raise EngineDied(self.failure)
         if self.ready is None:
@@ -109,6 +109,11 @@ class Mailroom:
                 retry_after_s=5,
                 type="server_error",
             )
+
+    def open(self, num_prompt_tokens: int) -> Box:
+        """A mailbox for a new request. Raises what `check_ready` does, and Overloaded when the line
+        is full."""
+        self.check_ready()
         if self._num_waiting >= self._max_requests:
             raise Overloaded(
                 f"{self._num_waiting} requests are waiting, and at most {self._max_requests} may."

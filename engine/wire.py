@@ -94,9 +94,10 @@ class Waiter:
         for fd in fds:
             self._poller.register(fd, zmq.POLLIN)
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """False when the time ran out first."""
-        return bool(self._poller.poll(None if timeout_s is None else round(timeout_s * 1000)))
+    def wait(self, timeout_s: float | None = None) -> set[int]:
+        """Sleep, at most `timeout_s`. The descriptors that are readable, or at their end."""
+        ready = self._poller.poll(None if timeout_s is None else round(timeout_s * 1000))
+        return {source for source, _ in ready if isinstance(source, int)}
 
 
 class Switchboard(Generic[Sent, Received]):

@@ -1,0 +1,112 @@
+"""Main of a worker process: plans in over the step channel, results out. Knows no device.
+
+Its environment was set by the parent, before torch or a vendor's runtime could read it.
+"""
+
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from config.engine import EngineConfig
+from config.errors import ConfigError
+from config.log import setup as setup_log
+from engine.lifeline import exit_with_parent, python_command, read_orders
+from engine.wire import Line, Waiter, Wires
+from hpu.step import StepPlan, StepResult, ToWorker, WarmupProgress, WorkerFailed, WorkerReady
+
+logger = logging.getLogger(__name__)
+
+LINGER_S = 2.0
+
+
+class WorkerOrders(msgspec.Struct, frozen=True):
+    """What a worker process is told at start."""
+
+    config: EngineConfig
+    endpoint: str
+    rank: int = 0
+    log_level: str = "info"
+
+
+class StepWorker(Protocol):
+    """What this file asks of a worker: `hpu.worker.Worker`."""
+
+    def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady: ...
+
+    def submit(self, plan: StepPlan) -> None: ...
+
+    def collect(self) -> StepResult: ...
+
+    def close(self) -> None: ...
+
+
+class Terminated(BaseException):
+    """SIGTERM: stop at the next instruction, wherever that is."""
+
+
+def worker_command() -> list[str]:
+    """How to start this file as a process."""
+    return python_command("engine.executors.child")
+
+
+def main() -> None:
+    """The entry of a worker's process."""
+    from hpu.worker import Worker
+
+    sys.exit(run(read_orders(WorkerOrders), Worker))
+
+
+def run(orders: WorkerOrders, make_worker: Callable[[EngineConfig], StepWorker]) -> int:
+    """Work until told to stop; the exit code. The last word of a failure is WorkerFailed."""
+    exit_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _terminate)
+    setup_log("worker", rank=orders.rank, level=orders.log_level)
+    wires = Wires()
+    line = wires.connect_pair(orders.endpoint, ToWorker)
+    worker = make_worker(orders.config)
+    try:
+        line.send(worker.start(lambda progress: _tell(line, progress)))
+        _serve(worker, line)
+    except Terminated:
+        code = 0
+    except ConfigError as error:
+        line.send(WorkerFailed(str(error)))
+        code = 2
+    except Exception as error:
+        logger.exception("worker %d cannot go on", orders.rank)
+        line.send(WorkerFailed(f"worker {orders.rank}: {type(error).__name__}: {error}"))
+        code = 1
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    worker.close()
+    line.close(LINGER_S)
+    wires.close()
+    return code
+
+
+def _serve(worker: StepWorker, line: Line[Any, StepPlan]) -> None:
+    waiter = Waiter([line])
+    in_flight = 0
+    while True:
+        # A plan that has arrived is launched before the running one's result is awaited.
+        plan = line.receive()
+        if plan is not None:
+            worker.submit(plan)
+            in_flight += 1
+        elif in_flight:
+            line.send(worker.collect())
+            in_flight -= 1
+        else:
+            waiter.wait()
+
+
+def _tell(line: Line[Any, StepPlan], progress: WarmupProgress) -> None:
+    line.send(progress)
+
+
+def _terminate(*_: Any) -> None:
+    raise Terminated

@@ -1,0 +1,26 @@
+"""Executor: a worker in this process, called by the thread that runs the engine."""
+
+from collections.abc import Callable
+
+from config.engine import EngineConfig
+from hpu.step import StepPlan, StepResult, WarmupProgress, WorkerReady
+from hpu.worker import Worker
+
+
+class InlineExecutor:
+    """No process and no copy; a step's Python runs where the scheduler's does."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._worker = Worker(config)
+
+    def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
+        return self._worker.start(on_progress)
+
+    def submit(self, plan: StepPlan) -> None:
+        self._worker.submit(plan)
+
+    def collect(self) -> StepResult:
+        return self._worker.collect()
+
+    def close(self) -> None:
+        self._worker.close()

@@ -1,0 +1,99 @@
+"""Executor: the worker is a process of its own, reached over a PAIR of sockets and watched."""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from config.engine import EngineConfig
+from config.errors import EngineDied
+from engine.executors.child import WorkerOrders
+from engine.lifeline import Child
+from engine.wire import Line, Waiter, Wires, endpoint
+from hpu.step import FromWorker, StepPlan, StepResult, WarmupProgress, WorkerFailed, WorkerReady
+
+LAST_WORDS_S = 0.2
+"""How long a dead worker's last message may take to come out of the socket."""
+
+STOP_TIMEOUT_S = 5.0
+
+
+class MultiprocExecutor:
+    """One worker process. `start`, `submit` and `collect` belong to one thread.
+
+    A death is reported at once: to whoever waits in `collect`, and by `on_death`, called on a
+    thread of its own, when nobody does.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        directory: str,
+        on_death: Callable[[str], None],
+        *,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        rank: int = 0,
+    ) -> None:
+        self._name = f"worker {rank}"
+        self._closed = threading.Event()
+        self._wires = Wires()
+        address = endpoint(directory, f"w{rank}.sock")
+        self._line: Line[StepPlan, FromWorker] = self._wires.bind_pair(address, FromWorker)
+        self._child = Child(
+            self._name,
+            command,
+            WorkerOrders(config, address, rank, _log_level()),
+            environment=environment,
+            on_exit=on_death,
+        )
+        self._waiter = Waiter([self._line], [self._child.sentinel])
+
+    @property
+    def pid(self) -> int:
+        """The worker's process."""
+        return self._child.pid
+
+    def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
+        while True:
+            message = self._receive()
+            if isinstance(message, WorkerReady):
+                return message
+            assert isinstance(message, WarmupProgress), f"{message} before the worker was ready"
+            on_progress(message)
+
+    def submit(self, plan: StepPlan) -> None:
+        if not self._line.send(plan):
+            raise EngineDied(f"{self._name} does not read its plans")
+
+    def collect(self) -> StepResult:
+        result = self._receive()
+        assert isinstance(result, StepResult), f"{result} in place of a step's result"
+        return result
+
+    def close(self) -> None:
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._child.close(STOP_TIMEOUT_S)
+        self._line.close()
+        self._wires.close()
+
+    def _receive(self) -> WorkerReady | WarmupProgress | StepResult:
+        while True:
+            message = self._line.receive()
+            if message is None:
+                self._waiter.wait()
+                message = self._line.receive()
+            if message is None and self._child.poll() is not None:
+                Waiter([self._line]).wait(LAST_WORDS_S)
+                message = self._line.receive()
+                if message is None:
+                    raise EngineDied(self._child.obituary)
+            if isinstance(message, WorkerFailed):
+                raise EngineDied(message.message)
+            if message is not None:
+                return message
+
+
+def _log_level() -> str:
+    return logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower()

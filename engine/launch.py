@@ -1,0 +1,51 @@
+"""Starts engine processes, watches them, stops them. Knows what they are told, not what they do."""
+
+from collections.abc import Callable, Sequence
+
+from config.engine import EngineConfig
+from config.env import environment, runtime_environment
+from engine.lifeline import Child
+from engine.process import EngineOrders, engine_command
+
+
+class EngineProcess:
+    """An engine in a process of its own, which dies with this one."""
+
+    def __init__(self, child: Child) -> None:
+        self._child = child
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def poll(self) -> int | None:
+        """The exit code (negative: the signal), or None while it runs."""
+        return self._child.poll()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """SIGTERM, wait for `timeout_s`, SIGKILL. Returns when it is gone; safe to call twice."""
+        self._child.close(timeout_s)
+
+
+def launch(
+    config: EngineConfig,
+    directory: str,
+    num_front_ends: int,
+    *,
+    on_exit: Callable[[str], None] | None = None,
+    log_level: str = "info",
+    command: Sequence[str] | None = None,
+) -> EngineProcess:
+    """Start an engine that will connect to `front_end_endpoint(directory, i)` of each front-end.
+
+    `on_exit(sentence)` is called on a thread when it ends without `close`. `command` replaces the
+    engine's own entry.
+    """
+    child = Child(
+        "the engine",
+        command or engine_command(),
+        EngineOrders(config, directory, num_front_ends, log_level=log_level),
+        environment={**environment(), **runtime_environment(config)},
+        on_exit=on_exit,
+    )
+    return EngineProcess(child)

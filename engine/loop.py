@@ -1,0 +1,169 @@
+"""The engine's loop: an inbox that other threads fill, the core's turns, messages out.
+Knows no socket and no process; what it sends goes to `emit`."""
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from queue import SimpleQueue
+
+from config.engine import EngineConfig
+from config.errors import GaudiserveError
+from engine.core import EngineCore
+from engine.executors.base import Executor
+from engine.messages import (
+    FRONT_END_SHIFT,
+    Abort,
+    AddRequest,
+    Control,
+    Finish,
+    FromEngine,
+    Progress,
+    Ready,
+    Reply,
+    StepTokens,
+    ToEngine,
+)
+from engine.prefix import block_hashes
+from hpu.buckets import BucketLimits, BucketTable
+from hpu.step import WarmupProgress, WorkerReady
+
+Emit = Callable[[int | None, FromEngine], None]
+"""Takes a front-end's index (None: all of them) and a message; called on several threads."""
+
+
+class EngineLoop:
+    """Owns a core on the thread that calls `run`. `receive` and `stop` may be called from others.
+
+    A request is refused at once when the inbox holds `max_waiting` entries; aborts and controls are
+    always let in, since the requests they speak of were.
+    """
+
+    def __init__(
+        self, config: EngineConfig, emit: Emit, *, num_front_ends: int, engine: int = 0
+    ) -> None:
+        self._config = config
+        self._emit = emit
+        self._num_front_ends = num_front_ends
+        self._engine = engine
+        self._inbox: SimpleQueue[tuple[int, ToEngine, list[bytes]] | BaseException] = SimpleQueue()
+        self._block_size: int | None = None
+        """Set once prompts are to be hashed."""
+        self._stop_reason: BaseException | None = None
+
+    def receive(self, front_end: int, message: ToEngine) -> None:
+        """Take a message from a front-end. Prompts are hashed here, on the caller's thread."""
+        if not isinstance(message, AddRequest):
+            self._inbox.put((front_end, message, []))
+            return
+        most = self._config.schedule.max_waiting
+        num_waiting = self._inbox.qsize()
+        if num_waiting >= most:
+            error = f"{num_waiting} requests wait, at most {most} may"
+            finish = Finish(message.key, "error", error=error)
+            self._emit(message.key >> FRONT_END_SHIFT, StepTokens(step=0, finished=[finish]))
+            return
+        hashes: list[bytes] = []
+        if self._block_size is not None:
+            hashes = block_hashes(
+                message.prompt, self._block_size, message.cache_salt, message.adapter
+            )
+        self._inbox.put((front_end, message, hashes))
+
+    def stop(self, reason: BaseException) -> None:
+        """Make `run` raise `reason` before its next turn, or while it starts."""
+        self._stop_reason = reason
+        self._inbox.put(reason)
+
+    def run(self, executor: Executor, *, freeze_garbage: bool = False) -> None:
+        """Start the executor, announce Ready, work until `stop`. Ends only by an exception; sleeps
+        when there is no work. Closing the executor is left to the caller. `freeze_garbage` is for
+        a process that does nothing else."""
+        worker = executor.start(self._report)
+        table = make_table(self._config, worker)
+        core = EngineCore(self._config, executor, worker, table, time.monotonic)
+        for front_end in range(self._num_front_ends):
+            core.attach(front_end)
+        if self._config.cache.enable_prefix_caching:
+            self._block_size = worker.block_size
+        if freeze_garbage:
+            # What lives now lives to the end: the collector need not look at it again.
+            gc.collect()
+            gc.freeze()
+        self._emit(None, make_ready(self._engine, worker))
+        while True:
+            self._take_inbox(core)
+            for front_end, tokens in core.turn():
+                self._emit(front_end, tokens)
+
+    def _report(self, progress: WarmupProgress) -> None:
+        if self._stop_reason is not None:
+            raise self._stop_reason
+        self._emit(None, Progress(self._engine, progress.stage, progress.done, progress.total))
+
+    def _take_inbox(self, core: EngineCore) -> None:
+        if not core.has_work:
+            self._take(core, self._inbox.get())
+        for _ in range(self._inbox.qsize()):
+            self._take(core, self._inbox.get())
+
+    def _take(
+        self, core: EngineCore, item: tuple[int, ToEngine, list[bytes]] | BaseException
+    ) -> None:
+        if isinstance(item, BaseException):
+            raise item
+        front_end, message, hashes = item
+        if isinstance(message, AddRequest):
+            core.add(message, hashes)
+        elif isinstance(message, Abort):
+            core.abort(message.keys)
+        else:
+            self._emit(front_end, _answer(core, message))
+
+
+def make_table(config: EngineConfig, worker: WorkerReady) -> BucketTable:
+    """The bucket table that the worker made for itself, made again here."""
+    buckets = config.buckets
+    if buckets.strategy == "auto":
+        buckets = replace(buckets, strategy="exponential" if worker.buckets else "exact")
+    limits = BucketLimits(
+        block_size=worker.block_size,
+        max_model_len=worker.max_model_len,
+        max_num_seqs=config.schedule.max_num_seqs,
+        max_num_batched_tokens=config.schedule.max_num_batched_tokens,
+        max_prefill_batch=config.schedule.max_prefill_batch,
+        num_blocks=worker.num_blocks,
+        prefix_caching=config.cache.enable_prefix_caching,
+    )
+    table = BucketTable.make(buckets, limits)
+    assert table.buckets == worker.buckets, (
+        f"the engine has {len(table.buckets)} buckets, the worker prepared {len(worker.buckets)}"
+    )
+    return table
+
+
+def make_ready(engine: int, worker: WorkerReady) -> Ready:
+    """What front-ends are told of a worker that is ready."""
+    return Ready(
+        engine=engine,
+        num_blocks=worker.num_blocks,
+        block_size=worker.block_size,
+        max_model_len=worker.max_model_len,
+        vocab_size=worker.vocab_size,
+        eos_token_ids=worker.eos_token_ids,
+        num_buckets=len(worker.buckets),
+        device=worker.device,
+        dtype=worker.dtype,
+        weight_bytes=worker.weight_bytes,
+        kv_bytes=worker.kv_bytes,
+        total_bytes=worker.total_bytes,
+        load_s=worker.load_s,
+        warmup_s=worker.warmup_s,
+    )
+
+
+def _answer(core: EngineCore, control: Control) -> Reply:
+    try:
+        return Reply(control.call, core.control(control.name, control.arguments))
+    except GaudiserveError as error:
+        return Reply(control.call, error=str(error))

@@ -1,0 +1,196 @@
+"""The engine process: one thread reads sockets, one writes them, the main one runs the loop."""
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+
+from config.engine import EngineConfig
+from config.errors import ConfigError, EngineDied
+from config.log import setup as setup_log
+from engine.executors.base import Executor
+from engine.executors.select import make_executor
+from engine.lifeline import exit_with_parent, python_command, read_orders
+from engine.loop import EngineLoop
+from engine.messages import Failed, FromEngine, Hello, ToEngine
+from engine.wire import HIGH_WATER, Line, Waiter, Wires, endpoint
+
+logger = logging.getLogger(__name__)
+
+LINGER_S = 1.0
+"""How long last words may take to leave."""
+
+MakeExecutor = Callable[[EngineConfig, str, Callable[[str], None]], Executor]
+
+
+class EngineOrders(msgspec.Struct, frozen=True):
+    """What an engine process is told at start."""
+
+    config: EngineConfig
+    directory: str
+    num_front_ends: int
+    engine: int = 0
+    log_level: str = "info"
+
+
+class Terminated(BaseException):
+    """SIGTERM: stop at the next instruction, wherever that is."""
+
+
+def front_end_endpoint(directory: str, index: int) -> str:
+    """Where front-end `index` waits for its engines."""
+    return endpoint(directory, f"fe{index}.sock")
+
+
+def engine_command() -> list[str]:
+    """How to start this file as a process."""
+    return python_command("engine.process")
+
+
+def main() -> None:
+    """The entry of an engine's process."""
+    sys.exit(run(read_orders(EngineOrders), make_executor))
+
+
+def run(orders: EngineOrders, make_executor: MakeExecutor) -> int:
+    """Serve until told to stop; the exit code. Every front-end hears Failed before the end."""
+    # If the parent cannot clean up any more, nobody else will.
+    exit_with_parent(lambda: shutil.rmtree(orders.directory, ignore_errors=True))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _terminate)
+    setup_log("engine", rank=orders.engine, level=orders.log_level)
+    wires = Wires()
+    output = Output(orders, wires)
+    loop = EngineLoop(
+        orders.config, output.put, num_front_ends=orders.num_front_ends, engine=orders.engine
+    )
+    source = Input(orders, wires, loop)
+    output.start(loop.stop)
+    source.start()
+    executor: Executor | None = None
+    try:
+        executor = make_executor(
+            orders.config, orders.directory, lambda message: loop.stop(EngineDied(message))
+        )
+        loop.run(executor, freeze_garbage=True)
+        raise AssertionError("the loop ended without a reason")
+    except Terminated:
+        code, message = 0, "the engine was told to stop"
+    except ConfigError as error:
+        code, message = 2, str(error)
+    except EngineDied as error:
+        code, message = 1, str(error)
+    except Exception as error:
+        logger.exception("the engine cannot go on")
+        code, message = 1, f"{type(error).__name__}: {error}"
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if code:
+        logger.error("%s", message)
+    output.put(None, Failed(orders.engine, message))
+    output.close()
+    source.close()
+    if executor is not None:
+        executor.close()
+    wires.close()
+    return code
+
+
+class Output:
+    """The thread that encodes and sends. Its queue needs no bound: the thread never waits, and a
+    front-end that does not read ends the engine."""
+
+    def __init__(self, orders: EngineOrders, wires: Wires) -> None:
+        self._orders = orders
+        self._wires = wires
+        self._queue: SimpleQueue[tuple[int | None, FromEngine] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="output", daemon=True)
+
+    def start(self, on_error: Callable[[BaseException], None]) -> None:
+        self._on_error = on_error
+        self._thread.start()
+
+    def put(self, front_end: int | None, message: FromEngine) -> None:
+        """Send to one front-end, or to all (None). Any thread."""
+        self._queue.put((front_end, message))
+
+    def close(self) -> None:
+        """Send what was put, then end."""
+        self._queue.put(None)
+        self._thread.join(LINGER_S)
+
+    def _run(self) -> None:
+        lines = [
+            self._wires.connect_dealer(
+                front_end_endpoint(self._orders.directory, index),
+                f"{self._orders.engine}.out",
+                ToEngine,
+            )
+            for index in range(self._orders.num_front_ends)
+        ]
+        try:
+            while (item := self._queue.get()) is not None:
+                front_end, message = item
+                to = range(len(lines)) if front_end is None else (front_end,)
+                for index in to:
+                    if not lines[index].send(message):
+                        raise EngineDied(f"front-end {index} left {HIGH_WATER} messages unread")
+        except Exception as error:
+            self._on_error(error)
+        finally:
+            for line in lines:
+                line.close(LINGER_S)
+
+
+class Input:
+    """The thread that receives, decodes and hashes. It says Hello on the lines it listens on."""
+
+    def __init__(self, orders: EngineOrders, wires: Wires, loop: EngineLoop) -> None:
+        self._orders = orders
+        self._wires = wires
+        self._loop = loop
+        self._end, self._end_signal = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="input", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        os.close(self._end_signal)
+        self._thread.join(LINGER_S)
+
+    def _run(self) -> None:
+        lines: list[Line[FromEngine, ToEngine]] = [
+            self._wires.connect_dealer(
+                front_end_endpoint(self._orders.directory, index),
+                f"{self._orders.engine}.in",
+                ToEngine,
+            )
+            for index in range(self._orders.num_front_ends)
+        ]
+        for line in lines:
+            line.send(Hello(self._orders.engine, os.getpid()))
+        try:
+            self._listen(lines)
+        except Exception as error:
+            self._loop.stop(error)
+        finally:
+            for line in lines:
+                line.close()
+
+    def _listen(self, lines: list[Line[FromEngine, ToEngine]]) -> None:
+        waiter = Waiter(lines, [self._end])
+        while self._end not in waiter.wait():
+            for index, line in enumerate(lines):
+                while (message := line.receive()) is not None:
+                    self._loop.receive(index, message)
+
+
+def _terminate(*_: Any) -> None:
+    raise Terminated
