@@ -1,0 +1,124 @@
+"""PagedHarness: a decoder driven by hand through prefill and decode launches, over scattered blocks
+and with as much padding as asked. A slow, obvious stand-in for rows, buckets and the runner."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from config.model import read_model_config
+from hpu.layers.context import DecodeContext, PrefillContext
+from hpu.loader import load_weights
+from hpu.models.decoder import Decoder
+from hpu.models.select import build_model
+
+
+def load_decoder(
+    folder: Path, *, dtype: torch.dtype = torch.float32, max_model_len: int | None = None
+) -> Decoder:
+    """The decoder of a checkpoint folder, on CPU."""
+    model = build_model(
+        read_model_config(str(folder)),
+        dtype=dtype,
+        device=torch.device("cpu"),
+        max_model_len=max_model_len,
+    )
+    load_weights(model, str(folder), on_progress=lambda done, total: None)
+    return model
+
+
+class PagedHarness:
+    """Sequences over one pool of blocks; every launch returns the logits of its real tokens."""
+
+    def __init__(self, model: Decoder, *, block_size: int = 4, num_blocks: int = 256) -> None:
+        self.model = model
+        self.block_size = block_size
+        self.pad_block = num_blocks
+        # Never-written slots hold what would ruin any sum it entered, and blocks are lent in an
+        # order that is not theirs in memory.
+        self.caches = [
+            (torch.full(keys, 1e4, dtype=model.dtype), torch.full(values, 1e4, dtype=model.dtype))
+            for keys, values in model.cache_shapes(num_blocks + 1, block_size)
+        ]
+        model.bind_caches(self.caches)
+        shuffled = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(7))
+        self._free: Iterator[int] = iter(shuffled.tolist())
+        self._tables: dict[int, list[int]] = {}
+        self._lengths: dict[int, int] = {}
+
+    def _grow(self, row: int, length: int) -> None:
+        table = self._tables.setdefault(row, [])
+        while len(table) * self.block_size < length:
+            table.append(next(self._free))
+
+    def _slot(self, row: int, position: int) -> int:
+        block = self._tables[row][position // self.block_size]
+        return block * self.block_size + position % self.block_size
+
+    def prefill(
+        self,
+        new: dict[int, list[int]],
+        *,
+        pad_rows: int = 0,
+        pad_query: int = 0,
+        pad_blocks: int = 0,
+    ) -> dict[int, Tensor]:
+        """Run each row's new tokens; logits (tokens, vocab) by row."""
+        batch = len(new) + pad_rows
+        query = max(len(tokens) for tokens in new.values()) + pad_query
+        held = {row: self._lengths.get(row, 0) for row in new}
+        blocks = max(-(-length // self.block_size) for length in held.values()) + pad_blocks
+        pad_slot = self.pad_block * self.block_size
+        tokens = torch.zeros(batch, query, dtype=torch.long)
+        positions = torch.zeros(batch, query, dtype=torch.long)
+        slots = torch.full((batch, query), pad_slot)
+        query_lens, context_lens = torch.zeros(batch).long(), torch.zeros(batch).long()
+        block_list = torch.full((batch, blocks), self.pad_block)
+        for index, (row, ids) in enumerate(new.items()):
+            start, end = held[row], held[row] + len(ids)
+            self._grow(row, end)
+            tokens[index, : len(ids)] = torch.tensor(ids)
+            positions[index, : len(ids)] = torch.arange(start, end)
+            for place in range(start, end):
+                slots[index, place - start] = self._slot(row, place)
+            used = -(-start // self.block_size)
+            block_list[index, :used] = torch.tensor(self._tables[row][:used]).long()
+            query_lens[index], context_lens[index] = len(ids), start
+            self._lengths[row] = end
+        hidden = self.model(
+            tokens,
+            PrefillContext(
+                positions, slots.view(-1), query_lens, context_lens, block_list.view(-1)
+            ),
+        )
+        return {
+            row: self.model.logits(hidden[index, : len(ids)])
+            for index, (row, ids) in enumerate(new.items())
+        }
+
+    def decode(
+        self, last: dict[int, int], *, pad_rows: int = 0, pad_blocks: int = 0
+    ) -> dict[int, Tensor]:
+        """Run one token a row; logits (vocab) by row."""
+        batch = len(last) + pad_rows
+        tokens, positions = torch.zeros(batch, 1).long(), torch.zeros(batch, 1).long()
+        slots = torch.full((batch,), self.pad_block * self.block_size)
+        blocks: list[tuple[int, int, int, int]] = []
+        for index, (row, token) in enumerate(last.items()):
+            position = self._lengths[row]
+            self._grow(row, position + 1)
+            tokens[index, 0], positions[index, 0] = token, position
+            slots[index] = self._slot(row, position)
+            for place, block in enumerate(self._tables[row]):
+                start = place * self.block_size
+                usage = min(self.block_size, position + 1 - start)
+                blocks.append((block, index, start, usage))
+            self._lengths[row] = position + 1
+        blocks += [(self.pad_block, -1, 0, 1)] * pad_blocks
+        block_list, groups, starts, usage_column = torch.tensor(blocks).unbind(1)
+        hidden = self.model(
+            tokens, DecodeContext(positions, slots, block_list, groups, starts, usage_column)
+        )
+        logits = self.model.logits(hidden[:, 0])
+        return {row: logits[index] for index, row in enumerate(last)}

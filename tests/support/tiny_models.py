@@ -1,0 +1,100 @@
+"""Tiny random checkpoints of every family, with a byte-level tokenizer, as folders on disk."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCAB_SIZE = 320
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
+BOS, IM_START, EOS, PAD = range(4)
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": PAD,
+    # Wide weights: with the usual ones a random model says the same few tokens for ever.
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None, "head_dim": 16},
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {"head_dim": 32},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+    },
+    "phi3": {},
+}
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def make_tiny(
+    family: str, folder: Path | str, *, seed: int = 0, max_shard_size: str = "1GB", **overrides: Any
+) -> Path:
+    """Write a float32 checkpoint of `family` (a key of FAMILIES) into `folder`, and give the folder.
+
+    The same arguments give the same weights. `overrides` are fields of the family's config.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **overrides})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        # Fresh norms are 1 and fresh biases 0: a loader that mixed them up would go unseen.
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.data += 0.2 * torch.randn_like(parameter)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    write_tokenizer(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer of VOCAB_SIZE tokens, all of which stand for text, and a chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pairs = [(first, second) for first in "Ġabcdefghilmnoprstuwy" for second in "aeio"]
+    merges = pairs[: VOCAB_SIZE - len(alphabet) - len(SPECIAL_TOKENS)]
+    tokens = [*SPECIAL_TOKENS, *alphabet, *(first + second for first, second in merges)]
+    assert len(tokens) == VOCAB_SIZE
+    encoder = Tokenizer(
+        models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges)
+    )
+    encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    encoder.decoder = decoders.ByteLevel()
+    encoder.add_special_tokens(list(SPECIAL_TOKENS))
+    encoder.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": SPECIAL_TOKENS[BOS],
+        "eos_token": SPECIAL_TOKENS[EOS],
+        "pad_token": SPECIAL_TOKENS[PAD],
+        "add_bos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 512,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
