@@ -40,8 +40,6 @@ class Decision:
     new_rows: list[NewRow] = field(default_factory=list)
     grown_rows: list[int] = field(default_factory=list)
     grown_blocks: list[int] = field(default_factory=list)
-    is_short: bool = False
-    """Someone lacked blocks, so nobody is admitted."""
 
 
 class Scheduler:
@@ -115,8 +113,7 @@ class Scheduler:
         self._plan_decodes(decision)
         budget = self._max_tokens - len(decision.decodes)
         budget = self._plan_prefills(decision, budget)
-        if not decision.is_short:
-            self._admit(decision, budget)
+        self._admit(decision, budget)
         self._build(decision)
         return decision
 
@@ -161,7 +158,7 @@ class Scheduler:
         for request in self._prefilling:
             if budget == 0:
                 break
-            count = self._chunk(request, budget)
+            count = min(request.decode_from - request.computed, budget)
             need = self._kv.blocks_for(request.computed + count) - len(request.blocks)
             if need > 0:
                 if not self._make_room(request, decision):
@@ -175,29 +172,26 @@ class Scheduler:
     def _admit(self, decision: Decision, budget: int) -> None:
         """Let requests in from the line, strictly by rank, as long as their known tokens will fit.
 
-        Only the first chunk's blocks are lent now; what those in prefill still need is not given
-        away twice.
+        Only the first chunk's blocks are lent now. Nothing more needs to be set aside: there is
+        budget left for this loop only if all who are in prefill have their blocks, or none is free.
         """
         kv = self._kv
-        size = kv.block_size
-        owed = sum(kv.blocks_for(r.decode_from) - len(r.blocks) for r in self._prefilling)
         while budget > 0 and self._free_rows and (request := self.line.first()) is not None:
             prefix = kv.find_prefix(request)
             cost = kv.cost(request, prefix)
             if self._decoding or self._prefilling or self._leaving:
-                if cost > kv.pool.free - owed - self._watermark:
+                if cost > kv.pool.free - self._watermark:
                     break
             elif cost > kv.pool.free:
                 self._fail(request, kv.blocks_for(request.known), decision)
                 continue
             self.line.remove(request)
             kv.start(request, prefix)
-            cached = len(prefix) * size
-            count = self._chunk_of(request.known - cached, cached, budget)
+            cached = request.computed
+            count = min(request.known - cached, budget)
             kv.grow(request, kv.blocks_for(cached + count) - len(request.blocks))
             self._seat(request, cached, decision)
             self._add_chunk(request, count, decision)
-            owed += kv.blocks_for(request.known) - len(request.blocks)
             budget -= count
 
     def _seat(self, request: Request, cached: int, decision: Decision) -> None:
@@ -220,16 +214,6 @@ class Scheduler:
             if self._kv.prefix_caching:
                 self._stats.count_lookup(request.num_prompt, cached)
 
-    def _chunk(self, request: Request, budget: int) -> int:
-        return self._chunk_of(request.decode_from - request.computed, request.computed, budget)
-
-    def _chunk_of(self, remaining: int, computed: int, budget: int) -> int:
-        """Tokens of the next chunk; one that is not the last ends where a block does."""
-        if remaining <= budget:
-            return remaining
-        over = (computed + budget) % self._kv.block_size
-        return budget - over if over < budget else budget
-
     def _add_chunk(self, request: Request, count: int, decision: Decision) -> None:
         context = self._kv.blocks_for(request.computed)
         request.computed += count
@@ -246,7 +230,6 @@ class Scheduler:
         """Whether a block is free for it now. If not, the last in rank behind it gives way; with a
         plan in flight the blocks come back a step later, so it waits, and nobody else has to go."""
         while not self._kv.pool.free:
-            decision.is_short = True
             if self._leaving:
                 return False
             last = max(self._decoding[-1:] + self._prefilling[-1:], key=_rank)

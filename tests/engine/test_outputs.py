@@ -181,3 +181,14 @@ def test_a_message_belongs_to_its_receiver() -> None:
 
     assert (first.keys, first.tokens, steps) == ([0], [9], 1)
     assert first.stats is not None and first.stats.steps == 1
+
+
+def test_an_end_token_before_min_tokens_does_not_end_it_even_if_the_sampler_lets_it_through() -> (
+    None
+):
+    rig = CoreRig(next_token=lambda history, generated, sampling: EOS)
+    rig.add(0, [1], max_tokens=9, min_tokens=3)
+
+    rig.run()
+
+    assert (rig.tokens(0), rig.reason(0)) == ([EOS] * 4, "stop")

@@ -201,3 +201,31 @@ def test_a_row_is_reused_only_after_the_last_plan_that_names_it() -> None:
             assert named[row] < rig.executor.collected_before[plan.step]
         named.update(dict.fromkeys((r for x in plan.launches for r in x.rows), plan.step))
     assert all(rig.tokens(key) == [2] for key in range(12))
+
+
+def test_a_row_whose_last_token_is_on_its_way_is_waited_for_and_not_preempted() -> None:
+    rig = CoreRig(num_blocks=6, rows=2, depth=2)
+    rig.add(0, [1] * 8, max_tokens=12, ignore_eos=True)
+    rig.run(turns=4)
+    rig.add(1, [2], max_tokens=5, ignore_eos=True)
+
+    rig.run()
+
+    # In step 8 row 1 takes the sixth block for its last token; in step 9 row 0 needs it.
+    assert rig.plans[8].grown_rows == [rig.plans[4].new_rows[0].row]
+    assert rig.core.stats().preemptions == 0
+    assert [rig.reason(key) for key in (0, 1)] == ["length", "length"]
+
+
+def test_a_long_prompt_lets_nobody_in_before_all_its_blocks_are_lent() -> None:
+    rig = CoreRig(num_blocks=16, budget=10, rows=3)
+    rig.add(0, [1] * 40, max_tokens=2, ignore_eos=True)
+    rig.add(1, [2] * 28, max_tokens=2, ignore_eos=True)
+
+    rig.run()
+
+    # 10 and 7 blocks: together too many, though at first most are free.
+    first = next(plan.step for plan in rig.plans if len(plan.launches[-1].rows) and plan.step > 3)
+    second = [plan.step for plan in rig.plans if plan.new_rows]
+    assert second[1] >= first
+    assert rig.core.stats().preemptions == 0
