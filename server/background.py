@@ -1,0 +1,72 @@
+"""An asyncio loop on a thread of its own, for callers without one. Knows nothing of LLMs."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import CancelledError
+from typing import Any, TypeVar
+
+from config.errors import EngineDied
+
+STOP_TIMEOUT_S = 30.0
+"""How long a cancelled call may take to clean up after itself."""
+
+Result = TypeVar("Result")
+
+
+class Background:
+    """Runs coroutines for blocking callers, also for those inside a running loop (a notebook)."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        # A daemon, or an interpreter that ends would wait for it before anybody could close it.
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+        self._is_closed = False
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether the caller stands on the loop's own thread, and so must not wait for it."""
+        return threading.current_thread() is self._thread
+
+    def run(self, call: Coroutine[Any, Any, Result]) -> Result:
+        """Wait for `call`. Ctrl-C cancels it, waits until it has cleaned up, and is raised."""
+        if self._is_closed:
+            call.close()
+            raise EngineDied("it was closed")
+        ended = threading.Event()
+        future = asyncio.run_coroutine_threadsafe(_told(call, ended), self._loop)
+        try:
+            return future.result()
+        except CancelledError as error:
+            raise EngineDied("it was closed") from error
+        except KeyboardInterrupt:
+            future.cancel()
+            ended.wait(STOP_TIMEOUT_S)
+            raise
+
+    def close(self) -> None:
+        """Cancel what still runs, stop the loop and its thread. Safe to call twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(STOP_TIMEOUT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(STOP_TIMEOUT_S)
+        self._loop.close()
+
+
+async def _told(call: Coroutine[Any, Any, Result], ended: threading.Event) -> Result:
+    try:
+        return await call
+    finally:
+        ended.set()
+
+
+async def _cancel_all() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.gather(*others, return_exceptions=True)

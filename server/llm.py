@@ -1,0 +1,310 @@
+"""LLM: the text pipeline offline, with the engine in this process. Knows no HTTP."""
+
+import asyncio
+import contextlib
+import dataclasses
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+from config.checkpoint import resolve
+from config.errors import UserError
+from config.load import from_keywords
+from config.model import read_model_config
+from config.sampling import SamplingParams
+from engine.client import EngineClient
+from engine.inline import InlineClient
+from server.background import STOP_TIMEOUT_S, Background
+from server.generate import Pipeline
+from server.outputs import Prompt
+from server.results import RequestOutput, request_output
+from server.text.messages import Message
+from server.text.template import ChatTemplate, read_template
+from server.text.tokenizer import Tokenizer
+
+CLOSE_POLL_S = 0.02
+
+PromptInput = str | Mapping[str, Any] | Sequence[int]
+"""A text, {"prompt": text}, {"prompt_token_ids": ids}, or the ids alone."""
+MakePrompt = Callable[[], Coroutine[Any, Any, Prompt]]
+
+
+class LLM:
+    """A model to call from Python: `LLM(model="...").generate(["Hello"])`.
+
+    Any engine or server flag is a keyword (`max_model_len=2048`); an unknown one is a ConfigError
+    that names the nearest. Use it in a `with` block, or call `close`: either way, and at the end of
+    the interpreter too, nothing is left running. One call at a time; calls are not thread-safe.
+    """
+
+    def __init__(self, model: str, **flags: Any) -> None:
+        loaded = from_keywords(model=model, **flags)
+        engine, server = loaded.engine, loaded.server
+        path = resolve(
+            engine.model, revision=engine.revision, cache_dir=engine.cache_dir, dtype=engine.dtype
+        )
+        self._tokenizer: Tokenizer | None = None
+        template: str | dict[str, str] | None = None
+        if not server.skip_tokenizer_init:
+            self._tokenizer = Tokenizer.load(path, server.tokenizer_threads)
+            template = self._tokenizer.chat_template
+        if server.chat_template is not None:
+            template = read_template(server.chat_template)
+        named = self._tokenizer.special_tokens if self._tokenizer else {}
+        self._template = ChatTemplate(template, named)
+        self._defaults = SamplingParams()
+        if server.generation_config == "auto":
+            self._defaults = _defaults(read_model_config(path).generation_defaults)
+        self._client = InlineClient(dataclasses.replace(engine, model=path))
+        self._pipeline = Pipeline(self._client, self._tokenizer, server)
+        # Enough that the batch never runs dry; the rest of the prompts waits as text.
+        self._lookahead = 2 * engine.schedule.max_num_seqs
+        self._num_requests = 0
+        self._background = Background("llm")
+        self._end = weakref.finalize(
+            self, _shut_down, self._background, self._client, self._template, self._tokenizer
+        )
+        try:
+            self._background.run(_start(self._client))
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete each prompt; results come in the prompts' order.
+
+        One SamplingParams for all or one for each; None takes the model's own defaults. Raises
+        UserError when an input is wrong, PromptTooLong when one does not fit.
+        """
+        wanted = [_prompt_of(prompt) for prompt in _listed(prompts)]
+        params = self._params(sampling_params, len(wanted))
+
+        def maker(text: str | None, ids: list[int] | None, param: SamplingParams) -> MakePrompt:
+            return lambda: self._prompt(text, ids, True, param)
+
+        jobs = [
+            (maker(text, ids, param), param, salt)
+            for (text, ids, salt), param in zip(wanted, params, strict=True)
+        ]
+        return self._background.run(self._generate(jobs, use_tqdm))
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        documents: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several. Raises like `generate`."""
+        conversations = [list(conversation) for conversation in _conversations(messages)]
+        params = self._params(sampling_params, len(conversations))
+
+        def maker(conversation: list[Message], param: SamplingParams) -> MakePrompt:
+            async def make() -> Prompt:
+                text = await self._template.render(
+                    conversation,
+                    tools=tools,
+                    documents=documents,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    kwargs=dict(chat_template_kwargs or {}),
+                    template=chat_template,
+                )
+                return await self._prompt(text, None, False, param)
+
+            return make
+
+        jobs = [
+            (maker(conversation, param), param, "")
+            for conversation, param in zip(conversations, params, strict=True)
+        ]
+        return self._background.run(self._generate(jobs, use_tqdm))
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises UserError after skip_tokenizer_init."""
+        if self._tokenizer is None:
+            raise UserError("there is no tokenizer: skip_tokenizer_init is set")
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint recommends, and neutral values for the rest."""
+        return self._defaults
+
+    def close(self) -> None:
+        """Stop the engine and every thread. Safe to call twice."""
+        self._end()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _params(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        if given is None:
+            given = self._defaults
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if len(given) != count:
+            raise UserError(
+                f"{count} prompts came with {len(given)} sampling_params, give one or as many",
+                param="sampling_params",
+            )
+        return list(given)
+
+    async def _prompt(
+        self, text: str | None, ids: list[int] | None, special: bool, params: SamplingParams
+    ) -> Prompt:
+        if ids is None:
+            assert text is not None
+            ids = await self.get_tokenizer().encode(text, special)
+        ready = self._client.ready
+        if params.truncate_prompt_tokens is not None and ready is not None:
+            kept = params.truncate_prompt_tokens
+            if kept == -1:
+                kept = max(1, ready.max_model_len - (params.max_tokens or 1))
+            ids = ids[-kept:]
+        return Prompt(ids, text)
+
+    async def _generate(
+        self, jobs: list[tuple[MakePrompt, SamplingParams, str]], use_tqdm: bool
+    ) -> list[RequestOutput]:
+        results: dict[int, RequestOutput] = {}
+        first_id = self._num_requests
+        self._num_requests += len(jobs)
+        num_tokens = 0
+
+        async def one(place: int) -> None:
+            nonlocal num_tokens
+            make_prompt, params, salt = jobs[place]
+            prompt = await make_prompt()
+            generation = self._pipeline.start([prompt], params, cache_salt=salt, param="prompt")
+            outputs = await generation.collect()
+            (prompt_logprobs,) = generation.prompt_logprobs
+            results[place] = request_output(str(first_id + place), prompt, outputs, prompt_logprobs)
+            num_tokens += generation.num_output_tokens
+            rate = num_tokens / max(bar.format_dict["elapsed"], 1e-3)
+            bar.set_postfix_str(f"{rate:.1f} output tokens/s", refresh=False)
+            bar.update()
+
+        most = max((params.n for _, params, _ in jobs), default=1)
+        workers = max(2, self._lookahead // most)
+        with tqdm(total=len(jobs), desc="Prompts", disable=not use_tqdm) as bar:
+            await _in_turn(one, range(len(jobs)), workers)
+        return [results[place] for place in range(len(jobs))]
+
+
+async def _in_turn(
+    call: Callable[[int], Coroutine[Any, Any, None]], places: Iterable[int], workers: int
+) -> None:
+    """Run `call` over `places` in order, `workers` at once. The first error cancels the others."""
+    left: Iterator[int] = iter(places)
+
+    async def work() -> None:
+        for place in left:
+            await call(place)
+
+    tasks = [asyncio.create_task(work()) for _ in range(workers)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        # Waited for, so that every request is out of the engine when the caller hears of it.
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _start(client: InlineClient) -> None:
+    await client.start()
+    await client.wait_ready()
+
+
+def _shut_down(
+    background: Background,
+    client: EngineClient,
+    template: ChatTemplate,
+    tokenizer: Tokenizer | None,
+) -> None:
+    """Everything that `LLM` started; holds no reference to it."""
+    if background.is_mine:
+        # The collector may run on any thread; this one cannot wait for itself.
+        threading.Thread(target=_shut_down, args=(background, client, template, tokenizer)).start()
+        return
+    try:
+        background.run(_close(client))
+    finally:
+        background.close()
+        template.close()
+        if tokenizer is not None:
+            tokenizer.close()
+
+
+async def _close(client: EngineClient) -> None:
+    """Close, also while the interpreter ends: then no executor takes work any more, and what waits
+    for the engine's thread through one raises RuntimeError until that thread has gone."""
+    for _ in range(int(STOP_TIMEOUT_S / CLOSE_POLL_S)):
+        with contextlib.suppress(RuntimeError):
+            return await client.close()
+        await asyncio.sleep(CLOSE_POLL_S)
+
+
+def _defaults(recommended: Mapping[str, float]) -> SamplingParams:
+    values: dict[str, Any] = dict(recommended)
+    if "top_k" in values:
+        values["top_k"] = int(values["top_k"])
+    return SamplingParams(**values)
+
+
+def _listed(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if prompts and all(isinstance(entry, int) for entry in prompts):
+        return [prompts]  # type: ignore[list-item] # just seen to be ids
+    return list(prompts)  # type: ignore[arg-type] # ids alone were told apart above
+
+
+def _prompt_of(prompt: PromptInput) -> tuple[str | None, list[int] | None, str]:
+    """(text, ids, cache salt): at least one of text and ids."""
+    if isinstance(prompt, str):
+        return prompt, None, ""
+    if not isinstance(prompt, Mapping):
+        return None, list(prompt), ""
+    unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+    text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if unknown or (text is None and ids is None):
+        raise UserError(
+            f"a prompt has the keys {sorted(prompt)}, it must have prompt or prompt_token_ids, "
+            "and may have cache_salt",
+            param="prompt",
+        )
+    return text, None if ids is None else list(ids), prompt.get("cache_salt") or ""
+
+
+def _conversations(
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+) -> list[Sequence[Message]]:
+    if messages and isinstance(messages[0], Mapping):
+        return [messages]  # type: ignore[list-item] # one conversation, seen by its first message
+    return list(messages)  # type: ignore[arg-type] # several
