@@ -18,6 +18,8 @@ class KvManager:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.pool = BlockPool(num_blocks)
+        self._coming: dict[bytes, Request] = {}
+        """Blocks of prompts that are being computed, not filed yet, and by whom."""
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold so many tokens."""
@@ -29,18 +31,35 @@ class KvManager:
         At least one known token is left to compute, and every prompt position whose
         log-probability is still owed.
         """
-        if not self.prefix_caching:
-            return []
-        most = request.known - 1
-        if request.wants_scores:
-            most = min(most, request.num_scored)
         found: list[int] = []
-        for name in request.hashes[: most // self.block_size]:
+        for name in request.hashes[: self._most_found(request)]:
             block = self.pool.find(name)
             if block is None:
                 break
             found.append(block)
         return found
+
+    def _most_found(self, request: Request) -> int:
+        """Blocks that it may find at most."""
+        if not self.prefix_caching:
+            return 0
+        most = request.known - 1
+        if request.wants_scores:
+            most = min(most, request.num_scored)
+        return most // self.block_size
+
+    def pays_to_wait(self, request: Request, prefix: list[int]) -> bool:
+        """Whether somebody is computing at least half of what it would have to compute behind
+        `prefix` (the same prompt asked for n choices, say)."""
+        num_coming = 0
+        for name in request.hashes[len(prefix) : self._most_found(request)]:
+            if name not in self._coming:
+                break
+            num_coming += 1
+        if not num_coming:
+            return False
+        left = request.known - len(prefix) * self.block_size
+        return 2 * num_coming * self.block_size >= left
 
     def cost(self, request: Request, prefix: list[int]) -> int:
         """Free blocks it takes to hold all known tokens of a request that found `prefix`."""
@@ -54,7 +73,11 @@ class KvManager:
             self.pool.hold(block)
         request.blocks = prefix
         request.computed = request.written = len(prefix) * self.block_size
-        request.file_at = request.computed + self.block_size if self.prefix_caching else NEVER
+        if self.prefix_caching:
+            request.file_at = request.computed + self.block_size
+            request.promised = request.hashes[len(prefix) :]
+            for name in request.promised:
+                self._coming.setdefault(name, request)
 
     def grow(self, request: Request, count: int) -> list[int]:
         """Lend `count` more blocks, which the caller has seen to be free."""
@@ -77,7 +100,9 @@ class KvManager:
                     else root_hash(request.cache_salt, request.adapter)
                 )
                 request.hashes.append(chain(parent, request.token_bytes(stop - size, stop)))
-            self.pool.file(request.blocks[index], request.hashes[index])
+            name = request.hashes[index]
+            self.pool.file(request.blocks[index], name)
+            self._coming.pop(name, None)
             request.file_at = stop + size
 
     def distrust(self, request: Request) -> None:
@@ -88,6 +113,10 @@ class KvManager:
 
     def release(self, request: Request) -> None:
         """Take back all its blocks, the tail first, so that a prefix outlives what follows it."""
+        for name in request.promised:
+            if self._coming.get(name) is request:
+                del self._coming[name]
+        request.promised = []
         self.pool.give_back(reversed(request.blocks))
         request.blocks = []
         request.computed = request.written = request.pause_at = 0
@@ -97,6 +126,7 @@ class KvManager:
         """Drop every hash. Those who hold blocks now file none of them later: what they have
         written belongs to the time before."""
         self.pool.forget()
+        self._coming.clear()
         for request in holders:
             request.file_at = NEVER
 
@@ -104,6 +134,8 @@ class KvManager:
         """Raise AssertionError, with the numbers, unless books and tables agree."""
         holders = list(holders)
         self.pool.check(request.blocks for request in holders)
+        strays = {request.key for request in self._coming.values() if request not in holders}
+        assert not strays, f"{strays} are said to compute blocks, and hold none"
         for request in holders:
             need = self.blocks_for(request.computed)
             assert len(request.blocks) == need, (

@@ -55,6 +55,7 @@ class Request:
         "num_scored",
         "outputs",
         "pause_at",
+        "promised",
         "prompt",
         "rank",
         "row",
@@ -113,6 +114,8 @@ class Request:
         """Where `computed` stops a decoding row: its blocks are full, or its last token planned."""
         self.file_at = NEVER
         """Tokens written at which its next block is full and gets its hash."""
+        self.promised: list[bytes] = []
+        """Hashes of the blocks it is computing, for others to wait for."""
         self.last_step = -1
         """The last plan that names it."""
 

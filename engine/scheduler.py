@@ -178,6 +178,8 @@ class Scheduler:
         kv = self._kv
         while budget > 0 and self._free_rows and (request := self.line.first()) is not None:
             prefix = kv.find_prefix(request)
+            if kv.pays_to_wait(request, prefix):
+                break
             cost = kv.cost(request, prefix)
             if self._decoding or self._prefilling or self._leaving:
                 if cost > kv.pool.free - self._watermark:

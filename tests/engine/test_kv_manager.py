@@ -156,3 +156,18 @@ def test_books_that_do_not_fit_the_tables_are_an_error_with_numbers() -> None:
 
     with pytest.raises(AssertionError, match="holds 2 blocks, its 20 computed tokens need 5"):
         kv.check([request])
+
+
+def test_it_pays_to_wait_for_who_computes_half_of_the_rest_or_more() -> None:
+    kv = KvManager(20, SIZE, prefix_caching=True)
+    busy = make(list(range(12)))
+    kv.start(busy, [])
+
+    same = kv.pays_to_wait(make(list(range(12))), [])
+    longer = kv.pays_to_wait(make(list(range(24))), [])
+    much_longer = kv.pays_to_wait(make(list(range(25))), [])
+    other = kv.pays_to_wait(make(list(range(1, 12))), [])
+    kv.release(busy)
+    gone = kv.pays_to_wait(make(list(range(12))), [])
+
+    assert (same, longer, much_longer, other, gone) == (True, True, False, False, False)

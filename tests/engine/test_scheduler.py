@@ -229,3 +229,29 @@ def test_a_long_prompt_lets_nobody_in_before_all_its_blocks_are_lent() -> None:
     second = [plan.step for plan in rig.plans if plan.new_rows]
     assert second[1] >= first
     assert rig.core.stats().preemptions == 0
+
+
+def test_one_prompt_asked_for_many_times_at_once_is_computed_once() -> None:
+    for depth in (1, 2):
+        rig = CoreRig(depth=depth, budget=200, rows=8)
+        for key in range(8):
+            rig.add(key, list(range(40)), max_tokens=4, seed=key, temperature=1.0, ignore_eos=True)
+
+        rig.run()
+
+        cached = [rig.ledger.requests[key].num_cached for key in range(8)]
+        assert cached == [0] + [36] * 7
+        assert sum(map(prefilled, rig.plans)) == 40 + 7 * 4
+
+
+def test_who_waits_for_a_prefix_goes_on_when_its_maker_is_gone() -> None:
+    for turns in range(6):
+        rig = CoreRig(budget=10)
+        rig.add(0, list(range(40)), max_tokens=4, ignore_eos=True)
+        rig.add(1, list(range(40)), max_tokens=4, ignore_eos=True)
+        rig.run(turns=turns)
+
+        rig.abort(0)
+        rig.run()
+
+        rig.check_output(1)
