@@ -1,7 +1,6 @@
 """An asyncio loop on a thread of its own, for callers without one. Knows nothing of LLMs."""
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError
@@ -68,5 +67,5 @@ async def _cancel_all() -> None:
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await asyncio.gather(*others, return_exceptions=True)
+    await asyncio.gather(*others, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_default_executor()
