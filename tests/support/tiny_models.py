@@ -54,7 +54,7 @@ CHAT_TEMPLATE = (
 def make_tiny(
     family: str, folder: Path | str, *, seed: int = 0, max_shard_size: str = "1GB", **overrides: Any
 ) -> Path:
-    """Write a float32 checkpoint of `family` (a key of FAMILIES) into `folder`, and give the folder.
+    """Write a float32 checkpoint of `family` (a key of FAMILIES) into `folder`; gives the folder.
 
     The same arguments give the same weights. `overrides` are fields of the family's config.
     """
@@ -63,7 +63,9 @@ def make_tiny(
     config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **overrides})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # theirs
+            config, dtype=torch.float32
+        )
         # Fresh norms are 1 and fresh biases 0: a loader that mixed them up would go unseen.
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
@@ -74,7 +76,7 @@ def make_tiny(
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A byte-level tokenizer of VOCAB_SIZE tokens, all of which stand for text, and a chat template."""
+    """A byte-level tokenizer of VOCAB_SIZE tokens that all stand for text, with a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pairs = [(first, second) for first in "Ġabcdefghilmnoprstuwy" for second in "aeio"]
     merges = pairs[: VOCAB_SIZE - len(alphabet) - len(SPECIAL_TOKENS)]
