@@ -171,3 +171,17 @@ def test_it_pays_to_wait_for_who_computes_half_of_the_rest_or_more() -> None:
     gone = kv.pays_to_wait(make(list(range(12))), [])
 
     assert (same, longer, much_longer, other, gone) == (True, True, False, False, False)
+
+
+def test_nobody_waits_for_blocks_that_are_written_already() -> None:
+    kv = KvManager(6, SIZE, prefix_caching=True)
+    first, scored = make(list(range(12))), make(list(range(12)), prompt_logprobs=0)
+    fill(kv, first)
+    fill(kv, scored)  # which computes all of it again, and keeps what the first one filed unfiled
+    kv.release(first)
+    kv.grow(make([50]), 3)
+
+    late = make(list(range(12)))
+
+    assert kv.find_prefix(late) == []
+    assert not kv.pays_to_wait(late, [])

@@ -129,6 +129,19 @@ def test_every_launch_fits_a_bucket_that_was_prepared(strategy: str) -> None:
     assert set(table.buckets) == prepared
 
 
+def test_prompts_are_not_merged_into_a_shape_that_was_not_prepared() -> None:
+    limits = BucketLimits(16, 2048, 64, BUDGET, MAX_BATCH, 1000, True)
+    prompts = [(1, 64, 0), (1, 64, 128), (2, 32, 0)]
+    table = BucketTable(prompts, [(64, 1, 8192)], limits, exact=False)
+    packer = make_packer(table)
+
+    short = pack(packer, [(30, 0), (31, 0)])
+    long = pack(packer, [(40, 0), (41, 0)])
+
+    assert [launch.bucket for launch in short] == [(2, 32, 0)]
+    assert [launch.bucket for launch in long] == [(1, 64, 0), (1, 64, 0)]
+
+
 @settings(derandomize=True, deadline=None, database=None, max_examples=60)
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=7))
 def test_no_other_split_of_the_sorted_prompts_is_cheaper(lengths: list[int]) -> None:
