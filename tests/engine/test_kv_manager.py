@@ -175,10 +175,12 @@ def test_it_pays_to_wait_for_who_computes_half_of_the_rest_or_more() -> None:
 
 def test_nobody_waits_for_blocks_that_are_written_already() -> None:
     kv = KvManager(6, SIZE, prefix_caching=True)
-    first, scored = make(list(range(12))), make(list(range(12)), prompt_logprobs=0)
-    fill(kv, first)
-    fill(kv, scored)  # which computes all of it again, and keeps what the first one filed unfiled
-    kv.release(first)
+    slow, quick = make(list(range(12))), make(list(range(12)))
+    kv.start(slow, [])
+    fill(kv, quick)
+    kv.grow(slow, 3)
+    kv.file(slow, 12)  # too late: the other one's blocks have the hashes
+    kv.release(quick)
     kv.grow(make([50]), 3)
 
     late = make(list(range(12)))

@@ -129,7 +129,9 @@ def test_every_launch_fits_a_bucket_that_was_prepared(strategy: str) -> None:
     assert set(table.buckets) == prepared
 
 
-def test_prompts_are_not_merged_into_a_shape_that_was_not_prepared() -> None:
+def test_prompts_are_not_merged_into_a_shape_that_was_not_prepared(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     limits = BucketLimits(16, 2048, 64, BUDGET, MAX_BATCH, 1000, True)
     prompts = [(1, 64, 0), (1, 64, 128), (2, 32, 0)]
     table = BucketTable(prompts, [(64, 1, 8192)], limits, exact=False)
@@ -140,6 +142,7 @@ def test_prompts_are_not_merged_into_a_shape_that_was_not_prepared() -> None:
 
     assert [launch.bucket for launch in short] == [(2, 32, 0)]
     assert [launch.bucket for launch in long] == [(1, 64, 0), (1, 64, 0)]
+    assert not caplog.records  # the table would warn, and make the bucket that it was asked for
 
 
 @settings(derandomize=True, deadline=None, database=None, max_examples=60)
