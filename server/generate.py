@@ -25,6 +25,9 @@ __all__ = [
     "choice_seed",
 ]
 
+MAX_BAD_WORDS_CHARACTERS = 5_000
+"""Tokenized on the event loop, twice: a few milliseconds."""
+
 
 class Pipeline:
     """Starts generations. Everything a request can get wrong with its tokens is refused here."""
@@ -60,22 +63,19 @@ class Pipeline:
             _output_limit(prompt, params, ready.vocab_size, ready.max_model_len, param)
             for prompt in prompts
         ]
-        sequences = [
-            Sequence(place * params.n + choice, prompt, params, self._tokenizer)
-            for place, prompt in enumerate(prompts)
-            for choice in range(params.n)
-        ]
-        generation = Generation(self._client, sequences, prompts)
+        generation = Generation(self._client, prompts, params.n)
         try:
             for place, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
                 tokens = np.asarray(prompt.token_ids, dtype="<u4").tobytes()
                 for choice in range(params.n):
                     sampling = _sampling_of(params, choice, limit)
+                    mailbox = None
                     if sampling is not None:
                         mailbox = self._client.add(
                             tokens, sampling, priority=priority, cache_salt=cache_salt
                         )
-                        generation.open(place * params.n + choice, mailbox)
+                    index = place * params.n + choice
+                    generation.open(Sequence(index, prompt, params, self._tokenizer), mailbox)
         except BaseException:
             generation.abort()
             raise
@@ -94,6 +94,12 @@ class Pipeline:
             return params
         if self._tokenizer is None:
             raise UserError("bad_words needs a tokenizer, this server has none", param="bad_words")
+        length = sum(len(word) for word in params.bad_words)
+        if length > MAX_BAD_WORDS_CHARACTERS:
+            raise UserError(
+                f"bad_words has {length} characters, at most {MAX_BAD_WORDS_CHARACTERS} are taken",
+                param="bad_words",
+            )
         banned = dict.fromkeys(params.bad_words_token_ids)
         for word in params.bad_words:
             bare = word.lstrip(" ")
@@ -112,13 +118,11 @@ class Generation:
     were still open are aborted then.
     """
 
-    def __init__(
-        self, client: EngineClient, sequences: list[Sequence], prompts: list[Prompt]
-    ) -> None:
+    def __init__(self, client: EngineClient, prompts: list[Prompt], choices: int) -> None:
         self._client = client
-        self._sequences = sequences
         self._prompts = prompts
-        self._choices = len(sequences) // max(1, len(prompts))
+        self._choices = choices
+        self._sequences: list[Sequence] = []
         self._boxes: dict[int, Mailbox] = {}
         """By index: the sequences that may still give something."""
         self._gets: dict[int, asyncio.Task[Update]] = {}
@@ -126,9 +130,11 @@ class Generation:
         self._aborted = False
         self._started_s = time.monotonic()
 
-    def open(self, index: int, mailbox: Mailbox) -> None:
-        """The engine answers for choice `index` through `mailbox`."""
-        self._boxes[index] = mailbox
+    def open(self, sequence: Sequence, mailbox: Mailbox | None) -> None:
+        """Add the next choice; None when there is nothing for the engine to do."""
+        self._sequences.append(sequence)
+        if mailbox is not None:
+            self._boxes[sequence.index] = mailbox
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -44,7 +44,7 @@ def make_detokenizer(
 
 
 class ByteDetokenizer:
-    """For tokens that each stand for bytes of their own: 0.2 us a token, whatever came before.
+    """For tokens that each stand for bytes of their own: under 1 us a token, whatever came before.
 
     (The tokenizers library's DecodeStream holds invalid bytes back without end, and raises when a
     run of fallback bytes turns invalid after a whole character of it was sent.)

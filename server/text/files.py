@@ -30,7 +30,7 @@ CONVERT_TIMEOUT_S = 300
 _CONVERT = """
 import sys
 from transformers import AutoTokenizer
-AutoTokenizer.from_pretrained(sys.argv[1], use_fast=True).save_pretrained(sys.argv[2])
+AutoTokenizer.from_pretrained(sys.argv[1], local_files_only=True).save_pretrained(sys.argv[2])
 """
 
 
@@ -94,7 +94,10 @@ def _mark_special(encoder: Encoder, config: dict[str, Any], named: dict[str, str
             token = AddedToken(**{k: v for k, v in entry.items() if k != "__type"})
             encoder.add_tokens([token])
             known[token.content] = token
-    for content in named.values():
+    more = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
+    listed = more.values() if isinstance(more, dict) else more
+    others = [content for token in listed if (content := _content(token))]
+    for content in (*named.values(), *others):
         if encoder.token_to_id(content) is not None and not (
             content in known and known[content].special
         ):

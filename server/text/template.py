@@ -17,6 +17,7 @@ from jinja2 import Template
 from config.errors import ConfigError, Overloaded, UserError
 from server.text.messages import Message, as_strings, continued, cut_at_mark, plain
 from server.text.sandbox import Sandbox
+from server.text.tokenizer import without_lone_surrogates
 
 TIME_LIMIT_S = 2.0
 MAX_CHARACTERS = 16 * 2**20
@@ -176,7 +177,7 @@ class ChatTemplate:
             raise UserError(
                 f"the chat template does not take this: {reason}", param="messages"
             ) from error
-        return text if final is None else cut_at_mark(text, final)
+        return without_lone_surrogates(text if final is None else cut_at_mark(text, final))
 
     def _compile(self, source: str) -> "_Compiled":
         with self._lock:
