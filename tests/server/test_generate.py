@@ -290,6 +290,7 @@ def test_what_does_not_fit_is_refused_with_both_numbers(
         ({"allowed_token_ids": (3, 1000)}, "allowed_token_ids"),
         ({"stop_token_ids": (-1,)}, "stop_token_ids"),
         ({"bad_words": ("  ",)}, "bad_words"),
+        ({"bad_words": ("x" * 3000, "y" * 3000)}, "bad_words"),
         ({"stop": ("x",), "detokenize": False}, "stop"),
     ],
 )

@@ -270,6 +270,14 @@ async def test_templates_cannot_change_what_they_are_given() -> None:
         await ours("{{ messages.append(1) }}").render(HELLO)
 
 
+async def test_half_characters_in_messages_come_out_as_text() -> None:
+    rendered = await ours("{{ messages[0].content }}").render(
+        [{"role": "user", "content": "\ud800"}]
+    )
+
+    assert rendered == "\ufffd"
+
+
 async def test_named_templates_are_chosen_as_transformers_chooses() -> None:
     template = ours({"default": "plain", "tool_use": "with tools", "rag": "rag"})
 

@@ -186,6 +186,16 @@ def test_a_token_that_only_the_configuration_calls_special_is_special(tmp_path: 
     assert tokenizer.vocab_size == encoder.get_vocab_size()
 
 
+def test_further_special_tokens_of_the_configuration_are_special(tmp_path: Path) -> None:
+    path = text_folders.save(
+        text_folders.byte_level(), tmp_path, additional_special_tokens=["<tool>"]
+    )
+
+    tokenizer = Tokenizer.load(path)
+
+    assert tokenizer.decode(tokenizer.encode_now("a<tool>b", False)) == "ab"
+
+
 def test_limits_stored_in_the_file_do_not_cut_prompts(tmp_path: Path) -> None:
     encoder = text_folders.byte_level()
     encoder.enable_truncation(4)
