@@ -1,0 +1,165 @@
+"""The command `gaudiserve`: reads the command line and starts one thing. Knows no HTTP itself.
+
+What a command needs is imported when it runs, so that `--help` and `config` answer at once.
+"""
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from config import log
+from config.arguments import server_parser
+from config.errors import ConfigError, EngineDied
+from config.load import Loaded, load
+from config.version import VERSION
+
+DEMO = "demo"
+"""The model served when nobody names one: fetched at the first start, then kept."""
+
+logger = logging.getLogger(__name__)
+
+HELP = f"""\
+usage: gaudiserve COMMAND ...
+
+OpenAI-compatible serving daemon for Intel Gaudi (HPU), with a CPU back end for everyone else.
+
+commands:
+  serve [MODEL]   start the server; without a model, serve the demo model
+  bench serve     load an OpenAI-compatible server and measure it
+  fetch-demo      fetch the demo model into the cache folder
+  config          print the resolved configuration and where each value came from
+
+  gaudiserve COMMAND --help shows a command's flags.
+  gaudiserve --version prints {VERSION}.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status: 0, 1 when it failed, 2 for a wrong setting, 130 for
+    Ctrl-C."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0 if words else 2
+    if words[0] in ("-V", "--version", "version"):
+        print(VERSION)
+        return 0
+    try:
+        return _command(words[0])(words[1:])
+    except ConfigError as error:
+        print(f"gaudiserve: {error}", file=sys.stderr)
+        return 2
+    except EngineDied as error:
+        print(f"gaudiserve: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _command(name: str) -> Callable[[list[str]], int]:
+    found = COMMANDS.get(name)
+    if found is None:
+        raise ConfigError(f"{name!r} is no command; there are {', '.join(COMMANDS)}")
+    return found
+
+
+def _serve(argv: list[str]) -> int:
+    loaded = load(
+        argv,
+        default_model=DEMO,
+        parser=server_parser("gaudiserve serve", "Serve a model to OpenAI clients."),
+    )
+    log.setup(
+        "server",
+        level=loaded.server.log_level,
+        access_log=not loaded.server.disable_access_log,
+    )
+    if loaded.engine.model == DEMO:
+        loaded = _with_demo_model(loaded)
+    from server.frontends import serve
+
+    return serve(loaded.engine, loaded.server)
+
+
+def _with_demo_model(loaded: Loaded) -> Loaded:
+    """`loaded`, with the fetched folder for the word demo, under which clients may ask for it."""
+    import dataclasses
+
+    from config.checkpoint import fetch_demo
+
+    names = loaded.server.served_model_names or (DEMO,)
+    return Loaded(
+        dataclasses.replace(loaded.engine, model=str(fetch_demo())),
+        dataclasses.replace(loaded.server, served_model_names=names),
+        loaded.sources,
+    )
+
+
+def _config(argv: list[str]) -> int:
+    parser = server_parser(
+        "gaudiserve config", "Print the configuration that `serve` would run with."
+    )
+    parser.add_argument("--json", action="store_true", help="Print JSON")
+    loaded = load(argv, default_model=DEMO, parser=parser)
+    as_json = parser.parse_all(argv).json
+    print(_as_json(loaded.shown()) if as_json else _as_table(loaded.shown()))
+    return 0
+
+
+def _as_json(shown: Mapping[str, tuple[object, str]]) -> str:
+    rows = {key: {"value": value, "source": source} for key, (value, source) in shown.items()}
+    return json.dumps(rows, indent=2)
+
+
+def _as_table(shown: Mapping[str, tuple[object, str]]) -> str:
+    rows = [(key, _word(value), source) for key, (value, source) in shown.items()]
+    wide = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return "\n".join(f"{row[0]:<{wide[0]}}  {row[1]:<{wide[1]}}  {row[2]}" for row in rows)
+
+
+def _word(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "-"
+    return str(value)
+
+
+def _fetch_demo(argv: list[str]) -> int:
+    argparse.ArgumentParser(
+        prog="gaudiserve fetch-demo",
+        description="Fetch the demo model into the cache folder, and print where it lies.",
+    ).parse_args(argv)
+    log.setup("fetch-demo")
+    from config.checkpoint import fetch_demo
+
+    print(fetch_demo())
+    return 0
+
+
+def _bench(argv: list[str]) -> int:
+    if argv[:1] != ["serve"]:
+        if argv[:1] in (["-h"], ["--help"]):
+            print("usage: gaudiserve bench serve [flags]; --help after `serve` lists them")
+            return 0
+        raise ConfigError(
+            f"`gaudiserve bench {' '.join(argv[:1])}` is no command; `bench serve` is"
+        )
+    from server.bench.command import main as bench_serve
+
+    return bench_serve(argv[1:])
+
+
+COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
+    "serve": _serve,
+    "bench": _bench,
+    "fetch-demo": _fetch_demo,
+    "config": _config,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
