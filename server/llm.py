@@ -44,13 +44,8 @@ class LLM:
     def __init__(self, model: str, **flags: Any) -> None:
         loaded = from_keywords(model=model, **flags)
         engine, server = loaded.engine, loaded.server
-        path = str(
-            resolve(
-                engine.model,
-                revision=engine.revision,
-                cache_dir=engine.cache_dir,
-                dtype=engine.dtype,
-            )
+        path = resolve(
+            engine.model, revision=engine.revision, cache_dir=engine.cache_dir, dtype=engine.dtype
         )
         self._tokenizer: Tokenizer | None = None
         template: str | dict[str, str] | None = None
