@@ -1,0 +1,198 @@
+"""WorkerRig: a worker driven by hand-made plans. Keeps the books that an engine would, as plainly
+as it can: who holds which blocks, how many tokens are computed, what was sampled."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from config.buckets import BucketConfig
+from config.engine import CacheConfig, EngineConfig, ScheduleConfig
+from hpu.step import (
+    DECODE,
+    PREFILL,
+    Launch,
+    NewRow,
+    RowSampling,
+    StepPlan,
+    StepResult,
+    WarmupProgress,
+)
+from hpu.worker import Worker
+
+GREEDY = RowSampling(temperature=0.0)
+BLOCK_SIZE = 8
+
+
+@dataclass
+class _Row:
+    blocks: list[int]
+    known: int
+    """Tokens, those sampled by plans in flight included."""
+    computed: int
+    sampled: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Next:
+    """What the plan in the making holds."""
+
+    new_rows: list[NewRow] = field(default_factory=list)
+    freed_rows: list[int] = field(default_factory=list)
+    grown_rows: list[int] = field(default_factory=list)
+    grown_blocks: list[int] = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
+
+
+class WorkerRig:
+    """`steps` rounds shapes up: (batch, query, blocks) multiples; (1, 1, 1) pads nothing."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        steps: tuple[int, int, int] = (1, 1, 1),
+        buckets: BucketConfig | None = None,
+        num_blocks: int = 96,
+        max_num_seqs: int = 8,
+        **settings: Any,
+    ) -> None:
+        config = EngineConfig(
+            str(folder),
+            dtype="float32",
+            device="cpu",
+            num_threads=1,
+            cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks),
+            schedule=ScheduleConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=256),
+            buckets=buckets or BucketConfig(),
+            **settings,
+        )
+        self.progress: list[WarmupProgress] = []
+        self.worker = Worker(config)
+        self.ready = self.worker.start(self.progress.append)
+        self.rows: dict[int, _Row] = {}
+        # Not the order in memory, and the last one returned is the first one lent.
+        self._free = [(block * 37) % num_blocks for block in range(num_blocks)]
+        self._held: dict[int, int] = dict.fromkeys(range(num_blocks), 0)
+        self._steps = steps
+        self._next = _Next()
+        self._step = 0
+        self._waiting: deque[list[int]] = deque()
+
+    def admit(
+        self,
+        row: int,
+        tokens: list[int],
+        *,
+        num_prompt: int | None = None,
+        shared_with: int | None = None,
+        sampling: RowSampling = GREEDY,
+    ) -> None:
+        """With `shared_with`, the full blocks of that row's computed tokens are held too, all but
+        the last token's."""
+        blocks: list[int] = []
+        if shared_with is not None:
+            donor = self.rows[shared_with]
+            full = min(donor.computed, len(tokens) - 1) // BLOCK_SIZE
+            blocks = donor.blocks[:full]
+        for block in blocks:
+            self._held[block] += 1
+        computed = len(blocks) * BLOCK_SIZE
+        self.rows[row] = _Row(list(blocks), len(tokens), computed)
+        raw = memoryview(np.array(tokens, "<u4").tobytes())
+        prompt = len(tokens) if num_prompt is None else num_prompt
+        self._next.new_rows.append(NewRow(row, raw, prompt, computed, list(blocks), sampling))
+
+    def free(self, row: int) -> list[int]:
+        """Take the row's blocks back; gives what it sampled."""
+        gone = self.rows.pop(row)
+        for block in gone.blocks:
+            self._held[block] -= 1
+            if self._held[block] == 0:
+                self._free.append(block)
+        self._next.freed_rows.append(row)
+        return gone.sampled
+
+    def prefill(self, counts: dict[int, int | None]) -> None:
+        """One launch for these rows; None takes all that is known."""
+        takes, samples, context = [], [], 0
+        for row, asked in counts.items():
+            state = self.rows[row]
+            count = state.known - state.computed if asked is None else asked
+            context = max(context, -(-state.computed // BLOCK_SIZE))
+            state.computed += count
+            self._grow(row, state.computed)
+            takes.append(count)
+            samples.append(state.computed == state.known)
+            state.known += samples[-1]
+        bucket = self._bucket(len(counts), max(takes), context)
+        self._next.launches.append(Launch(PREFILL, bucket, list(counts), takes, samples))
+
+    def decode(self, rows: list[int]) -> None:
+        """One launch that decodes these rows."""
+        total = 0
+        for row in rows:
+            state = self.rows[row]
+            assert state.computed == state.known - 1
+            state.computed += 1
+            state.known += 1
+            self._grow(row, state.computed)
+            total += len(state.blocks)
+        batch, _, blocks = self._bucket(len(rows), 1, total)
+        self._next.launches.append(Launch(DECODE, (batch, 1, blocks), list(rows)))
+
+    def submit(self) -> None:
+        """Send what was asked since the last plan."""
+        plan = self._next
+        self._next = _Next()
+        rows = []
+        for launch in plan.launches:
+            samples = launch.samples or [True] * len(launch.rows)
+            rows += [row for row, does in zip(launch.rows, samples, strict=True) if does]
+        self._waiting.append(rows)
+        self.worker.submit(
+            StepPlan(
+                self._step,
+                plan.launches,
+                plan.new_rows,
+                plan.grown_rows,
+                plan.grown_blocks,
+                plan.freed_rows,
+            )
+        )
+        self._step += 1
+
+    def collect(self) -> StepResult:
+        """The oldest plan's result; its tokens join their rows."""
+        result = self.worker.collect()
+        for row, token in zip(self._waiting.popleft(), result.tokens, strict=True):
+            if row in self.rows:
+                self.rows[row].sampled.append(token)
+        return result
+
+    def step(self) -> StepResult:
+        """Send and collect."""
+        self.submit()
+        return self.collect()
+
+    def run(self, rows: list[int], count: int) -> None:
+        """Decode these rows together, `count` times."""
+        for _ in range(count):
+            self.decode(rows)
+            self.step()
+
+    def _grow(self, row: int, length: int) -> None:
+        state = self.rows[row]
+        while len(state.blocks) * BLOCK_SIZE < length:
+            block = self._free.pop()
+            self._held[block] = 1
+            state.blocks.append(block)
+            self._next.grown_rows.append(row)
+            self._next.grown_blocks.append(block)
+
+    def _bucket(self, batch: int, query: int, blocks: int) -> tuple[int, int, int]:
+        wanted = (batch, query, blocks)
+        rounded = [-(-size // step) * step for size, step in zip(wanted, self._steps, strict=True)]
+        return (rounded[0], rounded[1], rounded[2])
