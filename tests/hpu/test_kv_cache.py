@@ -1,0 +1,52 @@
+"""The tensors behind the block numbers."""
+
+import torch
+from torch import Tensor
+
+from hpu.backends.cpu import CpuBackend
+from hpu.kv_cache import KVCache, Shape, block_bytes
+
+NAN = float("nan")
+
+
+class _Layers:
+    """Two layers of two heads of three numbers."""
+
+    def __init__(self) -> None:
+        self.caches: list[tuple[Tensor, Tensor]] = []
+
+    def cache_shapes(self, num_blocks: int, block_size: int) -> list[tuple[Shape, Shape]]:
+        return [((num_blocks, block_size, 2, 3), (num_blocks, block_size, 2, 3))] * 2
+
+    def bind_caches(self, caches: list[tuple[Tensor, Tensor]]) -> None:
+        self.caches = caches
+
+
+def _cache(model: _Layers) -> KVCache:
+    return KVCache(model, CpuBackend(1), num_blocks=3, block_size=4, dtype=torch.float32)
+
+
+def test_a_pad_block_lies_behind_the_blocks_to_lend_and_is_counted() -> None:
+    model = _Layers()
+
+    cache = _cache(model)
+
+    assert [keys.shape[0] for keys, _ in model.caches] == [4, 4]
+    assert block_bytes(model, 4, torch.float32) == 2 * 2 * 4 * 2 * 3 * 4
+    assert cache.bytes == 4 * block_bytes(model, 4, torch.float32)
+
+
+def test_scrubbing_replaces_what_is_not_a_number_in_these_blocks_alone() -> None:
+    model = _Layers()
+    cache = _cache(model)
+    keys, values = model.caches[1]
+    keys[1, 2, 0, 1] = NAN
+    keys[1, 2, 0, 2] = 5.0
+    values[2, 0, 0, 0] = float("inf")
+    values[0, 0, 0, 0] = NAN
+
+    cache.scrub([1, 2])
+
+    assert keys[1, 2, 0].tolist() == [0.0, 0.0, 5.0]
+    assert values[2].isfinite().all()
+    assert values[0, 0, 0, 0].isnan()
