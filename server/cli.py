@@ -4,21 +4,17 @@ What a command needs is imported when it runs, so that `--help` and `config` ans
 """
 
 import argparse
+import dataclasses
 import json
-import logging
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from config import log
 from config.arguments import server_parser
 from config.errors import ConfigError, EngineDied
-from config.load import Loaded, load
+from config.load import load
 from config.version import VERSION
-
-DEMO = "demo"
-"""The model served when nobody names one: fetched at the first start, then kept."""
-
-logger = logging.getLogger(__name__)
 
 HELP = f"""\
 usage: gaudiserve COMMAND ...
@@ -56,6 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; the interpreter's last flush must not complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def _command(name: str) -> Callable[[list[str]], int]:
@@ -66,34 +66,25 @@ def _command(name: str) -> Callable[[list[str]], int]:
 
 
 def _serve(argv: list[str]) -> int:
+    from config.demo import NAMES
+
     loaded = load(
         argv,
-        default_model=DEMO,
+        default_model=NAMES[0],
         parser=server_parser("gaudiserve serve", "Serve a model to OpenAI clients."),
     )
-    log.setup(
-        "server",
-        level=loaded.server.log_level,
-        access_log=not loaded.server.disable_access_log,
-    )
-    if loaded.engine.model == DEMO:
-        loaded = _with_demo_model(loaded)
+    engine, server = loaded.engine, loaded.server
+    log.setup("server", level=server.log_level, access_log=not server.disable_access_log)
+    from config.checkpoint import resolve
     from server.frontends import serve
 
-    return serve(loaded.engine, loaded.server)
-
-
-def _with_demo_model(loaded: Loaded) -> Loaded:
-    """`loaded`, with the fetched folder for the word demo, under which clients may ask for it."""
-    import dataclasses
-
-    from config.checkpoint import fetch_demo
-
-    names = loaded.server.served_model_names or (DEMO,)
-    return Loaded(
-        dataclasses.replace(loaded.engine, model=str(fetch_demo())),
-        dataclasses.replace(loaded.server, served_model_names=names),
-        loaded.sources,
+    folder = resolve(
+        engine.model, revision=engine.revision, cache_dir=engine.cache_dir, dtype=engine.dtype
+    )
+    names = NAMES if engine.model in NAMES else (engine.model,)
+    return serve(
+        dataclasses.replace(engine, model=folder),
+        dataclasses.replace(server, served_model_names=server.served_model_names or names),
     )
 
 
@@ -102,7 +93,9 @@ def _config(argv: list[str]) -> int:
         "gaudiserve config", "Print the configuration that `serve` would run with."
     )
     parser.add_argument("--json", action="store_true", help="Print JSON")
-    loaded = load(argv, default_model=DEMO, parser=parser)
+    from config.demo import NAMES
+
+    loaded = load(argv, default_model=NAMES[0], parser=parser)
     as_json = parser.parse_all(argv).json
     print(_as_json(loaded.shown()) if as_json else _as_table(loaded.shown()))
     return 0
@@ -135,9 +128,11 @@ def _fetch_demo(argv: list[str]) -> int:
         description="Fetch the demo model into the cache folder, and print where it lies.",
     ).parse_args(argv)
     log.setup("fetch-demo")
-    from config.checkpoint import fetch_demo
+    from config.checkpoint import resolve
+    from config.demo import NAMES
 
-    print(fetch_demo())
+    # Resolved, so that the first start need not convert it either.
+    print(resolve(NAMES[0]))
     return 0
 
 
