@@ -1,0 +1,145 @@
+"""Exceptions to OpenAI error bodies, and nothing else on the wire. Knows no route."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from config.errors import EngineDied, NotFound, Overloaded, RequestFailed, UserError
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_CHARACTERS = 900
+"""With the rest of the body and multi-byte characters cut to ASCII, under 1 kB."""
+MAX_PROBLEMS = 3
+CLIENT_CLOSED = 499
+
+
+class RequestTooLarge(UserError):
+    """The body is over the limit; 413."""
+
+
+class UnsupportedType(UserError):
+    """The body is declared as something that is not JSON; 415."""
+
+
+class BadKey(UserError):
+    """No key, or a wrong one; 401."""
+
+
+class ClientGone(Exception):
+    """The client hung up; nobody reads an answer."""
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """An error as it goes out: status, the four keys, and headers."""
+
+    status: int
+    message: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = {}
+
+    def body(self) -> bytes:
+        """The JSON of the body, which is also the data of an error event."""
+        error = {
+            "message": shortened(self.message),
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+        }
+        return msgspec.json.encode({"error": error})
+
+    def response(self) -> Response:
+        return Response(self.body(), self.status, dict(self.headers), media_type="application/json")
+
+
+def shortened(message: str) -> str:
+    """`message`, cut in the middle so that the numbers at its end survive."""
+    message = message.encode("utf-8", "replace").decode()
+    if len(message.encode()) <= MAX_MESSAGE_CHARACTERS:
+        return message
+    half = MAX_MESSAGE_CHARACTERS // 2 - 10
+    raw = message.encode()
+    return f"{raw[:half].decode('utf-8', 'ignore')} [...] {raw[-half:].decode('utf-8', 'ignore')}"
+
+
+def fault_of(error: Exception) -> Fault:
+    """What the client is told. What is no known exception is a bug: logged here, not shown."""
+    if isinstance(error, UserError):
+        return _user_fault(error)
+    if isinstance(error, Overloaded):
+        wait = error.retry_after_s
+        return Fault(
+            503,
+            error.message,
+            error.type,
+            code="overloaded" if error.type == "server_overloaded" else None,
+            headers={} if wait is None else {"Retry-After": str(wait)},
+        )
+    if isinstance(error, EngineDied):
+        return Fault(503, f"The engine is gone: {error}.", "server_error")
+    if isinstance(error, RequestFailed):
+        # The same request would break in the same way: a client need not send it three times.
+        return Fault(500, str(error), "server_error", headers={"x-should-retry": "false"})
+    if isinstance(error, HTTPException):
+        return _http_fault(error)
+    logger.error("a request handler failed", exc_info=error)
+    return Fault(500, "The server failed to handle the request.", "server_error")
+
+
+def broken_fault(error: Exception) -> Fault:
+    """As `fault_of`, for a request that was already being worked on: a dead engine is a 500."""
+    if isinstance(error, EngineDied):
+        return Fault(500, f"The engine failed: {error}.", "server_error")
+    return fault_of(error)
+
+
+def _user_fault(error: UserError) -> Fault:
+    status, headers, code = 400, {}, error.code
+    if isinstance(error, NotFound):
+        status = 404
+        code = code or "not_found"
+    elif isinstance(error, RequestTooLarge):
+        # What is still on its way is not read, so the connection cannot be used again.
+        status, code, headers = 413, "request_too_large", {"Connection": "close"}
+    elif isinstance(error, UnsupportedType):
+        status = 415
+    elif isinstance(error, BadKey):
+        status, code, headers = 401, "invalid_api_key", {"WWW-Authenticate": "Bearer"}
+    return Fault(status, error.message, param=error.param, code=code, headers=headers)
+
+
+def _http_fault(error: HTTPException) -> Fault:
+    headers = error.headers or {}
+    if error.status_code == 404:
+        return Fault(404, "There is no such route.", code="not_found", headers=headers)
+    if error.status_code == 405:
+        return Fault(405, "This route does not take this method.", headers=headers)
+    kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
+    return Fault(error.status_code, str(error.detail), kind, headers=headers)
+
+
+def problem_with(error: ValidationError) -> UserError:
+    """The first few things pydantic found, as one error about the first of them."""
+    problems = error.errors(include_url=False, include_context=False)
+    texts = [_problem(one) for one in problems[:MAX_PROBLEMS]]
+    place = problems[0]["loc"]
+    return UserError("; ".join(texts), param=str(place[0]) if place else None)
+
+
+def _problem(problem: Any) -> str:
+    name = ".".join(str(step)[:40] for step in problem["loc"][:4]) or "the body"
+    if problem["type"] == "missing":
+        return f"{name} is missing"
+    message = problem["msg"].removeprefix("Value error, ")
+    given = problem["input"]
+    shown = f" (it is {given!r:.40})" if isinstance(given, (bool, int, float)) else ""
+    if isinstance(given, str):
+        shown = f" (it is {given[:40]!r})"
+    return f"{name}: {message}{shown}"

@@ -1,0 +1,114 @@
+"""The body of /v1/completions. Knows no tokenizer."""
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import ConfigDict, Field, WithJsonSchema
+
+from config.errors import UserError
+from config.sampling import MAX_LOGPROBS
+from server.schema.common import UNSUPPORTED, GenerationBody, Integer, Unsupported
+
+MAX_PROMPTS = 1024
+DEFAULT_MAX_TOKENS = 16
+
+Texts = list[str]
+TokenLists = list[list[int]]
+
+_ids = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_PROMPT = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "maxItems": MAX_PROMPTS},
+        _ids,
+        {"type": "array", "items": _ids, "maxItems": MAX_PROMPTS},
+    ]
+}
+
+
+class CompletionBody(GenerationBody):
+    """Plain text or token ids to go on from."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"prompt": "Once upon a time", "max_tokens": 32}}
+    )
+    unsupported: ClassVar[Unsupported] = {**UNSUPPORTED, "suffix": ("",)}
+
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT)]
+    max_tokens: Integer | None = Field(None, description=f"null is {DEFAULT_MAX_TOKENS}")
+    logprobs: Integer | None = None
+    best_of: Integer | None = None
+
+    def check(self) -> None:
+        super().check()
+        num_choices = 1 if self.n is None else self.n
+        if self.best_of is not None and self.best_of != num_choices:
+            raise UserError(
+                f"best_of is {self.best_of}, only n, which is {num_choices}, is supported",
+                param="best_of",
+            )
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise UserError(
+                f"logprobs is {self.logprobs}, it must be between 0 and {MAX_LOGPROBS}",
+                param="logprobs",
+            )
+        least = 0 if self.echo else 1
+        if self.max_tokens is not None and self.max_tokens < least:
+            only = "" if self.echo else " (0 only with echo)"
+            raise UserError(
+                f"max_tokens is {self.max_tokens}, it must be at least {least}{only}",
+                param="max_tokens",
+            )
+
+    @property
+    def limit(self) -> int:
+        """How many tokens may be generated for each choice."""
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def prompts(self) -> Texts | TokenLists:
+        """The prompts, one or many, all of one kind. Raises UserError."""
+        given = self.prompt
+        if isinstance(given, str):
+            return [given]
+        if not isinstance(given, list):
+            raise _bad(f"prompt is {_kind(given)}, it must be a string, a list of strings, a list "
+                       "of token ids, or a list of such lists")  # fmt: skip
+        if not given:
+            raise _bad("prompt is an empty list, it must hold at least 1 prompt or token id")
+        first = given[0]
+        if _is_id(first):
+            return [_token_ids(given)]
+        if len(given) > MAX_PROMPTS:
+            raise _bad(f"prompt has {len(given)} entries, it may have {MAX_PROMPTS}")
+        if isinstance(first, str):
+            for one in given:
+                if not isinstance(one, str):
+                    raise _bad(f"prompt mixes a string with {_kind(one)}")
+            return given
+        return [_token_ids(one) for one in given]
+
+
+def _token_ids(given: Any) -> list[int]:
+    if not isinstance(given, list):
+        raise _bad(f"prompt mixes lists of token ids with {_kind(given)}")
+    if not given:
+        raise _bad("prompt has an empty list of token ids")
+    for token_id in given:
+        if not _is_id(token_id):
+            raise _bad(f"prompt mixes token ids with {_kind(token_id)}")
+        if not 0 <= token_id < 2**32:
+            raise _bad(f"prompt has token id {str(token_id)[:20]}, it is not in the vocabulary")
+    return given
+
+
+def _is_id(value: object) -> bool:
+    return type(value) is int
+
+
+def _kind(value: object) -> str:
+    names = {str: "a string", int: "an integer", float: "a number", bool: "a boolean",
+             list: "a list", dict: "an object", type(None): "null"}  # fmt: skip
+    return names[type(value)]
+
+
+def _bad(message: str) -> UserError:
+    return UserError(message, param="prompt")
