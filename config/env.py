@@ -76,9 +76,9 @@ def _refuse_unknown(variable: str, word: str, table: Mapping[str, str]) -> None:
 
 
 def _is_service_link(variable: str, word: str) -> bool:
-    if variable.endswith("_PORT"):
-        return bool(_SERVICE_ADDRESS.match(word))
-    return bool(_SERVICE_LINK.search(variable))
+    if _SERVICE_LINK.search(variable):
+        return True
+    return variable.endswith("_PORT") and bool(_SERVICE_ADDRESS.match(word))
 
 
 def cache_home() -> str:

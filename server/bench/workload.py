@@ -70,9 +70,11 @@ def token_jobs(shape: Shape, vocabulary: list[int]) -> list[Job]:
     ]
 
 
-async def text_jobs(shape: Shape, count: Count, words_a_token: float = 1.0) -> list[Job]:
-    """Prompts of plain words, each with the wanted number of tokens as `count` sees it."""
+async def text_jobs(shape: Shape, count: Count) -> list[Job]:
+    """Prompts of plain words, each with the wanted number of tokens as `count` sees it, or as near
+    as MAX_TRIES rounds get."""
     chance = random.Random(f"{shape.seed} words")
+    words_a_token = len(WORDS) / max(1, await count(" ".join(WORDS)))
     prefix = chance.choices(WORDS, k=round(shape.shared_prefix_len * words_a_token))
     jobs = []
     for wanted, output in lengths(shape):
@@ -82,15 +84,15 @@ async def text_jobs(shape: Shape, count: Count, words_a_token: float = 1.0) -> l
             difference = total - await count(" ".join(words))
             if difference == 0:
                 break
+            change = max(1, round(abs(difference) * words_a_token))
             if difference > 0:
-                words += chance.choices(WORDS, k=max(1, round(difference * words_a_token)))
-            else:
-                # The shared prefix stays whole, and at least one word of the prompt's own.
-                spare = len(words) - len(prefix) - 1
-                cut = min(spare, max(1, round(-difference * words_a_token)))
-                if cut <= 0:
-                    break
-                del words[-cut:]
+                words += chance.choices(WORDS, k=change)
+                continue
+            # The shared prefix stays whole, and at least one word of the prompt's own.
+            kept = max(len(prefix) + 1, len(words) - change)
+            if kept == len(words):
+                break
+            del words[kept:]
         jobs.append(Job(" ".join(words), output))
     return jobs
 

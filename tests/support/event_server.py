@@ -1,0 +1,133 @@
+"""A small OpenAI-like event server on asyncio, to measure a load client against known numbers."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+
+class EventServer:
+    """Answers each request with `max_tokens` events, `gap_s` apart, after `first_s`.
+
+    Counts what it saw; `fail_every` answers each n-th with 503.
+    """
+
+    def __init__(
+        self,
+        *,
+        first_s: float = 0.0,
+        gap_s: float = 0.0,
+        fail_every: int = 0,
+        break_after: int | None = None,
+        has_tokenize: bool = True,
+        tokens_a_word: int = 1,
+    ) -> None:
+        self._first_s = first_s
+        self._gap_s = gap_s
+        self._fail_every = fail_every
+        self._break_after = break_after
+        self._has_tokenize = has_tokenize
+        self._tokens_a_word = tokens_a_word
+        self.bodies: list[dict[str, Any]] = []
+        self.authorizations: list[str] = []
+        self.num_connections = 0
+        self.running = 0
+        self.most_running = 0
+        self.url = ""
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator["EventServer"]:
+        """Listen on a free port."""
+        server = await asyncio.start_server(self._client, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        try:
+            yield self
+        finally:
+            server.close()
+            await server.wait_closed()
+
+    async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        try:
+            while await self._one(reader, writer):
+                pass
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        first, *lines = head.split("\r\n")
+        fields = {n.lower(): v.strip() for n, _, v in (line.partition(":") for line in lines)}
+        raw = await reader.readexactly(int(fields.get("content-length", "0")))
+        self.authorizations.append(fields.get("authorization", ""))
+        path = first.split(" ")[1]
+        if path == "/v1/models":
+            _answer(writer, 200, {"data": [{"id": "double"}]})
+        elif path == "/tokenize" and self._has_tokenize:
+            asked = json.loads(raw)
+            text = asked.get("prompt") or asked["messages"][0]["content"]
+            template = 5 if "messages" in asked else 0
+            count = len(text.split()) * self._tokens_a_word + template
+            _answer(writer, 200, {"count": count, "tokens": list(range(count))})
+        elif path in ("/v1/completions", "/v1/chat/completions"):
+            return await self._generate(writer, json.loads(raw), is_chat="chat" in path)
+        else:
+            _answer(writer, 404, {"error": {"message": "no such route"}})
+        return True
+
+    async def _generate(
+        self, writer: asyncio.StreamWriter, body: dict[str, Any], *, is_chat: bool
+    ) -> bool:
+        self.bodies.append(body)
+        if self._fail_every and len(self.bodies) % self._fail_every == 0:
+            _answer(writer, 503, {"error": {"message": "the line is full"}})
+            return True
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            return await self._stream(writer, body, is_chat=is_chat)
+        finally:
+            self.running -= 1
+
+    async def _stream(
+        self, writer: asyncio.StreamWriter, body: dict[str, Any], *, is_chat: bool
+    ) -> bool:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n")
+        writer.write(b"transfer-encoding: chunked\r\n\r\n")
+        if is_chat:
+            _event(writer, {"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+        for place in range(body["max_tokens"]):
+            await asyncio.sleep(self._gap_s if place else self._first_s)
+            if place == self._break_after:
+                return False
+            text = {"delta": {"content": "a"}} if is_chat else {"text": "a"}
+            _event(writer, {"choices": [text]})
+            await writer.drain()
+        prompt = body.get("prompt") or body["messages"][0]["content"]
+        num_prompt = len(prompt.split() if isinstance(prompt, str) else prompt)
+        usage = {"prompt_tokens": num_prompt, "completion_tokens": body["max_tokens"]}
+        _event(writer, {"choices": [], "usage": usage})
+        _chunk(writer, b"data: [DONE]\n\n")
+        writer.write(b"0\r\n\r\n")
+        await writer.drain()
+        return True
+
+
+def _answer(writer: asyncio.StreamWriter, status: int, body: dict[str, Any]) -> None:
+    content = json.dumps(body).encode()
+    writer.write(
+        f"HTTP/1.1 {status} X\r\ncontent-length: {len(content)}\r\n\r\n".encode() + content
+    )
+
+
+def _event(writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
+    _chunk(writer, b"data: " + json.dumps(body).encode() + b"\n\n")
+
+
+def _chunk(writer: asyncio.StreamWriter, content: bytes) -> None:
+    # Cut in the middle, so that a reader must join events across chunks.
+    for piece in (content[:7], content[7:]):
+        writer.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
