@@ -18,7 +18,7 @@ from hpu.layers.attention import Attention, HeadNorm, HeadShape, LaunchPlan, Win
 from hpu.layers.context import LaunchContext
 from hpu.layers.embedding import Embedding
 from hpu.layers.linear import Linear, can_pack
-from hpu.ops.norm import add_rms_norm, rms_norm
+from hpu.ops.norm import mirrored_rms_norm, rms_norm
 from hpu.ops.rope import Rotary, Rotation
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "relu": functional.relu,
 }
+
+MIRRORED_ROWS = 8
+"""Rows up to which a packed norm takes its short form; measured equal at 32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,12 +89,25 @@ class MLP(nn.Module):
 
 
 class Norm(nn.Module):
-    """The weight of an RMS norm."""
+    """RMS norm of the hidden states."""
 
-    def __init__(self, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         empty = torch.empty(size, dtype=dtype, device=device)
         self.weight = nn.Parameter(empty, requires_grad=False)
+        self.eps = eps
+        self._mirror: tuple[Tensor, Tensor] | None = None
+
+    def pack(self) -> None:
+        """Prepare the short form for few rows."""
+        signs = torch.tensor([[1.0], [-1.0]], dtype=self.weight.dtype, device=self.weight.device)
+        self._mirror = signs, self.weight.detach().expand(2, -1).contiguous()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(B, Q, hidden) to the same."""
+        if self._mirror is not None and hidden.shape[0] * hidden.shape[1] <= MIRRORED_ROWS:
+            return mirrored_rms_norm(hidden, *self._mirror, self.eps)
+        return rms_norm(hidden, self.weight, self.eps)
 
 
 class Layer(nn.Module):
@@ -150,7 +166,8 @@ class Decoder(nn.Module):
         return Linear(in_size, out_size, bias=bias, dtype=self.dtype, device=self.device)
 
     def _norm(self) -> Norm:
-        return Norm(self.config.hidden_size, dtype=self.dtype, device=self.device)
+        config = self.config
+        return Norm(config.hidden_size, config.rms_norm_eps, dtype=self.dtype, device=self.device)
 
     def _layer(self, index: int) -> Layer:
         config, spec, shape = self.config, self.spec, self.shape
@@ -174,18 +191,17 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, context: LaunchContext) -> Tensor:
         """Hidden states (B, Q, hidden) of `tokens` (B, Q), normed and ready for `logits`."""
-        eps, multiplier = self.config.rms_norm_eps, self.spec.residual_multiplier
+        multiplier = self.spec.residual_multiplier
         rotation: Rotation = self.rotary(context.positions)
         plan: LaunchPlan = plan_launch(context, self._block_size, self.spec.windows)
         layers = [layer for layer in self.layers if isinstance(layer, Layer)]
         total: Tensor = self.embedding(tokens)
-        normed = rms_norm(total, layers[0].attention_norm.weight, eps)
-        following = [layer.attention_norm.weight for layer in layers[1:]] + [self.norm.weight]
-        for layer, next_weight in zip(layers, following, strict=True):
-            delta = layer.attention(normed, rotation, plan)
-            normed, total = add_rms_norm(delta, total, layer.mlp_norm.weight, eps, multiplier)
-            normed, total = add_rms_norm(layer.mlp(normed), total, next_weight, eps, multiplier)
-        return normed
+        for layer in layers:
+            delta = layer.attention(layer.attention_norm(total), rotation, plan)
+            total = torch.add(total, delta, alpha=multiplier)
+            delta = layer.mlp(layer.mlp_norm(total))
+            total = torch.add(total, delta, alpha=multiplier)
+        return self.norm(total)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(M, hidden) to (M, vocab), in the model's dtype."""
@@ -217,7 +233,9 @@ class Decoder(nn.Module):
             logger.info("weights stay as they are: no packed product for %s here", self.dtype)
             return False
         for module in self.modules():
-            if isinstance(module, Linear):
+            if isinstance(module, Norm):
+                module.pack()
+            elif isinstance(module, Linear):
                 shared = module is self.head and self.config.tie_word_embeddings
                 module.pack(keep_weight=shared)
         return True

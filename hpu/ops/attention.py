@@ -118,11 +118,21 @@ def paged_decode(
     `rows` (N) int64, the row each block belongs to (any row for padding); `mapping` (B, N) float32,
     1 where the block is the row's; `mask` (N, 1, 1, block_size), all MASKED for padding.
 
-    Each block has a softmax of its own. A row's blocks are then weighed by their sums, relative to
-    the largest of that row, so no row's scale depends on its neighbours. Cost follows N.
+    A lone row's blocks are one sequence. Otherwise each block has a softmax of its own, and a row's
+    blocks are then weighed by their sums, relative to the largest of that row, so that no row's
+    scale depends on its neighbours. Cost follows N.
     """
     batch, heads, size = query.shape
     count, kv_heads = key_blocks.shape[0], key_blocks.shape[2]
+    if batch == 1:
+        out, _ = attend(
+            query.view(1, kv_heads, heads // kv_heads, size),
+            key_blocks.flatten(0, 1).unsqueeze(0).transpose(1, 2),
+            value_blocks.flatten(0, 1).unsqueeze(0).transpose(1, 2),
+            scale=scale,
+            mask=mask.view(1, 1, 1, -1),
+        )
+        return out.reshape(1, heads, size)
     # The query heads that share a key head stand as "tokens" of that head: nothing is repeated.
     per_block = query.view(batch, -1).index_select(0, rows)
     out, log_sum = attend(
