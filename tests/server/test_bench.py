@@ -175,7 +175,7 @@ def test_a_shared_prefix_is_shared_and_the_rest_is_not() -> None:
     assert {len(prompt) for prompt in prompts} == {50}
 
 
-async def test_text_of_uneven_words_comes_out_exact_and_keeps_its_prefix() -> None:
+async def test_text_of_uneven_words_is_off_by_one_at_most_and_keeps_its_prefix() -> None:
     async def count(text: str) -> int:
         return sum(1 + len(word) // 5 for word in text.split())
 
@@ -183,7 +183,7 @@ async def test_text_of_uneven_words_comes_out_exact_and_keeps_its_prefix() -> No
 
     counts = [await count(str(job.prompt)) for job in jobs]
     assert all(abs(found - 50) <= 1 for found in counts)
-    assert len({" ".join(str(job.prompt).split()[:10]) for job in jobs}) == 1
+    assert len({" ".join(str(job.prompt).split()[:6]) for job in jobs}) == 1
 
 
 def test_arrivals_have_the_wanted_rate() -> None:

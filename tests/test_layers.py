@@ -1,0 +1,264 @@
+"""The house rules that a reader of one file cannot see: floors, circles, ownership of our names.
+
+Needs nothing but the standard library and pytest, so that an image's build can run it.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FLOORS = ("server", "engine", "hpu", "config")
+
+MAY_IMPORT = {
+    "server": ("server", "engine.client", "engine.messages", "config"),
+    "engine": ("engine", "hpu.step", "hpu.buckets", "config"),
+    "hpu": ("hpu", "config"),
+    "config": ("config",),
+}
+"""A file may import these modules, and what lies below them."""
+
+EXCEPTIONS = {
+    "server.cli": ("engine.launch",),
+    "server.frontends": ("engine.launch",),
+    "server.llm": ("engine.inline",),
+    "engine.executors.inline": ("hpu.worker",),
+    "engine.executors.child": ("hpu.worker",),
+}
+
+ONLY_IN = {
+    "habana_frameworks": ("hpu.backends.gaudi", "hpu.ops", "hpu.emulator"),
+    "zmq": ("engine.wire",),
+    "pydantic": ("server",),
+    "fastapi": ("server",),
+    "starlette": ("server",),
+    "uvicorn": ("server",),
+    "torch": ("hpu", "engine.grammar"),
+}
+"""Foreign packages, and the only modules of ours that may import them."""
+
+SPAWNED = ("select", "cli", "child", "process")
+"""Files that may import inside a function: what is not chosen is not loaded."""
+
+
+class Import(NamedTuple):
+    """`module` as it is written, `names` taken from it, where."""
+
+    module: str
+    names: tuple[str, ...]
+    line: int
+    is_local: bool
+    """Inside a function."""
+    is_for_types: bool
+    """Under `if TYPE_CHECKING`."""
+    level: int
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {module_of(path): path for floor in FLOORS for path in sorted((ROOT / floor).rglob("*.py"))}
+
+
+@cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(FILES[module].read_text(encoding="utf-8"))
+
+
+@cache
+def imports_of(module: str) -> tuple[Import, ...]:
+    return tuple(_walk(tree_of(module), is_local=False, is_for_types=False))
+
+
+def _walk(node: ast.AST, *, is_local: bool, is_for_types: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                yield Import(alias.name, (), child.lineno, is_local, is_for_types, 0)
+        elif isinstance(child, ast.ImportFrom):
+            names = tuple(alias.name for alias in child.names)
+            yield Import(
+                child.module or "", names, child.lineno, is_local, is_for_types, child.level
+            )
+        yield from _walk(
+            child,
+            is_local=is_local
+            or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)),
+            is_for_types=is_for_types
+            or (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)),
+        )
+
+
+def targets(found: Import) -> list[str]:
+    """The modules an import loads: `from engine import client` loads engine.client."""
+    below = [f"{found.module}.{name}" for name in found.names]
+    return [name for name in below if name in FILES] or [found.module]
+
+
+def is_below(module: str, roots: tuple[str, ...]) -> bool:
+    return any(module == root or module.startswith(f"{root}.") for root in roots)
+
+
+def ours() -> Iterator[tuple[str, Import, str]]:
+    """(importing module, import, imported module) for all imports of our own modules."""
+    for module in FILES:
+        for found in imports_of(module):
+            for target in targets(found):
+                if target.partition(".")[0] in FLOORS:
+                    yield module, found, target
+
+
+def test_there_is_something_to_check() -> None:
+    assert {module.partition(".")[0] for module in FILES} == set(FLOORS)
+    assert len(list(ours())) > 50
+
+
+def test_imports_point_downwards_or_sideways() -> None:
+    wrong = []
+    for module, found, target in ours():
+        allowed = (*MAY_IMPORT[module.partition(".")[0]], *EXCEPTIONS.get(module, ()))
+        if not is_below(target, allowed):
+            wrong.append(f"{FILES[module].relative_to(ROOT)}:{found.line} imports {target}")
+
+    assert wrong == []
+
+
+def test_no_circle_of_files() -> None:
+    graph: dict[str, set[str]] = {module: set() for module in FILES}
+    for module, found, target in ours():
+        if not found.is_for_types and not found.is_local and target in FILES:
+            graph[module].add(target)
+
+    circles = _circles(graph)
+
+    assert circles == []
+
+
+def _circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    found: list[list[str]] = []
+    done: set[str] = set()
+
+    def visit(module: str, trail: list[str]) -> None:
+        if module in trail:
+            found.append([*trail[trail.index(module) :], module])
+            return
+        if module in done:
+            return
+        for target in sorted(graph[module]):
+            visit(target, [*trail, module])
+        done.add(module)
+
+    for module in graph:
+        visit(module, [])
+    return found
+
+
+def test_the_circle_finder_finds_circles() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}
+
+    circles = _circles(graph)
+
+    assert circles == [["b", "c", "b"]]
+
+
+def test_nothing_is_imported_relatively() -> None:
+    wrong = [
+        f"{module}:{found.line}" for module in FILES for found in imports_of(module) if found.level
+    ]
+
+    assert wrong == []
+
+
+@pytest.mark.parametrize("package", ONLY_IN)
+def test_a_foreign_package_is_known_only_where_it_belongs(package: str) -> None:
+    wrong = [
+        f"{FILES[module].relative_to(ROOT)}:{found.line}"
+        for module in FILES
+        for found in imports_of(module)
+        if found.module.partition(".")[0] == package
+        and not found.is_for_types
+        and not is_below(module, ONLY_IN[package])
+    ]
+
+    assert wrong == []
+
+
+def test_only_config_env_reads_the_environment() -> None:
+    wrong = []
+    for module in FILES:
+        for node in ast.walk(tree_of(module)):
+            named = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
+            taken = (
+                isinstance(node, ast.ImportFrom)
+                and node.module == "os"
+                and any(alias.name in ("environ", "getenv") for alias in node.names)
+            )
+            if (named or taken) and module != "config.env":
+                wrong.append(f"{FILES[module].relative_to(ROOT)}:{node.lineno}")
+
+    assert wrong == []
+
+
+def test_imports_inside_functions_only_where_a_choice_is_made() -> None:
+    wrong = [
+        f"{FILES[module].relative_to(ROOT)}:{found.line}"
+        for module in FILES
+        for found in imports_of(module)
+        if found.is_local and module.rpartition(".")[2] not in SPAWNED
+    ]
+
+    assert wrong == []
+
+
+def test_every_directory_is_a_package() -> None:
+    folders = {path.parent for path in FILES.values()}
+
+    missing = [
+        str(folder.relative_to(ROOT)) for folder in folders if not (folder / "__init__.py").exists()
+    ]
+
+    assert missing == []
+
+
+def test_every_file_says_what_it_holds() -> None:
+    wrong = [
+        module
+        for module, path in FILES.items()
+        if path.stat().st_size and not ast.get_docstring(tree_of(module))
+    ]
+
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", FLOORS)
+def test_no_other_distribution_owns_one_of_our_names(name: str) -> None:
+    owners = set(packages_distributions().get(name, []))
+
+    assert owners <= {"gaudiserve"}
+
+
+def test_what_is_imported_is_declared() -> None:
+    pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    declared = pyproject.partition("dependencies = [")[2].partition("]\n")[0]
+    distributions = packages_distributions()
+    # Brought by whoever runs us, by fastapi as its own public face, or by the device's vendor.
+    elsewhere = {"torch", "starlette", "habana_frameworks", *FLOORS}
+    wrong = set()
+    for module in FILES:
+        for found in imports_of(module):
+            package = found.module.partition(".")[0]
+            if package in elsewhere or package in sys.stdlib_module_names:
+                continue
+            names = {name.lower().replace("_", "-") for name in distributions.get(package, ["?"])}
+            if not any(f'"{name}>=' in declared for name in names):
+                wrong.add(f"{module} imports {package}")
+
+    assert wrong == set()
