@@ -17,7 +17,8 @@ def _refuse_strangers(home: Path) -> None:
             found = spec.origin or ", ".join(map(str, places))
             raise ImportError(
                 f"gaudiserve's package {name!r} is hidden by {found}: a script that uses "
-                f"gaudiserve must not lie beside its own {name}.py, nor may another package own that name"
+                f"gaudiserve must not lie beside its own {name}.py, and no other package may own "
+                f"that name"
             )
 
 

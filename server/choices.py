@@ -1,0 +1,213 @@
+"""Deltas to OpenAI choices: log-probabilities, usage, and whole answers. Knows no sockets."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from server.generate import Delta, Generation, PositionLogprobs, TokenLogprob
+
+Choice = dict[str, Any]
+
+
+def usage_of(generation: Generation, num_output_tokens: int | None = None) -> dict[str, Any]:
+    """The usage object, as far as the generation has come."""
+    output = generation.num_output_tokens if num_output_tokens is None else num_output_tokens
+    prompt = generation.num_prompt_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": generation.num_cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
+class Naming:
+    """How a token is written in log-probabilities: its text, or `token_id:N`."""
+
+    def __init__(self, *, as_ids: bool) -> None:
+        self._as_ids = as_ids
+
+    def __call__(self, token: TokenLogprob) -> str:
+        return f"token_id:{token.token_id}" if self._as_ids else token.token
+
+
+def chat_logprobs(positions: Sequence[PositionLogprobs], name: Naming) -> dict[str, Any]:
+    """The logprobs object of a chat choice or delta."""
+    content = [
+        {
+            **_chat_token(position.chosen, name),
+            "top_logprobs": [_chat_token(token, name) for token in position.top],
+        }
+        for position in positions
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _chat_token(token: TokenLogprob, name: Naming) -> dict[str, Any]:
+    return {"token": name(token), "logprob": token.logprob, "bytes": list(token.bytes)}
+
+
+class TextLogprobs:
+    """The logprobs object of a completion choice, piece by piece; offsets run on."""
+
+    def __init__(self, name: Naming, hidden: frozenset[int] = frozenset(), offset: int = 0) -> None:
+        """`hidden` are ids that have no text (skipped special tokens)."""
+        self._name = name
+        self._hidden = hidden
+        self._offset = offset
+
+    def move_to(self, offset: int) -> None:
+        """The next token starts at character `offset`."""
+        self._offset = offset
+
+    def write(self, positions: Sequence[PositionLogprobs]) -> Choice:
+        """Generated tokens."""
+        tokens: list[str] = []
+        values: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
+        offsets: list[int] = []
+        for position in positions:
+            self._one(position, tokens, values, tops, offsets)
+        return _text_object(tokens, values, tops, offsets)
+
+    def write_prompt(
+        self, first: TokenLogprob, positions: Sequence[PositionLogprobs | None]
+    ) -> Choice:
+        """Prompt tokens; the first follows on nothing, so it stands alone, with nulls."""
+        tokens, offsets = [self._name(first)], [self._take(first)]
+        values: list[float | None] = [None]
+        tops: list[dict[str, float] | None] = [None]
+        for position in positions[1:]:
+            if position is not None:
+                self._one(position, tokens, values, tops, offsets)
+        return _text_object(tokens, values, tops, offsets)
+
+    def _one(
+        self,
+        position: PositionLogprobs,
+        tokens: list[str],
+        values: list[float | None],
+        tops: list[dict[str, float] | None],
+        offsets: list[int],
+    ) -> None:
+        chosen = position.chosen
+        top: dict[str, float] = {}
+        for token in position.top:
+            # Two tokens may look alike (halves of characters): the likelier one keeps the name.
+            top.setdefault(self._name(token), token.logprob)
+        top[self._name(chosen)] = chosen.logprob
+        tokens.append(self._name(chosen))
+        values.append(chosen.logprob)
+        tops.append(top)
+        offsets.append(self._take(chosen))
+
+    def _take(self, token: TokenLogprob) -> int:
+        """Where `token` starts, in characters; one that goes on with a character starts there."""
+        start = self._offset
+        if token.token_id in self._hidden:
+            return start
+        data = token.bytes
+        if data and data[0] & 0xC0 == 0x80:
+            start = max(0, start - 1)
+        self._offset += len(data) if data.isascii() else sum(b & 0xC0 != 0x80 for b in data)
+        return start
+
+
+def _text_object(tokens: Any, values: Any, tops: Any, offsets: Any) -> Choice:
+    return {
+        "tokens": tokens,
+        "token_logprobs": values,
+        "top_logprobs": tops,
+        "text_offset": offsets,
+    }
+
+
+def joined_logprobs(parts: Sequence[Choice]) -> Choice:
+    """Logprobs objects one after the other."""
+    return {
+        key: [entry for part in parts for entry in part[key]]
+        for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    }
+
+
+def prompt_logprobs_of(
+    positions: Sequence[PositionLogprobs | None] | None, width: int
+) -> list[dict[str, Any] | None] | None:
+    """The `prompt_logprobs` extension: one entry a token, by token id; the first is null."""
+    if positions is None:
+        return None
+    made: list[dict[str, Any] | None] = []
+    for position in positions:
+        if position is None:
+            made.append(None)
+            continue
+        entries = {}
+        for token in (*position.top[:width], position.chosen):
+            entries[str(token.token_id)] = {
+                "logprob": token.logprob,
+                "rank": token.rank,
+                "decoded_token": token.token,
+            }
+        made.append(entries)
+    return made
+
+
+class Gathered:
+    """One choice of an answer that is sent whole."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[PositionLogprobs] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+
+    def take(self, delta: Delta) -> None:
+        self.texts.append(delta.text)
+        self.token_ids += delta.token_ids
+        if delta.logprobs:
+            self.logprobs += delta.logprobs
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+class Gatherer:
+    """Deltas of several choices, held back until `interval` tokens of a choice are together.
+
+    The first tokens and the last ones of a choice are never held back.
+    """
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        self._held: dict[int, Delta] = {}
+        self._begun: set[int] = set()
+
+    def take(self, deltas: list[Delta]) -> list[Delta]:
+        """The deltas that may go out now."""
+        if self._interval <= 1:
+            return deltas
+        ripe = []
+        for new in deltas:
+            delta = _merged(self._held.pop(new.index, None), new)
+            first = new.index not in self._begun
+            if first or delta.finish_reason or len(delta.token_ids) >= self._interval:
+                self._begun.add(new.index)
+                ripe.append(delta)
+            else:
+                self._held[new.index] = delta
+        return ripe
+
+
+def _merged(held: Delta | None, new: Delta) -> Delta:
+    if held is None:
+        return new
+    held.text += new.text
+    held.token_ids = held.token_ids + new.token_ids
+    if new.logprobs is not None:
+        held.logprobs = (held.logprobs or []) + new.logprobs
+    held.finish_reason, held.stop_reason = new.finish_reason, new.stop_reason
+    return held

@@ -1,0 +1,198 @@
+"""Prometheus: what the engine counts, read from its latest stats. Knows no requests.
+
+Every front-end hears the same stats, so each can answer alone and nothing is counted twice.
+"""
+
+import bisect
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.utils import floatToGoString
+
+from engine.client import EngineClient
+from engine.messages import EngineStats
+
+PHASES = ("prefill", "decode")
+RESULTS = ("hit", "miss", "fallback")
+STAGES = ("warmup", "serving")
+STEP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+COMPILE_S = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000)
+
+
+class Tally:
+    """A histogram without a clock or a lock: fed and read on one thread."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect.bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def add_to(self, family: HistogramMetricFamily, labels: list[str]) -> None:
+        """One more series of `family`."""
+        names = [*map(floatToGoString, self._bounds), "+Inf"]
+        counts = accumulate(self._counts)
+        family.add_metric(labels, list(zip(names, counts, strict=True)), self._sum)
+
+
+class EngineCollector:
+    """Families made anew at each scrape from what the client knows."""
+
+    def __init__(self, client: EngineClient, labels: Mapping[str, str]) -> None:
+        self._client = client
+        self._names = list(labels)
+        self._values = list(labels.values())
+        self._iteration_tokens = Tally(TOKENS)
+        self._step_seconds = [Tally(STEP_S) for _ in PHASES]
+        self._compile_seconds = [Tally(COMPILE_S) for _ in STAGES]
+        try:
+            self._torch = version("torch")
+        except PackageNotFoundError:
+            self._torch = ""
+
+    def observe(self, stats: EngineStats) -> None:
+        """Take the samples that come with `stats`."""
+        for num_tokens in stats.step_tokens:
+            self._iteration_tokens.observe(num_tokens)
+        for phase, seconds in stats.step_seconds:
+            self._step_seconds[phase].observe(seconds)
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._client.stats
+        yield from self._queue(stats)
+        yield from self._cache(stats)
+        yield from self._launches(stats)
+        yield from self._device(stats)
+        yield from self._warmup()
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=self._names)
+        family.add_metric(self._values, value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=self._names)
+        family.add_metric(self._values, value)
+        return family
+
+    def _info(self, name: str, text: str, facts: Mapping[str, str]) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=[*self._names, *facts])
+        family.add_metric([*self._values, *facts.values()], 1)
+        return family
+
+    def _queue(self, stats: EngineStats) -> Iterator[Metric]:
+        yield self._gauge("vllm:num_requests_running", "Sequences in the batch.", stats.running)
+        yield self._gauge("vllm:num_requests_waiting", "Sequences in the line.", stats.waiting)
+        yield self._counter(
+            "vllm:num_preemptions", "Sequences that had to start again.", stats.preemptions
+        )
+        tokens = HistogramMetricFamily(
+            "vllm:iteration_tokens_total", "Tokens computed in a step.", labels=self._names
+        )
+        self._iteration_tokens.add_to(tokens, self._values)
+        yield tokens
+
+    def _cache(self, stats: EngineStats) -> Iterator[Metric]:
+        usage = stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0
+        text = "Share of the KV blocks in use, 0 to 1."
+        yield self._gauge("vllm:kv_cache_usage_perc", text, usage)
+        yield self._gauge("vllm:gpu_cache_usage_perc", text, usage)
+        for prefix in ("vllm:prefix_cache", "vllm:gpu_prefix_cache"):
+            yield self._counter(f"{prefix}_queries", "Tokens looked up.", stats.prefix_queries)
+            yield self._counter(f"{prefix}_hits", "Tokens found.", stats.prefix_hits)
+        ready = self._client.ready
+        if ready is not None:
+            yield self._info(
+                "vllm:cache_config_info",
+                "The paged KV cache.",
+                {"block_size": str(ready.block_size), "num_gpu_blocks": str(ready.num_blocks)},
+            )
+
+    def _launches(self, stats: EngineStats) -> Iterator[Metric]:
+        lookups = CounterMetricFamily(
+            "hpu_bucket_lookups",
+            "Launches by whether their padded shape was warmed up.",
+            labels=[*self._names, "phase", "result"],
+        )
+        compilations = CounterMetricFamily(
+            "hpu_graph_compilations",
+            "Graphs compiled; while serving each is a latency spike.",
+            labels=[*self._names, "phase", "stage"],
+        )
+        useful = CounterMetricFamily(
+            "hpu_useful_tokens", "Tokens computed that were real.", labels=[*self._names, "phase"]
+        )
+        padding = CounterMetricFamily(
+            "hpu_padding_tokens", "Tokens computed as padding.", labels=[*self._names, "phase"]
+        )
+        steps = HistogramMetricFamily(
+            "hpu_step_seconds", "A forward pass with sampling.", labels=[*self._names, "phase"]
+        )
+        for number, phase in enumerate(PHASES):
+            own = [*self._values, phase]
+            for result in RESULTS:
+                lookups.add_metric([*own, result], stats.lookups.get(f"{phase}.{result}", 0))
+            for stage in STAGES:
+                count = stats.compilations.get(f"{phase}.{stage}", 0)
+                compilations.add_metric([*own, stage], count)
+            useful.add_metric(own, stats.useful_tokens.get(phase, 0))
+            padding.add_metric(own, stats.padding_tokens.get(phase, 0))
+            self._step_seconds[number].add_to(steps, own)
+        compile_seconds = HistogramMetricFamily(
+            "hpu_graph_compile_seconds", "Time to compile a graph.", labels=[*self._names, "stage"]
+        )
+        for stage, tally in zip(STAGES, self._compile_seconds, strict=True):
+            tally.add_to(compile_seconds, [*self._values, stage])
+        yield from (lookups, compilations, useful, padding, steps, compile_seconds)
+
+    def _device(self, stats: EngineStats) -> Iterator[Metric]:
+        ready = self._client.ready
+        weights = kv = total = 0
+        device, torch = "", self._torch
+        if ready is not None:
+            weights, kv, total = ready.weight_bytes, ready.kv_bytes, ready.total_bytes
+            device = ready.device
+        yield self._gauge("hpu_graphs_cached", "Captured graphs.", stats.graphs)
+        yield self._gauge("hpu_graph_memory_bytes", "Held by graphs.", stats.graph_bytes)
+        for name, text, value in (
+            ("hpu_memory_used_bytes", "Weights, KV cache and graphs.", weights + kv),
+            ("hpu_memory_total_bytes", "Memory of the device.", total),
+            ("hpu_kv_cache_bytes", "The KV cache.", kv),
+            ("hpu_weights_bytes", "The weights.", weights),
+        ):
+            if name == "hpu_memory_used_bytes":
+                value += stats.graph_bytes
+            family = GaugeMetricFamily(name, text, labels=[*self._names, "device"])
+            family.add_metric([*self._values, "0"], value)
+            yield family
+        yield self._info(
+            "hpu_info",
+            "What this server runs on.",
+            {"device": device, "driver": "", "software": "", "torch": torch},
+        )
+
+    def _warmup(self) -> Iterator[Metric]:
+        ready, progress = self._client.ready, self._client.progress
+        done = total = 0
+        if ready is not None:
+            done = total = ready.num_buckets
+        elif progress is not None and progress.stage.startswith("warm"):
+            done, total = progress.done, progress.total
+        yield self._gauge("hpu_warmup_seconds", "Warm-up.", ready.warmup_s if ready else 0.0)
+        buckets = GaugeMetricFamily(
+            "hpu_warmup_buckets", "Buckets warmed up.", labels=[*self._names, "state"]
+        )
+        buckets.add_metric([*self._values, "done"], done)
+        buckets.add_metric([*self._values, "total"], total)
+        yield buckets

@@ -1,0 +1,137 @@
+"""AppState: what handlers are given, and whether they may start. Knows no HTTP."""
+
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from config.errors import EngineDied, NotFound, Overloaded, UserError
+from config.server import ServerConfig
+from engine.client import EngineClient
+from server.generate import Pipeline
+from server.metrics import Metrics
+from server.serving import Serving
+from server.text.template import ChatTemplate
+from server.text.tokenizer import Tokenizer
+
+STARTING_RETRY_S = 5
+DRAINING_RETRY_S = 30
+NAME_CHARACTERS_SHOWN = 200
+
+
+@dataclass(slots=True)
+class AppState:
+    """One front-end. The text parts are None until they are loaded; see `open`."""
+
+    config: ServerConfig
+    client: EngineClient
+    metrics: Metrics
+    version: str
+    model_names: tuple[str, ...]
+    """At least one; the first is the default."""
+    root: str
+    """What the operator asked to serve."""
+    has_priorities: bool = False
+    """Whether the engine runs under the priority policy."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    pipeline: Pipeline | None = None
+    tokenizer: Tokenizer | None = None
+    template: ChatTemplate | None = None
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    max_model_len: int = 0
+    is_draining: bool = False
+    stage: str = "starting"
+    """What start-up is busy with before the engine says something itself."""
+    servings: set[Serving] = field(default_factory=set)
+    """Bounded by the client's limits on the line and the batch."""
+    num_open_requests: int = 0
+    """Requests of any kind whose answer has not ended, streams included."""
+
+    def open(
+        self,
+        tokenizer: Tokenizer | None,
+        template: ChatTemplate | None,
+        sampling_defaults: Mapping[str, float],
+    ) -> None:
+        """Take requests from now on; the engine is ready."""
+        ready = self.client.ready
+        assert ready is not None
+        self.tokenizer, self.template = tokenizer, template
+        if self.config.generation_config == "auto":
+            self.sampling_defaults = sampling_defaults
+        self.max_model_len = ready.max_model_len
+        self.metrics.add_sizes(ready.max_model_len)
+        self.pipeline = Pipeline(self.client, tokenizer, self.config)
+
+    @property
+    def fingerprint(self) -> str:
+        """Constant for one model and version."""
+        name = f"{self.version}:{self.root}".encode()
+        return f"fp_{hashlib.sha256(name).hexdigest()[:10]}"
+
+    @property
+    def is_ready(self) -> bool:
+        return self.pipeline is not None and self.client.failure is None and not self.is_draining
+
+    @property
+    def status(self) -> str:
+        """One word or two on where this front-end stands."""
+        if self.client.failure is not None:
+            return "failed"
+        if self.is_draining:
+            return "draining"
+        return "ready" if self.pipeline is not None else "starting"
+
+    def opened(self) -> Pipeline:
+        """The pipeline. Raises EngineDied or Overloaded while there is none to use."""
+        if self.client.failure is not None:
+            raise EngineDied(self.client.failure)
+        if self.is_draining:
+            raise Overloaded(
+                "The server is shutting down.", retry_after_s=DRAINING_RETRY_S, type="server_error"
+            )
+        if self.pipeline is None:
+            raise Overloaded(
+                f"The server is starting ({self.progress}), it takes no requests yet.",
+                retry_after_s=STARTING_RETRY_S,
+                type="server_error",
+            )
+        return self.pipeline
+
+    @property
+    def progress(self) -> str:
+        """Where start-up stands, in words."""
+        progress = self.client.progress
+        if progress is None:
+            return self.stage
+        if not progress.total:
+            return progress.stage
+        return f"{progress.stage}, {progress.done} of {progress.total}"
+
+    def model(self, name: str | None) -> str:
+        """The name to answer with. Raises NotFound."""
+        if name is None:
+            return self.model_names[0]
+        if not name:
+            raise UserError("model is empty, it must be a served name or absent", param="model")
+        if name not in self.model_names:
+            raise NotFound(
+                f"The model `{name[:NAME_CHARACTERS_SHOWN]}` does not exist.",
+                param="model",
+                code="model_not_found",
+            )
+        return name
+
+    def text_tokenizer(self, param: str) -> Tokenizer:
+        """The tokenizer. Raises UserError on a server that was started without one."""
+        if self.tokenizer is None:
+            raise UserError(
+                "this server has no tokenizer, send token ids to /v1/completions", param=param
+            )
+        return self.tokenizer
+
+    def chat_template(self) -> ChatTemplate:
+        """The template. Raises UserError on a server that was started without one."""
+        if self.template is None:
+            raise UserError("this server has no tokenizer and no chat template", param="messages")
+        return self.template

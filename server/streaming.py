@@ -1,0 +1,86 @@
+"""Server-sent events: frames to the byte, and a stream that ends its work when it closes.
+Knows no choices."""
+
+import re
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.types import Receive, Scope, Send
+
+DONE = b"data: [DONE]\n\n"
+
+_encoder = msgspec.json.Encoder()
+# Some clients split a stream with text tools, for which these characters end a line as well.
+_LINE_ENDS = re.compile("[\x85\u2028\u2029]")
+
+
+def json_text(text: str) -> bytes:
+    """`text` as a JSON string on one line, for every idea of what a line is."""
+    encoded = _encoder.encode(text)
+    if text.isascii() or not _LINE_ENDS.search(text):
+        return encoded
+    safe = _LINE_ENDS.sub(lambda match: f"\\u{ord(match[0]):04x}", encoded.decode())
+    return safe.encode()
+
+
+def json_line(value: Any) -> bytes:
+    """`value` as JSON on one line, for every idea of what a line is."""
+    encoded = _encoder.encode(value)
+    if encoded.isascii():
+        return encoded
+    text = encoded.decode()
+    if not _LINE_ENDS.search(text):
+        return encoded
+    return _LINE_ENDS.sub(lambda match: f"\\u{ord(match[0]):04x}", text).encode()
+
+
+def frame(data: bytes) -> bytes:
+    """One event."""
+    return b"data: " + data + b"\n\n"
+
+
+class Envelope:
+    """What all chunks of a stream share, encoded once: only the choice is written anew."""
+
+    def __init__(self, kind: str, id: str, created: int, model: str, fingerprint: str) -> None:
+        fields = {
+            "id": id,
+            "object": kind,
+            "created": created,
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
+        self.head = b"data: " + json_line(fields)[:-1] + b',"choices":['
+
+    def chunk(self, choice: bytes, extra: dict[str, Any] | None = None) -> bytes:
+        """A frame with one choice (or none, if empty), and more top-level fields."""
+        if not extra:
+            return b"%b%b]}\n\n" % (self.head, choice)
+        return b"%b%b],%b\n\n" % (self.head, choice, json_line(extra)[1:])
+
+
+class EventStream(EventSourceResponse):
+    """Frames as they come. `on_close` is called once nothing more is sent, whoever ended it."""
+
+    def __init__(
+        self, frames: AsyncIterator[bytes], *, keep_alive_s: float, on_close: Callable[[], None]
+    ) -> None:
+        super().__init__(
+            frames,
+            headers={"Cache-Control": "no-cache"},
+            # The library's own default is a comment every 15 s, and CRLF.
+            ping=keep_alive_s,
+            sep="\n",
+            ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
+        )
+        self._on_close = on_close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # A stream that is cut before its first frame never starts the generator, so a `finally`
+        # there would not run.
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_close()
