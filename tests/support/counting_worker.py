@@ -1,0 +1,96 @@
+"""CountingWorker: a worker that counts 0, 1, 2, ... for each sequence, and the real processes around
+it. `EngineConfig.model` tells its manners: `counting:step_s=0.01,refuse=1`."""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from fake_executor import FakeExecutor, worker_ready
+
+from config.engine import EngineConfig
+from config.errors import ConfigError
+from engine.executors import child
+from engine.executors.base import Executor
+from engine.executors.multiproc import MultiprocExecutor
+from engine.lifeline import read_orders
+from engine.process import EngineOrders
+from engine.process import run as run_engine
+from hpu.step import RowSampling, StepPlan, StepResult, WarmupProgress, WorkerReady
+
+REFUSAL = "dtype float16 is not among bfloat16, float32"
+
+ROOT = Path(__file__).parents[2]
+
+
+class CountingWorker:
+    """Takes `start_s` to start and `step_s` for a step; with `refuse` it raises ConfigError at
+    start, with `crash_at` it breaks at that step, with `threads` it says how many it was given."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        words = config.model.partition(":")[2]
+        self._manners = dict(word.split("=") for word in words.split(",") if word)
+        ready = worker_ready(
+            num_blocks=4096, block_size=16, max_model_len=4096, vocab_size=5000, eos_token_ids=()
+        )
+        self._executor = FakeExecutor(ready, config.schedule.max_num_seqs, count)
+
+    def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
+        on_progress(WarmupProgress("load", 1, 2))
+        time.sleep(self._manner("start_s"))
+        if self._manner("refuse"):
+            raise ConfigError(REFUSAL)
+        return self._executor.start(on_progress)
+
+    def submit(self, plan: StepPlan) -> None:
+        if plan.step >= self._manner("crash_at", float("inf")):
+            raise ValueError(f"step {plan.step} is one too many")
+        self._executor.submit(plan)
+
+    def ready(self) -> bool:
+        return False
+
+    def collect(self) -> StepResult:
+        time.sleep(self._manner("step_s"))
+        return self._executor.collect()
+
+    def close(self) -> None:
+        self._executor.close()
+
+    def _manner(self, name: str, default: float = 0.0) -> float:
+        return float(self._manners.get(name, default))
+
+
+def count(history: int, generated: int, sampling: RowSampling) -> int:
+    """Every sequence is 0, 1, 2, ..."""
+    return generated
+
+
+def make_counting_executor(
+    config: EngineConfig, directory: str, on_death: Callable[[str], None]
+) -> Executor:
+    """As engine.executors.select, for a CountingWorker."""
+    if config.executor == "processes":
+        return MultiprocExecutor(config, directory, on_death, command=counting_command("worker"))
+    return CountingWorker(config)
+
+
+def counting_command(process: str) -> list[str]:
+    """How to start the `engine` or `worker` process around a CountingWorker."""
+    paths = [str(ROOT), str(ROOT / "tests" / "support")]
+    code = f"import sys; sys.path[:0] = {paths}; import counting_worker as c; c.{process}_main()"
+    return [sys.executable, "-c", code]
+
+
+def engine_main() -> None:
+    sys.exit(run_engine(read_orders(EngineOrders), make_counting_executor))
+
+
+def worker_main() -> None:
+    sys.exit(child.run(read_orders(child.WorkerOrders), CountingWorker))
+
+
+def sockets_in(directory: str) -> list[str]:
+    """What lies in a socket directory; empty when it is gone."""
+    return sorted(os.listdir(directory)) if os.path.isdir(directory) else []

@@ -1,0 +1,112 @@
+"""EngineRig: a ZmqClient before a real engine process around a CountingWorker."""
+
+import asyncio
+import contextlib
+import time
+from array import array
+from collections.abc import AsyncIterator
+
+from counting_worker import counting_command
+
+from config.engine import EngineConfig, ScheduleConfig
+from config.sampling import SamplingParams
+from engine.client import EngineClient, Mailbox, ZmqClient
+from engine.launch import EngineProcess, launch
+from engine.messages import Finish
+from engine.process import front_end_endpoint
+from engine.wire import SocketDirectory
+
+
+class EngineRig:
+    """One front-end and one engine, in a directory of their own."""
+
+    def __init__(self, client: ZmqClient, engine: EngineProcess, directory: str) -> None:
+        self.client = client
+        self.engine = engine
+        self.directory = directory
+
+
+def counting_config(
+    manners: str = "", *, executor: str = "inline", max_waiting: int = 100_000, rows: int = 32
+) -> EngineConfig:
+    schedule = ScheduleConfig(max_num_seqs=rows, max_waiting=max_waiting)
+    return EngineConfig(model=f"counting:{manners}", executor=executor, schedule=schedule)
+
+
+@contextlib.asynccontextmanager
+async def engine_rig(
+    manners: str = "",
+    *,
+    executor: str = "inline",
+    max_waiting: int = 100_000,
+    max_queued_requests: int = 2000,
+    max_queued_prompt_tokens: int = 1_000_000,
+    ready: bool = True,
+) -> AsyncIterator[EngineRig]:
+    """Up, and down again."""
+    directory = SocketDirectory()
+    client = ZmqClient(
+        front_end_endpoint(directory.path, 0),
+        0,
+        max_queued_requests=max_queued_requests,
+        max_queued_prompt_tokens=max_queued_prompt_tokens,
+    )
+    await client.start()
+    loop = asyncio.get_running_loop()
+    engine = launch(
+        counting_config(manners, executor=executor, max_waiting=max_waiting),
+        directory.path,
+        1,
+        on_exit=lambda message: _tell(loop, client, message),
+        log_level="warning",
+        command=counting_command("engine"),
+    )
+    try:
+        if ready:
+            await asyncio.wait_for(client.wait_ready(), 20)
+        yield EngineRig(client, engine, directory.path)
+    finally:
+        await loop.run_in_executor(None, engine.close, 5.0)
+        await client.close()
+        directory.close()
+
+
+def _tell(loop: asyncio.AbstractEventLoop, client: ZmqClient, message: str) -> None:
+    # A test that is over has closed its loop.
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(client.fail, message)
+
+
+def prompt_of(*tokens: int) -> bytes:
+    return array("I", tokens).tobytes()
+
+
+def asking(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+
+
+async def read_all(mailbox: Mailbox) -> tuple[list[int], Finish]:
+    """Every token until the finish."""
+    tokens: list[int] = []
+    while True:
+        update = await mailbox.get()
+        tokens += update.tokens
+        if update.finish is not None:
+            return tokens, update.finish
+
+
+async def generate(client: EngineClient, max_tokens: int) -> list[int]:
+    tokens, finish = await read_all(client.add(prompt_of(1, 2, 3), asking(max_tokens)))
+    assert finish.reason == "length", finish
+    return tokens
+
+
+async def eventually(is_so: object, timeout_s: float) -> bool:
+    """Whether `is_so()` turns true in time."""
+    assert callable(is_so)
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if is_so():
+            return True
+        await asyncio.sleep(0.02)
+    return bool(is_so())
