@@ -1,0 +1,216 @@
+"""What the documents say is so: links, flags, manifests, and every example of the README."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+import yaml
+
+from config.arguments import server_parser
+from config.env import settings
+from config.reference import PATH, reference
+from server.bench.command import parser as bench_parser
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MANIFESTS = ("compose.yaml", "kubernetes.yaml", "prometheus.yaml")
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+EXAMPLES = [(kind, text) for kind, text in FENCE.findall(README) if kind in ("bash", "python")]
+
+
+def test_the_reference_is_what_the_code_says() -> None:
+    assert PATH.read_text(encoding="utf-8") == reference(), "run `python -m config.reference`"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8"))
+
+    missing = [link for link in links if not (page.parent / link).exists()]
+
+    assert missing == []
+
+
+def test_flags_that_the_documents_name_exist() -> None:
+    known = set(server_parser("serve", "")._option_string_actions)
+    known |= set(bench_parser()._option_string_actions)
+    known |= {"--no-NAME", "--max_model_len", "--version"}
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+    texts += [(ROOT / "deploy" / name).read_text(encoding="utf-8") for name in MANIFESTS[:2]]
+
+    named = set(re.findall(r"(?<![\w-])(--[a-zA-Z][\w-]+)", "\n".join(texts)))
+
+    # One is kubectl's, in a manifest.
+    assert named - {"--from-literal"} <= known
+
+
+def manifest(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((ROOT / "deploy" / name).read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_manifests_are_yaml_without_keys_given_twice(name: str) -> None:
+    class Strict(yaml.SafeLoader):
+        """Refuses what the plain loader would overwrite silently."""
+
+    def mapping(loader: Strict, node: yaml.MappingNode) -> dict[Any, Any]:
+        keys = [loader.construct_object(key) for key, _ in node.value]
+        assert len(keys) == len(set(keys)), f"a key is given twice: {keys}"
+        return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+
+    Strict.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
+
+    documents = list(
+        yaml.load_all((ROOT / "deploy" / name).read_text(encoding="utf-8"), Loader=Strict)
+    )
+
+    assert all(isinstance(document, dict) for document in documents)
+
+
+def test_kubernetes_probes_ask_the_right_paths() -> None:
+    deployment, claim, service = manifest("kubernetes.yaml")
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+
+    probes = {kind: container[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")}
+
+    assert probes["startup"]["httpGet"]["path"] == "/ready"
+    assert probes["startup"]["periodSeconds"] * probes["startup"]["failureThreshold"] >= 1800
+    assert probes["readiness"]["httpGet"]["path"] == "/ready"
+    assert probes["liveness"]["httpGet"]["path"] == "/health"
+    assert container["resources"]["limits"]["habana.ai/gaudi"] == "1"
+    assert pod["enableServiceLinks"] is False
+    assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
+
+
+def test_grace_periods_are_longer_than_the_shutdown_timeout() -> None:
+    pod = manifest("kubernetes.yaml")[0]["spec"]["template"]["spec"]
+    service = manifest("compose.yaml")[0]["services"]["gaudiserve"]
+
+    def shutdown_s(words: list[str]) -> float:
+        parsed = server_parser("serve", "").parse_all(words[1:])
+        return next(float(one.value) for one in parsed.given if one.name == "shutdown-timeout")
+
+    assert pod["terminationGracePeriodSeconds"] > shutdown_s(pod["containers"][0]["args"])
+    assert int(service["stop_grace_period"].rstrip("s")) > shutdown_s(service["command"])
+
+
+def test_settings_in_manifests_are_settings() -> None:
+    container = manifest("kubernetes.yaml")[0]["spec"]["template"]["spec"]["containers"][0]
+    compose = manifest("compose.yaml")[0]["services"]["gaudiserve"]["environment"]
+    names = [entry["name"] for entry in container["env"]] + list(compose)
+
+    found = settings(dict.fromkeys(names, "x"))
+
+    assert {name for name, _, _ in found} == {"model", "api-key"}
+
+
+def test_make_help_names_every_target() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    assert targets is not None
+
+    shown = subprocess.run(
+        ["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30
+    ).stdout
+
+    assert all(f"make {target} " in shown for target in targets[1].split())
+
+
+def test_a_machine_without_the_vendors_torch_is_refused() -> None:
+    script = ROOT / "deploy" / "vendor_torch.py"
+
+    done = subprocess.run(
+        [sys.executable, script, "check"], capture_output=True, text=True, timeout=30
+    )
+
+    assert done.returncode == 1
+    assert "habana_frameworks" in done.stderr
+
+
+def test_a_replaced_torch_is_noticed(tmp_path: Path) -> None:
+    script = ROOT / "deploy" / "vendor_torch.py"
+    pins = subprocess.run(
+        [sys.executable, script, "constraints"], capture_output=True, text=True, check=True
+    ).stdout
+    same, other = tmp_path / "same", tmp_path / "other"
+    same.write_text(pins)
+    other.write_text(re.sub(r"torch==\S+", "torch==2.6.0+hpu.1", pins))
+
+    statuses = [
+        subprocess.run([sys.executable, script, "same", file], capture_output=True).returncode
+        for file in (same, other)
+    ]
+
+    assert statuses == [0, 1]
+
+
+needs_server = pytest.mark.skipif(
+    importlib.util.find_spec("server.frontends") is None, reason="there is no server to ask"
+)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """(url, folder) of a tiny model that is served under the name of the demo model."""
+    from live import running
+    from tiny_models import make_tiny
+
+    folder = make_tiny("llama", tmp_path_factory.mktemp("docs") / "tiny")
+    log = tmp_path_factory.mktemp("log") / "log"
+    with running(str(folder), log, "--served-model-name=demo") as live:
+        yield live.url, str(folder)
+
+
+@needs_server
+@pytest.mark.parametrize(
+    ("kind", "example"), EXAMPLES, ids=[f"{kind} {i}" for i, (kind, _) in enumerate(EXAMPLES)]
+)
+def test_an_example_of_the_readme_runs(kind: str, example: str, served: tuple[str, str]) -> None:
+    url, folder = served
+    text = example.replace("http://localhost:8000", url)
+    # Offline there is no served name: the folder itself.
+    text = text.replace('LLM(model="demo"', f"LLM(model={folder!r}")
+    program = [sys.executable, "-c"] if kind == "python" else ["bash", "-euo", "pipefail", "-c"]
+
+    done = subprocess.run(
+        [*program, text],
+        cwd=ROOT,
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    if kind == "bash" and "/v1/" in text:
+        assert json.loads(done.stdout)["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_the_readme_has_an_example_of_each_kind() -> None:
+    text = "\n".join(example for _, example in EXAMPLES)
+
+    for word in ("curl", "OpenAI(", "stream=True", "LLM(", "/metrics"):
+        assert word in text
+
+
+@needs_server
+def test_every_metric_in_the_documents_is_served(served: tuple[str, str]) -> None:
+    named = set(re.findall(r"`((?:vllm:|hpu_)\w+)`", (ROOT / "docs/metrics.md").read_text()))
+
+    with urlopen(f"{served[0]}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+
+    assert len(named) > 10
+    assert {name for name in named if f"{name.removesuffix('_total')}" not in text} == set()
