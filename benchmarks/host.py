@@ -46,6 +46,9 @@ class NullExecutor:
         self._results.append(StepResult(plan.step, [7] * count, seconds=[0.001]))
         self.seconds += time.perf_counter() - start
 
+    def has_result(self) -> bool:
+        return False
+
     def collect(self) -> StepResult:
         return self._results.popleft()
 

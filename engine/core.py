@@ -192,10 +192,14 @@ class EngineCore:
         return True
 
     def turn(self) -> list[tuple[int, StepTokens]]:
-        """Submit one plan if there is room for it, then collect the oldest if no more fit.
+        """Submit one plan if there is room for it, then collect the oldest if no more fit. A result
+        that is there already goes out first.
 
         Returns what front-ends must hear: one message each, by front-end index.
         """
+        if self._in_flight and self._executor.has_result():
+            self._apply(self._executor.collect())
+            return self._send()
         if len(self._in_flight) < self._depth:
             decision = self._scheduler.plan(self._step)
             if decision.started or decision.failed:

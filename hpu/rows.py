@@ -196,9 +196,15 @@ class Rows:
         """Tokens of the row whose keys and values lie in its blocks, or will."""
         return int(self._num_computed[row])
 
-    def blocks(self, row: int) -> list[int]:
-        """The blocks lent to a row."""
-        return [int(block) for block in self._tables[row, : self._num_blocks[row]]]
+    def own_blocks(self, row: int) -> list[int]:
+        """The blocks of `row` that no other live row holds: the others are a shared prefix."""
+        others = np.flatnonzero(self._is_live)
+        others = others[others != row]
+        held = [self._tables[other, : self._num_blocks[other]] for other in others]
+        own = self._tables[row, : self._num_blocks[row]]
+        shared = np.concatenate(held) if held else np.empty(0, own.dtype)
+        own_only: list[int] = np.setdiff1d(own, shared).tolist()
+        return own_only
 
     def _live(self, launch: Launch) -> Integers:
         rows: Integers = np.asarray(launch.rows, np.int64)

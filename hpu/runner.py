@@ -104,7 +104,7 @@ class Runner:
         for row in plan.freed_rows:
             if row in self._broken:
                 self._broken.discard(row)
-                self._cache.scrub(self._rows.blocks(row))
+                self._cache.scrub(self._rows.own_blocks(row))
             self._rows.free(row)
             self._sampler.release(row)
         for new in plan.new_rows:

@@ -17,6 +17,11 @@ class Executor(Protocol):
         """Send a plan; does not wait for it."""
         ...
 
+    def has_result(self) -> bool:
+        """Whether `collect` would not wait. A device that computes while it is given its plan is
+        ready at once: its results need not wait for the next plan."""
+        ...
+
     def collect(self) -> StepResult:
         """Wait for the oldest plan's result. Raises EngineDied when a worker is gone."""
         ...

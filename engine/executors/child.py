@@ -39,6 +39,8 @@ class StepWorker(Protocol):
 
     def submit(self, plan: StepPlan) -> None: ...
 
+    def ready(self) -> bool: ...
+
     def collect(self) -> StepResult: ...
 
     def close(self) -> None: ...
@@ -92,6 +94,9 @@ def _serve(worker: StepWorker, line: Line[Any, StepPlan]) -> None:
     waiter = Waiter([line])
     in_flight = 0
     while True:
+        if in_flight and worker.ready():
+            line.send(worker.collect())
+            in_flight -= 1
         # A plan that has arrived is launched before the running one's result is awaited.
         plan = line.receive()
         if plan is not None:

@@ -19,6 +19,9 @@ class InlineExecutor:
     def submit(self, plan: StepPlan) -> None:
         self._worker.submit(plan)
 
+    def has_result(self) -> bool:
+        return self._worker.ready()
+
     def collect(self) -> StepResult:
         return self._worker.collect()
 

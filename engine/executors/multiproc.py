@@ -47,6 +47,8 @@ class MultiprocExecutor:
             on_exit=on_death,
         )
         self._waiter = Waiter([self._line], [self._child.sentinel])
+        self._early: FromWorker | None = None
+        """A message that `has_result` found."""
 
     @property
     def pid(self) -> int:
@@ -65,6 +67,11 @@ class MultiprocExecutor:
         if not self._line.send(plan):
             raise EngineDied(f"{self._name} does not read its plans")
 
+    def has_result(self) -> bool:
+        if self._early is None:
+            self._early = self._line.receive()
+        return self._early is not None
+
     def collect(self) -> StepResult:
         result = self._receive()
         assert isinstance(result, StepResult), f"{result} in place of a step's result"
@@ -80,7 +87,9 @@ class MultiprocExecutor:
 
     def _receive(self) -> WorkerReady | WarmupProgress | StepResult:
         while True:
-            message = self._line.receive()
+            message, self._early = self._early, None
+            if message is None:
+                message = self._line.receive()
             if message is None:
                 self._waiter.wait()
                 message = self._line.receive()

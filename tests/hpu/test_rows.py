@@ -133,7 +133,7 @@ def test_a_freed_row_starts_again_with_an_empty_table() -> None:
 
     rows.admit(_new(0, [7], [9]))
 
-    assert rows.blocks(0) == [9]
+    assert rows.own_blocks(0) == [9]
     assert rows.num_computed(0) == 0
 
 
@@ -191,3 +191,14 @@ def test_a_row_or_block_that_does_not_exist_is_refused() -> None:
             rows.admit(wrong)
     with pytest.raises(RuntimeError, match="row 2 of 4"):
         rows.free(2)
+
+
+def test_a_rows_own_blocks_leave_out_a_prefix_that_another_live_row_holds() -> None:
+    rows = _rows()
+    rows.admit(_new(0, [1] * 9, [5, 6, 7]))
+    rows.admit(_new(1, [1] * 9, [5, 6, 8], computed=8))
+    shared = rows.own_blocks(0)
+
+    rows.free(1)
+
+    assert (shared, rows.own_blocks(0)) == ([7], [5, 6, 7])

@@ -80,6 +80,10 @@ class FakeExecutor:
         self._in_flight.append(self._encode(plan))
         self.max_in_flight = max(self.max_in_flight, len(self._in_flight))
 
+    def has_result(self) -> bool:
+        """Never early, so that plans are made one step ahead."""
+        return False
+
     def collect(self) -> StepResult:
         self.collected += 1
         return self._run(self._decode(self._in_flight.popleft()))
