@@ -28,8 +28,10 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
-	@echo "Installing gaudiserve and its dependencies into $(VENV); the first time takes some minutes"
-	@$(PIP) install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --editable '.[cpu,dev]'
+	@# A .venv made by install-hpu stays one: the cpu extra would put another torch into it.
+	@if test -f $(VENV)/vendor.txt; then exec $(MAKE) --no-print-directory install-hpu; fi; \
+	echo "Installing gaudiserve and its dependencies into $(VENV); the first time takes some minutes"; \
+	$(PIP) install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --editable '.[cpu,dev]'
 	@touch $@
 
 install-hpu: ## On a Gaudi machine: a .venv over the system's packages that keeps the vendor's torch
@@ -37,7 +39,7 @@ install-hpu: ## On a Gaudi machine: a .venv over the system's packages that keep
 	@test -x $(BIN)/python || $(PYTHON) -m venv --system-site-packages $(VENV)
 	@$(BIN)/python deploy/vendor_torch.py check
 	@$(BIN)/python deploy/vendor_torch.py constraints > $(VENV)/vendor.txt
-	@$(PIP) install --constraint $(VENV)/vendor.txt --editable .
+	@$(PIP) install --constraint $(VENV)/vendor.txt --editable '.[dev]'
 	@$(BIN)/python deploy/vendor_torch.py same $(VENV)/vendor.txt
 	@touch $(VENV)/.installed
 
