@@ -56,7 +56,7 @@ class Worker:
         with torch.inference_mode():
             self._pending.append(self._runner.submit(plan))
 
-    def ready(self) -> bool:
+    def has_result(self) -> bool:
         """Whether `collect` would not wait."""
         return bool(self._pending) and self._pending[0].is_done()
 

@@ -39,7 +39,7 @@ class StepWorker(Protocol):
 
     def submit(self, plan: StepPlan) -> None: ...
 
-    def ready(self) -> bool: ...
+    def has_result(self) -> bool: ...
 
     def collect(self) -> StepResult: ...
 
@@ -94,7 +94,7 @@ def _serve(worker: StepWorker, line: Line[Any, StepPlan]) -> None:
     waiter = Waiter([line])
     in_flight = 0
     while True:
-        if in_flight and worker.ready():
+        if in_flight and worker.has_result():
             line.send(worker.collect())
             in_flight -= 1
         # A plan that has arrived is launched before the running one's result is awaited.

@@ -20,7 +20,7 @@ class InlineExecutor:
         self._worker.submit(plan)
 
     def has_result(self) -> bool:
-        return self._worker.ready()
+        return self._worker.has_result()
 
     def collect(self) -> StepResult:
         return self._worker.collect()

@@ -109,9 +109,9 @@ def test_a_result_can_be_asked_for_before_it_is_waited_for(folder: Path) -> None
     rig.admit(0, [30, 31, 32])
     rig.prefill({0: None})
 
-    before = rig.worker.ready()
+    before = rig.worker.has_result()
     rig.submit()
-    after = rig.worker.ready()
+    after = rig.worker.has_result()
 
     rig.worker.close()
     assert (before, after) == (False, True)
@@ -123,7 +123,7 @@ def test_closing_twice_is_harmless(folder: Path) -> None:
     rig.worker.close()
     rig.worker.close()
 
-    assert not rig.worker.ready()
+    assert not rig.worker.has_result()
 
 
 def test_a_context_longer_than_the_checkpoints_is_refused_with_both_numbers(folder: Path) -> None:

@@ -48,7 +48,7 @@ class CountingWorker:
             raise ValueError(f"step {plan.step} is one too many")
         self._executor.submit(plan)
 
-    def ready(self) -> bool:
+    def has_result(self) -> bool:
         return False
 
     def collect(self) -> StepResult:
