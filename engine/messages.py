@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from config.sampling import SamplingParams
-from hpu.step import Logprobs
+from hpu.step import Logprobs as Logprobs
 
 FRONT_END_SHIFT = 48
 """A key is (front-end index << 48) | serial number."""
@@ -61,7 +61,7 @@ class Finish(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class EngineStats(msgspec.Struct, omit_defaults=True, gc=False):
-    """Gauges, and counters since the start, of one engine. Sent with steps, and when they change."""
+    """One engine's gauges, and counters since the start. Sent with steps, and on change."""
 
     running: int = 0
     waiting: int = 0

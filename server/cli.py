@@ -76,11 +76,12 @@ def _serve(argv: list[str]) -> int:
     engine, server = loaded.engine, loaded.server
     log.setup("server", level=server.log_level, access_log=not server.disable_access_log)
     from config.checkpoint import resolve
-    from server.frontends import serve
 
     folder = resolve(
         engine.model, revision=engine.revision, cache_dir=engine.cache_dir, dtype=engine.dtype
     )
+    from server.frontends import serve
+
     names = NAMES if engine.model in NAMES else (engine.model,)
     return serve(
         dataclasses.replace(engine, model=folder),

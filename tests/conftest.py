@@ -1,4 +1,4 @@
-"""What every test shares: one compute thread, no network, repeatable random examples, a free port."""
+"""What every test shares: one compute thread, no network, repeatable examples, a free port."""
 
 import os
 import socket
