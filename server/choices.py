@@ -62,44 +62,42 @@ class TextLogprobs:
 
     def write(self, positions: Sequence[PositionLogprobs]) -> Choice:
         """Generated tokens."""
-        tokens: list[str] = []
-        values: list[float | None] = []
-        tops: list[dict[str, float] | None] = []
-        offsets: list[int] = []
+        made = _empty()
         for position in positions:
-            self._one(position, tokens, values, tops, offsets)
-        return _text_object(tokens, values, tops, offsets)
+            self._one(position, len(position.top), made)
+        return made
 
     def write_prompt(
-        self, first: TokenLogprob, positions: Sequence[PositionLogprobs | None]
-    ) -> Choice:
-        """Prompt tokens; the first follows on nothing, so it stands alone, with nulls."""
-        tokens, offsets = [self._name(first)], [self._take(first)]
-        values: list[float | None] = [None]
-        tops: list[dict[str, float] | None] = [None]
-        for position in positions[1:]:
-            if position is not None:
-                self._one(position, tokens, values, tops, offsets)
-        return _text_object(tokens, values, tops, offsets)
-
-    def _one(
         self,
-        position: PositionLogprobs,
-        tokens: list[str],
-        values: list[float | None],
-        tops: list[dict[str, float] | None],
-        offsets: list[int],
-    ) -> None:
+        first_id: int,
+        first_bytes: bytes,
+        positions: Sequence[PositionLogprobs | None],
+        width: int,
+    ) -> Choice:
+        """Prompt tokens with their `width` rivals; the first, which follows on nothing, has null
+        for both."""
+        first = TokenLogprob(first_id, first_bytes.decode("utf-8", "replace"), first_bytes, 0.0, 0)
+        made = _empty()
+        made["tokens"].append(self._name(first))
+        made["token_logprobs"].append(None)
+        made["top_logprobs"].append(None)
+        made["text_offset"].append(self._take(first))
+        for position in positions:
+            if position is not None:
+                self._one(position, width, made)
+        return made
+
+    def _one(self, position: PositionLogprobs, width: int, made: Choice) -> None:
         chosen = position.chosen
         top: dict[str, float] = {}
-        for token in position.top:
+        for token in position.top[:width]:
             # Two tokens may look alike (halves of characters): the likelier one keeps the name.
             top.setdefault(self._name(token), token.logprob)
         top[self._name(chosen)] = chosen.logprob
-        tokens.append(self._name(chosen))
-        values.append(chosen.logprob)
-        tops.append(top)
-        offsets.append(self._take(chosen))
+        made["tokens"].append(self._name(chosen))
+        made["token_logprobs"].append(chosen.logprob)
+        made["top_logprobs"].append(top)
+        made["text_offset"].append(self._take(chosen))
 
     def _take(self, token: TokenLogprob) -> int:
         """Where `token` starts, in characters; one that goes on with a character starts there."""
@@ -113,21 +111,17 @@ class TextLogprobs:
         return start
 
 
-def _text_object(tokens: Any, values: Any, tops: Any, offsets: Any) -> Choice:
-    return {
-        "tokens": tokens,
-        "token_logprobs": values,
-        "top_logprobs": tops,
-        "text_offset": offsets,
-    }
+def _empty() -> Choice:
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
 def joined_logprobs(parts: Sequence[Choice]) -> Choice:
     """Logprobs objects one after the other."""
-    return {
-        key: [entry for part in parts for entry in part[key]]
-        for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-    }
+    made = _empty()
+    for part in parts:
+        for key, entries in part.items():
+            made[key] += entries
+    return made
 
 
 def prompt_logprobs_of(

@@ -35,6 +35,10 @@ class ClientGone(Exception):
     """The client hung up; nobody reads an answer."""
 
 
+class EngineFailed(EngineDied):
+    """The engine died under a request that it was working on; 500."""
+
+
 class Fault(msgspec.Struct, frozen=True):
     """An error as it goes out: status, the four keys, and headers."""
 
@@ -82,6 +86,8 @@ def fault_of(error: Exception) -> Fault:
             code="overloaded" if error.type == "server_overloaded" else None,
             headers={} if wait is None else {"Retry-After": str(wait)},
         )
+    if isinstance(error, EngineFailed):
+        return Fault(500, f"The engine failed: {error}.", "server_error")
     if isinstance(error, EngineDied):
         return Fault(503, f"The engine is gone: {error}.", "server_error")
     if isinstance(error, RequestFailed):
@@ -91,13 +97,6 @@ def fault_of(error: Exception) -> Fault:
         return _http_fault(error)
     logger.error("a request handler failed", exc_info=error)
     return Fault(500, "The server failed to handle the request.", "server_error")
-
-
-def broken_fault(error: Exception) -> Fault:
-    """As `fault_of`, for a request that was already being worked on: a dead engine is a 500."""
-    if isinstance(error, EngineDied):
-        return Fault(500, f"The engine failed: {error}.", "server_error")
-    return fault_of(error)
 
 
 def _user_fault(error: UserError) -> Fault:

@@ -75,3 +75,8 @@ def record_of(scope: Scope) -> Record:
     """The record of the request that `scope` belongs to."""
     record: Record = scope[_KEY]
     return record
+
+
+def log_prompt(record: Record, text: str) -> None:
+    """A prompt, cut: only on servers that are told to log them."""
+    logger.info("request %s prompt: %.2000r", record.id, text)

@@ -1,0 +1,59 @@
+"""The FastAPI application over an AppState: routes, errors, and the layers around them."""
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from config.errors import UserError
+from server.errors import fault_of
+from server.middleware import REQUEST_ID, Books, Cors, Gate
+from server.openapi import DescribedApi
+from server.routes.admin import admin_routes
+from server.routes.chat import chat_routes
+from server.routes.completions import completion_routes
+from server.routes.models import model_routes
+from server.routes.tokenize import tokenize_routes
+from server.state import AppState
+
+PREFLIGHT_SECONDS = 600
+
+
+def create_app(state: AppState) -> FastAPI:
+    """Everything a front-end answers."""
+    has_docs = state.config.enable_docs
+    app = DescribedApi(
+        title="gaudiserve",
+        version=state.version,
+        description="OpenAI-compatible serving.",
+        docs_url="/docs" if has_docs else None,
+        openapi_url="/openapi.json" if has_docs else None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    for routes in (chat_routes, completion_routes, model_routes, tokenize_routes, admin_routes):
+        app.include_router(routes(state))
+    app.add_exception_handler(HTTPException, _answer_http)
+    app.add_exception_handler(RequestValidationError, _answer_invalid)
+    # The last one added is the outermost.
+    app.add_middleware(Gate, state=state)
+    if state.config.allowed_origins:
+        app.add_middleware(
+            Cors,
+            allow_origins=state.config.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID],
+            max_age=PREFLIGHT_SECONDS,
+        )
+    app.add_middleware(Books, state=state)
+    return app
+
+
+async def _answer_http(request: Request, error: Exception) -> Response:
+    return fault_of(error).response()
+
+
+async def _answer_invalid(request: Request, error: Exception) -> Response:
+    return fault_of(UserError("the path or query of this request is not valid")).response()

@@ -1,0 +1,158 @@
+"""One generating request between its checks and its answer: what chat and completions share.
+Knows neither's body."""
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from config.errors import EngineDied, UserError
+from config.sampling import SamplingParams
+from server.choices import Gathered, Gatherer, Naming
+from server.errors import EngineFailed, fault_of
+from server.generate import Delta, Generation, Prompt
+from server.record import record_of
+from server.schema.common import GenerationBody
+from server.serving import Serving, until_gone
+from server.state import AppState
+from server.streaming import DONE, Envelope, EventStream, frame
+
+
+@dataclass(slots=True)
+class Job:
+    """A request that has passed every check and runs in the engine."""
+
+    state: AppState
+    body: GenerationBody
+    id: str
+    model: str
+    params: SamplingParams
+    prompts: list[Prompt]
+    serving: Serving
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def generation(self) -> Generation:
+        return self.serving.generation
+
+    @property
+    def name(self) -> Naming:
+        """How tokens are written in log-probabilities."""
+        as_ids = bool(self.body.return_tokens_as_token_ids) or self.state.tokenizer is None
+        return Naming(as_ids=as_ids)
+
+    def envelope(self, kind: str) -> Envelope:
+        return Envelope(kind, self.id, self.created, self.model, self.state.fingerprint)
+
+    def end(self) -> None:
+        """Safe twice."""
+        self.state.servings.discard(self.serving)
+        self.serving.end()
+
+
+class ChunkWriter(Protocol):
+    """Deltas to frames."""
+
+    def feed(self, deltas: list[Delta]) -> bytes:
+        """Frames for `deltas`; none if nothing of them is to be seen."""
+        ...
+
+    def ending(self) -> bytes:
+        """Frames after the last delta."""
+        ...
+
+
+def check_admission(state: AppState, body: GenerationBody, num_sequences: int, param: str) -> None:
+    """What no wait could make right. Raises UserError."""
+    if body.priority and not state.has_priorities:
+        raise UserError(
+            f"priority is {body.priority}, it must be 0: this server runs first come, first served",
+            param="priority",
+        )
+    most = state.config.max_queued_requests
+    if most and num_sequences > most:
+        raise UserError(
+            f"the request asks for {num_sequences} sequences, at most {most} may wait",
+            param="n" if (body.n or 1) > 1 else param,
+        )
+
+
+def start_job(
+    state: AppState,
+    request: Request,
+    body: GenerationBody,
+    *,
+    id_prefix: str,
+    model: str,
+    params: SamplingParams,
+    prompts: list[Prompt],
+    param: str,
+) -> Job:
+    """Send it to the engine. Raises whatever is wrong with it; then nothing is left behind."""
+    num_sequences = len(prompts) * params.n
+    check_admission(state, body, num_sequences, param)
+    record = record_of(request.scope)
+    record.model = model
+    record.num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    generation = state.opened().start(
+        prompts, params, priority=body.priority or 0, cache_salt=body.cache_salt or "", param=param
+    )
+    serving = Serving(generation, params, num_sequences, record, state.metrics)
+    state.servings.add(serving)
+    number = body.request_id or uuid.uuid4().hex
+    return Job(state, body, f"{id_prefix}-{number}", model, params, prompts, serving)
+
+
+def truncated(ids: list[int], keep: int | None, max_model_len: int, limit: int | None) -> list[int]:
+    """The last `keep` tokens; -1 keeps what the context has room for beside the output."""
+    if keep == -1:
+        keep = max(1, max_model_len - (1 if limit is None else limit))
+    return ids if keep is None or len(ids) <= keep else ids[-keep:]
+
+
+def answer_stream(job: Job, writer: ChunkWriter) -> Response:
+    """The response that sends frames until the generation or the client ends."""
+    return EventStream(
+        _frames(job, writer), keep_alive_s=job.state.config.keep_alive_s, on_close=job.end
+    )
+
+
+async def _frames(job: Job, writer: ChunkWriter) -> AsyncIterator[bytes]:
+    gatherer = Gatherer(job.state.config.stream_interval)
+    try:
+        async for deltas in job.serving.deltas():
+            if data := writer.feed(gatherer.take(deltas)):
+                yield data
+        yield writer.ending() + DONE
+    except Exception as error:  # the border: after the 200 an error can only be an event
+        if isinstance(error, EngineDied):
+            error = EngineFailed(str(error))
+        yield frame(fault_of(error).body()) + DONE
+
+
+async def gather(job: Job, request: Request) -> list[Gathered]:
+    """All choices, whole. Raises ClientGone when nobody waits for them any more."""
+    try:
+        return await until_gone(request.receive, _gather(job))
+    except EngineDied as error:
+        raise EngineFailed(str(error)) from error
+    finally:
+        job.end()
+
+
+async def _gather(job: Job) -> list[Gathered]:
+    choices = [Gathered() for _ in range(len(job.prompts) * job.params.n)]
+    async for deltas in job.serving.deltas():
+        for delta in deltas:
+            choices[delta.index].take(delta)
+    return choices
+
+
+def answer_whole(value: dict[str, Any]) -> Response:
+    """A JSON answer."""
+    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -1,0 +1,79 @@
+"""Probes, version and metrics: what operators, routers and Prometheus ask for."""
+
+from functools import partial
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.errors import Fault
+from server.job import answer_whole
+from server.openapi import ANSWERS
+from server.state import DRAINING_RETRY_S, STARTING_RETRY_S, AppState
+
+
+def admin_routes(state: AppState) -> APIRouter:
+    """The routes, over `state`."""
+    router = APIRouter(tags=["Operations"])
+
+    get = partial(router.get, responses=ANSWERS)
+
+    def health() -> Response:
+        if state.client.failure is not None:
+            return Fault(
+                503, f"The engine is gone: {state.client.failure}.", "server_error"
+            ).response()
+        return answer_whole({"status": "ok"})
+
+    @get(
+        "/health",
+        operation_id="health",
+        summary="Whether the process works; fails when the engine is gone",
+    )
+    async def get_health() -> Response:
+        return health()
+
+    @get("/ping", operation_id="ping", summary="The same as /health")
+    async def get_ping() -> Response:
+        return health()
+
+    @router.post("/ping", operation_id="ping_by_post", summary="As GET", responses=ANSWERS)
+    async def post_ping() -> Response:
+        return health()
+
+    @get(
+        "/ready",
+        operation_id="ready",
+        summary="Whether requests are taken: loaded, warmed up, not draining",
+    )
+    async def get_ready() -> Response:
+        if state.is_ready:
+            return answer_whole({"status": "ready"})
+        return _not_ready(state).response()
+
+    @get("/version", operation_id="version", summary="The server's version")
+    async def get_version() -> Response:
+        return answer_whole({"version": state.version})
+
+    @get(
+        "/is_sleeping", operation_id="is_sleeping", summary="Routers ask; this server never sleeps"
+    )
+    async def get_is_sleeping() -> Response:
+        return answer_whole({"is_sleeping": False})
+
+    @get("/metrics", operation_id="metrics", summary="Prometheus metrics, as OpenMetrics if asked")
+    async def get_metrics(request: Request) -> Response:
+        page, content_type = state.metrics.page(request.headers.get("accept", ""))
+        return Response(page, headers={"content-type": content_type})
+
+    return router
+
+
+def _not_ready(state: AppState) -> Fault:
+    if state.client.failure is not None:
+        return Fault(503, f"The engine is gone: {state.client.failure}.", "server_error")
+    if state.is_draining:
+        message, retry_s = "The server is shutting down.", DRAINING_RETRY_S
+    else:
+        message, retry_s = f"The server is starting: {state.progress}.", STARTING_RETRY_S
+    return Fault(503, message, "server_error", headers={"Retry-After": str(retry_s)})

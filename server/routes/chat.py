@@ -1,0 +1,121 @@
+"""POST /v1/chat/completions: a conversation in, an answer out, whole or streamed."""
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.body import parse, read_object
+from server.choices import Gathered, chat_logprobs, prompt_logprobs_of, usage_of
+from server.chunks import ChatChunks
+from server.generate import Prompt
+from server.job import Job, answer_stream, answer_whole, gather, start_job, truncated
+from server.openapi import GENERATES, takes
+from server.record import log_prompt, record_of
+from server.schema.chat import ChatBody, ConversationBody
+from server.state import AppState
+
+
+def chat_routes(state: AppState) -> APIRouter:
+    """The routes, over `state`."""
+    router = APIRouter(tags=["OpenAI"])
+
+    @router.post(
+        "/v1/chat/completions",
+        operation_id="create_chat_completion",
+        summary="Answer a conversation",
+        openapi_extra=takes("ChatBody"),
+        responses=GENERATES,
+    )
+    async def create_chat_completion(request: Request) -> Response:
+        job = await _start(state, request)
+        body = job.body
+        assert isinstance(body, ChatBody)
+        echo = _last_text(body.messages) if body.echo else ""
+        if body.stream:
+            return answer_stream(job, ChatChunks(job, echo))
+        return answer_whole(_whole(job, await gather(job, request), echo))
+
+    return router
+
+
+async def render(state: AppState, body: ConversationBody) -> tuple[str, list[int]]:
+    """A conversation as the model's text and tokens. Raises UserError."""
+    body.check_conversation(trust_template=state.config.trust_request_chat_template)
+    text = await state.chat_template().render(
+        body.messages,
+        documents=body.documents,
+        add_generation_prompt=body.opens_answer,
+        continue_final_message=bool(body.continue_final_message),
+        kwargs=body.template_variables,
+        template=body.chat_template,
+    )
+    add_special_tokens = bool(getattr(body, "add_special_tokens", None))
+    return text, await state.text_tokenizer("messages").encode(text, add_special_tokens)
+
+
+async def _start(state: AppState, request: Request) -> Job:
+    state.opened()
+    body = parse(ChatBody, await read_object(request, state.config.max_body_bytes))
+    model = state.model(body.model)
+    body.check()
+    params = body.sampling(
+        state.sampling_defaults,
+        max_tokens=body.limit,
+        logprobs=body.num_logprobs,
+        prompt_logprobs=body.prompt_logprobs,
+    )
+    text, ids = await render(state, body)
+    kept = truncated(ids, body.truncate_prompt_tokens, state.max_model_len, body.limit)
+    if state.config.enable_log_requests:
+        log_prompt(record_of(request.scope), text)
+    return start_job(
+        state,
+        request,
+        body,
+        id_prefix="chatcmpl",
+        model=model,
+        params=params,
+        prompts=[Prompt(kept, text if kept is ids else None)],
+        param="messages",
+    )
+
+
+def _whole(job: Job, choices: list[Gathered], echo: str) -> dict[str, Any]:
+    answer: dict[str, Any] = {
+        "id": job.id,
+        "object": "chat.completion",
+        "created": job.created,
+        "model": job.model,
+        "choices": [_choice(job, index, choice, echo) for index, choice in enumerate(choices)],
+        "usage": usage_of(job.generation),
+        "system_fingerprint": job.state.fingerprint,
+    }
+    width = job.body.prompt_logprobs
+    if width is not None:
+        answer["prompt_logprobs"] = prompt_logprobs_of(job.generation.prompt_logprobs[0], width)
+    if job.body.return_token_ids:
+        answer["prompt_token_ids"] = job.prompts[0].token_ids
+    return answer
+
+
+def _choice(job: Job, index: int, choice: Gathered, echo: str) -> dict[str, Any]:
+    has_logprobs = job.params.logprobs is not None
+    made: dict[str, Any] = {
+        "index": index,
+        "message": {"role": "assistant", "content": echo + choice.text, "refusal": None},
+        "logprobs": chat_logprobs(choice.logprobs, job.name) if has_logprobs else None,
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+    }
+    if job.body.return_token_ids:
+        made["token_ids"] = choice.token_ids
+    return made
+
+
+def _last_text(messages: list[Any]) -> str:
+    content = messages[-1].get("content")
+    if isinstance(content, list):
+        return "".join(part.get("text") or part.get("refusal") or "" for part in content)
+    return content or ""

@@ -1,0 +1,170 @@
+"""POST /v1/completions: texts or token ids in, what follows them out, whole or streamed."""
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from config.sampling import SamplingParams
+from server.body import parse, read_object
+from server.choices import (
+    Gathered,
+    TextLogprobs,
+    joined_logprobs,
+    prompt_logprobs_of,
+    usage_of,
+)
+from server.chunks import TextChunks, prompt_part
+from server.generate import Prompt
+from server.job import (
+    Job,
+    answer_stream,
+    answer_whole,
+    check_admission,
+    gather,
+    start_job,
+    truncated,
+)
+from server.openapi import GENERATES, takes
+from server.record import log_prompt, record_of
+from server.schema.completions import CompletionBody
+from server.state import AppState
+
+
+def completion_routes(state: AppState) -> APIRouter:
+    """The routes, over `state`."""
+    router = APIRouter(tags=["OpenAI"])
+
+    @router.post(
+        "/v1/completions",
+        operation_id="create_completion",
+        summary="Go on from a prompt",
+        openapi_extra=takes("CompletionBody"),
+        responses=GENERATES,
+    )
+    async def create_completion(request: Request) -> Response:
+        job = await _start(state, request)
+        texts = _prompt_texts(job) if job.body.echo else None
+        if job.body.stream:
+            return answer_stream(job, TextChunks(job, texts, _hidden(job)))
+        return answer_whole(_whole(job, await gather(job, request), texts))
+
+    return router
+
+
+async def _start(state: AppState, request: Request) -> Job:
+    state.opened()
+    body = parse(CompletionBody, await read_object(request, state.config.max_body_bytes))
+    model = state.model(body.model)
+    body.check()
+    params = _params(state, body)
+    prompts = await _prompts(state, body, params)
+    if state.config.enable_log_requests:
+        for prompt in prompts:
+            log_prompt(record_of(request.scope), prompt.text or repr(prompt.token_ids))
+    return start_job(
+        state,
+        request,
+        body,
+        id_prefix="cmpl",
+        model=model,
+        params=params,
+        prompts=prompts,
+        param="prompt",
+    )
+
+
+def _params(state: AppState, body: CompletionBody) -> SamplingParams:
+    prompt_logprobs = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:
+        prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
+    return body.sampling(
+        state.sampling_defaults,
+        max_tokens=body.limit,
+        logprobs=body.logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+async def _prompts(state: AppState, body: CompletionBody, params: SamplingParams) -> list[Prompt]:
+    given = body.prompts()
+    # Before the work of tokenizing thousands of texts that can never be taken.
+    check_admission(state, body, len(given) * params.n, "prompt")
+    keep = body.truncate_prompt_tokens
+    texts: list[str | None] = [one if isinstance(one, str) else None for one in given]
+    if texts[0] is None:
+        lists: list[list[int]] = [one for one in given if not isinstance(one, str)]
+    else:
+        tokenizer = state.text_tokenizer("prompt")
+        special = body.add_special_tokens is not False
+        lists = await asyncio.gather(
+            *(tokenizer.encode(text, special) for text in texts if text is not None)
+        )
+    prompts = []
+    for text, ids in zip(texts, lists, strict=True):
+        kept = truncated(ids, keep, state.max_model_len, body.limit)
+        prompts.append(Prompt(kept, text if kept is ids else None))
+    return prompts
+
+
+def _prompt_texts(job: Job) -> list[str]:
+    """The prompts as echoed: as they were sent, or what their tokens say."""
+    tokenizer = job.state.tokenizer
+    return [
+        prompt.text
+        if prompt.text is not None
+        else tokenizer.decode(prompt.token_ids, job.params.skip_special_tokens)
+        if tokenizer
+        else ""
+        for prompt in job.prompts
+    ]
+
+
+def _hidden(job: Job) -> frozenset[int]:
+    tokenizer = job.state.tokenizer
+    if tokenizer is None or not job.params.skip_special_tokens:
+        return frozenset()
+    return tokenizer.special_ids
+
+
+def _whole(job: Job, choices: list[Gathered], texts: list[str] | None) -> dict[str, Any]:
+    return {
+        "id": job.id,
+        "object": "text_completion",
+        "created": job.created,
+        "model": job.model,
+        "choices": [_choice(job, index, choice, texts) for index, choice in enumerate(choices)],
+        "usage": usage_of(job.generation),
+        "system_fingerprint": job.state.fingerprint,
+    }
+
+
+def _choice(job: Job, index: int, choice: Gathered, texts: list[str] | None) -> dict[str, Any]:
+    place = index // job.params.n
+    made: dict[str, Any] = {
+        "index": index,
+        "text": choice.text if texts is None else texts[place] + choice.text,
+        "logprobs": _logprobs(job, place, choice, texts),
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+    }
+    width = job.body.prompt_logprobs
+    if width is not None:
+        positions = job.generation.prompt_logprobs[place]
+        made["prompt_logprobs"] = prompt_logprobs_of(positions, width)
+    if job.body.return_token_ids:
+        made["token_ids"] = choice.token_ids
+        made["prompt_token_ids"] = job.prompts[place].token_ids
+    return made
+
+
+def _logprobs(
+    job: Job, place: int, choice: Gathered, texts: list[str] | None
+) -> dict[str, Any] | None:
+    if job.params.logprobs is None:
+        return None
+    writer = TextLogprobs(job.name, _hidden(job))
+    parts = [] if texts is None else [prompt_part(job, place, writer, texts[place])]
+    return joined_logprobs([*parts, writer.write(choice.logprobs)])

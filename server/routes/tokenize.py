@@ -1,0 +1,74 @@
+"""POST /tokenize and /detokenize: what a prompt costs, and what tokens say."""
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from config.errors import UserError
+from server.body import parse, read_object
+from server.job import answer_whole
+from server.openapi import ANSWERS, takes
+from server.routes.chat import render
+from server.schema.admin import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from server.state import AppState
+
+
+def tokenize_routes(state: AppState) -> APIRouter:
+    """The routes, over `state`."""
+    router = APIRouter(tags=["Tokens"])
+
+    @router.post(
+        "/tokenize",
+        operation_id="tokenize",
+        summary="Tokens of a text or a conversation",
+        openapi_extra=takes("TokenizeTextBody", "TokenizeChatBody"),
+        responses=ANSWERS,
+    )
+    async def tokenize(request: Request) -> Response:
+        state.opened()
+        given = await read_object(request, state.config.max_body_bytes)
+        body: TokenizeTextBody | TokenizeChatBody
+        if given.get("messages") is not None:
+            body = parse(TokenizeChatBody, given)
+            state.model(body.model)
+            _, ids = await render(state, body)
+        else:
+            body = parse(TokenizeTextBody, given)
+            state.model(body.model)
+            special = body.add_special_tokens is not False
+            ids = await state.text_tokenizer("prompt").encode(body.prompt, special)
+        strings = None
+        if body.return_token_strs:
+            tokenizer = state.text_tokenizer("return_token_strs")
+            strings = [tokenizer.token_text(token_id) for token_id in ids]
+        return answer_whole(
+            {
+                "count": len(ids),
+                "max_model_len": state.max_model_len,
+                "tokens": ids,
+                "token_strs": strings,
+            }
+        )
+
+    @router.post(
+        "/detokenize",
+        operation_id="detokenize",
+        summary="The text of tokens",
+        openapi_extra=takes("DetokenizeBody"),
+        responses=ANSWERS,
+    )
+    async def detokenize(request: Request) -> Response:
+        state.opened()
+        body = parse(DetokenizeBody, await read_object(request, state.config.max_body_bytes))
+        state.model(body.model)
+        tokenizer = state.text_tokenizer("tokens")
+        vocab_size = tokenizer.vocab_size
+        for token_id in body.tokens:
+            if not 0 <= token_id < vocab_size:
+                raise UserError(
+                    f"tokens has id {token_id}, the vocabulary has 0 to {vocab_size - 1}",
+                    param="tokens",
+                )
+        return answer_whole({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+    return router
