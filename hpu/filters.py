@@ -33,14 +33,17 @@ def top_k_threshold(weights: Tensor, top_k: Tensor, largest_k: int) -> Tensor:
     return kth * (top_k > 0)
 
 
-def cut(weights: Tensor, threshold: Tensor) -> Tensor:
-    """Weights below their row's `threshold` (B, 1) become 0; the others are scaled alike.
+def cut(weights: Tensor, threshold: Tensor, least: float = TINY) -> Tensor:
+    """Weights below their row's `threshold` (B, 1) become 0; the others are scaled to 1 and above.
+
+    A row with a threshold of 0 is cut at `least`: TINY, which is nothing beside a softmax's largest
+    weight, or 1 for weights that were cut before, which leaves them as they are.
 
     Dividing first lets one scalar threshold do for all rows, which is several times quicker than a
     comparison and a select. A weight equal to the threshold gives exactly 1, one below it at most
     1 - 2**-24, so the cut is exact.
     """
-    scaled = weights / threshold.clamp(min=TINY)
+    scaled = weights / threshold.clamp(min=least)
     return torch.threshold_(scaled, _JUST_BELOW_ONE, 0.0)
 
 

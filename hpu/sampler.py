@@ -123,7 +123,9 @@ class Sampler:
             mass = filters.totals(weights, self._wide) * batch.top_p
             # Where the best token is the whole nucleus, those that tie with it are not drawn.
             greedy = greedy | ((weights.gather(1, top) >= mass) & (batch.top_p < 1))
-            weights = filters.cut(weights, self._nucleus(weights, mass, batch.top_p))
+            nucleus = self._nucleus(weights, mass, batch.top_p)
+            least = filters.TINY if threshold is None else 1.0
+            weights = filters.cut(weights, nucleus, least)
         drawn = filters.draw(weights, self._rows.numbers(batch))
         return torch.where(greedy, top, drawn.unsqueeze(1))
 

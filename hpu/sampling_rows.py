@@ -32,8 +32,8 @@ class SamplingBatch:
     """(n,) the real rows"""
     places: Tensor
     """(B,) int64: rows on the device; `max_rows` in padded places"""
-    end_columns: npt.NDArray[np.int64]
-    """(n,) min_tokens of each row"""
+    min_tokens: npt.NDArray[np.int64]
+    """(n,) of each row; 0 where no token would be barred"""
     num_logprobs: int
     greedy: Tensor | None
     """(B,) bool: rows that take the most likely token; None when all do"""
@@ -99,7 +99,7 @@ class SamplingRows:
         """(B, 1) bool: rows that may not end yet; None when there is none."""
         if batch.ends is None:
             return None
-        below = self._generated[batch.rows] < batch.end_columns
+        below = self._generated[batch.rows] < batch.min_tokens
         if not below.any():
             return None
         return self._upload(_padded(below, len(batch.places), False)).unsqueeze(1)
@@ -129,7 +129,9 @@ class SamplingRows:
         return SamplingBatch(
             rows=np.array(rows, dtype=np.int64),
             places=self._upload(_padded(np.array(rows, dtype=np.int64), size, self._max_rows)),
-            end_columns=np.array([p.min_tokens for p in params], dtype=np.int64),
+            min_tokens=np.array(
+                [p.min_tokens if p.end_token_ids else 0 for p in params], dtype=np.int64
+            ),
             num_logprobs=max((p.num_logprobs for p in params), default=-1),
             greedy=self._upload(greedy) if drawn else None,
             any_greedy=bool(greedy[: len(params)].any()),

@@ -1,0 +1,65 @@
+"""Sampling one row at a time in numpy, written to be read: the reference for the batched one."""
+
+import numpy as np
+import numpy.typing as npt
+
+from hpu.random_stream import uniforms
+from hpu.step import RowSampling
+
+Row = npt.NDArray[np.float64]
+
+
+def scores(logits: Row, asked: RowSampling, prompt: list[int], generated: list[int]) -> Row:
+    """Logits after masks and penalties."""
+    scores = logits.copy()
+    if asked.allowed_token_ids is not None:
+        for token in range(len(scores)):
+            if token not in asked.allowed_token_ids:
+                scores[token] = -np.inf
+    if len(generated) < asked.min_tokens:
+        scores[list(asked.end_token_ids)] = -np.inf
+    for token, bias in asked.logit_bias:
+        scores[token] += bias
+    for word in asked.bad_words:
+        prefix = list(word[:-1])
+        if not prefix or generated[-len(prefix) :] == prefix:
+            scores[word[-1]] = -np.inf
+    for token in set(prompt) | set(generated):
+        if scores[token] > 0:
+            scores[token] /= asked.repetition_penalty
+        else:
+            scores[token] *= asked.repetition_penalty
+    for token in set(generated):
+        scores[token] -= asked.frequency_penalty * generated.count(token)
+        scores[token] -= asked.presence_penalty
+    return scores
+
+
+def probabilities(scores: Row, asked: RowSampling) -> Row:
+    """What a random row draws from: ties at an edge are kept."""
+    weights = np.exp((scores - scores.max()) / max(asked.temperature, 1e-30))
+    weights /= weights.sum()
+    weights[weights < asked.min_p * weights.max()] = 0
+    if 0 < asked.top_k < len(weights):
+        weights[weights < np.sort(weights)[-asked.top_k]] = 0
+    weights /= weights.sum()
+    if asked.top_p < 1:
+        order = np.argsort(-weights, kind="stable")
+        sums = np.cumsum(weights[order])
+        last = min(int(np.sum(sums < asked.top_p)), len(order) - 1)
+        weights[weights < weights[order[last]]] = 0
+        if last == 0:
+            weights[order[1:]] = 0
+    weights /= weights.sum()
+    return weights
+
+
+def sample(logits: Row, asked: RowSampling, prompt: list[int], generated: list[int]) -> int:
+    """The token that the batched sampler must give."""
+    row = scores(logits, asked, prompt, generated)
+    if asked.temperature == 0 or asked.top_k == 1 or asked.min_p == 1:
+        return int(np.argmax(row))
+    sums = np.cumsum(probabilities(row, asked))
+    seed = np.array([asked.seed & (2**64 - 1)], dtype=np.uint64)
+    number = uniforms(seed, np.array([len(generated)]))[0]
+    return int(np.sum(sums <= number * sums[-1]))
