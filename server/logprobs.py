@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from hpu.step import Logprobs
+from engine.messages import Logprobs
 from server.outputs import PositionLogprobs, TokenLogprob
 from server.text.tokenizer import Tokenizer
 
