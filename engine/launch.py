@@ -4,8 +4,20 @@ from collections.abc import Callable, Sequence
 
 from config.engine import EngineConfig
 from config.env import environment, runtime_environment
-from engine.lifeline import Child
-from engine.process import EngineOrders, engine_command
+from engine.lifeline import Child, exit_with_parent, python_command, read_orders
+from engine.process import EngineOrders, engine_command, front_end_endpoint
+from engine.wire import SocketDirectory
+
+__all__ = [
+    "Child",
+    "EngineProcess",
+    "SocketDirectory",
+    "exit_with_parent",
+    "front_end_endpoint",
+    "launch",
+    "python_command",
+    "read_orders",
+]
 
 
 class EngineProcess:

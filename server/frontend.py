@@ -1,0 +1,236 @@
+"""One front-end process's life: listen early, open when the engine is ready, drain, leave.
+Knows nothing of its siblings."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import msgspec
+import uvicorn
+
+from config.engine import EngineConfig
+from config.errors import ConfigError, EngineDied
+from config.model import read_model_config
+from config.server import ServerConfig
+from config.version import VERSION
+from engine.client import ZmqClient
+from server.app import create_app
+from server.metrics import Metrics
+from server.state import AppState
+from server.text.template import ChatTemplate, read_template
+from server.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+FAILED = 1
+WRONG_SETTING = 2
+INTERRUPTED = 130
+
+TICK_S = 0.1
+FAREWELL_S = 2.0
+"""How long last words may take to reach their clients, once the engine is gone or time is up."""
+OBITUARY_S = 0.7
+"""How long /health says 503 before a front-end without an engine leaves."""
+KEEP_ALIVE_S = 75
+"""Idle connections are kept longer than load balancers keep theirs, or they race with our close."""
+BACKLOG = 2048
+
+
+class FrontEndOrders(msgspec.Struct, frozen=True):
+    """What a front-end is told at start. The model is a local folder."""
+
+    engine: EngineConfig
+    server: ServerConfig
+    endpoint: str
+    index: int = 0
+    metrics_folder: str | None = None
+    """Where all front-ends keep their counts, if there are several."""
+
+
+class Uvicorn(uvicorn.Server):
+    """Leaves signals to the front-end: uvicorn's own handlers close the port first, and a server
+    that drains must still say so to its probes."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class FrontEnd:
+    """Serves until told to stop, or until the engine is gone."""
+
+    def __init__(self, orders: FrontEndOrders) -> None:
+        config = orders.server
+        self._orders = orders
+        self._client = ZmqClient(
+            orders.endpoint,
+            orders.index,
+            max_queued_requests=config.max_queued_requests,
+            max_queued_prompt_tokens=config.max_queued_prompt_tokens,
+        )
+        names = config.served_model_names or (orders.engine.model,)
+        metrics = Metrics(self._client, names[0], shared_folder=orders.metrics_folder)
+        self._client.on_stats(metrics.observe_stats)
+        self.state = AppState(
+            config,
+            self._client,
+            metrics,
+            VERSION,
+            names,
+            root=names[0],
+            has_priorities=orders.engine.schedule.policy == "priority",
+        )
+        self._stopping = asyncio.Event()
+        self._at_once = asyncio.Event()
+        self._started_s = time.monotonic()
+
+    def stop(self) -> None:
+        """Drain, then end; on the loop's thread."""
+        self._stopping.set()
+
+    def interrupt(self) -> None:
+        """As `stop`; the second time, end at once."""
+        if self._stopping.is_set():
+            self._at_once.set()
+        self._stopping.set()
+
+    def fail(self, reason: str) -> None:
+        """The engine is gone; on the loop's thread."""
+        self._client.fail(reason)
+
+    async def run(
+        self, listener: socket.socket, on_listening: Callable[[], None] = lambda: None
+    ) -> int:
+        """Serve on `listener`; the exit code. `on_listening` is called once the engine may come."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self.stop)
+        loop.add_signal_handler(signal.SIGINT, self.interrupt)
+        await self._client.start()
+        on_listening()
+        server = Uvicorn(self._uvicorn_config())
+        serving = loop.create_task(server.serve(sockets=[listener]))
+        opening = loop.create_task(self._open())
+        try:
+            return await self._watch(serving, opening)
+        finally:
+            opening.cancel()
+            server.should_exit = True
+            server.force_exit = self._at_once.is_set()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(serving, FAREWELL_S + 1)
+            await self._client.close()
+            if self.state.template is not None:
+                self.state.template.close()
+            if self.state.tokenizer is not None:
+                self.state.tokenizer.close()
+
+    def _uvicorn_config(self) -> uvicorn.Config:
+        return uvicorn.Config(
+            create_app(self.state),
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=int(FAREWELL_S),
+        )
+
+    async def _open(self) -> None:
+        """Load what turns text into tokens while the engine loads the rest; then take requests."""
+        config, folder = self.state.config, self._orders.engine.model
+        texts = asyncio.get_running_loop().run_in_executor(None, load_texts, folder, config)
+        defaults = await asyncio.get_running_loop().run_in_executor(None, _defaults, folder)
+        tokenizer, template = await texts
+        ready = await self._client.wait_ready()
+        self.state.open(tokenizer, template, defaults)
+        # What start-up made stays for ever; the collector need not look at it again.
+        gc.collect()
+        gc.freeze()
+        logger.info(
+            "ready after %.1f s: %s on %s (%s), context %d tokens, http://%s:%d/v1",
+            time.monotonic() - self._started_s,
+            self.state.model_names[0],
+            ready.device,
+            ready.dtype,
+            ready.max_model_len,
+            config.host,
+            config.port,
+        )
+
+    async def _watch(self, serving: "asyncio.Task[None]", opening: "asyncio.Task[None]") -> int:
+        while not self._stopping.is_set():
+            if self._client.failure is not None:
+                return await self._end_without_engine()
+            if opening.done() and (error := opening.exception()) is not None:
+                if isinstance(error, EngineDied):
+                    continue
+                logger.error("start-up failed: %s", error, exc_info=_unless_known(error))
+                return WRONG_SETTING if isinstance(error, ConfigError) else FAILED
+            if serving.done():
+                logger.error("the HTTP server ended by itself")
+                return FAILED
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), TICK_S)
+        return await self._drain()
+
+    async def _end_without_engine(self) -> int:
+        logger.error("the engine is gone, the server stops: %s", self._client.failure)
+        await asyncio.sleep(OBITUARY_S)
+        await self._wait_for_requests(FAREWELL_S)
+        return FAILED
+
+    async def _drain(self) -> int:
+        self.state.is_draining = True
+        timeout_s = self.state.config.shutdown_timeout_s
+        logger.info(
+            "stopping: %d requests may finish within %g s",
+            len(self.state.servings),
+            timeout_s,
+        )
+        await self._wait_for_requests(timeout_s)
+        if self._at_once.is_set():
+            return INTERRUPTED
+        if self._client.failure is not None:
+            return FAILED
+        for serving in list(self.state.servings):
+            serving.cut("The server is shutting down.")
+        await self._wait_for_requests(FAREWELL_S)
+        return 0
+
+    async def _wait_for_requests(self, timeout_s: float) -> None:
+        """Until no request is open, `timeout_s` are over, or all is to stop at once."""
+        end_s = time.monotonic() + timeout_s
+        while self.state.num_open_requests and not self._at_once.is_set():
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                return
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._at_once.wait(), min(left_s, TICK_S / 2))
+
+
+def load_texts(folder: str, config: ServerConfig) -> tuple[Tokenizer | None, ChatTemplate | None]:
+    """The tokenizer and the chat template of a checkpoint; none if they are not wanted."""
+    if config.skip_tokenizer_init:
+        return None, None
+    tokenizer = Tokenizer.load(folder, config.tokenizer_threads)
+    source: str | Mapping[str, str] | None = tokenizer.chat_template
+    if config.chat_template is not None:
+        source = read_template(config.chat_template)
+    return tokenizer, ChatTemplate(source, tokenizer.special_tokens)
+
+
+def _defaults(folder: str) -> dict[str, float]:
+    return read_model_config(folder).generation_defaults
+
+
+def _unless_known(error: BaseException) -> BaseException | None:
+    """What is to be logged with its traceback."""
+    return None if isinstance(error, ConfigError) else error

@@ -1,0 +1,230 @@
+"""`gaudiserve serve`: one engine, and one or several front-ends on one port, from start to end.
+
+A lone front-end is this process. Several are children, which this process only watches.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from queue import SimpleQueue
+from types import FrameType
+
+import uvloop
+
+from config.engine import EngineConfig
+from config.env import environment
+from config.errors import ConfigError
+from config.log import setup as setup_log
+from config.server import ServerConfig
+from engine.launch import (
+    Child,
+    EngineProcess,
+    SocketDirectory,
+    exit_with_parent,
+    front_end_endpoint,
+    launch,
+    python_command,
+    read_orders,
+)
+from server.frontend import BACKLOG, FAILED, FAREWELL_S, INTERRUPTED, FrontEnd, FrontEndOrders
+
+logger = logging.getLogger(__name__)
+
+ENGINE_CLOSE_S = 5.0
+STRAGGLE_S = 5.0
+"""What a front-end may take beyond the time for its requests."""
+
+_METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+
+
+def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
+    """Serve until stopped; the exit code: 0 after a drain, else what went wrong. Leaves no process,
+    socket or file behind. Raises ConfigError when the port is taken."""
+    count = server_config.api_server_count
+    listener = bind(server_config.host, server_config.port, shared=count > 1)
+    server_config = dataclasses.replace(server_config, port=listener.getsockname()[1])
+    directory = SocketDirectory()
+    try:
+        if count == 1:
+            return _serve_alone(engine_config, server_config, directory.path, listener)
+        with listener:
+            return Fleet(engine_config, server_config, directory.path).run()
+    finally:
+        directory.close()
+
+
+def main() -> None:
+    """The entry of a front-end that is one of several."""
+    orders = read_orders(FrontEndOrders)
+    exit_with_parent()
+    config = orders.server
+    setup_log("server", rank=orders.index, level=config.log_level)
+    listener = _bind(config.host, config.port, shared=True)
+    sys.exit(uvloop.run(_run_child(orders, listener)))
+
+
+async def _run_child(orders: FrontEndOrders, listener: socket.socket) -> int:
+    listener.listen(BACKLOG)
+    return await FrontEnd(orders).run(listener)
+
+
+def _serve_alone(
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    directory: str,
+    listener: socket.socket,
+) -> int:
+    engines: list[EngineProcess] = []
+
+    async def run() -> int:
+        loop = asyncio.get_running_loop()
+        orders = FrontEndOrders(engine_config, server_config, front_end_endpoint(directory, 0))
+        front_end = FrontEnd(orders)
+
+        def start_engine() -> None:
+            engines.append(
+                launch(
+                    engine_config,
+                    directory,
+                    1,
+                    on_exit=lambda why: _tell(loop, front_end, why),
+                    log_level=server_config.log_level,
+                )
+            )
+
+        listener.listen(BACKLOG)
+        return await front_end.run(listener, start_engine)
+
+    try:
+        code = uvloop.run(run())
+    finally:
+        for engine in engines:
+            engine.close(ENGINE_CLOSE_S)
+    return code
+
+
+def _tell(loop: asyncio.AbstractEventLoop, front_end: FrontEnd, why: str) -> None:
+    try:
+        loop.call_soon_threadsafe(front_end.fail, why)
+    except RuntimeError:
+        # The loop has ended, and with it everyone who could be told.
+        logger.debug("after the end: %s", why)
+
+
+class Fleet:
+    """Several front-ends before one engine. When one of these processes ends, all do."""
+
+    def __init__(
+        self, engine_config: EngineConfig, server_config: ServerConfig, directory: str
+    ) -> None:
+        self._engine_config = engine_config
+        self._config = server_config
+        self._directory = directory
+        # Bounded: a word for each signal and each child's end.
+        self._news: SimpleQueue[str | signal.Signals] = SimpleQueue()
+
+    def run(self) -> int:
+        """Start all, wait for news, end all; the exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._hear)
+        engine = launch(
+            self._engine_config,
+            self._directory,
+            self._config.api_server_count,
+            on_exit=self._news.put,
+            log_level=self._config.log_level,
+        )
+        children: list[Child] = []
+        try:
+            children += [self._start(index) for index in range(self._config.api_server_count)]
+            return self._watch(children)
+        finally:
+            for child in children:
+                child.close(0)
+            engine.close(ENGINE_CLOSE_S)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._news.put(signal.Signals(number))
+
+    def _start(self, index: int) -> Child:
+        folder = Path(self._directory, "metrics")
+        folder.mkdir(mode=0o700, exist_ok=True)
+        orders = FrontEndOrders(
+            self._engine_config,
+            self._config,
+            front_end_endpoint(self._directory, index),
+            index,
+            str(folder),
+        )
+        return Child(
+            f"front-end {index}",
+            python_command("server.frontends"),
+            orders,
+            # The library looks for it when it is imported.
+            environment={**environment(), _METRICS_VARIABLE: str(folder)},
+            on_exit=self._news.put,
+        )
+
+    def _watch(self, children: list[Child]) -> int:
+        news = self._news.get()
+        if not isinstance(news, signal.Signals):
+            logger.error("the server stops: %s", news)
+            # They hear of the engine's end themselves, and tell their clients.
+            self._close(children, FAREWELL_S + 1)
+            return FAILED
+        timeout_s = self._config.shutdown_timeout_s + FAREWELL_S + STRAGGLE_S
+        if not self._close(children, timeout_s):
+            return INTERRUPTED
+        return max((abs(child.poll() or 0) for child in children), default=0)
+
+    def _close(self, children: list[Child], timeout_s: float) -> bool:
+        """Let all children drain side by side; False if a second SIGINT came first."""
+        closers = [
+            threading.Thread(target=child.close, args=(timeout_s,), daemon=True)
+            for child in children
+        ]
+        for closer in closers:
+            closer.start()
+        while any(closer.is_alive() for closer in closers):
+            closers[0].join(0.1)
+            for closer in closers[1:]:
+                closer.join(0)
+            while not self._news.empty():
+                if self._news.get() == signal.SIGINT:
+                    return False
+        return True
+
+
+def bind(host: str, port: int, *, shared: bool) -> socket.socket:
+    """The address this server will listen on. Raises ConfigError when it cannot be had.
+
+    A `shared` port may be bound again by our own children, and so by a second server too: whether
+    it is free is tried alone first.
+    """
+    if shared and port:
+        _bind(host, port, shared=False).close()
+    return _bind(host, port, shared=shared)
+
+
+def _bind(host: str, port: int, *, shared: bool) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        made = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"host {host!r} cannot be used: {error}") from error
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        made.bind(address)
+    except OSError as error:
+        made.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return made
