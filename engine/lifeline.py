@@ -48,6 +48,10 @@ def describe_exit(code: int) -> str:
     return f"exited with code {code}"
 
 
+class Terminated(BaseException):
+    """SIGTERM, in a child: stop at the next instruction, wherever that is."""
+
+
 class Child:
     """The parent's end. When the child ends by itself, `on_exit` is called once, on a thread of its
     own, with a sentence that says how; not when `close` came first."""
@@ -138,6 +142,37 @@ def exit_with_parent(clean_up: Callable[[], None] = lambda: None) -> None:
         os._exit(LIFELINE_CUT)
 
     threading.Thread(target=hold, name="lifeline", daemon=True).start()
+
+
+def obey_parent() -> None:
+    """The child's end: Ctrl-C is the parent's affair; SIGTERM raises Terminated, once, in the main
+    thread, which must be the caller."""
+    heard = threading.Event()
+    main_thread = threading.get_ident()
+    told, tell = os.pipe()
+    os.set_blocking(tell, False)
+
+    def terminate(*_: Any) -> None:
+        if not heard.is_set():
+            heard.set()
+            raise Terminated
+
+    def nudge() -> None:
+        # Python runs handlers in the main thread, which sleeps on if the signal went to another
+        # thread, or came just before it fell asleep.
+        os.read(told, 1)
+        while not heard.wait(0.05):
+            signal.pthread_kill(main_thread, signal.SIGTERM)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, terminate)
+    signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+    threading.Thread(target=nudge, name="sigterm", daemon=True).start()
+
+
+def finish_undisturbed() -> None:
+    """The child's end: it is already leaving, SIGTERM changes nothing any more."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _read_exactly(length: int) -> bytes:

@@ -3,12 +3,10 @@
 import logging
 import os
 import shutil
-import signal
 import sys
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any
 
 import msgspec
 
@@ -17,7 +15,14 @@ from config.errors import ConfigError, EngineDied
 from config.log import setup as setup_log
 from engine.executors.base import Executor
 from engine.executors.select import make_executor
-from engine.lifeline import exit_with_parent, python_command, read_orders
+from engine.lifeline import (
+    Terminated,
+    exit_with_parent,
+    finish_undisturbed,
+    obey_parent,
+    python_command,
+    read_orders,
+)
 from engine.loop import EngineLoop
 from engine.messages import Failed, FromEngine, Hello, ToEngine
 from engine.wire import HIGH_WATER, Line, Waiter, Wires, endpoint
@@ -40,10 +45,6 @@ class EngineOrders(msgspec.Struct, frozen=True):
     log_level: str = "info"
 
 
-class Terminated(BaseException):
-    """SIGTERM: stop at the next instruction, wherever that is."""
-
-
 def front_end_endpoint(directory: str, index: int) -> str:
     """Where front-end `index` waits for its engines."""
     return endpoint(directory, f"fe{index}.sock")
@@ -63,8 +64,7 @@ def run(orders: EngineOrders, make_executor: MakeExecutor) -> int:
     """Serve until told to stop; the exit code. Every front-end hears Failed before the end."""
     # If the parent cannot clean up any more, nobody else will.
     exit_with_parent(lambda: shutil.rmtree(orders.directory, ignore_errors=True))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _terminate)
+    obey_parent()
     setup_log("engine", rank=orders.engine, level=orders.log_level)
     wires = Wires()
     output = Output(orders, wires)
@@ -75,22 +75,25 @@ def run(orders: EngineOrders, make_executor: MakeExecutor) -> int:
     output.start(loop.stop)
     source.start()
     executor: Executor | None = None
+    code, message = 0, "the engine was told to stop"
     try:
-        executor = make_executor(
-            orders.config, orders.directory, lambda message: loop.stop(EngineDied(message))
-        )
-        loop.run(executor, freeze_garbage=True)
-        raise AssertionError("the loop ended without a reason")
+        try:
+            executor = make_executor(
+                orders.config, orders.directory, lambda message: loop.stop(EngineDied(message))
+            )
+            loop.run(executor, freeze_garbage=True)
+        except ConfigError as error:
+            code, message = 2, str(error)
+        except EngineDied as error:
+            code, message = 1, str(error)
+        except Exception as error:
+            code, message = 1, f"{type(error).__name__}: {error}"
+            logger.exception("the engine cannot go on")
+        finally:
+            finish_undisturbed()
     except Terminated:
-        code, message = 0, "the engine was told to stop"
-    except ConfigError as error:
-        code, message = 2, str(error)
-    except EngineDied as error:
-        code, message = 1, str(error)
-    except Exception as error:
-        logger.exception("the engine cannot go on")
-        code, message = 1, f"{type(error).__name__}: {error}"
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # Also when it came while a failure was being told: that failure's code stands.
+        pass
     if code:
         logger.error("%s", message)
     output.put(None, Failed(orders.engine, message))
@@ -190,7 +193,3 @@ class Input:
             for index, line in enumerate(lines):
                 while (message := line.receive()) is not None:
                     self._loop.receive(index, message)
-
-
-def _terminate(*_: Any) -> None:
-    raise Terminated

@@ -126,7 +126,9 @@ class Switchboard(Generic[Sent, Received]):
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(_number(self._socket, zmq.FD), self._drain)
         self._loop.add_reader(_number(self._monitor, zmq.FD), self._drain_monitor)
+        # A descriptor stays silent until its socket was once found empty.
         self._look_again()
+        self._drain_monitor()
 
     def send(self, peer: bytes, message: Sent) -> bool:
         """Send without waiting; False when `peer` is gone or has left HIGH_WATER messages unread.
@@ -192,7 +194,8 @@ class Wires:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     def bind_pair(self, endpoint: str, received: Any) -> Line[Any, Any]:
-        """Open the parent's end of a step channel; `received` is the union it decodes."""
+        """Open the parent's end of a step channel; `received` is the union it decodes. The child
+        speaks first: until it does there is nobody to send to."""
         socket = self._socket(zmq.PAIR)
         _bind(socket, endpoint)
         return Line(socket, received)

@@ -4,7 +4,6 @@ Its environment was set by the parent, before torch or a vendor's runtime could 
 """
 
 import logging
-import signal
 import sys
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -14,7 +13,14 @@ import msgspec
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.log import setup as setup_log
-from engine.lifeline import exit_with_parent, python_command, read_orders
+from engine.lifeline import (
+    Terminated,
+    exit_with_parent,
+    finish_undisturbed,
+    obey_parent,
+    python_command,
+    read_orders,
+)
 from engine.wire import Line, Waiter, Wires
 from hpu.step import StepPlan, StepResult, ToWorker, WarmupProgress, WorkerFailed, WorkerReady
 
@@ -46,10 +52,6 @@ class StepWorker(Protocol):
     def close(self) -> None: ...
 
 
-class Terminated(BaseException):
-    """SIGTERM: stop at the next instruction, wherever that is."""
-
-
 def worker_command() -> list[str]:
     """How to start this file as a process."""
     return python_command("engine.executors.child")
@@ -65,25 +67,28 @@ def main() -> None:
 def run(orders: WorkerOrders, make_worker: Callable[[EngineConfig], StepWorker]) -> int:
     """Work until told to stop; the exit code. The last word of a failure is WorkerFailed."""
     exit_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _terminate)
+    obey_parent()
     setup_log("worker", rank=orders.rank, level=orders.log_level)
     wires = Wires()
     line = wires.connect_pair(orders.endpoint, ToWorker)
     worker = make_worker(orders.config)
+    code = 0
     try:
-        line.send(worker.start(lambda progress: _tell(line, progress)))
-        _serve(worker, line)
+        try:
+            line.send(worker.start(lambda progress: _tell(line, progress)))
+            _serve(worker, line)
+        except ConfigError as error:
+            code = 2
+            line.send(WorkerFailed(str(error)))
+        except Exception as error:
+            code = 1
+            logger.exception("worker %d cannot go on", orders.rank)
+            line.send(WorkerFailed(f"worker {orders.rank}: {type(error).__name__}: {error}"))
+        finally:
+            finish_undisturbed()
     except Terminated:
-        code = 0
-    except ConfigError as error:
-        line.send(WorkerFailed(str(error)))
-        code = 2
-    except Exception as error:
-        logger.exception("worker %d cannot go on", orders.rank)
-        line.send(WorkerFailed(f"worker {orders.rank}: {type(error).__name__}: {error}"))
-        code = 1
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # Also when it came while a failure was being told: that failure's code stands.
+        pass
     worker.close()
     line.close(LINGER_S)
     wires.close()
@@ -111,7 +116,3 @@ def _serve(worker: StepWorker, line: Line[Any, StepPlan]) -> None:
 
 def _tell(line: Line[Any, StepPlan], progress: WarmupProgress) -> None:
     line.send(progress)
-
-
-def _terminate(*_: Any) -> None:
-    raise Terminated

@@ -51,7 +51,7 @@ def wires() -> Iterator[Wires]:
     """The scripted engine's channels."""
     wires = Wires()
     yield wires
-    wires.close()
+    wires._context.destroy(linger=0)
 
 
 @contextlib.asynccontextmanager
@@ -115,7 +115,7 @@ async def test_what_is_not_read_is_merged(wires: Wires, tmp_path: Path) -> None:
 async def test_the_line_has_two_limits_and_says_both_numbers(wires: Wires, tmp_path: Path) -> None:
     async with pair(wires, tmp_path, max_requests=2, max_tokens=10) as (client, engine):
         first = client.add(prompt_of(*range(6)), asking(5))
-        with pytest.raises(Overloaded, match="6 prompt tokens .* has 5, and at most 10"):
+        with pytest.raises(Overloaded, match=r"6 prompt tokens .* has 5, and at most 10"):
             client.add(prompt_of(*range(5)), asking(5))
         client.add(prompt_of(1), asking(5))
         with pytest.raises(Overloaded, match="2 requests are waiting, and at most 2") as caught:

@@ -1,6 +1,7 @@
 """Channels on real sockets: round trips, edges, bounds, addresses."""
 
 import asyncio
+import contextlib
 import os
 import stat
 import time
@@ -13,14 +14,14 @@ import uvloop
 from config.errors import ConfigError
 from engine.messages import Abort, FromEngine, Hello, Reply, StepTokens, ToEngine
 from engine.wire import HIGH_WATER, SocketDirectory, Waiter, Wires, endpoint
-from hpu.step import FromWorker, NewRow, RowSampling, StepPlan, StepResult, ToWorker
+from hpu.step import FromWorker, NewRow, RowSampling, StepPlan, StepResult, ToWorker, WarmupProgress
 
 
 @pytest.fixture
 def wires() -> Iterator[Wires]:
     wires = Wires()
     yield wires
-    wires.close()
+    wires._context.destroy(linger=0)
 
 
 def test_a_directory_is_private_and_goes_with_all_that_is_in_it() -> None:
@@ -55,8 +56,11 @@ def test_plans_and_results_cross_a_pair_in_order_and_whole(wires: Wires, tmp_pat
     worker = wires.connect_pair(address, ToWorker)
     row = NewRow(3, memoryview(b"\1\0\0\0\2\0\0\0"), 2, 0, [5], RowSampling(seed=9))
 
+    worker.send(WarmupProgress("load", 0, 1))
+    Waiter([engine]).wait(5)
+    first = engine.receive()
     for step in range(3):
-        engine.send(StepPlan(step, [], new_rows=[row]))
+        assert engine.send(StepPlan(step, [], new_rows=[row]))
     received = []
     while len(received) < 3:
         Waiter([worker]).wait(5)
@@ -70,7 +74,7 @@ def test_plans_and_results_cross_a_pair_in_order_and_whole(wires: Wires, tmp_pat
     assert [plan.step for plan in received] == [0, 1, 2]
     assert bytes(received[0].new_rows[0].tokens) == bytes(row.tokens)
     assert received[0].new_rows[0].sampling == row.sampling
-    assert result == StepResult(0, [0])
+    assert (first, result) == (WarmupProgress("load", 0, 1), StepResult(0, [0]))
     engine.close()
     worker.close()
 
@@ -124,13 +128,15 @@ def test_no_edge_is_missed_when_both_sides_talk_at_once(
         board = wires.bind_router(address, FromEngine)
         line = wires.connect_dealer(address, "0.in", ToEngine)
         heard: list[int] = []
-        greeted = asyncio.Event()
+        greeted, done = asyncio.Event(), asyncio.Event()
 
         def hear(peer: bytes, message: object) -> None:
             if isinstance(message, Hello):
                 greeted.set()
             elif isinstance(message, StepTokens):
                 heard.append(message.step)
+                if len(heard) == rounds:
+                    done.set()
 
         board.listen(hear, lambda: None)
         line.send(Hello(0, 1))
@@ -140,9 +146,8 @@ def test_no_edge_is_missed_when_both_sides_talk_at_once(
             board.send(b"0.in", Abort([step]))
             if step % 7 == 0:
                 await asyncio.sleep(0)
-        deadline = time.monotonic() + 5
-        while len(heard) < rounds and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(done.wait(), 5)
         line.close()
         board.close()
         return heard

@@ -1,5 +1,5 @@
-"""CountingWorker: a worker that counts 0, 1, 2, ... for each sequence, and the real processes around
-it. `EngineConfig.model` tells its manners: `counting:step_s=0.01,refuse=1`."""
+"""CountingWorker: a worker that counts 0, 1, 2, ... for each sequence, and the real processes
+around it. `EngineConfig.model` tells its manners: `counting:step_s=0.01,refuse=1`."""
 
 import os
 import sys

@@ -1,0 +1,108 @@
+"""Executors with real workers' processes: order, death, words, and which one is chosen."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+from counting_worker import REFUSAL, counting_command
+from engine_rig import counting_config
+from live import alive
+
+from config.engine import EngineConfig
+from config.errors import EngineDied
+from engine.executors.inline import InlineExecutor
+from engine.executors.multiproc import MultiprocExecutor
+from engine.executors.select import make_executor
+from hpu.step import PREFILL, Launch, NewRow, RowSampling, StepPlan, WarmupProgress
+
+
+def executor_of(
+    manners: str, directory: object, deaths: list[str] | None = None
+) -> MultiprocExecutor:
+    return MultiprocExecutor(
+        counting_config(manners),
+        str(directory),
+        (deaths if deaths is not None else []).append,
+        command=counting_command("worker"),
+    )
+
+
+def plan_of(step: int) -> StepPlan:
+    """One new sequence of two tokens in a row and a block of its own."""
+    new = NewRow(step, memoryview(b"\1\0\0\0\2\0\0\0"), 2, 0, [step], RowSampling())
+    return StepPlan(step, [Launch(PREFILL, (1, 2, 0), [step], [2], [True])], new_rows=[new])
+
+
+def test_plans_that_are_in_flight_together_come_back_in_order(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    executor = executor_of("", tmp_path_factory.mktemp("s"))
+    progress: list[WarmupProgress] = []
+    executor.start(progress.append)
+
+    executor.submit(plan_of(0))
+    executor.submit(plan_of(1))
+    results = [executor.collect(), executor.collect()]
+    pid = executor.pid
+    executor.close()
+    executor.close()
+
+    assert [result.step for result in results] == [0, 1]
+    assert [one.stage for one in progress] == ["load", "warmup"]
+    assert not alive(pid)
+
+
+def test_a_worker_killed_while_collect_waits_is_noticed_at_once(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    deaths: list[str] = []
+    executor = executor_of("step_s=30", tmp_path_factory.mktemp("s"), deaths)
+    executor.start(lambda progress: None)
+    executor.submit(plan_of(0))
+    threading.Timer(0.2, os.kill, (executor.pid, signal.SIGKILL)).start()
+    began = time.monotonic()
+
+    with pytest.raises(EngineDied, match=r"worker 0 \(process \d+\) was killed by SIGKILL"):
+        executor.collect()
+
+    assert time.monotonic() - began < 1.2
+    executor.close()
+    assert len(deaths) == 1 and "SIGKILL" in deaths[0]
+
+
+def test_a_worker_that_cannot_start_is_quoted(tmp_path_factory: pytest.TempPathFactory) -> None:
+    executor = executor_of("refuse=1", tmp_path_factory.mktemp("s"))
+
+    with pytest.raises(EngineDied) as caught:
+        executor.start(lambda progress: None)
+    executor.close()
+
+    assert str(caught.value) == REFUSAL
+
+
+def test_a_closed_executor_reports_no_death(tmp_path_factory: pytest.TempPathFactory) -> None:
+    deaths: list[str] = []
+    executor = executor_of("", tmp_path_factory.mktemp("s"), deaths)
+    executor.start(lambda progress: None)
+
+    executor.close()
+    time.sleep(0.1)
+
+    assert deaths == []
+
+
+def test_on_a_cpu_the_worker_lives_in_the_engines_process_unless_asked_otherwise(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    directory = str(tmp_path_factory.mktemp("s"))
+
+    chosen = make_executor(EngineConfig(model="m", device="cpu"), directory, lambda death: None)
+    asked = make_executor(
+        EngineConfig(model="m", device="cpu", executor="processes"), directory, lambda death: None
+    )
+
+    asked.close()
+    assert isinstance(chosen, InlineExecutor)
+    assert isinstance(asked, MultiprocExecutor)

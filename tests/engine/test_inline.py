@@ -1,0 +1,76 @@
+"""InlineClient: the same protocol with the engine on a thread of this process."""
+
+import asyncio
+import threading
+
+import pytest
+from counting_worker import REFUSAL, make_counting_executor
+from engine_rig import asking, counting_config, generate, prompt_of, read_all
+
+from config.errors import EngineDied
+from engine.inline import InlineClient
+
+
+def engine_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "engine"]
+
+
+@pytest.mark.parametrize("executor", ["inline", "processes"])
+async def test_requests_are_served_side_by_side(executor: str) -> None:
+    client = InlineClient(counting_config(executor=executor), make_counting_executor)
+    await client.start()
+    ready = await asyncio.wait_for(client.wait_ready(), 20)
+
+    outputs = await asyncio.gather(*(generate(client, 1 + number % 9) for number in range(100)))
+    await client.close()
+
+    assert outputs == [list(range(1 + number % 9)) for number in range(100)]
+    assert ready.block_size == 16
+    assert engine_threads() == []
+
+
+async def test_closing_ends_open_requests_and_may_be_repeated() -> None:
+    client = InlineClient(counting_config("step_s=0.01"), make_counting_executor)
+    await client.start()
+    await client.wait_ready()
+    box = client.add(prompt_of(1), asking(4000))
+    await box.get()
+
+    await client.close()
+    await client.close()
+
+    with pytest.raises(EngineDied, match="closed"):
+        await read_all(box)
+    assert engine_threads() == []
+
+
+async def test_a_client_that_never_started_can_be_closed() -> None:
+    client = InlineClient(counting_config(), make_counting_executor)
+
+    await client.close()
+
+    assert client.failure is not None
+
+
+async def test_what_is_wrong_at_start_is_told_in_the_workers_own_words() -> None:
+    client = InlineClient(counting_config("refuse=1"), make_counting_executor)
+    await client.start()
+
+    with pytest.raises(EngineDied, match=REFUSAL):
+        await client.wait_ready()
+    await client.close()
+
+
+async def test_controls_and_aborts_work_as_over_a_socket() -> None:
+    client = InlineClient(counting_config("step_s=0.002"), make_counting_executor)
+    await client.start()
+    await client.wait_ready()
+    box = client.add(prompt_of(1), asking(4000))
+    await box.get()
+
+    client.abort([box.key])
+    answer = await client.control("ping")
+    _, finish = await read_all(box)
+    await client.close()
+
+    assert (answer, finish.reason) == ("pong", "abort")
