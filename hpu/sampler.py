@@ -107,7 +107,7 @@ class Sampler:
         if batch.temperature is not None:
             # Less the best first: tiny temperatures then give -inf and weight 0, never infinity.
             # Softmax does the same, so a temperature of 1 changes no bit.
-            scores = (scores - best.values) / batch.temperature
+            scores = (scores - best.values).div_(batch.temperature)
         weights = torch.softmax(scores, dim=-1)
         top = best.indices
         threshold = None

@@ -18,6 +18,8 @@ from hpu.step import RowSampling
 _NOTHING = RowSampling(temperature=0.0)
 # float32 holds 1e-30; anything below it, down to 5e-324, is as greedy as it gets.
 _LEAST_TEMPERATURE = 1e-30
+# Launches of one step: several prefills and a decode, each with rows of its own.
+_MAX_BATCHES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,27 +70,29 @@ class SamplingRows:
         self._rows: list[RowSampling] = [_NOTHING] * max_rows
         self._seeds = np.zeros(max_rows, dtype=np.uint64)
         self._generated = np.zeros(max_rows, dtype=np.int64)
-        self._key: tuple[int, list[int]] | None = None
-        self._batch: SamplingBatch | None = None
+        self._batches: dict[tuple[int, tuple[int, ...]], SamplingBatch] = {}
 
     def admit(self, row: int, sampling: RowSampling, num_generated: int) -> None:
         """Take `row` over for a sequence of which `num_generated` tokens exist already."""
         self._rows[row] = sampling
         self._seeds[row] = sampling.seed & (2**64 - 1)
         self._generated[row] = num_generated
-        self._key = None
+        self._batches.clear()
 
     def release(self, row: int) -> None:
         """Forget `row`."""
         self._rows[row] = _NOTHING
-        self._key = None
+        self._batches.clear()
 
     def batch(self, rows: list[int], size: int) -> SamplingBatch:
         """The tensors of `rows`, padded to `size`; made anew only when something changed."""
-        if self._batch is None or self._key != (size, rows):
-            self._batch = self._make(rows, size)
-            self._key = (size, list(rows))
-        return self._batch
+        key = (size, tuple(rows))
+        batch = self._batches.get(key)
+        if batch is None:
+            if len(self._batches) == _MAX_BATCHES:
+                self._batches.clear()
+            batch = self._batches[key] = self._make(rows, size)
+        return batch
 
     def numbers(self, batch: SamplingBatch) -> Tensor:
         """(B, 1) this step's random number of each row."""
