@@ -12,7 +12,8 @@ from tiny_models import make_tiny
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny random Llama with a byte-level tokenizer."""
-    return str(make_tiny("llama", tmp_path_factory.mktemp("models") / "tiny"))
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    return str(make_tiny("llama", folder, max_position_embeddings=2048))
 
 
 FLAGS = ("--served-model-name=tiny", "--dtype=float32", "--max-num-seqs=64")
