@@ -1,0 +1,158 @@
+"""The whole engine offline against transformers and against itself: float32, greedy or seeded, under
+coarse buckets, chunks, prefix hits and a KV cache far too small for the batch. Invariant 8."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import FAMILIES, make_tiny
+from transformers import AutoModelForCausalLM
+
+from config.sampling import SamplingParams
+from engine.messages import EngineStats
+from gaudiserve import LLM, RequestOutput
+
+NEW_TOKENS = 64
+GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+
+# 20 blocks hold one context and a bit: six rows of up to 130 tokens must push each other out.
+CRAMPED: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "max_model_len": 144,
+    "block_size": 8,
+    "num_gpu_blocks_override": 26,
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 24,
+    "bucketing_strategy": "exponential",
+    "skip_tokenizer_init": True,
+}
+ROOMY: dict[str, Any] = {
+    **CRAMPED,
+    "num_gpu_blocks_override": 400,
+    "max_num_batched_tokens": 512,
+    "bucketing_strategy": "exact",
+    "enable_prefix_caching": False,
+    "overlap_depth": 1,
+    "max_num_seqs": 1,
+}
+
+HEAD = [5 + 7 * place % 301 for place in range(41)]
+PROMPTS = [
+    [9],
+    [*HEAD, 11, 12],
+    [17 + place for place in range(23)],
+    [*HEAD, 13],
+    HEAD[:32],
+    [*HEAD, *range(40, 65)],
+    [3 * place % 290 + 8 for place in range(8)],
+    [*HEAD[:24], 99, 98],
+]
+
+
+def run(
+    folder: Path, shape: dict[str, Any], prompts: list[list[int]], params: Any
+) -> tuple[list[RequestOutput], EngineStats]:
+    with LLM(str(folder), **shape) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return outputs, llm._client.stats
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [choice.token_ids for output in outputs for choice in output.outputs]
+
+
+def greedy_by_transformers(folder: Path) -> list[list[int]]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    results = []
+    with torch.inference_mode():
+        for prompt in PROMPTS:
+            tokens: list[int] = []
+            feed, cache = torch.tensor([prompt]), None
+            for _ in range(NEW_TOKENS):
+                out = model(feed, past_key_values=cache, use_cache=True)
+                cache = out.past_key_values
+                tokens.append(int(out.logits[0, -1].argmax()))
+                feed = torch.tensor([tokens[-1:]])
+            results.append(tokens)
+    return results
+
+
+def assert_cramped(stats: EngineStats) -> None:
+    """Everything that the equality is about did happen, and nothing is left behind."""
+    assert stats.preemptions > 0 and stats.prefix_hits > 0
+    assert stats.padding_tokens["prefill"] > 0 and stats.padding_tokens["decode"] > 0
+    assert not any(name.endswith(("miss", "fallback")) for name in stats.lookups)
+    assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cramped_engine_says_what_transformers_says(family: str, tmp_path: Path) -> None:
+    # A window shorter than the text where the family can have one: blocks fall out of it.
+    window = {"sliding_window": 24} if family in ("mistral", "phi3") else {}
+    folder = make_tiny(family, tmp_path, seed=3, **window)
+    expected = greedy_by_transformers(folder)
+
+    outputs, stats = run(folder, CRAMPED, PROMPTS, GREEDY)
+
+    assert tokens_of(outputs) == expected
+    assert_cramped(stats)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("tiny"), seed=3)
+
+
+EVERY_RULE = [
+    GREEDY.replace(temperature=1.0, seed=1, n=2),
+    GREEDY.replace(temperature=0.8, top_p=0.9, top_k=40, seed=2),
+    GREEDY.replace(temperature=1.2, min_p=0.02, seed=3, repetition_penalty=1.3),
+    GREEDY.replace(presence_penalty=1.5, frequency_penalty=0.7),
+    GREEDY.replace(temperature=1.0, seed=5, allowed_token_ids=tuple(range(30, 90))),
+    GREEDY.replace(logit_bias={44: 8.0, 50: -100.0}, bad_words_token_ids=((44, 44), (60,))),
+    GREEDY.replace(temperature=1.5, seed=-7, ignore_eos=False, min_tokens=20),
+    GREEDY.replace(temperature=2.0, seed=8, stop_token_ids=tuple(range(0, 60)), min_tokens=9),
+]
+
+
+def test_every_rule_gives_the_same_tokens_alone_and_in_a_cramped_batch(folder: Path) -> None:
+    params = [rule.replace(logprobs=3) for rule in EVERY_RULE]
+    alone, _ = run(folder, ROOMY, PROMPTS, params)
+
+    cramped, stats = run(folder, CRAMPED, PROMPTS, params)
+
+    assert tokens_of(cramped) == tokens_of(alone)
+    assert set(tokens_of(alone)[5]) <= set(range(30, 90))
+    assert_same_values(
+        [[x for x in c.logprobs or []] for o in cramped for c in o.outputs],
+        [[x for x in c.logprobs or []] for o in alone for c in o.outputs],
+    )
+    assert_cramped(stats)
+
+
+def assert_same_values(got: list[list[Any]], expected: list[list[Any]]) -> None:
+    for mine, theirs in zip(got, expected, strict=True):
+        for here, there in zip(mine, theirs, strict=True):
+            if there is None:
+                assert here is None
+                continue
+            values = {token: entry.logprob for token, entry in there.items()}
+            assert {t: e.logprob for t, e in here.items()} == pytest.approx(values, abs=1e-3)
+
+
+def test_prompt_scores_in_chunks_and_beside_preemption_are_those_of_one_piece(
+    folder: Path,
+) -> None:
+    params = GREEDY.replace(prompt_logprobs=2, max_tokens=40)
+    alone, _ = run(folder, ROOMY, PROMPTS, params)
+
+    cramped, stats = run(folder, CRAMPED, PROMPTS, params)
+
+    assert [len(o.prompt_logprobs or []) for o in cramped] == [len(p) for p in PROMPTS]
+    assert_same_values(
+        [o.prompt_logprobs or [] for o in cramped], [o.prompt_logprobs or [] for o in alone]
+    )
+    assert tokens_of(cramped) == tokens_of(alone)
+    assert stats.preemptions > 0 and stats.blocks_used == 0
