@@ -1,4 +1,4 @@
-"""The whole engine offline against transformers and against itself: float32, greedy or seeded, under
+"""The whole engine offline against transformers and itself: float32, greedy or seeded, under
 coarse buckets, chunks, prefix hits and a KV cache far too small for the batch. Invariant 8."""
 
 from pathlib import Path
@@ -126,8 +126,8 @@ def test_every_rule_gives_the_same_tokens_alone_and_in_a_cramped_batch(folder: P
     assert tokens_of(cramped) == tokens_of(alone)
     assert set(tokens_of(alone)[5]) <= set(range(30, 90))
     assert_same_values(
-        [[x for x in c.logprobs or []] for o in cramped for c in o.outputs],
-        [[x for x in c.logprobs or []] for o in alone for c in o.outputs],
+        [list(c.logprobs or []) for o in cramped for c in o.outputs],
+        [list(c.logprobs or []) for o in alone for c in o.outputs],
     )
     assert_cramped(stats)
 
