@@ -105,8 +105,8 @@ def _user_fault(error: UserError) -> Fault:
         status = 404
         code = code or "not_found"
     elif isinstance(error, RequestTooLarge):
-        # What is still on its way is not read, so the connection cannot be used again.
-        status, code, headers = 413, "request_too_large", {"Connection": "close"}
+        # The connection stays open: one closed with unread data loses the answer on its way.
+        status, code = 413, "request_too_large"
     elif isinstance(error, UnsupportedType):
         status = 415
     elif isinstance(error, BadKey):

@@ -1,0 +1,166 @@
+"""POST /v1/completions: prompt forms, echo, and the logprobs object of its own."""
+
+import pytest
+from http_rig import EOS, TOKENIZER, TalkingClient, events, ids, in_memory
+
+
+async def test_an_answer_has_every_key_of_the_contract() -> None:
+    async with in_memory(TalkingClient("abc")) as rig:
+        answer = (await rig.complete(max_tokens=99)).json()
+
+        assert answer.pop("id").startswith("cmpl-") and answer.pop("created")
+        assert answer == {
+            "object": "text_completion",
+            "model": "demo",
+            "choices": [
+                {
+                    "index": 0,
+                    "text": "abc",
+                    "logprobs": None,
+                    "finish_reason": "stop",
+                    "stop_reason": None,
+                }
+            ],
+            "usage": {
+                "prompt_tokens": 2,
+                "completion_tokens": 4,
+                "total_tokens": 6,
+                "prompt_tokens_details": {"cached_tokens": 0},
+                "completion_tokens_details": {"reasoning_tokens": 0},
+            },
+            "system_fingerprint": rig.state.fingerprint,
+        }
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wanted"),
+    [
+        ("hi", [ids("hi")]),
+        (["a", "bc"], [ids("a"), ids("bc")]),
+        ([5, 6, 7], [[5, 6, 7]]),
+        ([[5], [6, 7]], [[5], [6, 7]]),
+        ([""] * 0 + ["x"], [ids("x")]),
+    ],
+)
+async def test_every_form_of_prompt_reaches_the_engine(prompt: object, wanted: object) -> None:
+    async with in_memory() as rig:
+        answer = (await rig.complete(prompt)).json()
+
+        assert [box.prompt for box in rig.client.boxes] == wanted
+        assert [choice["index"] for choice in answer["choices"]] == list(range(len(wanted)))  # type: ignore[arg-type]  # a list
+
+
+async def test_choices_follow_their_prompts_in_order() -> None:
+    async with in_memory(TalkingClient("abc")) as rig:
+        answer = (await rig.complete(["p", "q"], n=2, best_of=2, echo=True)).json()
+
+        texts = [(choice["index"], choice["text"]) for choice in answer["choices"]]
+        assert texts == [(0, "pabc"), (1, "pabc"), (2, "qabc"), (3, "qabc")]
+        assert answer["usage"]["prompt_tokens"] == 2
+        assert answer["usage"]["completion_tokens"] == 16
+
+
+async def test_max_tokens_is_16_unless_given() -> None:
+    async with in_memory(TalkingClient("x" * 50)) as rig:
+        default, null = await rig.complete(), await rig.complete(max_tokens=None)
+
+        for response in (default, null):
+            assert response.json()["usage"]["completion_tokens"] == 16
+            assert response.json()["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echo_without_output_needs_no_token(stream: bool) -> None:
+    async with in_memory() as rig:
+        response = await rig.complete(
+            "Hello", echo=True, max_tokens=0, stream=stream, logprobs=1, return_token_ids=True
+        )
+
+        answer = events(response.content)[0] if stream else response.json()
+        choice = answer["choices"][0]
+        assert choice["text"] == "Hello" and choice["finish_reason"] == "length"
+        assert choice["prompt_token_ids"] == ids("Hello") and choice["token_ids"] == []
+        assert choice["logprobs"]["token_logprobs"] == [None] + [-1.0] * (len(ids("Hello")) - 1)
+        if not stream:
+            assert answer["usage"]["completion_tokens"] == 0
+        assert await rig.metric("vllm:generation_tokens_total") == 0
+
+
+async def test_logprobs_have_the_form_that_evaluation_harnesses_read() -> None:
+    async with in_memory(TalkingClient("ab")) as rig:
+        choice = (await rig.complete("hé", echo=True, logprobs=2)).json()["choices"][0]
+
+        made = choice["logprobs"]
+        assert choice["text"] == "héab"
+        assert made["tokens"] == ["h", "é", "a", "b", "</s>"]
+        assert made["token_logprobs"] == [None, -1.0, -1.0, -1.0, -1.0]
+        assert made["top_logprobs"][0] is None
+        assert made["top_logprobs"][2]["a"] == -1.0
+        assert len(made["top_logprobs"][2]) in (2, 3)
+        assert made["text_offset"] == [0, 1, 2, 3, 4]
+
+
+async def test_the_chosen_token_is_in_the_top_even_when_none_was_asked_for() -> None:
+    async with in_memory(TalkingClient("ab")) as rig:
+        made = (await rig.complete(logprobs=0)).json()["choices"][0]["logprobs"]
+
+        assert made["top_logprobs"][0] == {"a": -1.0}
+        assert made["text_offset"][:2] == [0, 1]
+
+
+async def test_offsets_count_characters_when_tokens_split_them() -> None:
+    halves = ids("a😀b")
+    assert len(halves) > 3
+    async with in_memory(TalkingClient("a😀b")) as rig:
+        made = (await rig.complete(logprobs=0)).json()["choices"][0]["logprobs"]
+
+        assert made["text_offset"] == [0, *[1] * (len(halves) - 2), 2, 3]
+
+
+async def test_streamed_logprobs_joined_are_the_whole_ones() -> None:
+    async with in_memory(TalkingClient("a😀b", pace_s=0.001)) as rig:
+        fields = {"echo": True, "logprobs": 1}
+        whole = (await rig.complete("xy", **fields)).json()["choices"][0]["logprobs"]
+        chunks = events((await rig.complete("xy", **fields, stream=True)).content)
+
+        parts = [c["choices"][0]["logprobs"] for c in chunks if c["choices"][0]["logprobs"]]
+        for key, value in whole.items():
+            assert [entry for part in parts for entry in part[key]] == value
+
+
+async def test_prompt_logprobs_belong_to_their_choice() -> None:
+    async with in_memory() as rig:
+        answer = (await rig.complete(["ab", "cde"], prompt_logprobs=0)).json()
+
+        lengths = [len(choice["prompt_logprobs"]) for choice in answer["choices"]]
+        assert lengths == [2, 3]
+        assert answer["choices"][1]["prompt_logprobs"][0] is None
+
+
+async def test_token_ids_are_echoed_as_their_text() -> None:
+    async with in_memory(TalkingClient("!")) as rig:
+        choice = (await rig.complete(ids("Hello"), echo=True)).json()["choices"][0]
+        half = (await rig.complete(ids("😀")[:2], stream=True)).content
+
+        assert choice["text"] == "Hello!"
+        said = "".join(event["choices"][0]["text"] for event in events(half))
+        assert said.lstrip("\ufffd") == "!"
+
+
+async def test_a_server_without_a_tokenizer_takes_and_gives_ids() -> None:
+    async with in_memory(tokenizer=None, skip_tokenizer_init=True) as rig:
+        answer = await rig.complete([1, 2], return_token_ids=True, logprobs=1)
+        text = await rig.complete("hi")
+
+        choice = answer.json()["choices"][0]
+        assert choice["token_ids"][-1] == EOS and choice["text"] == ""
+        assert choice["logprobs"]["tokens"][0].startswith("token_id:")
+        assert text.status_code == 400
+
+
+async def test_the_end_token_does_not_show() -> None:
+    async with in_memory(TalkingClient("x")) as rig:
+        hidden = (await rig.complete()).json()["choices"][0]["text"]
+
+        assert hidden == "x"
+        assert TOKENIZER.token_text(EOS) == "</s>"

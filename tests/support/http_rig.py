@@ -1,0 +1,163 @@
+"""A front-end over an engine that answers from a script: in memory, or on a real port."""
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import text_folders
+import uvicorn
+from scripted_client import ScriptedBox, ScriptedClient, columns, ready
+
+from config.server import ServerConfig
+from server.app import create_app
+from server.frontend import Uvicorn
+from server.metrics import Metrics
+from server.state import AppState
+from server.text.files import TextFiles
+from server.text.template import ChatTemplate
+from server.text.tokenizer import Tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOKENIZER = Tokenizer(TextFiles(text_folders.byte_level(), {}, None))
+VOCAB_SIZE = TOKENIZER.vocab_size
+EOS = TOKENIZER.encode_now("</s>", False)[0]
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER.encode_now(text, False)
+
+
+class TalkingClient(ScriptedClient):
+    """Answers every sequence with `reply`, token by token, `pace_s` apart; never ends an endless
+    one by itself. Log-probabilities are -1 for the chosen token, then -2, -3, ..."""
+
+    def __init__(self, reply: str = "Hello world", *, pace_s: float = 0.0, **ready_of: Any) -> None:
+        super().__init__(ready(**{"vocab_size": VOCAB_SIZE, "max_model_len": 4096, **ready_of}))
+        self.reply = reply
+        self.pace_s = pace_s
+        self.endless = False
+        self.before: Callable[[ScriptedBox], bool] = lambda box: True
+        """Called for each sequence; False: say nothing."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, *args: Any, **kwargs: Any) -> ScriptedBox:
+        box = super().add(*args, **kwargs)
+        task = asyncio.get_running_loop().create_task(self._talk(box))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return box
+
+    async def _talk(self, box: ScriptedBox) -> None:
+        if not self.before(box):
+            return
+        sampling = box.sampling
+        count = sampling.prompt_logprobs
+        if count is not None and len(box.prompt) > 1:
+            rows = [self._row(token, count) for token in box.prompt[1:]]
+            box.say(prompt_logprobs=[columns(rows)])
+        tokens = [*ids(self.reply), EOS]
+        most = sampling.max_tokens or len(tokens)
+        place = 0
+        while place < most:
+            token = tokens[place % (len(tokens) - 1)] if self.endless else tokens[place]
+            if self.pace_s:
+                await asyncio.sleep(self.pace_s)
+            if box.key in self.aborted:
+                return
+            place += 1
+            ends = token == EOS
+            logprobs = None
+            if sampling.logprobs is not None:
+                logprobs = [columns([self._row(token, sampling.logprobs)])]
+            finish = "stop" if ends else "length" if place == most else None
+            box.say(token, finish=finish, cached=0 if place == 1 else None, logprobs=logprobs)
+            if finish:
+                return
+
+    def _row(self, token: int, count: int) -> tuple[list[int], list[float], int]:
+        others = [other for other in range(60, 60 + count + 1) if other != token]
+        return [token, *[token, *others][:count]], [-1.0, *range(-1, -1 - count, -1)], 1
+
+
+@dataclass
+class Rig:
+    """A front-end and who talks to it."""
+
+    state: AppState
+    client: ScriptedClient
+    http: httpx.AsyncClient
+    port: int = 0
+
+    async def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
+        return await self.http.post(path, json=body, **kwargs)
+
+    async def chat(self, text: str = "hi", **fields: Any) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": text}], **fields}
+        return await self.post("/v1/chat/completions", body)
+
+    async def complete(self, prompt: Any = "hi", **fields: Any) -> httpx.Response:
+        return await self.post("/v1/completions", {"prompt": prompt, **fields})
+
+    async def metric(self, name: str) -> float:
+        """The sum over all series that begin with `name`."""
+        text = (await self.http.get("/metrics")).text
+        lines = [line for line in text.splitlines() if line.startswith(name)]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+def make_state(client: ScriptedClient, *, tokenizer: Tokenizer | None = TOKENIZER, **config: Any):  # type: ignore[no-untyped-def]
+    config.setdefault("served_model_names", ("demo", "org/demo"))
+    settings = ServerConfig(**config)
+    names = settings.served_model_names
+    state = AppState(settings, client, Metrics(client, names[0]), "0.1.0", names, root=names[0])
+    if client.ready is not None:
+        template = ChatTemplate(settings.chat_template or TEMPLATE, {}) if tokenizer else None
+        state.open(tokenizer, template, {})
+    return state
+
+
+@contextlib.asynccontextmanager
+async def in_memory(client: ScriptedClient | None = None, **config: Any) -> AsyncIterator[Rig]:
+    """Without sockets: quick, but answers come whole."""
+    client = client or TalkingClient()
+    state = make_state(client, **config)
+    transport = httpx.ASGITransport(create_app(state))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        yield Rig(state, client, http)
+
+
+@contextlib.asynccontextmanager
+async def on_port(client: ScriptedClient | None = None, **config: Any) -> AsyncIterator[Rig]:
+    """A real server on a free port."""
+    client = client or TalkingClient()
+    state = make_state(client, **config)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        settings = uvicorn.Config(
+            create_app(state), lifespan="off", ws="none", log_config=None, access_log=False
+        )
+        server = Uvicorn(settings)
+        task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
+        try:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http:
+                yield Rig(state, client, http, port)
+        finally:
+            server.should_exit = True
+            await task
+
+
+def events(stream: bytes) -> list[Any]:
+    """The JSON of every event before [DONE], which must be the last."""
+    frames = stream.split(b"\n\n")
+    assert frames[-2:] == [b"data: [DONE]", b""]
+    return [json.loads(frame.removeprefix(b"data: ")) for frame in frames[:-2]]
