@@ -291,8 +291,7 @@ def _sampling_of(params: SamplingParams, choice: int, limit: int) -> SamplingPar
     return params.replace(
         n=1,
         seed=choice_seed(params.seed, choice),
-        # Prompt log-probabilities alone still take one pass, which samples once; it is thrown away.
-        max_tokens=max(1, limit),
+        max_tokens=limit,
         prompt_logprobs=prompt_logprobs,
         stop=(),
         truncate_prompt_tokens=None,

@@ -156,3 +156,17 @@ def test_prompt_scores_in_chunks_and_beside_preemption_are_those_of_one_piece(
     )
     assert tokens_of(cramped) == tokens_of(alone)
     assert stats.preemptions > 0 and stats.blocks_used == 0
+
+
+def test_a_prompt_as_long_as_the_context_can_be_scored_and_chunks_change_no_score(
+    folder: Path,
+) -> None:
+    prompt = [[5 + 11 * place % 300 for place in range(CRAMPED["max_model_len"])]]
+    params = SamplingParams(max_tokens=0, prompt_logprobs=1)
+
+    (alone,), _ = run(folder, {**ROOMY, "max_num_batched_tokens": 512}, prompt, params)
+    (chunked,), stats = run(folder, CRAMPED, prompt, params)
+
+    assert len(chunked.prompt_logprobs or []) == len(prompt[0])
+    assert_same_values([chunked.prompt_logprobs or []], [alone.prompt_logprobs or []])
+    assert (chunked.outputs[0].token_ids, stats.blocks_used) == ([], 0)

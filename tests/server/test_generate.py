@@ -232,17 +232,17 @@ async def test_no_output_asked_for_needs_no_engine() -> None:
     assert client.boxes == [] and generation.num_output_tokens == 0
 
 
-async def test_prompt_logprobs_alone_throw_the_sampled_token_away() -> None:
+async def test_prompt_logprobs_alone_ask_the_engine_for_no_token() -> None:
     client = ScriptedClient(ready())
     generation = start(client, max_tokens=0, prompt_logprobs=0)
     entry = columns([([HI.token_ids[1]], [-1.5], 1)])
     client.boxes[0].say(prompt_logprobs=[entry])
-    client.boxes[0].say(*ids("a"), finish="length")
+    client.boxes[0].say(finish="length")
 
     (output,) = await generation.collect()
 
     assert (output.text, output.token_ids, output.finish_reason) == ("", [], "length")
-    assert generation.num_output_tokens == 0 and client.boxes[0].sampling.max_tokens == 1
+    assert generation.num_output_tokens == 0 and client.boxes[0].sampling.max_tokens == 0
     assert len(generation.prompt_logprobs[0] or []) == 2
 
 
