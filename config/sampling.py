@@ -11,6 +11,20 @@ from config.errors import UserError
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 4
 MAX_N = 128
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_TOKENS = 64
+"""Every row of a batch takes the room of the most and the longest bad words in it."""
+
+_INTEGERS = (
+    "n",
+    "top_k",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+)
 
 
 def _check(ok: bool, name: str, value: object, allowed: str) -> None:
@@ -64,8 +78,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def __post_init__(self) -> None:
         _as_tuple(self, "stop")
-        for name in ("stop_token_ids", "allowed_token_ids", "bad_words"):
+        for name in ("stop_token_ids", "allowed_token_ids", "bad_words", "bad_words_token_ids"):
             _as_tuple(self, name)
+        _check_kinds(self)
+        _check_bad_words(self)
         _check(1 <= self.n <= MAX_N, "n", self.n, f"between 1 and {MAX_N}")
         _check(
             _finite(self.temperature) and 0 <= self.temperature <= 2,
@@ -143,6 +159,40 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def replace(self, **changes: Any) -> "SamplingParams":
         """A checked copy with `changes`."""
         return msgspec.structs.replace(self, **changes)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_kinds(params: SamplingParams) -> None:
+    """Offline nothing else stands between a caller's value and the device."""
+    for name in _INTEGERS:
+        value = getattr(params, name)
+        _check(value is None or _is_integer(value), name, value, "an integer")
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        for token in getattr(params, name) or ():
+            _check(_is_integer(token), name, token, "made of integer token ids")
+    for word in params.bad_words:
+        _check(isinstance(word, str), "bad_words", word, "made of strings")
+
+
+def _check_bad_words(params: SamplingParams) -> None:
+    words = params.bad_words_token_ids
+    name = "bad_words_token_ids"
+    _check(len(words) <= MAX_BAD_WORDS, name, f"{len(words)} words", f"at most {MAX_BAD_WORDS}")
+    for word in words:
+        _check(
+            len(word) <= MAX_BAD_WORD_TOKENS,
+            name,
+            f"a word of {len(word)} tokens",
+            f"words of at most {MAX_BAD_WORD_TOKENS}",
+        )
+        _check(len(word) > 0, name, word, "words of at least 1 token")
+        for token in word:
+            _check(_is_integer(token), name, token, "made of integer token ids")
+    if not all(isinstance(word, tuple) for word in words):
+        msgspec.structs.force_setattr(params, name, tuple(map(tuple, words)))
 
 
 def _as_tuple(params: SamplingParams, name: str) -> None:
