@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from config.errors import EngineDied, Overloaded, PromptTooLong, RequestFailed, UserError
-from config.sampling import SamplingParams
+from config.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
 from config.server import ServerConfig
 from engine.client import EngineClient, Mailbox, Update
 from server.outputs import Delta, Output, PositionLogprobs, Prompt, TokenLogprob
@@ -59,6 +59,7 @@ class Pipeline:
             raise Overloaded("the engine is still starting", type="server_error")
         _check_ids(params, ready.vocab_size)
         params = self._with_bad_words(self._with_checked_stops(params))
+        _check_something_is_left(params, ready.eos_token_ids)
         limits = [
             _output_limit(prompt, params, ready.vocab_size, ready.max_model_len, param)
             for prompt in prompts
@@ -100,13 +101,26 @@ class Pipeline:
                 f"bad_words has {length} characters, at most {MAX_BAD_WORDS_CHARACTERS} are taken",
                 param="bad_words",
             )
+        if 2 * len(params.bad_words) > MAX_BAD_WORDS:
+            raise UserError(
+                f"bad_words has {len(params.bad_words)} words, at most {MAX_BAD_WORDS // 2} "
+                "are taken",
+                param="bad_words",
+            )
         banned = dict.fromkeys(params.bad_words_token_ids)
         for word in params.bad_words:
             bare = word.lstrip(" ")
             if not bare:
                 raise UserError(f"bad_words has {word!r}, it must not be blank", param="bad_words")
             for written in (bare, " " + bare):
-                banned[tuple(self._tokenizer.encode_now(written, False))] = None
+                ids = tuple(self._tokenizer.encode_now(written, False))
+                if not 1 <= len(ids) <= MAX_BAD_WORD_TOKENS:
+                    raise UserError(
+                        f"bad_words has {word[:40]!r} of {len(ids)} tokens, a word must have "
+                        f"between 1 and {MAX_BAD_WORD_TOKENS}",
+                        param="bad_words",
+                    )
+                banned[ids] = None
         return params.replace(bad_words=(), bad_words_token_ids=tuple(banned))
 
 
@@ -312,6 +326,21 @@ def _check_ids(params: SamplingParams, vocab_size: int) -> None:
                     f"{name} names token id {token_id}, the vocabulary has 0 to {vocab_size - 1}",
                     param=name,
                 )
+
+
+def _check_something_is_left(params: SamplingParams, eos_ids: Iterable[int]) -> None:
+    """Refuse what no first token can satisfy; the sampler could only say that it found none."""
+    if params.allowed_token_ids is None:
+        return
+    barred = {word[0] for word in params.bad_words_token_ids if len(word) == 1}
+    if params.min_tokens:
+        barred.update(params.stop_token_ids, () if params.ignore_eos else eos_ids)
+    if barred.issuperset(params.allowed_token_ids):
+        raise UserError(
+            f"allowed_token_ids has {len(params.allowed_token_ids)} tokens, and bad_words or "
+            "min_tokens bar every one of them",
+            param="allowed_token_ids",
+        )
 
 
 def _output_limit(

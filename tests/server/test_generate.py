@@ -291,6 +291,13 @@ def test_what_does_not_fit_is_refused_with_both_numbers(
         ({"stop_token_ids": (-1,)}, "stop_token_ids"),
         ({"bad_words": ("  ",)}, "bad_words"),
         ({"bad_words": ("x" * 3000, "y" * 3000)}, "bad_words"),
+        ({"bad_words": ("xyz!" * 70,)}, "bad_words"),
+        ({"bad_words": tuple(f"w{n}" for n in range(513))}, "bad_words"),
+        ({"allowed_token_ids": (3,), "bad_words_token_ids": ((3,),)}, "allowed_token_ids"),
+        (
+            {"allowed_token_ids": (0, 3), "min_tokens": 1, "stop_token_ids": [3]},
+            "allowed_token_ids",
+        ),
         ({"stop": ("x",), "detokenize": False}, "stop"),
     ],
 )
