@@ -10,6 +10,8 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.types import Receive, Scope, Send
 
 DONE = b"data: [DONE]\n\n"
+NEVER_S = 10_000_000
+"""Longer than any stream."""
 
 _encoder = msgspec.json.Encoder()
 # Some clients split a stream with text tools, for which these characters end a line as well.
@@ -70,8 +72,9 @@ class EventStream(EventSourceResponse):
         super().__init__(
             frames,
             headers={"Cache-Control": "no-cache"},
-            # The library's own default is a comment every 15 s, and CRLF.
-            ping=keep_alive_s,
+            # The library's own default is a comment every 15 s, and CRLF. Zero means endless pings
+            # in its older versions.
+            ping=keep_alive_s or NEVER_S,
             sep="\n",
             ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
         )
