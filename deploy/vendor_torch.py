@@ -4,7 +4,7 @@ Knows only package metadata: it imports neither torch nor anything of ours.
 """
 
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions, version
 from importlib.util import find_spec
 
 KEPT = ("torch", "habana-torch-plugin", "numpy")
@@ -12,13 +12,8 @@ KEPT = ("torch", "habana-torch-plugin", "numpy")
 
 def installed() -> dict[str, str]:
     """The versions of those packages whose vendor build must stay."""
-    found = {}
-    for name in KEPT:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    present = {distribution.metadata["Name"] for distribution in distributions()}
+    return {name: version(name) for name in KEPT if name in present}
 
 
 def missing() -> str | None:
@@ -34,7 +29,7 @@ def missing() -> str | None:
 
 
 def main(arguments: list[str]) -> int:
-    """`check` | `constraints` | `same FILE`; 1 with a sentence on stderr when something is wrong."""
+    """`check` | `constraints` | `same FILE`; 1, with a sentence on stderr, when something is wrong."""
     command = arguments[0] if arguments else ""
     pins = "".join(f"{name}=={number}\n" for name, number in installed().items())
     if command == "check":

@@ -11,7 +11,7 @@ DECODE = 1
 
 
 class RowSampling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
-    """What the sampler must know of one row. Seeds are always set: the engine draws missing ones."""
+    """What the sampler must know of one row. The engine draws the seed that a caller left out."""
 
     temperature: float = 1.0
     top_k: int = 0
