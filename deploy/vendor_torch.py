@@ -29,7 +29,7 @@ def missing() -> str | None:
 
 
 def main(arguments: list[str]) -> int:
-    """`check` | `constraints` | `same FILE`; 1, with a sentence on stderr, when something is wrong."""
+    """`check`, `constraints` or `same FILE`; 1 and a sentence on stderr if something is wrong."""
     command = arguments[0] if arguments else ""
     pins = "".join(f"{name}=={number}\n" for name, number in installed().items())
     if command == "check":
