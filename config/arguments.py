@@ -20,6 +20,8 @@ class Parser(argparse.ArgumentParser):
     def parse_all(self, argv: Sequence[str]) -> argparse.Namespace:
         """Like parse_args, but an unknown flag is answered with the nearest known one."""
         spaced = [_with_dashes(word) for word in argv]
+        for word in spaced:
+            self._refuse_value_of_switch(word)
         found, left = self.parse_known_args(spaced)
         unknown = next((word for word in left if word.startswith("-")), None)
         if unknown is not None:
@@ -29,6 +31,15 @@ class Parser(argparse.ArgumentParser):
         if left:
             raise ConfigError(f"{self.prog} does not know what to do with {left[0]!r}")
         return found
+
+    def _refuse_value_of_switch(self, word: str) -> None:
+        # argparse would say that the value is ignored, and it is not.
+        name, equals, _ = word.partition("=")
+        action = self._option_string_actions.get(name)
+        if equals and action is not None and action.nargs == 0:
+            off = f"--no-{name[2:]}"
+            hint = f"; {off} switches it off" if off in self._option_string_actions else ""
+            raise ConfigError(f"{name} takes no value, {word} gives one{hint}")
 
 
 def _with_dashes(word: str) -> str:

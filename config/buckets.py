@@ -43,4 +43,7 @@ class BucketConfig:
                 f"bucketing strategy {self.strategy!r} is not one of auto, {', '.join(STRATEGIES)}"
             )
         if (self.strategy == "file") != (self.file is not None):
-            raise ConfigError("bucketing strategy 'file' and a bucket file need each other")
+            raise ConfigError(
+                f"bucketing-strategy is {self.strategy!r} and bucketing-file is "
+                f"{self.file or 'none'!r}: the strategy 'file' and a file need each other"
+            )

@@ -129,7 +129,12 @@ MODEL = (
     ),
     Flag("engine", "max_model_len", "Model", "Tokens of prompt and output; auto: the checkpoint's"),
     Flag("engine", "seed", "Model", "Seed of everything that is drawn without a seed of its own"),
-    Flag("engine", "cache_dir", "Model", "Folder for converted checkpoints and compiled code"),
+    Flag(
+        "engine",
+        "cache_dir",
+        "Model",
+        "Folder for converted checkpoints and compiled code; none: ~/.cache/gaudiserve",
+    ),
 )
 DEVICE = (
     Flag("engine", "device", "Device", "What computes", choices=DEVICES),
@@ -157,7 +162,7 @@ CACHE = (
         "cache",
         "memory_utilization",
         "KV cache",
-        "Share of the free device memory that may be used",
+        "Share of the free device memory that may be used; on CPU a quarter at most",
         name="gpu-memory-utilization",
         aliases=("memory-utilization",),
     ),
@@ -344,3 +349,14 @@ ACCEPTED: Mapping[str, tuple[str, str]] = {
     "trust-remote-code": ("false", "code that lies in a checkpoint is never run"),
 }
 """Flags of other servers' start scripts: the one value that is true here, and why."""
+
+ABSENT = frozenset(
+    (
+        *("enable-lora", "lora-modules", "max-loras", "max-lora-rank"),
+        *("enable-auto-tool-choice", "tool-call-parser", "reasoning-parser"),
+        *("quantization", "kv-cache-dtype", "speculative-config", "swap-space", "cpu-offload-gb"),
+        *("tokenizer", "tokenizer-mode", "load-format", "download-dir", "hf-overrides"),
+        *("ssl-keyfile", "ssl-certfile", "root-path"),
+    )
+)
+"""Flags that people bring along from vLLM: the nearest of ours would be a wrong hint."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from config.errors import ConfigError
-from config.flags import NOTHING, Flag
+from config.flags import ABSENT, NOTHING, Flag
 
 _NUMBER = re.compile(r"^([+-]?\d[\d_]*(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB])?$")
 # A small letter counts in thousands, a capital one in 1024s, as vLLM reads them.
@@ -35,6 +35,8 @@ class Given:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """`; did you mean x?`, or nothing when no known word is near."""
+    if word.lstrip("-") in ABSENT:
+        return "; vLLM has it, this version does not"
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.55)
     return f"; did you mean {near[0]}?" if near else ""
 
@@ -129,5 +131,7 @@ def _texts(given: Given, *, is_secret: bool) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in value):
         raise wrong(given, "text, or a list of texts (in quotes)", is_secret=is_secret)
     if not all(value):
-        raise wrong(given, "not empty", is_secret=is_secret)
+        raise ConfigError(
+            f"{given.name} is empty, it must be left out or hold text (from {given.source})"
+        )
     return tuple(value)
