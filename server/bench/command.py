@@ -78,6 +78,11 @@ def parser() -> Parser:
     shape.add_argument(
         "--no-ignore-eos", action="store_true", help="Let the model end where it likes"
     )
+    shape.add_argument(
+        "--no-stream-usage",
+        action="store_true",
+        help="Leave stream_options out, for servers that refuse it; pieces are counted as tokens",
+    )
     shape.add_argument("--temperature", type=float, default=0.0, metavar="T")
     shape.add_argument(
         "--extra-body", type=json.loads, default={}, metavar="JSON", help="Put into each request"
@@ -138,8 +143,16 @@ async def _run(options: argparse.Namespace) -> tuple[Report, str, str]:
     target = Target(options.base_url, options.api_key or environment().get("OPENAI_API_KEY"))
     try:
         model = options.model or await first_model(target)
-        extra = {"temperature": options.temperature, "ignore_eos": not options.no_ignore_eos}
-        server = OpenAIServer(target, options.endpoint, model, {**extra, **options.extra_body})
+        extra = {"temperature": options.temperature}
+        if not options.no_ignore_eos:
+            extra["ignore_eos"] = True
+        server = OpenAIServer(
+            target,
+            options.endpoint,
+            model,
+            {**extra, **options.extra_body},
+            asks_usage=not options.no_stream_usage,
+        )
         warmups = 2 if options.num_warmups is None else options.num_warmups
         shape = Shape(
             options.num_prompts + warmups,

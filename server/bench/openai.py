@@ -59,12 +59,19 @@ class OpenAIServer:
     """One model on a server, asked through one of its two endpoints."""
 
     def __init__(
-        self, target: Target, endpoint: str, model: str, extra: Mapping[str, Any] | None = None
+        self,
+        target: Target,
+        endpoint: str,
+        model: str,
+        extra: Mapping[str, Any] | None = None,
+        *,
+        asks_usage: bool = True,
     ) -> None:
         self._target = target
         self._endpoint = endpoint
         self.model = model
         self._extra = dict(extra or {})
+        self._asks_usage = asks_usage
 
     async def ask(self, job: Job, timeout_s: float) -> Outcome:
         """Send one request and read its stream to the end; a failure is part of the outcome."""
@@ -98,10 +105,11 @@ class OpenAIServer:
         body = {
             "model": self.model,
             "stream": True,
-            "stream_options": {"include_usage": True},
             "max_tokens": job.output_len,
             **self._extra,
         }
+        if self._asks_usage:
+            body["stream_options"] = {"include_usage": True}
         if self._endpoint == "chat":
             body["messages"] = [{"role": "user", "content": job.prompt}]
         else:
