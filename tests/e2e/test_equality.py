@@ -1,15 +1,22 @@
 """The whole engine offline against transformers and itself: float32, greedy or seeded, under
 coarse buckets, chunks, prefix hits and a KV cache far too small for the batch. Invariant 8."""
 
+import asyncio
+import random
+from array import array
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine_rig import eventually
 from tiny_models import FAMILIES, make_tiny
 from transformers import AutoModelForCausalLM
 
+from config.load import from_keywords
 from config.sampling import SamplingParams
+from engine.client import Mailbox
+from engine.inline import InlineClient
 from engine.messages import EngineStats
 from gaudiserve import LLM, RequestOutput
 
@@ -170,3 +177,43 @@ def test_a_prompt_as_long_as_the_context_can_be_scored_and_chunks_change_no_scor
     assert len(chunked.prompt_logprobs or []) == len(prompt[0])
     assert_same_values([chunked.prompt_logprobs or []], [alone.prompt_logprobs or []])
     assert (chunked.outputs[0].token_ids, stats.blocks_used) == ([], 0)
+
+
+async def read(mailbox: Mailbox) -> list[int]:
+    tokens: list[int] = []
+    while True:
+        update = await mailbox.get()
+        tokens += update.tokens
+        if update.finish is not None:
+            assert update.finish.reason == "length", update.finish
+            return tokens
+
+
+async def test_a_storm_of_aborts_changes_no_survivor_and_leaves_nothing_behind(
+    folder: Path,
+) -> None:
+    alone, _ = run(folder, ROOMY, PROMPTS, GREEDY)
+    rng = random.Random(5)
+    config = from_keywords(model=str(folder), **CRAMPED).engine
+    client = InlineClient(config)
+    await client.start()
+    await client.wait_ready()
+
+    async def give_up(prompt: bytes) -> None:
+        mailbox = client.add(prompt, GREEDY)
+        for _ in range(rng.randrange(6)):
+            await mailbox.get()
+        client.abort([mailbox.key])
+        client.abort([mailbox.key])
+
+    prompts = [array("I", prompt).tobytes() for prompt in PROMPTS]
+    leavers = [give_up(rng.choice(prompts)) for _ in range(60)]
+    stayers = [read(client.add(prompt, GREEDY)) for prompt in prompts]
+    *survived, _ = await asyncio.gather(*stayers, asyncio.gather(*leavers))
+    is_empty = await eventually(lambda: not client.stats.blocks_used, 10)
+    again = await read(client.add(prompts[1], GREEDY))
+    await client.close()
+
+    assert is_empty and (client.stats.running, client.stats.waiting) == (0, 0)
+    assert survived == tokens_of(alone)
+    assert again == survived[1]
