@@ -1,0 +1,94 @@
+"""Exclusive use of a card: one process a device, kept by a lock file. Knows no tensors."""
+
+import fcntl
+import os
+import time
+from pathlib import Path
+from typing import TextIO
+
+from hpu.emulator.settings import EmulatorConfig, RuntimeVariables
+
+
+class Acquisition:
+    """Taken at the first touch, given back by `release` or the end of the process.
+
+    RuntimeError with the driver's words when another process has the card, when it was given back
+    a moment ago, or when this process is a fork of the one that took it (which hangs for real).
+    """
+
+    def __init__(self, config: EmulatorConfig, variables: RuntimeVariables) -> None:
+        self._config = config
+        self._variables = variables
+        self._owner = 0
+        self._file: TextIO | None = None
+        self.index = 0
+
+    @property
+    def is_held(self) -> bool:
+        return self._owner != 0
+
+    @property
+    def module(self) -> int:
+        """Module id of the card this process uses or would use."""
+        text = self._variables.environment.get("HLS_MODULE_ID")
+        if text:
+            return int(text)
+        modules = self._variables.modules()
+        return modules[self.index % len(modules)]
+
+    def touch(self) -> None:
+        """Make sure that this process has the card."""
+        pid = os.getpid()
+        if self._owner == pid:
+            return
+        if self._owner:
+            raise RuntimeError(
+                f"the device was acquired by process {self._owner} before it forked {pid}: a "
+                "forked child would hang; start workers with the spawn method"
+            )
+        if self._config.lock_dir is not None:
+            self._file = self._lock(self._config.lock_dir)
+        self._owner = pid
+
+    def release(self) -> None:
+        """Give the card back; it stays busy for `release_delay_s`."""
+        if self._file is not None and self._owner == os.getpid():
+            self._file.seek(0)
+            self._file.truncate()
+            self._file.write(f"0 {time.time()}")
+            self._file.flush()
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._file.close()
+        self._file = None
+        self._owner = 0
+
+    def _lock(self, folder: Path) -> TextIO:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"hpu-{self.module}.lock"
+        file = path.open("a+")
+        file.seek(0)
+        words = file.read().split()
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            holder = words[0] if words else "unknown"
+            raise RuntimeError(
+                "synStatus=20 [Device already acquired] Device acquire failed: "
+                f"module {self.module} is held by process {holder}"
+            ) from None
+        if len(words) == 2:
+            waited = time.time() - float(words[1])
+            if words[0] == "0" and waited < self._config.release_delay_s:
+                fcntl.flock(file, fcntl.LOCK_UN)
+                file.close()
+                raise RuntimeError(
+                    "synStatus=20 [Device busy] Device acquire failed: module "
+                    f"{self.module} was given back {waited:.1f} s ago, it takes "
+                    f"{self._config.release_delay_s:.1f} s"
+                )
+        file.seek(0)
+        file.truncate()
+        file.write(f"{os.getpid()} {time.time()}")
+        file.flush()
+        return file

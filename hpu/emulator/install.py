@@ -1,0 +1,165 @@
+"""Puts the stand-in in place and takes it away again. Nothing here runs on import.
+
+`install(config, environment)` makes `import habana_frameworks.torch` and the device `hpu` work in
+this process, for every thread; `Emulator.uninstall` restores what was patched. See `tensor.py` for
+how the device string is carried.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.library import Library
+
+from config.errors import ConfigError
+from hpu.emulator import collectives
+from hpu.emulator.compiled import patched_compile
+from hpu.emulator.device import Device
+from hpu.emulator.journal import Journal
+from hpu.emulator.memory import Memory
+from hpu.emulator.oplib import define_ops
+from hpu.emulator.settings import EmulatorConfig, RuntimeVariables
+from hpu.emulator.tensor import DEVICE, is_hpu, with_index
+from hpu.emulator.vendor import ROOT, StandIn, bind_to_torch, make_modules
+
+
+class Emulator:
+    """The emulator in place: what it counted, and the marks a test or a server sets."""
+
+    def __init__(self, config: EmulatorConfig, environment: MutableMapping[str, str]) -> None:
+        if hasattr(torch, "hpu") or "habana_frameworks" in sys.modules:
+            raise ConfigError("habana_frameworks is imported already, or an emulator is in place")
+        self.device = Device(config, RuntimeVariables(environment, config.default_lazy))
+        self._modules = make_modules(self.device)
+        self._finder = StandIn(self._modules, self._loaded)
+        self._libraries: list[Library] = []
+        self._patches: list[tuple[Any, str, Any]] = []
+
+    @property
+    def journal(self) -> Journal:
+        return self.device.journal
+
+    @property
+    def memory(self) -> Memory:
+        return self.device.memory
+
+    def seal(self) -> None:
+        """Warm-up is over: from now on compilations and captures are misuses."""
+        self.device.close_segment()
+        self.device.sealed = True
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A step of the engine: host syncs inside are misuses."""
+        self.device.in_step = True
+        try:
+            yield
+        finally:
+            self.device.in_step = False
+
+    def put_in_place(self) -> None:
+        sys.meta_path.insert(0, self._finder)
+        self._libraries = [define_ops(self.device.generation.fp8_max), *self._device_libraries()]
+        collectives.register("hpu")
+        self._patch(torch.Tensor, "to", _indexed(torch.Tensor.to))
+        self._patch(torch, "tensor", _through_host(torch.tensor))
+        self._patch(torch, "as_tensor", _through_host(torch.as_tensor))
+        self._patch(torch, "compile", patched_compile(self.device, torch.compile))
+
+    def uninstall(self) -> None:
+        """Give the card back and restore torch; tensors of the device are not usable any more."""
+        self.device.acquisition.release()
+        for owner, name, original in reversed(self._patches):
+            if original is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+        self._patches.clear()
+        for library in self._libraries:
+            library._destroy()
+        self._libraries.clear()
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
+        for name, module in self._modules.items():
+            if sys.modules.get(name) is module:
+                del sys.modules[name]
+        if sys.modules.get("torch.hpu") is self._modules[f"{ROOT}.hpu"]:
+            del sys.modules["torch.hpu"]
+            del vars(torch)["hpu"]
+
+    def __enter__(self) -> "Emulator":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.uninstall()
+
+    def _loaded(self) -> None:
+        """Side effects of importing the vendor's package."""
+        environment = self.device.variables.environment
+        environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+        environment.setdefault("HABANA_PROFILE", "profile_api_light")
+        self.device.is_lazy()
+        sys.modules["torch.hpu"] = self._modules[f"{ROOT}.hpu"]
+        bind_to_torch(self._modules)
+
+    def _device_libraries(self) -> tuple[Library, Library]:
+        """Factories given the device have no device tensor among their arguments: they come here.
+        one_hot is named so that it reaches us whole, with its -1 indices unchecked."""
+
+        def factory(op: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.device.run(op, args, kwargs)
+
+        def one_hot(index: torch.Tensor, num_classes: int = -1) -> Any:
+            return self.device.run(torch.ops.aten.one_hot.default, (index, num_classes), {})
+
+        fallback = Library("_", "IMPL")
+        fallback.fallback(factory, "HPU")
+        whole = Library("aten", "IMPL")
+        whole.impl("one_hot", one_hot, "HPU")
+        return fallback, whole
+
+    def _patch(self, owner: Any, name: str, replacement: Any) -> None:
+        original = vars(owner).get(name)
+        self._patches.append((owner, name, original))
+        setattr(owner, name, replacement)
+
+
+def _indexed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with the device `hpu` given its index, which torch cannot find out itself."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        named = {key: with_index(value) for key, value in kwargs.items()}
+        return original(*(with_index(value) for value in args), **named)
+
+    return call
+
+
+def _through_host(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes a tensor of data: on the host first, since torch's own way to another
+    device skips what a tensor subclass needs."""
+
+    def call(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+        if not is_hpu(device):
+            return original(data, *args, device=device, **kwargs)
+        return original(data, *args, **kwargs).to(DEVICE)
+
+    return call
+
+
+def install(config: EmulatorConfig, environment: MutableMapping[str, str]) -> Emulator:
+    """Put an emulated card in place for this process. `environment` is where the runtime's
+    variables are read and written (the process's own, or a dictionary of a test).
+
+    ConfigError when the real package, or another emulator, is there already.
+    """
+    emulator = Emulator(config, environment)
+    emulator.put_in_place()
+    return emulator

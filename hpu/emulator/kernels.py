@@ -1,0 +1,176 @@
+"""Fused kernels as reference maths on CPU tensors: attention, RMS norm, rotary, softmax by block.
+Each is one op of the device, with the documented refusals; knows no HpuTensor."""
+
+import torch
+from torch import Tensor
+
+SDPA = (
+    "sdpa_recomp_fwd(Tensor q, Tensor k, Tensor v, Tensor? mask, float p, float? scale, "
+    "bool is_causal, bool requires_backward, str softmax_mode, Tensor? valid_seq_len, "
+    "str seq_padding_type) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    p: float,
+    scale: float | None,
+    is_causal: bool,
+    requires_backward: bool,
+    softmax_mode: str,
+    valid_seq_len: Tensor | None,
+    seq_padding_type: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, row maxima, inverse sums, seed) of attention over [batch, heads, seq, head_dim].
+
+    Fewer key heads than query heads are shared in groups. `valid_seq_len` (batch) cuts keys of
+    padded rows; what a padded query gives is unspecified, here zeros.
+    """
+    _check_sdpa(q, k, mask, p, is_causal, softmax_mode, valid_seq_len, seq_padding_type)
+    length, span = q.shape[-2], k.shape[-2]
+    groups = q.shape[1] // k.shape[1]
+    keys, values = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = (q.float() @ keys.float().transpose(-1, -2)) * (scale or q.shape[-1] ** -0.5)
+    if mask is not None:
+        scores = (
+            scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        )
+    if is_causal:
+        seen = torch.ones(length, span, dtype=torch.bool).tril(span - length)
+        scores = scores.masked_fill(~seen, -torch.inf)
+    if valid_seq_len is not None:
+        seen = _valid_keys(valid_seq_len, span, seq_padding_type)
+        scores = scores.masked_fill(~seen.view(-1, 1, 1, span), -torch.inf)
+    highest = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
+    weights = torch.exp(scores - highest)
+    inverse = weights.sum(-1, keepdim=True).clamp_min(1e-30).reciprocal()
+    out = (weights * inverse).to(v.dtype) @ values
+    return out.to(q.dtype), highest.to(q.dtype), inverse, torch.zeros(1, dtype=torch.int32)
+
+
+def _check_sdpa(
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    p: float,
+    is_causal: bool,
+    softmax_mode: str,
+    valid_seq_len: Tensor | None,
+    seq_padding_type: str,
+) -> None:
+    if q.dim() != 4 or q.shape[1] % k.shape[1]:
+        raise RuntimeError(
+            f"FusedSDPA takes [batch, heads, seq, head_dim] with query heads a multiple of key "
+            f"heads, got {tuple(q.shape)} and {tuple(k.shape)}"
+        )
+    if is_causal and mask is not None:
+        raise RuntimeError("FusedSDPA takes either is_causal or attn_mask, not both")
+    if valid_seq_len is not None and (not is_causal or mask is not None):
+        raise RuntimeError("FusedSDPA takes valid_seq_len only with is_causal and no attn_mask")
+    if seq_padding_type not in ("left", "right"):
+        raise RuntimeError(f"seq_padding_type is left or right, got {seq_padding_type!r}")
+    if softmax_mode not in ("None", "fast", "fp32"):
+        raise RuntimeError(f"softmax_mode is None, fast or fp32, got {softmax_mode!r}")
+    if p:
+        raise RuntimeError(f"FusedSDPA is emulated for inference: dropout is 0, got {p}")
+
+
+def _valid_keys(lengths: Tensor, span: int, padding: str) -> Tensor:
+    places = torch.arange(span)
+    if padding == "right":
+        return places < lengths.view(-1, 1)
+    return places >= span - lengths.view(-1, 1)
+
+
+RMS_NORM = "rms_norm(Tensor x, Tensor gamma, float eps) -> (Tensor, Tensor)"
+RMS_NORM_FAST = RMS_NORM.replace("rms_norm", "rms_norm_fast", 1)
+
+
+def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(normed, inverse rms (..., 1) in float32)."""
+    wide = x.float()
+    inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * inverse * gamma.float()).to(x.dtype), inverse
+
+
+ROTARY = (
+    "rotary_pos_embedding(Tensor input, Tensor sin, Tensor cos, Tensor? position_ids, int offset, "
+    "int mode) -> Tensor"
+)
+
+
+def rotary(
+    input: Tensor, sin: Tensor, cos: Tensor, position_ids: Tensor | None, offset: int, mode: int
+) -> Tensor:
+    """`input` turned: mode 0 pairs entry i with i + half, mode 1 pairs neighbours.
+
+    `sin` and `cos` broadcast to the input, or are tables (positions, size) read at
+    `position_ids`, or from `offset` on.
+    """
+    if position_ids is not None:
+        cos, sin = cos[position_ids.long()], sin[position_ids.long()]
+        while cos.dim() < input.dim():
+            cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    elif offset:
+        cos, sin = cos.narrow(-2, offset, input.shape[-2]), sin.narrow(-2, offset, input.shape[-2])
+    if mode == 0:
+        first, second = input.chunk(2, -1)
+        turned = torch.cat((-second, first), -1)
+    elif mode == 1:
+        turned = torch.stack((-input[..., 1::2], input[..., ::2]), -1).flatten(-2)
+    else:
+        raise RuntimeError(f"rotary mode is 0 (blockwise) or 1 (pairwise), got {mode}")
+    return (input * cos + turned * sin).to(input.dtype)
+
+
+CUSTOM_SOFTMAX = "custom_softmax(Tensor x, int flavor) -> Tensor"
+
+
+def custom_softmax(x: Tensor, flavor: int) -> Tensor:
+    return torch.softmax(x.float(), -1).to(x.dtype)
+
+
+BLOCK_SOFTMAX = "block_softmax(Tensor attn, Tensor bias, Tensor groups) -> (Tensor, Tensor, Tensor)"
+
+
+def block_softmax(attn: Tensor, bias: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(exponentials, maxima, sums) of each block by itself; the last dimension is a block's slots.
+
+    `attn` (blocks, ..., slots); `bias` broadcasts to it; `groups` (blocks) names each block's row.
+    """
+    if groups.shape[0] != attn.shape[0]:
+        raise RuntimeError(
+            f"block_softmax: {groups.shape[0]} groups for {attn.shape[0]} blocks of scores"
+        )
+    scores = attn.float() + bias.float()
+    highest = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
+    weights = torch.exp(scores - highest)
+    return weights.to(attn.dtype), highest.to(attn.dtype), weights.sum(-1, True).to(attn.dtype)
+
+
+BLOCK_SOFTMAX_ADJUSTMENT = (
+    "block_softmax_adjustment(Tensor block_max, Tensor block_sums, Tensor block_groups, "
+    "SymInt batch, SymInt[] out_shape) -> Tensor"
+)
+
+
+def block_softmax_adjustment(
+    block_max: Tensor, block_sums: Tensor, block_groups: Tensor, batch: int, out_shape: list[int]
+) -> Tensor:
+    """What each block's product is multiplied by, so that a row's blocks sum to its softmax."""
+    count = block_max.shape[0]
+    highest = block_max.float().reshape(count, -1)
+    sums = block_sums.float().reshape(count, -1)
+    real = (block_groups >= 0).view(-1, 1)
+    rows = block_groups.long().clamp(0, batch - 1)
+    places = rows.unsqueeze(1).expand_as(highest)
+    start = torch.full((batch, highest.shape[1]), -torch.inf)
+    row_max = start.scatter_reduce(0, places, highest.masked_fill(~real, -torch.inf), "amax")
+    share = torch.exp(highest - row_max[rows]).masked_fill(~real, 0)
+    row_sums = torch.zeros_like(start).index_add(0, rows, share * sums)
+    # A padded row has no sum at all.
+    out = share / row_sums[rows].clamp_min(1e-30)
+    return out.view(out_shape).to(block_max.dtype)

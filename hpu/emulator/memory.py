@@ -1,0 +1,99 @@
+"""A card's memory: live storages, graphs and workspace in one pool, with peaks. Knows no ops."""
+
+from hpu.emulator.settings import EmulatorConfig
+
+
+class Block:
+    """Device bytes that are in use for as long as this object lives; views share their base's."""
+
+    __slots__ = ("memory", "size")
+
+    def __init__(self, memory: "Memory", size: int) -> None:
+        self.memory = memory
+        self.size = size
+
+    def __del__(self) -> None:
+        self.memory.give_back(self.size)
+
+
+class Memory:
+    """`in_use` = live storages + graphs + the largest workspace any recipe asked for.
+
+    What does not fit raises RuntimeError with the runtime's words and leaves the books as they
+    were.
+    """
+
+    def __init__(self, config: EmulatorConfig) -> None:
+        self.limit = config.limit_bytes
+        self.in_use = 0
+        self.peak = 0
+        self.workspace = 0
+        self.num_allocs = 0
+        self.num_frees = 0
+        self.largest = 0
+
+    def take(self, size: int) -> Block:
+        """A storage of `size` bytes."""
+        if self.in_use + size > self.limit:
+            raise RuntimeError(
+                f"FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::{size} "
+                f"({size / (1 << 20):.2f} MB): {self.limit - self.in_use} of {self.limit} bytes "
+                "are free"
+            )
+        self.num_allocs += 1
+        self._add(size)
+        return Block(self, size)
+
+    def take_graph(self, size: int) -> Block:
+        """The fixed cost of a captured graph."""
+        if self.in_use + size > self.limit:
+            raise RuntimeError(
+                f"Graph compile failed. 26: synStatus 26, capture needs {size} bytes, "
+                f"{self.limit - self.in_use} of {self.limit} are free"
+            )
+        self._add(size)
+        return Block(self, size)
+
+    def need_workspace(self, size: int) -> None:
+        """Grow the shared workspace to `size`; it never shrinks."""
+        growth = size - self.workspace
+        if growth <= 0:
+            return
+        if self.in_use + growth > self.limit:
+            raise RuntimeError(
+                f"FATAL ERROR :: MODULE:PT_DEVMEM workspace Allocation of size ::{size} failed! "
+                f"{self.limit - self.in_use} of {self.limit} bytes are free"
+            )
+        self.workspace = size
+        self._add(growth)
+
+    def give_back(self, size: int) -> None:
+        self.in_use -= size
+        self.num_frees += 1
+
+    def stats(self) -> dict[str, int]:
+        """The runtime's dictionary, in its order."""
+        return {
+            "Limit": self.limit,
+            "InUse": self.in_use,
+            "MaxInUse": self.peak,
+            "NumAllocs": self.num_allocs,
+            "NumFrees": self.num_frees,
+            "ActiveAllocs": self.num_allocs - self.num_frees,
+            "MaxAllocSize": self.largest,
+            "TotalSystemAllocs": 1,
+            "TotalSystemFrees": 0,
+            "TotalActiveAllocs": 1,
+        }
+
+    def reset_peak(self) -> None:
+        self.peak = self.in_use
+
+    def reset_counts(self) -> None:
+        self.num_allocs -= self.num_frees
+        self.num_frees = 0
+
+    def _add(self, size: int) -> None:
+        self.in_use += size
+        self.peak = max(self.peak, self.in_use)
+        self.largest = max(self.largest, size)

@@ -1,0 +1,234 @@
+"""Quantised kernels as reference maths on CPU tensors: FP8 casts and products that saturate where
+the generation does, int4 unpacking, mixture of experts. Knows no HpuTensor."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Scale = Tensor | float | list[float] | None
+
+OVERLOADS = (("", "Tensor?"), (".scalar", "float?"), (".scalar_list", "float[]?"))
+"""Overload names, and the type of a scale in each."""
+
+CAST_TO = (
+    "cast_to_fp8_v2{name}(Tensor x, {scale} scale=None, bool stochastic_rounding=False, "
+    "bool is_amax=False, ScalarType? dtype=None, int[]? scale_shape=None) -> (Tensor, Tensor)"
+)
+CAST_FROM = (
+    "cast_from_fp8{name}(Tensor x, {scale} scale, ScalarType out_dtype, int[]? scale_shape=None) "
+    "-> Tensor"
+)
+GEMM = (
+    "fp8_gemm_v2{name}(Tensor A, bool trans_A, Tensor B, bool trans_B, Tensor? D, "
+    "ScalarType out_dtype, {scale} A_scale_inv=None, {scale} B_scale_inv=None, "
+    "Tensor? bias=None, bool accumulate=False, int[]? B_scale_shape=None) -> Tensor"
+)
+FROM_UINT4 = (
+    "convert_from_uint4(Tensor packed, Tensor scale, Tensor? zero_point, ScalarType out_dtype) "
+    "-> Tensor"
+)
+FROM_INT4 = FROM_UINT4.replace("uint4", "int4")
+MOE = (
+    "mixture_of_experts(Tensor hidden_states, Tensor expert_routing_table, Tensor router_weights, "
+    "Tensor[] w1, Tensor[] w2, Tensor[] w3, bool permuted_weights, str activation, "
+    "int experts_min, int experts_max, *, int chunk_size=0, int total_experts=0) -> Tensor"
+)
+MOE_FUSED = (
+    "mixture_of_experts.fused_weights(Tensor hidden_states, Tensor expert_routing_table, "
+    "Tensor router_weights, Tensor[] w12, Tensor[] w3, bool permuted_weights, str activation, "
+    "int experts_min, int experts_max, *, int chunk_size=0, int total_experts=0) -> Tensor"
+)
+
+
+def _spread(scale: Scale, shape: list[int] | None) -> Tensor | float:
+    if scale is None:
+        return 1.0
+    if isinstance(scale, float):
+        return scale
+    wide = torch.tensor(scale) if isinstance(scale, list) else scale.float()
+    return wide.view(shape) if shape is not None else wide
+
+
+class Fp8:
+    """Casts and products of a device whose largest e4m3 value is `largest`."""
+
+    def __init__(self, largest: float) -> None:
+        self._largest = largest
+
+    def cast_to(
+        self,
+        x: Tensor,
+        scale: Scale = None,
+        stochastic_rounding: bool = False,
+        is_amax: bool = False,
+        dtype: torch.dtype | None = None,
+        scale_shape: list[int] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(x times the multiplier `scale`, saturated, in FP8; largest |x| or 0)."""
+        target = dtype or torch.float8_e4m3fn
+        largest = self._largest if target == torch.float8_e4m3fn else torch.finfo(target).max
+        wide = x.float() * _spread(scale, scale_shape)
+        out = wide.clamp(-largest, largest).to(target)
+        amax = x.float().abs().max() if is_amax else torch.zeros(())
+        return out, amax.to(torch.float32)
+
+    def cast_from(
+        self,
+        x: Tensor,
+        scale: Scale,
+        out_dtype: torch.dtype,
+        scale_shape: list[int] | None = None,
+    ) -> Tensor:
+        """x times the dequantising `scale`."""
+        return (x.float() * _spread(scale, scale_shape)).to(out_dtype)
+
+    def gemm(
+        self,
+        A: Tensor,
+        trans_A: bool,
+        B: Tensor,
+        trans_B: bool,
+        D: Tensor | None,
+        out_dtype: torch.dtype,
+        A_scale_inv: Scale = None,
+        B_scale_inv: Scale = None,
+        bias: Tensor | None = None,
+        accumulate: bool = False,
+        B_scale_shape: list[int] | None = None,
+    ) -> Tensor:
+        """A @ B in float32, times both dequantising scales; a value of `largest` and more cannot
+        be in an operand, for the device would not have read it."""
+        for name, operand in (("A", A), ("B", B)):
+            worst = float(operand.float().abs().max()) if operand.numel() else 0.0
+            if worst > self._largest:
+                raise RuntimeError(
+                    f"fp8_gemm_v2: {name} holds {worst}, the device's largest is {self._largest}"
+                )
+        left = A.float().transpose(-1, -2) if trans_A else A.float()
+        right = B.float().transpose(-1, -2) if trans_B else B.float()
+        out = left @ right * _spread(A_scale_inv, None) * _spread(B_scale_inv, B_scale_shape)
+        if bias is not None:
+            out = out + bias.float()
+        if accumulate and D is not None:
+            out = out + D.float()
+        return out.to(out_dtype)
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """Eight unsigned 4-bit values of each int32, lowest first, along the last dimension."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    return ((packed.to(torch.int32).unsqueeze(-1) >> shifts) & 15).flatten(-2)
+
+
+def convert_from_uint4(
+    packed: Tensor, scale: Tensor, zero_point: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """(rows, columns / 8) int32 to (rows, columns): (value - zero point) * scale.
+
+    `scale` is (groups, columns) with rows divided evenly among groups, or broadcasts; zero points
+    are values of the scale's shape, or packed as the weights are.
+    """
+    return _dequantise(_nibbles(packed).float(), scale, zero_point, out_dtype)
+
+
+def convert_from_int4(
+    packed: Tensor, scale: Tensor, zero_point: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """As `convert_from_uint4`, of two's complement nibbles."""
+    values = _nibbles(packed).float()
+    return _dequantise(torch.where(values > 7, values - 16, values), scale, zero_point, out_dtype)
+
+
+def _dequantise(
+    values: Tensor, scale: Tensor, zero_point: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    if zero_point is not None:
+        zeros = zero_point
+        if zeros.dtype == torch.int32 and zeros.shape != scale.shape:
+            zeros = _nibbles(zeros)
+        values = values - _per_row(zeros.float(), values.shape[0])
+    return (values * _per_row(scale.float(), values.shape[0])).to(out_dtype)
+
+
+def _per_row(grouped: Tensor, rows: int) -> Tensor:
+    if grouped.dim() < 2 or grouped.shape[0] in (1, rows):
+        return grouped
+    return grouped.repeat_interleave(rows // grouped.shape[0], 0)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "relu": functional.relu,
+}
+
+
+def mixture_of_experts(
+    hidden_states: Tensor,
+    expert_routing_table: Tensor,
+    router_weights: Tensor,
+    w1: list[Tensor],
+    w2: list[Tensor],
+    w3: list[Tensor],
+    permuted_weights: bool,
+    activation: str,
+    experts_min: int,
+    experts_max: int,
+    chunk_size: int = 0,
+    total_experts: int = 0,
+) -> Tensor:
+    """Sum over each token's chosen experts of weight * w3(act(w1 x) * w2 x).
+
+    `hidden_states` (tokens, hidden); table and weights (tokens, chosen); weights are
+    (out, in) if `permuted_weights`, (in, out) if not. Only experts `experts_min` to `experts_max`
+    are here: others add nothing.
+    """
+    if activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise RuntimeError(f"mixture_of_experts: activation {activation!r} is not one of {known}")
+    if len(w1) != experts_max - experts_min + 1:
+        raise RuntimeError(
+            f"mixture_of_experts: {len(w1)} weights for experts {experts_min} to {experts_max}"
+        )
+    act = ACTIVATIONS[activation]
+    out = torch.zeros(hidden_states.shape, dtype=torch.float32)
+    for place, (gate, up, down) in enumerate(zip(w1, w2, w3, strict=True)):
+        chosen = expert_routing_table == place + experts_min
+        share = (router_weights.float() * chosen).sum(-1, keepdim=True)
+        if permuted_weights:
+            gate, up, down = gate.t(), up.t(), down.t()
+        expert = (act(hidden_states @ gate) * (hidden_states @ up)) @ down
+        out += share * expert.float()
+    return out.to(hidden_states.dtype)
+
+
+def mixture_of_experts_fused(
+    hidden_states: Tensor,
+    expert_routing_table: Tensor,
+    router_weights: Tensor,
+    w12: list[Tensor],
+    w3: list[Tensor],
+    permuted_weights: bool,
+    activation: str,
+    experts_min: int,
+    experts_max: int,
+    chunk_size: int = 0,
+    total_experts: int = 0,
+) -> Tensor:
+    """As `mixture_of_experts`, with w1 above w2 in one weight an expert."""
+    dim = 0 if permuted_weights else 1
+    halves = [weight.chunk(2, dim) for weight in w12]
+    return mixture_of_experts(
+        hidden_states,
+        expert_routing_table,
+        router_weights,
+        [first for first, _ in halves],
+        [second for _, second in halves],
+        w3,
+        permuted_weights,
+        activation,
+        experts_min,
+        experts_max,
+    )

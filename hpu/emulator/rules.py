@@ -1,0 +1,250 @@
+"""What the device does to single ops: which it has, which wait for the host, how it treats -1
+indices and wide types. Pure functions of CPU tensors; knows no segments, no graphs, no memory.
+
+The list of supported ops is a judgement: no public list says which ops fall back. It holds what
+serving code of the vendor is seen to run on the device.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(f"aten::{name}" for name in text.split())
+
+
+HOST_READS = frozenset(("aten::_local_scalar_dense", "aten::equal"))
+"""Ops whose result is a host value."""
+
+DATA_SHAPED = _names("""
+    nonzero masked_select unique_dim unique_consecutive _unique _unique2 unique_dim_consecutive
+    repeat_interleave bincount
+""")
+"""Ops whose output's shape depends on data, so that the host must wait for it."""
+
+RANDOM = _names("""
+    uniform_ normal_ random_ exponential_ bernoulli_ multinomial randperm bernoulli
+    native_dropout geometric_ cauchy_ log_normal_ normal poisson
+""")
+
+VIEWS = _names("""
+    view _unsafe_view reshape expand as_strided slice select transpose t permute unsqueeze
+    squeeze unbind split split_with_sizes detach alias unfold diagonal narrow _reshape_alias
+    view_as lift_fresh movedim swapaxes chunk
+""")
+
+SUPPORTED = (
+    VIEWS
+    | HOST_READS
+    | DATA_SHAPED
+    | RANDOM
+    | _names("""
+    empty empty_strided empty_like zeros zeros_like ones ones_like full full_like fill_ fill
+    zero_ new_empty new_zeros new_ones new_full new_empty_strided scalar_tensor arange eye
+    linspace copy_ _to_copy clone contiguous cat stack where masked_fill masked_fill_ copy add
+    sub mul div add_ sub_ mul_ div_ rsub neg neg_ abs abs_ sign square reciprocal reciprocal_
+    rsqrt rsqrt_ sqrt sqrt_ exp exp_ exp2 log log_ log2 log1p expm1 pow pow_ sin sin_ cos cos_
+    tanh tanh_ sigmoid sigmoid_ silu silu_ gelu gelu_ relu relu_ erf leaky_relu elu hardtanh
+    softplus mish floor floor_ ceil ceil_ round round_ trunc trunc_ remainder remainder_ fmod
+    floor_divide floor_divide_ clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ maximum
+    minimum max min amax amin argmax argmin sum mean prod var std var_mean any all cumsum
+    cumsum_ cumprod cummax logsumexp norm linalg_vector_norm eq ne lt le gt ge eq_ ne_ lt_ le_
+    gt_ ge_ logical_and logical_or logical_not logical_xor logical_and_ logical_or_ logical_not_
+    bitwise_and bitwise_or bitwise_not bitwise_xor bitwise_and_ bitwise_or_ bitwise_not_
+    bitwise_xor_ __and__ __or__ __lshift__ __rshift__ bitwise_left_shift bitwise_right_shift
+    isnan isinf isfinite nan_to_num mm bmm matmul addmm baddbmm addmv mv dot linear addcmul
+    addcmul_ addcdiv lerp lerp_ _softmax softmax _log_softmax log_softmax native_layer_norm
+    layer_norm rms_norm _fused_rms_norm native_group_norm embedding index index_select gather
+    scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_copy
+    index_copy_ index_put index_put_ _index_put_impl_ index_add index_add_ index_fill
+    index_fill_ one_hot take_along_dim topk sort argsort searchsorted bucketize tril triu tril_
+    triu_ roll flip repeat constant_pad_nd convolution max_pool2d_with_indices avg_pool2d
+    upsample_nearest2d _adaptive_avg_pool2d masked_scatter masked_scatter_ glu
+    _scaled_dot_product_attention_math set_ resize_ is_same_size _local_scalar_dense lift
+    logical_xor_ xlogy heaviside tan atan atan2 acos asin sinh cosh logit hardsigmoid hardswish
+    log_sigmoid_forward threshold isin _unsafe_index_put
+""")
+)
+
+SUPPORTED_NAMESPACES = ("hpu", "c10d", "_c10d_functional", "prims")
+
+REFUSED = (torch.float64, torch.complex64, torch.complex128, torch.complex32)
+
+Mishap = Callable[[str, str, str], None]
+"""Told of (kind, text, op) when data, not shapes, break a rule."""
+
+
+class IndexRule(NamedTuple):
+    """Where an op keeps its index: argument numbers of target, dimension (None: 0) and index."""
+
+    target: int
+    dim: int | None
+    index: int
+    reads: bool
+
+
+INDEX_RULES = {
+    "aten::embedding": IndexRule(0, None, 1, True),
+    "aten::index_select": IndexRule(0, 1, 2, True),
+    "aten::gather": IndexRule(0, 1, 2, True),
+    "aten::index_copy": IndexRule(0, 1, 2, False),
+    "aten::index_copy_": IndexRule(0, 1, 2, False),
+    "aten::index_add": IndexRule(0, 1, 2, False),
+    "aten::index_add_": IndexRule(0, 1, 2, False),
+    "aten::scatter": IndexRule(0, 1, 2, False),
+    "aten::scatter_": IndexRule(0, 1, 2, False),
+    "aten::scatter_add": IndexRule(0, 1, 2, False),
+    "aten::scatter_add_": IndexRule(0, 1, 2, False),
+    "aten::scatter_reduce": IndexRule(0, 1, 2, False),
+    "aten::scatter_reduce_": IndexRule(0, 1, 2, False),
+}
+MASKS = (torch.bool, torch.uint8)
+PUTS = ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+
+
+def is_supported(name: str, extra: frozenset[str], unsupported: frozenset[str]) -> bool:
+    """Whether the device runs the op itself; `name` is `aten::add`."""
+    if name in unsupported:
+        return False
+    return name in SUPPORTED or name in extra or name.partition("::")[0] in SUPPORTED_NAMESPACES
+
+
+def waits_for_data(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an op's shape depends on data: listed ones, and indexing by a mask."""
+    if name in DATA_SHAPED:
+        return kwargs.get("output_size") is None
+    if name != "aten::index" and name not in PUTS:
+        return False
+    return any(index is not None and index.dtype in MASKS for index in args[1])
+
+
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mishap: Mishap) -> Any:
+    """The op on CPU tensors, with the device's treatment of indices."""
+    name = func._schema.name
+    if name == "aten::one_hot":
+        return _one_hot(args, kwargs, mishap)
+    rule = INDEX_RULES.get(name)
+    if rule is not None:
+        return _run_indexed(func, name, rule, args, kwargs, mishap)
+    if name in PUTS:
+        return _run_put(func, name, args, kwargs, mishap)
+    return func(*args, **kwargs)
+
+
+def _run_indexed(
+    func: Any,
+    name: str,
+    rule: IndexRule,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mishap: Mishap,
+) -> Any:
+    index = args[rule.index]
+    if not index.numel():
+        return func(*args, **kwargs)
+    dim = 0 if rule.dim is None else args[rule.dim]
+    size = args[rule.target].shape[dim] if args[rule.target].dim() else 1
+    low, high = int(index.min()), int(index.max())
+    if low >= 0 and high < size:
+        return func(*args, **kwargs)
+    _report(name, low, high, size, mishap)
+    allowed = (index >= 0) & (index < size)
+    clamped = list(args)
+    clamped[rule.index] = index.clamp(0, size - 1)
+    if rule.reads:
+        out = func(*clamped, **kwargs)
+        mask = allowed
+        if name == "aten::index_select":
+            shape = [1] * out.dim()
+            shape[dim] = -1
+            mask = allowed.view(shape)
+        elif name == "aten::embedding":
+            mask = allowed.unsqueeze(-1)
+        return out.masked_fill_(~mask, 0)
+    return _write_allowed(func, name, args, kwargs, dim, allowed)
+
+
+def _write_allowed(
+    func: Any,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dim: int,
+    allowed: Tensor,
+) -> Any:
+    """The write on a target with one more row, which takes what the device ignores."""
+    target, index = args[0], args[2]
+    spare_shape = list(target.shape)
+    spare_shape[dim] = 1
+    longer = torch.cat((target, target.new_zeros(spare_shape)), dim)
+    spare = index.masked_fill(~allowed, target.shape[dim])
+    out = func(longer, args[1], spare, *args[3:], **kwargs).narrow(dim, 0, target.shape[dim])
+    if name.endswith("_"):
+        return target.copy_(out)
+    return out.clone()
+
+
+def _run_put(
+    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], mishap: Mishap
+) -> Any:
+    """index_put along leading dimensions; -1 anywhere drops that element."""
+    target, indices, values = args[0], args[1], args[2]
+    given = [index for index in indices if index is not None]
+    bad = False
+    for dim, index in enumerate(indices):
+        if index is None or index.dtype == torch.bool or not index.numel():
+            continue
+        low, high = int(index.min()), int(index.max())
+        if low < 0 or high >= target.shape[dim]:
+            _report(name, low, high, target.shape[dim], mishap)
+            bad = True
+    if not bad or len(given) != len(indices):
+        return func(*args, **kwargs)
+    broadcast = torch.broadcast_tensors(*given)
+    allowed = torch.ones(broadcast[0].shape, dtype=torch.bool)
+    for dim, index in enumerate(broadcast):
+        allowed &= (index >= 0) & (index < target.shape[dim])
+    tail = target.shape[len(given) :]
+    kept = values.expand(*allowed.shape, *tail)[allowed]
+    return func(target, [index[allowed] for index in broadcast], kept, *args[3:], **kwargs)
+
+
+def _one_hot(args: tuple[Any, ...], kwargs: dict[str, Any], mishap: Mishap) -> Tensor:
+    """Rows of zeros where the index is -1; the number of classes must be given."""
+    index = args[0]
+    classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+    if classes < 0:
+        raise RuntimeError("one_hot without num_classes reads its shape from data")
+    if index.numel():
+        low, high = int(index.min()), int(index.max())
+        if low < 0 or high >= classes:
+            _report("aten::one_hot", low, high, classes, mishap)
+    return (index.unsqueeze(-1) == torch.arange(classes)).long()
+
+
+def _report(name: str, low: int, high: int, size: int, mishap: Mishap) -> None:
+    if low < -1 or high >= size:
+        worst = low if low < -1 else high
+        mishap("index_out_of_range", f"index {worst} of {size}", name)
+    if low < 0:
+        mishap("negative_index", f"index {low} of {size} is ignored on the device", name)
+
+
+def check_dtype(tensor: Tensor, name: str) -> None:
+    """RuntimeError for a type the device does not have."""
+    if tensor.dtype in REFUSED:
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise RuntimeError(f"{name}: tensor type {kind} is not supported by hpu")
+
+
+def wrap_to_int32(tensor: Tensor, name: str, mishap: Mishap) -> None:
+    """int64 lives in 32 bits on the device in lazy mode: what does not fit wraps, in place."""
+    narrow = tensor.to(torch.int32)
+    if torch.equal(narrow.to(torch.int64), tensor):
+        return
+    worst = int(tensor.abs().max())
+    tensor.copy_(narrow)
+    mishap("int64_wrap", f"value {worst} does not fit 32 bits and wraps", name)

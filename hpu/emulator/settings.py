@@ -1,0 +1,126 @@
+"""What an emulated card is, and the runtime variables it obeys. Knows no tensors."""
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from config.errors import ConfigError, GaudiserveError
+
+
+class Generation(NamedTuple):
+    """What differs between the generations of the card."""
+
+    name: str
+    memory_bytes: int
+    fp8_max: float
+    """Largest value of e4m3 on the device."""
+
+
+GENERATIONS = {
+    "gaudi2": Generation("GAUDI2", 96 << 30, 240.0),
+    "gaudi3": Generation("GAUDI3", 128 << 30, 448.0),
+}
+
+
+class Misuse(GaudiserveError):
+    """A program broke a rule of the device in strict mode; names the op and the caller's line."""
+
+    def __init__(self, kind: str, text: str, op: str, line: str) -> None:
+        super().__init__(f"{kind}: {text} [{op or 'no op'}, called from {line}]")
+        self.kind = kind
+        self.op = op
+        self.line = line
+
+
+@dataclass(frozen=True, slots=True)
+class EmulatorConfig:
+    """A card, its costs, and how strictly it holds a program to the rules."""
+
+    generation: str = "gaudi2"
+    memory_bytes: int | None = 4 << 30
+    """Device memory; None is that of the real card. It is taken from the host's memory."""
+    num_devices: int = 8
+    strict: bool = False
+    """Every misuse raises `Misuse` instead of being counted and done as the device would."""
+    tolerated: frozenset[str] = frozenset()
+    """Kinds of misuse that strict mode counts without raising."""
+    compile_delay_s: float = 0.0
+    """Host time that each compilation takes."""
+    graph_bytes: int = 8 << 20
+    """Device memory that one captured graph takes beside its tensors."""
+    workspace_ratio: float = 1.0
+    """Workspace of a recipe, as a share of the bytes of its largest output."""
+    default_lazy: bool = False
+    """Mode when PT_HPU_LAZY_MODE is unset: the default changed around release 1.20."""
+    vendor_torch: bool = True
+    """Whether the stand-in counts as the vendor's torch build; without it lazy mode is refused."""
+    release: str = "1.22.1"
+    lock_dir: Path | None = None
+    """Where exclusive acquisition is kept between processes; None: within this process only."""
+    release_delay_s: float = 0.0
+    """How long a device stays busy after it was given back."""
+    collective_timeout_s: float = 30.0
+    extra_supported: frozenset[str] = frozenset()
+    unsupported: frozenset[str] = frozenset()
+    """Op names (`aten::sort`) that fall back to the host, besides all that nobody listed."""
+
+    def __post_init__(self) -> None:
+        if self.generation not in GENERATIONS:
+            known = ", ".join(GENERATIONS)
+            raise ConfigError(f"emulated device {self.generation!r} is not one of {known}")
+        if self.memory_bytes is not None and self.memory_bytes < 1 << 20:
+            raise ConfigError(f"an emulated card needs 1 MiB, got {self.memory_bytes} bytes")
+
+    @property
+    def limit_bytes(self) -> int:
+        return self.memory_bytes or GENERATIONS[self.generation].memory_bytes
+
+
+@dataclass(slots=True)
+class RuntimeVariables:
+    """The runtime's variables, read as the runtime reads them: some once, some each time."""
+
+    environment: MutableMapping[str, str]
+    default_lazy: bool
+    _lazy: bool | None = field(default=None, init=False)
+
+    def lazy(self) -> bool:
+        """Read once and remembered; anything but the string 0 means lazy."""
+        if self._lazy is None:
+            text = self.environment.get("PT_HPU_LAZY_MODE")
+            self._lazy = self.default_lazy if text is None else text != "0"
+        return self._lazy
+
+    def mode_is_read(self) -> bool:
+        return self._lazy is not None
+
+    def tensor_cache_disabled(self, argument: bool) -> bool:
+        """The variable wins over the argument, and only the exact string 1 is true."""
+        text = self.environment.get("PT_HPUGRAPH_DISABLE_TENSOR_CACHE")
+        return argument if text is None else text == "1"
+
+    def lazy_collectives(self) -> bool:
+        return self.flag("PT_HPU_ENABLE_LAZY_COLLECTIVES")
+
+    def flag(self, name: str) -> bool:
+        return self.environment.get(name, "").lower() in ("1", "true", "on")
+
+    def int64(self) -> bool:
+        """Whether int64 is real: off in lazy mode, on in eager, unless the variable says."""
+        text = self.environment.get("PT_ENABLE_INT64_SUPPORT")
+        return not self.lazy() if text is None else text.lower() in ("1", "true")
+
+    def modules(self) -> list[int]:
+        text = self.environment.get("HABANA_VISIBLE_MODULES", "")
+        return [int(word) for word in text.split(",") if word.strip()] or list(range(8))
+
+    def recipe_cache(self) -> Path | None:
+        """Folder of the recipe cache on disk, None without one."""
+        text = self.environment.get("PT_HPU_RECIPE_CACHE_CONFIG", "").partition(",")[0]
+        text = text or self.environment.get("PT_RECIPE_CACHE_PATH", "")
+        return Path(text) if text else None
+
+    def deletes_recipes(self) -> bool:
+        words = self.environment.get("PT_HPU_RECIPE_CACHE_CONFIG", "").split(",")
+        return len(words) > 1 and words[1].strip().lower() in ("true", "1")
