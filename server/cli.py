@@ -3,7 +3,6 @@
 What a command needs is imported when it runs, so that `--help` and `config` answer at once.
 """
 
-import argparse
 import dataclasses
 import json
 import os
@@ -11,9 +10,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from config import log
-from config.arguments import server_parser
+from config.arguments import Parser, server_parser
 from config.errors import ConfigError, EngineDied
+from config.flags import FLAGS
 from config.load import load
+from config.values import nearest
 from config.version import VERSION
 
 HELP = f"""\
@@ -61,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _command(name: str) -> Callable[[list[str]], int]:
     found = COMMANDS.get(name)
     if found is None:
-        raise ConfigError(f"{name!r} is no command; there are {', '.join(COMMANDS)}")
+        hint = nearest(name, COMMANDS) or f"; there are {', '.join(COMMANDS)}"
+        raise ConfigError(f"{name!r} is no command{hint}")
     return found
 
 
@@ -108,26 +110,30 @@ def _as_json(shown: Mapping[str, tuple[object, str]]) -> str:
 
 
 def _as_table(shown: Mapping[str, tuple[object, str]]) -> str:
-    rows = [(key, _word(value), source) for key, (value, source) in shown.items()]
+    kinds = {flag.key: flag.kind for flag in FLAGS}
+    rows = [(key, _word(value, kinds[key]), source) for key, (value, source) in shown.items()]
     wide = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return "\n".join(f"{row[0]:<{wide[0]}}  {row[1]:<{wide[1]}}  {row[2]}" for row in rows)
 
 
-def _word(value: object) -> str:
+def _word(value: object, kind: type) -> str:
+    # As the help shows a default, and as a flag may give it.
     if value is None:
-        return "-"
+        return "auto" if kind in (int, float) else "none"
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, tuple):
-        return ", ".join(map(str, value)) or "-"
+        return ", ".join(map(str, value)) or "none"
+    if isinstance(value, float):
+        return f"{value:g}"
     return str(value)
 
 
 def _fetch_demo(argv: list[str]) -> int:
-    argparse.ArgumentParser(
+    Parser(
         prog="gaudiserve fetch-demo",
         description="Fetch the demo model into the cache folder, and print where it lies.",
-    ).parse_args(argv)
+    ).parse_all(argv)
     log.setup("fetch-demo")
     from config.checkpoint import resolve
     from config.demo import NAMES
@@ -142,9 +148,8 @@ def _bench(argv: list[str]) -> int:
         if argv[:1] in (["-h"], ["--help"]):
             print("usage: gaudiserve bench serve [flags]; --help after `serve` lists them")
             return 0
-        raise ConfigError(
-            f"`gaudiserve bench {' '.join(argv[:1])}` is no command; `bench serve` is"
-        )
+        given = " ".join(("gaudiserve", "bench", *argv[:1]))
+        raise ConfigError(f"`{given}` is no command; `gaudiserve bench serve` is")
     from server.bench.command import main as bench_serve
 
     return bench_serve(argv[1:])

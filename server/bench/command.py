@@ -38,42 +38,68 @@ def parser() -> Parser:
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=100),
     )
     target = made.add_argument_group("Server")
-    target.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL")
-    target.add_argument("--model", metavar="NAME", help="Default: the first of /v1/models")
-    target.add_argument("--endpoint", choices=sorted(PATHS), default="completions")
-    target.add_argument("--api-key", metavar="KEY", help="Default: the variable OPENAI_API_KEY")
-    target.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS")
+    target.add_argument(
+        "--base-url",
+        default="http://127.0.0.1:8000",
+        metavar="URL",
+        help="With or without /v1 [%(default)s]",
+    )
+    target.add_argument("--model", metavar="NAME", help="[the first of /v1/models]")
+    target.add_argument(
+        "--endpoint", choices=sorted(PATHS), default="completions", help="[%(default)s]"
+    )
+    target.add_argument("--api-key", metavar="KEY", help="[the variable OPENAI_API_KEY]")
+    target.add_argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="For one request [%(default)g]",
+    )
     load = made.add_argument_group("Load")
-    load.add_argument("--num-prompts", type=int, default=32, metavar="N")
-    load.add_argument("--max-concurrency", type=int, metavar="N", help="Default: 8, or no limit")
+    load.add_argument("--num-prompts", type=int, default=32, metavar="N", help="[%(default)s]")
+    load.add_argument(
+        "--max-concurrency",
+        type=int,
+        metavar="N",
+        help="Requests that run at once [8; with --request-rate no limit]",
+    )
     load.add_argument(
         "--request-rate",
         type=float,
         metavar="PER_SECOND",
-        help="Open loop; inf sends all at once",
+        help="Open loop; inf sends all at once [closed loop]",
     )
     load.add_argument(
-        "--num-warmups", type=int, metavar="N", help="Requests first, not counted; default 2"
+        "--num-warmups",
+        type=int,
+        default=2,
+        metavar="N",
+        help="Requests sent first and not counted [%(default)s]",
     )
-    load.add_argument("--seed", type=int, default=0, metavar="N")
+    load.add_argument("--seed", type=int, default=0, metavar="N", help="[%(default)s]")
     shape = made.add_argument_group("Requests, in tokens")
-    shape.add_argument("--random-input-len", type=int, default=128, metavar="N")
-    shape.add_argument("--random-output-len", type=int, default=128, metavar="N")
+    for name in ("--random-input-len", "--random-output-len"):
+        shape.add_argument(name, type=int, default=128, metavar="N", help="[%(default)s]")
     shape.add_argument(
         "--random-range-ratio",
         type=float,
         default=0.0,
         metavar="R",
-        help="Lengths are drawn from (1 - R) to (1 + R) times these",
+        help="Lengths are drawn from (1 - R) to (1 + R) times these [%(default)g]",
     )
     shape.add_argument(
-        "--shared-prefix-len", type=int, default=0, metavar="N", help="Before the input of each"
+        "--shared-prefix-len",
+        type=int,
+        default=0,
+        metavar="N",
+        help="The same for all, before the input of each [%(default)s]",
     )
     shape.add_argument(
         "--prompt-kind",
         choices=("auto", "tokens", "text"),
         default="auto",
-        help="tokens sends ids (completions only); auto does where the server has /tokenize",
+        help="tokens sends ids (completions only); auto does where the server has /tokenize [auto]",
     )
     shape.add_argument(
         "--no-ignore-eos", action="store_true", help="Let the model end where it likes"
@@ -83,9 +109,9 @@ def parser() -> Parser:
         action="store_true",
         help="Leave stream_options out, for servers that refuse it; pieces are counted as tokens",
     )
-    shape.add_argument("--temperature", type=float, default=0.0, metavar="T")
+    shape.add_argument("--temperature", type=float, default=0.0, metavar="T", help="[%(default)g]")
     shape.add_argument(
-        "--extra-body", type=json.loads, default={}, metavar="JSON", help="Put into each request"
+        "--extra-body", default="{}", metavar="JSON", help="An object put into each request"
     )
     output = made.add_argument_group("Output")
     output.add_argument("--json", metavar="FILE", help="Write the numbers there; - for stdout")
@@ -108,8 +134,15 @@ def main(argv: Sequence[str]) -> int:
     else:
         print(table)
         if options.json:
-            Path(options.json).write_text(content + "\n", encoding="utf-8")
+            _write(options.json, content)
     return 1 if report.failures or not report.completed else 0
+
+
+def _write(path: str, content: str) -> None:
+    try:
+        Path(path).write_text(content + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"json is {path!r}, it cannot be written: {error}") from None
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -121,6 +154,8 @@ def _check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value < least:
             raise ConfigError(f"{_flag(name)} is {value}, it must be at least {least}")
+    if options.temperature < 0:
+        raise ConfigError(f"temperature is {options.temperature}, it must be at least 0")
     if not 0 <= options.random_range_ratio <= 1:
         raise ConfigError(
             f"random-range-ratio is {options.random_range_ratio}, it must be between 0 and 1"
@@ -129,8 +164,15 @@ def _check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and not value > 0:
             raise ConfigError(f"{_flag(name)} is {value}, it must be above 0")
-    if not isinstance(options.extra_body, dict):
-        raise ConfigError("extra-body must be a JSON object")
+    try:
+        extra = json.loads(options.extra_body)
+    except ValueError as error:
+        raise ConfigError(f"extra-body is {options.extra_body!r}, no JSON: {error}") from None
+    if not isinstance(extra, dict):
+        raise ConfigError(f"extra-body is {options.extra_body!r}, it must be a JSON object")
+    options.extra_body = extra
+    if options.json not in (None, "-") and not Path(options.json).absolute().parent.is_dir():
+        raise ConfigError(f"json is {options.json!r}, there is no such folder")
     if options.prompt_kind == "tokens" and options.endpoint == "chat":
         raise ConfigError("prompt-kind is tokens, but the chat endpoint takes text only")
 
@@ -153,7 +195,7 @@ async def _run(options: argparse.Namespace) -> tuple[Report, str, str]:
             {**extra, **options.extra_body},
             asks_usage=not options.no_stream_usage,
         )
-        warmups = 2 if options.num_warmups is None else options.num_warmups
+        warmups = options.num_warmups
         shape = Shape(
             options.num_prompts + warmups,
             options.random_input_len,
@@ -200,8 +242,8 @@ async def _jobs(
         if options.prompt_kind == "tokens":
             raise
         print(
-            f"The server has no /tokenize to count with ({str(error)[:80]}); one word stands for "
-            "one token, see the prompt tokens in the result.",
+            f"/tokenize cannot count for us ({str(error)[:120]}); one word stands for one token, "
+            "see the prompt tokens in the result.",
             file=sys.stderr,
         )
 

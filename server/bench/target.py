@@ -50,11 +50,15 @@ class Target:
 
     def __init__(self, base_url: str, api_key: str | None = None) -> None:
         url = urlsplit(base_url if "//" in base_url else f"http://{base_url}")
-        if url.scheme not in ("http", "https") or url.hostname is None:
+        try:
+            port = url.port
+        except ValueError:
+            port = -1
+        if url.scheme not in ("http", "https") or url.hostname is None or port == -1:
             raise ConfigError(f"base-url is {base_url!r}, it must look like http://host:port")
         self._tls = ssl.create_default_context() if url.scheme == "https" else None
         self._host = url.hostname
-        self._port = url.port or (443 if self._tls else 80)
+        self._port = port or (443 if self._tls else 80)
         path = url.path.rstrip("/")
         self._prefix = path.removesuffix("/v1")
         self._common = f"Host: {url.netloc}\r\nContent-Type: application/json\r\n"

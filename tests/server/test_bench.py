@@ -235,6 +235,10 @@ def test_nothing_done_is_a_report_too() -> None:
         (["--endpoint", "chat", "--prompt-kind", "tokens"], "takes text only"),
         (["--num-prompt", "3"], "did you mean --num-prompts"),
         (["--extra-body", "[]"], "must be a JSON object"),
+        (["--extra-body", "{x"], "no JSON"),
+        (["--json", "/no/such/folder/x.json"], "there is no such folder"),
+        (["--base-url", "http://localhost:port"], "must look like http://host:port"),
+        (["--temperature", "-1"], "must be at least 0"),
     ],
 )
 def test_wrong_flags_are_refused(flags: list[str], message: str) -> None:

@@ -29,10 +29,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["sevre"], "'sevre' is no command"),
+        (["sevre"], "'sevre' is no command; did you mean serve?"),
+        (["frobnicate"], "there are serve, bench, fetch-demo, config"),
+        (["fetch-demo", "--force"], "--force is no flag of gaudiserve fetch-demo"),
         (["serve", "--prot", "1"], "--prot is no flag of gaudiserve serve; did you mean --port?"),
         (["config", "--port", "-1"], "port is -1, it must be between 0 and 65535"),
-        (["bench"], "`bench serve` is"),
+        (["bench"], "`gaudiserve bench` is no command; `gaudiserve bench serve` is"),
         (["bench", "serve", "--num-prompts", "0"], "num-prompts is 0, it must be at least 1"),
         (["bench", "serve", "--base-url", "http://127.0.0.1:1"], "cannot be measured"),
     ],
@@ -58,6 +60,8 @@ def test_config_prints_each_value_with_its_source(capsys: pytest.CaptureFixture[
     assert lines["model"] == ["m", "argument MODEL"]
     assert lines["api-key"] == ["***", "flag --api-key"]
     assert lines["seed"] == ["0", "default"]
+    assert lines["max-model-len"] == ["auto", "default"]
+    assert lines["shutdown-timeout"] == ["30", "default"]
 
 
 def _lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
