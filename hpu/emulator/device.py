@@ -144,11 +144,12 @@ class Device:
         if func._schema.name.startswith("c10d::"):
             return self._collective(func, args, kwargs)
         result = rules.run(func, args, kwargs, self._mishap)
-        if self.variables.int64() or func._schema.name in rules.VIEWS:
+        name = func._schema.name
+        if self.variables.int64() or name in rules.VIEWS or name in rules.EMPTY:
             return result
         for out in tensors_in(result):
             if out.dtype == torch.int64 and out.numel():
-                rules.wrap_to_int32(out, func._schema.name, self._mishap)
+                rules.wrap_to_int32(out, name, self._mishap)
         return result
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -276,7 +277,7 @@ class Device:
 
 def _is_composite(func: Any, name: str) -> bool:
     """Whether an op is made of others; such arrive whole only in inference mode."""
-    if not name.startswith("aten::") or name == "aten::one_hot":
+    if not name.startswith("aten::") or name in rules.WHOLE:
         return False
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     return bool(has(func.name(), "CompositeImplicitAutograd"))

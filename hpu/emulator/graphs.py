@@ -21,8 +21,6 @@ from hpu.emulator.memory import Block
 from hpu.emulator.queue import spoil
 from hpu.emulator.tensor import HpuTensor, device_tensors, map_leaves, storage_of, tensors_in
 
-EMPTY = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty")
-
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -109,7 +107,7 @@ class HPUGraph:
         is_view = not func._schema.is_mutable and all(
             storage_of(out.inner) in shared for out in outs
         )
-        stays = bool(outs) and (is_view or name in EMPTY)
+        stays = bool(outs) and (is_view or name in rules.EMPTY)
         self._steps.append(Step(func, slot_args, slot_kwargs, results, constants, stays))
 
     def mark_user_inputs(self, tensors: Sequence[Tensor]) -> None:

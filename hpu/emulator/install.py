@@ -21,6 +21,7 @@ from hpu.emulator.device import Device
 from hpu.emulator.journal import Journal
 from hpu.emulator.memory import Memory
 from hpu.emulator.oplib import define_ops
+from hpu.emulator.rules import WHOLE
 from hpu.emulator.settings import EmulatorConfig, RuntimeVariables
 from hpu.emulator.tensor import DEVICE, is_hpu, with_index
 from hpu.emulator.vendor import ROOT, StandIn, bind_to_torch, make_modules
@@ -36,6 +37,7 @@ class Emulator:
         self._modules = make_modules(self.device)
         self._finder = StandIn(self._modules, self._loaded)
         self._libraries: list[Library] = []
+        self._overwrites = False
         self._patches: list[tuple[Any, str, Any]] = []
 
     @property
@@ -64,6 +66,9 @@ class Emulator:
         sys.meta_path.insert(0, self._finder)
         self._libraries = [define_ops(self.device.generation.fp8_max), *self._device_libraries()]
         collectives.register("hpu")
+        # Without it, Module.to would put a device tensor's insides into a CPU parameter.
+        self._overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
         self._patch(torch.Tensor, "to", _indexed(torch.Tensor.to))
         self._patch(torch, "tensor", _through_host(torch.tensor))
         self._patch(torch, "as_tensor", _through_host(torch.as_tensor))
@@ -72,6 +77,7 @@ class Emulator:
     def uninstall(self) -> None:
         """Give the card back and restore torch; tensors of the device are not usable any more."""
         self.device.acquisition.release()
+        torch.__future__.set_overwrite_module_params_on_conversion(self._overwrites)
         for owner, name, original in reversed(self._patches):
             if original is None:
                 delattr(owner, name)
@@ -112,19 +118,25 @@ class Emulator:
 
     def _device_libraries(self) -> tuple[Library, Library]:
         """Factories given the device have no device tensor among their arguments: they come here.
-        one_hot is named so that it reaches us whole, with its -1 indices unchecked."""
+        Some composite ops are named so that they reach us whole, unchecked for the CPU's rules."""
 
         def factory(op: Any, *args: Any, **kwargs: Any) -> Any:
             return self.device.run(op, args, kwargs)
 
-        def one_hot(index: torch.Tensor, num_classes: int = -1) -> Any:
-            return self.device.run(torch.ops.aten.one_hot.default, (index, num_classes), {})
-
         fallback = Library("_", "IMPL")
         fallback.fallback(factory, "HPU")
         whole = Library("aten", "IMPL")
-        whole.impl("one_hot", one_hot, "HPU")
+        for name in WHOLE:
+            whole.impl(name.removeprefix("aten::"), self._whole(name), "HPU")
         return fallback, whole
+
+    def _whole(self, name: str) -> Callable[..., Any]:
+        op = getattr(torch.ops.aten, name.removeprefix("aten::")).default
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self.device.run(op, args, kwargs)
+
+        return call
 
     def _patch(self, owner: Any, name: str, replacement: Any) -> None:
         original = vars(owner).get(name)

@@ -36,6 +36,9 @@ VIEWS = _names("""
     view_as lift_fresh movedim swapaxes chunk
 """)
 
+EMPTY = _names("empty empty_strided empty_like new_empty new_empty_strided")
+"""Memory without contents."""
+
 SUPPORTED = (
     VIEWS
     | HOST_READS
@@ -66,8 +69,12 @@ SUPPORTED = (
     _scaled_dot_product_attention_math set_ resize_ is_same_size _local_scalar_dense lift
     logical_xor_ xlogy heaviside tan atan atan2 acos asin sinh cosh logit hardsigmoid hardswish
     log_sigmoid_forward threshold isin _unsafe_index_put
+        _safe_softmax scaled_dot_product_attention
 """)
 )
+
+WHOLE = ("aten::one_hot", "aten::scaled_dot_product_attention")
+"""Composite ops that the device has as one."""
 
 SUPPORTED_NAMESPACES = ("hpu", "c10d", "_c10d_functional", "prims")
 

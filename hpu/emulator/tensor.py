@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from hpu.emulator import indexing
 from hpu.emulator.memory import Block
 
 DEVICE = torch.device("hpu", 0)
@@ -85,6 +86,17 @@ class HpuTensor(Tensor):
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
+
+    def copy_(self, src: Tensor, non_blocking: bool = False) -> Tensor:
+        # The method of torch wants a device guard, which comes with a driver; the op does not.
+        out: Tensor = torch.ops.aten.copy_.default(self, src, non_blocking)
+        return out
+
+    def __getitem__(self, key: Any) -> Tensor:
+        return indexing.read(self, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        indexing.write(self, key, value)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return repr(self.cpu()).replace("tensor(", "tensor(device='hpu:0', ", 1)
