@@ -33,6 +33,7 @@ def variable_table() -> dict[str, str]:
     names = [name for flag in FLAGS for name in (*flag.aliases, *flag.switches)]
     table.update({_variable(name): name for name in (*names, *FILE_FLAGS, *ACCEPTED)})
     for flag in FLAGS:
+        table.update(flag.variables_of_switches)
         table.update(dict.fromkeys(flag.variables, flag.key))
     return table
 

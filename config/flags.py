@@ -41,6 +41,8 @@ class Flag:
     """Names that take no value: what they set, and what their `no-` form sets."""
     variables: tuple[str, ...] = ()
     """Variables read beside GAUDISERVE_<NAME>, after it."""
+    variables_of_switches: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Variables that stand for one of `switches`; they win over `variables`."""
     choices: tuple[str, ...] = ()
     spellings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Other words for a choice."""
@@ -98,16 +100,23 @@ def _kind(part: str, field_name: str) -> tuple[type, bool]:
 def _range_flags(
     dimension: str, name: str, what: str, older: tuple[str, ...] = ()
 ) -> tuple[Flag, ...]:
-    """Least, step and most of one dimension, with the names they have in vLLM for Gaudi."""
-    words = {"min": "Least", "step": "Step between", "max": "Most"}
+    """Least, step and most of one dimension, and its padding, with the names they have in vLLM
+    for Gaudi."""
+    words = {
+        "min": "Least",
+        "step": "Step between",
+        "max": "Most",
+        "pad_max": "padding-aware: most padding of",
+        "pad_percent": "padding-aware: most padding, in percent of the bucket, of",
+    }
     return tuple(
         Flag(
             "buckets",
             f"{dimension}.{end}",
             "Buckets",
             f"{word} {what}; auto: the strategy's own",
-            name=f"{name}-bucket-{end}",
-            aliases=tuple(f"{old}-bucket-{end}" for old in older),
+            name=f"{name}-bucket-{end.replace('_', '-')}",
+            aliases=tuple(f"{old}-bucket-{end.replace('_', '-')}" for old in older),
             variables=tuple(
                 f"VLLM_{one}_BUCKET_{end}".replace("-", "_").upper() for one in (name, *older)
             ),
@@ -205,7 +214,15 @@ BUCKETS = (
         name="bucketing-strategy",
         variables=("VLLM_BUCKETING_STRATEGY",),
         choices=("auto", *STRATEGIES),
-        spellings={"exp": "exponential", "lin": "linear"},
+        spellings={
+            "exp": "exponential",
+            "exponential_v3": "exponential-v3",
+            "lin": "linear",
+            "pad": "padding-aware",
+            "padding_aware": "padding-aware",
+        },
+        switches={"exponential-bucketing": ("exponential", "linear")},
+        variables_of_switches={"VLLM_EXPONENTIAL_BUCKETING": "exponential-bucketing"},
     ),
     Flag(
         "buckets",
@@ -215,6 +232,21 @@ BUCKETS = (
         name="bucketing-file",
         aliases=("bucketing-from-file",),
         variables=("VLLM_BUCKETING_FROM_FILE",),
+    ),
+    Flag(
+        "buckets",
+        "traffic",
+        "Buckets",
+        "Lengths of real requests (JSONL, a /metrics page or a request log); asks for the "
+        "strategy 'fitted'",
+        name="bucketing-traffic",
+    ),
+    Flag(
+        "buckets",
+        "num_graphs",
+        "Buckets",
+        "Buckets that the strategy 'fitted' makes, at most",
+        name="bucketing-graphs",
     ),
     *_range_flags("prompt_batch", "prompt-bs", "prompts in a prefill"),
     *_range_flags("prompt_query", "prompt-query", "new tokens of a prompt", ("prompt-seq",)),

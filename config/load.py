@@ -91,8 +91,9 @@ def _merge(variables: list[Given], explicit: list[Given], default_model: str | N
     values: dict[str, tuple[object, str]] = {}
     for layer in (in_file, variables, explicit):
         values.update(_layer(layer))
-    if "bucketing-file" in values and "bucketing-strategy" not in values:
-        values["bucketing-strategy"] = ("file", values["bucketing-file"][1])
+    for asks, strategy in (("bucketing-file", "file"), ("bucketing-traffic", "fitted")):
+        if asks in values and "bucketing-strategy" not in values:
+            values["bucketing-strategy"] = (strategy, values[asks][1])
     if "model" not in values and default_model is not None:
         values["model"] = (default_model, DEFAULT)
     if "model" not in values:

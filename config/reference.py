@@ -61,7 +61,8 @@ def _row(flag: Flag) -> list[str]:
         text += ": " + ", ".join(f"`{choice}`" for choice in flag.choices)
     if others:
         text += "; also " + ", ".join(f"`--{name}`" for name in others)
-    variables = [f"`{flag.variable}`", *(f"`{name}`" for name in flag.variables)]
+    theirs = (*flag.variables, *flag.variables_of_switches)
+    variables = [f"`{flag.variable}`", *(f"`{name}`" for name in theirs)]
     return [f"`--{flag.key}`", f"`{shown_default(flag)}`", text, ", ".join(variables)]
 
 

@@ -1,29 +1,20 @@
 """BucketTable: the padded shapes a server prepares, and which one a launch takes. Pure."""
 
 import bisect
-import itertools
 import logging
 import math
 from dataclasses import dataclass
 
 from config.buckets import BucketConfig
 from config.errors import ConfigError
-from hpu.bucket_lists import (
-    Shape,
-    exponential_decodes,
-    exponential_prompts,
-    fallback_point,
-    linear_axis,
-    read_bucket_file,
-)
+from hpu.bucket_cost import launch_cost
+from hpu.bucket_lists import Shape, fallback_point
+from hpu.bucket_strategies import generate
 from hpu.step import DECODE, PREFILL
 
 logger = logging.getLogger(__name__)
 
 HIT, MISS, FALLBACK = "hit", "miss", "fallback"
-
-POSITIONS_A_TOKEN = 2048
-"""Cached positions whose attention costs as much as one token through the linear layers."""
 
 MAX_MEMO = 65_536
 
@@ -91,7 +82,7 @@ class BucketTable:
         shape that `limits` allow for a batch of one prompt and for all decodes."""
         if config.strategy == "exact":
             return cls([], [], limits, exact=True)
-        prompts, decodes = _generate(config, limits)
+        prompts, decodes = generate(config, limits)
         prompts = [shape for shape in prompts if _fits_budget(shape, limits)]
         return cls(
             _cover_prompts(prompts, limits), _cover_decodes(decodes, limits), limits, exact=False
@@ -123,11 +114,7 @@ class BucketTable:
 
     def cost(self, phase: int, bucket: Shape) -> int:
         """Modelled cost of a launch, in cached positions read."""
-        batch, query, blocks = bucket
-        context = blocks * self.limits.block_size
-        if phase == PREFILL:
-            return batch * query * (POSITIONS_A_TOKEN + context + query // 2)
-        return batch * POSITIONS_A_TOKEN // 16 + context
+        return launch_cost(phase, *bucket, self.limits.block_size)
 
     def _search(self, phase: int, wanted: Shape) -> Lookup:
         shapes = self._shapes[phase]
@@ -159,40 +146,6 @@ class BucketTable:
             1,
             fallback_point(wanted[2], 32, limits.max_decode_blocks),
         )
-
-
-def _generate(config: BucketConfig, limits: BucketLimits) -> tuple[list[Shape], list[Shape]]:
-    if config.strategy == "file":
-        assert config.file is not None  # BucketConfig holds the two together
-        return read_bucket_file(config.file)
-    if config.strategy == "exponential":
-        prompts = exponential_prompts(
-            limits.max_prefill_batch,
-            limits.block_size,
-            limits.max_num_batched_tokens,
-            limits.max_model_len,
-            contexts=limits.prefix_caching,
-        )
-        decodes = exponential_decodes(
-            limits.max_num_seqs, limits.block_size, limits.num_blocks, exact_last=False
-        )
-        return prompts, decodes
-    block = limits.block_size
-    prompts = list(
-        itertools.product(
-            linear_axis(config.prompt_batch, 1, 1, limits.max_prefill_batch),
-            linear_axis(config.prompt_query, block, block, limits.max_query),
-            linear_axis(config.prompt_context, 0, 1, limits.blocks_a_row),
-        )
-    )
-    decodes = [
-        (batch, 1, blocks)
-        for batch, blocks in itertools.product(
-            linear_axis(config.decode_batch, 1, 32, limits.max_num_seqs),
-            linear_axis(config.decode_blocks, block, block, limits.max_decode_blocks),
-        )
-    ]
-    return prompts, decodes
 
 
 def _fits_budget(shape: Shape, limits: BucketLimits) -> bool:

@@ -134,6 +134,53 @@ def test_one_bucket_limit_lands_in_its_range() -> None:
     assert loaded.engine.buckets.decode_batch.step == 4
 
 
+@pytest.mark.parametrize("end", ["MIN", "STEP", "MAX", "PAD_MAX", "PAD_PERCENT"])
+@pytest.mark.parametrize(
+    ("word", "dimension"),
+    [
+        ("PROMPT_BS", "prompt_batch"),
+        ("PROMPT_QUERY", "prompt_query"),
+        ("PROMPT_SEQ", "prompt_query"),
+        ("PROMPT_CTX", "prompt_context"),
+        ("DECODE_BS", "decode_batch"),
+        ("DECODE_BLOCK", "decode_blocks"),
+    ],
+)
+def test_vllms_bucket_variables_are_understood(word: str, dimension: str, end: str) -> None:
+    loaded = given(**{f"VLLM_{word}_BUCKET_{end}": "7"})
+
+    assert getattr(getattr(loaded.engine.buckets, dimension), end.lower()) == 7
+
+
+@pytest.mark.parametrize(
+    ("variables", "strategy"),
+    [
+        ({"VLLM_BUCKETING_STRATEGY": "exp"}, "exponential"),
+        ({"VLLM_BUCKETING_STRATEGY": "lin"}, "linear"),
+        ({"VLLM_BUCKETING_STRATEGY": "pad"}, "padding-aware"),
+        ({"VLLM_EXPONENTIAL_BUCKETING": "true"}, "exponential"),
+        ({"VLLM_EXPONENTIAL_BUCKETING": "False"}, "linear"),
+        # The older variable still wins there.
+        ({"VLLM_EXPONENTIAL_BUCKETING": "0", "VLLM_BUCKETING_STRATEGY": "pad"}, "linear"),
+        (
+            {"VLLM_EXPONENTIAL_BUCKETING": "0", "GAUDISERVE_BUCKETING_STRATEGY": "pad"},
+            "padding-aware",
+        ),
+        ({"VLLM_BUCKETING_FROM_FILE": "shapes.txt"}, "file"),
+        ({"GAUDISERVE_BUCKETING_TRAFFIC": "traffic.jsonl"}, "fitted"),
+    ],
+)
+def test_vllms_words_choose_the_strategy(variables: dict[str, str], strategy: str) -> None:
+    loaded = given(**variables)
+
+    assert loaded.engine.buckets.strategy == strategy
+
+
+def test_fitted_without_a_traffic_is_refused() -> None:
+    with pytest.raises(ConfigError, match="traffic file need each other"):
+        given("--bucketing-strategy", "fitted")
+
+
 def test_a_bucket_file_asks_for_its_strategy() -> None:
     loaded = given("--bucketing-file", "shapes.txt")
 

@@ -1,5 +1,6 @@
 """Bucket lists against published ones, and the table's promises."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from hpu.bucket_lists import (
     linear_points,
     parse_buckets,
 )
+from hpu.bucket_lists_v3 import padding_points, v3_decode_axes, v3_prompt_axes, v3_prompts
 from hpu.buckets import BucketLimits, BucketTable
 from hpu.step import DECODE, PREFILL
 
@@ -40,6 +42,18 @@ GENERATORS: dict[str, Any] = {
     ),
     "g1_decode": lambda p: exponential_decodes(
         p["max_bs"], p["block"], p["max_blocks"], exact_last=p["contiguous_pa"]
+    ),
+    "linear_2d": lambda p: list(
+        itertools.product(linear_points(*p["bs_cfg"]), linear_points(*p["seq_cfg"]))
+    ),
+    "pad_range": lambda p: padding_points(
+        p["bmin"], p["step"], p["bmax"], p["pad_max"], p["pad_percent"]
+    ),
+    "g3_prompt_cfg": lambda p: v3_prompt_axes(
+        p["max_prefill_bs"], p["block"], p["budget"], p["max_len"]
+    ),
+    "g3_decode_cfg": lambda p: v3_decode_axes(
+        p["max_bs"], p["block"], p["max_len"], p["max_blocks"], contiguous=p["contiguous_pa"]
     ),
 }
 
@@ -87,7 +101,7 @@ def test_an_exact_table_pads_nothing() -> None:
     assert (found.bucket, found.result, table.buckets) == ((3, 77, 5), "hit", [])
 
 
-@pytest.mark.parametrize("strategy", ["exponential", "linear"])
+@pytest.mark.parametrize("strategy", ["exponential", "exponential-v3", "linear", "padding-aware"])
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_every_shape_a_lone_prompt_or_a_decode_can_have_is_prepared(
@@ -136,6 +150,53 @@ def test_a_shape_beyond_all_buckets_runs_and_is_remembered(
     assert (smaller.bucket, smaller.result) == ((1, 128, 0), "miss")
     assert "was not warmed-up" in caplog.text
     assert (PREFILL, 1, 128, 0) not in table.buckets
+
+
+def test_the_newer_rule_makes_the_documented_number_of_prompt_buckets() -> None:
+    shapes = v3_prompts(1, 128, 1024, 1024)
+
+    assert len(shapes) == 35
+
+
+def test_each_query_of_a_long_context_gets_what_it_leaves_room_for() -> None:
+    free = v3_prompts(1, 128, 2048, 16_384)
+    capped = v3_prompts(1, 128, 2048, 16_384, context_max=120)
+
+    assert (1, 128, 127) in free
+    assert (1, 128, 127) not in capped
+    assert (1, 2048, 112) in capped
+
+
+def test_a_query_of_one_token_is_prepared_where_it_is_asked_for() -> None:
+    config = BucketConfig(strategy="exponential-v3", prompt_query=Range(min=1))
+
+    table = BucketTable.make(config, limits())
+
+    assert table.find(PREFILL, 1, 1, 2).bucket[1] == 1
+
+
+@pytest.mark.parametrize("strategy", ["exponential", "exponential-v3"])
+def test_ranges_that_a_strategy_ignores_are_warned_about(
+    strategy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = BucketConfig(strategy=strategy, decode_batch=Range(step=3))
+
+    BucketTable.make(config, limits())
+
+    assert "limits given for decode-bs change nothing" in caplog.text
+
+
+def test_padding_limits_thin_out_the_axis() -> None:
+    loose = BucketConfig(strategy="padding-aware", decode_blocks=Range(pad_percent=50, pad_max=64))
+    tight = BucketConfig(strategy="padding-aware", decode_blocks=Range(pad_percent=0))
+
+    few, many = (
+        {shape[3] for shape in BucketTable.make(config, limits()).buckets if shape[0] == DECODE}
+        for config in (loose, tight)
+    )
+
+    assert few < many
+    assert many == set(range(16, 129, 16))
 
 
 def test_ranges_replace_the_linear_defaults() -> None:

@@ -1,0 +1,123 @@
+"""Lengths of real requests, read from what a server or its users keep of them. Knows no shapes."""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from config.errors import ConfigError
+
+MOST_TOKENS = 10_000_000
+_LOG_LINE = re.compile(r"\bprompt_tokens=(\d+) output_tokens=(\d+)\b")
+_BUCKET = re.compile(
+    r'^vllm:request_(prompt|generation)_tokens_bucket\{.*\ble="([^"]+)".*\} (\S+)', re.MULTILINE
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """One request, or `weight` of them."""
+
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int = 0
+    """Of the prompt, found in the prefix cache."""
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("prompt_tokens", 1), ("output_tokens", 0), ("cached_tokens", 0)):
+            value = getattr(self, name)
+            if not least <= value <= MOST_TOKENS:
+                raise ConfigError(f"{name} is {value}, it must be {least} to {MOST_TOKENS}")
+        if self.cached_tokens >= self.prompt_tokens:
+            raise ConfigError(
+                f"cached_tokens is {self.cached_tokens}, it must be below prompt_tokens, which is "
+                f"{self.prompt_tokens}"
+            )
+
+
+def read_traffic(path: str) -> list[Lengths]:
+    """The requests of a file: JSON lines, a /metrics page, or a log with one line a request.
+
+    Which of them it is is told by its content. Raises ConfigError with the line.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the traffic file {path} cannot be read: {error}") from None
+    return parse_traffic(text, path)
+
+
+def parse_traffic(text: str, name: str = "traffic") -> list[Lengths]:
+    """`read_traffic` of a text."""
+    if _BUCKET.search(text):
+        found = _from_metrics(text, name)
+    elif _LOG_LINE.search(text) and not text.lstrip().startswith("{"):
+        # A request that ended before its prompt was counted has none.
+        found = [
+            Lengths(int(prompt), int(output))
+            for prompt, output in _LOG_LINE.findall(text)
+            if int(prompt)
+        ]
+    else:
+        found = list(_from_json_lines(text, name))
+    if not found:
+        raise ConfigError(f"{name} holds 0 requests, it must hold at least 1")
+    return found
+
+
+def _from_json_lines(text: str, name: str) -> Iterator[Lengths]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            if not isinstance(entry, dict):
+                raise ConfigError("it is no JSON object")
+            yield Lengths(
+                _whole(entry, "prompt_tokens"),
+                _whole(entry, "output_tokens"),
+                _whole(entry, "cached_tokens", 0),
+            )
+        except (ValueError, ConfigError) as error:
+            raise ConfigError(f"{name}, line {number}: {line[:80]!r}: {error}") from None
+
+
+def _whole(entry: dict[str, object], key: str, default: int | None = None) -> int:
+    value = entry.get(key, default)
+    if type(value) is not int:
+        raise ConfigError(f"{key} is {value!r}, it must be a whole number")
+    return value
+
+
+def _from_metrics(text: str, name: str) -> list[Lengths]:
+    """The page keeps prompts and outputs apart: every pair of their buckets is assumed, as often
+    as if the two had nothing to do with each other."""
+    prompts, outputs = (_histogram(text, kind, name) for kind in ("prompt", "generation"))
+    total = sum(prompts.values())
+    return [
+        Lengths(max(1, prompt), output, 0, many * share / total)
+        for prompt, many in prompts.items()
+        for output, share in outputs.items()
+    ]
+
+
+def _histogram(text: str, kind: str, name: str) -> dict[int, float]:
+    """Tokens to requests, those of a bucket at its middle; labels are summed over."""
+    below: dict[float, float] = {}
+    for found, end, value in _BUCKET.findall(text):
+        if found == kind:
+            below[float(end)] = below.get(float(end), 0.0) + float(value)
+    counts: dict[int, float] = {}
+    start = before = 0.0
+    for end in sorted(below):
+        if below[end] > before:
+            # What lies beyond the last end has no middle; the end itself is the least it can be.
+            middle = start if math.isinf(end) else (start + 1 + end) / 2
+            counts[int(middle)] = below[end] - before
+        start, before = end, max(before, below[end])
+    if not counts:
+        raise ConfigError(f"{name} counts 0 requests in vllm:request_{kind}_tokens")
+    return counts

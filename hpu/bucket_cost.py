@@ -1,0 +1,26 @@
+"""What a launch costs, as modelled: the one measure that lookups, packing and fitting share."""
+
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpu.step import PREFILL
+
+Numbers = TypeVar("Numbers", int, NDArray[np.int64])
+
+POSITIONS_A_TOKEN = 2048
+"""Cached positions whose attention costs as much as one token through the linear layers."""
+
+LAUNCH_TOKENS = 64
+"""A further launch costs about as much as so many more tokens in one (weights are read again)."""
+
+
+def launch_cost(
+    phase: int, batch: Numbers, query: Numbers, blocks: Numbers, block_size: int
+) -> Numbers:
+    """Modelled cost of a launch in this shape, in cached positions read."""
+    context = blocks * block_size
+    if phase == PREFILL:
+        return batch * query * (POSITIONS_A_TOKEN + context + query // 2)
+    return batch * POSITIONS_A_TOKEN // 16 + context
