@@ -1,6 +1,5 @@
 """What the documents say is so: links, flags, manifests, and every example of the README."""
 
-import importlib.util
 import json
 import os
 import re
@@ -155,11 +154,6 @@ def test_a_replaced_torch_is_noticed(tmp_path: Path) -> None:
     assert statuses == [0, 1]
 
 
-needs_server = pytest.mark.skipif(
-    importlib.util.find_spec("server.frontends") is None, reason="there is no server to ask"
-)
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """(url, folder) of a tiny model that is served under the name of the demo model."""
@@ -172,7 +166,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
         yield live.url, str(folder)
 
 
-@needs_server
 @pytest.mark.parametrize(
     ("kind", "example"), EXAMPLES, ids=[f"{kind} {i}" for i, (kind, _) in enumerate(EXAMPLES)]
 )
@@ -205,7 +198,6 @@ def test_the_readme_has_an_example_of_each_kind() -> None:
         assert word in text
 
 
-@needs_server
 def test_every_metric_in_the_documents_is_served(served: tuple[str, str]) -> None:
     named = set(re.findall(r"`((?:vllm:|hpu_)\w+)`", (ROOT / "docs/metrics.md").read_text()))
 
