@@ -94,16 +94,51 @@ def assert_cramped(stats: EngineStats) -> None:
     assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_cramped_engine_says_what_transformers_says(family: str, tmp_path: Path) -> None:
-    # A window shorter than the text where the family can have one: blocks fall out of it.
-    window = {"sliding_window": 24} if family in ("mistral", "phi3") else {}
-    folder = make_tiny(family, tmp_path, seed=3, **window)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in FAMILIES},
+    # A window shorter than the text: whole blocks fall out of it.
+    "mistral: window": ("mistral", {"sliding_window": 24}),
+    "phi3: window": ("phi3", {"sliding_window": 24}),
+    "llama: llama3 rope, biases, one key head": (
+        "llama",
+        {
+            "rope_parameters": LLAMA3,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "num_key_value_heads": 1,
+        },
+    ),
+    "qwen2: tied, window in the upper layers": (
+        "qwen2",
+        {
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "max_window_layers": 1,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VARIATIONS)
+def test_a_cramped_engine_says_what_transformers_says(name: str, tmp_path: Path) -> None:
+    family, overrides = VARIATIONS[name]
+    folder = make_tiny(family, tmp_path, seed=3, **overrides)
     expected = greedy_by_transformers(folder)
 
     outputs, stats = run(folder, CRAMPED, PROMPTS, GREEDY)
 
     assert tokens_of(outputs) == expected
+    # A model that says one token for ever would hide a wrong cache.
+    assert sum(len(set(tokens)) > 10 for tokens in expected) >= len(PROMPTS) - 2
     assert_cramped(stats)
 
 
