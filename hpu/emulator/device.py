@@ -178,13 +178,13 @@ class Device:
         largest = 0
         for out in device_tensors(wrapped):
             self.segment.number(out.uid)
-            largest = max(largest, out.inner.numel() * out.inner.element_size())
+            largest = max(largest, out.host.numel() * out.host.element_size())
         self.segment.add(name, parts, 0 if name in rules.VIEWS else largest)
 
     def _describe(self, value: Any) -> object:
         """What of an argument takes part in a recipe's signature."""
         if isinstance(value, HpuTensor):
-            inner = value.inner
+            inner = value.host
             number = self.segment.number(value.uid)
             return number, tuple(inner.shape), inner.stride(), str(inner.dtype)
         if isinstance(value, Tensor):
@@ -204,8 +204,8 @@ class Device:
     def _wrap(self, result: Any, args: Any, kwargs: Any) -> Any:
         """CPU results as device tensors: an in-place op's is its argument, a view's shares its
         storage and its lease, any other takes new memory."""
-        known = {id(given.inner): given for given in device_tensors((args, kwargs))}
-        storages = {storage_of(given.inner): given for given in known.values()}
+        known = {id(given.host): given for given in device_tensors((args, kwargs))}
+        storages = {storage_of(given.host): given for given in known.values()}
 
         def wrap(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -251,9 +251,9 @@ class Device:
             self.journal.misuse("compile_only_read", "nothing was launched", "aten::copy_")
             return target
         if not non_blocking:
-            return target.copy_(source.inner)
+            return target.copy_(source.host)
         self.close_segment()
-        self.pending.copy(target, source.inner)
+        self.pending.copy(target, source.host)
         return target
 
     def compile_only(self) -> bool:
@@ -307,7 +307,7 @@ def _check_devices(name: str, args: Any, kwargs: Any) -> None:
 def _unwrap(value: Any, clones_host: bool = False) -> Any:
     def change(leaf: Any) -> Any:
         if isinstance(leaf, HpuTensor):
-            return leaf.inner
+            return leaf.host
         if clones_host and isinstance(leaf, Tensor):
             return leaf.clone()
         return torch.device("cpu") if is_hpu(leaf) else leaf

@@ -94,18 +94,18 @@ class HPUGraph:
         shared = {storage_of(given) for given in tensors_in((args, kwargs))}
         slot_args, slot_kwargs = self._slots(args), self._slots(kwargs)
         for out in outs:
-            if id(out.inner) not in self._places:
-                self._made[self._place(out.inner)] = weakref.ref(out)
+            if id(out.host) not in self._places:
+                self._made[self._place(out.host)] = weakref.ref(out)
                 self._blocks.append(out.block)
-        results = tuple(self._place(out.inner) for out in outs)
+        results = tuple(self._place(out.host) for out in outs)
         constants = None
         if name in rules.RANDOM:
-            constants = tuple(out.inner.clone() for out in outs)
+            constants = tuple(out.host.clone() for out in outs)
             self._device.journal.misuse(
                 "random_in_graph", "a replay draws the captured numbers again", name
             )
         is_view = not func._schema.is_mutable and all(
-            storage_of(out.inner) in shared for out in outs
+            storage_of(out.host) in shared for out in outs
         )
         stays = bool(outs) and (is_view or name in rules.EMPTY)
         self._steps.append(Step(func, slot_args, slot_kwargs, results, constants, stays))
@@ -113,15 +113,15 @@ class HPUGraph:
     def mark_user_inputs(self, tensors: Sequence[Tensor]) -> None:
         """Name the inputs, in the order in which `replayV3` gets them."""
         self._input_slots = [
-            self._places.get(id(given.inner)) if isinstance(given, HpuTensor) else None
+            self._places.get(id(given.host)) if isinstance(given, HpuTensor) else None
             for given in tensors
         ]
 
     def mark_user_outputs(self, tensors: Iterable[Tensor]) -> None:
         """Name the outputs, which stay at their place whatever else is freed."""
         for given in tensors:
-            if isinstance(given, HpuTensor) and id(given.inner) in self._places:
-                self._results.append((self._places[id(given.inner)], given.inner))
+            if isinstance(given, HpuTensor) and id(given.host) in self._places:
+                self._results.append((self._places[id(given.host)], given.host))
                 self._blocks.append(given.block)
 
     def get_user_input_match_indices(self) -> list[int]:
@@ -174,7 +174,7 @@ class HPUGraph:
         bound: dict[int, Tensor] = {}
         for slot, given in zip(self._input_slots, tensors, strict=True):
             if slot is not None and isinstance(given, HpuTensor):
-                bound[slot] = given.inner
+                bound[slot] = given.host
         self._run_detached(bound)
 
     def clear_inputs(self) -> None:
@@ -212,15 +212,15 @@ class HPUGraph:
 
     def _run_detached(self, bound: dict[int, Tensor]) -> None:
         table = list(self._table)
-        for slot, value in bound.items():
-            table[slot] = value
+        for slot, given in bound.items():
+            table[slot] = given
         for step in self._steps:
             for slot, value in zip(step.results, self._compute(step, table), strict=True):
                 table[slot] = value
         for slot, target in self._results:
-            value = table[slot]
-            if value is not None and value is not target:
-                target.copy_(value)
+            found = table[slot]
+            if found is not None and found is not target:
+                target.copy_(found)
 
     def _compute(self, step: Step, table: Sequence[Tensor | None]) -> list[Tensor]:
         if step.constants is not None:

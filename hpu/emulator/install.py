@@ -85,7 +85,7 @@ class Emulator:
                 setattr(owner, name, original)
         self._patches.clear()
         for library in self._libraries:
-            library._destroy()
+            library._destroy()  # type: ignore[no-untyped-call]  # torch's own
         self._libraries.clear()
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
@@ -123,11 +123,11 @@ class Emulator:
         def factory(op: Any, *args: Any, **kwargs: Any) -> Any:
             return self.device.run(op, args, kwargs)
 
-        fallback = Library("_", "IMPL")
-        fallback.fallback(factory, "HPU")
-        whole = Library("aten", "IMPL")
+        fallback = Library("_", "IMPL")  # type: ignore[no-untyped-call]  # torch's own
+        fallback.fallback(factory, "HPU")  # type: ignore[no-untyped-call]  # torch's own
+        whole = Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # torch's own
         for name in WHOLE:
-            whole.impl(name.removeprefix("aten::"), self._whole(name), "HPU")
+            whole.impl(name.removeprefix("aten::"), self._whole(name), "HPU")  # type: ignore[no-untyped-call]  # torch's own
         return fallback, whole
 
     def _whole(self, name: str) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ from hpu.emulator import kernels, quantised
 
 def define_ops(fp8_max: float) -> Library:
     """Defines and implements every op; the ops are gone when the library is destroyed."""
-    library = Library("hpu", "DEF")
+    library = Library("hpu", "DEF")  # type: ignore[no-untyped-call]  # torch's own
     fp8 = quantised.Fp8(fp8_max)
     table = {
         kernels.SDPA: kernels.sdpa,
@@ -28,6 +28,6 @@ def define_ops(fp8_max: float) -> Library:
         table[quantised.CAST_FROM.format(name=name, scale=scale)] = fp8.cast_from
         table[quantised.GEMM.format(name=name, scale=scale)] = fp8.gemm
     for schema, kernel in table.items():
-        library.define(schema)
-        library.impl(schema.partition("(")[0], kernel, "CPU")
+        library.define(schema)  # type: ignore[no-untyped-call]  # torch's own
+        library.impl(schema.partition("(")[0], kernel, "CPU")  # type: ignore[no-untyped-call]  # torch's own
     return library

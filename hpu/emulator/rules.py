@@ -85,11 +85,11 @@ Mishap = Callable[[str, str, str], None]
 
 
 class IndexRule(NamedTuple):
-    """Where an op keeps its index: argument numbers of target, dimension (None: 0) and index."""
+    """Where an op keeps its index: argument numbers of target, dimension (None: 0) and places."""
 
     target: int
     dim: int | None
-    index: int
+    places: int
     reads: bool
 
 
@@ -149,7 +149,7 @@ def _run_indexed(
     kwargs: dict[str, Any],
     mishap: Mishap,
 ) -> Any:
-    index = args[rule.index]
+    index = args[rule.places]
     if not index.numel():
         return func(*args, **kwargs)
     dim = 0 if rule.dim is None else args[rule.dim]
@@ -160,7 +160,7 @@ def _run_indexed(
     _report(name, low, high, size, mishap)
     allowed = (index >= 0) & (index < size)
     clamped = list(args)
-    clamped[rule.index] = index.clamp(0, size - 1)
+    clamped[rule.places] = index.clamp(0, size - 1)
     if rule.reads:
         out = func(*clamped, **kwargs)
         mask = allowed
@@ -210,7 +210,7 @@ def _run_put(
             bad = True
     if not bad or len(given) != len(indices):
         return func(*args, **kwargs)
-    broadcast = torch.broadcast_tensors(*given)
+    broadcast = torch.broadcast_tensors(*given)  # type: ignore[no-untyped-call]  # torch's own
     allowed = torch.ones(broadcast[0].shape, dtype=torch.bool)
     for dim, index in enumerate(broadcast):
         allowed &= (index >= 0) & (index < target.shape[dim])
@@ -229,7 +229,8 @@ def _one_hot(args: tuple[Any, ...], kwargs: dict[str, Any], mishap: Mishap) -> T
         low, high = int(index.min()), int(index.max())
         if low < 0 or high >= classes:
             _report("aten::one_hot", low, high, classes, mishap)
-    return (index.unsqueeze(-1) == torch.arange(classes)).long()
+    rows: Tensor = index.unsqueeze(-1) == torch.arange(classes)
+    return rows.long()
 
 
 def _report(name: str, low: int, high: int, size: int, mishap: Mishap) -> None:

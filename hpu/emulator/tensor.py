@@ -45,9 +45,9 @@ class Owner(Protocol):
 
 
 class HpuTensor(Tensor):
-    """`inner` holds the bytes, `block` their place in the books; `uid` is never reused."""
+    """`host` holds the bytes, `block` their place in the books; `uid` is never reused."""
 
-    inner: Tensor
+    host: Tensor
     owner: Owner
     block: Block
     lease: Lease | None
@@ -60,7 +60,7 @@ class HpuTensor(Tensor):
     def __new__(
         cls, inner: Tensor, owner: Owner, block: Block, lease: Lease | None = None
     ) -> "HpuTensor":
-        made: HpuTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: HpuTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             inner.shape,
             strides=inner.stride(),
@@ -69,7 +69,7 @@ class HpuTensor(Tensor):
             device=DEVICE,
             requires_grad=False,
         )
-        made.inner = inner
+        made.host = inner
         made.owner = owner
         made.block = block
         made.lease = lease
@@ -77,7 +77,7 @@ class HpuTensor(Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch calls it with the op first
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -98,11 +98,11 @@ class HpuTensor(Tensor):
     def __setitem__(self, key: Any, value: Any) -> None:
         indexing.write(self, key, value)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped there
         return repr(self.cpu()).replace("tensor(", "tensor(device='hpu:0', ", 1)
 
     def data_ptr(self) -> int:
-        return self.inner.data_ptr()
+        return self.host.data_ptr()
 
 
 def device_tensors(value: Any) -> Iterator[HpuTensor]:
@@ -124,7 +124,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def storage_of(tensor: Tensor) -> int:
     """Identity of a CPU tensor's storage; equal for its views."""
-    return tensor.untyped_storage()._cdata
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:

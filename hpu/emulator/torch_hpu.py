@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hpu.emulator import graphs
 from hpu.emulator.device import Device
-from hpu.emulator.graphs import GraphContext, HPUGraph
 from hpu.emulator.tensor import DEVICE
 from hpu.emulator.wrap import GraphedFunction, make_graphed, wrap_module
 
 
-class Event:
+class CardEvent:
     """A point in the card's queue; `elapsed_time` is host time in milliseconds."""
 
     def __init__(self, device: Device, enable_timing: bool) -> None:
@@ -43,7 +43,7 @@ class Event:
         self._device.journal.counts["event_waits"] += 1
         self._reach()
 
-    def elapsed_time(self, end: "Event") -> float:
+    def elapsed_time(self, end: "CardEvent") -> float:
         if not (self._timed and end._timed):
             raise RuntimeError("elapsed_time needs events made with enable_timing=True")
         return (end._moment_s - self._moment_s) * 1e3
@@ -53,7 +53,7 @@ class Event:
             self._device.pending.reach(self._point)
 
 
-class Stream:
+class CardStream:
     """One queue; all streams of the emulated card are in order with one another."""
 
     def __init__(self, device: Device, priority: int) -> None:
@@ -61,14 +61,14 @@ class Stream:
         self.priority = priority
         self.device = DEVICE
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: CardEvent) -> None:
         """In order already."""
 
-    def wait_stream(self, stream: "Stream") -> None:
+    def wait_stream(self, stream: "CardStream") -> None:
         """In order already."""
 
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event(self._device, False)
+    def record_event(self, event: CardEvent | None = None) -> CardEvent:
+        event = event or CardEvent(self._device, False)
         event.record(self)
         return event
 
@@ -84,7 +84,7 @@ class Api:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._default = Stream(device, 0)
+        self._default = CardStream(device, 0)
         self._stream = self._default
 
     def _lazy_init(self) -> None:
@@ -175,20 +175,20 @@ class Api:
     def memory_summary(self, device: Any = None) -> str:
         return "\n".join(f"{name}: {value}" for name, value in self.memory_stats().items())
 
-    def Event(self, enable_timing: bool = False) -> Event:
-        return Event(self._device, enable_timing)
+    def Event(self, enable_timing: bool = False) -> CardEvent:
+        return CardEvent(self._device, enable_timing)
 
-    def Stream(self, device: Any = None, priority: int = 0) -> Stream:
-        return Stream(self._device, priority)
+    def Stream(self, device: Any = None, priority: int = 0) -> CardStream:
+        return CardStream(self._device, priority)
 
-    def current_stream(self, device: Any = None) -> Stream:
+    def current_stream(self, device: Any = None) -> CardStream:
         return self._stream
 
-    def default_stream(self, device: Any = None) -> Stream:
+    def default_stream(self, device: Any = None) -> CardStream:
         return self._default
 
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def stream(self, stream: CardStream) -> Iterator[None]:
         before, self._stream = self._stream, stream
         try:
             yield
@@ -216,11 +216,13 @@ class Api:
     def sdp_kernel(self, enable_recompute: bool = True) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def HPUGraph(self) -> HPUGraph:
-        return HPUGraph(self._device)
+    def HPUGraph(self) -> graphs.HPUGraph:
+        return graphs.HPUGraph(self._device)
 
-    def graph(self, hpu_graph: HPUGraph, stream: Any = None, dry_run: bool = False) -> GraphContext:
-        return GraphContext(hpu_graph, self._device, dry_run)
+    def graph(
+        self, hpu_graph: graphs.HPUGraph, stream: Any = None, dry_run: bool = False
+    ) -> graphs.GraphContext:
+        return graphs.GraphContext(hpu_graph, self._device, dry_run)
 
     def wrap_in_hpu_graph(
         self,

@@ -32,7 +32,7 @@ class _Captured:
             if not isinstance(leaf, HpuTensor) or any(leaf is given for given in self.inputs):
                 return leaf
             until = OutputLease(self.generation, self.generation.value)
-            return HpuTensor(leaf.inner, leaf.owner, leaf.block, until)
+            return HpuTensor(leaf.host, leaf.owner, leaf.block, until)
 
         return map_leaves(lease, self.outputs)
 
@@ -154,10 +154,10 @@ class GraphedFunction:
         for target, given in zip(found.inputs, inputs, strict=True):
             if not isinstance(target, HpuTensor) or target is given:
                 continue
-            source = given.inner if isinstance(given, HpuTensor) else given
-            if source is target.inner:
+            source = given.host if isinstance(given, HpuTensor) else given
+            if source is target.host:
                 continue
-            target.inner.copy_(source)
+            target.host.copy_(source)
             found.leases[id(target)].overwritten = True
 
 

@@ -1,0 +1,399 @@
+"""Each way in which a program can hurt itself on the card, committed by a small program."""
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emulated import emulated
+from torch import Tensor
+
+from hpu.emulator.settings import Misuse
+
+
+def twice(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def wrapped(function: Callable[..., Any], **options: Any) -> Any:
+    return torch.hpu.wrap_in_hpu_graph_func(function, **options)  # type: ignore[attr-defined]
+
+
+def mark_step() -> None:
+    from habana_frameworks.torch.core import mark_step as mark
+
+    mark()
+
+
+def test_1_a_new_shape_compiles_and_a_known_one_is_free() -> None:
+    with emulated(compile_delay_s=0.01) as card:
+        for length in (3, 4, 4, 3):
+            torch.ones(length, device="hpu") + 1
+            mark_step()
+
+        assert card.journal.counts["compilations"] == 2
+        assert card.journal.compile_us >= 20_000
+        assert sum(card.journal.recipe_hits.values()) == 2
+
+
+def test_2_a_number_in_the_key_captures_at_every_step_and_takes_memory() -> None:
+    with emulated() as card:
+        graph = wrapped(lambda x, step: x + step)
+        x = torch.ones(4, device="hpu")
+        before = card.memory.in_use
+
+        for step in range(3):
+            graph(x, step)
+
+        assert card.journal.counts["captures"] == 3
+        assert card.journal.counts["scalar_in_key"] == 2
+        assert card.memory.in_use >= before + 3 * card.device.config.graph_bytes
+
+
+def test_3_beyond_max_graphs_the_function_runs_ungraphed() -> None:
+    with emulated() as card:
+        graph = wrapped(twice, max_graphs=1)
+
+        for length in (2, 3, 3):
+            assert graph(torch.ones(length, device="hpu")).tolist() == [2.0] * length
+
+        assert (card.journal.counts["captures"], card.journal.counts["ungraphed"]) == (1, 2)
+
+
+def test_4_a_replay_overwrites_the_output_given_before() -> None:
+    with emulated() as card:
+        graph = wrapped(twice)
+
+        first = graph(torch.ones(2, device="hpu"))
+        graph(torch.full((2,), 5.0, device="hpu"))
+
+        assert first.tolist() == [10.0, 10.0]
+        assert card.journal.counts["stale_output"] == 1
+
+
+def test_4_a_copy_taken_before_the_replay_stays() -> None:
+    with emulated(strict=True):
+        graph = wrapped(twice)
+
+        first = graph(torch.ones(2, device="hpu")).clone()
+        graph(torch.full((2,), 5.0, device="hpu"))
+
+        assert first.tolist() == [2.0, 2.0]
+
+
+def test_5_the_first_calls_input_is_overwritten() -> None:
+    with emulated() as card:
+        graph = wrapped(twice)
+        first = torch.ones(2, device="hpu")
+        graph(first)
+
+        graph(torch.full((2,), 5.0, device="hpu"))
+
+        assert first.tolist() == [5.0, 5.0]
+        assert card.journal.counts["input_overwritten"] == 1
+
+
+def test_6_without_tensor_cache_intermediates_are_gone_unless_listed() -> None:
+    kept: list[Tensor] = []
+
+    def forward(x: Tensor) -> Tensor:
+        kept.append(x + 1)
+        return kept[-1] * 2
+
+    with emulated() as card:
+        out = wrapped(forward, disable_tensor_cache=True)(torch.ones(2, device="hpu"))
+
+        assert out.tolist() == [4.0, 4.0]
+        assert torch.isnan(kept[0].cpu()).all()
+        assert card.journal.counts["freed_intermediate"] == 1
+
+
+def test_6_a_listed_tensor_is_kept() -> None:
+    with emulated(strict=True):
+        state = torch.zeros(2, device="hpu")
+
+        def forward(x: Tensor) -> Tensor:
+            state.add_(x)
+            return state * 2
+
+        graph = wrapped(forward, disable_tensor_cache=True)
+        listed = [state]
+        graph(torch.ones(2, device="hpu"), cache_tensors_list=listed)
+
+        assert state.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("text", "is_lost"), [("true", False), ("1", True)])
+def test_7_only_the_string_1_disables_the_tensor_cache(text: str, is_lost: bool) -> None:
+    kept: list[Tensor] = []
+
+    def forward(x: Tensor) -> Tensor:
+        kept.append(x + 1)
+        return kept[-1] * 2
+
+    with emulated(variables={"PT_HPUGRAPH_DISABLE_TENSOR_CACHE": text}):
+        wrapped(forward, disable_tensor_cache=True)(torch.ones(2, device="hpu"))
+
+        assert bool(torch.isnan(kept[0].cpu()).any()) == is_lost
+
+
+def test_8_another_dtype_of_the_same_shape_is_a_hit() -> None:
+    with emulated() as card:
+        graph = wrapped(twice)
+        graph(torch.ones(2, device="hpu"))
+
+        out = graph(torch.full((2,), 3, dtype=torch.int32, device="hpu"))
+
+        assert (out.dtype, out.tolist()) == (torch.float32, [6.0, 6.0])
+        assert card.journal.counts["dtype_hit"] == 1
+        assert card.journal.counts["captures"] == 1
+
+
+def test_8_without_tensor_cache_another_dtype_is_refused() -> None:
+    with emulated():
+        graph = wrapped(twice, disable_tensor_cache=True)
+        graph(torch.ones(2, device="hpu"))
+
+        with pytest.raises(RuntimeError, match="reinterpret"):
+            graph(torch.ones(2, dtype=torch.int32, device="hpu"))
+
+
+def test_9_an_op_the_card_lacks_falls_back_and_is_counted() -> None:
+    with emulated() as card:
+        from habana_frameworks.torch.hpu.metrics import metric_global
+
+        torch.linalg.inv_ex(torch.eye(2, device="hpu"))
+
+        assert metric_global("cpu_fallback").stats() == [
+            ("TotalNumber", 1),
+            ("FallbackOps", {"linalg_inv_ex": 1}),
+        ]
+        assert card.journal.counts["fallbacks"] == 1
+
+
+def test_9_a_fallback_inside_a_capture_is_refused() -> None:
+    with (
+        emulated() as card,
+        pytest.raises(
+            RuntimeError, match="cpu fallback is not supported during hpu graph capturing"
+        ),
+    ):
+        wrapped(torch.linalg.inv_ex)(torch.eye(2, device="hpu"))
+
+    assert card.device.recording is None
+
+
+def test_10_an_allocation_beyond_the_card_fails_and_leaves_the_books_right() -> None:
+    with emulated(memory_bytes=1 << 20) as card:
+        with pytest.raises(RuntimeError, match=r"Allocation failed for size::4194304"):
+            torch.empty(1 << 20, device="hpu")
+
+        assert card.memory.in_use == 0
+
+
+def test_10_a_capture_beyond_the_card_fails() -> None:
+    with emulated(memory_bytes=1 << 20, graph_bytes=1 << 21):
+        x = torch.ones(2, device="hpu")
+
+        with pytest.raises(RuntimeError, match=r"Graph compile failed\. 26"):
+            wrapped(twice)(x)
+
+
+def test_10_workspace_grows_at_a_later_larger_shape() -> None:
+    with emulated(memory_bytes=1 << 20, workspace_ratio=2.0) as card:
+        torch.ones(1 << 10, device="hpu")
+        mark_step()
+        small = card.memory.workspace
+        large = torch.ones(1 << 17, device="hpu")
+
+        with pytest.raises(RuntimeError, match=r"workspace Allocation of size ::1048576 failed!"):
+            mark_step()
+
+        assert (small, large.numel()) == (8 << 10, 1 << 17)
+
+
+def test_11_large_integers_wrap_in_lazy_mode() -> None:
+    with emulated() as card:
+        value = torch.tensor([2**32 + 5]).to("hpu")
+
+        assert value.tolist() == [5]
+        assert card.journal.counts["int64_wrap"] == 1
+
+
+def test_11_float64_is_refused() -> None:
+    with emulated(), pytest.raises(RuntimeError, match="float64 is not supported by hpu"):
+        torch.zeros(2, dtype=torch.float64, device="hpu")
+
+
+def test_12_minus_one_reads_zeros_and_writes_nothing() -> None:
+    with emulated() as card:
+        places = torch.tensor([0, -1]).to("hpu")
+        table = torch.ones(3, 2, device="hpu")
+        cache = torch.zeros(3, 2, device="hpu")
+
+        read = torch.nn.functional.embedding(places, table)
+        cache.index_copy_(0, places, table[:2])
+
+        assert read.tolist() == [[1, 1], [0, 0]]
+        assert cache.tolist() == [[1, 1], [0, 0], [0, 0]]
+        assert card.journal.counts["negative_index"] == 2
+
+
+def test_13_what_is_read_in_compile_only_mode_is_garbage() -> None:
+    with emulated() as card:
+        from habana_frameworks.torch.internal import bridge_config
+
+        x = torch.ones(2, device="hpu")
+        with bridge_config.env_setting("PT_COMPILE_ONLY_MODE", True):
+            assert torch.isnan((x + 1).cpu()).all()
+
+        assert (x + 1).tolist() == [2.0, 2.0]
+        assert card.journal.counts["compile_only_read"] == 1
+
+
+def test_14_a_second_process_cannot_acquire_a_card(tmp_path: Path) -> None:
+    with emulated(lock_dir=tmp_path) as card:
+        torch.ones(1, device="hpu")
+        child = multiprocessing.get_context("spawn").Process(target=_acquire, args=(tmp_path,))
+        child.start()
+        child.join(30)
+
+        assert child.exitcode == 20
+        assert card.device.acquisition.is_held
+
+
+def _acquire(folder: Path) -> None:
+    with emulated(lock_dir=folder):
+        try:
+            torch.ones(1, device="hpu")
+        except RuntimeError as error:
+            os._exit(20 if "synStatus=20" in str(error) else 1)
+    os._exit(0)
+
+
+def test_14_a_card_given_back_stays_busy_for_a_while(tmp_path: Path) -> None:
+    with emulated(lock_dir=tmp_path):
+        torch.ones(1, device="hpu")
+
+    with (
+        emulated(lock_dir=tmp_path, release_delay_s=60.0),
+        pytest.raises(RuntimeError, match="Device acquire failed"),
+    ):
+        torch.ones(1, device="hpu")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_14_a_fork_of_the_holder_is_refused() -> None:
+    with emulated():
+        x = torch.ones(1, device="hpu")
+        child = os.fork()
+        if child == 0:
+            try:
+                x + 1
+            except RuntimeError as error:
+                os._exit(7 if "spawn" in str(error) else 1)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+
+        assert os.waitstatus_to_exitcode(status) == 7
+
+
+def test_15_a_rank_in_another_bucket_is_named_instead_of_a_deadlock(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=_rank, args=(tmp_path / "store", rank)) for rank in (0, 1)]
+    for child in ranks:
+        child.start()
+    for child in ranks:
+        child.join(60)
+
+    assert [child.exitcode for child in ranks] == [15, 15]
+
+
+def _rank(store: Path, rank: int) -> None:
+    """Both ranks agree on a first sum, then each runs a bucket of its own size."""
+    with emulated():
+        torch.distributed.init_process_group(
+            "hccl", init_method=f"file://{store}", rank=rank, world_size=2
+        )
+        total = torch.ones(1, device="hpu")
+        torch.distributed.all_reduce(total)
+        if total.item() != 2.0:
+            os._exit(1)
+        try:
+            torch.distributed.all_reduce(torch.ones(4 + rank, device="hpu"))
+        except RuntimeError as error:
+            os._exit(15 if f"deadlock: rank {rank}" in str(error) else 2)
+    os._exit(3)
+
+
+def test_16_fp8_saturates_where_the_generation_does() -> None:
+    largest = {}
+    for generation in ("gaudi2", "gaudi3"):
+        with emulated(generation=generation):
+            x = torch.full((1,), 1000.0, device="hpu")
+            cast, _ = torch.ops.hpu.cast_to_fp8_v2(x, 1.0)
+            largest[generation] = cast.float().item()
+
+    assert largest == {"gaudi2": 240.0, "gaudi3": 448.0}
+
+
+def test_16_a_product_refuses_values_of_the_other_generation() -> None:
+    with emulated(generation="gaudi2"):
+        weights = torch.full((2, 2), 448.0).to(torch.float8_e4m3fn).to("hpu")
+
+        with pytest.raises(RuntimeError, match=r"448\.0, the device's largest is 240\.0"):
+            torch.ops.hpu.fp8_gemm_v2(weights, False, weights, False, None, torch.bfloat16)
+
+
+def test_17_a_host_read_inside_a_step_is_counted_or_raised() -> None:
+    with emulated(strict=True) as card:
+        x = torch.ones(2, device="hpu")
+
+        with card.step(), pytest.raises(Misuse, match=r"_local_scalar_dense.*test_failure_modes"):
+            x.sum().item()
+
+        assert x.sum().item() == 2.0
+
+
+def test_17_a_copy_not_awaited_is_rubbish_until_its_event() -> None:
+    with emulated():
+        x = torch.ones(2, device="hpu")
+
+        copy = x.to("cpu", non_blocking=True)
+        event = torch.hpu.Event()  # type: ignore[attr-defined]
+        event.record()
+        assert torch.isnan(copy).all()
+        event.synchronize()
+
+        assert copy.tolist() == [1.0, 1.0]
+
+
+def test_17_a_bad_index_is_an_error_only_at_the_next_synchronize() -> None:
+    with emulated():
+        table = torch.ones(3, 2, device="hpu")
+        table.index_select(0, torch.tensor([7]).to("hpu"))
+
+        with pytest.raises(RuntimeError, match=r"synLaunch failed: .*index 7 of 3"):
+            torch.hpu.synchronize()  # type: ignore[attr-defined]
+
+
+def test_18_recipes_on_disk_help_only_identical_shapes(tmp_path: Path) -> None:
+    compiled = []
+    for blocks in (16, 16, 17):
+        with emulated(variables={"PT_HPU_RECIPE_CACHE_CONFIG": f"{tmp_path},false,1024"}) as card:
+            torch.zeros(blocks, 4, device="hpu") + 1
+            mark_step()
+            compiled.append(card.journal.counts["compilations"])
+
+    assert compiled == [1, 0, 1]
+
+
+def test_19_graphs_on_several_cards_need_collectives_in_the_graph() -> None:
+    with emulated() as card:
+        card.device.world_size = 2
+
+        with pytest.raises(RuntimeError, match="PT_HPU_ENABLE_LAZY_COLLECTIVES=true"):
+            wrapped(twice)

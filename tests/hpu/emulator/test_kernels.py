@@ -1,0 +1,134 @@
+"""The card's own ops against plain torch, and what they refuse."""
+
+from typing import Any
+
+import pytest
+import torch
+from emulated import emulated
+from torch import Tensor
+from torch.nn import functional
+
+
+def on_card(*tensors: Tensor) -> list[Tensor]:
+    return [given.to("hpu") for given in tensors]
+
+
+def test_attention_shares_key_heads_and_skips_padding() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
+    lengths = torch.tensor([6, 4], dtype=torch.int32)
+    expected = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    with emulated():
+        from habana_frameworks.torch.hpex.kernels import FusedSDPA
+
+        out = FusedSDPA.apply(
+            *on_card(q, k, v),
+            None,
+            0.0,
+            True,
+            None,
+            "fast",
+            True,
+            lengths.to("hpu"),
+            "right",
+        ).cpu()
+
+    assert torch.allclose(out[0], expected[0], atol=1e-5)
+    assert torch.allclose(out[1, :, :4], expected[1, :, :4], atol=1e-5)
+
+
+def test_attention_refuses_contradictions() -> None:
+    x = torch.zeros(1, 1, 2, 4)
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"is_causal": True, "attn_mask": torch.zeros(2, 2)}, "not both"),
+        ({"valid_seq_len": torch.tensor([1])}, "only with is_causal"),
+    ]
+
+    with emulated():
+        from habana_frameworks.torch.hpex.kernels import FusedSDPA
+
+        for arguments, text in refused:
+            on = {
+                key: value.to("hpu") if isinstance(value, Tensor) else value
+                for key, value in arguments.items()
+            }
+            with pytest.raises(RuntimeError, match=text):
+                FusedSDPA.apply(*on_card(x, x, x), **on)
+
+
+def test_norm_and_rotary_equal_their_formulas() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 8), torch.rand(8)
+    angles = torch.rand(5, 4)
+    cos, sin = torch.cat((angles, angles), -1).cos(), torch.cat((angles, angles), -1).sin()
+    places = torch.tensor([4, 0, 2])
+    turned = torch.cat((-x[:, 4:], x[:, :4]), -1)
+
+    with emulated():
+        from habana_frameworks.torch.hpex.kernels import apply_rotary_pos_emb
+        from habana_frameworks.torch.hpex.normalization import FusedRMSNorm
+
+        normed = FusedRMSNorm.apply(*on_card(x, weight), 1e-5).cpu()
+        rotated = apply_rotary_pos_emb(*on_card(x, cos, sin, places)).cpu()
+
+    assert torch.allclose(normed, functional.rms_norm(x, (8,), weight, 1e-5), atol=1e-6)
+    assert torch.allclose(rotated, x * cos[places] + turned * sin[places], atol=1e-6)
+
+
+def test_softmax_by_block_and_its_adjustment_are_one_softmax() -> None:
+    torch.manual_seed(0)
+    scores, values = torch.randn(3, 2, 4), torch.randn(3, 4, 5)
+    rows = torch.tensor([0, 1, 0])
+    joined = torch.cat((scores[0], scores[2]), -1).softmax(-1)
+    expected = joined @ torch.cat((values[0], values[2]), 0)
+
+    with emulated():
+        attn, highest, sums = torch.ops.hpu.block_softmax(
+            *on_card(scores, torch.zeros(3, 1, 4), rows)
+        )
+        share = torch.ops.hpu.block_softmax_adjustment(
+            highest, sums, rows.to("hpu"), 2, list(highest.shape)
+        )
+        weighed = ((attn @ values.to("hpu")) * share).cpu()
+
+    assert torch.allclose(weighed[0] + weighed[2], expected, atol=1e-5)
+    assert torch.allclose(weighed[1], scores[1].softmax(-1) @ values[1], atol=1e-5)
+
+
+def test_fp8_products_undo_their_scales() -> None:
+    a, b = torch.tensor([[2.0, 4.0]]), torch.tensor([[1.0], [3.0]])
+
+    with emulated():
+        cast_a, amax = torch.ops.hpu.cast_to_fp8_v2(a.to("hpu"), 0.5, is_amax=True)
+        cast_b, _ = torch.ops.hpu.cast_to_fp8_v2(b.to("hpu"), 2.0)
+        out = torch.ops.hpu.fp8_gemm_v2(cast_a, False, cast_b, False, None, torch.float32, 2.0, 0.5)
+
+        assert (out.item(), amax.item()) == (14.0, 4.0)
+
+
+def test_four_bit_weights_unpack_lowest_nibble_first() -> None:
+    packed = torch.tensor([[0x76543210]], dtype=torch.int32)
+
+    with emulated():
+        out = torch.ops.hpu.convert_from_uint4(
+            *on_card(packed, torch.full((1, 8), 2.0), torch.ones(1, 8)), torch.float32
+        )
+
+        assert out.tolist() == [[2.0 * (value - 1) for value in range(8)]]
+
+
+def test_experts_outside_the_local_range_add_nothing() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 4)
+    gate, up, down = torch.randn(3, 4), torch.randn(3, 4), torch.randn(4, 3)
+    table, weights = torch.tensor([[5, 0], [1, 0]]), torch.tensor([[0.25, 0.75], [0.5, 0.5]])
+    expected = 0.25 * (functional.silu(x[:1] @ gate.t()) * (x[:1] @ up.t())) @ down.t()
+
+    with emulated():
+        hidden, routing, share, w1, w2, w3 = on_card(x, table, weights, gate, up, down)
+        out = torch.ops.hpu.mixture_of_experts(
+            hidden, routing, share, [w1], [w2], [w3], True, "silu", 5, 5
+        ).cpu()
+
+    assert torch.allclose(out, torch.cat((expected, torch.zeros(1, 4))), atol=1e-5)
