@@ -108,9 +108,6 @@ class EngineCollector:
         text = "Share of the KV blocks in use, 0 to 1."
         yield self._gauge("vllm:kv_cache_usage_perc", text, usage)
         yield self._gauge("vllm:gpu_cache_usage_perc", text, usage)
-        for prefix in ("vllm:prefix_cache", "vllm:gpu_prefix_cache"):
-            yield self._counter(f"{prefix}_queries", "Tokens looked up.", stats.prefix_queries)
-            yield self._counter(f"{prefix}_hits", "Tokens found.", stats.prefix_hits)
         ready = self._client.ready
         if ready is not None:
             yield self._info(

@@ -18,6 +18,8 @@ from server.engine_metrics import EngineCollector
 LABELS = ("model_name", "engine")
 ENGINE = "0"
 FINISH_REASONS = ("stop", "length", "abort", "error")
+PREFIX_CACHES = ("vllm:prefix_cache", "vllm:gpu_prefix_cache")
+"""The name, and the old one that routers and dashboards still read."""
 REJECTIONS = ("queue_full", "not_ready")
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 
@@ -83,10 +85,18 @@ class Metrics:
         self._sizes: dict[str, Histogram] = {}
 
     def _add_counters(self) -> None:
-        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests.")
-        self.cached_tokens = self._counter(
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests.")
+        self._cached_tokens = self._counter(
             "vllm:prompt_tokens_cached", "Prompt tokens that were found in the prefix cache."
         )
+        self._prefix_queries = [
+            self._counter(f"{name}_queries", "Prompt tokens looked up in the prefix cache.")
+            for name in PREFIX_CACHES
+        ]
+        self._prefix_hits = [
+            self._counter(f"{name}_hits", "Prompt tokens found in the prefix cache.")
+            for name in PREFIX_CACHES
+        ]
         self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
         self._success = Counter(
             "vllm:request_success",
@@ -134,6 +144,17 @@ class Metrics:
         ):
             most = 128 if name == "request_params_n" else max_model_len
             self._sizes[name] = self._histogram(f"vllm:{name}", text, counts_up_to(most))
+
+    def prompt_read(self, num_tokens: int, num_cached: int) -> None:
+        """A request's prompt tokens, and how many of them were cached: once, whatever its n.
+
+        The engine looks a prompt up for every choice, so its own count would grow with n.
+        """
+        self._prompt_tokens.inc(num_tokens)
+        self._cached_tokens.inc(num_cached)
+        for queries, hits in zip(self._prefix_queries, self._prefix_hits, strict=True):
+            queries.inc(num_tokens)
+            hits.inc(num_cached)
 
     def observe_size(self, name: str, value: int) -> None:
         """One request's `name`, e.g. request_prompt_tokens."""

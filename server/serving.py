@@ -110,8 +110,7 @@ class Serving:
     def _observe_request(self) -> None:
         """Once for a request that the engine has worked on."""
         metrics, generation = self._metrics, self.generation
-        metrics.prompt_tokens.inc(generation.num_prompt_tokens)
-        metrics.cached_tokens.inc(generation.num_cached_tokens)
+        metrics.prompt_read(generation.num_prompt_tokens, generation.num_cached_tokens)
         metrics.e2e_latency.observe(self._record.seconds)
         metrics.queue_time.observe(generation.queue_s)
         metrics.prefill_time.observe(generation.prefill_s)

@@ -114,6 +114,23 @@ async def test_tokens_move_by_exactly_the_usage() -> None:
         assert await rig.metric("vllm:e2e_request_latency_seconds_count") == 5
 
 
+async def test_prefix_cache_hits_are_the_sum_of_cached_tokens_whatever_n() -> None:
+    client = TalkingClient()
+    client.num_cached = 2
+    async with in_memory(client) as rig:
+        cached = prompt = 0
+        for fields in ({}, {"n": 3}):
+            usage = (await rig.complete(["abc", "defg"], **fields)).json()["usage"]
+            cached += usage["prompt_tokens_details"]["cached_tokens"]
+            prompt += usage["prompt_tokens"]
+
+        assert cached == 8
+        assert await rig.metric("vllm:prompt_tokens_cached_total") == cached
+        for name in ("vllm:prefix_cache", "vllm:gpu_prefix_cache"):
+            assert await rig.metric(f"{name}_hits_total") == cached
+            assert await rig.metric(f"{name}_queries_total") == prompt
+
+
 async def test_a_finished_request_is_counted_once_a_sequence() -> None:
     async with in_memory() as rig:
         await rig.complete(n=2)
@@ -134,8 +151,6 @@ async def test_the_engines_numbers_are_its_latest() -> None:
             blocks_used=16,
             blocks_total=64,
             preemptions=5,
-            prefix_queries=100,
-            prefix_hits=40,
             lookups={"decode.hit": 9},
             useful_tokens={"prefill": 70},
             padding_tokens={"prefill": 30},
@@ -151,8 +166,6 @@ async def test_the_engines_numbers_are_its_latest() -> None:
             "vllm:kv_cache_usage_perc": 0.25,
             "vllm:gpu_cache_usage_perc": 0.25,
             "vllm:num_preemptions_total": 5,
-            "vllm:prefix_cache_queries_total": 100,
-            "vllm:gpu_prefix_cache_hits_total": 40,
             "vllm:iteration_tokens_total_sum": 605,
             "vllm:iteration_tokens_total_count": 2,
             'hpu_bucket_lookups_total{engine="0",model_name="demo",phase="decode",result="hit"': 9,

@@ -44,6 +44,8 @@ class TalkingClient(ScriptedClient):
         self.reply = reply
         self.pace_s = pace_s
         self.endless = False
+        self.num_cached = 0
+        """Prompt tokens that it says it found in its cache, for every sequence."""
         self.before: Callable[[ScriptedBox], bool] = lambda box: True
         """Called for each sequence; False: say nothing."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -78,7 +80,8 @@ class TalkingClient(ScriptedClient):
             if sampling.logprobs is not None:
                 logprobs = [columns([self._row(token, sampling.logprobs)])]
             finish = "stop" if ends else "length" if place == most else None
-            box.say(token, finish=finish, cached=0 if place == 1 else None, logprobs=logprobs)
+            cached = self.num_cached if place == 1 else None
+            box.say(token, finish=finish, cached=cached, logprobs=logprobs)
             if finish:
                 return
 
