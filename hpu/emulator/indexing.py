@@ -24,7 +24,7 @@ def write(tensor: Tensor, key: Any, value: Any) -> None:
             value = torch.full((), value, dtype=tensor.dtype, device=tensor.device)
         elif value.device != tensor.device:
             value = value.to(tensor.device)
-        view.index_put_(indices, value)
+        torch.ops.aten.index_put_.default(view, indices, value)
     elif isinstance(value, Tensor):
         view.copy_(value.squeeze(0) if value.dim() > view.dim() else value)
     else:
