@@ -18,8 +18,9 @@ Launches = dict[tuple[int, int, int, int], float]
 SAMPLE = 512
 """Requests that stand for a traffic; more change the boundaries little."""
 
-LOADS = (8, 4, 2, 1)
-"""Loads that are assumed, in parts of the most sequences that may run, beside a lone one."""
+LOADS = 12
+"""Loads that are assumed, from one sequence to as many as may run, each in the same ratio to the
+one before."""
 
 
 class _Running(NamedTuple):
@@ -28,12 +29,12 @@ class _Running(NamedTuple):
 
 
 def launches_of(traffic: list[Lengths], limits: "BucketLimits") -> Launches:
-    """Launches of `traffic` at five loads, from one sequence to as many as may run.
+    """Launches of `traffic` at several loads, from one sequence to as many as may run.
 
     Lengths do not tell how busy a server is, so each load counts the same in modelled work.
     """
     requests = [_within(one, limits.max_model_len) for one in _sample(traffic)]
-    loads = sorted({1, *(max(1, limits.max_num_seqs // part) for part in LOADS)})
+    loads = sorted({round(limits.max_num_seqs ** (i / (LOADS - 1))) for i in range(LOADS)})
     total: Counter[tuple[int, int, int, int]] = Counter()
     for load in loads:
         found = _run(requests, load, limits)

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 
 from config.buckets import BucketConfig
 from config.errors import ConfigError
+from config.traffic import Lengths
 from hpu.bucket_cost import launch_cost
+from hpu.bucket_fit import Padding, padding_of
 from hpu.bucket_lists import Shape, fallback_point
 from hpu.bucket_strategies import generate
+from hpu.bucket_traffic import launches_of
 from hpu.step import DECODE, PREFILL
 
 logger = logging.getLogger(__name__)
@@ -115,6 +118,10 @@ class BucketTable:
     def cost(self, phase: int, bucket: Shape) -> int:
         """Modelled cost of a launch, in cached positions read."""
         return launch_cost(phase, *bucket, self.limits.block_size)
+
+    def padding(self, traffic: list[Lengths]) -> list[Padding]:
+        """What each prepared bucket does for `traffic`: its share of launches, and their cost."""
+        return padding_of(launches_of(traffic, self.limits), self.buckets, self.limits)
 
     def _search(self, phase: int, wanted: Shape) -> Lookup:
         shapes = self._shapes[phase]

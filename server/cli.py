@@ -25,6 +25,8 @@ OpenAI-compatible serving daemon for Intel Gaudi (HPU), with a CPU back end for 
 commands:
   serve [MODEL]   start the server; without a model, serve the demo model
   bench serve     load an OpenAI-compatible server and measure it
+  buckets show    a strategy's padded shapes, and what they waste on a traffic
+  buckets fit     choose padded shapes for a traffic
   fetch-demo      fetch the demo model into the cache folder
   config          print the resolved configuration and where each value came from
 
@@ -155,11 +157,18 @@ def _bench(argv: list[str]) -> int:
     return bench_serve(argv[1:])
 
 
+def _buckets(argv: list[str]) -> int:
+    from server.buckets_command import main as buckets
+
+    return buckets(argv)
+
+
 COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "serve": _serve,
     "bench": _bench,
     "fetch-demo": _fetch_demo,
     "config": _config,
+    "buckets": _buckets,
 }
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ MAY_IMPORT = {
 
 EXCEPTIONS = {
     "server.cli": ("engine.launch",),
+    "server.buckets_command": ("engine.bucket_report",),
     "server.frontends": ("engine.launch",),
     "server.llm": ("engine.inline",),
     "engine.executors.inline": ("hpu.worker",),

@@ -35,6 +35,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--prot", "1"], "--prot is no flag of gaudiserve serve; did you mean --port?"),
         (["config", "--port", "-1"], "port is -1, it must be between 0 and 65535"),
         (["bench"], "`gaudiserve bench` is no command; `gaudiserve bench serve` is"),
+        (["buckets", "draw"], "`gaudiserve buckets draw` is no command; show and fit are"),
+        (["buckets", "fit"], "needs a traffic: --traffic FILE"),
+        (["buckets", "show", "--trafic", "x"], "did you mean --traffic?"),
+        (["buckets", "show", "--traffic", "/no/such"], "/no/such cannot be read"),
+        (["buckets", "show", "--seconds-per-graph", "0"], "must be above 0"),
         (["bench", "serve", "--num-prompts", "0"], "num-prompts is 0, it must be at least 1"),
         (["bench", "serve", "--base-url", "http://127.0.0.1:1"], "cannot be measured"),
     ],
@@ -74,6 +79,26 @@ def test_config_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["port"] == {"value": 8000, "source": "default"}
     assert found["model"]["value"] == "demo"
+
+
+def test_buckets_that_were_fitted_are_shown_again_from_their_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    traffic, file = tmp_path / "traffic.jsonl", tmp_path / "buckets.txt"
+    traffic.write_text('{"prompt_tokens": 300, "output_tokens": 40}\n' * 3)
+    flags = ["--max-num-seqs", "4", "--traffic", str(traffic)]
+    budget = ["--warmup-seconds", "30", "--seconds-per-graph", "2"]
+
+    fitted = main(["buckets", "fit", *flags, *budget, "--output", str(file)])
+    first = capsys.readouterr().out
+    shown = main(["buckets", "show", *flags, "--bucketing-file", str(file)])
+
+    again = capsys.readouterr().out
+    assert (fitted, shown) == (0, 0)
+    assert "15 graphs at most" in file.read_text()
+    assert [line for line in first.splitlines() if "padding" in line] == [
+        line for line in again.splitlines() if "padding" in line
+    ]
 
 
 def test_help_is_grouped_and_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
