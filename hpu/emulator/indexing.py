@@ -46,7 +46,8 @@ def _view(tensor: Tensor, key: Any) -> tuple[Tensor, list[Tensor | None]]:
             tensor, dim = tensor.unsqueeze(dim), dim + 1
         elif isinstance(part, slice):
             if part != slice(None):
-                tensor = torch.ops.aten.slice.Tensor(tensor, dim, part.start, part.stop, part.step or 1)
+                bounds = part.start, part.stop, part.step or 1
+                tensor = torch.ops.aten.slice.Tensor(tensor, dim, *bounds)
             dim += 1
         elif isinstance(part, (Tensor, list)) and not _is_number(part):
             index = part if isinstance(part, Tensor) else torch.tensor(part)

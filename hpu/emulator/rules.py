@@ -69,7 +69,7 @@ SUPPORTED = (
     _scaled_dot_product_attention_math set_ resize_ is_same_size _local_scalar_dense lift
     logical_xor_ xlogy heaviside tan atan atan2 acos asin sinh cosh logit hardsigmoid hardswish
     log_sigmoid_forward threshold isin _unsafe_index_put
-        _safe_softmax scaled_dot_product_attention
+        _safe_softmax threshold_ scaled_dot_product_attention
 """)
 )
 
@@ -134,11 +134,21 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mishap: Mishap
     if name == "aten::one_hot":
         return _one_hot(args, kwargs, mishap)
     rule = INDEX_RULES.get(name)
+    if rule is not None or name in PUTS or name == "aten::index":
+        place = 1 if rule is None else rule.places
+        args = (*args[:place], _wide(args[place]), *args[place + 1 :])
     if rule is not None:
         return _run_indexed(func, name, rule, args, kwargs, mishap)
     if name in PUTS:
         return _run_put(func, name, args, kwargs, mishap)
     return func(*args, **kwargs)
+
+
+def _wide(index: Any) -> Any:
+    """32-bit indices, which the device takes everywhere, as the CPU wants them."""
+    if isinstance(index, (list, tuple)):
+        return [_wide(item) for item in index]
+    return index.long() if index is not None and index.dtype == torch.int32 else index
 
 
 def _run_indexed(

@@ -9,6 +9,7 @@ every thread, and CPU tensors cost nothing extra. Only what resolves a device wi
 C++ (`Tensor.to`, `torch.tensor`, `torch.as_tensor`) is patched, by `install`.
 """
 
+import operator
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any, Protocol
@@ -87,8 +88,24 @@ class HpuTensor(Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
+    # The methods of torch below want a device guard, which comes with a driver; the ops do not.
+
+    def __invert__(self) -> Tensor:
+        return torch.bitwise_not(self)
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __index__(self) -> int:
+        return operator.index(self.item())
+
+    def __float__(self) -> float:
+        return float(self.item())
+
     def copy_(self, src: Tensor, non_blocking: bool = False) -> Tensor:
-        # The method of torch wants a device guard, which comes with a driver; the op does not.
         out: Tensor = torch.ops.aten.copy_.default(self, src, non_blocking)
         return out
 
