@@ -1,0 +1,242 @@
+"""Servers under the same load, one after the other on one machine: a table with ratios.
+
+    python benchmarks/compare.py --out benchmarks/results/cpu \
+        --server 'gaudiserve=gaudiserve serve demo --max-model-len 2048 --port {port}' \
+        --server 'other=other-server --port {port}' --flags 'other=--no-ignore-eos'
+
+Each server is started by its command, loaded by `gaudiserve bench serve`, and stopped before the
+next begins. Run nothing else meanwhile. Writes OUT.json and OUT.md.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shlex
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests of one shape; lengths in tokens."""
+
+    name: str
+    prompt: int
+    output: int
+    concurrency: int
+    requests: int
+    shared: int = 0
+
+    @property
+    def flags(self) -> list[str]:
+        return [
+            f"--random-input-len={self.prompt}",
+            f"--random-output-len={self.output}",
+            f"--max-concurrency={self.concurrency}",
+            f"--num-prompts={self.requests}",
+            f"--shared-prefix-len={self.shared}",
+            "--num-warmups=2",
+        ]
+
+
+WORKLOADS = [
+    Workload("128/128, 1 stream", 128, 128, 1, 4),
+    Workload("128/128, 8 streams", 128, 128, 8, 16),
+    Workload("128/128, 32 streams", 128, 128, 32, 64),
+    Workload("1024/16, 4 streams", 1024, 16, 4, 12),
+    Workload("1024 shared + 32/32, 8 streams", 32, 32, 8, 32, shared=1024),
+]
+
+
+@dataclass
+class Measured:
+    """One server: medians over the rounds."""
+
+    name: str
+    command: str
+    start_s: float = 0.0
+    idle_mib: float = 0.0
+    output_tokens_s: dict[str, float] = field(default_factory=dict)
+    runs: list[dict[str, object]] = field(default_factory=list)
+
+
+def main() -> int:
+    options = _options()
+    flags = dict(given.split("=", 1) for given in options.flags)
+    chosen = [w for w in WORKLOADS if not options.only or any(o in w.name for o in options.only)]
+    measured = []
+    for given in options.server:
+        name, command = given.split("=", 1)
+        extra = shlex.split(flags.get(name, ""))
+        measured.append(_measure(name, command, extra, chosen, options.rounds))
+    report = _markdown(measured, chosen, options.rounds)
+    print(report)
+    out = Path(options.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".md").write_text(report)
+    facts = {"machine": _machine(), "date": _today(), "servers": [asdict(m) for m in measured]}
+    out.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
+    return 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--server", action="append", required=True, metavar="NAME=COMMAND")
+    parser.add_argument("--flags", action="append", default=[], metavar="NAME=BENCH_FLAGS")
+    parser.add_argument("--only", action="append", default=[], metavar="WORDS_OF_A_WORKLOAD")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", required=True, metavar="PATH")
+    return parser.parse_args()
+
+
+def _measure(
+    name: str, command: str, extra: list[str], workloads: list[Workload], rounds: int
+) -> Measured:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    result = Measured(name, command)
+    begun = time.monotonic()
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            shlex.split(command.format(port=port)),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            _wait(process, port, extra)
+            result.start_s = time.monotonic() - begun
+            result.idle_mib = _resident_mib(process.pid)
+            for _ in range(rounds):
+                for workload in workloads:
+                    result.runs.append(_load(name, port, workload, extra))
+        finally:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    for workload in workloads:
+        rates = [run["rate"] for run in result.runs if run["workload"] == workload.name]
+        result.output_tokens_s[workload.name] = statistics.median(rates)  # type: ignore[type-var]
+    return result
+
+
+def _wait(
+    process: subprocess.Popen[bytes], port: int, extra: list[str], timeout_s: float = 600
+) -> None:
+    """Until the server has answered a request."""
+    messages = [{"role": "user", "content": "Hello"}]
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            raise SystemExit(f"the server ended with {process.returncode}")
+        try:
+            model = _model(port, extra)
+            request = urllib.request.Request(
+                f"http://127.0.0.1:{port}/v1/chat/completions",
+                json.dumps({"model": model, "messages": messages, "max_tokens": 1}).encode(),
+                {"content-type": "application/json"},
+            )
+            urllib.request.urlopen(request, timeout=300).read()
+            return
+        except (OSError, urllib.error.URLError, KeyError, IndexError, ValueError):
+            time.sleep(0.1)
+    raise SystemExit(f"the server did not answer within {timeout_s:g} s")
+
+
+def _model(port: int, extra: list[str]) -> str:
+    """The model's name: as given to the load client, else the first that the server lists."""
+    for flag in extra:
+        if flag.startswith("--model="):
+            return flag.partition("=")[2]
+    models = json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models"))
+    return str(models["data"][0]["id"])
+
+
+def _load(name: str, port: int, workload: Workload, extra: list[str]) -> dict[str, object]:
+    with tempfile.NamedTemporaryFile(suffix=".json") as out:
+        subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "server.cli",
+                "bench",
+                "serve",
+                f"--base-url=http://127.0.0.1:{port}",
+                f"--json={out.name}",
+                "--quiet",
+                *workload.flags,
+                *extra,
+            ],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            cwd=Path(__file__).parents[1],
+        )
+        numbers = json.loads(Path(out.name).read_text())
+    rate = numbers["output_tokens_per_s"]
+    print(f"{name}: {workload.name}: {rate:.1f} output tokens/s", file=sys.stderr, flush=True)
+    return {"workload": workload.name, "rate": rate, **numbers}
+
+
+def _resident_mib(pid: int) -> float:
+    """Resident memory of a process and all its descendants, each shared page counted for its
+    share."""
+    total = 0.0
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            total += int(line.split()[1]) / 1024
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        total += sum(_resident_mib(int(child)) for child in task.read_text().split())
+    return total
+
+
+def _markdown(measured: list[Measured], workloads: list[Workload], rounds: int) -> str:
+    first = measured[0]
+    head = "| workload (prompt/output tokens) | " + " | ".join(m.name for m in measured) + " |"
+    lines = [
+        f"Output tokens a second, median of {rounds}; in brackets the ratio to {first.name}.",
+        f"{_today()}, {_machine()}.",
+        "",
+        head,
+        "| --- |" + " --- |" * len(measured),
+    ]
+    for workload in workloads:
+        rates = [m.output_tokens_s[workload.name] for m in measured]
+        cells = [f"{rate:.0f} ({rate / rates[0]:.2f})" for rate in rates]
+        lines.append(f"| {workload.name} | " + " | ".join(cells) + " |")
+    starts = " | ".join(f"{m.start_s:.1f} s" for m in measured)
+    idle = " | ".join(f"{m.idle_mib:.0f} MiB" for m in measured)
+    lines += [f"| start to first answer | {starts} |", f"| memory, idle | {idle} |", ""]
+    lines += [f"- {m.name}: `{m.command}`" for m in measured]
+    return "\n".join(lines) + "\n"
+
+
+def _machine() -> str:
+    flags = Path("/proc/cpuinfo").read_text()
+    model = next(x.split(":")[1].strip() for x in flags.splitlines() if x.startswith("model name"))
+    extensions = [x for x in ("avx512_bf16", "amx_bf16") if f" {x}" in flags]
+    return f"{model}, {os.cpu_count()} cores ({', '.join(extensions)}), {platform.system()}"
+
+
+def _today() -> str:
+    return datetime.date.today().isoformat()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
