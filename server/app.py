@@ -13,6 +13,7 @@ from server.openapi import DescribedApi
 from server.routes.admin import admin_routes
 from server.routes.chat import chat_routes
 from server.routes.completions import completion_routes
+from server.routes.docs import docs_routes
 from server.routes.models import model_routes
 from server.routes.tokenize import tokenize_routes
 from server.state import AppState
@@ -27,13 +28,15 @@ def create_app(state: AppState) -> FastAPI:
         title="gaudiserve",
         version=state.version,
         description="OpenAI-compatible serving.",
-        docs_url="/docs" if has_docs else None,
+        docs_url=None,
         openapi_url="/openapi.json" if has_docs else None,
         redoc_url=None,
         redirect_slashes=False,
     )
     for routes in (chat_routes, completion_routes, model_routes, tokenize_routes, admin_routes):
         app.include_router(routes(state))
+    if has_docs:
+        app.include_router(docs_routes(app.title))
     app.add_exception_handler(HTTPException, _answer_http)
     app.add_exception_handler(RequestValidationError, _answer_invalid)
     # The last one added is the outermost.

@@ -1,6 +1,7 @@
 """The other routes, the OpenAPI description, and what a front-end must never import."""
 
 import asyncio
+import re
 import subprocess
 import sys
 import time
@@ -131,6 +132,18 @@ async def test_the_description_is_valid_and_lists_every_route() -> None:
         chat = spec["components"]["schemas"]["ChatBody"]["properties"]
         assert {"messages", "temperature", "min_p", "stream_options"} <= set(chat)
         assert docs.status_code == 200 and "text/html" in docs.headers["content-type"]
+
+
+async def test_the_docs_page_loads_nothing_from_elsewhere() -> None:
+    async with in_memory() as rig:
+        page = (await rig.http.get("/docs")).text
+
+        assert "http://" not in page and "https://" not in page
+        addresses = re.findall(r'(?:src|href)="([^"]+)"', page)
+        assert len(addresses) == 3
+        for address in addresses:
+            loaded = await rig.http.get("/" + address)
+            assert loaded.status_code == 200 and len(loaded.content) > 1000, address
 
 
 async def test_the_docs_can_be_switched_off() -> None:
