@@ -167,7 +167,8 @@ class Device:
         wrapped = self._wrap(result, args, kwargs)
         if self.recording is not None:
             self.recording.add(func, inner_args, inner_kwargs, wrapped)
-        if lazy or self.region_depth or name not in rules.VIEWS:
+        needs_recipe = name not in rules.EMPTY and not _is_upload(name, args)
+        if needs_recipe and (lazy or self.region_depth or name not in rules.VIEWS):
             self._sign(name, args, kwargs, wrapped)
         if not lazy and not self.region_depth:
             self.close_segment()
@@ -281,6 +282,13 @@ def _is_composite(func: Any, name: str) -> bool:
         return False
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     return bool(has(func.name(), "CompositeImplicitAutograd"))
+
+
+def _is_upload(name: str, args: tuple[Any, ...]) -> bool:
+    """A plain copy from the host: moved by DMA, not by a recipe."""
+    if name != "aten::copy_" or isinstance(args[1], HpuTensor):
+        return False
+    return bool(args[0].dtype == args[1].dtype)
 
 
 def _goes_to_cpu(kwargs: dict[str, Any]) -> bool:

@@ -9,7 +9,6 @@ every thread, and CPU tensors cost nothing extra. Only what resolves a device wi
 C++ (`Tensor.to`, `torch.tensor`, `torch.as_tensor`) is patched, by `install`.
 """
 
-import operator
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any, Protocol
@@ -100,7 +99,7 @@ class HpuTensor(Tensor):
         return int(self.item())
 
     def __index__(self) -> int:
-        return operator.index(self.item())
+        return int(self.item())
 
     def __float__(self) -> float:
         return float(self.item())

@@ -117,3 +117,13 @@ def test_memory_follows_live_tensors_and_keeps_the_peak() -> None:
 def test_devices_are_never_mixed() -> None:
     with emulated(), pytest.raises(RuntimeError, match=r"same device.*hpu:0 and cpu"):
         torch.ones(2, device="hpu") + torch.ones(2)
+
+
+def test_copies_from_the_host_need_no_recipe() -> None:
+    with emulated() as card:
+        from habana_frameworks.torch.core import mark_step
+
+        torch.ones(3).to("hpu").copy_(torch.zeros(3))
+        mark_step()
+
+        assert card.journal.counts["compilations"] == 0
