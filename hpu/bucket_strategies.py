@@ -16,7 +16,7 @@ from hpu.bucket_lists import (
     read_bucket_file,
 )
 from hpu.bucket_lists_v3 import padding_points, v3_decodes, v3_prompts
-from hpu.bucket_traffic import launches_of
+from hpu.bucket_traffic import launches_of, with_rare
 
 if TYPE_CHECKING:
     from hpu.buckets import BucketLimits
@@ -36,7 +36,8 @@ def generate(config: BucketConfig, limits: "BucketLimits") -> Shapes:
         return read_bucket_file(config.file)
     if config.strategy == "fitted":
         assert config.traffic is not None  # likewise
-        return fit(launches_of(read_traffic(config.traffic), limits), config.num_graphs, limits)
+        launches = launches_of(read_traffic(config.traffic), limits)
+        return fit(with_rare(launches, limits), config.num_graphs, limits)
     if config.strategy == "exponential":
         _warn_of_ranges(config)
         return _exponential(limits)

@@ -23,6 +23,10 @@ LOADS = 12
 one before."""
 
 
+RARE_SHARE = 0.02
+"""Of a traffic's work on prompts, that `with_rare` adds."""
+
+
 class _Running(NamedTuple):
     context: int
     remaining: int
@@ -42,6 +46,24 @@ def launches_of(traffic: list[Lengths], limits: "BucketLimits") -> Launches:
         for shape, count in found.items():
             total[shape] += count / work  # type: ignore[assignment]  # a Counter of floats
     return dict(total)
+
+
+def with_rare(launches: Launches, limits: "BucketLimits") -> Launches:
+    """`launches`, and a little of every size of prompt: what a traffic did not show may still
+    come, and should not pay for the largest bucket."""
+    queries = {limits.max_query >> i for i in range(8)} - {0}
+    contexts = {0, *(limits.blocks_a_row // part for part in (8, 4, 2))}
+    rare = [(PREFILL, 1, query, blocks) for query in queries for blocks in contexts]
+    work = sum(
+        count * launch_cost(*shape, limits.block_size)
+        for shape, count in launches.items()
+        if shape[0] == PREFILL
+    )
+    both = dict(launches)
+    for shape in rare:
+        share = RARE_SHARE * work / len(rare) / launch_cost(*shape, limits.block_size)
+        both[shape] = both.get(shape, 0.0) + share
+    return both
 
 
 def _sample(traffic: list[Lengths]) -> list[Lengths]:

@@ -119,6 +119,18 @@ def test_the_same_traffic_makes_the_same_table_in_every_process(tmp_path: Path) 
     assert tables[0].buckets == tables[1].buckets == tables[2].buckets
 
 
+def test_a_prompt_longer_than_any_seen_does_not_pay_for_the_largest_bucket(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "traffic.jsonl"
+    file.write_text('{"prompt_tokens": 20, "output_tokens": 5}\n')
+    config = BucketConfig(strategy="fitted", traffic=str(file), num_graphs=20)
+
+    table = BucketTable.make(config, LIMITS)
+
+    assert table.find(PREFILL, 1, 120, 0).bucket == (1, 128, 0)
+
+
 def test_launches_hold_every_token_of_a_traffic() -> None:
     traffic = [Lengths(300, 3), Lengths(100, 1), Lengths(40, 4, 32)]
 
