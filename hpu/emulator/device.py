@@ -103,7 +103,9 @@ class Device:
     def close_segment(self) -> None:
         """End the lazy segment, or the part of a compiled region, and launch it."""
         if self.segment.close() and self.sealed:
-            self.journal.misuse("compile_after_warmup", "a new recipe was compiled while serving")
+            ops = self.segment.last_ops
+            text = f"a new recipe of {len(ops)} ops was compiled while serving"
+            self.journal.misuse("compile_after_warmup", text, " ".join(ops[:8]))
 
     def host_sync(self, op: str) -> None:
         """The host waits for the device in the middle of its work."""

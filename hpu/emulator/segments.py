@@ -68,12 +68,16 @@ class Segment:
     def __init__(self, recipes: Recipes) -> None:
         self._recipes = recipes
         self._ops: list[object] = []
+        self._names: list[str] = []
         self._values: dict[int, int] = {}
         self._workspace = 0
+        self.last_ops: tuple[str, ...] = ()
+        """Names of the ops that were closed last, in order."""
 
     def add(self, op: str, parts: tuple[object, ...], largest: int) -> None:
         """Append an op; `largest` is the bytes of its largest output."""
         self._ops.append((op, parts))
+        self._names.append(op)
         self._workspace = max(self._workspace, largest)
 
     def number(self, identity: int) -> int:
@@ -84,6 +88,8 @@ class Segment:
         """Launch what has gathered; True if that compiled. An empty segment costs nothing."""
         if not self._ops:
             return False
+        self.last_ops = tuple(self._names)
+        self._names.clear()
         ops, workspace = self._ops, self._workspace
         self._ops, self._values, self._workspace = [], {}, 0
         signature = hashlib.sha256(repr(ops).encode()).hexdigest()[:32]
