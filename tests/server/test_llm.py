@@ -223,6 +223,8 @@ def test_a_checkpoint_without_tokenizer_is_served_by_ids(folder: Path, tmp_path:
 
 def test_after_closing_nothing_runs_and_calls_are_refused(folder: Path) -> None:
     before = threading.active_count()
+    # Servers that other tests keep running are not ours to count.
+    children = set(psutil.Process().children(recursive=True))
     llm = LLM(str(folder), **SMALL)
     llm.generate("a", GREEDY)
 
@@ -232,7 +234,7 @@ def test_after_closing_nothing_runs_and_calls_are_refused(folder: Path) -> None:
     with pytest.raises(EngineDied):
         llm.generate("a", GREEDY)
     assert threading.active_count() <= before
-    assert psutil.Process().children(recursive=True) == []
+    assert set(psutil.Process().children(recursive=True)) <= children
 
 
 def test_an_llm_that_nobody_holds_is_collected_with_its_threads(folder: Path) -> None:
