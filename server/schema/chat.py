@@ -104,8 +104,10 @@ class ChatBody(ConversationBody, GenerationBody):
     )
     unsupported: ClassVar[Unsupported] = {
         **UNSUPPORTED,
+        "best_of": (1,),
         "functions": (),
         "function_call": ("none", "auto"),
+        "suffix": ("",),
     }
 
     max_completion_tokens: Integer | None = Field(None, description="Wins over max_tokens.")

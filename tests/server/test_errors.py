@@ -82,6 +82,8 @@ CHAT_FIELDS = [
     ("guided_json", {}),
     ("guided_regex", "a"),
     ("use_beam_search", True),
+    ("suffix", "x"),
+    ("best_of", 2),
     ("audio", {"voice": "x"}),
     ("modalities", ["text", "audio"]),
     ("priority", 1),
