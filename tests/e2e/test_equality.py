@@ -71,7 +71,7 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 def greedy_by_transformers(folder: Path) -> list[list[int]]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder).float()
     results = []
     with torch.inference_mode():
         for prompt in PROMPTS:

@@ -96,7 +96,7 @@ def _greedy_by_transformers(
     folder: Path, prompts: list[list[int]]
 ) -> list[tuple[list[int], Tensor]]:
     """For each prompt NEW_TOKENS greedy tokens, and the logits (tokens, vocab) before each."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder).float()
     results = []
     for prompt in prompts:
         ids, cache, gathered = list(prompt), None, []
@@ -166,9 +166,9 @@ def test_longrope_takes_the_factors_of_the_length_that_is_served(
     folder = make_tiny("phi3", tmp_path, rope_parameters=rope, original_max_position_embeddings=32)
     prompt = list(range(4, 4 + length))
 
-    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(
-        torch.tensor([prompt])
-    ).logits[0]
+    expected = (
+        AutoModelForCausalLM.from_pretrained(folder).float()(torch.tensor([prompt])).logits[0]
+    )
     found = PagedHarness(load_decoder(folder, max_model_len=length)).prefill({0: prompt})[0]
 
     assert (found - expected).abs().max() < TOLERANCE

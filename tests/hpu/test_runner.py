@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[list[int]]:
     """What plain transformers says after each prompt, greedily."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder).float()
     return [_continue(model, prompt, COUNT) for prompt in PROMPTS]
 
 
@@ -311,7 +311,7 @@ def test_padding_moves_no_logit_by_more_than_float_rounding(folder: Path) -> Non
 
 def _plain_logprobs(folder: Path, tokens: list[int]) -> np.ndarray:
     """(len(tokens) - 1, VOCAB) log-probabilities of what follows each token but the last."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder).float()
     with torch.inference_mode():
         logits = model(torch.tensor([tokens])).logits[0, :-1]
     found: np.ndarray = torch.log_softmax(logits, -1).numpy()

@@ -63,9 +63,8 @@ def make_tiny(
     config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **overrides})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # theirs
-            config, dtype=torch.float32
-        )
+        # Not as a keyword: its name is torch_dtype in transformers 4.
+        model: Any = AutoModelForCausalLM.from_config(config).float()  # type: ignore[no-untyped-call]  # theirs
         # Fresh norms are 1 and fresh biases 0: a loader that mixed them up would go unseen.
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
