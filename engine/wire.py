@@ -227,7 +227,7 @@ class Wires:
 
     def _socket(self, kind: int) -> "zmq.Socket[bytes]":
         socket = self._context.socket(kind)
-        # Whoever wants to linger says so when closing; a socket that was lost must not hold up exit.
+        # Who wants to linger says so when closing; a socket that was lost must not hold up exit.
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
         socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
