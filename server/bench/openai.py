@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from server.bench.target import HttpFailure, Target
+from server.bench.target import EndedEarly, HttpFailure, Target
 from server.bench.workload import WORDS, Job
 
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -31,6 +31,7 @@ class _Delta(msgspec.Struct):
 class _Choice(msgspec.Struct):
     text: str | None = None
     delta: _Delta | None = None
+    finish_reason: str | None = None
 
 
 class _Chunk(msgspec.Struct):
@@ -52,6 +53,8 @@ class Outcome:
     """When each piece of text came."""
     prompt_tokens: int = 0
     output_tokens: int = 0
+    is_finished: bool = False
+    """A finish_reason came."""
     failure: str | None = None
 
 
@@ -88,6 +91,16 @@ class OpenAIServer:
         return outcome
 
     async def _read(self, job: Job, outcome: Outcome) -> None:
+        try:
+            await self._read_events(job, outcome)
+        except EndedEarly:
+            # Some servers never say [DONE]: a choice that told how it finished is whole.
+            if not outcome.is_finished:
+                raise
+        # A server that reports no usage: a piece is as good as a token.
+        outcome.output_tokens = outcome.output_tokens or len(outcome.arrivals)
+
+    async def _read_events(self, job: Job, outcome: Outcome) -> None:
         async for data in self._target.events(PATHS[self._endpoint], self._body(job)):
             now = time.perf_counter()
             chunk = _DECODER.decode(data)
@@ -98,8 +111,8 @@ class OpenAIServer:
             if chunk.usage is not None:
                 outcome.prompt_tokens = chunk.usage.prompt_tokens
                 outcome.output_tokens = chunk.usage.completion_tokens
-        # A server that reports no usage: a piece is as good as a token.
-        outcome.output_tokens = outcome.output_tokens or len(outcome.arrivals)
+            if any(choice.finish_reason for choice in chunk.choices):
+                outcome.is_finished = True
 
     def _body(self, job: Job) -> dict[str, Any]:
         body = {

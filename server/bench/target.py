@@ -45,6 +45,10 @@ class _Head:
         return known_end and self.fields.get("connection", "").lower() != "close"
 
 
+class EndedEarly(HttpFailure):
+    """A stream that closed in good order, but without [DONE]."""
+
+
 class Target:
     """One server at `base_url`, with its idle connections kept for reuse."""
 
@@ -85,7 +89,7 @@ class Target:
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[bytes]:
         """The `data:` of each server-sent event, as it arrives, [DONE] left out.
 
-        Raises HttpFailure when the answer is no stream, or ends without [DONE].
+        Raises HttpFailure when the answer is no stream, EndedEarly when it ends without [DONE].
         """
         connection, head = await self._send("POST", path, body)
         ended = False
@@ -103,7 +107,7 @@ class Target:
                     elif data:
                         yield data
             if not ended:
-                raise HttpFailure("the stream ended without [DONE]")
+                raise EndedEarly("the stream ended without [DONE]")
         finally:
             if ended:
                 self._give_back(connection, head)

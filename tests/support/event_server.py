@@ -20,6 +20,7 @@ class EventServer:
         gap_s: float = 0.0,
         fail_every: int = 0,
         break_after: int | None = None,
+        says_done: bool = True,
         has_tokenize: bool = True,
         tokens_a_word: int = 1,
     ) -> None:
@@ -27,6 +28,7 @@ class EventServer:
         self._gap_s = gap_s
         self._fail_every = fail_every
         self._break_after = break_after
+        self._says_done = says_done
         self._has_tokenize = has_tokenize
         self._tokens_a_word = tokens_a_word
         self.bodies: list[dict[str, Any]] = []
@@ -110,7 +112,10 @@ class EventServer:
         num_prompt = len(prompt.split() if isinstance(prompt, str) else prompt)
         usage = {"prompt_tokens": num_prompt, "completion_tokens": body["max_tokens"]}
         _event(writer, {"choices": [], "usage": usage})
-        _chunk(writer, b"data: [DONE]\n\n")
+        if self._says_done:
+            _chunk(writer, b"data: [DONE]\n\n")
+        else:
+            _event(writer, {"choices": [{"text": "", "finish_reason": "length"}]})
         writer.write(b"0\r\n\r\n")
         await writer.drain()
         return True
