@@ -248,7 +248,9 @@ def test_wrong_flags_are_refused(flags: list[str], message: str) -> None:
 
 async def test_a_stream_without_done_counts_when_it_told_how_it_finished() -> None:
     async with EventServer(says_done=False).listening() as server:
-        found = await bench(server, "--num-prompts=2", "--random-output-len=3", "--no-stream-usage")
+        status, found = await bench(
+            server, "--num-prompts=2", "--random-output-len=3", "--no-stream-usage"
+        )
 
-    assert (found["completed"], found["failures"]) == (2, {})
+    assert (status, found["completed"], found["failures"]) == (0, 2, {})
     assert "stream_options" not in server.bodies[0]
