@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import rope_fields
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -66,13 +67,14 @@ def _reference(scaling: RopeScaling, length: int) -> tuple[torch.Tensor, float]:
     for name in by_kind.get(scaling.kind, ()):
         value = getattr(scaling, name)
         rope[name] = list(value) if isinstance(value, tuple) else value
-    config = LlamaConfig(
-        hidden_size=512,
-        num_attention_heads=4,
-        head_dim=128,
-        max_position_embeddings=PLAIN.max_position,
-        rope_parameters=rope,
-    )
+    fields = {
+        "hidden_size": 512,
+        "num_attention_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": PLAIN.max_position,
+        "rope_parameters": rope,
+    }
+    config = LlamaConfig(**rope_fields(fields))
     frequencies, factor = ROPE_INIT_FUNCTIONS[scaling.kind](config, None, seq_len=length)
     return frequencies, float(factor)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -60,7 +61,8 @@ def make_tiny(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **overrides})
+    fields = rope_fields({**COMMON, **FAMILIES[family], **overrides})
+    config = AutoConfig.for_model(family, **fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         # Not as a keyword: its name is torch_dtype in transformers 4.
@@ -72,6 +74,21 @@ def make_tiny(
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     write_tokenizer(folder)
     return folder
+
+
+def rope_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """`fields` with the rotary settings spelled as the installed transformers knows them: version 4
+    has no rope_parameters and would pass over them."""
+    if int(transformers.__version__.split(".")[0]) >= 5 or "rope_parameters" not in fields:
+        return fields
+    rest = {name: value for name, value in fields.items() if name != "rope_parameters"}
+    rope = dict(fields["rope_parameters"])
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name in rope:
+            rest[name] = rope.pop(name)
+    if rope.get("rope_type", "default") != "default":
+        rest["rope_scaling"] = rope
+    return rest
 
 
 def write_tokenizer(folder: Path) -> None:
