@@ -9,13 +9,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from hpu.devices import GENERATIONS
 from hpu.emulator import rules
 from hpu.emulator.acquire import Acquisition
 from hpu.emulator.journal import Journal
 from hpu.emulator.memory import Memory
 from hpu.emulator.queue import PendingWork, spoil
 from hpu.emulator.segments import Recipes, Segment
-from hpu.emulator.settings import GENERATIONS, EmulatorConfig, RuntimeVariables
+from hpu.emulator.settings import EmulatorConfig, RuntimeVariables
 from hpu.emulator.tensor import (
     HpuTensor,
     Lease,

@@ -3,24 +3,9 @@
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from config.errors import ConfigError, GaudiserveError
-
-
-class Generation(NamedTuple):
-    """What differs between the generations of the card."""
-
-    name: str
-    memory_bytes: int
-    fp8_max: float
-    """Largest value of e4m3 on the device."""
-
-
-GENERATIONS = {
-    "gaudi2": Generation("GAUDI2", 96 << 30, 240.0),
-    "gaudi3": Generation("GAUDI3", 128 << 30, 448.0),
-}
+from hpu.devices import GENERATIONS
 
 
 class Misuse(GaudiserveError):
