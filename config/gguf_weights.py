@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 from gguf import ReaderTensor
 from gguf.quants import dequantize
-from tqdm import tqdm
 
 from config.errors import ConfigError
 from config.gguf_metadata import GgufFile
+from config.progress import Bar, Report, unreported
 
 DTYPES = {"float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}
 _PIECE_BYTES = 64 * 2**20
@@ -78,7 +78,9 @@ def checkpoint_name(architecture: str, name: str) -> str:
     return f"model.layers.{layer}.{_LAYER[part]}.{kind}"
 
 
-def write_safetensors(file: GgufFile, target: Path, dtype: str, progress: bool) -> None:
+def write_safetensors(
+    file: GgufFile, target: Path, dtype: str, progress: bool, report: Report = unreported
+) -> None:
     """Write the weights of `file` to `target`, matrices as `dtype`, vectors (norms, biases: a few
     thousandths of the whole) in float32. On disk when this returns.
 
@@ -97,13 +99,8 @@ def write_safetensors(file: GgufFile, target: Path, dtype: str, progress: bool) 
         }
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    bar = tqdm(
-        total=end,
-        unit="B",
-        unit_scale=True,
-        desc=f"Converting {file.path.name}",
-        disable=not progress,
-    )
+    look = {"desc": f"Converting {file.path.name}", "disable": not progress}
+    bar = Bar("convert", report, total=end, **look)
     with bar, target.open("wb") as out:
         out.write(len(encoded).to_bytes(8, "little"))
         out.write(encoded)

@@ -1,0 +1,30 @@
+"""How far long work at start-up is: a bar for people, a report for probes. Knows no work."""
+
+from collections.abc import Callable
+from typing import Any
+
+from tqdm import tqdm
+
+Report = Callable[[str, int, int], None]
+"""Told a stage ("fetch", "convert"), the bytes done and the bytes in all (0: not known yet). May be
+called on several threads; what it raises ends the work."""
+
+
+def unreported(stage: str, done_bytes: int, total_bytes: int) -> None:
+    """The report of work that nobody asks about."""
+
+
+class Bar(tqdm):  # type: ignore[type-arg] # a class only to the type checker's stubs
+    """A bar over bytes that reports each update, also while it is not shown."""
+
+    def __init__(self, stage: str, report: Report, **look: Any) -> None:
+        self._stage = stage
+        self._report = report
+        self._done_bytes = 0
+        super().__init__(**{"unit": "B", "unit_scale": True, **look})
+
+    def update(self, n: float | None = 1) -> bool | None:
+        # tqdm does not count while it is disabled.
+        self._done_bytes += int(n or 0)
+        self._report(self._stage, self._done_bytes, int(self.total or 0))
+        return super().update(n)
