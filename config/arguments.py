@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from config.errors import ConfigError
-from config.flags import ACCEPTED, FILE_FLAGS, FLAGS, Flag
+from config.flag import Flag
+from config.flags import ACCEPTED, FILE_FLAGS, FLAGS
 from config.values import Given, nearest
 
 WORDS = {bool: "", int: "N", float: "X", str: "TEXT", tuple: "TEXT"}

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from config.buckets import BucketConfig
 from config.errors import ConfigError
+from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
 
 DEVICES = ("auto", "cpu", "cuda", "hpu", "hpu-emulator")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -97,6 +98,9 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     buckets: BucketConfig = field(default_factory=BucketConfig)
+    execution: ExecutionConfig = field(default_factory=ExecutionConfig)
+    warmup: WarmupConfig = field(default_factory=WarmupConfig)
+    emulator: EmulatorSettings = field(default_factory=EmulatorSettings)
 
     def __post_init__(self) -> None:
         if not self.model:

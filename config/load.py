@@ -15,7 +15,9 @@ from config.arguments import Parser, server_parser
 from config.buckets import BucketConfig, Range
 from config.engine import CacheConfig, EngineConfig, ScheduleConfig
 from config.errors import ConfigError
-from config.flags import ACCEPTED, FILE_FLAGS, FLAGS, PARTS, Flag
+from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
+from config.flag import PARTS, Flag
+from config.flags import ACCEPTED, FILE_FLAGS, FLAGS
 from config.server import ServerConfig
 from config.values import Given, convert, nearest, truth, wrong
 
@@ -198,6 +200,9 @@ def _build(values: Mapping[str, tuple[object, str]]) -> Loaded:
             cache=CacheConfig(**parts["cache"]),
             schedule=ScheduleConfig(**parts["schedule"]),
             buckets=BucketConfig(**buckets),
+            execution=ExecutionConfig(**parts["execution"]),
+            warmup=WarmupConfig(**parts["warmup"]),
+            emulator=EmulatorSettings(**parts["emulator"]),
         )
         server = ServerConfig(**parts["server"])
     except ConfigError as error:

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from config.arguments import shown_default
-from config.flags import ACCEPTED, FILE_FLAGS, FLAGS, Flag
+from config.flag import Flag
+from config.flags import ACCEPTED, FILE_FLAGS, FLAGS
 
 PATH = Path(__file__).parents[1] / "docs" / "configuration.md"
 

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from config.errors import ConfigError
-from config.flags import ABSENT, NOTHING, Flag
+from config.flag import NOTHING, Flag
+from config.flags import ABSENT
 
 _NUMBER = re.compile(r"^([+-]?\d[\d_]*(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB])?$")
 # A small letter counts in thousands, a capital one in 1024s, as vLLM reads them.

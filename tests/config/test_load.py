@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from config.errors import ConfigError
-from config.flags import FLAGS, PARTS
+from config.flag import PARTS
+from config.flags import FLAGS
 from config.load import Loaded, from_keywords, load
 
 

@@ -1,0 +1,71 @@
+"""choose_mode: the vendor's table, what auto makes of it, and what contradicts it."""
+
+import pytest
+
+from config.errors import ConfigError
+from config.execution import ExecutionConfig, WarmupConfig, choose_mode
+
+
+@pytest.mark.parametrize(
+    ("variable", "enforce_eager", "mode"),
+    [
+        ("0", False, "torch-compile"),
+        ("0", True, "eager"),
+        ("1", False, "hpu-graphs"),
+        ("1", True, "lazy"),
+        # Anything but the string 0 is lazy, as the runtime reads it.
+        ("false", False, "hpu-graphs"),
+    ],
+)
+def test_the_variable_and_eager_choose_among_the_four_modes_of_the_vendors_table(
+    variable: str, enforce_eager: bool, mode: str
+) -> None:
+    choice = choose_mode(
+        "auto", enforce_eager=enforce_eager, lazy_variable=variable, has_vendor_torch=True
+    )
+
+    assert choice.mode == mode
+    assert choice.is_lazy == (variable != "0")
+
+
+@pytest.mark.parametrize(
+    ("has_vendor_torch", "mode"), [(True, "hpu-graphs"), (False, "torch-compile")]
+)
+def test_auto_takes_graphs_only_with_the_vendors_torch_and_says_why(
+    has_vendor_torch: bool, mode: str
+) -> None:
+    choice = choose_mode(
+        "auto", enforce_eager=False, lazy_variable=None, has_vendor_torch=has_vendor_torch
+    )
+
+    assert choice.mode == mode
+    assert "vendor's build" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("asked", "enforce_eager", "variable", "has_vendor_torch", "words"),
+    [
+        ("hpu-graphs", False, None, False, "needs the vendor's build of torch"),
+        ("auto", False, "1", False, "PT_HPU_LAZY_MODE is 1"),
+        ("torch-compile", False, "1", True, "needs 0"),
+        ("hpu-graphs", False, "0", True, "needs 1"),
+        ("torch-compile", True, None, True, "enforce-eager"),
+    ],
+)
+def test_a_contradiction_is_refused_with_both_sides_of_it(
+    asked: str, enforce_eager: bool, variable: str | None, has_vendor_torch: bool, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        choose_mode(
+            asked,
+            enforce_eager=enforce_eager,
+            lazy_variable=variable,
+            has_vendor_torch=has_vendor_torch,
+        )
+
+
+def test_shares_and_names_out_of_range_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"graph_reserved_mem is 1\.5"):
+        WarmupConfig(graph_reserved_mem=1.5)
+    with pytest.raises(ConfigError, match="mode is 'fast'"):
+        ExecutionConfig(mode="fast")
