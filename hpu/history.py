@@ -9,6 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hpu.transfer import to_device
+
 
 class History:
     """Token counts and last tokens of `max_rows` rows; one row more takes what padding writes."""
@@ -34,8 +36,8 @@ class History:
             self._in_prompt = torch.zeros(shape, dtype=torch.bool, device=self._device)
         counts = np.bincount(generated, minlength=self._vocab_size).astype(np.int32)
         in_prompt = np.bincount(prompt, minlength=self._vocab_size) > 0
-        self._counts[row] = torch.from_numpy(counts).to(self._device, non_blocking=True)
-        self._in_prompt[row] = torch.from_numpy(in_prompt).to(self._device, non_blocking=True)
+        self._counts[row] = to_device(counts, self._device)
+        self._in_prompt[row] = to_device(in_prompt, self._device)
 
     def keep_last(self, row: int, length: int, generated: npt.NDArray[np.uint32]) -> None:
         """Remember the last `length` tokens of `row` from now on, starting with these."""
@@ -50,7 +52,7 @@ class History:
         tail = generated[-length:].astype(np.int64)
         start = np.full(length, -1, dtype=np.int64)
         start[length - len(tail) :] = tail
-        self._last[row] = torch.from_numpy(start).to(self._device, non_blocking=True)
+        self._last[row] = to_device(start, self._device)
 
     def append(self, places: Tensor, tokens: Tensor, *, counts: bool, last: bool) -> None:
         """Add one token (B,) int64 to each row in `places` (B,); -1 adds nothing to the counts."""

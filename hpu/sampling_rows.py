@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hpu.random_stream import uniforms
 from hpu.step import RowSampling
+from hpu.transfer import to_device
 
 _NOTHING = RowSampling(temperature=0.0)
 # float32 holds 1e-30; anything below it, down to 5e-324, is as greedy as it gets.
@@ -113,7 +114,7 @@ class SamplingRows:
         self._generated[batch.rows] += 1
 
     def _upload(self, values: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(values).to(self._device, non_blocking=True)
+        return to_device(values, self._device)
 
     def _make(self, rows: list[int], size: int) -> SamplingBatch:
         params = [self._rows[row] for row in rows]

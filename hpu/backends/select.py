@@ -7,7 +7,8 @@ from hpu.backends.base import Backend
 
 
 def select_backend(device: str, *, num_threads: int | None = None) -> Backend:
-    """The named backend, or the best one of this machine for `auto`.
+    """The named backend, or the best one of this machine for `auto`: a Gaudi, else the CPU. A GPU
+    has to be named: it is there to develop on.
 
     `num_threads` counts on the CPU only. Raises ConfigError when the machine has no such device.
     """
@@ -17,4 +18,8 @@ def select_backend(device: str, *, num_threads: int | None = None) -> Backend:
         from hpu.backends.cpu import CpuBackend
 
         return CpuBackend(num_threads)
+    if device == "cuda":
+        from hpu.backends.cuda import CudaBackend
+
+        return CudaBackend()
     raise ConfigError(f"device {device!r} cannot be used by this version; --device cpu can")

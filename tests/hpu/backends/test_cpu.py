@@ -1,13 +1,10 @@
-"""The CPU back end and its choice."""
+"""The CPU back end."""
 
 import resource
 
-import pytest
 import torch
 
-from config.errors import ConfigError
 from hpu.backends.cpu import CpuBackend
-from hpu.backends.select import select_backend
 
 
 def test_zeros_that_nobody_writes_take_no_memory() -> None:
@@ -53,8 +50,3 @@ def test_as_many_threads_compute_as_were_asked_for() -> None:
     after = torch.get_num_threads()
     torch.set_num_threads(before)
     assert after == before + 1
-
-
-def test_a_device_that_is_not_there_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"'cuda'.*--device cpu"):
-        select_backend("cuda")

@@ -1,0 +1,172 @@
+"""CudaBackend: an NVIDIA GPU, for development away from a Gaudi: the same buckets, the same runner,
+real capture and replay. Knows no models; never chosen unless it is asked for by name."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from config.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+BFLOAT16_CAPABILITY = (8, 0)
+"""First compute capability that multiplies bfloat16 in hardware (Ampere)."""
+
+WARM_RUNS = 2
+"""Runs before a capture. The first loads kernels and makes the workspaces of the matrix products,
+both of which are refused inside a capture; the second shows that nothing of the kind is left."""
+
+GIB = 1024**3
+
+
+class CudaEvent:
+    """A point in a stream, with the time at which the device passed it."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # theirs
+        self._event.record(stream)
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def done(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]  # theirs
+
+    def seconds_since(self, earlier: "CudaEvent") -> float:
+        milliseconds: float = earlier._event.elapsed_time(self._event)
+        return milliseconds / 1000
+
+
+class CudaGraph:
+    """A captured graph with the tensors that it reads and writes; these must live as long as it
+    does, because a replay uses their addresses."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, inputs: tuple[Any, ...], outputs: Any) -> None:
+        self._graph = graph
+        self._inputs = inputs
+        self._outputs = outputs
+
+    def replay(self) -> Any:
+        self._graph.replay()
+        return self._outputs
+
+
+class CudaBackend:
+    """The first GPU that CUDA shows this process (CUDA_VISIBLE_DEVICES chooses another).
+
+    All work goes to the current stream, so it runs in the order in which it was given; only a
+    capture, and the runs before it, take a stream of their own, and the two wait for each other.
+
+    All graphs take their memory from one pool: a replay writes whatever it reads, inputs apart, and
+    no two replays overlap, so one graph's scratch space may be another's. A graph's outputs are
+    therefore good until the next replay of any graph. Raises ConfigError without a usable GPU.
+    """
+
+    name = "cuda"
+    # Those of a Gaudi: what is tried out here should meet the same buckets there.
+    default_block_size = 128
+    default_strategy = "exponential"
+    captures = True
+    shares_host_memory = False
+
+    def __init__(self) -> None:
+        missing = missing_cuda(
+            torch.__version__, torch.version.cuda, has_device=torch.cuda.is_available()
+        )
+        if missing is not None:
+            raise ConfigError(missing)
+        self.device = torch.device("cuda", 0)
+        # Writes to the cache are index_copy_, which takes no other index type on CUDA.
+        self.index_dtype = torch.int64
+        torch.cuda.set_device(self.device)
+        capability = torch.cuda.get_device_capability(self.device)
+        self.fast_dtypes: tuple[torch.dtype, ...] = (torch.float16,)
+        if capability >= BFLOAT16_CAPABILITY:
+            self.fast_dtypes = (torch.bfloat16, torch.float16)
+        self.default_dtype = self.fast_dtypes[0]
+        self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]  # theirs
+        self._pool = torch.cuda.graph_pool_handle()
+        free, total = torch.cuda.mem_get_info(self.device)
+        logger.info(
+            "CUDA: %s, compute capability %d.%d, %.1f of %.1f GiB free",
+            torch.cuda.get_device_name(self.device),
+            *capability,
+            free / GIB,
+            total / GIB,
+        )
+
+    def memory(self) -> tuple[int, int]:
+        """(free, total) bytes, after all work is done; other processes' share counts as taken.
+
+        What the allocator keeps for later goes back to the driver first: it can be used again.
+        """
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def event(self) -> CudaEvent:
+        return CudaEvent(torch.cuda.current_stream(self.device))
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def host_tensor(self, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(size, dtype=dtype, pin_memory=True)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        # Pinned: a copy into ordinary memory makes the host wait for the device.
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    def upload(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def capture(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> CudaGraph:
+        current = torch.cuda.current_stream(self.device)
+        self._side.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._side):
+                for _ in range(WARM_RUNS):
+                    function(*inputs)
+            graph = torch.cuda.CUDAGraph()
+            # Only this thread's calls can spoil the capture: others may wait for events meanwhile.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"
+            ):
+                outputs = function(*inputs)
+        finally:
+            # A capture that fails may leave its own stream behind as the current one.
+            torch.cuda.set_stream(current)
+            current.wait_stream(self._side)
+        return CudaGraph(graph, inputs, outputs)
+
+    def prepare(self, model: torch.nn.Module) -> None:
+        return
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+
+
+def missing_cuda(version: str, built_for: str | None, has_device: bool) -> str | None:
+    """What keeps torch `version`, built for CUDA `built_for`, from a GPU; None if nothing does."""
+    if built_for is None:
+        return (
+            f"device 'cuda' needs a torch built with CUDA, torch {version} is not: install one "
+            "that is, or use --device cpu"
+        )
+    if not has_device:
+        return (
+            f"device 'cuda': torch {version} is built for CUDA {built_for} and sees 0 GPUs: look "
+            "at the driver (nvidia-smi) and at CUDA_VISIBLE_DEVICES, or use --device cpu"
+        )
+    return None

@@ -1,0 +1,137 @@
+"""What can be known of the CUDA back end without a GPU: its refusals, and that a launch never asks
+the device for a number. tests/cuda/ holds what needs one."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from config.errors import ConfigError
+from config.model import ModelConfig
+from hpu.backends.cuda import missing_cuda
+from hpu.backends.select import select_backend
+from hpu.layers.context import DecodeContext, LaunchContext, PrefillContext
+from hpu.logprobs import prompt_logprobs
+from hpu.models.select import build_model
+from hpu.sampler import Sampler
+from hpu.step import RowSampling
+
+META = torch.device("meta")
+"""A device whose numbers nobody can read: whatever depends on one raises."""
+
+WINDOWED = ModelConfig(
+    "none", "MistralForCausalLM", 320, 64, 128, 2, 4, 2, 16, 512, sliding_window=8
+)
+BLOCK_SIZE = 4
+EVERYTHING = [
+    RowSampling(temperature=0.0, num_logprobs=2),
+    RowSampling(temperature=0.7, top_k=5, top_p=0.5, min_p=0.1),
+    RowSampling(repetition_penalty=1.2, bad_words=((1, 2), (3,)), logit_bias=((3, 1.0),)),
+    RowSampling(min_tokens=2, end_token_ids=(1,), allowed_token_ids=(1, 2, 3)),
+]
+
+
+class StaysOnDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]  # theirs
+    """Raises at an op that mixes host and device, or copies between them and waits."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # theirs
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, made)) if isinstance(leaf, Tensor)]
+        if len({tensor.device for tensor in tensors}) > 1 and not kwargs.get("non_blocking"):
+            raise AssertionError(f"{func} works on host and device, and the host may have to wait")
+        return made
+
+
+def prefill(batch: int, query: int, blocks: int) -> LaunchContext:
+    wide = integers(batch, query)
+    return PrefillContext(
+        wide, wide.view(-1), integers(batch), integers(batch), integers(batch * blocks)
+    )
+
+
+def decode(batch: int, blocks: int) -> LaunchContext:
+    return DecodeContext(
+        integers(batch, 1), integers(batch), *(integers(blocks) for _ in DecodeContext._fields[2:])
+    )
+
+
+def integers(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int64, device=META)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "context"),
+    [
+        (integers(2, 16), prefill(2, 16, 0)),
+        (integers(2, 16), prefill(2, 16, 3)),
+        (integers(1, 1), decode(1, 9)),
+        (integers(4, 1), decode(4, 9)),
+    ],
+    ids=["prompt", "prompt over context", "one row", "several rows"],
+)
+def test_a_forward_pass_asks_no_number_of_the_device(
+    tokens: Tensor, context: LaunchContext
+) -> None:
+    model = build_model(WINDOWED, dtype=torch.bfloat16, device=META)
+    caches = [
+        tuple(torch.zeros(shape, dtype=torch.bfloat16, device=META) for shape in pair)
+        for pair in model.cache_shapes(17, BLOCK_SIZE)
+    ]
+    model.bind_caches(caches)  # type: ignore[arg-type]  # pairs
+
+    with StaysOnDevice():
+        hidden = model(tokens, context)
+
+    assert hidden.shape == (*tokens.shape, WINDOWED.hidden_size)
+
+
+def test_sampling_asks_no_number_of_the_device() -> None:
+    sampler = Sampler(8, 320, META, torch.int64)
+    logits = torch.zeros(4, 320, dtype=torch.bfloat16, device=META)
+
+    with StaysOnDevice():
+        for row, sampling in enumerate(EVERYTHING):
+            sampler.admit(row, sampling, np.zeros(3, np.uint32), 2)
+        sampled = sampler.sample(logits, [0, 1, 2, 3])
+        scored = prompt_logprobs(logits, sampled.tokens, 3)
+
+    assert sampled.tokens.shape == (4,)
+    assert scored.ids.shape == (4, 4)
+
+
+def test_a_read_of_a_number_and_a_copy_that_waits_are_found() -> None:
+    values = torch.zeros(3, device=META)
+    host = torch.zeros(3)
+
+    with pytest.raises((RuntimeError, NotImplementedError)), StaysOnDevice():
+        values.max().item()
+    with pytest.raises((RuntimeError, NotImplementedError)), StaysOnDevice():
+        values[values > 0]
+    with pytest.raises(AssertionError, match="host and device"), StaysOnDevice():
+        host.to(META)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_is_refused_by_name_and_with_what_helps() -> None:
+    with pytest.raises(ConfigError, match=r"'cuda'.*--device cpu"):
+        select_backend("cuda")
+
+
+def test_a_refusal_tells_a_torch_without_cuda_from_a_machine_without_a_gpu() -> None:
+    found = [
+        missing_cuda("2.13.0+cpu", None, has_device=False),
+        missing_cuda("2.13.0+cu130", "13.0", has_device=False),
+        missing_cuda("2.13.0+cu130", "13.0", has_device=True),
+    ]
+
+    assert found[0] is not None and "torch 2.13.0+cpu is not" in found[0]
+    assert found[1] is not None and "CUDA 13.0 and sees 0 GPUs" in found[1]
+    assert found[2] is None
