@@ -55,10 +55,6 @@ TORCH_OF_RELEASE: dict[Release, tuple[int, int]] = {
 PYTHONS = ((3, 10), (3, 11), (3, 12))
 """That the vendor's images ship."""
 
-LAZY_BY_DEFAULT_BEFORE: Release = (1, 20)
-EAGER_BY_DEFAULT_FROM: Release = (1, 21)
-"""Mode of an unset PT_HPU_LAZY_MODE; of the releases between the two it is not known."""
-
 PAIRS = ((0, 1), (2, 3), (4, 5), (6, 7))
 QUADS = ((0, 1, 2, 3), (4, 5, 6, 7))
 """Modules of an 8-card box that may work together in a smaller group."""

@@ -1,0 +1,92 @@
+"""A Gaudi machine as files in a folder, for preflights: the driver's and the kernel's, and what
+hl-smi would print. Nothing of it runs."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hpu.preflight_machine import Machine
+
+MODULES = ("habanalabs", "habanalabs_cn", "habanalabs_ib", "habanalabs_en")
+VENDOR_TORCH = "2.7.1+git1234567"
+ENOUGH_PAGES = 100_000
+
+
+class GaudiMachine:
+    """Eight free cards of one generation, unless told otherwise; whatever is laid out later counts
+    as well."""
+
+    def __init__(self, root: Path, *, cards: int = 8, pci_id: str = "0x1060") -> None:
+        self.root = root
+        self.environment: dict[str, str] = {}
+        self.versions: dict[str, str | None] = {
+            "torch": VENDOR_TORCH,
+            "habana-torch-plugin": "1.22.1.6",
+        }
+        self.modules = {"habana_frameworks"}
+        self.driver: str | None = "1.22.1-6f0bb5a"
+        self.smi_modules: list[int] = list(range(cards))
+        self.write("proc/modules", "".join(f"{name} 16384 0 - Live 0x0\n" for name in MODULES))
+        self.huge_pages(ENOUGH_PAGES)
+        for index in range(cards):
+            self.card(index, pci_id=pci_id)
+
+    def write(self, path: str, text: str) -> Path:
+        file = self.root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        return file
+
+    def huge_pages(self, count: int) -> None:
+        """Reserve `count` pages of 2 MiB, beside plenty of memory."""
+        self.write(
+            "proc/meminfo",
+            f"MemTotal: 1056309248 kB\nMemAvailable: 1000000000 kB\n"
+            f"HugePages_Total: {count}\nHugepagesize: 2048 kB\n",
+        )
+
+    def card(self, index: int, *, vendor: str = "0x1da3", pci_id: str = "0x1060") -> str:
+        """Lay out one card; gives its node."""
+        self.write(f"dev/accel/accel{index}", "")
+        self.write(f"dev/accel/accel_controlD{index}", "")
+        device = f"sys/devices/pci0000:00/0000:{index + 0x10:02x}:00.0"
+        self.write(f"{device}/vendor", f"{vendor}\n")
+        self.write(f"{device}/device", f"{pci_id}\n")
+        link = self.root / f"sys/class/accel/accel{index}/device"
+        link.parent.mkdir(parents=True)
+        link.symlink_to(os.path.relpath(self.root / device, link.parent))
+        return f"/dev/accel/accel{index}"
+
+    def hold(self, pid: int, node: str, command: str = "python3\0server.py\0") -> None:
+        """Let a process have a node open, among other files."""
+        self.write(f"proc/{pid}/cmdline", command)
+        folder = self.root / f"proc/{pid}/fd"
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, target in enumerate(("/dev/null", node)):
+            (folder / str(number)).symlink_to(target)
+
+    def run(self, argv: Sequence[str]) -> str | None:
+        """What hl-smi prints, if the machine has a driver."""
+        if argv[0] != "hl-smi" or self.driver is None:
+            return None
+        if "driver_version" in argv:
+            return f"{self.driver}\n" * len(self.smi_modules)
+        return "".join(
+            f"{index}, {module}, 0000:{index + 0x10:02x}:00.0, 00P1-{index}, HL-325L, "
+            f"131072 MiB, 672 MiB\n"
+            for index, module in enumerate(self.smi_modules)
+        )
+
+    def seen(self, **changes: Any) -> Machine:
+        """The machine as a preflight sees it."""
+        facts: dict[str, Any] = {
+            "environment": self.environment,
+            "root": self.root,
+            "run": self.run,
+            "version": self.versions.get,
+            "has_module": self.modules.__contains__,
+            "python": (3, 10),
+            "pid": 1,
+        }
+        return Machine(**{**facts, **changes})
