@@ -14,6 +14,7 @@ from config.arguments import Parser, server_parser
 from config.errors import ConfigError, EngineDied
 from config.flags import FLAGS
 from config.load import load
+from config.progress import Report
 from config.values import nearest
 from config.version import VERSION
 
@@ -79,18 +80,22 @@ def _serve(argv: list[str]) -> int:
     )
     engine, server = loaded.engine, loaded.server
     log.setup("server", level=server.log_level, access_log=not server.disable_access_log)
-    from config.checkpoint import resolve
-
-    folder = resolve(
-        engine.model, revision=engine.revision, cache_dir=engine.cache_dir, dtype=engine.dtype
-    )
     from server.frontends import serve
 
-    names = NAMES if engine.model in NAMES else (engine.model,)
-    return serve(
-        dataclasses.replace(engine, model=folder),
-        dataclasses.replace(server, served_model_names=server.served_model_names or names),
-    )
+    def folder(report: Report) -> str:
+        from config.checkpoint import resolve
+
+        return resolve(
+            engine.model,
+            revision=engine.revision,
+            cache_dir=engine.cache_dir,
+            dtype=engine.dtype,
+            report=report,
+        )
+
+    own_names = NAMES if engine.model in NAMES else (engine.model,)
+    names = server.served_model_names or own_names
+    return serve(engine, dataclasses.replace(server, served_model_names=names), folder)
 
 
 def _config(argv: list[str]) -> int:

@@ -21,6 +21,7 @@ from config.version import VERSION
 from engine.client import ZmqClient
 from server.app import create_app
 from server.metrics import Metrics
+from server.preparation import News
 from server.state import AppState
 from server.text.template import ChatTemplate, read_template
 from server.text.tokenizer import Tokenizer
@@ -42,7 +43,7 @@ BACKLOG = 2048
 
 
 class FrontEndOrders(msgspec.Struct, frozen=True):
-    """What a front-end is told at start. The model is a local folder."""
+    """What a front-end is told at start. The model is what the user called it."""
 
     engine: EngineConfig
     server: ServerConfig
@@ -50,6 +51,8 @@ class FrontEndOrders(msgspec.Struct, frozen=True):
     index: int = 0
     metrics_folder: str | None = None
     """Where all front-ends keep their counts, if there are several."""
+    news_path: str | None = None
+    """Where the parent leaves news of the checkpoint, if there are several."""
 
 
 class Uvicorn(uvicorn.Server):
@@ -85,6 +88,8 @@ class FrontEnd:
             root=names[0],
             has_priorities=orders.engine.schedule.policy == "priority",
         )
+        self._folder: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._stage = News().stage
         self._stopping = asyncio.Event()
         self._at_once = asyncio.Event()
         self._started_s = time.monotonic()
@@ -103,18 +108,35 @@ class FrontEnd:
         """The engine is gone; on the loop's thread."""
         self._client.fail(reason)
 
+    def hear(self, news: News | Exception) -> None:
+        """The checkpoint is on its way, there, or not to be had; on the loop's thread."""
+        if self._folder.done():
+            return
+        if isinstance(news, Exception):
+            self._folder.set_exception(news)
+            return
+        if news.stage != self._stage:
+            self._stage = news.stage
+            config = self.state.config
+            logger.info("http://%s:%d answers, not ready: %s", config.host, config.port, news.text)
+        self.state.stage = news.text
+        if news.folder is not None:
+            self._folder.set_result(news.folder)
+
     async def run(
-        self, listener: socket.socket, on_listening: Callable[[], None] = lambda: None
+        self, listener: socket.socket, on_folder: Callable[[str], None] = lambda folder: None
     ) -> int:
-        """Serve on `listener`; the exit code. `on_listening` is called once the engine may come."""
+        """Serve on `listener`; the exit code. Raises ConfigError when it cannot start.
+
+        `on_folder` is called when the checkpoint is there and the engine may come.
+        """
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self.stop)
         loop.add_signal_handler(signal.SIGINT, self.interrupt)
         await self._client.start()
-        on_listening()
         server = Uvicorn(self._uvicorn_config())
         serving = loop.create_task(server.serve(sockets=[listener]))
-        opening = loop.create_task(self._open())
+        opening = loop.create_task(self._open(on_folder))
         try:
             return await self._watch(serving, opening)
         finally:
@@ -136,6 +158,8 @@ class FrontEnd:
             ws="none",
             lifespan="off",
             log_config=None,
+            # That a port is open is told below, and a start that fails is told in one line.
+            log_level=max(logging.WARNING, logging.getLogger().level),
             access_log=False,
             server_header=False,
             backlog=BACKLOG,
@@ -143,9 +167,10 @@ class FrontEnd:
             timeout_graceful_shutdown=int(FAREWELL_S),
         )
 
-    async def _open(self) -> None:
+    async def _open(self, on_folder: Callable[[str], None]) -> None:
         """Load what turns text into tokens while the engine loads the rest; then take requests."""
-        config, folder = self.state.config, self._orders.engine.model
+        config, folder = self.state.config, await self._folder
+        on_folder(folder)
         texts = asyncio.get_running_loop().run_in_executor(None, load_texts, folder, config)
         defaults = await asyncio.get_running_loop().run_in_executor(None, _defaults, folder)
         tokenizer, template = await texts
@@ -172,8 +197,10 @@ class FrontEnd:
             if opening.done() and (error := opening.exception()) is not None:
                 if isinstance(error, EngineDied):
                     continue
-                logger.error("start-up failed: %s", error, exc_info=_unless_known(error))
-                return WRONG_SETTING if isinstance(error, ConfigError) else FAILED
+                if isinstance(error, ConfigError):
+                    raise error
+                logger.error("start-up failed", exc_info=error)
+                return FAILED
             if serving.done():
                 logger.error("the HTTP server ended by itself")
                 return FAILED
@@ -229,8 +256,3 @@ def load_texts(folder: str, config: ServerConfig) -> tuple[Tokenizer | None, Cha
 
 def _defaults(folder: str) -> dict[str, float]:
     return read_model_config(folder).generation_defaults
-
-
-def _unless_known(error: BaseException) -> BaseException | None:
-    """What is to be logged with its traceback."""
-    return None if isinstance(error, ConfigError) else error

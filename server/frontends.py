@@ -6,13 +6,16 @@ A lone front-end is this process. Several are children, which this process only 
 import asyncio
 import dataclasses
 import logging
+import os
 import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
+from typing import TypeVar
 
 import uvloop
 
@@ -31,7 +34,18 @@ from engine.launch import (
     python_command,
     read_orders,
 )
-from server.frontend import BACKLOG, FAILED, FAREWELL_S, INTERRUPTED, FrontEnd, FrontEndOrders
+from server.frontend import (
+    BACKLOG,
+    FAILED,
+    FAREWELL_S,
+    INTERRUPTED,
+    WRONG_SETTING,
+    FrontEnd,
+    FrontEndOrders,
+)
+from server.preparation import NEWS_S, News, Preparation, Resolve, read_news, write_news
+
+Word = TypeVar("Word")
 
 logger = logging.getLogger(__name__)
 
@@ -42,20 +56,32 @@ STRAGGLE_S = 5.0
 _METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 
 
-def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
+def serve(engine_config: EngineConfig, server_config: ServerConfig, resolve: Resolve) -> int:
     """Serve until stopped; the exit code: 0 after a drain, else what went wrong. Leaves no process,
-    socket or file behind. Raises ConfigError when the port is taken."""
+    socket or file behind. Raises ConfigError when the port is taken, and what `resolve` raises.
+
+    `resolve` gives the checkpoint's folder. It may take long: the port answers meanwhile.
+    """
     count = server_config.api_server_count
     listener = bind(server_config.host, server_config.port, shared=count > 1)
     server_config = dataclasses.replace(server_config, port=listener.getsockname()[1])
     directory = SocketDirectory()
+    preparation = Preparation(resolve)
     try:
         if count == 1:
-            return _serve_alone(engine_config, server_config, directory.path, listener)
-        with listener:
-            return Fleet(engine_config, server_config, directory.path).run()
+            code = _serve_alone(engine_config, server_config, directory.path, listener, preparation)
+        else:
+            with listener:
+                code = Fleet(engine_config, server_config, directory.path).run(preparation)
     finally:
+        has_ended = preparation.close()
         directory.close()
+    if not has_ended:
+        # The threads of a download would keep the interpreter until it is over.
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(code)
+    return code
 
 
 def main() -> None:
@@ -65,12 +91,31 @@ def main() -> None:
     config = orders.server
     setup_log("server", rank=orders.index, level=config.log_level)
     listener = _bind(config.host, config.port, shared=True)
-    sys.exit(uvloop.run(_run_child(orders, listener)))
+    try:
+        sys.exit(uvloop.run(_run_child(orders, listener)))
+    except ConfigError as error:
+        logger.error("%s", error)
+        sys.exit(WRONG_SETTING)
 
 
 async def _run_child(orders: FrontEndOrders, listener: socket.socket) -> int:
+    assert orders.news_path is not None
     listener.listen(BACKLOG)
-    return await FrontEnd(orders).run(listener)
+    front_end = FrontEnd(orders)
+    following = asyncio.create_task(_follow(orders.news_path, front_end))
+    try:
+        return await front_end.run(listener)
+    finally:
+        following.cancel()
+
+
+async def _follow(path: str, front_end: FrontEnd) -> None:
+    """Hand on what the parent says of the checkpoint, until it is there."""
+    news = News()
+    while news.folder is None:
+        await asyncio.sleep(NEWS_S / 2)
+        news = read_news(path)
+        front_end.hear(news)
 
 
 def _serve_alone(
@@ -78,6 +123,7 @@ def _serve_alone(
     server_config: ServerConfig,
     directory: str,
     listener: socket.socket,
+    preparation: Preparation,
 ) -> int:
     engines: list[EngineProcess] = []
 
@@ -86,18 +132,19 @@ def _serve_alone(
         orders = FrontEndOrders(engine_config, server_config, front_end_endpoint(directory, 0))
         front_end = FrontEnd(orders)
 
-        def start_engine() -> None:
+        def start_engine(folder: str) -> None:
             engines.append(
                 launch(
-                    engine_config,
+                    dataclasses.replace(engine_config, model=folder),
                     directory,
                     1,
-                    on_exit=lambda why: _tell(loop, front_end, why),
+                    on_exit=lambda why: _tell(loop, front_end.fail, why),
                     log_level=server_config.log_level,
                 )
             )
 
         listener.listen(BACKLOG)
+        preparation.start(lambda news: _tell(loop, front_end.hear, news))
         return await front_end.run(listener, start_engine)
 
     try:
@@ -108,12 +155,12 @@ def _serve_alone(
     return code
 
 
-def _tell(loop: asyncio.AbstractEventLoop, front_end: FrontEnd, why: str) -> None:
+def _tell(loop: asyncio.AbstractEventLoop, hear: Callable[[Word], None], word: Word) -> None:
     try:
-        loop.call_soon_threadsafe(front_end.fail, why)
+        loop.call_soon_threadsafe(hear, word)
     except RuntimeError:
         # The loop has ended, and with it everyone who could be told.
-        logger.debug("after the end: %s", why)
+        logger.debug("after the end: %s", word)
 
 
 class Fleet:
@@ -125,31 +172,45 @@ class Fleet:
         self._engine_config = engine_config
         self._config = server_config
         self._directory = directory
-        # Bounded: a word for each signal and each child's end.
-        self._news: SimpleQueue[str | signal.Signals] = SimpleQueue()
+        self._news_path = str(Path(directory, "checkpoint.json"))
+        self._engines: list[EngineProcess] = []
+        # Bounded: a word for each signal, each child's end, and the checkpoint.
+        self._news: SimpleQueue[str | signal.Signals | News | Exception] = SimpleQueue()
 
-    def run(self) -> int:
-        """Start all, wait for news, end all; the exit code."""
+    def run(self, preparation: Preparation) -> int:
+        """Start all, wait for news, end all; the exit code. Raises what `preparation` does."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._hear)
-        engine = launch(
-            self._engine_config,
-            self._directory,
-            self._config.api_server_count,
-            on_exit=self._news.put,
-            log_level=self._config.log_level,
-        )
         children: list[Child] = []
         try:
             children += [self._start(index) for index in range(self._config.api_server_count)]
+            preparation.start(self._hear_of_checkpoint)
             return self._watch(children)
         finally:
             for child in children:
                 child.close(0)
-            engine.close(ENGINE_CLOSE_S)
+            for engine in self._engines:
+                engine.close(ENGINE_CLOSE_S)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self._news.put(signal.Signals(number))
+
+    def _hear_of_checkpoint(self, news: News | Exception) -> None:
+        if isinstance(news, News):
+            write_news(self._news_path, news)
+        if isinstance(news, Exception) or news.folder is not None:
+            self._news.put(news)
+
+    def _launch(self, folder: str) -> None:
+        self._engines.append(
+            launch(
+                dataclasses.replace(self._engine_config, model=folder),
+                self._directory,
+                self._config.api_server_count,
+                on_exit=self._news.put,
+                log_level=self._config.log_level,
+            )
+        )
 
     def _start(self, index: int) -> Child:
         folder = Path(self._directory, "metrics")
@@ -160,6 +221,7 @@ class Fleet:
             front_end_endpoint(self._directory, index),
             index,
             str(folder),
+            self._news_path,
         )
         return Child(
             f"front-end {index}",
@@ -172,11 +234,19 @@ class Fleet:
 
     def _watch(self, children: list[Child]) -> int:
         news = self._news.get()
-        if not isinstance(news, signal.Signals):
+        while isinstance(news, News):
+            assert news.folder is not None
+            self._launch(news.folder)
+            news = self._news.get()
+        if isinstance(news, Exception):
+            self._close(children, FAREWELL_S + 1)
+            raise news
+        if isinstance(news, str):
             logger.error("the server stops: %s", news)
             # They hear of the engine's end themselves, and tell their clients.
             self._close(children, FAREWELL_S + 1)
-            return FAILED
+            wrong = any(child.poll() == WRONG_SETTING for child in children)
+            return WRONG_SETTING if wrong else FAILED
         timeout_s = self._config.shutdown_timeout_s + FAREWELL_S + STRAGGLE_S
         if not self._close(children, timeout_s):
             return INTERRUPTED

@@ -127,7 +127,7 @@ def test_the_command_line_never_loads_torch_or_a_web_framework() -> None:
 
 
 def test_a_model_that_is_not_there_is_one_line_and_status_2() -> None:
-    command = [sys.executable, "-m", "server.cli", "serve", "/no/such/model.gguf"]
+    command = [sys.executable, "-m", "server.cli", "serve", "/no/such/model.gguf", "--port=0"]
 
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 

@@ -1,0 +1,107 @@
+"""A daemon whose checkpoint is not there yet: it answers, waits, and can be stopped."""
+
+import contextlib
+import fcntl
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import httpx
+import pytest
+from live import LiveServer, children_of
+from tiny_gguf import write_gguf
+
+from config.checkpoint import resolve
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_gguf(tmp_path / "tiny.gguf")
+
+
+@pytest.fixture
+def lock(source: Path, tmp_path: Path) -> Iterator[IO[str]]:
+    """Held: whoever converts `source` waits for us, as for another process that converts it."""
+    folder = resolve(str(source), cache_dir=str(tmp_path / "cache"), progress=False)
+    shutil.rmtree(folder)
+    with open(f"{folder}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
+
+
+@contextlib.contextmanager
+def starting(source: Path, tmp_path: Path, *flags: str) -> Iterator[LiveServer]:
+    """A server that has come as far as the conversion."""
+    own = ("--served-model-name=tiny", "--shutdown-timeout=20", f"--cache-dir={tmp_path / 'cache'}")
+    live = LiveServer(str(source), tmp_path / "log", *own, *flags)
+    try:
+        end_s = time.monotonic() + 30
+        while "convert" not in ask(live, "/ready").text:
+            assert time.monotonic() < end_s and live.process.poll() is None, live.text()
+            time.sleep(0.05)
+        yield live
+    finally:
+        live.close()
+
+
+def ask(live: LiveServer, path: str, body: object = None) -> httpx.Response:
+    """Over a connection of its own: any of the front-ends may get it. 599 while none listens."""
+    try:
+        if body is None:
+            return httpx.get(live.url + path, timeout=20)
+        return httpx.post(live.url + path, json=body, timeout=20)
+    except httpx.ConnectError:
+        return httpx.Response(599)
+
+
+@pytest.mark.parametrize("front_ends", [1, 2])
+def test_the_port_answers_before_the_checkpoint_is_there(
+    source: Path, lock: IO[str], tmp_path: Path, front_ends: int
+) -> None:
+    with starting(source, tmp_path, f"--api-server-count={front_ends}") as live:
+        health, ready, models = (ask(live, path) for path in ("/health", "/ready", "/v1/models"))
+        chat = ask(live, "/v1/chat/completions", CHAT)
+
+        assert health.status_code == 200
+        assert ready.json()["error"]["message"] == "The server is starting: convert."
+        for refused in (ready, models, chat):
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"] == "5"
+            assert refused.json()["error"]["type"] == "server_error"
+        assert "takes no requests yet" in chat.json()["error"]["message"]
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        live.wait_ready(60)
+
+
+def test_a_checkpoint_that_turns_out_to_be_wrong_is_one_clear_line_and_status_2(
+    source: Path, lock: IO[str], tmp_path: Path
+) -> None:
+    with starting(source, tmp_path) as live:
+        source.write_bytes(b"no such thing")
+
+        fcntl.flock(lock, fcntl.LOCK_UN)
+
+        assert live.wait_exit(10) == 2
+        (line,) = [line for line in live.text().splitlines() if "gaudiserve: " in line]
+        assert "tiny.gguf" in line
+        assert "Traceback" not in live.text()
+        assert live.leftovers() == []
+
+
+@pytest.mark.parametrize("front_ends", [1, 2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_daemon_whose_checkpoint_never_comes(
+    source: Path, lock: IO[str], tmp_path: Path, number: signal.Signals, front_ends: int
+) -> None:
+    with starting(source, tmp_path, f"--api-server-count={front_ends}") as live:
+        assert len(children_of(live.pid)) == (front_ends if front_ends > 1 else 0)
+
+        live.signal(number)
+
+        assert live.wait_exit(10) == 0
+        assert live.leftovers() == []
