@@ -49,11 +49,27 @@ class Backend(Protocol):
     """Bucket strategy when the user named none."""
     captures: bool
     """Whether `capture` gives a speed-up here; if not, launches run the function itself."""
+    compiles: bool
+    """Whether the first launch of a shape costs a compilation here, captured or not."""
     shares_host_memory: bool
     """Whether device memory is the host's, so that taking most of it would hurt others."""
 
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes, after all work is done."""
+        ...
+
+    def peak_memory(self) -> int | None:
+        """Most bytes in use at once since `reset_peak`, after all work is done; None where nobody
+        counts them."""
+        ...
+
+    def reset_peak(self) -> None:
+        """Begin to watch for a peak anew."""
+        ...
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        """Whether `error`, raised by any work given to the device, says that its memory is full;
+        the device can still be used then, as it could before that work."""
         ...
 
     def synchronize(self) -> None:

@@ -59,6 +59,7 @@ class CpuBackend:
     default_block_size = 32
     default_strategy = "exact"
     captures = False
+    compiles = False
     shares_host_memory = True
 
     def __init__(self, num_threads: int | None = None) -> None:
@@ -77,6 +78,15 @@ class CpuBackend:
 
     def memory(self) -> tuple[int, int]:
         return usable_memory()
+
+    def peak_memory(self) -> None:
+        return None
+
+    def reset_peak(self) -> None:
+        return
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        return isinstance(error, MemoryError)
 
     def synchronize(self) -> None:
         return

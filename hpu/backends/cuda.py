@@ -70,6 +70,7 @@ class CudaBackend:
     default_block_size = 128
     default_strategy = "exponential"
     captures = True
+    compiles = False
     shares_host_memory = False
 
     def __init__(self) -> None:
@@ -106,6 +107,17 @@ class CudaBackend:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self.device)
+
+    def peak_memory(self) -> int:
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        return isinstance(error, torch.cuda.OutOfMemoryError)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
