@@ -117,7 +117,13 @@ class CudaBackend:
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def is_out_of_memory(self, error: Exception) -> bool:
-        return isinstance(error, torch.cuda.OutOfMemoryError)
+        # A capture that ran out of memory may end with an error of its own, raised over the first.
+        found: BaseException | None = error
+        while found is not None:
+            if isinstance(found, torch.OutOfMemoryError):
+                return True
+            found = found.__context__
+        return False
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -163,6 +169,9 @@ class CudaBackend:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor
+
+    def settled(self) -> None:
+        return
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)

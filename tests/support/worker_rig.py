@@ -57,12 +57,13 @@ class WorkerRig:
         buckets: BucketConfig | None = None,
         num_blocks: int = 96,
         max_num_seqs: int = 8,
+        device: str = "cpu",
         **settings: Any,
     ) -> None:
         config = EngineConfig(
             str(folder),
             dtype="float32",
-            device="cpu",
+            device=device,
             num_threads=1,
             cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks),
             schedule=ScheduleConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=256),

@@ -1,0 +1,194 @@
+"""CudaBackend on a GPU: copies that do not wait, events, memory, and what a captured graph does.
+
+Run by `make test-cuda`.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from config.engine import EngineConfig
+from hpu.backends.cuda import WARM_RUNS, CudaBackend
+from hpu.backends.select import select_backend
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+    # What a driver or an allocator has to say is not our mistake.
+    pytest.mark.filterwarnings("default:::torch"),
+]
+
+LONG = 200_000_000
+"""Cycles of a GPU: about a tenth of a second."""
+
+
+@pytest.fixture
+def backend() -> Iterator[CudaBackend]:
+    made = CudaBackend()
+    yield made
+    made.close()
+
+
+def test_a_gpu_is_used_when_named_and_never_chosen_unasked() -> None:
+    named = select_backend(EngineConfig("m", device="cuda"))
+    chosen = select_backend(EngineConfig("m", num_threads=1))
+
+    assert (named.name, named.device.type) == ("cuda", "cuda")
+    assert chosen.name != "cuda"
+
+
+def test_a_copy_to_the_host_keeps_its_values_when_the_source_changes(backend: CudaBackend) -> None:
+    source = torch.ones(1000, device=backend.device)
+    # Pinned memory is kept and used again; only its first allocation may wait for the device.
+    backend.to_host(source)
+    backend.synchronize()
+
+    torch.cuda._sleep(LONG)
+    copy = backend.to_host(source)
+    source.fill_(2.0)
+    event = backend.event()
+    was_done = event.done()
+    event.wait()
+
+    assert not was_done and event.done()
+    assert copy.is_pinned() and copy.tolist() == [1.0] * 1000
+
+
+def test_a_transposed_tensor_reaches_the_host_in_order(backend: CudaBackend) -> None:
+    source = torch.arange(6, device=backend.device).view(2, 3).t()
+
+    copy = backend.to_host(source)
+    backend.synchronize()
+
+    assert copy.tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_an_upload_waits_its_turn_on_the_device_and_not_on_the_host(backend: CudaBackend) -> None:
+    target = backend.zeros((4,), torch.int64)
+    source = backend.host_tensor(4, torch.int64)
+    source.copy_(torch.arange(4))
+
+    torch.cuda._sleep(LONG)
+    backend.upload(target, source)
+    event = backend.event()
+    was_done = event.done()
+    event.wait()
+
+    assert not was_done
+    assert target.tolist() == [0, 1, 2, 3]
+
+
+def test_events_tell_the_device_time_between_them(backend: CudaBackend) -> None:
+    start = backend.event()
+    torch.cuda._sleep(LONG)
+    end = backend.event()
+    end.wait()
+
+    assert 0.01 < end.seconds_since(start) < 10
+
+
+def test_free_memory_follows_what_is_taken_and_given_back(backend: CudaBackend) -> None:
+    size = 512 * 1024**2
+    before, total = backend.memory()
+
+    taken = backend.zeros((size,), torch.uint8)
+    during, _ = backend.memory()
+    del taken
+    after, _ = backend.memory()
+
+    assert total > before >= during + size
+    assert after >= during + size
+
+
+def test_a_replay_reads_the_inputs_anew_into_the_same_outputs_without_python(
+    backend: CudaBackend,
+) -> None:
+    inputs = torch.ones(4, device=backend.device)
+    calls = []
+
+    def double(values: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return values * 2
+
+    graph = backend.capture(double, (inputs,))
+    first = graph.replay()
+    inputs.fill_(5.0)
+    second = graph.replay()
+
+    assert second is first
+    assert first.tolist() == [10.0] * 4
+    assert len(calls) == WARM_RUNS + 1
+
+
+def test_graphs_of_one_pool_may_run_in_any_order(backend: CudaBackend) -> None:
+    inputs = [torch.full((n, 64), float(n), device=backend.device) for n in (300, 20, 100)]
+    weight = torch.eye(64, device=backend.device)
+
+    def work(values: torch.Tensor) -> torch.Tensor:
+        return ((values @ weight) + 1) @ weight
+
+    graphs = [backend.capture(work, (given,)) for given in inputs]
+    orders = [(0, 1, 2), (2, 0, 1), (1, 1, 0), (2, 1, 2)]
+
+    # Each is read before the next runs: nothing else is promised.
+    found = [[float(graphs[i].replay().mean()) for i in order] for order in orders]
+
+    expected = (301.0, 21.0, 101.0)
+    assert found == [[expected[i] for i in order] for order in orders]
+
+
+def test_a_graph_captured_in_inference_mode_sees_writes_made_in_it(backend: CudaBackend) -> None:
+    with torch.inference_mode():
+        cache = backend.zeros((8, 2), torch.float32)
+        slots = backend.zeros((2,), backend.index_dtype)
+        values = torch.ones(2, 2, device=backend.device)
+
+        def write(slots: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            cache.index_copy_(0, slots, values)
+            return cache.index_select(0, slots)
+
+        graph = backend.capture(write, (slots, values))
+        slots.copy_(torch.tensor([3, 5], device=backend.device))
+        out = graph.replay()
+
+    assert out.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    assert cache.sum(1).tolist() == [2.0, 0.0, 0.0, 2.0, 0.0, 2.0, 0.0, 0.0]
+
+
+def test_full_memory_is_told_from_other_errors_and_harms_nothing(backend: CudaBackend) -> None:
+    _, total = backend.memory()
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        backend.zeros((2 * total,), torch.uint8)
+    with pytest.raises(IndexError) as other:
+        backend.zeros((2,), torch.uint8)[5]
+    after = backend.zeros((2,), torch.uint8)
+
+    assert backend.is_out_of_memory(caught.value)
+    assert not backend.is_out_of_memory(other.value)
+    assert after.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("failing_call", [1, WARM_RUNS + 1], ids=["warm run", "capture"])
+def test_a_capture_that_fails_leaves_the_stream_as_it_was(
+    backend: CudaBackend, failing_call: int
+) -> None:
+    inputs = torch.ones(4, device=backend.device)
+    before = torch.cuda.current_stream()
+    calls = []
+
+    def fails(values: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        result = values + 1
+        if len(calls) == failing_call:
+            raise torch.OutOfMemoryError("as if")
+        return result
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        backend.capture(fails, (inputs,))
+    graph = backend.capture(lambda values: values + 2, (inputs,))
+
+    assert backend.is_out_of_memory(caught.value)
+    assert torch.cuda.current_stream() == before
+    assert graph.replay().tolist() == [3.0] * 4
