@@ -4,15 +4,20 @@ Knows names and words; what a word means is told by config/load.py.
 """
 
 import difflib
+import importlib.metadata
+import importlib.util
 import os
 import re
 from collections.abc import Mapping
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
+from config.execution import ModeChoice, choose_mode
 from config.flags import ACCEPTED, FILE_FLAGS, FLAGS
 
 PREFIX = "GAUDISERVE_"
+
+RECIPE_CACHE_MB = 8192
 
 # What Kubernetes puts into every pod for a service called gaudiserve, or gaudiserve-anything.
 _SERVICE_LINK = re.compile(
@@ -109,7 +114,69 @@ def runtime_environment(config: EngineConfig) -> dict[str, str]:
     }
     if "OMP_WAIT_POLICY" in os.environ:
         del wanted["GOMP_SPINCOUNT"]
+    wanted.update(hpu_environment(config))
     chosen = {name: value for name, value in wanted.items() if name not in os.environ}
     if config.num_threads is not None:
         chosen["OMP_NUM_THREADS"] = str(config.num_threads)
     return chosen
+
+
+def chosen_device(device: str) -> str:
+    """`device`, with auto decided: a Gaudi where the vendor's software is, else the CPU. Imports
+    nothing."""
+    if device != "auto":
+        return device
+    return "hpu" if _is_installed("habana_frameworks") else "cpu"
+
+
+def hpu_mode(config: EngineConfig) -> ModeChoice:
+    """How a Gaudi, or its emulator, will be driven. Raises ConfigError for a contradiction."""
+    is_emulated = chosen_device(config.device) == "hpu-emulator"
+    return choose_mode(
+        config.execution.mode,
+        enforce_eager=config.enforce_eager,
+        lazy_variable=os.environ.get("PT_HPU_LAZY_MODE"),
+        has_vendor_torch=is_emulated or _has_vendor_torch(),
+    )
+
+
+def hpu_environment(config: EngineConfig) -> dict[str, str]:
+    """The runtime's variables for this configuration, empty for other devices: it reads them once,
+    when it is first imported. Raises ConfigError for a mode that cannot be."""
+    device = chosen_device(config.device)
+    if device not in ("hpu", "hpu-emulator"):
+        return {}
+    wanted = {
+        "PT_HPU_LAZY_MODE": str(int(hpu_mode(config).is_lazy)),
+        # It wraps parameters and `Tensor.to`, for training; servers switch it off.
+        "PT_HPU_WEIGHT_SHARING": "0",
+    }
+    recipes = os.path.join(config.cache_dir or cache_home(), "hpu-recipes")
+    if device == "hpu" and "," not in recipes:
+        # path, delete at start, MB: compiled recipes outlive the process.
+        wanted["PT_HPU_RECIPE_CACHE_CONFIG"] = f"{recipes},false,{RECIPE_CACHE_MB}"
+    return wanted
+
+
+def set_missing(variables: Mapping[str, str]) -> None:
+    """Set those of this process's variables that are not set: for a worker in a process that its
+    parent did not prepare."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
+def _has_vendor_torch() -> bool:
+    """Whether torch is the vendor's build: the local part of its version starts with git."""
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return version.partition("+")[2].startswith("git")
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ValueError:
+        # It is loaded already, by something that left its specification empty.
+        return True

@@ -22,6 +22,7 @@ from hpu.memory import GIB, Split, Wanted, split_memory
 from hpu.models.decoder import Decoder
 from hpu.models.select import build_model
 from hpu.pending import PendingStep
+from hpu.profiler import Profiler
 from hpu.rows import Rows
 from hpu.runner import Runner
 from hpu.sampler import Sampler
@@ -42,6 +43,7 @@ class Worker:
         self._config = config
         self._backend: Backend | None = None
         self._runner: Runner | None = None
+        self._profiler: Profiler | None = None
         self._pending: deque[PendingStep] = deque()
 
     def start(self, on_progress: Progress) -> WorkerReady:
@@ -66,9 +68,16 @@ class Worker:
         with torch.inference_mode():
             return self._runner.collect(self._pending.popleft())
 
+    def call(self, name: str) -> str:
+        """Answer one of the calls of `hpu.profiler`. Raises UserError or RequestFailed."""
+        assert self._profiler is not None, "call before start"
+        return self._profiler.call(name)
+
     def close(self) -> None:
         """Drop everything on the device and give it back; safe to call twice."""
         self._pending.clear()
+        if self._profiler is not None:
+            self._profiler.close()
         self._runner = None
         if self._backend is not None:
             self._backend.close()
@@ -76,7 +85,7 @@ class Worker:
 
     def _start(self, on_progress: Progress) -> WorkerReady:
         config = self._config
-        backend = select_backend(config.device, num_threads=config.num_threads)
+        backend = select_backend(config)
         self._backend = backend
         facts = read_model_config(config.model)
         dtype = choose_dtype(config.dtype, facts.dtype, backend)
@@ -100,9 +109,7 @@ class Worker:
         table = _table(config, backend, max_model_len, block_size, split.num_blocks)
         counters = Counters()
         captures = backend.captures and not config.enforce_eager
-        graphs = Graphs(
-            model.forward, backend, counters, captures=captures, budget_bytes=split.graph_bytes
-        )
+        graphs = Graphs(model, backend, counters, captures=captures, budget_bytes=split.graph_bytes)
         staging = Staging(backend)
         max_rows = config.schedule.max_num_seqs
         sampler = Sampler(max_rows, facts.vocab_size, backend.device, backend.index_dtype)
@@ -123,6 +130,9 @@ class Worker:
                 staging.prepare(bucket)
         warmup_s = warm_up(self._runner, sampler, table.buckets, on_progress)
         graphs.stage = "serving"
+        self._profiler = Profiler(self._runner, backend, config.execution, config.cache_dir)
+        self._profiler.begin_with_server()
+        backend.settled()
         return WorkerReady(
             num_blocks=split.num_blocks,
             block_size=block_size,

@@ -114,6 +114,10 @@ class Backend(Protocol):
         """Sum over the tensor-parallel group; the tensor itself when the group is one."""
         ...
 
+    def settled(self) -> None:
+        """Warm-up is over: from now on nothing should be compiled."""
+        ...
+
     def close(self) -> None:
         """Give the device back."""
         ...

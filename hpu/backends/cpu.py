@@ -123,5 +123,8 @@ class CpuBackend:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor
 
+    def settled(self) -> None:
+        return
+
     def close(self) -> None:
         return

@@ -1,25 +1,71 @@
 """Device name to Backend. Imports only the chosen one, so that what is not used is not loaded."""
 
-import importlib.util
-
-from config.errors import ConfigError
+from config import env
+from config.engine import EngineConfig
 from hpu.backends.base import Backend
 
 
-def select_backend(device: str, *, num_threads: int | None = None) -> Backend:
+def select_backend(config: EngineConfig) -> Backend:
     """The named backend, or the best one of this machine for `auto`: a Gaudi, else the CPU. A GPU
     has to be named: it is there to develop on.
 
-    `num_threads` counts on the CPU only. Raises ConfigError when the machine has no such device.
+    Raises ConfigError when the machine has no such device, or the device refuses.
     """
-    if device == "auto" and importlib.util.find_spec("habana_frameworks") is not None:
-        device = "hpu"
-    if device in ("auto", "cpu"):
-        from hpu.backends.cpu import CpuBackend
-
-        return CpuBackend(num_threads)
+    device = env.chosen_device(config.device)
+    if device == "hpu":
+        return _gaudi(config)
+    if device == "hpu-emulator":
+        return _emulated(config)
     if device == "cuda":
         from hpu.backends.cuda import CudaBackend
 
         return CudaBackend()
-    raise ConfigError(f"device {device!r} cannot be used by this version; --device cpu can")
+    from hpu.backends.cpu import CpuBackend
+
+    return CpuBackend(config.num_threads)
+
+
+def _gaudi(config: EngineConfig) -> Backend:
+    from hpu.preflight import check_start
+    from hpu.preflight_errors import explain
+    from hpu.preflight_machine import Machine
+
+    machine = Machine(environment=env.environment())
+    check_start(machine)
+    choice = env.hpu_mode(config)
+    env.set_missing(env.hpu_environment(config))
+    from hpu.backends.gaudi import GaudiBackend
+
+    return GaudiBackend(
+        config.execution, choice, seed=config.seed, explain=lambda text: explain(text, machine)
+    )
+
+
+def _emulated(config: EngineConfig) -> Backend:
+    from hpu.backends.gaudi import GaudiBackend
+    from hpu.emulator.install import install
+    from hpu.emulator.settings import EmulatorConfig
+
+    settings = config.emulator
+    # A copy: what the runtime writes into its variables must not outlive the emulated card.
+    variables = {**env.environment(), **env.hpu_environment(config)}
+    emulator = install(
+        EmulatorConfig(
+            generation=settings.card,
+            memory_bytes=settings.memory_bytes,
+            strict=settings.is_strict,
+            compile_delay_s=settings.compile_delay_s,
+        ),
+        variables,
+    )
+    try:
+        return GaudiBackend(
+            config.execution,
+            env.hpu_mode(config),
+            seed=config.seed,
+            on_settled=emulator.seal,
+            on_close=emulator.uninstall,
+        )
+    except BaseException:
+        emulator.uninstall()
+        raise

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hpu.layers.context import DecodeContext, LaunchContext, PrefillContext
 from hpu.layers.linear import Linear
 from hpu.ops.attention import as_mask, attend, causal_mask, join, paged_decode
+from hpu.ops.kernels import Kernels
 from hpu.ops.norm import rms_norm
 from hpu.ops.rope import Rotation, rotate
 
@@ -39,12 +40,17 @@ class PrefillPlan(NamedTuple):
     """What the layers of a prefill share; masks for layers without and with a window."""
 
     slots: Tensor
+    query_lens: Tensor
+    """(B): at least 1."""
     block_list: Tensor
     """(B * C); empty when nothing is cached."""
     new_masks: tuple[Tensor | None, Tensor | None]
     """Among the new tokens, (1, 1, Q, Q); None: plainly causal."""
     context_masks: tuple[Tensor | None, Tensor | None]
     """Over the cached ones, (B, 1, 1 or Q, C * block_size)."""
+    joint_masks: tuple[Tensor | None, Tensor | None]
+    """For fused kernels, in place of both: over cached and new tokens, (B or 1, 1, Q, S), in the
+    model's dtype; None: plainly causal."""
 
 
 class DecodePlan(NamedTuple):
@@ -52,10 +58,12 @@ class DecodePlan(NamedTuple):
 
     slots: Tensor
     block_list: Tensor
+    groups: Tensor
+    """(N): the row of each block, -1 for padding."""
     rows: Tensor
     """(N) int64: the row of each block, 0 for padding."""
     mapping: Tensor
-    """(B, N) float32: 1 where the block is the row's."""
+    """(B, N) float32, for fused kernels the model's dtype: 1 where the block is the row's."""
     masks: tuple[Tensor | None, Tensor | None]
     """(N, 1, 1, block_size)."""
 
@@ -81,12 +89,36 @@ class Windows:
         return not all(self.layers)
 
 
-def plan_launch(context: LaunchContext, block_size: int, windows: Windows) -> LaunchPlan:
+def plan_launch(
+    context: LaunchContext, block_size: int, windows: Windows, fused: torch.dtype | None = None
+) -> LaunchPlan:
     """Derive masks and mappings from a launch's inputs, once for all layers and on the device, so
-    that a captured graph contains it."""
+    that a captured graph contains it. `fused`: the model's dtype if it runs on fused kernels."""
     if isinstance(context, PrefillContext):
-        return _plan_prefill(context, block_size, windows)
-    return _plan_decode(context, block_size, windows)
+        plan = _plan_prefill(context, block_size, windows)
+        return plan if fused is None else _joined(plan, context, windows, fused)
+    return _plan_decode(context, block_size, windows, fused or torch.float32)
+
+
+def _joined(
+    plan: PrefillPlan, context: PrefillContext, windows: Windows, dtype: torch.dtype
+) -> PrefillPlan:
+    """The plan with its two masks of each kind as one, over [cached, new]."""
+    batch, length = context.positions.shape
+
+    def join(new: Tensor | None, cached: Tensor | None) -> Tensor | None:
+        if cached is None:
+            return None if new is None else new.to(dtype)
+        if new is None:
+            new = causal_mask(length, None, cached.device)
+        wide = cached.expand(batch, 1, length, cached.shape[-1])
+        return torch.cat((wide, new.expand(batch, 1, length, length)), dim=-1).to(dtype)
+
+    kinds = zip(plan.new_masks, plan.context_masks, strict=True)
+    full, near = (join(new, cached) for new, cached in kinds)
+    return plan._replace(
+        joint_masks=(full if windows.any_full else None, near if windows.any_windowed else None)
+    )
 
 
 def _plan_prefill(context: PrefillContext, block_size: int, windows: Windows) -> PrefillPlan:
@@ -108,10 +140,19 @@ def _plan_prefill(context: PrefillContext, block_size: int, windows: Windows) ->
             # Counted from the cached length, not from `positions`: those are 0 for padded tokens.
             own = cached + torch.arange(length, device=device).view(1, 1, length, 1)
             cached_near = as_mask(seen & (own - places < window))
-    return PrefillPlan(context.slots, context.block_list, (None, near), (cached_full, cached_near))
+    return PrefillPlan(
+        context.slots,
+        context.query_lens.clamp_min(1),
+        context.block_list,
+        (None, near),
+        (cached_full, cached_near),
+        (None, None),
+    )
 
 
-def _plan_decode(context: DecodeContext, block_size: int, windows: Windows) -> DecodePlan:
+def _plan_decode(
+    context: DecodeContext, block_size: int, windows: Windows, dtype: torch.dtype
+) -> DecodePlan:
     batch = context.positions.shape[0]
     device, window = context.positions.device, windows.size
     groups = context.block_groups
@@ -125,8 +166,8 @@ def _plan_decode(context: DecodeContext, block_size: int, windows: Windows) -> D
         own = context.positions.view(-1).index_select(0, rows)
         first = own - window + 1 - context.block_starts
         near = as_mask(seen & (places >= first.unsqueeze(1))).view(-1, 1, 1, block_size)
-    mapping = (groups == torch.arange(batch, device=device).unsqueeze(1)).float()
-    return DecodePlan(context.slots, context.block_list, rows, mapping, (full, near))
+    mapping = (groups == torch.arange(batch, device=device).unsqueeze(1)).to(dtype)
+    return DecodePlan(context.slots, context.block_list, groups, rows, mapping, (full, near))
 
 
 class HeadNorm(nn.Module):
@@ -165,20 +206,24 @@ class Attention(nn.Module):
         self.head_norm = nn.Identity() if head_norm is None else head_norm
         self._kind = int(is_windowed)
         self._keys = self._values = torch.empty(0)
+        self._kernels: Kernels | None = None
+        self._splits = False
 
     def bind_caches(self, keys: Tensor, values: Tensor) -> None:
         """Take the caches, each (blocks, block_size, kv_heads, head_dim)."""
         self._keys, self._values = keys, values
 
+    def fuse(self, kernels: Kernels, *, split_qkv: bool) -> None:
+        """Run on fused kernels from now on; with `split_qkv` as three products."""
+        self._kernels = kernels
+        self._splits = split_qkv
+
     def forward(self, hidden: Tensor, rotation: Rotation, plan: LaunchPlan) -> Tensor:
         """(B, Q, hidden) to the same; writes the keys and values of all B * Q tokens."""
         shape = self.shape
         batch, length, _ = hidden.shape
-        heads = self.qkv(hidden).view(batch, length, -1, shape.head_dim)
-        turning, value = heads.split_with_sizes(
-            [shape.num_heads + shape.num_kv_heads, shape.num_kv_heads], dim=2
-        )
-        turned = rotate(self.head_norm(turning), rotation)
+        turning, value = self._projected(hidden)
+        turned = rotate(self.head_norm(turning), rotation, self._kernels)
         query, key = turned.split_with_sizes([shape.num_heads, shape.num_kv_heads], dim=2)
         self._keys.flatten(0, 1).index_copy_(0, plan.slots, key.flatten(0, 1))
         self._values.flatten(0, 1).index_copy_(0, plan.slots, value.flatten(0, 1))
@@ -188,9 +233,36 @@ class Attention(nn.Module):
             out = self._prefill(query, key, value, plan)
         return self.out(out.reshape(batch, length, shape.query_size))  # type: ignore[no-any-return]
 
+    def _projected(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """(queries and keys (B, Q, heads + kv_heads, D), values (B, Q, kv_heads, D))."""
+        shape = self.shape
+        batch, length, _ = hidden.shape
+        if self._splits:
+            query, key, value = self.qkv.parts(
+                hidden, [shape.query_size, shape.kv_size, shape.kv_size]
+            )
+            turning = torch.cat((query, key), dim=-1).view(batch, length, -1, shape.head_dim)
+            return turning, value.view(batch, length, -1, shape.head_dim)
+        heads = self.qkv(hidden).view(batch, length, -1, shape.head_dim)
+        turning, value = heads.split_with_sizes(
+            [shape.num_heads + shape.num_kv_heads, shape.num_kv_heads], dim=2
+        )
+        return turning, value
+
     def _decode(self, query: Tensor, plan: DecodePlan) -> Tensor:
         mask = plan.masks[self._kind]
         assert mask is not None
+        if self._kernels is not None:
+            return self._kernels.paged_decode(
+                query,
+                self._keys.index_select(0, plan.block_list),
+                self._values.index_select(0, plan.block_list),
+                groups=plan.groups,
+                rows=plan.rows,
+                mapping=plan.mapping,
+                mask=mask,
+                scale=self.shape.scale,
+            )
         return paged_decode(
             query,
             self._keys.index_select(0, plan.block_list),
@@ -203,6 +275,8 @@ class Attention(nn.Module):
 
     def _prefill(self, query: Tensor, key: Tensor, value: Tensor, plan: PrefillPlan) -> Tensor:
         query, scale = query.transpose(1, 2), self.shape.scale
+        if self._kernels is not None:
+            return self._fused_prefill(self._kernels, query, key, value, plan)
         mask = plan.new_masks[self._kind]
         out, log_sum = attend(
             query,
@@ -224,6 +298,25 @@ class Attention(nn.Module):
                 mask=context_mask,
             )
             out = join(out, log_sum, cached_out, cached_log_sum)
+        return out.transpose(1, 2)
+
+    def _fused_prefill(
+        self, kernels: Kernels, query: Tensor, key: Tensor, value: Tensor, plan: PrefillPlan
+    ) -> Tensor:
+        """One attention over [cached, new], as fused kernels want it."""
+        keys, values = key.transpose(1, 2), value.transpose(1, 2)
+        if plan.block_list.shape[0]:
+            batch = query.shape[0]
+            keys = torch.cat((self._cached(self._keys, plan.block_list, batch), keys), dim=2)
+            values = torch.cat((self._cached(self._values, plan.block_list, batch), values), dim=2)
+        out = kernels.prompt_attention(
+            query,
+            keys,
+            values,
+            lengths=plan.query_lens,
+            mask=plan.joint_masks[self._kind],
+            scale=self.shape.scale,
+        )
         return out.transpose(1, 2)
 
     def _cached(self, cache: Tensor, block_list: Tensor, batch: int) -> Tensor:

@@ -52,6 +52,19 @@ class Linear(nn.Module):
         if not keep_weight:
             self.weight = None
 
+    def parts(self, hidden: Tensor, sizes: list[int]) -> list[Tensor]:
+        """(..., in) to one (..., size) for each of `sizes`, which add up to `out`: as many
+        products. Not after `pack`."""
+        assert self.weight is not None
+        weights = self.weight.split_with_sizes(sizes)
+        biases: tuple[Tensor | None, ...] = (None,) * len(sizes)
+        if self.bias is not None:
+            biases = self.bias.split_with_sizes(sizes)
+        return [
+            functional.linear(hidden, weight, bias)
+            for weight, bias in zip(weights, biases, strict=True)
+        ]
+
     def forward(self, hidden: Tensor) -> Tensor:
         """(..., in) to (..., out)."""
         if self._packed is not None:

@@ -18,6 +18,7 @@ from hpu.layers.attention import Attention, HeadNorm, HeadShape, LaunchPlan, Win
 from hpu.layers.context import LaunchContext
 from hpu.layers.embedding import Embedding
 from hpu.layers.linear import Linear, can_pack
+from hpu.ops.kernels import Kernels
 from hpu.ops.norm import mirrored_rms_norm, rms_norm
 from hpu.ops.rope import Rotary, Rotation
 
@@ -97,6 +98,11 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(empty, requires_grad=False)
         self.eps = eps
         self._mirror: tuple[Tensor, Tensor] | None = None
+        self._kernels: Kernels | None = None
+
+    def fuse(self, kernels: Kernels) -> None:
+        """Run on fused kernels from now on."""
+        self._kernels = kernels
 
     def pack(self) -> None:
         """Prepare the short form for few rows."""
@@ -105,22 +111,38 @@ class Norm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(B, Q, hidden) to the same."""
+        if self._kernels is not None:
+            return self._kernels.rms_norm(hidden, self.weight, self.eps)
         if self._mirror is not None and hidden.shape[0] * hidden.shape[1] <= MIRRORED_ROWS:
             return mirrored_rms_norm(hidden, *self._mirror, self.eps)
         return rms_norm(hidden, self.weight, self.eps)
 
 
 class Layer(nn.Module):
-    """Attention and MLP with the norms before them."""
+    """Attention and MLP with the norms before them; each adds `multiplier` times its output."""
 
     def __init__(
-        self, attention: Attention, mlp: MLP, attention_norm: Norm, mlp_norm: Norm
+        self,
+        attention: Attention,
+        mlp: MLP,
+        attention_norm: Norm,
+        mlp_norm: Norm,
+        *,
+        multiplier: float,
     ) -> None:
         super().__init__()
         self.attention = attention
         self.mlp = mlp
         self.attention_norm = attention_norm
         self.mlp_norm = mlp_norm
+        self._multiplier = multiplier
+
+    def forward(self, total: Tensor, rotation: Rotation, plan: LaunchPlan) -> Tensor:
+        """(B, Q, hidden) to the same."""
+        delta = self.attention(self.attention_norm(total), rotation, plan)
+        total = torch.add(total, delta, alpha=self._multiplier)
+        delta = self.mlp(self.mlp_norm(total))
+        return torch.add(total, delta, alpha=self._multiplier)
 
 
 class Decoder(nn.Module):
@@ -161,6 +183,7 @@ class Decoder(nn.Module):
             self.head.weight = self.embedding.weight
         self.rotary = Rotary(config, length=length, dtype=dtype, device=device)
         self._block_size = 0
+        self._fused: torch.dtype | None = None
 
     def _linear(self, in_size: int, out_size: int, *, bias: bool) -> Linear:
         return Linear(in_size, out_size, bias=bias, dtype=self.dtype, device=self.device)
@@ -187,20 +210,17 @@ class Decoder(nn.Module):
             self._linear(inner, hidden, bias=spec.mlp_bias),
             config.hidden_act,
         )
-        return Layer(attention, mlp, self._norm(), self._norm())
+        return Layer(
+            attention, mlp, self._norm(), self._norm(), multiplier=spec.residual_multiplier
+        )
 
     def forward(self, tokens: Tensor, context: LaunchContext) -> Tensor:
         """Hidden states (B, Q, hidden) of `tokens` (B, Q), normed and ready for `logits`."""
-        multiplier = self.spec.residual_multiplier
         rotation: Rotation = self.rotary(context.positions)
-        plan: LaunchPlan = plan_launch(context, self._block_size, self.spec.windows)
-        layers = [layer for layer in self.layers if isinstance(layer, Layer)]
+        plan = plan_launch(context, self._block_size, self.spec.windows, self._fused)
         total: Tensor = self.embedding(tokens)
-        for layer in layers:
-            delta = layer.attention(layer.attention_norm(total), rotation, plan)
-            total = torch.add(total, delta, alpha=multiplier)
-            delta = layer.mlp(layer.mlp_norm(total))
-            total = torch.add(total, delta, alpha=multiplier)
+        for layer in self.layers:
+            total = layer(total, rotation, plan)
         return self.norm(total)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -223,6 +243,16 @@ class Decoder(nn.Module):
             assert isinstance(layer, Layer)
             layer.attention.bind_caches(keys, values)
         self._block_size = caches[0][0].shape[1]
+
+    def fuse(self, kernels: Kernels, *, split_qkv: bool = False) -> None:
+        """Run on a device's fused kernels from now on. Once only, before the first launch."""
+        self._fused = self.dtype
+        self.rotary.use_plain_sin()
+        for module in self.modules():
+            if isinstance(module, Norm):
+                module.fuse(kernels)
+            elif isinstance(module, Attention):
+                module.fuse(kernels, split_qkv=split_qkv)
 
     def pack_weights(self) -> bool:
         """Reorder the weights of all products for a CPU that gains by it; whether it was done.

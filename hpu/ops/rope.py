@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from config.errors import ConfigError
 from config.model import ModelConfig, RopeScaling
+from hpu.ops.kernels import Kernels
 
 
 class Rotation(NamedTuple):
@@ -18,7 +19,8 @@ class Rotation(NamedTuple):
 
     cos: Tensor
     sin: Tensor
-    """Its first half is negated, so that the turn is x * cos + (x with swapped halves) * sin."""
+    """Its first half is negated, so that the turn is x * cos + (x with swapped halves) * sin; but
+    not for `Kernels.rotate`, whose turn is x * cos + (-x2, x1) * sin."""
 
 
 def rotated_size(config: ModelConfig) -> int:
@@ -137,6 +139,11 @@ class Rotary(nn.Module):
         table = torch.cat((cos, cos, -sin, sin), dim=-1)
         self.register_buffer("table", table.to(device=device, dtype=dtype), persistent=False)
 
+    def use_plain_sin(self) -> None:
+        """Take back the sign of the first half of sin, for fused kernels. Once only."""
+        size = self.table.shape[1] // 4
+        self.table[:, 2 * size : 3 * size].neg_()
+
     def forward(self, positions: Tensor) -> Rotation:
         """The rotations at `positions` (B, Q)."""
         batch, query = positions.shape
@@ -145,11 +152,13 @@ class Rotary(nn.Module):
         return Rotation(cos, sin)
 
 
-def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
+def rotate(heads: Tensor, rotation: Rotation, kernels: Kernels | None = None) -> Tensor:
     """`heads` (B, Q, heads, head_dim), queries and keys at once, turned to their positions."""
     size = rotation.cos.shape[-1]
     if size < heads.shape[-1]:
-        turned = rotate(heads[..., :size], rotation)
+        turned = rotate(heads[..., :size], rotation, kernels)
         return torch.cat((turned, heads[..., size:]), dim=-1)
+    if kernels is not None:
+        return kernels.rotate(heads, rotation.cos, rotation.sin)
     low, high = heads.chunk(2, dim=-1)
     return torch.addcmul(heads * rotation.cos, torch.cat((high, low), dim=-1), rotation.sin)

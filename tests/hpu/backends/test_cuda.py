@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.model import ModelConfig
 from hpu.backends.cuda import missing_cuda
@@ -122,7 +123,7 @@ def test_a_read_of_a_number_and_a_copy_that_waits_are_found() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_is_refused_by_name_and_with_what_helps() -> None:
     with pytest.raises(ConfigError, match=r"'cuda'.*--device cpu"):
-        select_backend("cuda")
+        select_backend(EngineConfig("m", device="cuda"))
 
 
 def test_a_refusal_tells_a_torch_without_cuda_from_a_machine_without_a_gpu() -> None:

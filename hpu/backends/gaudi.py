@@ -1,0 +1,281 @@
+"""GaudiBackend: a Gaudi card through the vendor's runtime, in one of its four modes. The only file
+that drives habana_frameworks (its fused kernels are in hpu/ops/gaudi.py). Knows no rows.
+
+In lazy mode operations gather until a mark ends the segment, which is then one recipe. Segments end
+here where a launch has a natural end: at events, and around a captured graph.
+"""
+
+import importlib
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from config.errors import ConfigError
+from config.execution import HPU_GRAPHS, LAZY, TORCH_COMPILE, ExecutionConfig, ModeChoice
+from hpu.devices import GENERATIONS, has_kernel, release_of
+from hpu.memory import GIB
+from hpu.ops.kernels import Kernels
+from hpu.preflight_machine import distribution_version
+from hpu.preflight_software import RUNTIME_DISTRIBUTION
+
+logger = logging.getLogger(__name__)
+
+ROOT = "habana_frameworks.torch"
+
+OUT_OF_MEMORY = (
+    "workspace allocation of size",
+    "graph compile failed",
+    "synlaunch failed",
+    "out of memory",
+    "allocation failed for size",
+)
+"""What the runtime's texts have in common when the card is full, in small letters. It has no type
+of its own for it, and the second and third may have other causes."""
+
+
+@runtime_checkable
+class _Fuses(Protocol):
+    """A model that can run on fused kernels."""
+
+    layers: nn.ModuleList
+
+    def fuse(self, kernels: Kernels, *, split_qkv: bool = False) -> None: ...
+
+
+class GaudiEvent:
+    """A point in the card's default stream."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+        event.record()
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def done(self) -> bool:
+        return bool(self._event.query())
+
+    def seconds_since(self, earlier: "GaudiEvent") -> float:
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+
+class HpuGraph:
+    """One entry of the runtime's cache of graphs: the wrapped function, with inputs of one shape.
+
+    The wrapped function finds the graph again by the inputs' shapes, reads the inputs where they
+    lie (no tensor cache: intermediates are freed, so graphs share their memory), and writes the
+    same outputs each time.
+    """
+
+    def __init__(
+        self, graphed: Callable[..., Any], inputs: tuple[Any, ...], mark_step: Callable[[], None]
+    ) -> None:
+        self._graphed = graphed
+        self._inputs = inputs
+        self._mark_step = mark_step
+        self.replay()
+
+    def replay(self) -> Any:
+        # What produces the inputs must have been launched before the graph reads them.
+        self._mark_step()
+        outputs = self._graphed(*self._inputs)
+        self._mark_step()
+        return outputs
+
+
+class GaudiBackend:
+    """One card of this process; the runtime gives each process at most one.
+
+    `choice` is the mode; the runtime's variables have been set accordingly by now. `on_settled` is
+    called when warm-up is over, `on_close` when the card is given back. Raises ConfigError when
+    the runtime cannot be used: `explain` turns its error texts into plain words.
+    """
+
+    name = "hpu"
+    default_block_size = 128
+    default_strategy = "exponential"
+    default_dtype = torch.bfloat16
+    fast_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
+    index_dtype = torch.int32
+    compiles = True
+    shares_host_memory = False
+
+    def __init__(
+        self,
+        execution: ExecutionConfig,
+        choice: ModeChoice,
+        *,
+        seed: int = 0,
+        explain: Callable[[str], str | None] = lambda text: None,
+        on_settled: Callable[[], None] = lambda: None,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._execution = execution
+        self._mode = choice.mode
+        self._explain = explain
+        self._on_settled = on_settled
+        self._on_close = on_close
+        self._graphed: Callable[..., Any] | None = None
+        self._function: Callable[..., Any] | None = None
+        try:
+            self._htorch = importlib.import_module(ROOT)
+            self._htcore = importlib.import_module(f"{ROOT}.core")
+            self._hpu = importlib.import_module(f"{ROOT}.hpu")
+            self._metrics = importlib.import_module(f"{ROOT}.hpu.metrics")
+            self._check_mode(choice)
+            self.device = torch.device("hpu", self._acquire())
+        except (ImportError, AssertionError, RuntimeError) as error:
+            raise ConfigError(self._worded(error)) from error
+        self.captures = self._mode == HPU_GRAPHS
+        self._hpu.manual_seed(seed)
+        self._kernels = self._make_kernels()
+        logger.info(
+            "HPU %s: mode %s (%s), %.1f GiB",
+            self._hpu.get_device_name(),
+            choice.mode,
+            choice.reason,
+            self.memory()[1] / GIB,
+        )
+
+    def _check_mode(self, choice: ModeChoice) -> None:
+        internal = importlib.import_module(f"{ROOT}.utils.internal")
+        if bool(internal.is_lazy()) != choice.is_lazy:
+            raise ConfigError(
+                f"mode {choice.mode} needs PT_HPU_LAZY_MODE={int(choice.is_lazy)}, but the runtime "
+                f"was loaded before with {int(internal.is_lazy())}: set the variable before the "
+                "program starts"
+            )
+
+    def _acquire(self) -> int:
+        """Take the card; the runtime gives it at the first touch."""
+        if not self._hpu.is_available():
+            raise ConfigError("no card answers: `gaudiserve doctor` looks at driver and runtime")
+        torch.zeros(1, device="hpu")
+        self._hpu.synchronize()
+        return int(self._hpu.current_device())
+
+    def _make_kernels(self) -> Kernels:
+        experimental = importlib.import_module(f"{ROOT}.utils.experimental")
+        kinds = experimental.synDeviceType
+        found = experimental._get_device_type()
+        card = {kinds.synDeviceGaudi2: "gaudi2", kinds.synDeviceGaudi3: "gaudi3"}.get(found)
+        # Not at the top of the file: it imports the vendor's kernels.
+        module = importlib.import_module("hpu.ops.gaudi")
+        release = release_of(distribution_version(RUNTIME_DISTRIBUTION) or "")
+        fused = card in GENERATIONS and all(
+            has_kernel(kernel, str(card), release)
+            for kernel in ("block_softmax", "block_softmax_adjustment")
+        )
+        kernels = module.GaudiKernels(fused_sdpa=self._execution.fused_sdpa, fused_blocks=fused)
+        return cast(Kernels, kernels)
+
+    def memory(self) -> tuple[int, int]:
+        self.synchronize()
+        free, total = self._hpu.mem_get_info()
+        return int(free), int(total)
+
+    def peak_memory(self) -> int:
+        self.synchronize()
+        return int(self._hpu.max_memory_allocated())
+
+    def reset_peak(self) -> None:
+        self.synchronize()
+        self._hpu.reset_peak_memory_stats()
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        text = str(error).lower()
+        return isinstance(error, RuntimeError) and any(word in text for word in OUT_OF_MEMORY)
+
+    def synchronize(self) -> None:
+        self._htcore.mark_step()
+        self._hpu.synchronize()
+
+    def event(self) -> GaudiEvent:
+        self._htcore.mark_step()
+        return GaudiEvent(self._hpu.Event(enable_timing=True))
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def host_tensor(self, size: int, dtype: torch.dtype) -> Tensor:
+        # Pinned memory is not something the vendor's software relies on.
+        return torch.zeros(size, dtype=dtype)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        return tensor.to("cpu", non_blocking=True)
+
+    def upload(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def capture(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> HpuGraph:
+        """`function` must be the same in every call: the runtime keeps one cache a function, keyed
+        by the inputs' shapes. Nothing but tensors may be among the inputs: any other value becomes
+        part of the key."""
+        if self._graphed is None:
+            self._graphed = self._hpu.wrap_in_hpu_graph_func(function, disable_tensor_cache=True)
+            self._function = function
+        assert function == self._function, "one function is captured, in many shapes"
+        assert self._graphed is not None
+        return HpuGraph(self._graphed, inputs, self._htcore.mark_step)
+
+    def prepare(self, model: nn.Module) -> None:
+        self._htcore.mark_step()
+        self._hpu.synchronize()
+        if isinstance(model, _Fuses):
+            fusing = cast(_Fuses, model)
+            fusing.fuse(self._kernels, split_qkv=self._execution.split_qkv)
+            if self._mode in (HPU_GRAPHS, LAZY):
+                self._mark_layers(fusing.layers)
+        if self._mode == TORCH_COMPILE:
+            self._compile(model)
+
+    def _mark_layers(self, layers: nn.ModuleList) -> None:
+        """End the recipe after each `hidden_layers` layers: smaller recipes compile sooner, and
+        equal layers share them."""
+
+        def mark(module: nn.Module, args: Any, output: Any) -> None:
+            self._htcore.mark_step()
+
+        every = self._execution.hidden_layers
+        for number, layer in enumerate(layers, start=1):
+            if number % every == 0:
+                layer.register_forward_hook(mark)
+
+    def _compile(self, model: nn.Module) -> None:
+        options = {
+            "backend": "hpu_backend",
+            "dynamic": self._execution.compile_dynamic_shapes,
+            "fullgraph": self._execution.compile_fullgraph,
+        }
+        parts: list[nn.Module] = [model]
+        if self._execution.regional_compilation:
+            children = dict(model.named_children())
+            layers = children.pop("layers", None)
+            parts = [*children.values(), *(layers.children() if layers is not None else ())]
+        for part in parts:
+            part.compile(**options)
+
+    def settled(self) -> None:
+        self._on_settled()
+
+    def compilations(self) -> int:
+        return int(dict(self._metrics.metric_global("graph_compilation").stats())["TotalNumber"])
+
+    def cpu_fallbacks(self) -> Mapping[str, int]:
+        found = dict(self._metrics.metric_global("cpu_fallback").stats())
+        return dict(found["FallbackOps"])
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def close(self) -> None:
+        self._graphed = self._function = None
+        self._on_close()
+
+    def _worded(self, error: Exception) -> str:
+        text = str(error)
+        meaning = self._explain(text)
+        return f"the HPU cannot be used: {meaning or text}"

@@ -1,0 +1,127 @@
+"""GaudiKernels: the vendor's fused operations. Imported by the Gaudi back end only, after it has
+set up the runtime; knows no layers.
+
+Sources of the call forms: the bridge's own kernels package (FusedSDPA, FusedRMSNorm, rotary), and
+the flat paged attention of the vendor's plug-in for vLLM.
+"""
+
+import torch
+from habana_frameworks.torch.hpex.kernels import (
+    FusedSDPA,
+    RotaryPosEmbeddingMode,
+    apply_rotary_pos_emb,
+)
+from habana_frameworks.torch.hpex.normalization import FusedRMSNorm
+from torch import Tensor
+
+from hpu.ops.attention import MASKED, attend_plainly
+
+
+class GaudiKernels:
+    """`fused_sdpa`: prompts through the fused attention; `fused_blocks`: a decode's softmax by the
+    kernels made for blocks, which not every card and release has."""
+
+    def __init__(self, *, fused_sdpa: bool, fused_blocks: bool) -> None:
+        self._fused_sdpa = fused_sdpa
+        self._fused_blocks = fused_blocks
+
+    def rms_norm(self, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out: Tensor = FusedRMSNorm.apply(hidden, weight, eps)
+        return out
+
+    def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        # The kernel is known to take (tokens, heads, size) with cos and sin of (tokens, 1, size).
+        batch, query = heads.shape[:2]
+        turned: Tensor = apply_rotary_pos_emb(
+            heads.flatten(0, 1),
+            cos.flatten(0, 1),
+            sin.flatten(0, 1),
+            None,
+            0,
+            RotaryPosEmbeddingMode.BLOCKWISE,
+        )
+        return turned.view(batch, query, *turned.shape[1:])
+
+    def prompt_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        lengths: Tensor,
+        mask: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        if not self._fused_sdpa:
+            out, _ = attend_plainly(query, key, value, scale=scale, mask=mask, causal=mask is None)
+            return out
+        # valid_seq_len counts only with is_causal and no mask; recomputing saves memory.
+        is_causal = mask is None
+        fused: Tensor = FusedSDPA.apply(
+            query,
+            key,
+            value,
+            mask,
+            0.0,
+            is_causal,
+            scale,
+            "None",
+            True,
+            lengths if is_causal else None,
+            "right",
+        )
+        return fused
+
+    def paged_decode(
+        self,
+        query: Tensor,
+        key_blocks: Tensor,
+        value_blocks: Tensor,
+        *,
+        groups: Tensor,
+        rows: Tensor,
+        mapping: Tensor,
+        mask: Tensor,
+        scale: float,
+    ) -> Tensor:
+        batch, heads, size = query.shape
+        count, kv_heads = key_blocks.shape[0], key_blocks.shape[2]
+        # batch2block: each block gets its row's query. Exact, since a row of the mapping holds one
+        # 1; padded blocks get zeros.
+        per_block = mapping.t() @ (query * scale).view(batch, heads * size)
+        folded = per_block.view(count, kv_heads, heads // kv_heads, 1, size)
+        keys = key_blocks.permute(0, 2, 3, 1).unsqueeze(2)
+        values = value_blocks.transpose(1, 2).unsqueeze(2)
+        scores = folded @ keys
+        bias = mask.view(count, 1, 1, 1, -1).to(scores.dtype)
+        if self._fused_blocks:
+            weights, highest, sums = torch.ops.hpu.block_softmax(scores, bias, groups)
+            share = torch.ops.hpu.block_softmax_adjustment(
+                highest, sums.to(highest.dtype), groups, batch, list(highest.shape)
+            )
+        else:
+            wide = scores.float() + bias
+            highest = wide.amax(-1, keepdim=True)
+            weights = torch.exp(wide - highest)
+            sums = weights.sum(-1, keepdim=True)
+            share = _shares(highest.view(count, heads), sums.view(count, heads), rows, mapping)
+            share = share.view(highest.shape)
+        blended = (weights.to(values.dtype) @ values) * share
+        # block2batch: a row's blocks are summed.
+        out = mapping @ blended.to(mapping.dtype).view(count, heads * size)
+        return out.view(batch, heads, size)
+
+
+def _shares(highest: Tensor, sums: Tensor, rows: Tensor, mapping: Tensor) -> Tensor:
+    """What each block's softmax counts in its row's: (N, heads) float32, from the blocks' maxima
+    and sums, each (N, heads) float32."""
+    batch, heads = mapping.shape[0], highest.shape[1]
+    top = torch.full((batch, heads), MASKED, dtype=torch.float32, device=highest.device)
+    # Padding stands for row 0 with a maximum of MASKED: it raises nobody's.
+    top = top.index_reduce(0, rows, highest, "amax")
+    grown = torch.exp(highest - top.index_select(0, rows))
+    wide = mapping.float()
+    totals = wide.t() @ (wide @ (grown * sums))
+    # Padded blocks belong to no row, and a row without blocks has no sum.
+    shares: Tensor = grown / totals.clamp_min(1e-30)
+    return shares
