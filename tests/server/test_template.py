@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import text_folders
+from releases import transformers_before
 from transformers import PreTrainedTokenizerFast
 
 from config.errors import ConfigError, UserError
@@ -162,7 +163,21 @@ async def test_documents_reach_the_template() -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("text", ["The answer is", "Trailing space ", "  both  \n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The answer is",
+        "Trailing space ",
+        pytest.param(
+            "  both  \n",
+            marks=pytest.mark.skipif(
+                transformers_before("4.57"),
+                reason="transformers before 4.57 drops the blanks at the end of a final message "
+                "that begins with some, though the template kept both",
+            ),
+        ),
+    ],
+)
 async def test_a_final_message_goes_on_as_with_transformers(name: str, text: str) -> None:
     messages = [*HELLO, {"role": "assistant", "content": text}]
     expected = theirs(TEMPLATES[name], messages, continue_final_message=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from releases import transformers_before
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -79,14 +79,21 @@ def make_tiny(
 def rope_fields(fields: dict[str, Any]) -> dict[str, Any]:
     """`fields` with the rotary settings spelled as the installed transformers knows them: version 4
     has no rope_parameters and would pass over them."""
-    if int(transformers.__version__.split(".")[0]) >= 5 or "rope_parameters" not in fields:
+    if not transformers_before("5") or "rope_parameters" not in fields:
         return fields
     rest = {name: value for name, value in fields.items() if name != "rope_parameters"}
     rope = dict(fields["rope_parameters"])
     for name in ("rope_theta", "partial_rotary_factor"):
         if name in rope:
             rest[name] = rope.pop(name)
-    if rope.get("rope_type", "default") != "default":
+    kind = rope.get("rope_type", "default")
+    if kind == "longrope":
+        # Phi-3's config takes three fields and the older name; the trained length stands beside.
+        rest["original_max_position_embeddings"] = rope.pop(
+            "original_max_position_embeddings", rest.get("original_max_position_embeddings")
+        )
+        rope = {name: rope[name] for name in ("short_factor", "long_factor")} | {"type": kind}
+    if kind != "default":
         rest["rope_scaling"] = rope
     return rest
 
