@@ -52,12 +52,31 @@ class ExecutionConfig:
     log_cpu_fallbacks_all: bool = False
     """Log every step's count of them (VLLM_HPU_LOG_STEP_CPU_FALLBACKS_ALL)."""
     profiler: str | None = None
-    """File for a Chrome trace of all steps (VLLM_PROFILER_ENABLED)."""
+    """File for a Chrome trace of all steps; auto: one in the cache folder
+    (VLLM_PROFILER_ENABLED)."""
+    profiler_steps: str | None = None
+    """FIRST,LAST or LAST: the steps that a trace holds, counted from 0 when it begins
+    (VLLM_PROFILE_STEPS)."""
 
     def __post_init__(self) -> None:
         _one_of("mode", self.mode, MODES)
         if self.hidden_layers < 1:
             raise ConfigError(f"hidden_layers is {self.hidden_layers}, it must be at least 1")
+        first, last = self.profiled_steps
+        if last is not None and first > last:
+            raise ConfigError(f"profiler_steps begins at {first} and ends before, at {last}")
+
+    @property
+    def profiled_steps(self) -> tuple[int, int | None]:
+        """(first, last) step of a trace; None: it has no end. Raises ConfigError."""
+        if self.profiler_steps is None:
+            return 0, None
+        words = self.profiler_steps.split(",")
+        if len(words) > 2 or not all(word.strip().isdecimal() for word in words):
+            raise ConfigError(
+                f"profiler_steps is {self.profiler_steps!r}, it must be FIRST,LAST or LAST"
+            )
+        return (int(words[0]) if len(words) == 2 else 0), int(words[-1])
 
 
 @dataclass(frozen=True, slots=True)

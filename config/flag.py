@@ -48,7 +48,7 @@ class Flag:
     """Variables that stand for one of `switches`; they win over `variables`."""
     choices: tuple[str, ...] = ()
     spellings: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Other words for a choice."""
+    """Other words for a choice, or for a switch's true and false."""
     is_secret: bool = False
 
     @property

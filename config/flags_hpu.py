@@ -161,8 +161,19 @@ DIAGNOSTICS = (
         "execution",
         "profiler",
         "Diagnostics",
-        "File for a Chrome trace of every step, which Perfetto opens",
+        "File for a Chrome trace of every step, which Perfetto opens; auto: one in the cache "
+        "folder",
         name="profiler-trace",
+        switches={"profiler": ("auto", None)},
+        variables_of_switches={"VLLM_PROFILER_ENABLED": "profiler"},
+        spellings={"full": "true"},
+    ),
+    Flag(
+        "execution",
+        "profiler_steps",
+        "Diagnostics",
+        "FIRST,LAST or LAST: steps that a trace holds, counted from its begin",
+        variables=("VLLM_PROFILE_STEPS",),
     ),
 )
 EMULATOR = (

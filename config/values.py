@@ -5,8 +5,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from config.errors import ConfigError
 from config.flag import NOTHING, Flag
@@ -48,7 +49,7 @@ def convert(flag: Flag, given: Given) -> object:
     switches = flag.all_switches
     if given.name in switches:
         on, off = switches[given.name]
-        return on if truth(given) else off
+        return on if truth(given, flag.spellings) else off
     if given.value is None or (flag.kind in (int, float) and str(given.value).lower() in NOTHING):
         if not flag.may_be_open:
             raise wrong(given, "a value: it may not be left open", is_secret=flag.is_secret)
@@ -60,11 +61,12 @@ def convert(flag: Flag, given: Given) -> object:
     return _number(flag, given)
 
 
-def truth(given: Given) -> bool:
-    """Whether a switch is on."""
+def truth(given: Given, spellings: Mapping[str, str] = MappingProxyType({})) -> bool:
+    """Whether a switch is on; `spellings` are further words for true and false."""
     if isinstance(given.value, bool):
         return given.value
-    found = _BOOLS.get(str(given.value).strip().lower())
+    word = str(given.value).strip().lower()
+    found = _BOOLS.get(spellings.get(word, word))
     if found is None:
         raise wrong(given, "true or false")
     return found

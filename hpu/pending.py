@@ -6,7 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from hpu.backends.base import Event
-from hpu.step import Logprobs, StepResult
+from hpu.step import Launch, Logprobs, StepResult
 
 
 @dataclass(slots=True)
@@ -58,6 +58,10 @@ class PendingLaunch:
     tokens: Tensor | None = None
     logprobs: PendingLogprobs | None = None
     prompts: list[PendingPrompt] = field(default_factory=list)
+    launch: Launch | None = None
+    """What was asked; None in a warm-up."""
+    filled: tuple[float, float] = (0.0, 0.0)
+    """When the host began and ended to fill its inputs."""
 
 
 @dataclass(slots=True)

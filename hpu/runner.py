@@ -17,6 +17,7 @@ from hpu.graphs import Graphs
 from hpu.kv_cache import KVCache
 from hpu.logprobs import prompt_logprobs
 from hpu.pending import PendingLaunch, PendingLogprobs, PendingPrompt, PendingStep
+from hpu.profiler import Trace
 from hpu.rows import Rows, Tokens
 from hpu.sampler import Sampler
 from hpu.staging import Bucket, BucketInputs, PrefillFields, Staging
@@ -63,6 +64,8 @@ class Runner:
         self._vocab_size = vocab_size
         self._pads = pads
         """Whether every shape must come from the bucket; if not, it may follow the real rows."""
+        self.trace: Trace | None = None
+        """Where steps are noted; set and taken away between steps."""
         self._broken: set[int] = set()
         """Rows whose logits were not numbers, until they are freed."""
         # One place more than rows: padding reads and writes there.
@@ -76,6 +79,8 @@ class Runner:
         for launch in plan.launches:
             pending.launches.append(self._launch(launch, pending))
         pending.end = self._backend.event()
+        if self.trace is not None:
+            self.trace.submitted(pending, start)
         return pending
 
     def collect(self, pending: PendingStep) -> StepResult:
@@ -89,6 +94,8 @@ class Runner:
             self._broken.update(row for row, token in tokens if token < 0)
         result.counters = self._counters.take_changed()
         result.host_s = pending.host_s + time.perf_counter() - start
+        if self.trace is not None:
+            self.trace.collected(pending, result.seconds, start)
         return result
 
     def warm(self, bucket: Bucket) -> None:
@@ -125,13 +132,15 @@ class Runner:
             rows = launch.rows
             self._rows.fill_decode(launch, fields)
         inputs.upload()
-        pending.host_s += time.perf_counter() - start
+        filled = time.perf_counter()
+        pending.host_s += filled - start
         begun = self._backend.event()
         hidden = self._forward(inputs)
         done = self._sample(hidden, inputs, rows, begun) if rows else PendingLaunch([], [], begun)
         for index, following in targets:
             done.prompts.append(self._prompt(hidden, launch, index, following, pending))
         done.end = self._backend.event()
+        done.launch, done.filled = launch, (start, filled)
         return done
 
     def _forward(self, inputs: BucketInputs) -> Tensor:

@@ -78,6 +78,7 @@ class Worker:
         self._pending.clear()
         if self._profiler is not None:
             self._profiler.close()
+            self._profiler = None
         self._runner = None
         if self._backend is not None:
             self._backend.close()
