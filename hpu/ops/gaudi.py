@@ -108,7 +108,7 @@ class GaudiKernels:
             share = share.view(highest.shape)
         blended = (weights.to(values.dtype) @ values) * share
         # block2batch: a row's blocks are summed.
-        out = mapping @ blended.to(mapping.dtype).view(count, heads * size)
+        out: Tensor = mapping @ blended.to(mapping.dtype).view(count, heads * size)
         return out.view(batch, heads, size)
 
 
