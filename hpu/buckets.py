@@ -71,6 +71,8 @@ class BucketTable:
     ) -> None:
         self.is_exact = exact
         self.limits = limits
+        self.prefers_prepared = False
+        """Whether a bucket made by a fallback is passed over where a prepared one fits, too."""
         self._shapes = {PREFILL: sorted(set(prompts)), DECODE: sorted(set(decodes))}
         self._prepared = {phase: set(shapes) for phase, shapes in self._shapes.items()}
         self._memo: dict[tuple[int, int, int, int], Lookup] = {}
@@ -100,6 +102,30 @@ class BucketTable:
             for shape in sorted(self._prepared[phase])
         ]
 
+    def keep(self, buckets: list[tuple[int, int, int, int]]) -> None:
+        """From now on only these are prepared."""
+        for phase in self._shapes:
+            kept = {(batch, query, blocks) for own, batch, query, blocks in buckets if own == phase}
+            self._prepared[phase] = kept
+            self._shapes[phase] = sorted(kept)
+        self._memo.clear()
+
+    def add(self, buckets: list[tuple[int, int, int, int]]) -> None:
+        """These are prepared too."""
+        for phase, *sizes in buckets:
+            shape = (sizes[0], sizes[1], sizes[2])
+            self._prepared[phase].add(shape)
+            if shape not in self._shapes[phase]:
+                bisect.insort(self._shapes[phase], shape)
+        self._memo.clear()
+
+    def is_prepared(self, phase: int, batch: int, query: int, blocks: int) -> bool:
+        """Whether a prepared bucket holds the shape. Unlike `find` it makes none."""
+        return self.is_exact or any(
+            shape[0] >= batch and shape[1] >= query and shape[2] >= blocks
+            for shape in self._prepared[phase]
+        )
+
     def find(self, phase: int, batch: int, query: int, blocks: int) -> Lookup:
         """The cheapest bucket that holds the wanted shape, by modelled cost."""
         if self.is_exact:
@@ -127,6 +153,8 @@ class BucketTable:
         shapes = self._shapes[phase]
         start = bisect.bisect_left(shapes, (wanted[0], 0, 0))
         fitting = [s for s in shapes[start:] if s[1] >= wanted[1] and s[2] >= wanted[2]]
+        if self.prefers_prepared:
+            fitting = [s for s in fitting if s in self._prepared[phase]] or fitting
         if fitting:
             best = min(fitting, key=lambda shape: (self.cost(phase, shape), shape))
             return Lookup(best, HIT if best in self._prepared[phase] else MISS)

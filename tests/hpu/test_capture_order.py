@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from config.errors import ConfigError
-from hpu.capture_order import CaptureBudget, capture_order
+from hpu.capture_order import CaptureBudget, capture_order, order_buckets
+from hpu.step import DECODE, PREFILL
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "buckets.json").read_text())[
     "vectors"
@@ -42,10 +43,24 @@ def test_a_bucket_expected_to_be_too_large_is_left_out_and_a_smaller_one_still_t
     budget.captured((1, 150), 500)
 
     assert tried == [True, False, True]
-    assert (budget.left_out, budget.left_bytes) == ([(1, 200)], 100)
+    assert budget.left_bytes == 100
 
 
 def test_nothing_is_captured_beyond_the_budget() -> None:
     budget = CaptureBudget(0)
 
     assert not budget.admits((1, 1))
+
+
+def test_cached_context_counts_as_tokens_and_buckets_of_one_size_go_by_shape() -> None:
+    buckets = [(PREFILL, 1, 128, 2), (PREFILL, 1, 384, 0), (PREFILL, 1, 256, 0)]
+
+    ordered = order_buckets(buckets, "min_tokens", block_size=128)
+
+    assert ordered == [(PREFILL, 1, 256, 0), (PREFILL, 1, 128, 2), (PREFILL, 1, 384, 0)]
+
+
+def test_decodes_go_by_batch_then_blocks() -> None:
+    buckets = [(DECODE, 2, 1, 9), (DECODE, 4, 1, 8), (DECODE, 4, 1, 4)]
+
+    assert order_buckets(buckets, "max_bs", 128) == [buckets[2], buckets[1], buckets[0]]
