@@ -11,8 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from demo import demo_folder, demo_gguf
-from gguf import GGMLQuantizationType, quants
-from releases import transformers_before
+from gguf import GGMLQuantizationType, GGUFReader, quants
 from safetensors import safe_open
 from tiny_gguf import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, family_weights, write_gguf
 from tokenizers import Tokenizer
@@ -319,17 +318,16 @@ def test_the_demo_models_tokens_are_those_of_transformers() -> None:
         assert ours.decode(ours(text)["input_ids"]) == text
 
 
-@pytest.mark.skipif(
-    transformers_before("5"),
-    reason="transformers before 5 takes the GGUF file's bos_token for its eos_token, and no pad",
-)
-def test_the_demo_models_special_tokens_are_those_of_transformers() -> None:
-    source = Path(demo_gguf())
+def test_the_demo_models_special_tokens_are_those_of_the_file() -> None:
+    fields = GGUFReader(demo_gguf()).fields
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+
     ours = AutoTokenizer.from_pretrained(demo_folder())
 
-    theirs = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-
-    assert ours.special_tokens_map == theirs.special_tokens_map
+    for kind, name in names.items():
+        index = fields[f"tokenizer.ggml.{kind}_token_id"].contents()
+        assert getattr(ours, name) == tokens[index], name
 
 
 def test_the_demo_models_digits_stand_alone_as_it_was_trained() -> None:
