@@ -5,7 +5,6 @@ The list of supported ops is a judgement: no public list says which ops fall bac
 serving code of the vendor is seen to run on the device.
 """
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -64,7 +63,8 @@ SUPPORTED = (
     layer_norm rms_norm _fused_rms_norm native_group_norm embedding index index_select gather
     scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_copy
     index_copy_ index_reduce index_reduce_ index_put index_put_ _index_put_impl_ index_add
-    index_add_ index_fill index_fill_ one_hot take_along_dim topk sort argsort searchsorted bucketize tril triu tril_
+    index_add_ index_fill index_fill_ one_hot take_along_dim topk sort argsort searchsorted
+    bucketize tril triu tril_
     triu_ roll flip repeat constant_pad_nd convolution max_pool2d_with_indices avg_pool2d
     upsample_nearest2d _adaptive_avg_pool2d masked_scatter masked_scatter_ glu
     _scaled_dot_product_attention_math set_ resize_ is_same_size _local_scalar_dense lift
@@ -141,10 +141,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mishap: Mishap
         place = 1 if rule is None else rule.places
         args = (*args[:place], _wide(args[place]), *args[place + 1 :])
     if rule is not None:
-        with warnings.catch_warnings():
-            # torch's own CPU kernel calls itself a beta version; the device's is another.
-            warnings.filterwarnings("ignore", "index_reduce", UserWarning)
-            return _run_indexed(func, name, rule, args, kwargs, mishap)
+        return _run_indexed(func, name, rule, args, kwargs, mishap)
     if name in PUTS:
         return _run_put(func, name, args, kwargs, mishap)
     return func(*args, **kwargs)

@@ -5,6 +5,8 @@ Sources of the call forms: the bridge's own kernels package (FusedSDPA, FusedRMS
 the flat paged attention of the vendor's plug-in for vLLM.
 """
 
+import warnings
+
 import torch
 from habana_frameworks.torch.hpex.kernels import (
     FusedSDPA,
@@ -24,6 +26,8 @@ class GaudiKernels:
     def __init__(self, *, fused_sdpa: bool, fused_blocks: bool) -> None:
         self._fused_sdpa = fused_sdpa
         self._fused_blocks = fused_blocks
+        # torch says so of its own kernel at the first call; the card's is another.
+        warnings.filterwarnings("ignore", r"index_reduce\(\) is in beta", UserWarning)
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         out: Tensor = FusedRMSNorm.apply(hidden, weight, eps)

@@ -1,0 +1,132 @@
+"""GaudiBackend on the emulated card: the same tokens as on the CPU in each mode, and what it says
+of itself. The file that runs is the one that ships; the card is an imitation."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import make_tiny
+from worker_rig import WorkerRig
+
+from config.buckets import BucketConfig, Range
+from config.engine import EngineConfig
+from config.errors import ConfigError
+from config.execution import EmulatorSettings, ExecutionConfig
+from hpu.backends.select import select_backend
+
+TABLE = BucketConfig(
+    strategy="linear",
+    prompt_batch=Range(2, 2, 2),
+    prompt_query=Range(64, 64, 64),
+    prompt_context=Range(0, 32, 32),
+    decode_batch=Range(2, 2, 2),
+    decode_blocks=Range(32, 32, 32),
+)
+PROMPTS = ([3, 5, 7, 9, 11] * 9, [8, 1, 2])
+
+
+@contextmanager
+def working(folder: Path, **settings: Any) -> Iterator[WorkerRig]:
+    rig = WorkerRig(folder, buckets=TABLE, steps=(2, 64, 32), **settings)
+    try:
+        yield rig
+    finally:
+        rig.worker.close()
+
+
+def greedy(rig: WorkerRig, count: int = 12) -> list[list[int]]:
+    """Two prompts, the longer one in two chunks (the second over cached context), then decodes."""
+    for row, prompt in enumerate(PROMPTS):
+        rig.admit(row, prompt)
+    rig.prefill({0: 40, 1: None})
+    rig.step()
+    rig.prefill({0: None})
+    rig.step()
+    for _ in range(count):
+        rig.decode([0, 1])
+        rig.step()
+    return [rig.free(row) for row in range(len(PROMPTS))]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "granite", "phi3"])
+def test_each_family_gives_the_tokens_of_the_cpu_through_captured_graphs(
+    family: str, tmp_path: Path
+) -> None:
+    folder = make_tiny(family, tmp_path)
+    with working(folder) as on_cpu:
+        expected = greedy(on_cpu)
+
+    with working(folder, device="hpu-emulator") as rig:
+        found = greedy(rig)
+        counts = torch.hpu.emulated.journal.counts  # type: ignore[attr-defined]
+
+    assert found == expected
+    assert counts["captures"] == len(rig.ready.buckets) and counts["replays"] > 12
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"execution": ExecutionConfig(mode="torch-compile")},
+        {"execution": ExecutionConfig(mode="torch-compile", regional_compilation=False)},
+        {"execution": ExecutionConfig(mode="eager")},
+        {"execution": ExecutionConfig(mode="lazy", hidden_layers=2)},
+        {"execution": ExecutionConfig(fused_sdpa=False, split_qkv=True)},
+        {"emulator": EmulatorSettings(card="gaudi3")},
+    ],
+    ids=["compile", "whole", "eager", "lazy", "unfused", "gaudi3"],
+)
+def test_every_mode_and_card_gives_the_same_tokens(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = make_tiny("qwen3", tmp_path)
+    with working(folder) as on_cpu:
+        expected = greedy(on_cpu)
+
+    with working(folder, device="hpu-emulator", **settings) as rig:
+        found = greedy(rig)
+
+    assert found == expected
+
+
+def test_graphs_on_stock_torch_are_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
+    config = EngineConfig("m", device="hpu-emulator", execution=ExecutionConfig(mode="hpu-graphs"))
+
+    with pytest.raises(ConfigError, match="PT_HPU_LAZY_MODE is '0': this mode needs 1"):
+        select_backend(config)
+
+    assert not hasattr(torch, "hpu")
+
+
+def test_a_card_is_refused_on_a_machine_without_any() -> None:
+    with pytest.raises(ConfigError, match="habana"):
+        select_backend(EngineConfig("m", device="hpu"))
+
+
+def test_a_full_card_is_told_from_other_errors() -> None:
+    backend = select_backend(
+        EngineConfig("m", device="hpu-emulator", emulator=EmulatorSettings(memory_bytes=1 << 24))
+    )
+
+    with pytest.raises(RuntimeError) as caught:
+        backend.zeros((1 << 25,), torch.float32)
+
+    assert backend.is_out_of_memory(caught.value)
+    assert not backend.is_out_of_memory(RuntimeError("shape mismatch"))
+    assert backend.memory()[0] > 0
+    backend.close()
+
+
+def test_without_a_gaudi_none_of_the_vendors_code_is_looked_for() -> None:
+    import sys
+
+    select_backend(EngineConfig("m", device="auto", num_threads=1))
+
+    assert "hpu.backends.gaudi" not in sys.modules or not hasattr(torch, "hpu")
+    assert not any(name.startswith("habana_frameworks") for name in sys.modules)
