@@ -140,7 +140,20 @@ class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
     total_bytes: int
     load_s: float
     warmup_s: float
+    num_later: int = 0
+    """Buckets that are prepared between steps; each time a `Warmed` says so."""
+
+
+class Warmed(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=8):
+    """What an idle worker prepared after it was ready."""
+
+    buckets: list[tuple[int, int, int, int]]
+    """As in WorkerReady; empty when a bucket could not be prepared."""
+    num_later: int
+    """Buckets still to come."""
+    counters: dict[str, float] = {}
+    """As in StepResult."""
 
 
 ToWorker = StepPlan
-FromWorker = StepResult | WorkerFailed | WarmupProgress | WorkerReady
+FromWorker = StepResult | WorkerFailed | WarmupProgress | WorkerReady | Warmed
