@@ -150,6 +150,8 @@ def hpu_environment(config: EngineConfig) -> dict[str, str]:
         "PT_HPU_LAZY_MODE": str(int(hpu_mode(config).is_lazy)),
         # It wraps parameters and `Tensor.to`, for training; servers switch it off.
         "PT_HPU_WEIGHT_SHARING": "0",
+        # Without it the recipe cache counts neither hits nor misses.
+        "PT_HPU_ENABLE_CACHE_METRICS": "1",
     }
     recipes = os.path.join(config.cache_dir or cache_home(), "hpu-recipes")
     if device == "hpu" and "," not in recipes:

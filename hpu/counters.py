@@ -4,6 +4,8 @@
 compilations.{prefill,decode}.{warmup,serving}  captured graphs, by when they were captured
 compile_seconds.{warmup,serving}                time that took
 graphs, graph_bytes                             graphs kept, and the memory they hold (gauges)
+recompilations, cpu_fallbacks                   after warm-up, as the device's runtime counts them
+recipe_hits, recipe_misses                      its cache of compiled recipes, since the start
 """
 
 from hpu.step import PREFILL

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hpu.backends.base import Backend, Event
 from hpu.counters import Counters
+from hpu.diagnostics import Diagnostics
 from hpu.graphs import Graphs
 from hpu.kv_cache import KVCache
 from hpu.logprobs import prompt_logprobs
@@ -66,6 +67,8 @@ class Runner:
         """Whether every shape must come from the bucket; if not, it may follow the real rows."""
         self.trace: Trace | None = None
         """Where steps are noted; set and taken away between steps."""
+        self.diagnostics: Diagnostics | None = None
+        """Set after warm-up, where the device's runtime counts."""
         self._broken: set[int] = set()
         """Rows whose logits were not numbers, until they are freed."""
         # One place more than rows: padding reads and writes there.
@@ -92,6 +95,8 @@ class Runner:
             sampled = [row for launch in pending.launches for row in launch.rows]
             tokens = zip(sampled, result.tokens, strict=True)
             self._broken.update(row for row, token in tokens if token < 0)
+        if self.diagnostics is not None:
+            self.diagnostics.collected(pending)
         result.counters = self._counters.take_changed()
         result.host_s = pending.host_s + time.perf_counter() - start
         if self.trace is not None:
@@ -106,6 +111,8 @@ class Runner:
         inputs.upload()
         self._sample(self._forward(inputs), inputs, [0], self._backend.event())
         self._backend.synchronize()
+        if self.diagnostics is not None:
+            self.diagnostics.forget()
 
     def _apply(self, plan: StepPlan) -> None:
         for row in plan.freed_rows:

@@ -15,6 +15,7 @@ from hpu.backends.base import Backend
 from hpu.backends.select import select_backend
 from hpu.buckets import BucketLimits, BucketTable
 from hpu.counters import Counters
+from hpu.diagnostics import diagnostics_of
 from hpu.graphs import Graphs
 from hpu.kv_cache import KVCache, block_bytes
 from hpu.loader import load_weights
@@ -131,6 +132,7 @@ class Worker:
                 staging.prepare(bucket)
         warmup_s = warm_up(self._runner, sampler, table.buckets, on_progress)
         graphs.stage = "serving"
+        self._runner.diagnostics = diagnostics_of(backend, config.execution, counters)
         self._profiler = Profiler(self._runner, backend, config.execution, config.cache_dir)
         self._profiler.begin_with_server()
         backend.settled()

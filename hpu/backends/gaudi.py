@@ -268,6 +268,14 @@ class GaudiBackend:
         found = dict(self._metrics.metric_global("cpu_fallback").stats())
         return dict(found["FallbackOps"])
 
+    def recipe_cache(self) -> tuple[int, int]:
+        """(hits, misses) since the start; counted under PT_HPU_ENABLE_CACHE_METRICS only."""
+        try:
+            found = dict(self._metrics.metric_global("recipe_cache").stats())
+        except self._metrics.MetricNotFound:
+            return 0, 0
+        return int(found.get("TotalHit", 0)), int(found.get("TotalMiss", 0))
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor
 
