@@ -28,6 +28,8 @@ commands:
   bench serve     load an OpenAI-compatible server and measure it
   buckets show    a strategy's padded shapes, and what they waste on a traffic
   buckets fit     choose padded shapes for a traffic
+  plan [MODEL]    how a model would lie in Gaudi memory, without a card
+  doctor          what this machine can serve on, and what is wrong with it
   fetch-demo      fetch the demo model into the cache folder
   config          print the resolved configuration and where each value came from
 
@@ -168,12 +170,26 @@ def _buckets(argv: list[str]) -> int:
     return buckets(argv)
 
 
+def _plan(argv: list[str]) -> int:
+    from server.plan_command import main as plan
+
+    return plan(argv)
+
+
+def _doctor(argv: list[str]) -> int:
+    from server.doctor_command import main as doctor
+
+    return doctor(argv)
+
+
 COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "serve": _serve,
     "bench": _bench,
     "fetch-demo": _fetch_demo,
     "config": _config,
     "buckets": _buckets,
+    "plan": _plan,
+    "doctor": _doctor,
 }
 
 if __name__ == "__main__":

@@ -24,9 +24,19 @@ MAY_IMPORT = {
 }
 """A file may import these modules, and what lies below them."""
 
+PREFLIGHT = (
+    "hpu.preflight",
+    "hpu.preflight_cards",
+    "hpu.preflight_machine",
+    "hpu.preflight_software",
+)
 EXCEPTIONS = {
     "server.cli": ("engine.launch",),
     "server.buckets_command": ("engine.bucket_report",),
+    "server.doctor_command": ("engine.doctor_report",),
+    "server.plan_command": ("engine.bucket_report", "engine.plan_report"),
+    "engine.doctor_report": ("hpu.backends.host", "hpu.devices", *PREFLIGHT),
+    "engine.plan_report": ("hpu.card_plan", "hpu.devices", "hpu.model_size"),
     "server.frontends": ("engine.launch",),
     "server.llm": ("engine.inline",),
     "engine.executors.inline": ("hpu.worker",),
