@@ -5,6 +5,8 @@ this row alone, bit for bit: sums over a row go through fixed chunks, because a 
 single row to one number may be split among threads where that of several rows is not.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -15,7 +17,9 @@ TINY = 2.0**-100
 CHUNK = 256
 _JUST_BELOW_ONE = 1.0 - 2.0**-24
 _TOPK_LADDER = (256, 4096)
-_INFINITY_BITS = 0x7F800000
+_EXPONENTS = (64, 64, 64, 32, 16, 8, 4, 2, 1)
+"""Powers of two whose product leads from TINY to any float32 above it, and beyond to infinity."""
+_SIGNIFICAND_BITS = 23
 
 
 def min_p_threshold(weights: Tensor, top: Tensor, min_p: Tensor) -> Tensor:
@@ -63,18 +67,41 @@ def totals(weights: Tensor, wide: torch.dtype) -> Tensor:
 def nucleus_by_search(weights: Tensor, mass: Tensor) -> Tensor:
     """(B, 1) the largest threshold whose kept weights sum to at least `mass` (B, 1).
 
-    Static shapes, no look at the data: a search over the bits of the threshold, which order as the
-    numbers do. Costs 31 sums over the whole vocabulary.
+    Static shapes, no look at the data. Costs 32 sums over the whole vocabulary.
     """
-    low = torch.zeros_like(mass, dtype=torch.int32)
-    high = torch.full_like(low, _INFINITY_BITS)
-    for _ in range(_INFINITY_BITS.bit_length()):
-        middle = low + (high - low) // 2
-        kept = weights * (weights >= middle.view(torch.float32))
-        enough = totals(kept, mass.dtype) >= mass
-        low = torch.where(enough, middle, low)
-        high = torch.where(enough, high, middle)
-    return low.view(torch.float32)
+
+    def enough(threshold: Tensor) -> Tensor:
+        return totals(weights * (weights >= threshold), mass.dtype) >= mass
+
+    return _largest(torch.full_like(mass, TINY, dtype=torch.float32), enough)
+
+
+def top_k_by_search(weights: Tensor, top_k: Tensor) -> Tensor:
+    """As `top_k_threshold`, at least TINY, by search as in `nucleus_by_search`; `top_k` (B, 1)
+    float32, so that k takes part in no shape."""
+
+    def enough(threshold: Tensor) -> Tensor:
+        return (weights >= threshold).float().sum(-1, keepdim=True) >= top_k
+
+    kth = _largest(torch.full_like(top_k, TINY), enough)
+    return torch.where(top_k > 0, kth, TINY)
+
+
+def _largest(low: Tensor, enough: Callable[[Tensor], Tensor]) -> Tensor:
+    """(B, 1) float32 the largest threshold for which `enough` holds, or `low` (TINY) if none does.
+
+    Finds the exponent's bits first, then the significand's. All steps are exact, and no number's
+    bits are read as another type, which not every device does.
+    """
+    for exponent in _EXPONENTS:
+        higher = low * 2.0**exponent
+        low = torch.where(enough(higher), higher, low)
+    unit = low
+    for _ in range(_SIGNIFICAND_BITS):
+        unit = unit * 0.5
+        higher = low + unit
+        low = torch.where(enough(higher), higher, low)
+    return low
 
 
 def nucleus_by_sort(weights: Tensor, mass: Tensor) -> Tensor:

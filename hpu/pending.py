@@ -62,6 +62,8 @@ class PendingLaunch:
     """What was asked; None in a warm-up."""
     filled: tuple[float, float] = (0.0, 0.0)
     """When the host began and ended to fill its inputs."""
+    kept: tuple[Tensor, ...] = ()
+    """Host tensors of sampling that uploads still read."""
 
 
 @dataclass(slots=True)

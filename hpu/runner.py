@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from config.sampling import MAX_LOGPROBS
 from hpu.backends.base import Backend, Event
 from hpu.counters import Counters
 from hpu.diagnostics import Diagnostics
@@ -20,9 +21,9 @@ from hpu.logprobs import prompt_logprobs
 from hpu.pending import PendingLaunch, PendingLogprobs, PendingPrompt, PendingStep
 from hpu.profiler import Trace
 from hpu.rows import Rows, Tokens
-from hpu.sampler import Sampler
+from hpu.sampler import AnySampler
 from hpu.staging import Bucket, BucketInputs, PrefillFields, Staging
-from hpu.step import Launch, StepPlan, StepResult
+from hpu.step import PREFILL, Launch, StepPlan, StepResult
 
 PROMPT_LOGITS = 1 << 24
 """Logits held at once for prompt log-probabilities: 64 MiB in float32."""
@@ -45,7 +46,7 @@ class Runner:
         model: HasLogits,
         backend: Backend,
         rows: Rows,
-        sampler: Sampler,
+        sampler: AnySampler,
         cache: KVCache,
         graphs: Graphs,
         staging: Staging,
@@ -103,13 +104,21 @@ class Runner:
             self.trace.collected(pending, result.seconds, start)
         return result
 
-    def warm(self, bucket: Bucket) -> None:
+    def warm(self, bucket: Bucket, *, prompts: bool = False) -> None:
         """Run a bucket once on nothing, sampling included; row 0 must be admitted to the sampler
-        (alone). Waits for the device."""
+        (alone). With `prompts`, a prefill's prompt log-probabilities too. Waits for the device."""
         inputs = self._staging.inputs(bucket)
         self._rows.fill_idle(inputs.fields())
         inputs.upload()
-        self._sample(self._forward(inputs), inputs, [0], self._backend.event())
+        pending = PendingStep(step=-1, host_s=0.0)
+        hidden = self._forward(inputs)
+        # Held until the device is done: it reads and writes host tensors of theirs.
+        done = self._sample(hidden, inputs, [0], self._backend.event())
+        pending.launches.append(done)
+        if prompts and bucket[0] == PREFILL:
+            target = np.zeros(1, np.uint32)
+            slices = self._prompt_slices(hidden, 0, bucket[2], target, MAX_LOGPROBS, pending)
+            done.prompts.append(PendingPrompt(0, MAX_LOGPROBS, slices))
         self._backend.synchronize()
         if self.diagnostics is not None:
             self.diagnostics.forget()
@@ -175,6 +184,7 @@ class Runner:
         self._last_tokens.index_copy_(0, inputs.rows[:width], known)
         done = PendingLaunch(rows, self._rows.num_logprobs[rows].tolist(), begun)
         done.tokens = self._backend.to_host(sampled.tokens)
+        done.kept = sampled.kept
         if sampled.logprobs is not None:
             top = sampled.logprobs
             done.logprobs = self._logprobs_to_host(top.k, top.ids, top.values, top.ranks)
@@ -197,11 +207,26 @@ class Runner:
         self, hidden: Tensor, launch: Launch, index: int, targets: Tokens, pending: PendingStep
     ) -> PendingPrompt:
         """Log-probabilities of `targets`, which follow the first positions of the launch's row
-        number `index`; in slices, so that the logits stay small."""
+        number `index`."""
         row, query = launch.rows[index], launch.bucket[1]
-        first = index * query
         k = int(self._rows.num_prompt_logprobs[row])
+        slices = self._prompt_slices(hidden, index * query, query, targets, k, pending)
+        return PendingPrompt(row, k, slices)
+
+    def _prompt_slices(
+        self,
+        hidden: Tensor,
+        first: int,
+        query: int,
+        targets: Tokens,
+        k: int,
+        pending: PendingStep,
+    ) -> list[tuple[int, PendingLogprobs]]:
+        """(positions, log-probabilities) of `targets`, which follow the positions from `first` on;
+        in slices, so that the logits stay small. At least `k` of the most likely."""
         most = max(1, min(query, PROMPT_LOGITS // self._vocab_size))
+        if self._pads:
+            k = MAX_LOGPROBS
         slices = []
         for start in range(0, len(targets), most):
             part = targets[start : start + most]
@@ -210,12 +235,14 @@ class Runner:
             columns = np.minimum(np.arange(width), len(part) - 1)
             places = self._upload(first + start + columns, pending)
             wanted = self._upload(part[columns], pending)
+            # What came before is no part of this slice's recipe.
+            self._backend.event()
             logits = self._model.logits(hidden.index_select(0, places))
             top = prompt_logprobs(logits, wanted, k)
             slices.append(
                 (len(part), self._logprobs_to_host(top.k, top.ids, top.values, top.ranks))
             )
-        return PendingPrompt(row, k, slices)
+        return slices
 
     def _upload(self, numbers: np.ndarray, pending: PendingStep) -> Tensor:
         host = self._backend.host_tensor(len(numbers), self._backend.index_dtype)

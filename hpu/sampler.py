@@ -5,7 +5,7 @@ penalties; temperature; min_p; top_k; top_p; the draw. A stage is left out when 
 asks for it, and changes no bit of a row that does not ask. Nothing here waits for the device.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,9 @@ from hpu.logprobs import TopLogprobs, top_logprobs
 from hpu.sampling_rows import SamplingBatch, SamplingRows, needs_counts, prefix_length
 from hpu.step import RowSampling
 
+GREEDY = RowSampling(temperature=0.0)
+DRAWN = RowSampling(top_k=2, top_p=0.5)
+
 
 class Sampled(NamedTuple):
     """What one launch sampled, on the device; entries beyond the real rows mean nothing."""
@@ -26,7 +29,28 @@ class Sampled(NamedTuple):
     """(B,) of the index type; -1 where no token can be told: the row's best logit is no finite
     number, because of NaN or infinity in it or because everything is barred"""
     logprobs: TopLogprobs | None
-    """B positions; None when no row asked. k is the largest that a row asked for."""
+    """B positions; None when no row asked. k is the largest that a row asked for, or more."""
+    kept: tuple[Tensor, ...] = ()
+    """Host tensors to keep until the device is done with the launch: uploads read them."""
+
+
+class AnySampler(Protocol):
+    """What a runner needs of a sampler; `Sampler` says what each call does."""
+
+    @property
+    def warmup_settings(self) -> tuple[RowSampling, ...]: ...
+
+    def admit(
+        self,
+        row: int,
+        sampling: RowSampling,
+        tokens: npt.NDArray[np.uint32],
+        num_prompt_tokens: int,
+    ) -> None: ...
+
+    def release(self, row: int) -> None: ...
+
+    def sample(self, logits: Tensor, rows: list[int]) -> Sampled: ...
 
 
 class Sampler:
@@ -41,6 +65,11 @@ class Sampler:
         self._looks = device.type == "cpu"
         self._rows = SamplingRows(max_rows, vocab_size, device, self._wide)
         self._history = History(max_rows, vocab_size, device)
+
+    @property
+    def warmup_settings(self) -> tuple[RowSampling, ...]:
+        """Settings worth one run each before the first request, for memory and caches."""
+        return GREEDY, DRAWN
 
     def admit(
         self,

@@ -119,8 +119,8 @@ class SamplingRows:
     def _make(self, rows: list[int], size: int) -> SamplingBatch:
         params = [self._rows[row] for row in rows]
         padded = params + [_NOTHING] * (size - len(params))
-        greedy = np.array([_is_greedy(p, self._vocab_size) for p in padded], dtype=bool)
-        drawn = [p for p, is_greedy in zip(padded, greedy, strict=True) if not is_greedy]
+        greedy = np.array([is_greedy(p, self._vocab_size) for p in padded], dtype=bool)
+        drawn = [p for p, best in zip(padded, greedy, strict=True) if not best]
 
         def numbers(
             field: Callable[[RowSampling], float], neutral: float, among: list[RowSampling]
@@ -140,7 +140,7 @@ class SamplingRows:
             num_logprobs=max((p.num_logprobs for p in params), default=-1),
             greedy=self._upload(greedy) if drawn else None,
             any_greedy=bool(greedy[: len(params)].any()),
-            temperature=numbers(_temperature, 1.0, drawn),
+            temperature=numbers(divisor, 1.0, drawn),
             # Greedy rows carry their k along unused: at most the largest asked, so that it indexes.
             top_k=self._upload(np.minimum(np.array(top_k), largest_k)[:, None])
             if largest_k
@@ -229,7 +229,7 @@ def prefix_length(sampling: RowSampling) -> int:
     return max((len(word) for word in sampling.bad_words), default=1) - 1
 
 
-def _is_greedy(sampling: RowSampling, vocab_size: int) -> bool:
+def is_greedy(sampling: RowSampling, vocab_size: int) -> bool:
     """Whether only the most likely token can come out.
 
     A nucleus of at most 1/V is one token: the most likely one has at least that much.
@@ -242,7 +242,8 @@ def _is_greedy(sampling: RowSampling, vocab_size: int) -> bool:
     )
 
 
-def _temperature(sampling: RowSampling) -> float:
+def divisor(sampling: RowSampling) -> float:
+    """What the row's scores are divided by: its temperature, as float32 can hold it."""
     # A greedy row's scores are divided too, and thrown away.
     return max(sampling.temperature, _LEAST_TEMPERATURE) if sampling.temperature else 1.0
 
