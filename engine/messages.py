@@ -81,6 +81,12 @@ class EngineStats(msgspec.Struct, omit_defaults=True, gc=False):
     padding_tokens: dict[str, int] = {}
     compilations: dict[str, int] = {}
     """'prefill.warmup', 'decode.serving', ...: counts."""
+    recompilations: int = 0
+    """After warm-up, as the device's runtime counts them; 0 where it does not."""
+    cpu_fallbacks: int = 0
+    """Operations of the device that ran on the host after warm-up."""
+    recipes: dict[str, int] = {}
+    """'hit', 'miss': lookups in the runtime's cache of compiled recipes."""
     graphs: int = 0
     graph_bytes: int = 0
     step_tokens: list[int] = []

@@ -4,7 +4,10 @@ from engine.messages import EngineStats
 
 COMPILATIONS = "compilations."
 """A worker's counter `compilations.<phase>.<warmup|serving>` counts compilations since its start;
-`graphs` and `graph_bytes` say what is captured. Others are ignored."""
+`graphs` and `graph_bytes` say what is captured; `recompilations`, `cpu_fallbacks` and
+`recipe_<hits|misses>` are the runtime's own counts. Others are ignored."""
+
+RECIPES = {"recipe_hits": "hit", "recipe_misses": "miss"}
 
 MAX_SAMPLES = 4096
 """Samples kept while no snapshot is taken; older ones are dropped."""
@@ -22,6 +25,9 @@ class StepStats:
         self.prefix_hits = 0
         self.steps = 0
         self.graphs = 0
+        self.recompilations = 0
+        self.cpu_fallbacks = 0
+        self._recipes: dict[str, int] = {}
         self.graph_bytes = graph_bytes
         self._lookups: dict[str, int] = {}
         self._useful: dict[str, int] = {}
@@ -57,6 +63,12 @@ class StepStats:
         for name, value in counters.items():
             if name.startswith(COMPILATIONS):
                 self._compilations[name[len(COMPILATIONS) :]] = int(value)
+            elif name == "recompilations":
+                self.recompilations = int(value)
+            elif name == "cpu_fallbacks":
+                self.cpu_fallbacks = int(value)
+            elif name in RECIPES:
+                self._recipes[RECIPES[name]] = int(value)
             elif name == "graphs":
                 self.graphs = int(value)
             elif name == "graph_bytes":
@@ -90,6 +102,9 @@ class StepStats:
             useful_tokens=self._useful.copy(),
             padding_tokens=self._padding.copy(),
             compilations=self._compilations.copy(),
+            recompilations=self.recompilations,
+            cpu_fallbacks=self.cpu_fallbacks,
+            recipes=self._recipes.copy(),
             graphs=self.graphs,
             graph_bytes=self.graph_bytes,
         )

@@ -146,12 +146,48 @@ class EngineCollector:
             useful.add_metric(own, stats.useful_tokens.get(phase, 0))
             padding.add_metric(own, stats.padding_tokens.get(phase, 0))
             self._step_seconds[number].add_to(steps, own)
+        yield from self._padding_ratio(stats)
+        yield from self._runtime(stats)
         compile_seconds = HistogramMetricFamily(
             "hpu_graph_compile_seconds", "Time to compile a graph.", labels=[*self._names, "stage"]
         )
         for stage, tally in zip(STAGES, self._compile_seconds, strict=True):
             tally.add_to(compile_seconds, [*self._values, stage])
         yield from (lookups, compilations, useful, padding, steps, compile_seconds)
+
+    def _padding_ratio(self, stats: EngineStats) -> Iterator[Metric]:
+        """The share that two counters give, for dashboards that cannot divide."""
+        family = GaugeMetricFamily(
+            "hpu_padding_ratio",
+            "Share of the computed tokens that were padding, since the start.",
+            labels=[*self._names, "phase"],
+        )
+        for phase in PHASES:
+            padding = stats.padding_tokens.get(phase, 0)
+            computed = padding + stats.useful_tokens.get(phase, 0)
+            family.add_metric([*self._values, phase], padding / computed if computed else 0.0)
+        yield family
+
+    def _runtime(self, stats: EngineStats) -> Iterator[Metric]:
+        """What the device's own runtime counts; zeros where there is none."""
+        yield self._counter(
+            "hpu_recompilations",
+            "Compilations after warm-up that the device's runtime counted.",
+            stats.recompilations,
+        )
+        yield self._counter(
+            "hpu_cpu_fallbacks",
+            "Operations of the device that ran on the host after warm-up.",
+            stats.cpu_fallbacks,
+        )
+        recipes = CounterMetricFamily(
+            "hpu_recipe_cache_lookups",
+            "Lookups in the runtime's cache of compiled recipes.",
+            labels=[*self._names, "result"],
+        )
+        for result in ("hit", "miss"):
+            recipes.add_metric([*self._values, result], stats.recipes.get(result, 0))
+        yield recipes
 
     def _device(self, stats: EngineStats) -> Iterator[Metric]:
         ready = self._client.ready

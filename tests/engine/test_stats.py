@@ -77,3 +77,14 @@ def test_worker_counters_replace_what_they_name() -> None:
     sent = snapshot(stats)
     assert sent.compilations == {"decode.warmup": 4}
     assert (sent.graphs, sent.graph_bytes) == (2, 7)
+
+
+def test_what_the_runtime_counts_goes_up_by_name() -> None:
+    stats = StepStats()
+
+    stats.take_counters({"recompilations": 2.0, "cpu_fallbacks": 3.0, "recipe_hits": 9.0})
+    stats.take_counters({"recipe_misses": 1.0, "recipe_hits": 10.0})
+
+    sent = snapshot(stats)
+    assert (sent.recompilations, sent.cpu_fallbacks) == (2, 3)
+    assert sent.recipes == {"hit": 10, "miss": 1}

@@ -48,6 +48,10 @@ HPU = [
     "graph_compile_seconds_bucket",
     "useful_tokens_total",
     "padding_tokens_total",
+    "padding_ratio",
+    "recompilations_total",
+    "cpu_fallbacks_total",
+    "recipe_cache_lookups_total",
     "graphs_cached",
     "graph_memory_bytes",
     "memory_used_bytes",
@@ -155,6 +159,9 @@ async def test_the_engines_numbers_are_its_latest() -> None:
             useful_tokens={"prefill": 70},
             padding_tokens={"prefill": 30},
             compilations={"decode.serving": 1},
+            recompilations=4,
+            cpu_fallbacks=6,
+            recipes={"hit": 8, "miss": 2},
         )
         rig.state.metrics.observe_stats(
             EngineStats(step_tokens=[5, 600], step_seconds=[(0, 0.5), (1, 0.004), (1, 0.004)])
@@ -172,6 +179,11 @@ async def test_the_engines_numbers_are_its_latest() -> None:
             "hpu_useful_tokens_total": 70,
             "hpu_padding_tokens_total": 30,
             "hpu_graph_compilations_total": 1,
+            'hpu_padding_ratio{engine="0",model_name="demo",phase="prefill"': 0.3,
+            'hpu_padding_ratio{engine="0",model_name="demo",phase="decode"': 0,
+            "hpu_recompilations_total": 4,
+            "hpu_cpu_fallbacks_total": 6,
+            'hpu_recipe_cache_lookups_total{engine="0",model_name="demo",result="hit"': 8,
             'hpu_step_seconds_count{engine="0",model_name="demo",phase="decode"': 2,
             'hpu_step_seconds_sum{engine="0",model_name="demo",phase="prefill"': 0.5,
         }.items():
