@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-hpu serve test test-slow lint format bench clean
+.PHONY: help install install-hpu serve test test-slow test-cuda lint format bench bench-cuda clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,10 @@ test: lint ## Lint, types and the default tests
 test-slow: $(VENV)/.installed ## The tests that take minutes
 	@$(BIN)/python -m pytest -q -m slow $(ARGS)
 
+test-cuda: $(VENV)/.installed ## With an NVIDIA GPU: the tests that need one
+	@$(BIN)/python -c 'import sys, torch; from hpu.backends.cuda import missing_cuda as missing; sys.exit(missing(torch.__version__, torch.version.cuda, torch.cuda.is_available()))'
+	@$(BIN)/python -m pytest -q -m cuda tests/cuda $(ARGS)
+
 lint: $(VENV)/.installed ## Check format, style and types
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/ruff check --quiet .
@@ -63,6 +67,10 @@ format: $(VENV)/.installed ## Put the code into the one format
 
 bench: $(VENV)/.installed ## Load a server that runs on PORT; ARGS as for `gaudiserve bench serve`
 	@$(BIN)/gaudiserve bench serve --base-url http://127.0.0.1:$(PORT) $(ARGS)
+
+bench-cuda: $(VENV)/.installed ## With a GPU too: decode steps against its bandwidth, and against transformers
+	@$(BIN)/python benchmarks/cuda_decode.py $(ARGS)
+	@$(BIN)/python benchmarks/cuda_compare.py $(ARGS)
 
 clean: ## Remove .venv, caches and build output
 	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,280 @@
+"""Decode steps on a GPU against the bound that its memory sets: a model of random weights, all rows
+decoding, by number of rows. Run: python benchmarks/cuda_decode.py  (--device cpu --shape tiny tries
+the script itself without a GPU)
+
+The bound is the time to read the weights, and the keys and values of all rows, once, at the speed
+of a large copy within the device's memory, measured first. Plans are hand-made and two steps are in
+flight, as in a server; the engine's scheduler is not part of it.
+"""
+
+import argparse
+import datetime
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from config.model import ModelConfig
+from hpu.backends.base import Backend
+from hpu.backends.cpu import CpuBackend
+from hpu.backends.cuda import CudaBackend, missing_cuda
+from hpu.counters import Counters
+from hpu.graphs import Graphs
+from hpu.kv_cache import KVCache, block_bytes
+from hpu.models.decoder import Decoder
+from hpu.models.select import build_model
+from hpu.pending import PendingStep
+from hpu.rows import Rows
+from hpu.runner import Runner
+from hpu.sampler import Sampler
+from hpu.staging import Staging
+from hpu.step import DECODE, PREFILL, Launch, NewRow, RowSampling, StepPlan, StepResult
+
+GIB = 1024**3
+WARM_STEPS = 8
+COPIES = 10
+MARGIN = 0.9
+"""Of the free memory, that a number of rows may need to be tried."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a decoder that names no checkpoint."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+SHAPES = {
+    "8b": Shape(128_256, 4096, 14_336, 32, 32, 8, 128),
+    "1b": Shape(128_256, 2048, 8192, 16, 32, 8, 64),
+    "tiny": Shape(320, 64, 128, 2, 4, 2, 16),
+}
+"""Two in the proportions of Llama 3, and one to try a script on."""
+
+
+def open_device(name: str) -> Backend:
+    """The back end of `name`; ends the program with one sentence when there is no such device."""
+    if name == "cpu":
+        return CpuBackend()
+    missing = missing_cuda(
+        torch.__version__, torch.version.cuda, has_device=torch.cuda.is_available()
+    )
+    if missing is not None:
+        raise SystemExit(missing)
+    return CudaBackend()
+
+
+def device_name(name: str) -> str:
+    return torch.cuda.get_device_name(0) if name == "cuda" else platform.processor() or "CPU"
+
+
+def copy_bandwidth(backend: Backend, size: int) -> float:
+    """Bytes a second, read and written, of the fastest copy of `size` bytes."""
+    source, target = backend.zeros((size,), torch.uint8), backend.zeros((size,), torch.uint8)
+    best = float("inf")
+    for _ in range(COPIES):
+        start = backend.event()
+        target.copy_(source)
+        end = backend.event()
+        end.wait()
+        best = min(best, end.seconds_since(start))
+    return 2 * size / best
+
+
+def random_model(shape: Shape, backend: Backend, dtype: torch.dtype, length: int) -> Decoder:
+    config = ModelConfig(
+        "none",
+        "LlamaForCausalLM",
+        shape.vocab_size,
+        shape.hidden_size,
+        shape.intermediate_size,
+        shape.num_layers,
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        length,
+        rope_theta=500_000.0,
+    )
+    model = build_model(config, dtype=dtype, device=backend.device)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(std=0.02)
+    backend.prepare(model)
+    return model
+
+
+class Decoding:
+    """`num_rows` rows that have `context` tokens each, and room for `num_steps` more."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        backend: Backend,
+        *,
+        num_rows: int,
+        context: int,
+        num_steps: int,
+        captures: bool,
+    ) -> None:
+        block_size = backend.default_block_size
+        blocks_a_row = -(-(context + num_steps + 1) // block_size)
+        num_blocks = num_rows * blocks_a_row
+        vocab_size, length = model.config.vocab_size, model.config.max_position
+        counters, staging = Counters(), Staging(backend)
+        graphs = Graphs(
+            model.forward, backend, counters, captures=captures, budget_bytes=GIB * 1024
+        )
+        self._runner = Runner(
+            model,
+            backend,
+            Rows(num_rows, length, block_size, pad_block=num_blocks),
+            Sampler(num_rows, vocab_size, backend.device, backend.index_dtype),
+            KVCache(
+                model, backend, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype
+            ),
+            graphs,
+            staging,
+            counters,
+            vocab_size=vocab_size,
+            pads=True,
+        )
+        self._step = 0
+        self._rows = list(range(num_rows))
+        self._bucket = (num_rows, 1, num_blocks)
+        if captures:
+            staging.prepare((DECODE, *self._bucket))
+        self._admit(context, blocks_a_row, block_size)
+
+    def _admit(self, context: int, blocks_a_row: int, block_size: int) -> None:
+        """All but the last token of each row counts as cached: its keys are the cache's zeros."""
+        tokens = memoryview((np.arange(context, dtype="<u4") % 300).tobytes())
+        for row in self._rows:
+            blocks = list(range(row * blocks_a_row, (row + 1) * blocks_a_row))
+            new = NewRow(row, tokens, context, context - 1, blocks, RowSampling(temperature=0.0))
+            cached = -(-(context - 1) // block_size)
+            launch = Launch(PREFILL, (1, 1, cached), [row], [1], [True])
+            self._runner.collect(self._submit([launch], [new]))
+
+    def _submit(self, launches: list[Launch], new_rows: list[NewRow]) -> PendingStep:
+        plan = StepPlan(self._step, launches, new_rows)
+        self._step += 1
+        return self._runner.submit(plan)
+
+    def steps(self, count: int) -> Iterator[StepResult]:
+        """Decode `count` times with two steps in flight."""
+        launch = Launch(DECODE, self._bucket, self._rows)
+        waiting = self._submit([launch], [])
+        for _ in range(count - 1):
+            following = self._submit([launch], [])
+            yield self._runner.collect(waiting)
+            waiting = following
+        yield self._runner.collect(waiting)
+
+
+def measure(decoding: Decoding, num_steps: int) -> tuple[float, float]:
+    """Seconds of a step: by the clock, and the median that the device took for it."""
+    for _ in decoding.steps(WARM_STEPS):
+        pass
+    start = time.perf_counter()
+    results = list(decoding.steps(num_steps))
+    clock_s = (time.perf_counter() - start) / num_steps
+    return clock_s, statistics.median(result.seconds[0] for result in results)
+
+
+def weight_bytes(model: Decoder) -> int:
+    """Of what a decode reads: everything but the table of embeddings."""
+    table = model.embedding.weight
+    every = sum(p.numel() * p.element_size() for p in model.parameters())
+    return every - table.numel() * table.element_size()
+
+
+def one_line(
+    model: Decoder, backend: Backend, options: argparse.Namespace, num_rows: int, speed: float
+) -> str:
+    """The table's line for a number of rows."""
+    token_bytes = block_bytes(model, 1, model.dtype)
+    total_steps = WARM_STEPS + options.steps
+    reserved = num_rows * (options.context + total_steps + backend.default_block_size)
+    needed, (free, _) = 2 * reserved * token_bytes, backend.memory()
+    if needed > MARGIN * free:
+        return f"| {num_rows} | needs {needed / GIB:.1f} GiB, {free / GIB:.1f} are free | | | | | |"
+    found = []
+    for captures in (False, backend.captures):
+        decoding = Decoding(
+            model,
+            backend,
+            num_rows=num_rows,
+            context=options.context,
+            num_steps=total_steps,
+            captures=captures,
+        )
+        found.append(measure(decoding, options.steps))
+        del decoding
+    (eager_s, _), (clock_s, device_s) = found
+    weights_s = weight_bytes(model) / speed
+    middle = options.context + WARM_STEPS + options.steps // 2
+    bound_s = weights_s + num_rows * middle * token_bytes / speed
+    numbers = (eager_s, clock_s, device_s, weights_s, bound_s)
+    cells = " | ".join(f"{seconds * 1000:.2f}" for seconds in numbers)
+    return f"| {num_rows} | {cells} | {device_s / bound_s:.2f} |"
+
+
+def options_of(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="8b")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 128])
+    parser.add_argument("--context", type=int, default=1024, help="tokens of each row")
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--copy-mib", type=int, default=1024, help="size of the measured copy")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = options_of(arguments)
+    backend = open_device(options.device)
+    with torch.inference_mode():
+        speed = copy_bandwidth(backend, options.copy_mib * 1024**2)
+        length = options.context + WARM_STEPS + options.steps + 2
+        dtype = getattr(torch, options.dtype)
+        model = random_model(SHAPES[options.shape], backend, dtype, length)
+        print(
+            f"Decode steps, {options.shape} shape in {options.dtype}, {options.context} tokens a "
+            f"row, {options.steps} steps; {device_name(options.device)}, torch "
+            f"{torch.__version__}, {datetime.date.today()}."
+        )
+        print(
+            f"A step reads {weight_bytes(model) / GIB:.2f} GiB of weights; a copy moves "
+            f"{speed / 1e9:.0f} GB/s. Milliseconds a step.\n"
+        )
+        print(
+            "| rows | not captured | captured | captured, device | bound: weights | bound: with "
+            "cache | device / bound |"
+        )
+        print("| ---: " * 7 + "|")
+        for num_rows in options.rows:
+            print(one_line(model, backend, options, num_rows, speed), flush=True)
+    backend.close()
+
+
+if __name__ == "__main__":
+    main()
