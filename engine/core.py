@@ -49,18 +49,22 @@ class EngineCore:
         )
         self._seeds = random.Random(config.seed)
         self._counts = StepStats(graph_bytes=ready.graph_bytes)
+        self._table = table
+        self.num_later = ready.num_later
+        """Buckets that are still to be prepared, between requests."""
         self._kv = KvManager(
             ready.num_blocks,
             ready.block_size,
             prefix_caching=config.cache.enable_prefix_caching,
         )
-        packer = Packer(
+        self._packer = Packer(
             table,
             max_prefill_batch=schedule.max_prefill_batch,
             max_tokens=schedule.max_num_batched_tokens,
             stats=self._counts,
+            on_unwarmed=config.warmup.on_unwarmed_shape,
         )
-        self._scheduler = Scheduler(schedule, self._kv, packer, self._counts)
+        self._scheduler = Scheduler(schedule, self._kv, self._packer, self._counts)
         self._outputs = Outputs(self._kv)
         self._requests: dict[int, Request] = {}
         self._front_ends: set[int] = set()
@@ -88,6 +92,21 @@ class EngineCore:
             or self._has_news
             or not self._outputs.is_empty
         )
+
+    def idle(self) -> bool:
+        """There has been no work for a while: go on with what is left of the warm-up, one bucket.
+        Whether to call again soon."""
+        is_busy = self._executor.idle()
+        self._hear_warmed()
+        return is_busy
+
+    def _hear_warmed(self) -> None:
+        for warmed in self._executor.take_warmed():
+            self._table.add(warmed.buckets)
+            self._packer.forget()
+            self._counts.take_counters(warmed.counters)
+            self.num_later = warmed.num_later
+            self._has_news = True
 
     def attach(self, front_end: int) -> None:
         """A front-end is there: from now on it gets every step's stats, even without requests."""
@@ -197,6 +216,8 @@ class EngineCore:
 
         Returns what front-ends must hear: one message each, by front-end index.
         """
+        if self.num_later:
+            self._hear_warmed()
         if self._in_flight and self._executor.has_result():
             self._apply(self._executor.collect())
             return self._send()

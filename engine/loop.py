@@ -5,12 +5,12 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from config.engine import EngineConfig
 from config.errors import GaudiserveError
 from engine.core import EngineCore
-from engine.executors.base import Executor
+from engine.executors.base import IDLE_S, Executor
 from engine.messages import (
     FRONT_END_SHIFT,
     Abort,
@@ -27,6 +27,11 @@ from engine.messages import (
 from engine.prefix import block_hashes
 from hpu.buckets import BucketLimits, BucketTable
 from hpu.step import WarmupProgress, WorkerReady
+
+LATER = "later"
+"""Stage of the progress that is made between requests."""
+
+Entry = tuple[int, ToEngine, list[bytes]] | BaseException
 
 Emit = Callable[[int | None, FromEngine], None]
 """Takes a front-end's index (None: all of them) and a message; called on several threads."""
@@ -46,10 +51,12 @@ class EngineLoop:
         self._emit = emit
         self._num_front_ends = num_front_ends
         self._engine = engine
-        self._inbox: SimpleQueue[tuple[int, ToEngine, list[bytes]] | BaseException] = SimpleQueue()
+        self._inbox: SimpleQueue[Entry] = SimpleQueue()
         self._block_size: int | None = None
         """Set once prompts are to be hashed."""
         self._stop_reason: BaseException | None = None
+        self._is_busy = False
+        """Whether the executor prepares buckets, one after the other, since nothing came."""
 
     def receive(self, front_end: int, message: ToEngine) -> None:
         """Take a message from a front-end. Prompts are hashed here, on the caller's thread."""
@@ -91,7 +98,12 @@ class EngineLoop:
             gc.collect()
             gc.freeze()
         self._emit(None, make_ready(self._engine, worker))
+        num_later = 0
         while True:
+            if num_later != core.num_later:
+                num_later = core.num_later
+                total = len(worker.buckets) + worker.num_later
+                self._emit(None, Progress(self._engine, LATER, total - num_later, total))
             self._take_inbox(core)
             for front_end, tokens in core.turn():
                 self._emit(front_end, tokens)
@@ -103,13 +115,25 @@ class EngineLoop:
 
     def _take_inbox(self, core: EngineCore) -> None:
         if not core.has_work:
-            self._take(core, self._inbox.get())
+            entry = self._wait(core)
+            if entry is not None:
+                self._take(core, entry)
         for _ in range(self._inbox.qsize()):
             self._take(core, self._inbox.get())
 
-    def _take(
-        self, core: EngineCore, item: tuple[int, ToEngine, list[bytes]] | BaseException
-    ) -> None:
+    def _wait(self, core: EngineCore) -> Entry | None:
+        """The next entry; None once a bucket was prepared meanwhile, which is to be told."""
+        while core.num_later:
+            try:
+                return self._inbox.get(timeout=0.0 if self._is_busy else IDLE_S)
+            except Empty:
+                self._is_busy = core.idle()
+            if core.has_work:
+                return None
+        return self._inbox.get()
+
+    def _take(self, core: EngineCore, item: Entry) -> None:
+        self._is_busy = False
         if isinstance(item, BaseException):
             raise item
         front_end, message, hashes = item
@@ -122,7 +146,8 @@ class EngineLoop:
 
 
 def make_table(config: EngineConfig, worker: WorkerReady) -> BucketTable:
-    """The bucket table that the worker made for itself, made again here."""
+    """The bucket table that the worker made for itself, made again here, with those buckets that
+    it has prepared."""
     buckets = config.buckets
     if buckets.strategy == "auto":
         buckets = replace(buckets, strategy="exponential" if worker.buckets else "exact")
@@ -136,9 +161,11 @@ def make_table(config: EngineConfig, worker: WorkerReady) -> BucketTable:
         prefix_caching=config.cache.enable_prefix_caching,
     )
     table = BucketTable.make(buckets, limits)
-    assert table.buckets == worker.buckets, (
-        f"the engine has {len(table.buckets)} buckets, the worker prepared {len(worker.buckets)}"
-    )
+    strange = set(worker.buckets) - set(table.buckets)
+    assert not strange, f"the worker prepared {sorted(strange)}, which the engine does not know"
+    if not table.is_exact:
+        table.keep(worker.buckets)
+    table.prefers_prepared = config.warmup.on_unwarmed_shape == "pad"
     return table
 
 

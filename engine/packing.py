@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from engine.request import Request
-from engine.stats import StepStats
+from engine.stats import PHASES, StepStats
 from hpu.buckets import BucketTable, Lookup
 from hpu.step import DECODE, PREFILL, Launch
 
@@ -23,18 +23,66 @@ class Chunk(NamedTuple):
 
 
 class Packer:
-    """Chooses launches. Every one names a bucket of the table, and is counted."""
+    """Chooses launches. Every one names a bucket of the table, and is counted.
+
+    A launch that fits no prepared bucket takes one that the table makes for it, which costs a
+    compilation. With `on_unwarmed` reject there is no such launch, as long as the caller asks
+    `refusal` of every sequence before it plans it, and `must_split` of every decode.
+    """
 
     def __init__(
-        self, table: BucketTable, *, max_prefill_batch: int, max_tokens: int, stats: StepStats
+        self,
+        table: BucketTable,
+        *,
+        max_prefill_batch: int,
+        max_tokens: int,
+        stats: StepStats,
+        on_unwarmed: str = "run",
     ) -> None:
         self._table = table
+        self._rejects = on_unwarmed == "reject"
         self._max_batch = max_prefill_batch
         self._max_tokens = max_tokens
         self._stats = stats
-        self._prepared = [shape for phase, *shape in table.buckets if phase == PREFILL]
         self._launch_cost = LAUNCH_TOKENS * table.cost(PREFILL, (1, 1, 0))
         self._memo: dict[tuple[int, int, int], int | None] = {}
+
+    def forget(self) -> None:
+        """The table has changed."""
+        self._memo.clear()
+
+    def refusal(self, phase: int, num_tokens: int, num_blocks: int) -> str | None:
+        """Why a sequence may not be launched so, not even alone; None when it may."""
+        if not self._rejects or self._table.is_prepared(phase, 1, num_tokens, num_blocks):
+            return None
+        widest = max((b[1:] for b in self._table.buckets if b[0] == phase), default=(0, 0, 0))
+        name = PHASES[phase]
+        self._stats.count_refusal(name)
+        return (
+            f"it needs a {name} of {num_tokens} tokens over {num_blocks} KV blocks, no bucket that "
+            f"was warmed up holds that (the widest: batch {widest[0]}, {widest[1]} tokens, "
+            f"{widest[2]} blocks), and on-unwarmed-shape is reject"
+        )
+
+    def must_split(self, num_rows: int, num_blocks: int) -> bool:
+        """Whether a decode of so many rows has to go in several launches."""
+        return self._rejects and not self._table.is_prepared(DECODE, num_rows, 1, num_blocks)
+
+    def decode_apart(self, rows: list[int], blocks: list[int]) -> list[Launch]:
+        """Launches for decoding rows, each of which holds its entry of `blocks`, in their order;
+        as few as prepared buckets allow."""
+        launches = []
+        start = 0
+        while start < len(rows):
+            stop, total = start + 1, blocks[start]
+            while stop < len(rows) and self._table.is_prepared(
+                DECODE, stop + 1 - start, 1, total + blocks[stop]
+            ):
+                total += blocks[stop]
+                stop += 1
+            launches.append(self.decode(rows[start:stop], total))
+            start = stop
+        return launches
 
     def decode(self, rows: list[int], num_blocks: int) -> Launch:
         """One launch for all decoding rows, which hold `num_blocks` together."""
@@ -81,19 +129,13 @@ class Packer:
 
     def _find_cost(self, shape: tuple[int, int, int]) -> int | None:
         batch = shape[0]
-        if batch > 1 and not self._is_prepared(shape):
+        # Asked here, because `find` makes a bucket for whatever it is asked.
+        if batch > 1 and not self._table.is_prepared(PREFILL, *shape):
             return None
         bucket = self._table.find(PREFILL, *shape).bucket
         if batch > 1 and bucket[0] * bucket[1] > self._max_tokens:
             return None
         return self._launch_cost + self._table.cost(PREFILL, bucket)
-
-    def _is_prepared(self, shape: tuple[int, int, int]) -> bool:
-        """Looked up here, because the table makes a bucket for whatever it is asked."""
-        return self._table.is_exact or any(
-            batch >= shape[0] and query >= shape[1] and context >= shape[2]
-            for batch, query, context in self._prepared
-        )
 
     def _launch(self, chunks: list[Chunk]) -> tuple[Launch, list[Chunk]]:
         counts = [chunk.num_tokens for chunk in chunks]

@@ -10,7 +10,7 @@ from engine.packing import Chunk, Packer
 from engine.queue import WaitingLine
 from engine.request import ENDED, LEAVING, RUNNING, WAITING, Request
 from engine.stats import StepStats
-from hpu.step import NewRow, StepPlan
+from hpu.step import DECODE, PREFILL, NewRow, StepPlan
 
 _rank = attrgetter("rank")
 
@@ -27,7 +27,7 @@ class Decision:
     plan: StepPlan | None = None
     """None: nothing to launch, nothing to submit."""
     decodes: list[Request] = field(default_factory=list)
-    """In the order of the plan's first launch, the decode."""
+    """In the order of the plan's first launches, the decodes."""
     prefills: list[Chunk] = field(default_factory=list)
     """In the order of the launches behind it."""
     num_tokens: int = 0
@@ -149,6 +149,10 @@ class Scheduler:
         """Whether a decoding row that has no slot left, or no token to come, takes this step."""
         if _is_planned_out(request):
             return False
+        why = self._packer.refusal(DECODE, 1, len(request.blocks) + 1)
+        if why is not None:
+            self._reject(request, why, decision)
+            return False
         if not self._make_room(request, decision):
             return False
         self._grow(request, 1, decision)
@@ -159,6 +163,10 @@ class Scheduler:
             if budget == 0:
                 break
             count = min(request.decode_from - request.computed, budget)
+            why = self._packer.refusal(PREFILL, count, self._kv.blocks_for(request.computed))
+            if why is not None:
+                self._reject(request, why, decision)
+                continue
             need = self._kv.blocks_for(request.computed + count) - len(request.blocks)
             if need > 0:
                 if not self._make_room(request, decision):
@@ -187,10 +195,14 @@ class Scheduler:
             elif cost > kv.pool.free:
                 self._fail(request, kv.blocks_for(request.known), decision)
                 continue
+            cached = len(prefix) * kv.block_size
+            count = min(request.known - cached, budget)
+            why = self._refusal(request, count, cached)
+            if why is not None:
+                self._reject(request, why, decision)
+                continue
             self.line.remove(request)
             kv.start(request, prefix)
-            cached = request.computed
-            count = min(request.known - cached, budget)
             kv.grow(request, kv.blocks_for(cached + count) - len(request.blocks))
             self._seat(request, cached, decision)
             self._add_chunk(request, count, decision)
@@ -275,14 +287,28 @@ class Scheduler:
             f"the request needs {num_blocks} KV blocks of {self._kv.block_size} tokens, "
             f"the cache has {pool.size}"
         )
-        decision.failed.append((request, message))
+        self._reject(request, message, decision)
+
+    def _reject(self, request: Request, why: str, decision: Decision) -> None:
+        decision.failed.append((request, why))
         self.drop(request)
+
+    def _refusal(self, request: Request, count: int, cached: int) -> str | None:
+        """Why a request should not even begin, with a chunk of `count` behind `cached` tokens."""
+        why = self._packer.refusal(PREFILL, count, self._kv.blocks_for(cached))
+        if why is None and request.max_known > request.known + 1:
+            why = self._packer.refusal(DECODE, 1, self._kv.blocks_for(request.known + 1))
+        return why
 
     def _build(self, decision: Decision) -> None:
         launches = []
         if decision.decodes:
             rows = [request.row for request in decision.decodes]
-            launches.append(self._packer.decode(rows, decision.num_decode_blocks))
+            if self._packer.must_split(len(rows), decision.num_decode_blocks):
+                blocks = [len(request.blocks) for request in decision.decodes]
+                launches += self._packer.decode_apart(rows, blocks)
+            else:
+                launches.append(self._packer.decode(rows, decision.num_decode_blocks))
             decision.num_tokens += len(rows)
         if decision.chunks:
             for launch, chunks in self._packer.prefill(decision.chunks):

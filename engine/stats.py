@@ -43,6 +43,11 @@ class StepStats:
         self._useful[phase] = self._useful.get(phase, 0) + useful
         self._padding[phase] = self._padding.get(phase, 0) + padded - useful
 
+    def count_refusal(self, phase: str) -> None:
+        """A sequence was turned away, because its launch would have had to be compiled."""
+        name = f"{phase}.refused"
+        self._lookups[name] = self._lookups.get(name, 0) + 1
+
     def count_lookup(self, num_tokens: int, num_found: int) -> None:
         """A request left the waiting line for the first time."""
         self.prefix_queries += num_tokens

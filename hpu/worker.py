@@ -28,7 +28,7 @@ from hpu.rows import Rows
 from hpu.runner import Runner
 from hpu.sampler import Sampler
 from hpu.staging import Staging
-from hpu.step import StepPlan, StepResult, WarmupProgress, WorkerReady
+from hpu.step import StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
 from hpu.warmup import warm_up
 
 logger = logging.getLogger(__name__)
@@ -73,6 +73,11 @@ class Worker:
         """Answer one of the calls of `hpu.profiler`. Raises UserError or RequestFailed."""
         assert self._profiler is not None, "call before start"
         return self._profiler.call(name)
+
+    def idle(self) -> Warmed | None:
+        """Prepare one of the buckets that were left for later; None when there is none. Only with
+        nothing submitted."""
+        return None
 
     def close(self) -> None:
         """Drop everything on the device and give it back; safe to call twice."""

@@ -3,7 +3,10 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from hpu.step import StepPlan, StepResult, WarmupProgress, WorkerReady
+from hpu.step import StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
+
+IDLE_S = 0.25
+"""Without a plan for so long, a worker prepares what is left of its warm-up."""
 
 
 class Executor(Protocol):
@@ -24,6 +27,16 @@ class Executor(Protocol):
 
     def collect(self) -> StepResult:
         """Wait for the oldest plan's result. Raises EngineDied when a worker is gone."""
+        ...
+
+    def idle(self) -> bool:
+        """Prepare one more of the buckets that were left for later. Only with no plan in flight,
+        and when none has come for a while. False when nothing is left to be done here: also where
+        workers see for themselves that they are idle."""
+        ...
+
+    def take_warmed(self) -> list[Warmed]:
+        """What was prepared since the last call; does not wait."""
         ...
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ import msgspec
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.log import setup as setup_log
+from engine.executors.base import IDLE_S
 from engine.lifeline import (
     Terminated,
     exit_with_parent,
@@ -22,7 +23,15 @@ from engine.lifeline import (
     read_orders,
 )
 from engine.wire import Line, Waiter, Wires
-from hpu.step import StepPlan, StepResult, ToWorker, WarmupProgress, WorkerFailed, WorkerReady
+from hpu.step import (
+    StepPlan,
+    StepResult,
+    ToWorker,
+    Warmed,
+    WarmupProgress,
+    WorkerFailed,
+    WorkerReady,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +57,8 @@ class StepWorker(Protocol):
     def has_result(self) -> bool: ...
 
     def collect(self) -> StepResult: ...
+
+    def idle(self) -> Warmed | None: ...
 
     def close(self) -> None: ...
 
@@ -98,6 +109,7 @@ def run(orders: WorkerOrders, make_worker: Callable[[EngineConfig], StepWorker])
 def _serve(worker: StepWorker, line: Line[Any, StepPlan]) -> None:
     waiter = Waiter([line])
     in_flight = 0
+    may_idle, is_quiet = True, False
     while True:
         if in_flight and worker.has_result():
             line.send(worker.collect())
@@ -107,11 +119,19 @@ def _serve(worker: StepWorker, line: Line[Any, StepPlan]) -> None:
         if plan is not None:
             worker.submit(plan)
             in_flight += 1
+            is_quiet = False
         elif in_flight:
             line.send(worker.collect())
             in_flight -= 1
+        elif may_idle and is_quiet:
+            warmed = worker.idle()
+            if warmed is not None:
+                line.send(warmed)
+            may_idle = warmed is not None
         else:
-            waiter.wait()
+            # Between two steps of a request there is no time to prepare anything.
+            waiter.wait(IDLE_S if may_idle else None)
+            is_quiet = True
 
 
 def _tell(line: Line[Any, StepPlan], progress: WarmupProgress) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from config.engine import EngineConfig
-from hpu.step import StepPlan, StepResult, WarmupProgress, WorkerReady
+from hpu.step import StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
 from hpu.worker import Worker
 
 
@@ -12,6 +12,7 @@ class InlineExecutor:
 
     def __init__(self, config: EngineConfig) -> None:
         self._worker = Worker(config)
+        self._warmed: list[Warmed] = []
 
     def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
         return self._worker.start(on_progress)
@@ -24,6 +25,17 @@ class InlineExecutor:
 
     def collect(self) -> StepResult:
         return self._worker.collect()
+
+    def idle(self) -> bool:
+        warmed = self._worker.idle()
+        if warmed is None:
+            return False
+        self._warmed.append(warmed)
+        return warmed.num_later > 0
+
+    def take_warmed(self) -> list[Warmed]:
+        warmed, self._warmed = self._warmed, []
+        return warmed
 
     def close(self) -> None:
         self._worker.close()

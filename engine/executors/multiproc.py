@@ -9,7 +9,15 @@ from config.errors import EngineDied
 from engine.executors.child import WorkerOrders
 from engine.lifeline import Child
 from engine.wire import Line, Waiter, Wires, endpoint
-from hpu.step import FromWorker, StepPlan, StepResult, WarmupProgress, WorkerFailed, WorkerReady
+from hpu.step import (
+    FromWorker,
+    StepPlan,
+    StepResult,
+    Warmed,
+    WarmupProgress,
+    WorkerFailed,
+    WorkerReady,
+)
 
 LAST_WORDS_S = 0.2
 """How long a dead worker's last message may take to come out of the socket."""
@@ -49,6 +57,7 @@ class MultiprocExecutor:
         self._waiter = Waiter([self._line], [self._child.sentinel])
         self._early: FromWorker | None = None
         """A message that `has_result` found."""
+        self._warmed: list[Warmed] = []
 
     @property
     def pid(self) -> int:
@@ -68,14 +77,26 @@ class MultiprocExecutor:
             raise EngineDied(f"{self._name} does not read its plans")
 
     def has_result(self) -> bool:
-        if self._early is None:
-            self._early = self._line.receive()
-        return self._early is not None
+        while self._early is None:
+            message = self._line.receive()
+            if message is None:
+                return False
+            self._early = self._kept(message)
+        return True
 
     def collect(self) -> StepResult:
         result = self._receive()
         assert isinstance(result, StepResult), f"{result} in place of a step's result"
         return result
+
+    def idle(self) -> bool:
+        """The worker sees by itself that no plan comes."""
+        return False
+
+    def take_warmed(self) -> list[Warmed]:
+        self.has_result()
+        warmed, self._warmed = self._warmed, []
+        return warmed
 
     def close(self) -> None:
         if self._closed.is_set():
@@ -84,6 +105,13 @@ class MultiprocExecutor:
         self._child.close(STOP_TIMEOUT_S)
         self._line.close()
         self._wires.close()
+
+    def _kept(self, message: FromWorker) -> FromWorker | None:
+        """The message, unless it was of the kind that only `take_warmed` gives."""
+        if isinstance(message, Warmed):
+            self._warmed.append(message)
+            return None
+        return message
 
     def _receive(self) -> WorkerReady | WarmupProgress | StepResult:
         while True:
@@ -100,7 +128,9 @@ class MultiprocExecutor:
                     raise EngineDied(self._child.obituary)
             if isinstance(message, WorkerFailed):
                 raise EngineDied(message.message)
-            if message is not None:
+            if isinstance(message, Warmed):
+                self._warmed.append(message)
+            elif message is not None:
                 return message
 
 

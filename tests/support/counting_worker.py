@@ -17,7 +17,7 @@ from engine.executors.multiproc import MultiprocExecutor
 from engine.lifeline import read_orders
 from engine.process import EngineOrders
 from engine.process import run as run_engine
-from hpu.step import RowSampling, StepPlan, StepResult, WarmupProgress, WorkerReady
+from hpu.step import RowSampling, StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
 
 REFUSAL = "dtype float16 is not among bfloat16, float32"
 
@@ -54,6 +54,9 @@ class CountingWorker:
     def collect(self) -> StepResult:
         time.sleep(self._manner("step_s"))
         return self._executor.collect()
+
+    def idle(self) -> Warmed | None:
+        return None
 
     def close(self) -> None:
         self._executor.close()

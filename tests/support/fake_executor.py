@@ -17,6 +17,7 @@ from hpu.step import (
     RowSampling,
     StepPlan,
     StepResult,
+    Warmed,
     WarmupProgress,
     WorkerReady,
 )
@@ -61,6 +62,7 @@ class FakeExecutor:
         self.slots: dict[tuple[int, int], int] = {}
         self.max_in_flight = 0
         self.collected = 0
+        self.warmed: list[Warmed] = []
         self.collected_before: list[int] = []
         """Results that had been fetched when each plan was submitted."""
         self._in_flight: deque[bytes] = deque()
@@ -87,6 +89,14 @@ class FakeExecutor:
     def collect(self) -> StepResult:
         self.collected += 1
         return self._run(self._decode(self._in_flight.popleft()))
+
+    def idle(self) -> bool:
+        return False
+
+    def take_warmed(self) -> list[Warmed]:
+        """What `warmed` was given."""
+        warmed, self.warmed = self.warmed, []
+        return warmed
 
     def close(self) -> None:
         self._in_flight.clear()
