@@ -18,6 +18,7 @@ from config.env import settings
 from config.reference import PATH, reference
 from server.bench.command import parser as bench_parser
 from server.buckets_command import parser as buckets_parser
+from server.plan_command import parser as plan_parser
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -44,6 +45,7 @@ def test_flags_that_the_documents_name_exist() -> None:
     known = set(server_parser("serve", "")._option_string_actions)
     known |= set(bench_parser()._option_string_actions)
     known |= set(buckets_parser("fit")._option_string_actions)
+    known |= set(plan_parser()._option_string_actions)
     known |= {"--no-NAME", "--max_model_len", "--version"}
     texts = [page.read_text(encoding="utf-8") for page in PAGES]
     texts += [(ROOT / "deploy" / name).read_text(encoding="utf-8") for name in MANIFESTS[:2]]
