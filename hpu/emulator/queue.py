@@ -4,6 +4,7 @@ ops."""
 from collections import deque
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 Land = Callable[[], None]
@@ -48,7 +49,9 @@ class PendingWork:
 
 
 def _land(target: Tensor, value: Tensor) -> None:
-    target.copy_(value)
+    # Whoever waits may do so outside the mode in which the target was made.
+    with torch.inference_mode():
+        target.copy_(value)
 
 
 def spoil(tensor: Tensor) -> None:
