@@ -4,10 +4,16 @@ start that fails early. Touches no device and imports nothing of the vendor's.""
 from typing import NamedTuple
 
 from config.errors import ConfigError
+from hpu.devices import KERNELS, has_kernel
 from hpu.preflight_cards import Card, Cards, find_cards
 from hpu.preflight_environment import environment_findings, host_findings, visible_modules
 from hpu.preflight_machine import ERROR, OK, WARN, Finding, Machine
-from hpu.preflight_software import has_runtime, loaded_modules, software_findings
+from hpu.preflight_software import (
+    has_runtime,
+    loaded_modules,
+    runtime_release,
+    software_findings,
+)
 
 IN_CONTAINER = "in a container: --runtime=habana -e HABANA_VISIBLE_DEVICES=all"
 
@@ -75,6 +81,7 @@ def _card_findings(
         what = "no card is to be seen: neither a device node nor a line of hl-smi"
         return [Finding(ERROR, "cards", what, f"look at hl-smi on the host; {IN_CONTAINER}")]
     findings = [Finding(OK, "cards", f"{len(cards)} cards: {_names(cards)}")]
+    findings += _kernels(machine, cards)
     closed = [card for card in cards if not card.is_open_to_us]
     if closed:
         nodes = ", ".join(card.node for card in closed)

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,7 +68,7 @@ class Machine:
     version: Callable[[str], str | None] = distribution_version
     has_module: Callable[[str], bool] = has_module
     python: tuple[int, int] = sys.version_info[:2]
-    pid: int = os.getpid()
+    pid: int = field(default_factory=os.getpid)
     """Whose own hold on a card is no obstacle."""
 
     def text(self, path: str) -> str | None:

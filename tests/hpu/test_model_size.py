@@ -11,7 +11,7 @@ from tiny_models import COMMON, FAMILIES, make_tiny
 from config.errors import ConfigError
 from config.model import ModelConfig, read_model_config
 from hpu.kv_cache import block_bytes
-from hpu.model_size import check_split, count_parameters, kv_block_bytes
+from hpu.model_size import check_split, count_parameters, kv_block_bytes, weight_bytes
 from hpu.models.select import build_model
 
 ARCHITECTURES = {
@@ -45,6 +45,8 @@ def test_the_parameters_are_those_of_the_real_decoder(
     model = build_model(facts, dtype=torch.float32, device=torch.device("cpu"))
 
     assert count_parameters(facts).total == sum(p.numel() for p in model.parameters())
+    held = sum(t.numel() for t in (*model.parameters(), *model.buffers()))
+    assert weight_bytes(facts, num_cards=1, width=4, length=512) == held * 4
     assert kv_block_bytes(facts, num_cards=1, width=4, block_size=16) == block_bytes(
         model, 16, torch.float32
     )

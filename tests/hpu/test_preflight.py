@@ -161,6 +161,15 @@ def test_cards_without_nodes_are_known_from_hl_smi(tmp_path: Path) -> None:
     ]
 
 
+def test_kernels_are_told_by_generation_and_release(tmp_path: Path) -> None:
+    older = GaudiMachine(tmp_path, cards=1, pci_id="0x1020")
+
+    (found,) = [f for f in preflight(older.seen()).findings if f.about == "kernels"]
+
+    assert found.what.startswith("gaudi2: 7 of 13 fused kernels are known to be there; ")
+    assert "; not there: block_softmax_adjustment; only the runtime can tell: " in found.what
+
+
 def test_a_held_card_is_no_obstacle_while_others_are_free(gaudi: GaudiMachine) -> None:
     gaudi.hold(4711, "/dev/accel/accel0")
 
