@@ -104,6 +104,22 @@ def _card_findings(
     return findings
 
 
+def _kernels(machine: Machine, cards: tuple[Card, ...]) -> list[Finding]:
+    """What the table of kernels says of the first card and the installed release."""
+    generation, release = cards[0].generation, runtime_release(machine)
+    if generation is None or release is None:
+        return []
+    there = {kernel: has_kernel(kernel, generation, release) for kernel in KERNELS}
+    parts = [
+        f"{sum(map(bool, there.values()))} of {len(there)} fused kernels are known to be there"
+    ]
+    for answer, words in ((False, "not there"), (None, "only the runtime can tell")):
+        names = [kernel for kernel, found in there.items() if found is answer]
+        if names:
+            parts.append(f"{words}: {', '.join(names)}")
+    return [Finding(OK, "kernels", f"{generation}: {'; '.join(parts)}")]
+
+
 def _held(machine: Machine, cards: list[Card], num_cards: int, rank: int | None) -> list[Finding]:
     """Whether enough of `cards` are free: for one worker its own, else as many as it takes."""
     held = holders_of(tuple(cards))
