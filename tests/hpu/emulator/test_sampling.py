@@ -1,0 +1,75 @@
+"""Sampling on the emulated card: once warm, no settings compile, wait or take memory."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from emulated import emulated
+from random_sampling import random_history, random_sampling
+from torch import Tensor
+
+from config.execution import HPU_GRAPHS, TORCH_COMPILE, ExecutionConfig, ModeChoice
+from hpu.backends.base import Backend
+from hpu.backends.gaudi import GaudiBackend
+from hpu.sampler import Sampler
+from hpu.sampler_padded import PaddedSampler
+
+VOCAB = 300
+ROWS = 5
+WIDTHS = (1, 2, 4)
+
+
+def _upload(backend: Backend, logits: Tensor) -> Tensor:
+    target = backend.zeros(tuple(logits.shape), logits.dtype)
+    backend.upload(target, logits)
+    backend.event()
+    return target
+
+
+def _warm(backend: Backend, sampler: PaddedSampler) -> None:
+    for width in WIDTHS:
+        for sampling in sampler.warmup_settings:
+            sampler.admit(0, sampling, np.zeros(1, np.uint32), 1)
+            logits = torch.zeros(width, VOCAB, dtype=torch.bfloat16)
+            sampler.sample(_upload(backend, logits), [0])
+            sampler.release(0)
+    backend.synchronize()
+
+
+@pytest.mark.parametrize(("mode", "calls"), [(HPU_GRAPHS, 200), (TORCH_COMPILE, 50)])
+def test_once_warm_no_mix_of_settings_compiles_waits_or_takes_memory(mode: str, calls: int) -> None:
+    choice = ModeChoice(mode, "the test's")
+    rng, generator = random.Random(2), torch.Generator().manual_seed(2)
+    plain = Sampler(ROWS, VOCAB, torch.device("cpu"), torch.int32)
+
+    with torch.inference_mode(), emulated(lazy=choice.is_lazy, strict=True) as card:
+        backend = GaudiBackend(ExecutionConfig(), choice)
+        sampler = PaddedSampler(ROWS, VOCAB, backend)
+        _warm(backend, sampler)
+        compiled, in_use = card.journal.counts["compilations"], card.memory.in_use
+        card.seal()
+        for step in range(calls):
+            rows = rng.sample(range(ROWS), rng.randint(1, max(WIDTHS)))
+            fresh = range(ROWS) if step == 0 else rows[: rng.choice((0, 1, 2))]
+            width = next(width for width in WIDTHS if width >= len(rows))
+            logits = torch.randn(width, VOCAB, generator=generator).bfloat16() * 3
+            with card.step():
+                for row in fresh:
+                    tokens, num_prompt = random_history(rng, VOCAB)
+                    sampling = random_sampling(rng, VOCAB)
+                    for either in (sampler, plain):
+                        either.release(row)
+                        either.admit(row, sampling, tokens, num_prompt)
+                sampled = sampler.sample(_upload(backend, logits), rows)
+                found = backend.to_host(sampled.tokens)
+                end = backend.event()
+            end.wait()
+            wanted = plain.sample(logits, rows).tokens
+            assert found[: len(rows)].tolist() == wanted[: len(rows)].tolist()
+            del sampled
+            assert card.memory.in_use == in_use
+
+        counts = card.journal.counts
+        assert counts["compilations"] == compiled > 0
+        assert (counts["syncs"], counts["fallbacks"], card.journal.misuses) == (0, 0, [])

@@ -1,0 +1,43 @@
+"""Random sampling settings, weighted so that every stage is often wanted and often not."""
+
+import random
+
+import numpy as np
+
+from hpu.step import RowSampling
+
+WORD_TOKENS = 4
+"""Bad words are made of the first few tokens, so that their prefixes do come up."""
+
+
+def random_sampling(rng: random.Random, vocab_size: int) -> RowSampling:
+    """Any mix of what a caller may ask for."""
+    pick = rng.choice
+    words = [pick((1, 2, 3, 9)) for _ in range(pick((0, 0, 0, 3, 30)))]
+    return RowSampling(
+        temperature=pick((0.0, 0.0, 1e-6, 0.3, 1.0, 2.0)),
+        top_k=pick((0, 0, -1, 1, 2, 5, vocab_size, 1000)),
+        top_p=pick((1.0, 1.0, 1e-9, 0.3, 0.9, 0.999)),
+        min_p=pick((0.0, 0.0, 0.05, 0.5, 1.0)),
+        seed=rng.getrandbits(63),
+        presence_penalty=pick((0.0, 0.0, 0.0, -2.0, 0.7)),
+        frequency_penalty=pick((0.0, 0.0, 0.0, 2.0, -0.3)),
+        repetition_penalty=pick((1.0, 1.0, 1.0, 1.3, 0.5)),
+        min_tokens=pick((0, 0, 3)),
+        end_token_ids=tuple(rng.sample(range(vocab_size), rng.randrange(3))),
+        logit_bias=tuple(
+            (token, pick((-100.0, -1.0, 2.5, 100.0)))
+            for token in rng.sample(range(vocab_size), pick((0, 0, 3)))
+        ),
+        allowed_token_ids=pick((None, None, tuple(rng.sample(range(vocab_size), 8)))),
+        bad_words=tuple(
+            tuple(rng.randrange(WORD_TOKENS) for _ in range(length)) for length in words
+        ),
+        num_logprobs=pick((-1, -1, 0, 3, 20)),
+    )
+
+
+def random_history(rng: random.Random, vocab_size: int) -> tuple[np.ndarray, int]:
+    """Tokens, and how many of them are the prompt; the others were generated before."""
+    tokens = [rng.randrange(vocab_size) for _ in range(rng.randint(1, 9))]
+    return np.array(tokens, dtype=np.uint32), rng.randint(1, len(tokens))
