@@ -28,7 +28,8 @@ class UserError(GaudiserveError):
 
 
 class PromptTooLong(UserError):
-    """`num_prompt_tokens` and `max_tokens` together exceed `max_model_len`."""
+    """`num_prompt_tokens` (or more, if only `at_least` so many were counted) and `max_tokens`
+    together exceed `max_model_len`."""
 
     def __init__(
         self,
@@ -37,11 +38,13 @@ class PromptTooLong(UserError):
         max_model_len: int,
         *,
         param: str = "messages",
+        at_least: bool = False,
     ) -> None:
-        asked = f"{num_prompt_tokens} tokens in the prompt"
+        more = "at least " if at_least else ""
+        asked = f"{more}{num_prompt_tokens} tokens in the prompt"
         if max_tokens is not None:
             asked = (
-                f"{num_prompt_tokens + max_tokens} tokens "
+                f"{more}{num_prompt_tokens + max_tokens} tokens "
                 f"({num_prompt_tokens} in the prompt, {max_tokens} for the output)"
             )
         super().__init__(

@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from config.errors import EngineDied, UserError
+from config.errors import EngineDied, PromptTooLong, UserError
 from config.sampling import SamplingParams
 from server.choices import Gathered, Gatherer, Naming
 from server.errors import EngineFailed, fault_of
@@ -21,6 +21,7 @@ from server.schema.common import GenerationBody
 from server.serving import Serving, until_gone
 from server.state import AppState
 from server.streaming import DONE, Envelope, EventStream, frame
+from server.text.tokenizer import TooManyTokens
 
 
 @dataclass(slots=True)
@@ -106,6 +107,29 @@ def start_job(
     state.servings.add(serving)
     number = body.request_id or uuid.uuid4().hex
     return Job(state, body, f"{id_prefix}-{number}", model, params, prompts, serving)
+
+
+async def encoded(
+    state: AppState,
+    text: str,
+    *,
+    special: bool,
+    keep: int | None,
+    limit: int | None,
+    param: str,
+) -> Prompt:
+    """The prompt that `text` is, cut to its last `keep` tokens; -1 keeps what the context has room
+    for beside `limit` tokens of output. Raises PromptTooLong if the prompt alone fills more than
+    the context and is not to be cut, before it is tokenized where its length tells."""
+    most = state.max_model_len if keep is None else None
+    try:
+        ids = await state.text_tokenizer(param).encode(text, special, most)
+    except TooManyTokens as error:
+        raise PromptTooLong(
+            error.count, limit, state.max_model_len, param=param, at_least=error.at_least
+        ) from None
+    kept = truncated(ids, keep, state.max_model_len, limit)
+    return Prompt(kept, text if kept is ids else None)
 
 
 def truncated(ids: list[int], keep: int | None, max_model_len: int, limit: int | None) -> list[int]:

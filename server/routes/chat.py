@@ -1,20 +1,26 @@
 """POST /v1/chat/completions: a conversation in, an answer out, whole or streamed."""
 
+import asyncio
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from config.errors import PromptTooLong
 from server.body import parse, read_object
 from server.choices import Gathered, chat_logprobs, prompt_logprobs_of, usage_of
 from server.chunks import ChatChunks
-from server.generate import Prompt
-from server.job import Job, answer_stream, answer_whole, gather, start_job, truncated
+from server.job import Job, answer_stream, answer_whole, encoded, gather, start_job
 from server.openapi import GENERATES, takes
 from server.record import log_prompt, record_of
 from server.schema.chat import ChatBody, ConversationBody
 from server.state import AppState
+from server.text.template import TextTooLong
+
+MANY_PIECES = 2_000
+"""Messages and parts that are checked on the event loop: a millisecond."""
 
 
 def chat_routes(state: AppState) -> APIRouter:
@@ -40,10 +46,16 @@ def chat_routes(state: AppState) -> APIRouter:
     return router
 
 
-async def render(state: AppState, body: ConversationBody) -> tuple[str, list[int]]:
-    """A conversation as the model's text and tokens. Raises UserError."""
-    body.check_conversation(trust_template=state.config.trust_request_chat_template)
-    text = await state.chat_template().render(
+async def render(state: AppState, body: ConversationBody) -> str:
+    """A conversation as the model's text. Raises UserError."""
+    check = partial(
+        body.check_conversation, trust_template=state.config.trust_request_chat_template
+    )
+    if body.has_more_than(MANY_PIECES):
+        await asyncio.to_thread(check)
+    else:
+        check()
+    return await state.chat_template().render(
         body.messages,
         documents=body.documents,
         add_generation_prompt=body.opens_answer,
@@ -51,8 +63,6 @@ async def render(state: AppState, body: ConversationBody) -> tuple[str, list[int
         kwargs=body.template_variables,
         template=body.chat_template,
     )
-    add_special_tokens = bool(getattr(body, "add_special_tokens", None))
-    return text, await state.text_tokenizer("messages").encode(text, add_special_tokens)
 
 
 async def _start(state: AppState, request: Request) -> Job:
@@ -66,8 +76,22 @@ async def _start(state: AppState, request: Request) -> Job:
         logprobs=body.num_logprobs,
         prompt_logprobs=body.prompt_logprobs,
     )
-    text, ids = await render(state, body)
-    kept = truncated(ids, body.truncate_prompt_tokens, state.max_model_len, body.limit)
+    try:
+        text = await render(state, body)
+    except TextTooLong:
+        # Clients shorten a conversation when they read of the context, not of characters.
+        tokenizer, most = state.text_tokenizer("messages"), state.max_model_len
+        if (least := tokenizer.least_tokens(body.text, most)) > most:
+            raise PromptTooLong(least, body.limit, most, at_least=True) from None
+        raise
+    prompt = await encoded(
+        state,
+        text,
+        special=bool(body.add_special_tokens),
+        keep=body.truncate_prompt_tokens,
+        limit=body.limit,
+        param="messages",
+    )
     if state.config.enable_log_requests:
         log_prompt(record_of(request.scope), text)
     return start_job(
@@ -77,7 +101,7 @@ async def _start(state: AppState, request: Request) -> Job:
         id_prefix="chatcmpl",
         model=model,
         params=params,
-        prompts=[Prompt(kept, text if kept is ids else None)],
+        prompts=[prompt],
         param="messages",
     )
 

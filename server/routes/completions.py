@@ -7,6 +7,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from config.errors import PromptTooLong
 from config.sampling import SamplingParams
 from server.body import parse, read_object
 from server.choices import (
@@ -23,6 +24,7 @@ from server.job import (
     answer_stream,
     answer_whole,
     check_admission,
+    encoded,
     gather,
     start_job,
     truncated,
@@ -31,6 +33,9 @@ from server.openapi import GENERATES, takes
 from server.record import log_prompt, record_of
 from server.schema.completions import CompletionBody
 from server.state import AppState
+
+MANY_IDS = 10_000
+"""Token ids of a prompt that are checked on the event loop: a millisecond."""
 
 
 def completion_routes(state: AppState) -> APIRouter:
@@ -89,24 +94,23 @@ def _params(state: AppState, body: CompletionBody) -> SamplingParams:
 
 
 async def _prompts(state: AppState, body: CompletionBody, params: SamplingParams) -> list[Prompt]:
-    given = body.prompts()
+    keep, longest = body.truncate_prompt_tokens, body.most_ids
+    if keep is None and longest > state.max_model_len:
+        # Before a look at each of millions of ids.
+        raise PromptTooLong(longest, body.limit, state.max_model_len, param="prompt")
+    given = await asyncio.to_thread(body.prompts) if longest > MANY_IDS else body.prompts()
     # Before the work of tokenizing thousands of texts that can never be taken.
     check_admission(state, body, len(given) * params.n, "prompt")
-    keep = body.truncate_prompt_tokens
-    texts: list[str | None] = [one if isinstance(one, str) else None for one in given]
-    if texts[0] is None:
-        lists: list[list[int]] = [one for one in given if not isinstance(one, str)]
-    else:
-        tokenizer = state.text_tokenizer("prompt")
+
+    async def prompt(one: str | list[int]) -> Prompt:
+        if not isinstance(one, str):
+            return Prompt(truncated(one, keep, state.max_model_len, body.limit))
         special = body.add_special_tokens is not False
-        lists = await asyncio.gather(
-            *(tokenizer.encode(text, special) for text in texts if text is not None)
+        return await encoded(
+            state, one, special=special, keep=keep, limit=body.limit, param="prompt"
         )
-    prompts = []
-    for text, ids in zip(texts, lists, strict=True):
-        kept = truncated(ids, keep, state.max_model_len, body.limit)
-        prompts.append(Prompt(kept, text if kept is ids else None))
-    return prompts
+
+    return await asyncio.gather(*map(prompt, given))
 
 
 def _prompt_texts(job: Job) -> list[str]:

@@ -31,12 +31,12 @@ def tokenize_routes(state: AppState) -> APIRouter:
         if given.get("messages") is not None:
             body = parse(TokenizeChatBody, given)
             state.model(body.model)
-            _, ids = await render(state, body)
+            text, special = await render(state, body), bool(body.add_special_tokens)
         else:
             body = parse(TokenizeTextBody, given)
             state.model(body.model)
-            special = body.add_special_tokens is not False
-            ids = await state.text_tokenizer("prompt").encode(body.prompt, special)
+            text, special = body.prompt, body.add_special_tokens is not False
+        ids = await state.text_tokenizer("prompt").encode(text, special)
         strings = None
         if body.return_token_strs:
             tokenizer = state.text_tokenizer("return_token_strs")

@@ -77,6 +77,24 @@ class ConversationBody(Body):
                 param="continue_final_message",
             )
 
+    def has_more_than(self, num_pieces: int) -> bool:
+        """Whether messages and parts of their contents are more than so many."""
+        if len(self.messages) > num_pieces:
+            return True
+        contents = [one.get("content") for one in self.messages if isinstance(one, dict)]
+        num_parts = sum(len(content) for content in contents if isinstance(content, list))
+        return len(self.messages) + num_parts > num_pieces
+
+    @property
+    def text(self) -> str:
+        """All that the messages say, one after the other; they must have been checked."""
+        found: list[str] = []
+        for message in self.messages:
+            content = message.get("content") or ""
+            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            found += [part[TEXT_PARTS[part["type"]]] for part in parts]
+        return "".join(found)
+
     @property
     def opens_answer(self) -> bool:
         """Whether the template is to end with the start of an answer."""

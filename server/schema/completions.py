@@ -64,6 +64,15 @@ class CompletionBody(GenerationBody):
         """How many tokens may be generated for each choice."""
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
+    @property
+    def most_ids(self) -> int:
+        """The length of the longest prompt of token ids, if there is one; nothing is checked."""
+        given = self.prompt
+        if not isinstance(given, list) or not given:
+            return 0
+        lists = [given] if _is_id(given[0]) else [one for one in given if isinstance(one, list)]
+        return max(map(len, lists), default=0)
+
     def prompts(self) -> Texts | TokenLists:
         """The prompts, one or many, all of one kind. Raises UserError."""
         given = self.prompt

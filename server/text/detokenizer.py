@@ -4,9 +4,8 @@ import codecs
 from typing import Protocol
 
 from server.text.pieces import PieceTable
-from server.text.tokenizer import Tokenizer
+from server.text.tokenizer import MAX_CHARACTER_BYTES, Tokenizer
 
-MAX_CHARACTER_BYTES = 4
 CONTEXT_TOKENS = 2 * MAX_CHARACTER_BYTES
 """Tokens before the first new one that decide how it is written."""
 

@@ -48,7 +48,7 @@ def piece_rule(decoder: dict[str, Any] | None) -> PieceRule | None:
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
-        return PieceRule(_byte_level(_gpt2_alphabet()))
+        return PieceRule(_byte_level(gpt2_alphabet()))
     if "ByteFallback" not in kinds:
         return None
     replacements: list[tuple[str, str]] = []
@@ -63,7 +63,7 @@ def piece_rule(decoder: dict[str, Any] | None) -> PieceRule | None:
     return PieceRule(_byte_fallback(replacements), strip_first)
 
 
-def _gpt2_alphabet() -> dict[str, int]:
+def gpt2_alphabet() -> dict[str, int]:
     """Each byte's printable stand-in: itself if printable, else the next character from U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     alphabet = {chr(byte): byte for byte in printable}

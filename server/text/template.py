@@ -16,7 +16,7 @@ from jinja2 import Template
 
 from config.errors import ConfigError, Overloaded, UserError
 from server.text.messages import Message, as_strings, continued, cut_at_mark, plain
-from server.text.sandbox import Sandbox
+from server.text.sandbox import Sandbox, TooMuchText
 from server.text.tokenizer import without_lone_surrogates
 
 TIME_LIMIT_S = 2.0
@@ -40,6 +40,10 @@ def read_template(given: str) -> str:
         raise ConfigError(
             f"chat template {given!r} is neither Jinja text nor a file that can be read"
         ) from error
+
+
+class TextTooLong(UserError):
+    """The prompt has more characters than any may have."""
 
 
 class ChatTemplate:
@@ -169,6 +173,8 @@ class ChatTemplate:
             text = compiled.template.render(messages=conversation, **values)
         except UserError:
             raise
+        except TooMuchText as error:
+            raise TextTooLong(f"the chat template: {error}", param="messages") from error
         except MemoryError as error:
             raise UserError("the chat template ran out of memory", param="messages") from error
         except Exception as error:

@@ -190,6 +190,34 @@ async def test_health_answers_while_a_long_text_is_tokenized() -> None:
         assert slowest < 0.1
 
 
+BIG = 24 * 2**20
+BIG_BODIES = {
+    "text": b'{"prompt":"%s"}' % (b"x y z w " * (BIG // 8)),
+    "ids": b'{"prompt":[%s1]}' % (b"1," * (BIG // 2)),
+    "chat": b'{"messages":[{"role":"user","content":"%s"}]}' % ("é".encode() * (BIG // 2)),
+}
+
+
+@pytest.mark.parametrize("kind", BIG_BODIES)
+async def test_health_answers_while_a_huge_prompt_is_refused(kind: str) -> None:
+    path = "/v1/chat/completions" if kind == "chat" else "/v1/completions"
+    headers = {"content-type": "application/json"}
+    async with on_port(TalkingClient(max_model_len=10_000)) as rig:
+        huge = asyncio.ensure_future(rig.http.post(path, content=BIG_BODIES[kind], headers=headers))
+        slowest_s = 0.0
+        while not huge.done():
+            # What this process computes meanwhile: the clock of a busy machine tells nothing.
+            begun_s = time.process_time()
+            await rig.http.get("/health")
+            slowest_s = max(slowest_s, time.process_time() - begun_s)
+
+        error = (await huge).json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert "maximum context length is 10000 tokens" in error["message"]
+        assert ("at least" in error["message"]) == (kind != "ids")
+        assert slowest_s < 1
+
+
 def test_a_port_that_is_taken_is_refused_even_if_it_could_be_shared(free_port: int) -> None:
     with bind("127.0.0.1", free_port, shared=True) as first:
         first.listen()
