@@ -3,12 +3,14 @@ real capture and replay. Knows no models; never chosen unless it is asked for by
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from config.errors import ConfigError
+from hpu.ops.cuda import CudaKernels
+from hpu.ops.kernels import Kernels
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +22,13 @@ WARM_RUNS = 2
 both of which are refused inside a capture; the second shows that nothing of the kind is left."""
 
 GIB = 1024**3
+
+
+@runtime_checkable
+class _Fuses(Protocol):
+    """A model that can run on fused kernels."""
+
+    def fuse(self, kernels: Kernels) -> None: ...
 
 
 class CudaEvent:
@@ -165,7 +174,8 @@ class CudaBackend:
         return CudaGraph(graph, inputs, outputs)
 
     def prepare(self, model: torch.nn.Module) -> None:
-        return
+        if isinstance(model, _Fuses):
+            model.fuse(CudaKernels())
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor

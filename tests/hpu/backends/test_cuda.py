@@ -1,11 +1,14 @@
-"""What can be known of the CUDA back end without a GPU: its refusals, and that a launch never asks
-the device for a number. tests/cuda/ holds what needs one."""
+"""What can be known of the CUDA back end without a GPU: its refusals, what its kernels compute, and
+that a launch never asks the device for a number. tests/cuda/ holds what needs one."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from paged_harness import PagedHarness, load_decoder
+from tiny_models import make_tiny
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -18,6 +21,7 @@ from hpu.backends.select import select_backend
 from hpu.layers.context import DecodeContext, LaunchContext, PrefillContext
 from hpu.logprobs import prompt_logprobs
 from hpu.models.select import build_model
+from hpu.ops.cuda import CudaKernels
 from hpu.sampler import Sampler
 from hpu.step import RowSampling
 
@@ -87,11 +91,42 @@ def test_a_forward_pass_asks_no_number_of_the_device(
         for pair in model.cache_shapes(17, BLOCK_SIZE)
     ]
     model.bind_caches(caches)  # type: ignore[arg-type]  # pairs
+    model.fuse(CudaKernels())
 
     with StaysOnDevice():
         hidden = model(tokens, context)
 
     assert hidden.shape == (*tokens.shape, WINDOWED.hidden_size)
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [("llama", {}), ("mistral", {"sliding_window": 6}), ("qwen3", {}), ("phi3", {})],
+)
+def test_its_kernels_give_what_the_plain_operations_give(
+    family: str, overrides: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = make_tiny(family, tmp_path, **overrides)
+    found = []
+    for is_fused in (False, True):
+        model = load_decoder(folder)
+        if is_fused:
+            model.fuse(CudaKernels())
+        harness = PagedHarness(model)
+
+        with torch.inference_mode():
+            logits = [
+                *harness.prefill(
+                    {0: list(range(20, 33)), 1: [40]}, pad_rows=1, pad_query=3
+                ).values(),
+                *harness.prefill({0: [50, 51], 1: list(range(60, 70))}, pad_blocks=2).values(),
+                *harness.decode({0: 52, 1: 70}, pad_rows=1, pad_blocks=2).values(),
+                *harness.decode({0: 53}).values(),
+            ]
+        found.append(torch.cat([part.view(-1, model.config.vocab_size) for part in logits]))
+
+    assert found[0].std() > 0.1
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
 
 
 def test_sampling_asks_no_number_of_the_device() -> None:

@@ -1,0 +1,61 @@
+"""CudaKernels: torch's own fused operations, all public and all on any device, in the places where
+the plain ones would need memory by the square of a prompt. Knows no layers."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hpu.ops.attention import paged_decode
+from hpu.ops.norm import rms_norm
+
+
+class CudaKernels:
+    """Static shapes, and nothing that asks the host: all of it may be captured."""
+
+    def rms_norm(self, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm(hidden, weight, eps)
+
+    def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        low, high = heads.chunk(2, dim=-1)
+        return torch.addcmul(heads * cos, torch.cat((-high, low), dim=-1), sin)
+
+    def prompt_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        lengths: Tensor,
+        mask: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1:
+            # Not all of the kernels that torch may choose let query heads share one of the keys.
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        # What padded tokens see does no harm: they are behind every real one.
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale
+        )
+
+    def paged_decode(
+        self,
+        query: Tensor,
+        key_blocks: Tensor,
+        value_blocks: Tensor,
+        *,
+        groups: Tensor,
+        rows: Tensor,
+        mapping: Tensor,
+        mask: Tensor,
+        scale: float,
+    ) -> Tensor:
+        return paged_decode(
+            query,
+            key_blocks,
+            value_blocks,
+            rows=rows,
+            mapping=mapping.float(),
+            mask=mask,
+            scale=scale,
+        )
