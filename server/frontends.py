@@ -250,7 +250,9 @@ class Fleet:
         timeout_s = self._config.shutdown_timeout_s + FAREWELL_S + STRAGGLE_S
         if not self._close(children, timeout_s):
             return INTERRUPTED
-        return max((abs(child.poll() or 0) for child in children), default=0)
+        codes = [child.poll() or 0 for child in children]
+        # One that our signal met before it listened for it had no request to finish.
+        return max((abs(code) for code in codes if code != -signal.SIGTERM), default=0)
 
     def _close(self, children: list[Child], timeout_s: float) -> bool:
         """Let all children drain side by side; False if a second SIGINT came first."""
