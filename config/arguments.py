@@ -130,7 +130,7 @@ def shown_default(flag: Flag) -> str:
     if flag.field == "model":
         return "the demo model"
     if flag.default is None:
-        return "auto" if flag.kind in (int, float) else "none"
+        return "none" if flag.kind is str else "auto"
     if flag.default == ():
         return "none"
     if isinstance(flag.default, bool):

@@ -41,6 +41,9 @@ class ExecutionConfig:
     """Lazy modes: decoder layers in one recipe (VLLM_CONFIG_HIDDEN_LAYERS)."""
     fused_sdpa: bool = True
     """Prompts through the vendor's fused attention (VLLM_PROMPT_USE_FUSEDSDPA)."""
+    contiguous_pa: bool | None = None
+    """Decodes read the cache as one slice instead of gathering blocks; None: where prefix caching
+    is off (VLLM_CONTIGUOUS_PA)."""
     split_qkv: bool = False
     """Queries, keys and values as three products instead of one."""
     log_graph_compilation: bool = False

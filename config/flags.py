@@ -109,7 +109,14 @@ CACHE = (
 SCHEDULE = (
     Flag("schedule", "max_num_seqs", "Scheduling", "Sequences that run at once"),
     Flag("schedule", "max_num_batched_tokens", "Scheduling", "Tokens computed in one step"),
-    Flag("schedule", "max_prefill_batch", "Scheduling", "Prompts merged into one launch, at most"),
+    Flag(
+        "schedule",
+        "max_prefill_batch",
+        "Scheduling",
+        "Prompts merged into one launch, at most; left out, it is --prompt-bs-bucket-max if that "
+        "is given",
+        aliases=("max-num-prefill-seqs",),
+    ),
     Flag(
         "schedule",
         "policy",
@@ -124,7 +131,8 @@ SCHEDULE = (
         "Scheduling",
         "Steps in flight; 1 switches the overlap off",
         name="overlap-depth",
-        switches={"async-scheduling": (2, 1)},
+        switches={"async-scheduling": (2, 1), "delayed-sampling": (2, 1)},
+        variables_of_switches={"VLLM_DELAYED_SAMPLING": "delayed-sampling"},
     ),
     Flag("schedule", "max_waiting", "Scheduling", "Requests an engine lets wait, at most"),
 )
@@ -222,6 +230,13 @@ SERVER = (
     ),
     Flag(
         "server",
+        "enable_dev_endpoints",
+        "HTTP",
+        "Serve the routes for developers: /start_profile, /stop_profile; needs --api-key",
+        variables=("VLLM_SERVER_DEV_MODE",),
+    ),
+    Flag(
+        "server",
         "enable_docs",
         "HTTP",
         "Serve /docs and /openapi.json",
@@ -304,6 +319,12 @@ ACCEPTED: Mapping[str, tuple[str, str]] = {
     "pipeline-parallel-size": ("1", "one device runs the model in this version"),
     "data-parallel-size": ("1", "one engine runs in this version"),
     "enable-chunked-prefill": ("true", "long prompts are always computed in chunks"),
+    "use-padding-aware-scheduling": (
+        "true",
+        "prompts are always merged by the cost of their padded launch, which stays within "
+        "max-num-batched-tokens",
+    ),
+    "num-scheduler-steps": ("1", "each step is planned by itself, one ahead of the device"),
     "disable-log-stats": ("true", "there is no periodic line to switch on; see /metrics"),
     "trust-remote-code": ("false", "code that lies in a checkpoint is never run"),
 }

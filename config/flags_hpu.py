@@ -52,6 +52,14 @@ EXECUTION = (
     ),
     Flag(
         "execution",
+        "contiguous_pa",
+        "Execution on HPU",
+        "Decodes read the cache as one slice; auto: where prefix caching is off. Taken, but this "
+        "version gathers blocks either way",
+        variables=("VLLM_CONTIGUOUS_PA",),
+    ),
+    Flag(
+        "execution",
         "split_qkv",
         "Execution on HPU",
         "Queries, keys and values as three products instead of one",

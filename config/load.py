@@ -96,6 +96,10 @@ def _merge(variables: list[Given], explicit: list[Given], default_model: str | N
     for asks, strategy in (("bucketing-file", "file"), ("bucketing-traffic", "fitted")):
         if asks in values and "bucketing-strategy" not in values:
             values["bucketing-strategy"] = (strategy, values[asks][1])
+    most_prompts = values.get("prompt-bs-bucket-max", (None, ""))
+    if most_prompts[0] is not None:
+        # Larger batches have no bucket, and with vLLM's plug-in the two are one setting.
+        values.setdefault("max-prefill-batch", most_prompts)
     if "model" not in values and default_model is not None:
         values["model"] = (default_model, DEFAULT)
     if "model" not in values:

@@ -34,6 +34,8 @@ class ServerConfig:
     """Log prompts too; the one line a request is always logged."""
     disable_access_log: bool = False
     enable_docs: bool = True
+    enable_dev_endpoints: bool = False
+    """Routes for developers (profiles); they are never open without a key."""
     skip_tokenizer_init: bool = False
     tokenizer_threads: int = 2
     log_level: str = "info"
@@ -50,6 +52,8 @@ class ServerConfig:
         for name in ("shutdown_timeout_s", "keep_alive_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 0")
+        if self.enable_dev_endpoints and not self.api_keys:
+            raise ConfigError("enable_dev_endpoints is on and api_keys holds 0 keys, it needs 1")
         if self.generation_config not in ("auto", "vllm"):
             raise ConfigError(
                 f"generation_config is {self.generation_config!r}, it must be auto or vllm"

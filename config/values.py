@@ -47,10 +47,12 @@ def convert(flag: Flag, given: Given) -> object:
     """The value of `flag`'s field. Raises ConfigError with the value, what it must be, and the
     source."""
     switches = flag.all_switches
-    if given.name in switches:
+    may_say_auto = flag.kind in (int, float) or (flag.kind is bool and flag.may_be_open)
+    is_open = given.value is None or (may_say_auto and str(given.value).lower() in NOTHING)
+    if given.name in switches and not (is_open and flag.kind is bool and flag.may_be_open):
         on, off = switches[given.name]
         return on if truth(given, flag.spellings) else off
-    if given.value is None or (flag.kind in (int, float) and str(given.value).lower() in NOTHING):
+    if is_open:
         if not flag.may_be_open:
             raise wrong(given, "a value: it may not be left open", is_secret=flag.is_secret)
         return None

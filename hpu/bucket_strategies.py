@@ -154,6 +154,9 @@ def _warn_of_ranges(config: BucketConfig) -> None:
             del ranges["prompt-query"]
         if config.prompt_context == Range(max=config.prompt_context.max):
             del ranges["prompt-ctx"]
+    if config.prompt_batch == Range(max=config.prompt_batch.max):
+        # The most prompts of a launch bounds the schedule too, see config/load.py.
+        del ranges["prompt-bs"]
     given = [name for name, value in ranges.items() if value != Range()]
     if given:
         logger.warning(

@@ -5,18 +5,23 @@ What a command needs is imported when it runs, so that `--help` and `config` ans
 
 import dataclasses
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from config import log
 from config.arguments import Parser, server_parser
+from config.env import environment
 from config.errors import ConfigError, EngineDied
 from config.flags import FLAGS
 from config.load import load
 from config.progress import Report
 from config.values import nearest
+from config.vendor_knobs import idle_variables
 from config.version import VERSION
+
+logger = logging.getLogger(__name__)
 
 HELP = f"""\
 usage: gaudiserve COMMAND ...
@@ -82,6 +87,8 @@ def _serve(argv: list[str]) -> int:
     )
     engine, server = loaded.engine, loaded.server
     log.setup("server", level=server.log_level, access_log=not server.disable_access_log)
+    for variable, reason in idle_variables(environment()):
+        logger.warning("The variable %s does nothing here, %s", variable, reason)
     from server.frontends import serve
 
     def folder(report: Report) -> str:
@@ -128,7 +135,7 @@ def _as_table(shown: Mapping[str, tuple[object, str]]) -> str:
 def _word(value: object, kind: type) -> str:
     # As the help shows a default, and as a flag may give it.
     if value is None:
-        return "auto" if kind in (int, float) else "none"
+        return "none" if kind is str else "auto"
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, tuple):
