@@ -111,9 +111,11 @@ class Runner:
         self._rows.fill_idle(inputs.fields())
         inputs.upload()
         pending = PendingStep(step=-1, host_s=0.0)
+        # Events where a launch has them: on a lazy device they end recipes.
+        begun = self._backend.event()
         hidden = self._forward(inputs)
         # Held until the device is done: it reads and writes host tensors of theirs.
-        done = self._sample(hidden, inputs, [0], self._backend.event())
+        done = self._sample(hidden, inputs, [0], begun)
         pending.launches.append(done)
         if prompts and bucket[0] == PREFILL:
             target = np.zeros(1, np.uint32)
