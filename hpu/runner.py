@@ -167,7 +167,10 @@ class Runner:
             # A decode's tokens were sampled on the device; the host may not know them yet.
             torch.index_select(self._last_tokens, 0, inputs.rows, out=inputs.tokens.view(-1))
         hidden = self._graphs.run(inputs)
-        return hidden.reshape(-1, hidden.shape[-1])
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        # On a lazy device the recipe ends here, whatever the launch does with the output.
+        self._backend.event()
+        return hidden
 
     def _sample(
         self, hidden: Tensor, inputs: BucketInputs, rows: list[int], begun: Event
@@ -235,10 +238,10 @@ class Runner:
             # Padded with the last position where a new shape would mean a new compilation.
             width = most if self._pads else len(part)
             columns = np.minimum(np.arange(width), len(part) - 1)
+            # On a lazy device what came before is no part of this slice's recipe.
+            self._backend.event()
             places = self._upload(first + start + columns, pending)
             wanted = self._upload(part[columns], pending)
-            # What came before is no part of this slice's recipe.
-            self._backend.event()
             logits = self._model.logits(hidden.index_select(0, places))
             top = prompt_logprobs(logits, wanted, k)
             slices.append(
