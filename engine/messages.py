@@ -35,7 +35,8 @@ class Abort(msgspec.Struct, array_like=True, gc=False, tag=2):
 
 
 class Control(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=3):
-    """A call answered by one Reply. Names: reset_prefix_cache, ping."""
+    """A call answered by one Reply. Names: reset_prefix_cache, ping, start_profile and
+    stop_profile (each answers with the name of the trace's file)."""
 
     call: int
     name: str
@@ -58,6 +59,8 @@ class Finish(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     prefill_s: float = 0.0
     decode_s: float = 0.0
     num_preemptions: int = 0
+    param: str | None = None
+    """The caller's own setting that `error` is about; None when the fault is ours."""
 
 
 class EngineStats(msgspec.Struct, omit_defaults=True, gc=False):
@@ -120,6 +123,10 @@ class Reply(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=5
     call: int
     value: Any = None
     error: str | None = None
+    is_refusal: bool = False
+    """The error is the caller's own."""
+    code: str | None = None
+    """A word for a refusal that clients may match on."""
 
 
 class Hello(msgspec.Struct, array_like=True, gc=False, tag=6):

@@ -40,6 +40,7 @@ class Outputs:
         *,
         stop_token: int | None = None,
         error: str | None = None,
+        param: str | None = None,
     ) -> None:
         """The last word on a request."""
         started = request.started_at if request.started_at >= 0 else now
@@ -54,6 +55,7 @@ class Outputs:
                 prefill_s=first - started,
                 decode_s=now - first,
                 num_preemptions=request.num_preemptions,
+                param=param,
             )
         )
 
@@ -127,9 +129,17 @@ class Outputs:
         return ended
 
     def _fail(self, request: Request, now: float) -> None:
-        """Its cache may be poisoned too, so nobody may find it."""
-        self._kv.distrust(request)
         place = request.num_outputs + 1
+        if request.is_cornered:
+            allowed = len(request.sampling.allowed_token_ids or ())
+            why = (
+                f"allowed_token_ids has {allowed} tokens, and bad_words or min_tokens bar every "
+                f"one of them as output token {place}"
+            )
+            self.finish(request, "error", now, error=why, param="allowed_token_ids")
+            return
+        # Its cache may be poisoned too, so nobody may find it.
+        self._kv.distrust(request)
         self.finish(
             request, "error", now, error=f"the logits of output token {place} were not numbers"
         )

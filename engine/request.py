@@ -133,6 +133,22 @@ class Request:
         """Whether log-probabilities of prompt tokens are still owed."""
         return self.num_scored < self.num_prompt - 1
 
+    @property
+    def is_cornered(self) -> bool:
+        """Whether bad words and min_tokens bar all of its allowed tokens as the next one."""
+        sampling, outputs = self.sampling, tuple(self.outputs)
+        if sampling.allowed_token_ids is None:
+            return False
+        barred = {
+            word[-1]
+            for word in sampling.bad_words
+            if len(word) <= len(outputs) + 1
+            and outputs[len(outputs) + 1 - len(word) :] == word[:-1]
+        }
+        if len(outputs) < sampling.min_tokens:
+            barred.update(sampling.end_token_ids)
+        return barred.issuperset(sampling.allowed_token_ids)
+
     def row_sampling(self) -> RowSampling:
         """What a new row is told; log-probabilities of the prompt go up only once."""
         sampling = self.sampling

@@ -128,8 +128,8 @@ class Generation:
     """The choices of one request as they grow. Iterate it once, or `collect` it.
 
     Each item is a list of deltas: all that is new over all choices, at most one a choice. Raises
-    EngineDied when the engine goes, RequestFailed when the request broke in it; the choices that
-    were still open are aborted then.
+    EngineDied when the engine goes, RequestFailed when the request broke in it, UserError when its
+    own settings left it no token; the choices that were still open are aborted then.
     """
 
     def __init__(self, client: EngineClient, prompts: list[Prompt], choices: int) -> None:
@@ -248,9 +248,10 @@ class Generation:
         if finish is not None:
             del self._boxes[index]
             if finish.reason not in ("stop", "length"):
-                raise RequestFailed(
-                    finish.error or f"the engine ended the request: {finish.reason}"
-                )
+                why = finish.error or f"the engine ended the request: {finish.reason}"
+                if finish.param is not None:
+                    raise UserError(why, param=finish.param)
+                raise RequestFailed(why)
         delta = sequence.take(update, time.monotonic() - self._started_s)
         if sequence.is_finished and finish is None:
             # A stop string that only we can see: the engine would go on.

@@ -192,3 +192,44 @@ def test_an_end_token_before_min_tokens_does_not_end_it_even_if_the_sampler_lets
     rig.run()
 
     assert (rig.tokens(0), rig.reason(0)) == ([EOS] * 4, "stop")
+
+
+CORNERED = {"allowed_token_ids": (5, 6), "bad_words_token_ids": ((5, 5), (5, 6), (9, 9, 6))}
+
+
+def test_settings_that_bar_every_token_are_the_callers_own_fault() -> None:
+    rig = CoreRig(next_token=lambda history, generated, sampling: -1 if generated == 2 else 5)
+    rig.add(0, [1] * 9, max_tokens=6, **CORNERED)
+
+    rig.run()
+
+    finish = rig.ledger.requests[0].finish
+    assert finish is not None
+    assert (rig.tokens(0), finish.reason, finish.param) == ([5, 5], "error", "allowed_token_ids")
+    assert finish.error == (
+        "allowed_token_ids has 2 tokens, and bad_words or min_tokens bar every one of them as "
+        "output token 3"
+    )
+    # Its cache holds what a model computed, so the next one may have it.
+    rig.add(1, [1] * 9, max_tokens=1)
+    rig.run()
+    assert rig.ledger.requests[1].num_cached > 0
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {**CORNERED, "bad_words_token_ids": ((5, 5), (6, 6))},
+        {**CORNERED, "bad_words_token_ids": ((5, 5), (7, 6))},
+        {"bad_words_token_ids": ((5, 5), (5, 6))},
+    ],
+)
+def test_broken_logits_are_ours_where_a_token_was_left(sampling: dict[str, object]) -> None:
+    rig = CoreRig(next_token=lambda history, generated, sampling: -1 if generated == 2 else 5)
+    rig.add(0, [1] * 9, max_tokens=6, **sampling)
+
+    rig.run()
+
+    finish = rig.ledger.requests[0].finish
+    assert finish is not None and finish.param is None
+    assert finish.error == "the logits of output token 3 were not numbers"

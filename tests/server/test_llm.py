@@ -154,6 +154,16 @@ def test_one_wrong_prompt_is_told_and_the_next_call_works(llm: LLM) -> None:
     assert output.finished
 
 
+def test_words_that_bar_every_allowed_token_on_the_way_are_told(llm: LLM) -> None:
+    pairs = tuple((first, second) for first in (50, 60) for second in (50, 60))
+    cornered = SamplingParams(allowed_token_ids=(50, 60), bad_words_token_ids=pairs)
+
+    with pytest.raises(UserError, match=r"bar every one of them as output token 2") as caught:
+        llm.generate("fine", cornered)
+
+    assert caught.value.param == "allowed_token_ids"
+
+
 @pytest.mark.parametrize("wrong", [{}, {"prompt": "a", "multi_modal_data": 1}, {"text": "a"}])
 def test_prompts_of_other_forms_are_refused(llm: LLM, wrong: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="prompt_token_ids"):
