@@ -159,8 +159,9 @@ class MailroomClient:
         self._send_aborts()
 
     async def control(self, name: str, **arguments: Any) -> Any:
-        """See EngineClient.control. Raises RequestFailed when the engine refuses or does not answer
-        within CONTROL_TIMEOUT_S, Overloaded before it is ready, EngineDied when it is gone."""
+        """See EngineClient.control. Raises UserError when the engine refuses, RequestFailed when it
+        fails or does not answer within CONTROL_TIMEOUT_S, Overloaded before it is ready, EngineDied
+        when it is gone."""
         self._room.check_ready()
         call = next(self._call_numbers)
         answer = self._calls[call] = asyncio.get_running_loop().create_future()
@@ -207,7 +208,9 @@ class MailroomClient:
         answer = self._calls.get(reply.call)
         if answer is None or answer.done():
             return
-        if reply.error is not None:
+        if reply.is_refusal:
+            answer.set_exception(UserError(reply.error or "refused", code=reply.code))
+        elif reply.error is not None:
             answer.set_exception(RequestFailed(reply.error))
         else:
             answer.set_result(reply.value)

@@ -20,7 +20,7 @@ from engine.request import ModelLimits, Request
 from engine.scheduler import Decision, Scheduler
 from engine.stats import StepStats
 from hpu.buckets import BucketTable
-from hpu.step import StepResult, WorkerReady
+from hpu.step import WORKER_CALLS, StepResult, WorkerReady
 
 
 class EngineCore:
@@ -195,10 +195,12 @@ class EngineCore:
                 self._has_news = True
 
     def control(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Answer a call. Raises UserError for a name or argument that it does not know."""
+        """Answer a call. Raises UserError for a name or argument that it does not know, and what
+        `Executor.call` raises."""
         calls: dict[str, Callable[[], Any]] = {
             "ping": lambda: "pong",
             "reset_prefix_cache": self._reset_prefix_cache,
+            **dict.fromkeys(WORKER_CALLS, lambda: self._executor.call(name)),
         }
         if name not in calls:
             raise UserError(f"control {name!r} is not one of {', '.join(calls)}")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 
 from config.engine import EngineConfig
-from config.errors import GaudiserveError
+from config.errors import RequestFailed, UserError
 from engine.core import EngineCore
 from engine.executors.base import IDLE_S, Executor
 from engine.messages import (
@@ -192,5 +192,7 @@ def make_ready(engine: int, worker: WorkerReady) -> Ready:
 def _answer(core: EngineCore, control: Control) -> Reply:
     try:
         return Reply(control.call, core.control(control.name, control.arguments))
-    except GaudiserveError as error:
+    except UserError as error:
+        return Reply(control.call, error=error.message, is_refusal=True, code=error.code)
+    except RequestFailed as error:
         return Reply(control.call, error=str(error))

@@ -15,15 +15,12 @@ from config.execution import ExecutionConfig
 from hpu.backends.base import Backend, Event
 from hpu.counters import phase_name
 from hpu.pending import PendingLaunch, PendingStep
-from hpu.step import PREFILL
+from hpu.step import PREFILL, START_PROFILE, STOP_PROFILE
 
 logger = logging.getLogger(__name__)
 
 MAX_EVENTS = 200_000
 """Events in one trace, some 60 MB; a step takes four, and two for each of its launches."""
-
-START, STOP = "start_profile", "stop_profile"
-"""The calls that a worker answers."""
 
 STEPS, DEVICE, HOST = 1, 2, 3
 TRACKS = {STEPS: "steps", DEVICE: "device", HOST: "host"}
@@ -209,16 +206,16 @@ class Profiler:
             raise ConfigError(f"the trace cannot be written to {path}: {error}") from None
 
     def call(self, name: str) -> str:
-        """Answer START or STOP with the path of the trace's file. Raises UserError when there is a
-        trace already, or none; RequestFailed when the file cannot be written."""
+        """Answer START_PROFILE or STOP_PROFILE with the path of the trace's file. Raises UserError
+        when there is a trace already, or none; RequestFailed when the file cannot be written."""
         try:
-            if name == START:
+            if name == START_PROFILE:
                 return self._start()
-            if name == STOP:
+            if name == STOP_PROFILE:
                 return self._stop()
         except OSError as error:
             raise RequestFailed(f"the trace cannot be written: {error.strerror}") from None
-        raise UserError(f"a worker's call is {START} or {STOP}, not {name!r}")
+        raise UserError(f"a worker's call is {START_PROFILE} or {STOP_PROFILE}, not {name!r}")
 
     def close(self) -> None:
         """Write the running trace, if any."""

@@ -155,5 +155,26 @@ class Warmed(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=
     """As in StepResult."""
 
 
-ToWorker = StepPlan
-FromWorker = StepResult | WorkerFailed | WarmupProgress | WorkerReady | Warmed
+START_PROFILE, STOP_PROFILE = "start_profile", "stop_profile"
+WORKER_CALLS = (START_PROFILE, STOP_PROFILE)
+
+
+class WorkerCall(msgspec.Struct, array_like=True, gc=False, tag=6):
+    """Something asked beside the plans. Gets one WorkerAnswer, which may overtake the results of
+    plans in flight."""
+
+    name: str
+    """One of WORKER_CALLS."""
+
+
+class WorkerAnswer(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=7):
+    """A value, or an error: the caller's own when `is_refusal`, with a word to match on."""
+
+    value: str = ""
+    error: str | None = None
+    is_refusal: bool = False
+    code: str | None = None
+
+
+ToWorker = StepPlan | WorkerCall
+FromWorker = StepResult | WorkerFailed | WarmupProgress | WorkerReady | Warmed | WorkerAnswer

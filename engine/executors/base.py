@@ -29,6 +29,11 @@ class Executor(Protocol):
         """Wait for the oldest plan's result. Raises EngineDied when a worker is gone."""
         ...
 
+    def call(self, name: str) -> str:
+        """Ask every worker something beside the plans, one of hpu.step.WORKER_CALLS, and wait for
+        the answer. Raises UserError or RequestFailed in the worker's words, or EngineDied."""
+        ...
+
     def idle(self) -> bool:
         """Prepare one more of the buckets that were left for later. Only with no plan in flight,
         and when none has come for a while. False when nothing is left to be done here: also where

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import msgspec
 
 from config.engine import EngineConfig
-from config.errors import ConfigError
+from config.errors import ConfigError, RequestFailed, UserError
 from config.log import setup as setup_log
 from engine.executors.base import IDLE_S
 from engine.lifeline import (
@@ -29,6 +29,8 @@ from hpu.step import (
     ToWorker,
     Warmed,
     WarmupProgress,
+    WorkerAnswer,
+    WorkerCall,
     WorkerFailed,
     WorkerReady,
 )
@@ -57,6 +59,8 @@ class StepWorker(Protocol):
     def has_result(self) -> bool: ...
 
     def collect(self) -> StepResult: ...
+
+    def call(self, name: str) -> str: ...
 
     def idle(self) -> Warmed | None: ...
 
@@ -106,7 +110,7 @@ def run(orders: WorkerOrders, make_worker: Callable[[EngineConfig], StepWorker])
     return code
 
 
-def _serve(worker: StepWorker, line: Line[Any, StepPlan]) -> None:
+def _serve(worker: StepWorker, line: Line[Any, ToWorker]) -> None:
     waiter = Waiter([line])
     in_flight = 0
     may_idle, is_quiet = True, False
@@ -115,9 +119,11 @@ def _serve(worker: StepWorker, line: Line[Any, StepPlan]) -> None:
             line.send(worker.collect())
             in_flight -= 1
         # A plan that has arrived is launched before the running one's result is awaited.
-        plan = line.receive()
-        if plan is not None:
-            worker.submit(plan)
+        message = line.receive()
+        if isinstance(message, WorkerCall):
+            line.send(_answer(worker, message))
+        elif message is not None:
+            worker.submit(message)
             in_flight += 1
             is_quiet = False
         elif in_flight:
@@ -134,5 +140,14 @@ def _serve(worker: StepWorker, line: Line[Any, StepPlan]) -> None:
             is_quiet = True
 
 
-def _tell(line: Line[Any, StepPlan], progress: WarmupProgress) -> None:
+def _answer(worker: StepWorker, call: WorkerCall) -> WorkerAnswer:
+    try:
+        return WorkerAnswer(worker.call(call.name))
+    except UserError as error:
+        return WorkerAnswer(error=error.message, is_refusal=True, code=error.code)
+    except RequestFailed as error:
+        return WorkerAnswer(error=str(error))
+
+
+def _tell(line: Line[Any, ToWorker], progress: WarmupProgress) -> None:
     line.send(progress)

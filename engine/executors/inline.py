@@ -26,6 +26,9 @@ class InlineExecutor:
     def collect(self) -> StepResult:
         return self._worker.collect()
 
+    def call(self, name: str) -> str:
+        return self._worker.call(name)
+
     def idle(self) -> bool:
         warmed = self._worker.idle()
         if warmed is None:

@@ -2,10 +2,11 @@
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from config.engine import EngineConfig
-from config.errors import EngineDied
+from config.errors import EngineDied, RequestFailed, UserError
 from engine.executors.child import WorkerOrders
 from engine.lifeline import Child
 from engine.wire import Line, Waiter, Wires, endpoint
@@ -13,8 +14,11 @@ from hpu.step import (
     FromWorker,
     StepPlan,
     StepResult,
+    ToWorker,
     Warmed,
     WarmupProgress,
+    WorkerAnswer,
+    WorkerCall,
     WorkerFailed,
     WorkerReady,
 )
@@ -46,7 +50,7 @@ class MultiprocExecutor:
         self._closed = threading.Event()
         self._wires = Wires()
         address = endpoint(directory, f"w{rank}.sock")
-        self._line: Line[StepPlan, FromWorker] = self._wires.bind_pair(address, FromWorker)
+        self._line: Line[ToWorker, FromWorker] = self._wires.bind_pair(address, FromWorker)
         self._child = Child(
             self._name,
             command,
@@ -55,8 +59,8 @@ class MultiprocExecutor:
             on_exit=on_death,
         )
         self._waiter = Waiter([self._line], [self._child.sentinel])
-        self._early: FromWorker | None = None
-        """A message that `has_result` found."""
+        self._early: deque[FromWorker] = deque()
+        """Messages that `has_result` or `call` found; at most as many as plans are in flight."""
         self._warmed: list[Warmed] = []
 
     @property
@@ -77,17 +81,31 @@ class MultiprocExecutor:
             raise EngineDied(f"{self._name} does not read its plans")
 
     def has_result(self) -> bool:
-        while self._early is None:
+        while not self._early:
             message = self._line.receive()
             if message is None:
                 return False
-            self._early = self._kept(message)
+            if not self._is_warmed(message):
+                self._early.append(message)
         return True
 
     def collect(self) -> StepResult:
         result = self._receive()
         assert isinstance(result, StepResult), f"{result} in place of a step's result"
         return result
+
+    def call(self, name: str) -> str:
+        if not self._line.send(WorkerCall(name)):
+            raise EngineDied(f"{self._name} does not read its calls")
+        answer = self._arrived()
+        while not isinstance(answer, WorkerAnswer):
+            self._early.append(answer)
+            answer = self._arrived()
+        if answer.is_refusal:
+            raise UserError(answer.error or name, code=answer.code)
+        if answer.error is not None:
+            raise RequestFailed(answer.error)
+        return answer.value
 
     def idle(self) -> bool:
         """The worker sees by itself that no plan comes."""
@@ -106,18 +124,23 @@ class MultiprocExecutor:
         self._line.close()
         self._wires.close()
 
-    def _kept(self, message: FromWorker) -> FromWorker | None:
-        """The message, unless it was of the kind that only `take_warmed` gives."""
+    def _is_warmed(self, message: FromWorker) -> bool:
+        """Whether the message is of the kind that only `take_warmed` gives; it is kept for that."""
         if isinstance(message, Warmed):
             self._warmed.append(message)
-            return None
+            return True
+        return False
+
+    def _receive(self) -> FromWorker:
+        message = self._early.popleft() if self._early else self._arrived()
+        if isinstance(message, WorkerFailed):
+            raise EngineDied(message.message)
         return message
 
-    def _receive(self) -> WorkerReady | WarmupProgress | StepResult:
+    def _arrived(self) -> FromWorker:
+        """The next message from the socket. Raises EngineDied when there will be none."""
         while True:
-            message, self._early = self._early, None
-            if message is None:
-                message = self._line.receive()
+            message = self._line.receive()
             if message is None:
                 self._waiter.wait()
                 message = self._line.receive()
@@ -128,9 +151,7 @@ class MultiprocExecutor:
                     raise EngineDied(self._child.obituary)
             if isinstance(message, WorkerFailed):
                 raise EngineDied(message.message)
-            if isinstance(message, Warmed):
-                self._warmed.append(message)
-            elif message is not None:
+            if message is not None and not self._is_warmed(message):
                 return message
 
 

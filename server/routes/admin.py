@@ -61,12 +61,37 @@ def admin_routes(state: AppState) -> APIRouter:
     async def get_is_sleeping() -> Response:
         return answer_whole({"is_sleeping": False})
 
+    if state.config.enable_dev_endpoints:
+        _add_profile(router, state)
+
     @get("/metrics", operation_id="metrics", summary="Prometheus metrics, as OpenMetrics if asked")
     async def get_metrics(request: Request) -> Response:
         page, content_type = state.metrics.page(request.headers.get("accept", ""))
         return Response(page, headers={"content-type": content_type})
 
     return router
+
+
+def _add_profile(router: APIRouter, state: AppState) -> None:
+    """Routes for developers; only on a server that has keys, see ServerConfig."""
+
+    @router.post(
+        "/start_profile",
+        operation_id="start_profile",
+        summary="Begin a trace of every step, in a file of the worker's choosing",
+        responses=ANSWERS,
+    )
+    async def start_profile() -> Response:
+        return answer_whole({"file": await state.client.control("start_profile")})
+
+    @router.post(
+        "/stop_profile",
+        operation_id="stop_profile",
+        summary="End the trace and name its file",
+        responses=ANSWERS,
+    )
+    async def stop_profile() -> Response:
+        return answer_whole({"file": await state.client.control("stop_profile")})
 
 
 def _not_ready(state: AppState) -> Fault:

@@ -11,7 +11,7 @@ from engine_rig import counting_config
 from live import alive
 
 from config.engine import EngineConfig
-from config.errors import EngineDied
+from config.errors import EngineDied, UserError
 from engine.executors.inline import InlineExecutor
 from engine.executors.multiproc import MultiprocExecutor
 from engine.executors.select import make_executor
@@ -106,3 +106,22 @@ def test_on_a_cpu_the_worker_lives_in_the_engines_process_unless_asked_otherwise
     asked.close()
     assert isinstance(chosen, InlineExecutor)
     assert isinstance(asked, MultiprocExecutor)
+
+
+def test_a_call_is_answered_between_plans_whose_results_still_come_in_order(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    executor = executor_of("step_s=0.05", tmp_path_factory.mktemp("s"))
+    executor.start(lambda progress: None)
+    executor.submit(plan_of(0))
+    executor.submit(plan_of(1))
+
+    answer = executor.call("start_profile")
+    with pytest.raises(UserError, match="was called before") as refused:
+        executor.call("start_profile")
+    steps = [executor.collect().step, executor.collect().step]
+    executor.close()
+
+    assert answer == "start_profile after 2 plans"
+    assert refused.value.code == "twice"
+    assert steps == [0, 1]

@@ -10,7 +10,7 @@ from counting_worker import REFUSAL
 from engine_rig import asking, engine_rig, eventually, generate, prompt_of, read_all
 from live import cpu_seconds
 
-from config.errors import EngineDied, Overloaded, RequestFailed
+from config.errors import EngineDied, Overloaded, UserError
 
 
 @pytest.mark.parametrize("executor", ["inline", "processes"])
@@ -119,7 +119,18 @@ async def test_controls_are_answered_and_refusals_say_why() -> None:
     async with engine_rig() as rig:
         answer = await rig.client.control("ping")
 
-        with pytest.raises(RequestFailed, match="dance"):
+        with pytest.raises(UserError, match="dance"):
             await rig.client.control("dance")
 
     assert answer == "pong"
+
+
+async def test_a_call_to_the_worker_reaches_it_and_its_refusal_is_the_callers() -> None:
+    async with engine_rig(executor="processes") as rig:
+        answer = await rig.client.control("start_profile")
+
+        with pytest.raises(UserError, match="was called before") as refused:
+            await rig.client.control("start_profile")
+
+    assert answer == "start_profile after 0 plans"
+    assert refused.value.code == "twice"

@@ -14,8 +14,8 @@ from config.errors import ConfigError, UserError
 from config.execution import ExecutionConfig
 from hpu.backends.cpu import CpuBackend
 from hpu.pending import PendingLaunch, PendingStep
-from hpu.profiler import DEVICE, HOST, START, STEPS, STOP, Moment, Profiler, Trace
-from hpu.step import DECODE, PREFILL, Launch
+from hpu.profiler import DEVICE, HOST, STEPS, Moment, Profiler, Trace
+from hpu.step import DECODE, PREFILL, START_PROFILE, STOP_PROFILE, Launch
 
 
 class PlannedEvent:
@@ -178,12 +178,12 @@ def test_profiles_begin_and_end_on_demand_one_at_a_time(tmp_path: Path) -> None:
     profiler = Profiler(runner, CpuBackend(1), ExecutionConfig(), str(tmp_path))
 
     with pytest.raises(UserError, match="no profile is running"):
-        profiler.call(STOP)
-    path = profiler.call(START)
+        profiler.call(STOP_PROFILE)
+    path = profiler.call(START_PROFILE)
     with pytest.raises(UserError, match="already running"):
-        profiler.call(START)
-    written = profiler.call(STOP)
-    again = profiler.call(START)
+        profiler.call(START_PROFILE)
+    written = profiler.call(STOP_PROFILE)
+    again = profiler.call(START_PROFILE)
     profiler.close()
 
     assert path == written and Path(path).parent == tmp_path / "traces"

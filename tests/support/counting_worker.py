@@ -10,7 +10,7 @@ from pathlib import Path
 from fake_executor import FakeExecutor, worker_ready
 
 from config.engine import EngineConfig
-from config.errors import ConfigError
+from config.errors import ConfigError, UserError
 from engine.executors import child
 from engine.executors.base import Executor
 from engine.executors.multiproc import MultiprocExecutor
@@ -35,6 +35,7 @@ class CountingWorker:
             num_blocks=4096, block_size=16, max_model_len=4096, vocab_size=5000, eos_token_ids=()
         )
         self._executor = FakeExecutor(ready, config.schedule.max_num_seqs, count)
+        self._calls: list[str] = []
 
     def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
         on_progress(WarmupProgress("load", 1, 2))
@@ -57,6 +58,13 @@ class CountingWorker:
 
     def idle(self) -> Warmed | None:
         return None
+
+    def call(self, name: str) -> str:
+        """Refused when it is asked a second time."""
+        if name in self._calls:
+            raise UserError(f"{name} was called before", code="twice")
+        self._calls.append(name)
+        return f"{name} after {len(self._executor.plans)} plans"
 
     def close(self) -> None:
         self._executor.close()
