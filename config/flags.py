@@ -261,6 +261,12 @@ TEXT = (
     ),
     Flag(
         "server",
+        "special_tokens_as_text",
+        "Text",
+        "Take the text of a control token in a message for plain text",
+    ),
+    Flag(
+        "server",
         "generation_config",
         "Text",
         "Sampling defaults: auto takes the checkpoint's, vllm neutral ones",

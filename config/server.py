@@ -27,6 +27,8 @@ class ServerConfig:
     chat_template: str | None = None
     """A file, or the template itself; None: the model's own."""
     trust_request_chat_template: bool = False
+    special_tokens_as_text: bool = False
+    """Take the text of a control token in a message for plain text; a prompt is taken as it is."""
     generation_config: str = "auto"
     """auto: the model's generation_config gives sampling defaults; vllm: neutral ones."""
     logprobs_mode: str = "raw_logprobs"

@@ -247,7 +247,11 @@ def load_texts(folder: str, config: ServerConfig) -> tuple[Tokenizer | None, Cha
     """The tokenizer and the chat template of a checkpoint; none if they are not wanted."""
     if config.skip_tokenizer_init:
         return None, None
-    tokenizer = Tokenizer.load(folder, config.tokenizer_threads)
+    tokenizer = Tokenizer.load(
+        folder,
+        config.tokenizer_threads,
+        special_tokens_as_text=config.special_tokens_as_text,
+    )
     source: str | Mapping[str, str] | None = tokenizer.chat_template
     if config.chat_template is not None:
         source = read_template(config.chat_template)

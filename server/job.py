@@ -122,14 +122,15 @@ async def encoded(
     for beside `limit` tokens of output. Raises PromptTooLong if the prompt alone fills more than
     the context and is not to be cut, before it is tokenized where its length tells."""
     most = state.max_model_len if keep is None else None
+    tokenizer = state.text_tokenizer(param)
     try:
-        ids = await state.text_tokenizer(param).encode(text, special, most)
+        ids = await tokenizer.encode(text, special, most)
     except TooManyTokens as error:
         raise PromptTooLong(
             error.count, limit, state.max_model_len, param=param, at_least=error.at_least
         ) from None
     kept = truncated(ids, keep, state.max_model_len, limit)
-    return Prompt(kept, text if kept is ids else None)
+    return Prompt(kept, tokenizer.unmarked(text) if kept is ids else None)
 
 
 def truncated(ids: list[int], keep: int | None, max_model_len: int, limit: int | None) -> list[int]:

@@ -50,7 +50,11 @@ class LLM:
         self._tokenizer: Tokenizer | None = None
         template: str | dict[str, str] | None = None
         if not server.skip_tokenizer_init:
-            self._tokenizer = Tokenizer.load(path, server.tokenizer_threads)
+            self._tokenizer = Tokenizer.load(
+                path,
+                server.tokenizer_threads,
+                special_tokens_as_text=server.special_tokens_as_text,
+            )
             template = self._tokenizer.chat_template
         if server.chat_template is not None:
             template = read_template(server.chat_template)
@@ -113,6 +117,7 @@ class LLM:
         """Answer one conversation, or each of several. Raises like `generate`."""
         conversations = [list(conversation) for conversation in _conversations(messages)]
         params = self._params(sampling_params, len(conversations))
+        controls = None if self._tokenizer is None else self._tokenizer.controls
 
         def maker(conversation: list[Message], param: SamplingParams) -> MakePrompt:
             async def make() -> Prompt:
@@ -124,6 +129,7 @@ class LLM:
                     continue_final_message=continue_final_message,
                     kwargs=dict(chat_template_kwargs or {}),
                     template=chat_template,
+                    mark=None if controls is None else controls.marked,
                 )
                 return await self._prompt(text, None, False, param)
 
@@ -179,7 +185,8 @@ class LLM:
     ) -> Prompt:
         if ids is None:
             assert text is not None
-            ids = await self.get_tokenizer().encode(text, special)
+            tokenizer = self.get_tokenizer()
+            ids, text = await tokenizer.encode(text, special), tokenizer.unmarked(text)
         ready = self._client.ready
         if params.truncate_prompt_tokens is not None and ready is not None:
             kept = params.truncate_prompt_tokens

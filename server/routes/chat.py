@@ -55,13 +55,16 @@ async def render(state: AppState, body: ConversationBody) -> str:
         await asyncio.to_thread(check)
     else:
         check()
-    return await state.chat_template().render(
+    template = state.chat_template()
+    controls = state.text_tokenizer("messages").controls
+    return await template.render(
         body.messages,
         documents=body.documents,
         add_generation_prompt=body.opens_answer,
         continue_final_message=bool(body.continue_final_message),
         kwargs=body.template_variables,
         template=body.chat_template,
+        mark=None if controls is None else controls.marked,
     )
 
 
@@ -93,7 +96,7 @@ async def _start(state: AppState, request: Request) -> Job:
         param="messages",
     )
     if state.config.enable_log_requests:
-        log_prompt(record_of(request.scope), text)
+        log_prompt(record_of(request.scope), state.text_tokenizer("messages").unmarked(text))
     return start_job(
         state,
         request,

@@ -42,6 +42,10 @@ def read_template(given: str) -> str:
         ) from error
 
 
+Mark = Callable[[Any], Any]
+"""Gives a copy of messages, or parts of them, with marks in some texts. Raises UserError."""
+
+
 class TextTooLong(UserError):
     """The prompt has more characters than any may have."""
 
@@ -79,11 +83,13 @@ class ChatTemplate:
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any] | None = None,
         template: str | None = None,
+        mark: Mark | None = None,
     ) -> str:
         """The prompt. Raises UserError for what the template refuses, and when it is too slow or
         makes too much; Overloaded when too many conversations wait.
 
-        `kwargs` are the caller's own variables; `template` replaces the model's.
+        `kwargs` are the caller's own variables; `template` replaces the model's. `mark` is called
+        on all that the caller wrote, as the template will read it.
         """
         if continue_final_message and add_generation_prompt:
             raise UserError(
@@ -99,18 +105,15 @@ class ChatTemplate:
                     param="chat_template_kwargs",
                 )
         source = self._source(template, tools)
-        values = {
-            **self._special_tokens,
-            **(kwargs or {}),
-            "tools": tools,
-            "documents": documents,
-            "add_generation_prompt": add_generation_prompt,
-        }
+        given = {**(kwargs or {}), "tools": tools, "documents": documents}
+        options = {**self._special_tokens, "add_generation_prompt": add_generation_prompt}
         if self._pending >= MAX_PENDING:
             raise Overloaded(f"{self._pending} conversations wait for their template")
         self._pending += 1
         try:
-            job = _Job(lambda: self._render(source, messages, values, continue_final_message))
+            job = _Job(
+                lambda: self._render(source, messages, given, options, continue_final_message, mark)
+            )
             return await self._run(job)
         finally:
             self._pending -= 1
@@ -164,13 +167,21 @@ class ChatTemplate:
         )
 
     def _render(
-        self, source: str, messages: list[Message], values: dict[str, Any], carries_on: bool
+        self,
+        source: str,
+        messages: list[Message],
+        given: dict[str, Any],
+        options: dict[str, Any],
+        carries_on: bool,
+        mark: Mark | None,
     ) -> str:
         try:
             compiled = self._compile(source)
             conversation = compiled.fit(plain(messages))
+            if mark is not None:
+                conversation, given = mark(conversation), mark(given)
             final = continued(conversation, source) if carries_on else None
-            text = compiled.template.render(messages=conversation, **values)
+            text = compiled.template.render(messages=conversation, **{**options, **given})
         except UserError:
             raise
         except TooMuchText as error:

@@ -1,0 +1,130 @@
+"""Control tokens' texts inside messages, kept from becoming control tokens. Knows no template.
+
+A template writes control tokens and messages into one text. So that they can be told apart there, a
+mark that nobody can guess is put into each control text of a message before the template runs.
+Afterwards the template's own control tokens, which have no mark, are renamed to words that nobody
+can guess either, the marks are taken out, and a copy of the tokenizer, to which only the new names
+are control tokens, encodes what is left.
+"""
+
+import itertools
+import json
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tokenizers import Tokenizer as Encoder
+
+from config.errors import UserError
+
+_MARK_CHARACTERS = 8
+_PRIVATE_USE = range(0xE000, 0xF900)
+
+
+class ControlTexts:
+    """For one tokenizer. Safe to call from any thread."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        added = encoder.get_added_tokens_decoder()
+        special = {token.content: i for i, token in added.items() if token.special}
+        self._token_of = {token_id: text for text, token_id in special.items()}
+        # Whether these are found depends on more than their own text, or they cannot be broken.
+        self._elusive = {
+            token.content
+            for token in added.values()
+            if token.special and (token.normalized or token.single_word or len(token.content) < 2)
+        }
+        self._names = {text: secrets.token_hex(16) for text in special if text not in self._elusive}
+        self._mark = "".join(chr(secrets.choice(_PRIVATE_USE)) for _ in range(_MARK_CHARACTERS))
+        # A template may write a text as JSON.
+        self._marks = re.compile(f"{self._mark}|{re.escape(json.dumps(self._mark)[1:-1])}")
+        self._control = _any_of(special)
+        # Tokens that are no control tokens compete for the same text.
+        others = (t.content for t in added.values() if not t.special and not t.normalized)
+        self._competing = _any_of((*self._names, *others))
+        self._beginnings = {text[:end] for text in self._names for end in range(1, len(text))}
+        self._longest = max(map(len, special), default=0)
+        self._twin = _renamed(encoder, self._names)
+        self._ids = {
+            self._twin.token_to_id(self._names.get(token.content, token.content)): token_id
+            for token_id, token in added.items()
+        }
+
+    def marked(self, value: Any) -> Any:
+        """A copy of messages, or of parts of them, with every control text broken by a mark.
+        Raises UserError for one that this tokenizer cannot take for plain text."""
+        if isinstance(value, str):
+            return self._marked_text(value)
+        if isinstance(value, dict):
+            return {name: self.marked(inner) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [self.marked(inner) for inner in value]
+        return value
+
+    def is_marked(self, text: str) -> bool:
+        """Whether a message's control text has come into `text`."""
+        return self._marks.search(text) is not None
+
+    def unmarked(self, text: str) -> str:
+        """`text` as it was meant."""
+        return self._marks.sub("", text)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a marked text. Raises UserError if the model's own vocabulary makes a
+        control token of what should be plain text."""
+        renamed = self._competing.sub(lambda m: self._names.get(m[0], m[0]), text)
+        plain = self.unmarked(renamed)
+        bare = self._encoded(plain, add_special_tokens=False)
+        for token_id in bare:
+            if token_id in self._token_of and token_id not in self._ids:
+                raise _refused(self._token_of[token_id])
+        ids = self._encoded(plain, add_special_tokens=True) if add_special_tokens else bare
+        return [self._ids.get(token_id, token_id) for token_id in ids]
+
+    def _marked_text(self, text: str) -> str:
+        places: set[int] = set()
+        start = 0
+        # From the next character on: texts of control tokens may overlap.
+        while found := self._control.search(text, start):
+            if found[0] in self._elusive:
+                raise _refused(found[0])
+            start = found.start() + 1
+            places.add(start)
+        # What the template writes next, perhaps without our blanks, must not complete what this
+        # text begins.
+        for end in (len(text), len(text.rstrip())):
+            for start in range(max(0, end - self._longest), end):
+                if text[start:end] in self._beginnings:
+                    places.add(start + 1)
+        if not places:
+            return text
+        cuts = [0, *sorted(places), len(text)]
+        return self._mark.join(text[a:b] for a, b in itertools.pairwise(cuts))
+
+    def _encoded(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        encodings = self._twin.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encodings[0].ids
+        return ids
+
+
+def _any_of(texts: Iterable[str]) -> "re.Pattern[str]":
+    """Matches as the library does: the first of `texts` to begin, the longest of those."""
+    ordered = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered)) or "(?!)")
+
+
+def _renamed(encoder: Encoder, names: Mapping[str, str]) -> Encoder:
+    """A copy of `encoder` whose added tokens are found by other names."""
+    described = json.loads(encoder.to_str())
+    for token in described["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    return Encoder.from_str(json.dumps(described))
+
+
+def _refused(token: str) -> UserError:
+    return UserError(
+        f"a message has the text {token!r} of a control token, which this model's tokenizer cannot "
+        "take for plain text",
+        param="messages",
+    )
