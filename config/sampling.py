@@ -15,6 +15,7 @@ MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 64
 """Every row of a batch takes the room of the most and the longest bad words in it."""
 
+_TUPLES = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "bad_words_token_ids")
 _INTEGERS = (
     "n",
     "top_k",
@@ -25,6 +26,14 @@ _INTEGERS = (
     "prompt_logprobs",
     "truncate_prompt_tokens",
 )
+
+_RANGES = (
+    ("temperature", 0, 2),
+    ("min_p", 0, 1),
+    ("presence_penalty", -2, 2),
+    ("frequency_penalty", -2, 2),
+)
+"""Numbers of which both ends are allowed."""
 
 
 def _check(ok: bool, name: str, value: object, allowed: str) -> None:
@@ -77,79 +86,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """-1: the context; k: keep the last k tokens of the prompt."""
 
     def __post_init__(self) -> None:
-        _as_tuple(self, "stop")
-        for name in ("stop_token_ids", "allowed_token_ids", "bad_words", "bad_words_token_ids"):
+        for name in _TUPLES:
             _as_tuple(self, name)
         _check_kinds(self)
         _check_bad_words(self)
-        _check(1 <= self.n <= MAX_N, "n", self.n, f"between 1 and {MAX_N}")
-        _check(
-            _finite(self.temperature) and 0 <= self.temperature <= 2,
-            "temperature",
-            self.temperature,
-            "between 0 and 2",
-        )
-        _check(
-            _finite(self.top_p) and 0 < self.top_p <= 1,
-            "top_p",
-            self.top_p,
-            "greater than 0, and at most 1",
-        )
-        _check(self.top_k >= -1, "top_k", self.top_k, "-1 or 0 (off), or at least 1")
-        _check(_finite(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            _check(_finite(value) and -2 <= value <= 2, name, value, "between -2 and 2")
-        _check(
-            _finite(self.repetition_penalty) and self.repetition_penalty > 0,
-            "repetition_penalty",
-            self.repetition_penalty,
-            "greater than 0",
-        )
-        if self.seed is not None:
-            _check(-(2**63) <= self.seed < 2**63, "seed", self.seed, "a 64-bit integer")
-        if self.max_tokens is not None:
-            _check(self.max_tokens >= 0, "max_tokens", self.max_tokens, "at least 1")
-            _check(
-                self.min_tokens <= self.max_tokens,
-                "min_tokens",
-                self.min_tokens,
-                f"at most max_tokens, which is {self.max_tokens}",
-            )
-        _check(self.min_tokens >= 0, "min_tokens", self.min_tokens, "at least 0")
-        _check(
-            len(self.stop) <= MAX_STOP_STRINGS,
-            "stop",
-            f"{len(self.stop)} strings",
-            f"at most {MAX_STOP_STRINGS}",
-        )
-        _check(
-            all(isinstance(s, str) and s for s in self.stop),
-            "stop",
-            "an empty string",
-            "non-empty strings",
-        )
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None:
-                _check(0 <= value <= MAX_LOGPROBS, name, value, f"between 0 and {MAX_LOGPROBS}")
-        for token, bias in self.logit_bias.items():
-            _check(token >= 0, "logit_bias", token, "a token id of at least 0")
-            _check(
-                _finite(bias) and -100 <= bias <= 100,
-                "logit_bias",
-                bias,
-                "a bias between -100 and 100",
-            )
-        if self.allowed_token_ids is not None:
-            _check(len(self.allowed_token_ids) > 0, "allowed_token_ids", [], "not empty")
-        if self.truncate_prompt_tokens is not None:
-            _check(
-                self.truncate_prompt_tokens == -1 or self.truncate_prompt_tokens >= 1,
-                "truncate_prompt_tokens",
-                self.truncate_prompt_tokens,
-                "-1, or at least 1",
-            )
+        _check_counts(self)
+        _check_shape(self)
+        _check_stops(self)
+        _check_tokens(self)
 
     @property
     def is_greedy(self) -> bool:
@@ -175,6 +119,54 @@ def _check_kinds(params: SamplingParams) -> None:
             _check(_is_integer(token), name, token, "made of integer token ids")
     for word in params.bad_words:
         _check(isinstance(word, str), "bad_words", word, "made of strings")
+
+
+def _check_counts(params: SamplingParams) -> None:
+    """How many: choices, tokens, log-probabilities."""
+    _check(1 <= params.n <= MAX_N, "n", params.n, f"between 1 and {MAX_N}")
+    least, most = params.min_tokens, params.max_tokens
+    if most is not None:
+        _check(most >= 0, "max_tokens", most, "at least 1")
+        _check(least <= most, "min_tokens", least, f"at most max_tokens, which is {most}")
+    _check(least >= 0, "min_tokens", least, "at least 0")
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(params, name)
+        if value is not None:
+            _check(0 <= value <= MAX_LOGPROBS, name, value, f"between 0 and {MAX_LOGPROBS}")
+    kept = params.truncate_prompt_tokens
+    if kept is not None:
+        _check(kept == -1 or kept >= 1, "truncate_prompt_tokens", kept, "-1, or at least 1")
+
+
+def _check_shape(params: SamplingParams) -> None:
+    """What forms the distribution and the draw."""
+    for name, least, most in _RANGES:
+        value = getattr(params, name)
+        ok = _finite(value) and least <= value <= most
+        _check(ok, name, value, f"between {least} and {most}")
+    top_p, top_k, repetition = params.top_p, params.top_k, params.repetition_penalty
+    _check(_finite(top_p) and 0 < top_p <= 1, "top_p", top_p, "greater than 0, and at most 1")
+    _check(top_k >= -1, "top_k", top_k, "-1 or 0 (off), or at least 1")
+    ok = _finite(repetition) and repetition > 0
+    _check(ok, "repetition_penalty", repetition, "greater than 0")
+    if params.seed is not None:
+        _check(-(2**63) <= params.seed < 2**63, "seed", params.seed, "a 64-bit integer")
+
+
+def _check_stops(params: SamplingParams) -> None:
+    count = len(params.stop)
+    _check(count <= MAX_STOP_STRINGS, "stop", f"{count} strings", f"at most {MAX_STOP_STRINGS}")
+    ok = all(isinstance(text, str) and text for text in params.stop)
+    _check(ok, "stop", "an empty string", "non-empty strings")
+
+
+def _check_tokens(params: SamplingParams) -> None:
+    for token, bias in params.logit_bias.items():
+        _check(token >= 0, "logit_bias", token, "a token id of at least 0")
+        ok = _finite(bias) and -100 <= bias <= 100
+        _check(ok, "logit_bias", bias, "a bias between -100 and 100")
+    if params.allowed_token_ids is not None:
+        _check(len(params.allowed_token_ids) > 0, "allowed_token_ids", [], "not empty")
 
 
 def _check_bad_words(params: SamplingParams) -> None:
