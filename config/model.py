@@ -88,55 +88,18 @@ def read_model_config(path: str) -> ModelConfig:
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ConfigError(f"{path} holds no config.json, so it is not a model's folder")
-    raw = _read_json(file)
+    fields = _Fields(_read_json(file), file)
     generation_file = Path(path) / "generation_config.json"
     generation = _read_json(generation_file) if generation_file.is_file() else {}
-    fields = _Fields(raw, file)
     architecture = _architecture(fields)
     _refuse_quantised(fields)
-
-    hidden_size = fields.count("hidden_size")
-    num_layers = fields.count("num_hidden_layers")
-    num_heads = fields.count("num_attention_heads")
-    num_kv_heads = fields.count("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise ConfigError(
-            f"{file} has {num_heads} query heads, not a multiple of its {num_kv_heads} key heads"
-        )
-    head_dim = fields.count("head_dim", hidden_size // num_heads)
-    if "head_dim" not in raw and hidden_size % num_heads:
-        raise ConfigError(f"{file} divides hidden_size {hidden_size} into {num_heads} heads")
-    max_position = fields.count("max_position_embeddings")
-    theta, partial, scaling = _rope(fields, max_position)
-    window, window_layers = _windows(fields, num_layers)
-    attention_bias = fields.get("attention_bias", bool, False)
-    eos = generation.get("eos_token_id", raw.get("eos_token_id"))
+    eos = generation.get("eos_token_id", fields.raw.get("eos_token_id"))
     return ModelConfig(
         path=path,
         architecture=architecture,
-        vocab_size=fields.count("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=fields.count("intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        max_position=max_position,
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        partial_rotary_factor=partial,
-        tie_word_embeddings=fields.get("tie_word_embeddings", bool, False),
-        attention_bias=attention_bias,
-        attention_out_bias=fields.get("attention_out_bias", bool, attention_bias),
-        mlp_bias=fields.get("mlp_bias", bool, False),
-        hidden_act=fields.get("hidden_act", str, "silu"),
-        sliding_window=window,
-        window_layers=window_layers,
-        embedding_multiplier=fields.number("embedding_multiplier", 1.0),
-        attention_multiplier=fields.number_or_none("attention_multiplier"),
-        residual_multiplier=fields.number("residual_multiplier", 1.0),
-        logits_scaling=fields.number("logits_scaling", 1.0),
+        **_sizes(fields),
+        **_positions(fields),
+        **_layers(fields),
         dtype=_dtype(fields),
         eos_token_ids=_token_ids(eos, file),
         bos_token_id=fields.get("bos_token_id", int, None),
@@ -219,6 +182,61 @@ def _refuse_quantised(fields: _Fields) -> None:
         )
 
 
+def _sizes(fields: _Fields) -> Json:
+    """How wide, how deep, and how its heads divide."""
+    hidden_size = fields.count("hidden_size")
+    num_heads = fields.count("num_attention_heads")
+    num_kv_heads = fields.count("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise ConfigError(
+            f"{fields.file} has {num_heads} query heads, not a multiple of its {num_kv_heads} "
+            "key heads"
+        )
+    if "head_dim" not in fields.raw and hidden_size % num_heads:
+        raise ConfigError(f"{fields.file} divides hidden_size {hidden_size} into {num_heads} heads")
+    return {
+        "vocab_size": fields.count("vocab_size"),
+        "hidden_size": hidden_size,
+        "intermediate_size": fields.count("intermediate_size"),
+        "num_layers": fields.count("num_hidden_layers"),
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": fields.count("head_dim", hidden_size // num_heads),
+    }
+
+
+def _positions(fields: _Fields) -> Json:
+    """How far it sees, and how it knows where."""
+    max_position = fields.count("max_position_embeddings")
+    theta, partial, scaling = _rope(fields, max_position)
+    window, window_layers = _windows(fields, fields.count("num_hidden_layers"))
+    return {
+        "max_position": max_position,
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "partial_rotary_factor": partial,
+        "sliding_window": window,
+        "window_layers": window_layers,
+    }
+
+
+def _layers(fields: _Fields) -> Json:
+    """What its layers add and multiply."""
+    attention_bias = fields.get("attention_bias", bool, False)
+    return {
+        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "tie_word_embeddings": fields.get("tie_word_embeddings", bool, False),
+        "attention_bias": attention_bias,
+        "attention_out_bias": fields.get("attention_out_bias", bool, attention_bias),
+        "mlp_bias": fields.get("mlp_bias", bool, False),
+        "hidden_act": fields.get("hidden_act", str, "silu"),
+        "embedding_multiplier": fields.number("embedding_multiplier", 1.0),
+        "attention_multiplier": fields.number_or_none("attention_multiplier"),
+        "residual_multiplier": fields.number("residual_multiplier", 1.0),
+        "logits_scaling": fields.number("logits_scaling", 1.0),
+    }
+
+
 def _dtype(fields: _Fields) -> str:
     value = fields.get("dtype", str, None) or fields.get("torch_dtype", str, "bfloat16")
     name = str(value).removeprefix("torch.")
@@ -266,11 +284,10 @@ def _rope(fields: _Fields, max_position: int) -> tuple[float, float, RopeScaling
     kind = rope.get("rope_type", str, None) or rope.get("type", str, "default")
     if kind == "default":
         return theta, partial, None
-    return (
-        theta,
-        partial,
-        _scaling(rope, fields, "longrope" if kind == "su" else kind, max_position),
-    )
+    # Names that the first Phi-3 checkpoints gave it.
+    if kind == "su" or (kind == "yarn" and "short_factor" in raw):
+        kind = "longrope"
+    return theta, partial, _scaling(rope, fields, kind, max_position)
 
 
 def _scaling(rope: _Fields, fields: _Fields, kind: str, max_position: int) -> RopeScaling:

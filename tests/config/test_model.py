@@ -65,8 +65,9 @@ def test_a_default_rope_is_no_scaling(tmp_path: Path) -> None:
     assert config.rope_scaling is None
 
 
-def test_the_factor_of_longrope_is_worked_out_from_the_lengths(tmp_path: Path) -> None:
-    rope = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+@pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
+def test_the_factor_of_longrope_is_worked_out_from_the_lengths(tmp_path: Path, name: str) -> None:
+    rope = {"type": name, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 
     config = _read(tmp_path, rope_scaling=rope, original_max_position_embeddings=64)
 
