@@ -7,9 +7,6 @@ from engine.stats import PHASES, StepStats
 from hpu.buckets import BucketTable, Lookup
 from hpu.step import DECODE, PREFILL, Launch
 
-LAUNCH_TOKENS = 64
-"""A further launch costs about as much as so many more tokens in one (weights are read again)."""
-
 MAX_MEMO = 4096
 
 
@@ -44,7 +41,7 @@ class Packer:
         self._max_batch = max_prefill_batch
         self._max_tokens = max_tokens
         self._stats = stats
-        self._launch_cost = LAUNCH_TOKENS * table.cost(PREFILL, (1, 1, 0))
+        self._launch_cost = table.overhead
         self._memo: dict[tuple[int, int, int], int | None] = {}
 
     def forget(self) -> None:

@@ -24,3 +24,8 @@ def launch_cost(
     if phase == PREFILL:
         return batch * query * (POSITIONS_A_TOKEN + context + query // 2)
     return batch * POSITIONS_A_TOKEN // 16 + context
+
+
+def launch_overhead(block_size: int) -> int:
+    """Modelled cost of one launch more for the same tokens, in cached positions read."""
+    return LAUNCH_TOKENS * launch_cost(PREFILL, 1, 1, 0, block_size)

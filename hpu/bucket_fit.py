@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hpu.bucket_cost import LAUNCH_TOKENS, launch_cost
+from hpu.bucket_cost import launch_cost, launch_overhead
 from hpu.bucket_lists import Shape
 from hpu.bucket_traffic import Launches
 from hpu.step import DECODE, PREFILL
@@ -193,7 +193,7 @@ def _costs(wanted: Ints, buckets: Ints, limits: "BucketLimits") -> Floats:
     parts = -(-wanted[:, None, 1] // buckets[None, :, 1])
     # Only prompts may be launched apart: a decode is one launch.
     fits &= (parts == 1) | (wanted[:, None, 0] == PREFILL)
-    overhead = LAUNCH_TOKENS * launch_cost(PREFILL, 1, 1, 0, limits.block_size)
+    overhead = launch_overhead(limits.block_size)
     return np.where(fits, parts * own[None, :] + (parts - 1) * overhead, np.inf)
 
 

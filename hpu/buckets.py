@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from config.buckets import BucketConfig
 from config.errors import ConfigError
 from config.traffic import Lengths
-from hpu.bucket_cost import launch_cost
+from hpu.bucket_cost import launch_cost, launch_overhead
 from hpu.bucket_fit import Padding, padding_of
 from hpu.bucket_lists import Shape, fallback_point
 from hpu.bucket_strategies import generate
@@ -144,6 +144,11 @@ class BucketTable:
     def cost(self, phase: int, bucket: Shape) -> int:
         """Modelled cost of a launch, in cached positions read."""
         return launch_cost(phase, *bucket, self.limits.block_size)
+
+    @property
+    def overhead(self) -> int:
+        """Modelled cost of one launch more for the same tokens, in cached positions read."""
+        return launch_overhead(self.limits.block_size)
 
     def padding(self, traffic: list[Lengths]) -> list[Padding]:
         """What each prepared bucket does for `traffic`: its share of launches, and their cost."""

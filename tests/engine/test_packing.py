@@ -10,7 +10,7 @@ from slow_model import raw
 from config.buckets import BucketConfig
 from config.sampling import SamplingParams
 from engine.messages import AddRequest
-from engine.packing import LAUNCH_TOKENS, Chunk, Packer
+from engine.packing import Chunk, Packer
 from engine.request import ModelLimits, Request
 from engine.stats import StepStats
 from hpu.buckets import BucketLimits, BucketTable
@@ -152,8 +152,7 @@ def test_no_other_split_of_the_sorted_prompts_is_cheaper(lengths: list[int]) -> 
 
     launches = pack(make_packer(table), [(length, 0) for length in lengths])
 
-    launch_cost = LAUNCH_TOKENS * table.cost(PREFILL, (1, 1, 0))
-    total = sum(launch_cost + table.cost(PREFILL, launch.bucket) for launch in launches)
+    total = sum(table.overhead + table.cost(PREFILL, launch.bucket) for launch in launches)
     ordered = sorted(lengths)
     options = []
     for pieces in range(len(ordered)):
@@ -162,6 +161,6 @@ def test_no_other_split_of_the_sorted_prompts_is_cheaper(lengths: list[int]) -> 
             groups = [ordered[a:b] for a, b in pairwise(bounds)]
             if all(len(g) <= MAX_BATCH and len(g) * g[-1] <= BUDGET for g in groups):
                 shapes = [(len(g), g[-1], 0) for g in groups]
-                options.append(sum(launch_cost + table.cost(PREFILL, s) for s in shapes))
+                options.append(sum(table.overhead + table.cost(PREFILL, s) for s in shapes))
     assert total == min(options)
     assert sorted(count for launch in launches for count in launch.counts) == ordered
