@@ -186,6 +186,8 @@ def make_ready(engine: int, worker: WorkerReady) -> Ready:
         total_bytes=worker.total_bytes,
         load_s=worker.load_s,
         warmup_s=worker.warmup_s,
+        driver=worker.driver,
+        software=worker.software,
     )
 
 

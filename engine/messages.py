@@ -162,6 +162,9 @@ class Ready(msgspec.Struct, array_like=True, gc=False, tag=8):
     total_bytes: int
     load_s: float
     warmup_s: float
+    driver: str = ""
+    software: str = ""
+    """Versions of the device's driver and runtime."""
 
 
 class Failed(msgspec.Struct, array_like=True, gc=False, tag=9):
@@ -169,6 +172,8 @@ class Failed(msgspec.Struct, array_like=True, gc=False, tag=9):
 
     engine: int
     message: str
+    is_config: bool = False
+    """A setting is to blame: a ConfigError."""
 
 
 FromEngine = StepTokens | Reply | Hello | Progress | Ready | Failed

@@ -111,6 +111,8 @@ class WorkerFailed(msgspec.Struct, array_like=True, gc=False, tag=3):
     """The worker cannot go on; it exits after this."""
 
     message: str
+    is_config: bool = False
+    """A setting is to blame: a ConfigError."""
 
 
 class WarmupProgress(msgspec.Struct, array_like=True, gc=False, tag=4):
@@ -142,6 +144,9 @@ class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
     warmup_s: float
     num_later: int = 0
     """Buckets that are prepared between steps; each time a `Warmed` says so."""
+    driver: str = ""
+    software: str = ""
+    """Versions of the device's driver and runtime."""
 
 
 class Warmed(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=8):

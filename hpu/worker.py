@@ -11,6 +11,7 @@ import torch
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.model import ModelConfig, read_model_config
+from config.startup import choose_max_model_len
 from hpu.backends.base import Backend
 from hpu.backends.select import select_backend
 from hpu.buckets import BucketLimits, BucketTable
@@ -156,6 +157,8 @@ class Worker:
             total_bytes=backend.memory()[1],
             load_s=load_s,
             warmup_s=warmup_s,
+            driver=backend.driver,
+            software=backend.software,
         )
 
 
@@ -165,18 +168,6 @@ def choose_dtype(asked: str, checkpoint: str, backend: Backend) -> torch.dtype:
         return _dtype(asked)
     own = _dtype(checkpoint)
     return own if own in backend.fast_dtypes else backend.default_dtype
-
-
-def choose_max_model_len(asked: int | None, facts: ModelConfig) -> int:
-    """What was asked for, or all that the checkpoint was made for."""
-    if asked is None:
-        return facts.max_position
-    if asked > facts.max_position:
-        raise ConfigError(
-            f"max_model_len is {asked}, the checkpoint was made for {facts.max_position}: "
-            f"set --max-model-len to {facts.max_position} or less"
-        )
-    return asked
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -192,10 +192,10 @@ class EngineCollector:
     def _device(self, stats: EngineStats) -> Iterator[Metric]:
         ready = self._client.ready
         weights = kv = total = 0
-        device, torch = "", self._torch
+        device = driver = software = ""
         if ready is not None:
             weights, kv, total = ready.weight_bytes, ready.kv_bytes, ready.total_bytes
-            device = ready.device
+            device, driver, software = ready.device, ready.driver, ready.software
         yield self._gauge("hpu_graphs_cached", "Captured graphs.", stats.graphs)
         yield self._gauge("hpu_graph_memory_bytes", "Held by graphs.", stats.graph_bytes)
         for name, text, value in (
@@ -212,7 +212,7 @@ class EngineCollector:
         yield self._info(
             "hpu_info",
             "What this server runs on.",
-            {"device": device, "driver": "", "software": "", "torch": torch},
+            {"device": device, "driver": driver, "software": software, "torch": self._torch},
         )
 
     def _warmup(self) -> Iterator[Metric]:

@@ -44,6 +44,10 @@ class Backend(Protocol):
     default_dtype: torch.dtype
     fast_dtypes: tuple[torch.dtype, ...]
     """Types that run at full speed here: a checkpoint in one of them keeps it."""
+    driver: str
+    """Version of the device's driver; empty where there is none, or nobody tells."""
+    software: str
+    """Version of the vendor's runtime, in the same way."""
     default_block_size: int
     default_strategy: str
     """Bucket strategy when the user named none."""

@@ -56,6 +56,7 @@ class CpuBackend:
     """The CPU, with `num_threads` compute threads (None: one for each core it may use)."""
 
     name = "cpu"
+    driver = software = ""
     default_block_size = 32
     default_strategy = "exact"
     captures = False

@@ -75,6 +75,8 @@ class CudaBackend:
     """
 
     name = "cuda"
+    driver = ""
+    software = torch.version.cuda or ""
     # Those of a Gaudi: what is tried out here should meet the same buckets there.
     default_block_size = 128
     default_strategy = "exponential"

@@ -89,9 +89,10 @@ class HpuGraph:
 class GaudiBackend:
     """One card of this process; the runtime gives each process at most one.
 
-    `choice` is the mode; the runtime's variables have been set accordingly by now. `on_settled` is
-    called when warm-up is over, `on_close` when the card is given back. Raises ConfigError when
-    the runtime cannot be used: `explain` turns its error texts into plain words.
+    `choice` is the mode; the runtime's variables have been set accordingly by now. `driver` is the
+    driver's version, where it is known. `on_settled` is called when warm-up is over, `on_close`
+    when the card is given back. Raises ConfigError when the runtime cannot be used: `explain`
+    turns its error texts into plain words.
     """
 
     name = "hpu"
@@ -109,10 +110,13 @@ class GaudiBackend:
         choice: ModeChoice,
         *,
         seed: int = 0,
+        driver: str = "",
         explain: Callable[[str], str | None] = lambda text: None,
         on_settled: Callable[[], None] = lambda: None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
+        self.driver = driver
+        self.software = distribution_version(RUNTIME_DISTRIBUTION) or ""
         self._execution = execution
         self._mode = choice.mode
         self._explain = explain
@@ -164,7 +168,7 @@ class GaudiBackend:
         card = {kinds.synDeviceGaudi2: "gaudi2", kinds.synDeviceGaudi3: "gaudi3"}.get(found)
         # Not at the top of the file: it imports the vendor's kernels.
         module = importlib.import_module("hpu.ops.gaudi")
-        release = release_of(distribution_version(RUNTIME_DISTRIBUTION) or "")
+        release = release_of(self.software)
         fused = card in GENERATIONS and all(
             has_kernel(kernel, str(card), release)
             for kernel in ("block_softmax", "block_softmax_adjustment")

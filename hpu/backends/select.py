@@ -29,6 +29,7 @@ def _gaudi(config: EngineConfig) -> Backend:
     from hpu.preflight import check_start
     from hpu.preflight_errors import explain
     from hpu.preflight_machine import Machine
+    from hpu.preflight_software import driver_version
 
     machine = Machine(environment=env.environment())
     check_start(machine)
@@ -37,7 +38,11 @@ def _gaudi(config: EngineConfig) -> Backend:
     from hpu.backends.gaudi import GaudiBackend
 
     return GaudiBackend(
-        config.execution, choice, seed=config.seed, explain=lambda text: explain(text, machine)
+        config.execution,
+        choice,
+        seed=config.seed,
+        driver=driver_version(machine) or "",
+        explain=lambda text: explain(text, machine),
     )
 
 

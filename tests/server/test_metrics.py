@@ -2,6 +2,7 @@
 
 import time
 
+import msgspec
 import pytest
 from http_rig import TalkingClient, in_memory
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open
@@ -188,6 +189,18 @@ async def test_the_engines_numbers_are_its_latest() -> None:
             'hpu_step_seconds_sum{engine="0",model_name="demo",phase="prefill"': 0.5,
         }.items():
             assert await rig.metric(name) == pytest.approx(value), name
+
+
+async def test_the_device_is_named_with_the_versions_it_runs_on() -> None:
+    async with in_memory() as rig:
+        ready = rig.client.ready
+        assert ready is not None
+        rig.client.ready = msgspec.structs.replace(ready, driver="1.24.1", software="1.24.0.1")
+
+        text = (await rig.http.get("/metrics")).text
+
+        line = next(line for line in text.splitlines() if line.startswith("hpu_info{"))
+        assert 'driver="1.24.1"' in line and 'software="1.24.0.1"' in line
 
 
 async def test_unknown_paths_and_methods_share_one_label() -> None:
