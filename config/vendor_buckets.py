@@ -47,4 +47,12 @@ BUCKET_KNOBS: tuple[Knob, ...] = (
         for dimension, (what, defaults) in _DIMENSIONS.items()
         for end, default in zip(_MEANINGS, defaults, strict=True)
     ),
+    # Read for blocks, 4096 tokens of each would become 4096 blocks of all.
+    Knob(
+        "VLLM_DECODE_SEQ_BUCKET_*",
+        "unset (its oldest releases only)",
+        "tokens of the longest sequence in a decode",
+        NOT_NEEDED,
+        "a decode's bucket counts the blocks of all its sequences: `VLLM_DECODE_BLOCK_BUCKET_*`",
+    ),
 )

@@ -74,7 +74,8 @@ def page() -> str:
     parts.append(
         "## Buckets\n\nThe defaults are those of the plug-in's linear strategy, and for the two of "
         "padding those of its padding-aware one; ours are the strategy's own ([buckets]"
-        f"(buckets.md)). The older `SEQ` is read for `QUERY`.\n\n{_table(BUCKET_KNOBS)}"
+        "(buckets.md)). The older `PROMPT_SEQ` is read for `PROMPT_QUERY`.\n\n"
+        f"{_table(BUCKET_KNOBS)}"
     )
     accepted = "".join(
         f"| `--{name}` | `{value}` | {why} |\n" for name, (value, why) in ACCEPTED.items()

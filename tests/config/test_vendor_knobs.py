@@ -54,6 +54,16 @@ def test_a_variable_that_does_nothing_is_told_once_with_the_reason() -> None:
     ]
 
 
+def test_sequence_lengths_of_old_decode_buckets_are_not_taken_for_blocks() -> None:
+    environ = {"VLLM_DECODE_SEQ_BUCKET_MAX": "4096"}
+
+    loaded = load(["m"], environ=environ)
+
+    assert loaded.engine.buckets.decode_blocks.max is None
+    ((variable, why),) = idle_variables(environ)
+    assert variable == "VLLM_DECODE_SEQ_BUCKET_MAX" and "VLLM_DECODE_BLOCK_BUCKET_*" in why
+
+
 def test_serve_warns_of_such_a_variable(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
