@@ -126,7 +126,7 @@ def chosen_device(device: str) -> str:
     nothing."""
     if device != "auto":
         return device
-    return "hpu" if _is_installed("habana_frameworks") else "cpu"
+    return "hpu" if is_installed("habana_frameworks") else "cpu"
 
 
 def hpu_mode(config: EngineConfig) -> ModeChoice:
@@ -176,7 +176,8 @@ def _has_vendor_torch() -> bool:
     return version.partition("+")[2].startswith("git")
 
 
-def _is_installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
+    """Whether a top-level module could be imported; it is not."""
     try:
         return importlib.util.find_spec(module) is not None
     except ValueError:

@@ -88,7 +88,8 @@ class EngineClient(Protocol):
         ...
 
     async def wait_ready(self) -> Ready:
-        """Wait for start-up to end. Raises EngineDied when it fails."""
+        """Wait for start-up to end. Raises EngineDied when it fails, ConfigError if a setting is
+        to blame."""
         ...
 
     async def close(self) -> None:
@@ -128,6 +129,11 @@ class MailroomClient:
     @property
     def stats(self) -> EngineStats:
         return self._room.stats
+
+    @property
+    def is_misconfigured(self) -> bool:
+        """Whether the engine is gone because of a setting."""
+        return self._room.is_config
 
     def on_stats(self, observe: Callable[[EngineStats], None] | None) -> None:
         """Call `observe` with every EngineStats that arrives: the samples in it come only once."""
@@ -178,9 +184,10 @@ class MailroomClient:
     async def wait_ready(self) -> Ready:
         return await self._room.wait_ready()
 
-    def fail(self, message: str) -> None:
-        """The engine is gone: whoever watches its process tells us here, on the loop's thread."""
-        self._room.fail(message)
+    def fail(self, message: str, *, is_config: bool = False) -> None:
+        """The engine is gone: whoever watches its process tells us here, on the loop's thread.
+        `is_config`: a setting is to blame."""
+        self._room.fail(message, is_config=is_config)
         for answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(EngineDied(message))
@@ -197,7 +204,7 @@ class MailroomClient:
         elif isinstance(message, Ready):
             self._room.become_ready(message)
         elif isinstance(message, Failed):
-            self.fail(message.message)
+            self.fail(message.message, is_config=message.is_config)
 
     def _send_aborts(self) -> None:
         # Aborts must not be lost: what the engine cannot take now is sent after its next message.

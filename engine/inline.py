@@ -68,6 +68,7 @@ class InlineClient(MailroomClient):
 
     def _run(self) -> None:
         executor: Executor | None = None
+        is_config = False
         directory = SocketDirectory()
         try:
             executor = self._make_executor(
@@ -78,7 +79,9 @@ class InlineClient(MailroomClient):
             self._engine.run(executor)
         except Closed:
             message = "the client was closed"
-        except (ConfigError, EngineDied) as error:
+        except ConfigError as error:
+            message, is_config = str(error), True
+        except EngineDied as error:
             message = str(error)
         except Exception as error:
             logger.exception("the engine cannot go on")
@@ -87,4 +90,4 @@ class InlineClient(MailroomClient):
             if executor is not None:
                 executor.close()
             directory.close()
-        self._emit(None, Failed(0, message))
+        self._emit(None, Failed(0, message, is_config))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from config.errors import EngineDied, Overloaded
+from config.errors import ConfigError, EngineDied, Overloaded
 from engine.messages import (
     FRONT_END_SHIFT,
     EngineStats,
@@ -85,6 +85,8 @@ class Mailroom:
         self.ready: Ready | None = None
         self.progress: Progress | None = None
         self.failure: str | None = None
+        self.is_config = False
+        """Whether a setting is to blame for the failure."""
         self.stats = EngineStats()
         self.on_stats: Callable[[EngineStats], None] | None = None
         """Sees every EngineStats, so that no sample in it is missed."""
@@ -170,11 +172,11 @@ class Mailroom:
         """Undo `open` for a request that could not be sent."""
         self._close(key)
 
-    def fail(self, message: str) -> None:
+    def fail(self, message: str, *, is_config: bool = False) -> None:
         """End every mailbox with EngineDied. The first reason given is kept."""
         if self.failure is not None:
             return
-        self.failure = message
+        self.failure, self.is_config = message, is_config
         boxes, self._boxes = list(self._boxes.values()), {}
         for box in boxes:
             self._leave_line(box)
@@ -187,8 +189,11 @@ class Mailroom:
         self.settled.set()
 
     async def wait_ready(self) -> Ready:
-        """Wait for start-up to end. Raises EngineDied when it fails."""
+        """Wait for start-up to end. Raises EngineDied when it fails, ConfigError if a setting is
+        to blame."""
         await self.settled.wait()
+        if self.failure is not None and self.is_config:
+            raise ConfigError(self.failure)
         if self.failure is not None or self.ready is None:
             raise EngineDied(self.failure)
         return self.ready

@@ -29,6 +29,9 @@ from engine.wire import HIGH_WATER, Line, Waiter, Wires, endpoint
 
 logger = logging.getLogger(__name__)
 
+WRONG_SETTING = 2
+"""The exit code for a ConfigError."""
+
 LINGER_S = 1.0
 """How long last words may take to leave."""
 
@@ -83,7 +86,7 @@ def run(orders: EngineOrders, make_executor: MakeExecutor) -> int:
             )
             loop.run(executor, freeze_garbage=True)
         except ConfigError as error:
-            code, message = 2, str(error)
+            code, message = WRONG_SETTING, str(error)
         except EngineDied as error:
             code, message = 1, str(error)
         except Exception as error:
@@ -96,7 +99,7 @@ def run(orders: EngineOrders, make_executor: MakeExecutor) -> int:
         pass
     if code:
         logger.error("%s", message)
-    output.put(None, Failed(orders.engine, message))
+    output.put(None, Failed(orders.engine, message, is_config=code == WRONG_SETTING))
     output.close()
     source.close()
     if executor is not None:

@@ -212,7 +212,7 @@ class FrontEnd:
         logger.error("the engine is gone, the server stops: %s", self._client.failure)
         await asyncio.sleep(OBITUARY_S)
         await self._wait_for_requests(FAREWELL_S)
-        return FAILED
+        return WRONG_SETTING if self._client.is_misconfigured else FAILED
 
     async def _drain(self) -> int:
         self.state.is_draining = True

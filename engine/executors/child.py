@@ -94,7 +94,7 @@ def run(orders: WorkerOrders, make_worker: Callable[[EngineConfig], StepWorker])
             _serve(worker, line)
         except ConfigError as error:
             code = 2
-            line.send(WorkerFailed(str(error)))
+            line.send(WorkerFailed(str(error), is_config=True))
         except Exception as error:
             code = 1
             logger.exception("worker %d cannot go on", orders.rank)

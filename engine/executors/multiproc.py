@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from config.engine import EngineConfig
-from config.errors import EngineDied, RequestFailed, UserError
+from config.errors import ConfigError, EngineDied, RequestFailed, UserError
 from engine.executors.child import WorkerOrders
 from engine.lifeline import Child
 from engine.wire import Line, Waiter, Wires, endpoint
@@ -134,7 +134,7 @@ class MultiprocExecutor:
     def _receive(self) -> FromWorker:
         message = self._early.popleft() if self._early else self._arrived()
         if isinstance(message, WorkerFailed):
-            raise EngineDied(message.message)
+            raise _failure(message)
         return message
 
     def _arrived(self) -> FromWorker:
@@ -150,9 +150,13 @@ class MultiprocExecutor:
                 if message is None:
                     raise EngineDied(self._child.obituary)
             if isinstance(message, WorkerFailed):
-                raise EngineDied(message.message)
+                raise _failure(message)
             if message is not None and not self._is_warmed(message):
                 return message
+
+
+def _failure(said: WorkerFailed) -> ConfigError | EngineDied:
+    return ConfigError(said.message) if said.is_config else EngineDied(said.message)
 
 
 def _log_level() -> str:

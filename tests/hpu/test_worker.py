@@ -10,10 +10,9 @@ from worker_rig import BLOCK_SIZE, WorkerRig
 from config.buckets import BucketConfig, Range
 from config.engine import CacheConfig, EngineConfig
 from config.errors import ConfigError
-from config.model import read_model_config
 from hpu.backends.cpu import CpuBackend
 from hpu.step import DECODE, PREFILL, WarmupProgress
-from hpu.worker import Worker, choose_dtype, choose_max_model_len
+from hpu.worker import Worker, choose_dtype
 
 LINEAR = BucketConfig(
     strategy="linear",
@@ -124,16 +123,6 @@ def test_closing_twice_is_harmless(folder: Path) -> None:
     rig.worker.close()
 
     assert not rig.worker.has_result()
-
-
-def test_a_context_longer_than_the_checkpoints_is_refused_with_both_numbers(folder: Path) -> None:
-    facts = read_model_config(str(folder))
-
-    with pytest.raises(ConfigError, match=r"max_model_len is 513, .* for 512"):
-        choose_max_model_len(513, facts)
-
-    assert choose_max_model_len(None, facts) == 512
-    assert choose_max_model_len(100, facts) == 100
 
 
 def test_a_cache_that_holds_no_full_context_is_refused_at_start(folder: Path) -> None:
