@@ -87,7 +87,7 @@ def test_kubernetes_probes_ask_the_right_paths() -> None:
     probes = {kind: container[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")}
 
     assert probes["startup"]["httpGet"]["path"] == "/ready"
-    assert probes["startup"]["periodSeconds"] * probes["startup"]["failureThreshold"] >= 1800
+    assert probes["startup"]["periodSeconds"] * probes["startup"]["failureThreshold"] >= 5000
     assert probes["readiness"]["httpGet"]["path"] == "/ready"
     assert probes["liveness"]["httpGet"]["path"] == "/health"
     assert container["resources"]["limits"]["habana.ai/gaudi"] == "1"
@@ -104,7 +104,11 @@ def test_grace_periods_are_longer_than_the_shutdown_timeout() -> None:
         parsed = server_parser("serve", "").parse_all(words[1:])
         return next(float(one.value) for one in parsed.given if one.name == "shutdown-timeout")
 
-    assert pod["terminationGracePeriodSeconds"] > shutdown_s(pod["containers"][0]["args"])
+    (container,) = pod["containers"]
+    word, pause_s = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert word == "sleep"
+    grace_s = pod["terminationGracePeriodSeconds"] - int(pause_s)
+    assert grace_s > shutdown_s(container["args"])
     assert int(service["stop_grace_period"].rstrip("s")) > shutdown_s(service["command"])
 
 
