@@ -110,3 +110,8 @@ class EngineConfig:
         _one_of("executor", self.executor, EXECUTORS)
         _at_least("max_model_len", self.max_model_len, 1)
         _at_least("num_threads", self.num_threads, 1)
+        if self.execution.contiguous_pa and self.cache.enable_prefix_caching:
+            raise ConfigError(
+                "contiguous_pa and enable_prefix_caching are both on: blocks that rows share "
+                "cannot be read as one slice, so one of them must go"
+            )

@@ -100,6 +100,10 @@ def _merge(variables: list[Given], explicit: list[Given], default_model: str | N
     if most_prompts[0] is not None:
         # Larger batches have no bucket, and with vLLM's plug-in the two are one setting.
         values.setdefault("max-prefill-batch", most_prompts)
+    sliced = values.get("contiguous-pa", (None, ""))
+    if sliced[0] is True:
+        # vLLM's plug-in reads the wish this way, too.
+        values.setdefault("enable-prefix-caching", (False, sliced[1]))
     if "model" not in values and default_model is not None:
         values["model"] = (default_model, DEFAULT)
     if "model" not in values:

@@ -1,7 +1,9 @@
 """KV blocks: who holds them, and which may be evicted. Knows nothing of requests or tensors."""
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
+from heapq import heappop, heappush
 
 
 class BlockPool:
@@ -9,16 +11,29 @@ class BlockPool:
 
     Every block is either free or held, and `free + held == size` at all times. Free blocks keep
     their contents until they are lent again, so a prefix may come back. Taking, returning, holding
-    and filing one block are all O(1).
+    and filing one block are all O(1); with `lowest_first` taking and returning are O(log n).
+
+    `lowest_first`: what cannot come back is lent in the order of its numbers, so that the blocks
+    in use lie as low as they can: no number passes the most blocks that were ever held at once.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, lowest_first: bool = False) -> None:
         self.size = size
         self._holders = [0] * size
         self._hash_of: list[bytes | None] = [None] * size
         self._filed: dict[bytes, int] = {}
         # Two free lists: what cannot come back is lent first, then what was used least recently.
-        self._plain: deque[int] = deque(range(size))
+        self._plain: deque[int] | list[int]
+        self._take_plain: Callable[[], int]
+        self._add_plain: Callable[[int], None]
+        if lowest_first:
+            self._plain = list(range(size))
+            self._take_plain = partial(heappop, self._plain)
+            self._add_plain = partial(heappush, self._plain)
+        else:
+            self._plain = deque(range(size))
+            self._take_plain = self._plain.popleft
+            self._add_plain = self._plain.append
         self._cached: OrderedDict[int, None] = OrderedDict()
 
     @property
@@ -33,7 +48,7 @@ class BlockPool:
 
     def _take_one(self) -> int:
         if self._plain:
-            block = self._plain.popleft()
+            block = self._take_plain()
         else:
             block, _ = self._cached.popitem(last=False)
             name = self._hash_of[block]
@@ -60,7 +75,7 @@ class BlockPool:
             self._holders[block] = left
             if left == 0:
                 if self._hash_of[block] is None:
-                    self._plain.append(block)
+                    self._add_plain(block)
                 else:
                     self._cached[block] = None
 
@@ -90,7 +105,8 @@ class BlockPool:
         """Drop all hashes; nothing is found until it is filed anew."""
         self._filed.clear()
         self._hash_of = [None] * self.size
-        self._plain.extend(self._cached)
+        for block in self._cached:
+            self._add_plain(block)
         self._cached.clear()
 
     def check(self, tables: Iterable[list[int]]) -> None:

@@ -56,6 +56,7 @@ class EngineCore:
             ready.num_blocks,
             ready.block_size,
             prefix_caching=config.cache.enable_prefix_caching,
+            contiguous=ready.contiguous,
         )
         self._packer = Packer(
             table,
@@ -63,6 +64,7 @@ class EngineCore:
             max_tokens=schedule.max_num_batched_tokens,
             stats=self._counts,
             on_unwarmed=config.warmup.on_unwarmed_shape,
+            contiguous=ready.contiguous,
         )
         self._scheduler = Scheduler(schedule, self._kv, self._packer, self._counts)
         self._outputs = Outputs(self._kv)

@@ -12,12 +12,19 @@ class KvManager:
 
     A table only grows, until `release` empties it. A block is filed when all of its tokens are
     accepted and written, so what is found may be read at once.
+
+    `contiguous`: decodes read the cache as one slice from block 0 on, so blocks are lent from the
+    lowest number on. A block has one holder then: no prefix is shared.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, prefix_caching: bool, contiguous: bool = False
+    ) -> None:
+        assert not (contiguous and prefix_caching), "a slice of the cache holds no shared blocks"
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self.pool = BlockPool(num_blocks)
+        self.contiguous = contiguous
+        self.pool = BlockPool(num_blocks, lowest_first=contiguous)
         self._coming: dict[bytes, Request] = {}
         """Blocks of prompts that are being computed, not filed yet, and by whom."""
 
@@ -83,9 +90,16 @@ class KvManager:
         """Lend `count` more blocks, which the caller has seen to be free."""
         taken = self.pool.take(count)
         request.blocks.extend(taken)
+        if self.contiguous and taken:
+            # Lent in rising order.
+            request.reach = max(request.reach, taken[-1] + 1)
         room = len(request.blocks) * self.block_size
         request.pause_at = min(room, request.max_known - 1)
         return taken
+
+    def decode_blocks(self, request: Request) -> int:
+        """Blocks that a decode of it alone reads."""
+        return request.reach if self.contiguous else len(request.blocks)
 
     def file(self, request: Request, written: int) -> None:
         """File the blocks that are full now that `written` known tokens are in the cache."""
@@ -119,7 +133,7 @@ class KvManager:
         request.promised = []
         self.pool.give_back(reversed(request.blocks))
         request.blocks = []
-        request.computed = request.written = request.pause_at = 0
+        request.computed = request.written = request.pause_at = request.reach = 0
         request.file_at = NEVER
 
     def forget_prefixes(self, holders: Iterable[Request]) -> None:
@@ -141,4 +155,8 @@ class KvManager:
             assert len(request.blocks) == need, (
                 f"{request.key} holds {len(request.blocks)} blocks, its {request.computed} "
                 f"computed tokens need {need}"
+            )
+            reach = max(request.blocks, default=-1) + 1
+            assert not self.contiguous or request.reach == reach, (
+                f"{request.key} holds block {reach - 1}, its reach is {request.reach}"
             )

@@ -1,5 +1,6 @@
 """Packing: rows into launches that fit buckets. Knows no blocks and no queue, only shapes."""
 
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from engine.request import Request
@@ -35,9 +36,12 @@ class Packer:
         max_tokens: int,
         stats: StepStats,
         on_unwarmed: str = "run",
+        contiguous: bool = False,
     ) -> None:
+        """`contiguous`: a decode's blocks are all up to the highest of any row, not a sum."""
         self._table = table
         self._rejects = on_unwarmed == "reject"
+        self._joined: Callable[[Iterable[int]], int] = max if contiguous else sum
         self._max_batch = max_prefill_batch
         self._max_tokens = max_tokens
         self._stats = stats
@@ -66,23 +70,23 @@ class Packer:
         return self._rejects and not self._table.is_prepared(DECODE, num_rows, 1, num_blocks)
 
     def decode_apart(self, rows: list[int], blocks: list[int]) -> list[Launch]:
-        """Launches for decoding rows, each of which holds its entry of `blocks`, in their order;
+        """Launches for decoding rows, each of which reads its entry of `blocks`, in their order;
         as few as prepared buckets allow."""
         launches = []
         start = 0
         while start < len(rows):
             stop, total = start + 1, blocks[start]
             while stop < len(rows) and self._table.is_prepared(
-                DECODE, stop + 1 - start, 1, total + blocks[stop]
+                DECODE, stop + 1 - start, 1, self._joined((total, blocks[stop]))
             ):
-                total += blocks[stop]
+                total = self._joined((total, blocks[stop]))
                 stop += 1
             launches.append(self.decode(rows[start:stop], total))
             start = stop
         return launches
 
     def decode(self, rows: list[int], num_blocks: int) -> Launch:
-        """One launch for all decoding rows, which hold `num_blocks` together."""
+        """One launch for all decoding rows, which read `num_blocks` together."""
         lookup = self._table.find(DECODE, len(rows), 1, num_blocks)
         self._stats.count_launch("decode", lookup.result, len(rows), lookup.bucket[0])
         return Launch(DECODE, lookup.bucket, rows)

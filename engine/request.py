@@ -58,6 +58,7 @@ class Request:
         "promised",
         "prompt",
         "rank",
+        "reach",
         "row",
         "sampling",
         "started_at",
@@ -106,6 +107,8 @@ class Request:
 
         self.row = -1
         self.blocks: list[int] = []
+        self.reach = 0
+        """One more than its highest block; kept only where decodes read a slice of the cache."""
         self.computed = 0
         self.written = 0
         self.decode_from = self.known

@@ -143,6 +143,8 @@ class Scheduler:
             request.last_step = step
             num_blocks += len(request.blocks)
             planned.append(request)
+        if self._kv.contiguous:
+            num_blocks = max((request.reach for request in planned), default=0)
         decision.num_decode_blocks = num_blocks
 
     def _may_go_on(self, request: Request, decision: Decision) -> bool:
@@ -305,7 +307,7 @@ class Scheduler:
         if decision.decodes:
             rows = [request.row for request in decision.decodes]
             if self._packer.must_split(len(rows), decision.num_decode_blocks):
-                blocks = [len(request.blocks) for request in decision.decodes]
+                blocks = [self._kv.decode_blocks(request) for request in decision.decodes]
                 launches += self._packer.decode_apart(rows, blocks)
             else:
                 launches.append(self._packer.decode(rows, decision.num_decode_blocks))

@@ -60,7 +60,10 @@ def _exponential(limits: "BucketLimits") -> Shapes:
         contexts=limits.prefix_caching,
     )
     decodes = exponential_decodes(
-        limits.max_num_seqs, limits.block_size, limits.num_blocks, exact_last=False
+        limits.max_num_seqs,
+        limits.block_size,
+        limits.num_blocks,
+        exact_last=not limits.prefix_caching,
     )
     return prompts, decodes
 

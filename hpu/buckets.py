@@ -89,6 +89,9 @@ class BucketTable:
             return cls([], [], limits, exact=True)
         prompts, decodes = generate(config, limits)
         prompts = [shape for shape in prompts if _fits_budget(shape, limits)]
+        if not limits.prefix_caching:
+            # None can hold more than there are, and a slice of the cache cannot be longer than it.
+            decodes = [(batch, 1, min(blocks, limits.num_blocks)) for batch, _, blocks in decodes]
         return cls(
             _cover_prompts(prompts, limits), _cover_decodes(decodes, limits), limits, exact=False
         )

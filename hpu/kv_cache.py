@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from config.engine import EngineConfig
 from hpu.backends.base import Backend
 
 Shape = tuple[int, ...]
@@ -19,6 +20,15 @@ class HoldsCaches(Protocol):
         ...
 
     def bind_caches(self, caches: list[tuple[Tensor, Tensor]]) -> None: ...
+
+
+def reads_contiguously(config: EngineConfig, backend: Backend) -> bool:
+    """Whether decodes read the cache as one slice from block 0 on: where the device gains by it, or
+    where it was asked for, and never with prefixes that rows may share."""
+    asked = config.execution.contiguous_pa
+    if config.cache.enable_prefix_caching or asked is False:
+        return False
+    return asked is True or backend.reads_contiguously
 
 
 def block_bytes(model: HoldsCaches, block_size: int, dtype: torch.dtype) -> int:

@@ -21,10 +21,21 @@ class Rows:
     A plan that breaks this is a bug of the engine: RuntimeError, with the numbers that disagree.
     """
 
-    def __init__(self, max_rows: int, max_model_len: int, block_size: int, pad_block: int) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        max_model_len: int,
+        block_size: int,
+        pad_block: int,
+        *,
+        contiguous: bool = False,
+    ) -> None:
+        """`contiguous`: a decode over N blocks describes the blocks 0 .. N - 1 in this order, and
+        no two of its rows may share one."""
         self.max_rows = max_rows
         self.block_size = block_size
         self.pad_block = pad_block
+        self.contiguous = contiguous
         blocks_a_row = -(-max_model_len // block_size)
         self._tables = np.zeros((max_rows, blocks_a_row), np.int32)
         self._num_blocks = np.zeros(max_rows, np.int64)
@@ -136,7 +147,14 @@ class Rows:
             raise RuntimeError(f"rows {launch.rows}: a decode needs exactly one token uncomputed")
         self._check_blocks(rows, positions + 1)
         used = positions // self.block_size + 1
-        wanted = int(used.sum())
+        # One entry a block, all of row 0, then all of row 1, ...:
+        #   groups   0  0  0  1  1  2
+        #   places   0  1  2  0  1  0      the block's place in its row's table
+        groups = np.repeat(np.arange(n), used)
+        ends = np.cumsum(used)
+        places = np.arange(len(groups)) - np.repeat(ends - used, used)
+        blocks = self._tables[rows[groups], places]
+        wanted = int(blocks.max()) + 1 if self.contiguous else len(blocks)
         if n > batch or wanted > total:
             raise RuntimeError(f"{n} rows over {wanted} blocks do not fit {launch.bucket}")
 
@@ -146,21 +164,18 @@ class Rows:
         out.positions[n:] = 0
         out.slots[:n] = self._slots(rows, positions)
         out.slots[n:] = np.resize(self._pad_slots, batch - n)
-        # One entry a block, all of row 0, then all of row 1, ...:
-        #   groups   0  0  0  1  1  2
-        #   places   0  1  2  0  1  0      the block's place in its row's table
-        groups = np.repeat(np.arange(n), used)
-        ends = np.cumsum(used)
-        places = np.arange(wanted) - np.repeat(ends - used, used)
-        out.block_list[:wanted] = self._tables[rows[groups], places]
-        out.block_list[wanted:] = self.pad_block
-        out.block_groups[:wanted] = groups
-        out.block_groups[wanted:] = -1
-        out.block_starts[:wanted] = places * self.block_size
-        out.block_starts[wanted:] = 0
-        out.block_usage[:wanted] = self.block_size
-        out.block_usage[ends - 1] = positions % self.block_size + 1
-        out.block_usage[wanted:] = 1
+        # Where each block's entry stands: at its own number, or one behind the other.
+        entries = blocks if self.contiguous else slice(wanted)
+        lasts = blocks[ends - 1] if self.contiguous else ends - 1
+        out.block_list[:] = np.arange(total) if self.contiguous else self.pad_block
+        out.block_list[entries] = blocks
+        out.block_groups[:] = -1
+        out.block_groups[entries] = groups
+        out.block_starts[:] = 0
+        out.block_starts[entries] = places * self.block_size
+        out.block_usage[:] = 1
+        out.block_usage[entries] = self.block_size
+        out.block_usage[lasts] = positions % self.block_size + 1
         self._num_computed[rows] += 1
         self._num_known[rows] += 1
 

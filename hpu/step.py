@@ -56,7 +56,8 @@ class Launch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     phase: int
     bucket: tuple[int, int, int]
     """(batch, query, blocks): for a prefill, blocks of cached context a row; for a decode, query is
-    1 and blocks is the total over all rows."""
+    1 and blocks is the total over all rows, or, where the worker reads its cache as one slice, one
+    more than the highest block of any row."""
     rows: list[int]
     counts: list[int] = []
     samples: list[bool] = []
@@ -147,6 +148,8 @@ class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
     driver: str = ""
     software: str = ""
     """Versions of the device's driver and runtime."""
+    contiguous: bool = False
+    """Whether a decode's blocks are all blocks up to the highest of its rows."""
 
 
 class Warmed(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=8):

@@ -18,7 +18,7 @@ from hpu.buckets import BucketLimits, BucketTable
 from hpu.counters import Counters
 from hpu.diagnostics import diagnostics_of
 from hpu.graphs import Graphs
-from hpu.kv_cache import KVCache, block_bytes
+from hpu.kv_cache import KVCache, block_bytes, reads_contiguously
 from hpu.loader import load_weights
 from hpu.memory import GIB, Split, Wanted, split_memory
 from hpu.models.decoder import Decoder
@@ -114,6 +114,9 @@ class Worker:
             block_size,
             cache.bytes / GIB,
         )
+        contiguous = reads_contiguously(config, backend)
+        if contiguous:
+            model.read_contiguously()
         table = _table(config, backend, max_model_len, block_size, split.num_blocks)
         counters = Counters()
         captures = backend.captures and not config.enforce_eager
@@ -124,7 +127,13 @@ class Worker:
         self._runner = Runner(
             model,
             backend,
-            Rows(max_rows, max_model_len, block_size, pad_block=split.num_blocks),
+            Rows(
+                max_rows,
+                max_model_len,
+                block_size,
+                pad_block=split.num_blocks,
+                contiguous=contiguous,
+            ),
             sampler,
             cache,
             graphs,
@@ -136,9 +145,12 @@ class Worker:
         if captures:
             for bucket in table.buckets:
                 staging.prepare(bucket)
+        diagnostics = diagnostics_of(backend, config.execution, counters, captures=captures)
+        self._runner.diagnostics = diagnostics
         warmup_s = warm_up(self._runner, sampler, table.buckets, on_progress)
         graphs.stage = "serving"
-        self._runner.diagnostics = diagnostics_of(backend, config.execution, counters)
+        if diagnostics is not None:
+            diagnostics.forget()
         self._profiler = Profiler(self._runner, backend, config.execution, config.cache_dir)
         self._profiler.begin_with_server()
         backend.settled()
@@ -159,6 +171,7 @@ class Worker:
             warmup_s=warmup_s,
             driver=backend.driver,
             software=backend.software,
+            contiguous=contiguous,
         )
 
 

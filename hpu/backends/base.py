@@ -55,6 +55,9 @@ class Backend(Protocol):
     """Whether `capture` gives a speed-up here; if not, launches run the function itself."""
     compiles: bool
     """Whether the first launch of a shape costs a compilation here, captured or not."""
+    reads_contiguously: bool
+    """Whether a decode gains by reading the cache as one slice, blocks of others included, rather
+    than gathering its own blocks."""
     shares_host_memory: bool
     """Whether device memory is the host's, so that taking most of it would hurt others."""
 

@@ -61,6 +61,7 @@ class CpuBackend:
     default_strategy = "exact"
     captures = False
     compiles = False
+    reads_contiguously = False
     shares_host_memory = True
 
     def __init__(self, num_threads: int | None = None) -> None:

@@ -82,6 +82,7 @@ class CudaBackend:
     default_strategy = "exponential"
     captures = True
     compiles = False
+    reads_contiguously = False
     shares_host_memory = False
 
     def __init__(self) -> None:

@@ -102,6 +102,7 @@ class GaudiBackend:
     fast_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
     index_dtype = torch.int32
     compiles = True
+    reads_contiguously = True
     shares_host_memory = False
 
     def __init__(

@@ -1,7 +1,8 @@
 """Attention: one layer's cache writes and reads, and what all layers of a launch share.
 
 Caches are (blocks, block_size, kv_heads, head_dim), so a slot is a row of the flattened cache: one
-index op writes a launch's keys, and a gathered list of blocks is read where it lies.
+index op writes a launch's keys, and a decode reads a gathered list of blocks, or all blocks up to
+some number as one slice.
 """
 
 from dataclasses import dataclass
@@ -57,7 +58,8 @@ class DecodePlan(NamedTuple):
     """What the layers of a decode share; masks for layers without and with a window."""
 
     slots: Tensor
-    block_list: Tensor
+    block_list: Tensor | None
+    """(N): the blocks to gather; None: the first N of the cache, as they lie."""
     groups: Tensor
     """(N): the row of each block, -1 for padding."""
     rows: Tensor
@@ -90,14 +92,21 @@ class Windows:
 
 
 def plan_launch(
-    context: LaunchContext, block_size: int, windows: Windows, fused: torch.dtype | None = None
+    context: LaunchContext,
+    block_size: int,
+    windows: Windows,
+    fused: torch.dtype | None = None,
+    *,
+    contiguous: bool = False,
 ) -> LaunchPlan:
     """Derive masks and mappings from a launch's inputs, once for all layers and on the device, so
-    that a captured graph contains it. `fused`: the model's dtype if it runs on fused kernels."""
+    that a captured graph contains it. `fused`: the model's dtype if it runs on fused kernels;
+    `contiguous`: whether entry i of a decode describes block i of the cache."""
     if isinstance(context, PrefillContext):
         plan = _plan_prefill(context, block_size, windows)
         return plan if fused is None else _joined(plan, context, windows, fused)
-    return _plan_decode(context, block_size, windows, fused or torch.float32)
+    decode = _plan_decode(context, block_size, windows, fused or torch.float32)
+    return decode._replace(block_list=None) if contiguous else decode
 
 
 def _joined(
@@ -252,11 +261,12 @@ class Attention(nn.Module):
     def _decode(self, query: Tensor, plan: DecodePlan) -> Tensor:
         mask = plan.masks[self._kind]
         assert mask is not None
+        keys, values = _blocks(self._keys, plan), _blocks(self._values, plan)
         if self._kernels is not None:
             return self._kernels.paged_decode(
                 query,
-                self._keys.index_select(0, plan.block_list),
-                self._values.index_select(0, plan.block_list),
+                keys,
+                values,
                 groups=plan.groups,
                 rows=plan.rows,
                 mapping=plan.mapping,
@@ -265,8 +275,8 @@ class Attention(nn.Module):
             )
         return paged_decode(
             query,
-            self._keys.index_select(0, plan.block_list),
-            self._values.index_select(0, plan.block_list),
+            keys,
+            values,
             rows=plan.rows,
             mapping=plan.mapping,
             mask=mask,
@@ -324,3 +334,10 @@ class Attention(nn.Module):
         shape = self.shape
         blocks = cache.index_select(0, block_list)
         return blocks.view(batch, -1, shape.num_kv_heads, shape.head_dim).transpose(1, 2)
+
+
+def _blocks(cache: Tensor, plan: DecodePlan) -> Tensor:
+    """(N, block_size, kv_heads, head_dim): what a decode reads of a cache."""
+    if plan.block_list is None:
+        return cache[: plan.groups.shape[0]]
+    return cache.index_select(0, plan.block_list)

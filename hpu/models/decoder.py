@@ -184,6 +184,7 @@ class Decoder(nn.Module):
         self.rotary = Rotary(config, length=length, dtype=dtype, device=device)
         self._block_size = 0
         self._fused: torch.dtype | None = None
+        self._contiguous = False
 
     def _linear(self, in_size: int, out_size: int, *, bias: bool) -> Linear:
         return Linear(in_size, out_size, bias=bias, dtype=self.dtype, device=self.device)
@@ -217,7 +218,13 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, context: LaunchContext) -> Tensor:
         """Hidden states (B, Q, hidden) of `tokens` (B, Q), normed and ready for `logits`."""
         rotation: Rotation = self.rotary(context.positions)
-        plan = plan_launch(context, self._block_size, self.spec.windows, self._fused)
+        plan = plan_launch(
+            context,
+            self._block_size,
+            self.spec.windows,
+            self._fused,
+            contiguous=self._contiguous,
+        )
         total: Tensor = self.embedding(tokens)
         for layer in self.layers:
             total = layer(total, rotation, plan)
@@ -243,6 +250,11 @@ class Decoder(nn.Module):
             assert isinstance(layer, Layer)
             layer.attention.bind_caches(keys, values)
         self._block_size = caches[0][0].shape[1]
+
+    def read_contiguously(self) -> None:
+        """From now on entry i of a decode describes block i of the caches, which are then read as
+        they lie. Once only, before the first launch."""
+        self._contiguous = True
 
     def fuse(self, kernels: Kernels, *, split_qkv: bool = False) -> None:
         """Run on a device's fused kernels from now on. Once only, before the first launch."""
