@@ -1,7 +1,8 @@
 """Counters: numbers a worker keeps for its operator, by name. What can be told from a plan alone
 (bucket lookups, padding) the engine counts.
 
-compilations.{prefill,decode}.{warmup,serving}  captured graphs, by when they were captured
+compilations.{prefill,decode}.{warmup,serving}  captured graphs, by when they were captured; where
+                                                none are, what the device's runtime compiled
 compile_seconds.{warmup,serving}                time that took
 graphs, graph_bytes                             graphs kept, and the memory they hold (gauges)
 recompilations, cpu_fallbacks                   after warm-up, as the device's runtime counts them

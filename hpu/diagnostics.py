@@ -51,7 +51,11 @@ class Diagnostics:
         compilations: Callable[[], int],
         cpu_fallbacks: Callable[[], Mapping[str, int]],
         recipe_cache: RecipeCache | None = None,
+        counts_by_phase: bool = False,
     ) -> None:
+        """`counts_by_phase`: nobody captures graphs, so that compilations are told by phase from
+        here; those of a step with both phases are put down to its first launch."""
+        self._counts_by_phase = counts_by_phase
         self._config = config
         self._counters = counters
         self._compilations = compilations
@@ -61,10 +65,15 @@ class Diagnostics:
         self.forget()
 
     def forget(self) -> None:
-        """What was compiled until now was meant to be: a warm-up has run."""
+        """What was compiled until now was meant to be."""
         self._known_compilations = self._compilations()
         self._known_fallbacks = dict(self._cpu_fallbacks())
         self._count_recipes()
+
+    def warmed(self, phase: int) -> None:
+        """A bucket of this phase was prepared."""
+        self._count_phase(phase, "warmup", self._compilations() - self._known_compilations)
+        self.forget()
 
     def collected(self, pending: PendingStep) -> None:
         """A step is done: count and log what happened since the one before it."""
@@ -79,8 +88,14 @@ class Diagnostics:
         self._known_fallbacks = fallbacks
         self._counters.add("recompilations", compiled)
         self._counters.add("cpu_fallbacks", sum(found.values()))
+        if pending.launches and pending.launches[0].launch is not None:
+            self._count_phase(pending.launches[0].launch.phase, "serving", compiled)
         self._count_recipes()
         self._log(pending, compiled, found)
+
+    def _count_phase(self, phase: int, stage: str, compiled: int) -> None:
+        if self._counts_by_phase:
+            self._counters.add(f"compilations.{phase_name(phase)}.{stage}", compiled)
 
     def _count_recipes(self) -> None:
         if self._recipe_cache is None:
@@ -114,9 +129,10 @@ class Diagnostics:
 
 
 def diagnostics_of(
-    backend: Backend, config: ExecutionConfig, counters: Counters
+    backend: Backend, config: ExecutionConfig, counters: Counters, *, captures: bool
 ) -> Diagnostics | None:
-    """For a back end whose runtime counts; None for others."""
+    """For a back end whose runtime counts; None for others. `captures`: graphs are captured, and
+    counted by those who do."""
     if not isinstance(backend, CountsWork):
         return None
     return Diagnostics(
@@ -125,6 +141,7 @@ def diagnostics_of(
         compilations=backend.compilations,
         cpu_fallbacks=backend.cpu_fallbacks,
         recipe_cache=backend.recipe_cache if isinstance(backend, CountsRecipes) else None,
+        counts_by_phase=not captures,
     )
 
 

@@ -69,7 +69,7 @@ class Runner:
         self.trace: Trace | None = None
         """Where steps are noted; set and taken away between steps."""
         self.diagnostics: Diagnostics | None = None
-        """Set after warm-up, where the device's runtime counts."""
+        """Set where the device's runtime counts."""
         self._broken: set[int] = set()
         """Rows whose logits were not numbers, until they are freed."""
         # One place more than rows: padding reads and writes there.
@@ -123,7 +123,7 @@ class Runner:
             done.prompts.append(PendingPrompt(0, MAX_LOGPROBS, slices))
         self._backend.synchronize()
         if self.diagnostics is not None:
-            self.diagnostics.forget()
+            self.diagnostics.warmed(bucket[0])
 
     def _apply(self, plan: StepPlan) -> None:
         for row in plan.freed_rows:

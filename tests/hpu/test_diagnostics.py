@@ -9,7 +9,7 @@ from hpu.backends.cpu import CpuBackend, CpuEvent
 from hpu.counters import Counters
 from hpu.diagnostics import Diagnostics, diagnostics_of
 from hpu.pending import PendingLaunch, PendingStep
-from hpu.step import DECODE, Launch
+from hpu.step import DECODE, PREFILL, Launch
 
 
 class Runtime:
@@ -20,13 +20,16 @@ class Runtime:
         self.on_host = {"aten::nonzero": 3}
         self.recipes = (10, 40)
 
-    def diagnostics(self, counters: Counters, **config: bool) -> Diagnostics:
+    def diagnostics(
+        self, counters: Counters, *, counts_by_phase: bool = False, **config: bool
+    ) -> Diagnostics:
         return Diagnostics(
             ExecutionConfig(**config),
             counters,
             compilations=lambda: self.compiled,
             cpu_fallbacks=lambda: self.on_host,
             recipe_cache=lambda: self.recipes,
+            counts_by_phase=counts_by_phase,
         )
 
 
@@ -91,4 +94,22 @@ def test_every_step_is_logged_when_asked(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_a_back_end_that_counts_nothing_has_no_diagnostics() -> None:
-    assert diagnostics_of(CpuBackend(1), ExecutionConfig(), Counters()) is None
+    assert diagnostics_of(CpuBackend(1), ExecutionConfig(), Counters(), captures=False) is None
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_where_no_graphs_are_captured_compilations_are_told_by_phase(captures: bool) -> None:
+    runtime, counters = Runtime(), Counters()
+    diagnostics = runtime.diagnostics(counters, counts_by_phase=not captures)
+
+    runtime.compiled += 3
+    diagnostics.warmed(PREFILL)
+    runtime.compiled += 1
+    diagnostics.collected(step(0))
+
+    told = {} if captures else {"prefill.warmup": 3, "decode.serving": 1}
+    counts = counters.take_changed()
+    assert {f"compilations.{name}": count for name, count in told.items()} == {
+        name: count for name, count in counts.items() if name.startswith("compilations.")
+    }
+    assert counts["recompilations"] == 1
