@@ -89,18 +89,23 @@ def _serve(argv: list[str]) -> int:
     log.setup("server", level=server.log_level, access_log=not server.disable_access_log)
     for variable, reason in idle_variables(environment()):
         logger.warning("The variable %s does nothing here, %s", variable, reason)
+    from config.startup import check_checkpoint, check_device
+
+    check_device(engine.device)
     from server.frontends import serve
 
     def folder(report: Report) -> str:
         from config.checkpoint import resolve
 
-        return resolve(
+        path = resolve(
             engine.model,
             revision=engine.revision,
             cache_dir=engine.cache_dir,
             dtype=engine.dtype,
             report=report,
         )
+        check_checkpoint(engine, path)
+        return path
 
     own_names = NAMES if engine.model in NAMES else (engine.model,)
     names = server.served_model_names or own_names

@@ -16,6 +16,7 @@ from config.errors import UserError
 from config.load import from_keywords
 from config.model import read_model_config
 from config.sampling import SamplingParams
+from config.startup import check_checkpoint, check_device
 from engine.client import EngineClient
 from engine.inline import InlineClient
 from server.background import STOP_TIMEOUT_S, Background
@@ -44,9 +45,11 @@ class LLM:
     def __init__(self, model: str, **flags: Any) -> None:
         loaded = from_keywords(model=model, **flags)
         engine, server = loaded.engine, loaded.server
+        check_device(engine.device)
         path = resolve(
             engine.model, revision=engine.revision, cache_dir=engine.cache_dir, dtype=engine.dtype
         )
+        check_checkpoint(engine, path)
         self._tokenizer: Tokenizer | None = None
         template: str | dict[str, str] | None = None
         if not server.skip_tokenizer_init:

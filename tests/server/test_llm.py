@@ -210,6 +210,17 @@ def test_a_wrong_keyword_names_the_nearest(folder: Path) -> None:
         LLM(str(folder), max_num_seq=4)
 
 
+@pytest.mark.parametrize("executor", ["inline", "processes"])
+def test_what_only_a_worker_can_tell_is_told_in_its_words(folder: Path, executor: str) -> None:
+    before = our_threads()
+    flags = {"max_model_len": 64, "block_size": 16, "num_blocks": 2, "executor": executor}
+
+    with pytest.raises(ConfigError, match="one full context of 64 tokens needs 4 blocks"):
+        LLM(str(folder), **flags)
+
+    assert our_threads() == before
+
+
 def test_a_folder_without_a_model_is_told(tmp_path: Path) -> None:
     before = our_threads()
 
