@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import yaml
 
 from config.arguments import server_parser
 from config.env import settings
+from config.load import load
 from config.reference import PATH, reference
 from server.bench.command import parser as bench_parser
 from server.buckets_command import parser as buckets_parser
@@ -25,6 +27,14 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MANIFESTS = ("compose.yaml", "kubernetes.yaml", "prometheus.yaml")
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMANDS = [
+    (page.name, text)
+    for page in PAGES
+    # This one has a test of its own, with what it prints.
+    if page.name != "plan.md"
+    for kind, text in FENCE.findall(page.read_text(encoding="utf-8"))
+    if kind == "console" and "gaudiserve " in text
+]
 EXAMPLES = [(kind, text) for kind, text in FENCE.findall(README) if kind in ("bash", "python")]
 
 
@@ -197,6 +207,45 @@ def test_an_example_of_the_readme_runs(kind: str, example: str, served: tuple[st
     assert done.stdout.strip()
     if kind == "bash" and "/v1/" in text:
         assert json.loads(done.stdout)["choices"][0]["message"]["role"] == "assistant"
+
+
+@pytest.mark.parametrize(("page", "example"), COMMANDS, ids=[page for page, _ in COMMANDS])
+def test_commands_of_the_documents_do_what_they_say(
+    page: str, example: str, served: tuple[str, str], tmp_path: Path
+) -> None:
+    lines = [{"prompt_tokens": 90 + 7 * i, "output_tokens": 30 + i} for i in range(20)]
+    (tmp_path / "requests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    here = ["--base-url", served[0], "--num-prompts", "2"]
+    commands = [shlex.split(line) for line in example.replace("\\\n", "").splitlines()]
+
+    for program, name, *words in commands:
+        assert program == "gaudiserve"
+        if name == "serve":
+            server_parser("serve", "").parse_all([word for word in words if word != "..."])
+            continue
+        done = subprocess.run(
+            [sys.executable, "-m", "gaudiserve", name, *words, *(here if name == "bench" else [])],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip()
+
+
+def test_the_example_of_a_file_is_read(tmp_path: Path) -> None:
+    (example,) = [
+        t for kind, t in FENCE.findall(PATH.read_text(encoding="utf-8")) if kind == "yaml"
+    ]
+
+    (tmp_path / "serve.yaml").write_text(example)
+    loaded = load(["--config", str(tmp_path / "serve.yaml")], environ={})
+
+    assert loaded.engine.max_model_len == 8192
+    assert loaded.server.allowed_origins == ("https://chat.example.com",)
 
 
 def test_the_readme_has_an_example_of_each_kind() -> None:
