@@ -54,8 +54,8 @@ EXECUTION = (
         "execution",
         "contiguous_pa",
         "Execution on HPU",
-        "Decodes read the cache as one slice; auto: where prefix caching is off. Taken, but this "
-        "version gathers blocks either way",
+        "Decodes read the cache as one slice, not block by block; auto: where the device gains by "
+        "it and prefix caching is off",
         variables=("VLLM_CONTIGUOUS_PA",),
     ),
     Flag(

@@ -31,6 +31,7 @@ _MOE = "mixtures of experts are not in this version"
 _HYBRID = "models with a recurrent state are not in this version"
 _IMAGES = "images are not in this version"
 _APART = "prefill and decode run in one engine in this version"
+_LOWEST = "the lowest free block is lent first, none is moved later"
 _SLICES = "a long prompt is computed in chunks of max-num-batched-tokens instead"
 
 GROUPS: Mapping[str, tuple[Knob, ...]] = {
@@ -54,22 +55,22 @@ GROUPS: Mapping[str, tuple[Knob, ...]] = {
         Knob(
             "VLLM_CONTIGUOUS_PA",
             "auto",
-            "decodes read the cache as one slice, where prefix caching is off; taken here, but "
-            "blocks are gathered either way in this version",
+            "decodes read the cache as one slice; on where prefix caching is off, and asking for "
+            "it switches that off",
         ),
         Knob(
             "VLLM_DEFRAG_THRESHOLD",
             "32",
             "unused blocks below the highest one in use before blocks are moved",
             NOT_BUILT,
-            "blocks stay where they are",
+            _LOWEST,
         ),
         Knob(
             "VLLM_DEFRAG_WITH_GRAPHS",
             "auto",
             "move blocks in a captured graph",
             NOT_BUILT,
-            "blocks stay where they are",
+            _LOWEST,
         ),
         Knob(
             "VLLM_COS_SIN_RECOMPUTE",

@@ -49,7 +49,10 @@ def test_a_variable_that_does_nothing_is_told_once_with_the_reason() -> None:
     found = idle_variables(environ)
 
     assert found == [
-        ("VLLM_DEFRAG_THRESHOLD", "not built: blocks stay where they are"),
+        (
+            "VLLM_DEFRAG_THRESHOLD",
+            "not built: the lowest free block is lent first, none is moved later",
+        ),
         ("VLLM_GC_THR_GEN0", "not needed: what lives at start is taken out of its sight"),
     ]
 
