@@ -20,7 +20,7 @@ from engine.request import ModelLimits, Request
 from engine.scheduler import Decision, Scheduler
 from engine.stats import StepStats
 from hpu.buckets import BucketTable
-from hpu.step import WORKER_CALLS, StepResult, WorkerReady
+from hpu.step import DECODE, WORKER_CALLS, StepResult, WorkerReady
 
 
 class EngineCore:
@@ -53,7 +53,7 @@ class EngineCore:
         self.num_later = ready.num_later
         """Buckets that are still to be prepared, between requests."""
         self._kv = KvManager(
-            ready.num_blocks,
+            _blocks_to_lend(config, ready, table),
             ready.block_size,
             prefix_caching=config.cache.enable_prefix_caching,
             contiguous=ready.contiguous,
@@ -307,6 +307,16 @@ class EngineCore:
         assert len(line) == 0, f"{len(line)} requests wait when none is open"
         running = self._scheduler.num_running
         assert running == 0, f"{running} requests run when none is open"
+
+
+def _blocks_to_lend(config: EngineConfig, ready: WorkerReady, table: BucketTable) -> int:
+    """All blocks of the worker; but where decodes read a slice of the cache, and nothing may run
+    that is not prepared, only those that lie within the widest prepared decode."""
+    may_reject = config.warmup.on_unwarmed_shape == "reject" and not table.is_exact
+    if not (ready.contiguous and may_reject):
+        return ready.num_blocks
+    widest = max((bucket[3] for bucket in table.buckets if bucket[0] == DECODE), default=0)
+    return min(ready.num_blocks, widest)
 
 
 def _stray_token(params: SamplingParams, vocab_size: int) -> int | None:

@@ -164,6 +164,14 @@ def test_a_row_whose_logits_are_no_numbers_harms_no_other(
     play(CoreRig(**shape, next_token=hashed_token(VOCABULARY, bad_every=23)), schedule_moves)
 
 
+@settings(PROFILE, max_examples=60)
+@given(rigs, schedules)
+def test_a_decode_that_reads_a_slice_reaches_the_highest_block_of_its_rows(
+    shape: dict[str, Any], schedule_moves: list[Move]
+) -> None:
+    play(CoreRig(**{**shape, "prefix_caching": False, "contiguous": True}), schedule_moves)
+
+
 def test_the_schedules_reach_what_they_are_meant_to_reach() -> None:
     # Not hypothesis's luck: the same kind of load must preempt, share, chunk and end early.
     rig = CoreRig(num_blocks=18, rows=5, budget=9)

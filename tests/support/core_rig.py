@@ -34,11 +34,15 @@ class CoreRig:
         max_waiting: int = 1000,
         max_prefill_batch: int = 4,
         prefix_caching: bool = True,
+        contiguous: bool = False,
         buckets: str = "exact",
         next_token: NextToken | None = None,
     ) -> None:
         self.ready = worker_ready(
-            num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            contiguous=contiguous,
         )
         schedule = ScheduleConfig(
             max_num_seqs=rows,

@@ -168,6 +168,9 @@ class FakeExecutor:
             assert max(launch.counts) <= query, f"{launch.counts} tokens in a query of {query}"
         else:
             need = sum(len(row.blocks) for row in rows)
+            if self.ready.contiguous:
+                need = 1 + max(block for row in rows for block in row.blocks)
+                assert blocks <= self.ready.num_blocks, f"{blocks} blocks of a smaller cache"
             assert query == 1 and not launch.counts and not launch.samples
         assert need <= blocks, f"{need} blocks in a bucket of {blocks}"
         if self.table is not None and not self.table.is_exact:
@@ -226,6 +229,7 @@ def worker_ready(
     max_model_len: int = 64,
     vocab_size: int = 50,
     eos_token_ids: tuple[int, ...] = (2,),
+    contiguous: bool = False,
 ) -> WorkerReady:
     """What a worker of a small model would report."""
     return WorkerReady(
@@ -243,4 +247,5 @@ def worker_ready(
         total_bytes=0,
         load_s=0.0,
         warmup_s=0.0,
+        contiguous=contiguous,
     )

@@ -58,6 +58,7 @@ class WorkerRig:
         num_blocks: int = 96,
         max_num_seqs: int = 8,
         device: str = "cpu",
+        prefix_caching: bool = True,
         **settings: Any,
     ) -> None:
         config = EngineConfig(
@@ -65,7 +66,9 @@ class WorkerRig:
             dtype="float32",
             device=device,
             num_threads=1,
-            cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks),
+            cache=CacheConfig(
+                block_size=BLOCK_SIZE, num_blocks=num_blocks, enable_prefix_caching=prefix_caching
+            ),
             schedule=ScheduleConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=256),
             buckets=buckets or BucketConfig(),
             **settings,
@@ -141,6 +144,8 @@ class WorkerRig:
             state.known += 1
             self._grow(row, state.computed)
             total += len(state.blocks)
+        if self.ready.contiguous:
+            total = 1 + max(block for row in rows for block in self.rows[row].blocks)
         batch, _, blocks = self._bucket(len(rows), 1, total)
         self._next.launches.append(Launch(DECODE, (batch, 1, blocks), list(rows)))
 
