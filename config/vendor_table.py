@@ -201,6 +201,14 @@ GROUPS: Mapping[str, tuple[Knob, ...]] = {
             NOT_NEEDED,
             "no switch is locked behind another",
         ),
+        Knob(
+            "VLLM_ALLOW_LONG_MAX_MODEL_LEN",
+            "false",
+            "a context longer than the checkpoint was made for; asked for by the guide's page on "
+            "long context",
+            NOT_NEEDED,
+            "up to the checkpoint's own length none is asked for, and longer ones are refused",
+        ),
         Knob("VLLM_FULL_WARMUP", "false", "torch.compile: check no guard after warm-up"),
         Knob("VLLM_GRAPH_RESERVED_MEM", "0.1", "share of the usable memory for graphs"),
         Knob("VLLM_GRAPH_PROMPT_RATIO", "0.3 (fork only)", "share of that for prompts"),
