@@ -161,3 +161,15 @@ def test_the_pool_agrees_with_the_slow_one(size: int, moves: list[tuple[int, int
 
         pool.check(tables)
         assert pool.free == slow.free
+
+
+def test_lowest_first_keeps_the_blocks_in_use_low() -> None:
+    pool = BlockPool(size=8, lowest_first=True)
+    first = pool.take(5)
+    pool.give_back([3, 1, 0])
+
+    again = pool.take(4)
+
+    assert first == [0, 1, 2, 3, 4]
+    assert again == [0, 1, 3, 5]
+    pool.check([[2, 4], again])

@@ -187,3 +187,17 @@ def test_nobody_waits_for_blocks_that_are_written_already() -> None:
 
     assert kv.find_prefix(late) == []
     assert not kv.pays_to_wait(late, [])
+
+
+def test_a_requests_reach_follows_its_highest_block_where_decodes_read_a_slice() -> None:
+    kv = KvManager(8, SIZE, prefix_caching=False, contiguous=True)
+    first, second = (make(list(range(2 * SIZE))) for _ in range(2))
+    for request in (first, second):
+        kv.start(request, [])
+        kv.grow(request, 2)
+    kv.release(first)
+    first_after = first.reach
+    kv.grow(second, 1)
+
+    assert second.blocks == [2, 3, 0]
+    assert (first_after, second.reach, kv.decode_blocks(second)) == (0, 4, 4)

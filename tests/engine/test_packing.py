@@ -164,3 +164,20 @@ def test_no_other_split_of_the_sorted_prompts_is_cheaper(lengths: list[int]) -> 
                 options.append(sum(table.overhead + table.cost(PREFILL, s) for s in shapes))
     assert total == min(options)
     assert sorted(count for launch in launches for count in launch.counts) == ordered
+
+
+def test_decodes_that_read_a_slice_share_its_length() -> None:
+    limits = BucketLimits(16, 2048, 64, BUDGET, MAX_BATCH, 1000, False)
+    table = BucketTable([(1, 16, 0)], [(2, 1, 40)], limits, exact=False)
+    packer = Packer(
+        table,
+        max_prefill_batch=MAX_BATCH,
+        max_tokens=BUDGET,
+        stats=StepStats(),
+        on_unwarmed="reject",
+        contiguous=True,
+    )
+
+    launches = packer.decode_apart([5, 6, 7], [30, 40, 20])
+
+    assert [(x.bucket, x.rows) for x in launches] == [((2, 1, 40), [5, 6]), ((2, 1, 40), [7])]

@@ -202,3 +202,27 @@ def test_a_rows_own_blocks_leave_out_a_prefix_that_another_live_row_holds() -> N
     rows.free(1)
 
     assert (shared, rows.own_blocks(0)) == ([7], [5, 6, 7])
+
+
+def test_a_decode_over_a_slice_describes_each_block_at_its_own_number() -> None:
+    rows = Rows(max_rows=4, max_model_len=32, block_size=BLOCK, pad_block=PAD, contiguous=True)
+    rows.admit(_new(1, [1, 2, 3, 4, 5], [6, 2]))
+    rows.admit(_new(0, [7, 8], [3]))
+    _prefill(rows, Launch(PREFILL, (2, 5, 0), [1, 0], counts=[5, 2], samples=[True, True]))
+
+    fields = _decode(rows, Launch(DECODE, (3, 1, 9), [1, 0]))
+
+    assert fields.block_list.tolist() == list(range(9))
+    assert fields.block_groups.tolist() == [-1, -1, 0, 1, -1, -1, 0, -1, -1]
+    assert fields.block_starts.tolist() == [0, 0, 4, 0, 0, 0, 0, 0, 0]
+    assert fields.block_usage.tolist() == [1, 1, 2, 3, 1, 1, 4, 1, 1]
+    assert fields.slots.tolist() == [2 * BLOCK + 1, 3 * BLOCK + 2, PAD * BLOCK]
+
+
+def test_a_slice_that_ends_below_a_rows_block_is_an_error_with_the_numbers() -> None:
+    rows = Rows(max_rows=4, max_model_len=32, block_size=BLOCK, pad_block=PAD, contiguous=True)
+    rows.admit(_new(0, [1], [6]))
+    _prefill(rows, Launch(PREFILL, (1, 1, 0), [0], counts=[1], samples=[True]))
+
+    with pytest.raises(RuntimeError, match="over 7 blocks do not fit"):
+        _decode(rows, Launch(DECODE, (1, 1, 6), [0]))
