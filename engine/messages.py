@@ -84,6 +84,8 @@ class EngineStats(msgspec.Struct, omit_defaults=True, gc=False):
     padding_tokens: dict[str, int] = {}
     compilations: dict[str, int] = {}
     """'prefill.warmup', 'decode.serving', ...: counts."""
+    compile_seconds: dict[str, float] = {}
+    """'warmup', 'serving': what all of its compilations took."""
     recompilations: int = 0
     """After warm-up, as the device's runtime counts them; 0 where it does not."""
     cpu_fallbacks: int = 0
@@ -134,6 +136,10 @@ class Hello(msgspec.Struct, array_like=True, gc=False, tag=6):
 
     engine: int
     pid: int
+
+
+LATER = "later"
+"""Stage of the progress that comes after Ready: buckets that are prepared between requests."""
 
 
 class Progress(msgspec.Struct, array_like=True, gc=False, tag=7):

@@ -3,9 +3,11 @@
 from engine.messages import EngineStats
 
 COMPILATIONS = "compilations."
-"""A worker's counter `compilations.<phase>.<warmup|serving>` counts compilations since its start;
-`graphs` and `graph_bytes` say what is captured; `recompilations`, `cpu_fallbacks` and
-`recipe_<hits|misses>` are the runtime's own counts. Others are ignored."""
+"""A worker's counter `compilations.<phase>.<warmup|serving>` counts compilations since its start,
+`compile_seconds.<warmup|serving>` the time that they took; `graphs` and `graph_bytes` say what is
+captured; `recompilations`, `cpu_fallbacks` and `recipe_<hits|misses>` are the runtime's own counts.
+Others are ignored."""
+COMPILE_SECONDS = "compile_seconds."
 
 RECIPES = {"recipe_hits": "hit", "recipe_misses": "miss"}
 
@@ -33,6 +35,7 @@ class StepStats:
         self._useful: dict[str, int] = {}
         self._padding: dict[str, int] = {}
         self._compilations: dict[str, int] = {}
+        self._compile_seconds: dict[str, float] = {}
         self._step_tokens: list[int] = []
         self._step_seconds: list[tuple[int, float]] = []
 
@@ -68,6 +71,8 @@ class StepStats:
         for name, value in counters.items():
             if name.startswith(COMPILATIONS):
                 self._compilations[name[len(COMPILATIONS) :]] = int(value)
+            elif name.startswith(COMPILE_SECONDS):
+                self._compile_seconds[name[len(COMPILE_SECONDS) :]] = value
             elif name == "recompilations":
                 self.recompilations = int(value)
             elif name == "cpu_fallbacks":
@@ -107,6 +112,7 @@ class StepStats:
             useful_tokens=self._useful.copy(),
             padding_tokens=self._padding.copy(),
             compilations=self._compilations.copy(),
+            compile_seconds=self._compile_seconds.copy(),
             recompilations=self.recompilations,
             cpu_fallbacks=self.cpu_fallbacks,
             recipes=self._recipes.copy(),

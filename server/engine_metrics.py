@@ -17,8 +17,10 @@ from prometheus_client.core import (
 from prometheus_client.utils import floatToGoString
 
 from engine.client import EngineClient
-from engine.messages import EngineStats
+from engine.messages import LATER, EngineStats
 
+WARMUP = "warmup"
+"""Stage of the progress before Ready that counts buckets."""
 PHASES = ("prefill", "decode")
 RESULTS = ("hit", "miss", "fallback")
 STAGES = ("warmup", "serving")
@@ -35,9 +37,10 @@ class Tally:
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def observe(self, value: float) -> None:
-        self._counts[bisect.bisect_left(self._bounds, value)] += 1
-        self._sum += value
+    def observe(self, value: float, count: int = 1) -> None:
+        """Take `value`, `count` times."""
+        self._counts[bisect.bisect_left(self._bounds, value)] += count
+        self._sum += value * count
 
     def add_to(self, family: HistogramMetricFamily, labels: list[str]) -> None:
         """One more series of `family`."""
@@ -55,7 +58,9 @@ class EngineCollector:
         self._values = list(labels.values())
         self._iteration_tokens = Tally(TOKENS)
         self._step_seconds = [Tally(STEP_S) for _ in PHASES]
-        self._compile_seconds = [Tally(COMPILE_S) for _ in STAGES]
+        self._compile_seconds = {stage: Tally(COMPILE_S) for stage in STAGES}
+        self._compiled = dict.fromkeys(STAGES, (0, 0.0))
+        """By stage: compilations that were observed, and the seconds they took."""
         try:
             self._torch = version("torch")
         except PackageNotFoundError:
@@ -67,6 +72,19 @@ class EngineCollector:
             self._iteration_tokens.observe(num_tokens)
         for phase, seconds in stats.step_seconds:
             self._step_seconds[phase].observe(seconds)
+        for stage in STAGES:
+            self._observe_compilations(stage, stats)
+
+    def _observe_compilations(self, stage: str, stats: EngineStats) -> None:
+        """Those since the last stats. Several at once, as in warm-up, count as equally long: only
+        their sum is told."""
+        count = sum(stats.compilations.get(f"{phase}.{stage}", 0) for phase in PHASES)
+        seconds = stats.compile_seconds.get(stage, 0.0)
+        before, seconds_before = self._compiled[stage]
+        if count > before and seconds > seconds_before:
+            mean_s = (seconds - seconds_before) / (count - before)
+            self._compile_seconds[stage].observe(mean_s, count - before)
+            self._compiled[stage] = (count, seconds)
 
     def collect(self) -> Iterator[Metric]:
         stats = self._client.stats
@@ -151,7 +169,7 @@ class EngineCollector:
         compile_seconds = HistogramMetricFamily(
             "hpu_graph_compile_seconds", "Time to compile a graph.", labels=[*self._names, "stage"]
         )
-        for stage, tally in zip(STAGES, self._compile_seconds, strict=True):
+        for stage, tally in self._compile_seconds.items():
             tally.add_to(compile_seconds, [*self._values, stage])
         yield from (lookups, compilations, useful, padding, steps, compile_seconds)
 
@@ -218,10 +236,11 @@ class EngineCollector:
     def _warmup(self) -> Iterator[Metric]:
         ready, progress = self._client.ready, self._client.progress
         done = total = 0
-        if ready is not None:
-            done = total = ready.num_buckets
-        elif progress is not None and progress.stage.startswith("warm"):
+        stage = WARMUP if ready is None else LATER
+        if progress is not None and progress.stage == stage:
             done, total = progress.done, progress.total
+        elif ready is not None:
+            done = total = ready.num_buckets
         yield self._gauge("hpu_warmup_seconds", "Warm-up.", ready.warmup_s if ready else 0.0)
         buckets = GaugeMetricFamily(
             "hpu_warmup_buckets", "Buckets warmed up.", labels=[*self._names, "state"]

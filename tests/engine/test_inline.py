@@ -7,7 +7,7 @@ import pytest
 from counting_worker import REFUSAL, make_counting_executor
 from engine_rig import asking, counting_config, generate, prompt_of, read_all
 
-from config.errors import EngineDied
+from config.errors import ConfigError, EngineDied
 from engine.inline import InlineClient
 
 
@@ -56,7 +56,7 @@ async def test_what_is_wrong_at_start_is_told_in_the_workers_own_words() -> None
     client = InlineClient(counting_config("refuse=1"), make_counting_executor)
     await client.start()
 
-    with pytest.raises(EngineDied, match=REFUSAL):
+    with pytest.raises(ConfigError, match=REFUSAL):
         await client.wait_ready()
     await client.close()
 

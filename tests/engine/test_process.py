@@ -10,7 +10,7 @@ from counting_worker import REFUSAL
 from engine_rig import asking, engine_rig, eventually, generate, prompt_of, read_all
 from live import cpu_seconds
 
-from config.errors import EngineDied, Overloaded, UserError
+from config.errors import ConfigError, EngineDied, Overloaded, UserError
 
 
 @pytest.mark.parametrize("executor", ["inline", "processes"])
@@ -45,7 +45,7 @@ async def test_what_is_wrong_at_start_reaches_the_client_in_the_workers_own_word
     executor: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async with engine_rig("refuse=1", executor=executor, ready=False) as rig:
-        with pytest.raises(EngineDied) as caught:
+        with pytest.raises(ConfigError) as caught:
             await asyncio.wait_for(rig.client.wait_ready(), 10)
         assert await eventually(lambda: rig.engine.poll() is not None, 5)
         code = rig.engine.poll()

@@ -72,10 +72,11 @@ def test_worker_counters_replace_what_they_name() -> None:
     stats = StepStats(graph_bytes=7)
 
     stats.take_counters({"compilations.decode.warmup": 3.0, "graphs": 2.0, "unheard_of": 1.0})
-    stats.take_counters({"compilations.decode.warmup": 4.0})
+    stats.take_counters({"compilations.decode.warmup": 4.0, "compile_seconds.warmup": 1.5})
 
     sent = snapshot(stats)
     assert sent.compilations == {"decode.warmup": 4}
+    assert sent.compile_seconds == {"warmup": 1.5}
     assert (sent.graphs, sent.graph_bytes) == (2, 7)
 
 

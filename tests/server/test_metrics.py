@@ -8,7 +8,7 @@ from http_rig import TalkingClient, in_memory
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
 
-from engine.messages import EngineStats
+from engine.messages import LATER, EngineStats, Progress
 from server.metrics import counts_up_to, openmetrics_version
 
 OPEN = {"accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"}
@@ -191,6 +191,29 @@ async def test_the_engines_numbers_are_its_latest() -> None:
             assert await rig.metric(name) == pytest.approx(value), name
 
 
+async def test_what_was_compiled_is_timed_once_each_by_stage() -> None:
+    at_start = {"prefill.warmup": 3, "decode.warmup": 1}
+    later = {**at_start, "decode.serving": 1}
+    async with in_memory() as rig:
+        for compilations, seconds in (
+            (at_start, {"warmup": 6.0}),
+            (later, {"warmup": 6.0, "serving": 7.0}),
+            (later, {"warmup": 6.0, "serving": 7.0}),
+        ):
+            stats = EngineStats(compilations=compilations, compile_seconds=seconds)
+            rig.state.metrics.observe_stats(stats)
+
+        for tail, value in {
+            '_count{engine="0",model_name="demo",stage="warmup"': 4,
+            '_sum{engine="0",model_name="demo",stage="warmup"': 6,
+            '_bucket{engine="0",le="2.5",model_name="demo",stage="warmup"': 4,
+            '_count{engine="0",model_name="demo",stage="serving"': 1,
+            '_bucket{engine="0",le="5.0",model_name="demo",stage="serving"': 0,
+            '_bucket{engine="0",le="10.0",model_name="demo",stage="serving"': 1,
+        }.items():
+            assert await rig.metric(f"hpu_graph_compile_seconds{tail}") == value, tail
+
+
 async def test_the_device_is_named_with_the_versions_it_runs_on() -> None:
     async with in_memory() as rig:
         ready = rig.client.ready
@@ -201,6 +224,24 @@ async def test_the_device_is_named_with_the_versions_it_runs_on() -> None:
 
         line = next(line for line in text.splitlines() if line.startswith("hpu_info{"))
         assert 'driver="1.24.1"' in line and 'software="1.24.0.1"' in line
+
+
+@pytest.mark.parametrize(
+    ("is_ready", "stage", "done"),
+    [(False, "load", 0), (False, "warmup", 3), (True, "warmup", 8), (True, LATER, 3)],
+)
+async def test_warm_up_is_told_while_it_goes_on_and_between_requests(
+    is_ready: bool, stage: str, done: int
+) -> None:
+    async with in_memory() as rig:
+        ready = rig.client.ready
+        assert ready is not None
+        rig.client.ready = msgspec.structs.replace(ready, num_buckets=8) if is_ready else None
+        rig.client.progress = Progress(0, stage, 3, 9)
+
+        found = await rig.metric('hpu_warmup_buckets{engine="0",model_name="demo",state="done"')
+
+        assert found == done
 
 
 async def test_unknown_paths_and_methods_share_one_label() -> None:
