@@ -13,6 +13,7 @@ from engine.core import EngineCore
 from engine.executors.base import IDLE_S, Executor
 from engine.messages import (
     FRONT_END_SHIFT,
+    LATER,
     Abort,
     AddRequest,
     Control,
@@ -27,9 +28,6 @@ from engine.messages import (
 from engine.prefix import block_hashes
 from hpu.buckets import BucketLimits, BucketTable
 from hpu.step import WarmupProgress, WorkerReady
-
-LATER = "later"
-"""Stage of the progress that is made between requests."""
 
 Entry = tuple[int, ToEngine, list[bytes]] | BaseException
 
