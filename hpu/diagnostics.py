@@ -22,6 +22,8 @@ class CountsWork(Protocol):
 
     def compilations(self) -> int: ...
 
+    def compile_seconds(self) -> float: ...
+
     def cpu_fallbacks(self) -> Mapping[str, int]:
         """By operation."""
         ...
@@ -49,6 +51,7 @@ class Diagnostics:
         counters: Counters,
         *,
         compilations: Callable[[], int],
+        compile_seconds: Callable[[], float],
         cpu_fallbacks: Callable[[], Mapping[str, int]],
         recipe_cache: RecipeCache | None = None,
         counts_by_phase: bool = False,
@@ -59,6 +62,7 @@ class Diagnostics:
         self._config = config
         self._counters = counters
         self._compilations = compilations
+        self._compile_seconds = compile_seconds
         self._cpu_fallbacks = cpu_fallbacks
         self._recipe_cache = recipe_cache
         self._recipes = (0, 0)
@@ -67,6 +71,7 @@ class Diagnostics:
     def forget(self) -> None:
         """What was compiled until now was meant to be."""
         self._known_compilations = self._compilations()
+        self._known_seconds = self._compile_seconds()
         self._known_fallbacks = dict(self._cpu_fallbacks())
         self._count_recipes()
 
@@ -94,8 +99,11 @@ class Diagnostics:
         self._log(pending, compiled, found)
 
     def _count_phase(self, phase: int, stage: str, compiled: int) -> None:
-        if self._counts_by_phase:
+        if self._counts_by_phase and compiled:
+            seconds = self._compile_seconds()
             self._counters.add(f"compilations.{phase_name(phase)}.{stage}", compiled)
+            self._counters.add(f"compile_seconds.{stage}", seconds - self._known_seconds)
+            self._known_seconds = seconds
 
     def _count_recipes(self) -> None:
         if self._recipe_cache is None:
@@ -139,6 +147,7 @@ def diagnostics_of(
         config,
         counters,
         compilations=backend.compilations,
+        compile_seconds=backend.compile_seconds,
         cpu_fallbacks=backend.cpu_fallbacks,
         recipe_cache=backend.recipe_cache if isinstance(backend, CountsRecipes) else None,
         counts_by_phase=not captures,

@@ -269,6 +269,10 @@ class GaudiBackend:
     def compilations(self) -> int:
         return int(dict(self._metrics.metric_global("graph_compilation").stats())["TotalNumber"])
 
+    def compile_seconds(self) -> float:
+        found = dict(self._metrics.metric_global("graph_compilation").stats())
+        return float(found["TotalTime"]) / 1e6
+
     def cpu_fallbacks(self) -> Mapping[str, int]:
         found = dict(self._metrics.metric_global("cpu_fallback").stats())
         return dict(found["FallbackOps"])
