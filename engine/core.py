@@ -49,6 +49,7 @@ class EngineCore:
         )
         self._seeds = random.Random(config.seed)
         self._counts = StepStats(graph_bytes=ready.graph_bytes)
+        self._counts.take_counters(ready.counters)
         self._table = table
         self.num_later = ready.num_later
         """Buckets that are still to be prepared, between requests."""
@@ -66,7 +67,13 @@ class EngineCore:
             on_unwarmed=config.warmup.on_unwarmed_shape,
             contiguous=ready.contiguous,
         )
-        self._scheduler = Scheduler(schedule, self._kv, self._packer, self._counts)
+        self._scheduler = Scheduler(
+            schedule,
+            self._kv,
+            self._packer,
+            self._counts,
+            defrag_threshold=config.execution.defrag_threshold,
+        )
         self._outputs = Outputs(self._kv)
         self._requests: dict[int, Request] = {}
         self._front_ends: set[int] = set()

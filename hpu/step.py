@@ -1,7 +1,8 @@
 """What an engine and its workers say to each other. Columns of plain values; knows no tensors.
 
 A worker keeps each live sequence in a row, so a plan carries only what changed. Everything in a
-plan applies in this order: freed rows, new rows, grown blocks, launches one after the other.
+plan applies in this order: freed rows, moved blocks, new rows, grown blocks, launches one after the
+other.
 """
 
 import msgspec
@@ -73,6 +74,10 @@ class StepPlan(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, ta
     grown_blocks: list[int] = []
     """grown_rows[i] is lent block grown_blocks[i], at the end of its table."""
     freed_rows: list[int] = []
+    moved_from: list[int] = []
+    moved_to: list[int] = []
+    """Block moved_from[i] lies at moved_to[i] from now on, for whichever row names it. Nobody names a
+    block in moved_to before, and all are moved at once."""
 
 
 class Logprobs(msgspec.Struct, array_like=True, gc=False):
@@ -148,6 +153,8 @@ class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
     driver: str = ""
     software: str = ""
     """Versions of the device's driver and runtime."""
+    counters: dict[str, float] = {}
+    """As in StepResult: what warm-up counted."""
     contiguous: bool = False
     """Whether a decode's blocks are all blocks up to the highest of its rows."""
 

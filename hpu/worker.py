@@ -171,6 +171,7 @@ class Worker:
             warmup_s=warmup_s,
             driver=backend.driver,
             software=backend.software,
+            counters=counters.take_changed(),
             contiguous=contiguous,
         )
 

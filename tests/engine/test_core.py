@@ -3,12 +3,15 @@
 import itertools
 import time
 
+import msgspec
 import pytest
 from core_rig import CoreRig
 from slow_model import raw
 
+from config.engine import EngineConfig
 from config.errors import UserError
 from config.sampling import SamplingParams
+from engine.core import EngineCore
 from engine.messages import AddRequest
 
 LONG = {"max_tokens": 30, "ignore_eos": True}
@@ -387,3 +390,15 @@ def test_who_waits_can_leave_a_long_line_in_any_order() -> None:
 
     assert rig.core.stats().waiting == rig.core.num_open == 0
     rig.core.check_books()
+
+
+def test_what_warm_up_counted_is_known_before_the_first_step() -> None:
+    rig = CoreRig()
+    counters = {"graphs": 4.0, "compilations.decode.warmup": 4.0}
+    ready = msgspec.structs.replace(rig.ready, counters=counters)
+    assert rig.executor.table is not None
+    core = EngineCore(EngineConfig("none"), rig.executor, ready, rig.executor.table, lambda: 0.0)
+
+    stats = core.stats()
+
+    assert (stats.graphs, stats.compilations) == (4, {"decode.warmup": 4})
