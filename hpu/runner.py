@@ -132,6 +132,9 @@ class Runner:
                 self._cache.scrub(self._rows.own_blocks(row))
             self._rows.free(row)
             self._sampler.release(row)
+        if plan.moved_from:
+            self._cache.move(plan.moved_from, plan.moved_to)
+            self._rows.move(plan.moved_from, plan.moved_to)
         for new in plan.new_rows:
             tokens = self._rows.admit(new)
             self._sampler.admit(new.row, new.sampling, tokens, new.num_prompt_tokens)
@@ -169,7 +172,7 @@ class Runner:
         hidden = self._graphs.run(inputs)
         hidden = hidden.reshape(-1, hidden.shape[-1])
         # On a lazy device the recipe ends here, whatever the launch does with the output.
-        self._backend.event()
+        self._backend.mark()
         return hidden
 
     def _sample(
@@ -239,7 +242,7 @@ class Runner:
             width = most if self._pads else len(part)
             columns = np.minimum(np.arange(width), len(part) - 1)
             # On a lazy device what came before is no part of this slice's recipe.
-            self._backend.event()
+            self._backend.mark()
             places = self._upload(first + start + columns, pending)
             wanted = self._upload(part[columns], pending)
             logits = self._model.logits(hidden.index_select(0, places))

@@ -1,7 +1,7 @@
 """PaddedSampler: the sampler for devices that compile. As `hpu.sampler`, in fixed stages.
 
 A stage has one sequence of operations and one set of shapes for each batch width, whatever numbers
-the rows of a batch ask for, and ends with an event, so that a lazy device makes one recipe of it;
+the rows of a batch ask for, and ends with a mark, so that a lazy device makes one recipe of it;
 which stages run is all that depends on the rows. Any mix of settings thus meets only what a few
 settings have warmed. Order and results are those of `hpu.sampler`; sums over a row are float32.
 """
@@ -86,7 +86,7 @@ class PaddedSampler:
         self._widths: dict[int, _Width] = {}
         self._kept: list[Tensor] = []
         """Host tensors that admissions upload, until a launch takes them along."""
-        backend.event()
+        backend.mark()
 
     @property
     def warmup_settings(self) -> tuple[RowSampling, ...]:
@@ -125,13 +125,13 @@ class PaddedSampler:
         width = self._width(logits.shape[0])
         kept = self._upload(width, places, stages)
         # What came before belongs to the bucket, not to the first stage.
-        self._backend.event()
+        self._backend.mark()
         scores = self._masked(logits, width.places, width.numbers, stages)
         if stages.draw:
             tokens = self._drawn(scores, width.numbers, stages)
         else:
             tokens = self._told(_best(scores))
-        self._backend.event()
+        self._backend.mark()
         self._columns.advance(places)
         self._remember(tokens, width.places, stages)
         return Sampled(tokens, self._logprobs(logits, tokens, stages), kept)
@@ -168,22 +168,22 @@ class PaddedSampler:
         tables = self._tables
         # A stage of its own, so that all others see one type.
         scores = logits.float()
-        self._backend.event()
+        self._backend.mark()
         if stages.few_words:
             scores = _without_words(
                 scores, tables.few_words, places.few_words, tables.last, places.last
             )
-            self._backend.event()
+            self._backend.mark()
         if stages.many_words:
             scores = _without_words(
                 scores, tables.many_words, places.many_words, tables.last, places.last
             )
-            self._backend.event()
+            self._backend.mark()
         if stages.masks:
             scores = scores + tables.bias.index_select(0, places.bias)
             scores = scores + _bars(tables.barred.index_select(0, places.barred))
             scores = _penalised(scores, tables.counts.index_select(0, places.counts), numbers)
-            self._backend.event()
+            self._backend.mark()
         return scores
 
     def _drawn(self, scores: Tensor, numbers: Numbers, stages: Stages) -> Tensor:
@@ -193,10 +193,10 @@ class PaddedSampler:
         threshold = filters.min_p_threshold(weights, best.tokens, numbers.min_p)
         threshold = threshold.clamp(min=filters.TINY)
         greedy = numbers.greedy > 0.5
-        self._backend.event()
+        self._backend.mark()
         if stages.top_k:
             threshold = torch.maximum(threshold, filters.top_k_by_search(weights, numbers.top_k))
-            self._backend.event()
+            self._backend.mark()
         if stages.top_p:
             weights = filters.cut(weights, threshold)
             mass = filters.totals(weights, torch.float32) * numbers.top_p
@@ -206,7 +206,7 @@ class PaddedSampler:
             # Weights are 1 and above by now, so that a threshold of 1 changes nothing.
             nucleus = torch.where(cuts, filters.nucleus_by_search(weights, mass), 1.0)
             threshold = nucleus.clamp(min=1.0)
-            self._backend.event()
+            self._backend.mark()
         weights = filters.cut(weights, threshold)
         drawn = filters.draw(weights, numbers.random).unsqueeze(1)
         return self._told(_Best(best.values, torch.where(greedy, best.tokens, drawn)))
@@ -223,20 +223,20 @@ class PaddedSampler:
             every = torch.arange(counts.shape[1], device=tokens.device, dtype=tokens.dtype)
             more = counts.index_select(0, places.counts) + (every == tokens.unsqueeze(1))
             counts.index_copy_(0, places.counts, more)
-            self._backend.event()
+            self._backend.mark()
         if stages.words:
             last = self._tables.last
             kept = last.index_select(0, places.last)[:, 1:]
             kept = torch.cat((kept, (tokens + 1).unsqueeze(1)), dim=1)
             last.index_copy_(0, places.last, kept)
-            self._backend.event()
+            self._backend.mark()
 
     def _logprobs(self, logits: Tensor, tokens: Tensor, stages: Stages) -> TopLogprobs | None:
         """Always with MAX_LOGPROBS; a caller that wants fewer takes the first ones."""
         if not stages.logprobs:
             return None
         found = top_logprobs(logits, tokens, MAX_LOGPROBS)
-        self._backend.event()
+        self._backend.mark()
         return found
 
 

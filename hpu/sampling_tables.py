@@ -66,7 +66,7 @@ class _Table:
         # The row comes as a tensor: a number in the operation would make it another one.
         self.tensor.index_copy_(0, self._place, self._row)
         # Written by itself, so that it is one and the same however many rows a step admits.
-        self._backend.event()
+        self._backend.mark()
         return [host, place]
 
 

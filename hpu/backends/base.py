@@ -83,6 +83,10 @@ class Backend(Protocol):
         """Wait for all work."""
         ...
 
+    def mark(self) -> None:
+        """End a recipe here, on a device that gathers operations into recipes; else nothing."""
+        ...
+
     def event(self) -> Event:
         """A point after all the work given so far."""
         ...

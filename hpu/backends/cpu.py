@@ -93,6 +93,9 @@ class CpuBackend:
     def synchronize(self) -> None:
         return
 
+    def mark(self) -> None:
+        return
+
     def event(self) -> CpuEvent:
         return CpuEvent()
 

@@ -140,6 +140,9 @@ class CudaBackend:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
+    def mark(self) -> None:
+        return
+
     def event(self) -> CudaEvent:
         return CudaEvent(torch.cuda.current_stream(self.device))
 

@@ -198,8 +198,11 @@ class GaudiBackend:
         self._htcore.mark_step()
         self._hpu.synchronize()
 
-    def event(self) -> GaudiEvent:
+    def mark(self) -> None:
         self._htcore.mark_step()
+
+    def event(self) -> GaudiEvent:
+        self.mark()
         return GaudiEvent(self._hpu.Event(enable_timing=True))
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
