@@ -11,7 +11,7 @@ from engine_rig import counting_config
 from live import alive
 
 from config.engine import EngineConfig
-from config.errors import EngineDied, UserError
+from config.errors import ConfigError, EngineDied, UserError
 from engine.executors.inline import InlineExecutor
 from engine.executors.multiproc import MultiprocExecutor
 from engine.executors.select import make_executor
@@ -75,7 +75,7 @@ def test_a_worker_killed_while_collect_waits_is_noticed_at_once(
 def test_a_worker_that_cannot_start_is_quoted(tmp_path_factory: pytest.TempPathFactory) -> None:
     executor = executor_of("refuse=1", tmp_path_factory.mktemp("s"))
 
-    with pytest.raises(EngineDied) as caught:
+    with pytest.raises(ConfigError) as caught:
         executor.start(lambda progress: None)
     executor.close()
 
