@@ -72,10 +72,6 @@ class EngineStats(msgspec.Struct, omit_defaults=True, gc=False):
     blocks_used: int = 0
     blocks_total: int = 0
     preemptions: int = 0
-    prefix_queries: int = 0
-    """Tokens looked up."""
-    prefix_hits: int = 0
-    """Tokens found."""
     steps: int = 0
     lookups: dict[str, int] = {}
     """'prefill.hit', 'decode.miss', ...: counts."""

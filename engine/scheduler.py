@@ -227,8 +227,6 @@ class Scheduler:
         )
         if request.num_preemptions == 0:
             decision.started.append((request, cached))
-            if self._kv.prefix_caching:
-                self._stats.count_lookup(request.num_prompt, cached)
 
     def _add_chunk(self, request: Request, count: int, decision: Decision) -> None:
         context = self._kv.blocks_for(request.computed)

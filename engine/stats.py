@@ -23,8 +23,6 @@ class StepStats:
 
     def __init__(self, *, graph_bytes: int = 0) -> None:
         self.preemptions = 0
-        self.prefix_queries = 0
-        self.prefix_hits = 0
         self.steps = 0
         self.graphs = 0
         self.recompilations = 0
@@ -50,11 +48,6 @@ class StepStats:
         """A sequence was turned away, because its launch would have had to be compiled."""
         name = f"{phase}.refused"
         self._lookups[name] = self._lookups.get(name, 0) + 1
-
-    def count_lookup(self, num_tokens: int, num_found: int) -> None:
-        """A request left the waiting line for the first time."""
-        self.prefix_queries += num_tokens
-        self.prefix_hits += num_found
 
     def count_step(self, num_tokens: int, phases: list[int], seconds: list[float]) -> None:
         """A step was collected: its real tokens, and each launch's phase and time."""
@@ -105,8 +98,6 @@ class StepStats:
             blocks_used=blocks_used,
             blocks_total=blocks_total,
             preemptions=self.preemptions,
-            prefix_queries=self.prefix_queries,
-            prefix_hits=self.prefix_hits,
             steps=self.steps,
             lookups=self._lookups.copy(),
             useful_tokens=self._useful.copy(),

@@ -100,7 +100,7 @@ def test_a_gpu_says_what_the_cpu_says(family: str, tmp_path: Path) -> None:
 
     assert tokens_of(outputs) == tokens_of(expected)
     assert scores_of(outputs) == pytest.approx(scores_of(expected), abs=1e-3)
-    assert stats.preemptions > 0 and stats.prefix_hits > 0
+    assert stats.preemptions > 0 and any(output.num_cached_tokens for output in outputs)
     assert_captured_before_ready(stats)
 
 
@@ -157,12 +157,12 @@ def test_random_traffic_captures_nothing_and_takes_no_memory_for_good(folder: Pa
         llm.generate(prompts, params, use_tqdm=False)
         torch.cuda.synchronize()
         held = torch.cuda.memory_allocated()
-        llm.generate(prompts, params, use_tqdm=False)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
         torch.cuda.synchronize()
         held_later = torch.cuda.memory_allocated()
         stats = llm._client.stats
 
     # A step that nobody needed may still hold its few numbers.
     assert held_later - held < 1024**2
-    assert stats.prefix_hits > 0
+    assert any(output.num_cached_tokens for output in outputs)
     assert_captured_before_ready(stats)
