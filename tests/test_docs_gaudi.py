@@ -1,0 +1,100 @@
+"""What the pages on Gaudi say is so: every command is run, every output is the program's own, and
+every name of a test, a variable or a setting exists."""
+
+import re
+import shlex
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from config.load import load
+from config.vendor_knobs import knobs
+from server.cli import main
+
+ROOT = Path(__file__).parents[1]
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("gaudi*.md")}
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LEFT_OUT = re.compile(r"^\.\.\.\n", re.MULTILINE)
+
+
+def commands(kinds: tuple[str, ...]) -> list[tuple[str, str, str]]:
+    """(page, command, what the page shows of its output) of each `gaudiserve` command of a kind."""
+    found = []
+    for page, text in sorted(PAGES.items()):
+        fences = [*FENCE.findall(text), ("", "")]
+        for (kind, command), (next_kind, shown) in pairwise(fences):
+            if kind == "console" and command.split()[1] in kinds:
+                found.append((page, command, shown if next_kind == "text" else ""))
+    return found
+
+
+def words_of(command: str) -> list[str]:
+    return shlex.split(command.replace("\\\n", " "))[1:]
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files that the commands name, as the pages show them."""
+    (first, *_) = FENCE.findall((ROOT / "docs/plan.md").read_text(encoding="utf-8"))
+    second, traffic = (
+        text for kind, text in FENCE.findall(PAGES["gaudi-tuning.md"]) if kind == "json"
+    )
+    for name, text in {
+        "8b/config.json": first[1],
+        "32b/config.json": second,
+        "long.jsonl": traffic,
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("page", "command", "shown"), commands(("plan", "buckets")))
+def test_a_command_prints_what_its_page_shows(
+    page: str, command: str, shown: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(words_of(command))
+
+    rest = capsys.readouterr().out
+    assert shown, f"{page} shows no output of {command}"
+    for part in filter(None, LEFT_OUT.split(shown)):
+        _, found, rest = rest.partition(part)
+        assert found == part, f"{page}: {command} does not print {part!r}"
+
+
+@pytest.mark.parametrize(("page", "command", "shown"), commands(("serve",)))
+def test_a_server_would_start_with_the_flags_of_its_page(
+    page: str, command: str, shown: str, files: Path
+) -> None:
+    loaded = load(words_of(command)[1:], default_model="demo")
+
+    assert loaded.engine.model
+
+
+def test_the_variables_that_the_pages_name_are_known() -> None:
+    known = {knob.variable for knob in knobs()}
+    named = set(re.findall(r"`((?:VLLM|QUANT)_\w+)`", "\n".join(PAGES.values())))
+
+    assert len(named) > 5
+    assert named <= known
+
+
+def test_the_metrics_that_the_pages_name_are_described() -> None:
+    named = set(re.findall(r"`((?:vllm:|hpu_)\w+)`", "\n".join(PAGES.values()))) - {"hpu_backend"}
+    described = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+
+    assert len(named) > 5
+    assert {name for name in named if f"`{name}`" not in described} == set()
+
+
+def test_the_files_and_tests_that_the_pages_name_are_there() -> None:
+    named = set(
+        re.findall(
+            r"`((?:tests|hpu|config|engine|deploy|docs)/[\w/.]+)`", "\n".join(PAGES.values())
+        )
+    )
+
+    assert len(named) > 10
+    assert sorted(name for name in named if not (ROOT / name).exists()) == []
