@@ -22,7 +22,7 @@ from engine.messages import LATER, EngineStats
 WARMUP = "warmup"
 """Stage of the progress before Ready that counts buckets."""
 PHASES = ("prefill", "decode")
-RESULTS = ("hit", "miss", "fallback")
+RESULTS = ("hit", "miss", "fallback", "refused")
 STAGES = ("warmup", "serving")
 STEP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 COMPILE_S = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
