@@ -44,6 +44,9 @@ class ExecutionConfig:
     contiguous_pa: bool | None = None
     """Decodes read the cache as one slice instead of gathering blocks; None: where prefix caching
     is off (VLLM_CONTIGUOUS_PA)."""
+    defrag_threshold: int = 32
+    """With it, blocks that may lie unused below the highest one in use, before blocks are moved
+    down (VLLM_DEFRAG_THRESHOLD)."""
     split_qkv: bool = False
     """Queries, keys and values as three products instead of one."""
     log_graph_compilation: bool = False
@@ -65,6 +68,8 @@ class ExecutionConfig:
         _one_of("mode", self.mode, MODES)
         if self.hidden_layers < 1:
             raise ConfigError(f"hidden_layers is {self.hidden_layers}, it must be at least 1")
+        if self.defrag_threshold < 1:
+            raise ConfigError(f"defrag_threshold is {self.defrag_threshold}, it must be at least 1")
         first, last = self.profiled_steps
         if last is not None and first > last:
             raise ConfigError(f"profiler_steps begins at {first} and ends before, at {last}")

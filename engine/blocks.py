@@ -4,6 +4,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from heapq import heappop, heappush
+from itertools import islice
 
 
 class BlockPool:
@@ -78,6 +79,20 @@ class BlockPool:
                     self._add_plain(block)
                 else:
                     self._cached[block] = None
+
+    def pack(self, most: int) -> list[tuple[int, int]]:
+        """Lend low blocks in place of the highest held ones, `most` at most: (held, lent) pairs.
+
+        The held ones come back, so that whoever names one must name the lent one instead, and have
+        its contents there. Only of a pool that lends the lowest first, where nothing is filed.
+        """
+        held = self.size - self.free
+        # Packed, the held blocks are 0 .. held - 1: as many lie above as are free below.
+        above = (block for block in range(self.size - 1, held - 1, -1) if self._holders[block])
+        high = list(islice(above, most))
+        low = self.take(len(high))
+        self.give_back(high)
+        return list(zip(high, low, strict=True))
 
     def file(self, block: int, name: bytes) -> bool:
         """Let a full, held block be found by its hash; False if another has the same contents."""

@@ -67,7 +67,13 @@ class EngineCore:
             on_unwarmed=config.warmup.on_unwarmed_shape,
             contiguous=ready.contiguous,
         )
-        self._scheduler = Scheduler(schedule, self._kv, self._packer, self._counts)
+        self._scheduler = Scheduler(
+            schedule,
+            self._kv,
+            self._packer,
+            self._counts,
+            defrag_threshold=config.execution.defrag_threshold,
+        )
         self._outputs = Outputs(self._kv)
         self._requests: dict[int, Request] = {}
         self._front_ends: set[int] = set()

@@ -6,6 +6,9 @@ from engine.blocks import BlockPool
 from engine.prefix import chain, root_hash
 from engine.request import NEVER, Request
 
+MOST_MOVES = 512
+"""Blocks that are moved in one step at most."""
+
 
 class KvManager:
     """Lends blocks to requests as they grow, and files full ones under their hashes.
@@ -100,6 +103,24 @@ class KvManager:
     def decode_blocks(self, request: Request) -> int:
         """Blocks that a decode of it alone reads."""
         return request.reach if self.contiguous else len(request.blocks)
+
+    def pack(self, holders: Iterable[Request], slack: int) -> list[tuple[int, int]]:
+        """Move the highest blocks of `holders`, who are all that hold any, down to free ones, if
+        more than `slack` blocks lie unused below the highest: (from, to) pairs, most often none.
+
+        The tables name the new ones at once; the contents have to follow before anybody reads or
+        writes them, and before the old ones, which are free now, are written.
+        """
+        holders = list(holders)
+        reach = max((request.reach for request in holders), default=0)
+        if reach - slack <= self.pool.size - self.pool.free:
+            return []
+        moves = self.pool.pack(MOST_MOVES)
+        new = dict(moves)
+        for request in holders:
+            request.blocks = [new.get(block, block) for block in request.blocks]
+            request.reach = max(request.blocks, default=-1) + 1
+        return moves
 
     def file(self, request: Request, written: int) -> None:
         """File the blocks that are full now that `written` known tokens are in the cache."""

@@ -51,8 +51,16 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: ScheduleConfig, kv: KvManager, packer: Packer, stats: StepStats
+        self,
+        config: ScheduleConfig,
+        kv: KvManager,
+        packer: Packer,
+        stats: StepStats,
+        *,
+        defrag_threshold: int = 32,
     ) -> None:
+        """`defrag_threshold`: where decodes read a slice of the cache, blocks that may lie unused
+        below the highest one in use."""
         self.line = WaitingLine()
         self._kv = kv
         self._packer = packer
@@ -66,6 +74,9 @@ class Scheduler:
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._freed_rows: list[int] = []
         """Given back since the last plan, which has yet to say so."""
+        self._defrag_threshold = defrag_threshold
+        self._moves: list[tuple[int, int]] = []
+        """Blocks moved since the last plan, in the same way."""
         self._collected = -1
         self._has_dropped = False
 
@@ -110,6 +121,8 @@ class Scheduler:
         """Decide this step. Counts on the decision's plan, if it has one, being submitted."""
         decision = Decision(step)
         self._sort_out()
+        if self._kv.contiguous and not self._moves:
+            self._moves = self._kv.pack(self.holders, self._defrag_threshold)
         self._plan_decodes(decision)
         budget = self._max_tokens - len(decision.decodes)
         budget = self._plan_prefills(decision, budget)
@@ -316,6 +329,7 @@ class Scheduler:
                 decision.prefills.extend(chunks)
         if launches:
             freed, self._freed_rows = self._freed_rows, []
+            moves, self._moves = self._moves, []
             decision.plan = StepPlan(
                 decision.step,
                 launches,
@@ -323,6 +337,8 @@ class Scheduler:
                 decision.grown_rows,
                 decision.grown_blocks,
                 freed,
+                [source for source, _ in moves],
+                [target for _, target in moves],
             )
 
     def check(self) -> None:

@@ -1,5 +1,6 @@
 """KVCache: the tensors behind the block numbers. Knows no sequences."""
 
+import logging
 import math
 from typing import Protocol
 
@@ -7,9 +8,14 @@ import torch
 from torch import Tensor
 
 from config.engine import EngineConfig
-from hpu.backends.base import Backend
+from hpu.backends.base import Backend, Event
+
+logger = logging.getLogger(__name__)
 
 Shape = tuple[int, ...]
+
+MOVE_SIZES = (8, 16, 32, 64, 128, 256, 512)
+"""Blocks that are moved at once, padded up: the sizes of the vendor's defragmenter."""
 
 
 class HoldsCaches(Protocol):
@@ -37,6 +43,36 @@ def block_bytes(model: HoldsCaches, block_size: int, dtype: torch.dtype) -> int:
     return sum(math.prod(shape) for pair in shapes for shape in pair) * dtype.itemsize
 
 
+class _MoveInputs:
+    """Static numbers of blocks, `size` to move from and `size` to move to; two sets on the host,
+    used in turn."""
+
+    def __init__(self, size: int, backend: Backend) -> None:
+        self._size = size
+        self._backend = backend
+        self._sets = [backend.host_tensor(2 * size, backend.index_dtype) for _ in range(2)]
+        self._read: list[Event | None] = [None, None]
+        self._turn = 0
+        self._flat = backend.zeros((2 * size,), backend.index_dtype)
+
+    def upload(
+        self, sources: list[int], targets: list[int], *, pad_block: int
+    ) -> tuple[Tensor, Tensor]:
+        """(from, to), each (size), padded with `pad_block`; what the device does with them must be
+        given before the next call."""
+        turn, self._turn = self._turn, self._turn ^ 1
+        read = self._read[turn]
+        if read is not None:
+            read.wait()
+        host = self._sets[turn].numpy()
+        host[:] = pad_block
+        host[: len(sources)] = sources
+        host[self._size : self._size + len(targets)] = targets
+        self._backend.upload(self._flat, self._sets[turn])
+        self._read[turn] = self._backend.event()
+        return self._flat[: self._size], self._flat[self._size :]
+
+
 class KVCache:
     """`num_blocks` blocks to lend, and the pad block behind them (number `num_blocks`)."""
 
@@ -58,6 +94,44 @@ class KVCache:
             for keys, values in model.cache_shapes(num_blocks + 1, block_size)
         ]
         model.bind_caches(self._layers)
+        self._moves: dict[int, _MoveInputs] = {}
+
+    def warm_moves(self) -> None:
+        """Prepare `move` in every size that it takes: nothing new is compiled later. Where memory
+        does not suffice for a large one, more small ones are made instead."""
+        # No more can lie above the number of those in use, and as many free ones below it.
+        most = max(self.num_blocks // 2, 1)
+        sizes = [size for size in MOVE_SIZES if size // 2 < most] or [MOVE_SIZES[0]]
+        for size in sizes:
+            self._moves[size] = _MoveInputs(size, self._backend)
+            try:
+                self._move([], [], size)
+                self._backend.synchronize()
+            except Exception as error:
+                if size == sizes[0] or not self._backend.is_out_of_memory(error):
+                    raise
+                del self._moves[size]
+                logger.warning("Blocks are moved %d at a time: no memory for %d", size // 2, size)
+                break
+
+    def move(self, sources: list[int], targets: list[int]) -> None:
+        """Carry the contents of block sources[i] to targets[i], none of which is a source, too;
+        after `warm_moves`. The old blocks are zeroed: whatever they held harms no next holder."""
+        most = max(self._moves)
+        for start in range(0, len(sources), most):
+            part = slice(start, start + most)
+            size = min(size for size in self._moves if size >= len(sources[part]))
+            self._move(sources[part], targets[part], size)
+
+    def _move(self, sources: list[int], targets: list[int], size: int) -> None:
+        old, new = self._moves[size].upload(sources, targets, pad_block=self.num_blocks)
+        for cache in (cache for pair in self._layers for cache in pair):
+            by_block = cache.view(self.num_blocks + 1, -1)
+            contents = by_block.index_select(0, old)
+            by_block.index_copy_(0, new, contents)
+            by_block.index_copy_(0, old, torch.zeros_like(contents))
+            # A recipe a cache: all are alike, and hold no more memory than one needs.
+            self._backend.event()
 
     def scrub(self, blocks: list[int]) -> None:
         """Replace what is not a number in `blocks` by zero.

@@ -96,6 +96,17 @@ class Rows:
         self._tables[row, held:total] = blocks
         self._num_blocks[row] = total
 
+    def move(self, sources: list[int], targets: list[int]) -> None:
+        """Let every row that names block sources[i] name targets[i] instead."""
+        if not all(0 <= block < self.pad_block for block in (*sources, *targets)):
+            raise RuntimeError(
+                f"blocks {sources} are moved to {targets}, there are 0 .. {self.pad_block - 1}"
+            )
+        new = np.arange(self.pad_block + 1, dtype=np.int32)
+        new[sources] = targets
+        live = np.flatnonzero(self._is_live)
+        self._tables[live] = new[self._tables[live]]
+
     def fill_prefill(self, launch: Launch, out: PrefillFields) -> list[int]:
         """Write a prefill's inputs and move its rows on; gives the rows that sample, in order."""
         rows = self._live(launch)

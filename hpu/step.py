@@ -76,8 +76,8 @@ class StepPlan(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, ta
     freed_rows: list[int] = []
     moved_from: list[int] = []
     moved_to: list[int] = []
-    """Block moved_from[i] lies at moved_to[i] from now on, for whichever row names it. Nobody names a
-    block in moved_to before, and all are moved at once."""
+    """Block moved_from[i] lies at moved_to[i] from now on, for whichever row names it. All move at
+    once, and no row names a block of moved_to before."""
 
 
 class Logprobs(msgspec.Struct, array_like=True, gc=False):

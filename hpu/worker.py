@@ -147,6 +147,8 @@ class Worker:
                 staging.prepare(bucket)
         diagnostics = diagnostics_of(backend, config.execution, counters, captures=captures)
         self._runner.diagnostics = diagnostics
+        if contiguous:
+            cache.warm_moves()
         warmup_s = warm_up(self._runner, sampler, table.buckets, on_progress)
         graphs.stage = "serving"
         if diagnostics is not None:

@@ -50,3 +50,22 @@ def test_scrubbing_replaces_what_is_not_a_number_in_these_blocks_alone() -> None
     assert keys[1, 2, 0].tolist() == [0.0, 0.0, 5.0]
     assert values[2].isfinite().all()
     assert values[0, 0, 0, 0].isnan()
+
+
+def test_blocks_are_moved_with_their_contents_and_leave_nothing_behind() -> None:
+    model = _Layers()
+    cache = KVCache(model, CpuBackend(1), num_blocks=20, block_size=4, dtype=torch.float32)
+    cache.warm_moves()
+    for number, (keys, values) in enumerate(model.caches):
+        for block in range(20):
+            keys[block], values[block] = block + 100 * number, -block
+    sources = [*range(19, 9, -1)]
+    targets = [*range(10)]
+    model.caches[0][0][19, 0, 0, 0] = NAN
+
+    cache.move(sources, targets)
+
+    for number, (keys, values) in enumerate(model.caches):
+        assert keys[1:10, 3, 1, 2].tolist() == [block + 100 * number for block in range(18, 9, -1)]
+        assert values[:10, 0, 0, 0].tolist() == [-block for block in sources]
+        assert not keys[10:].any() and not values[10:].any()

@@ -8,6 +8,7 @@ from slow_model import Ledger, expected_output, hashed_token, raw
 
 from config.buckets import BucketConfig
 from config.engine import CacheConfig, EngineConfig, ScheduleConfig
+from config.execution import ExecutionConfig
 from config.sampling import SamplingParams
 from engine.core import EngineCore
 from engine.messages import AddRequest, StepTokens
@@ -35,6 +36,7 @@ class CoreRig:
         max_prefill_batch: int = 4,
         prefix_caching: bool = True,
         contiguous: bool = False,
+        defrag_threshold: int = 2,
         buckets: str = "exact",
         next_token: NextToken | None = None,
     ) -> None:
@@ -56,6 +58,7 @@ class CoreRig:
             model="none",
             schedule=schedule,
             cache=CacheConfig(enable_prefix_caching=prefix_caching),
+            execution=ExecutionConfig(defrag_threshold=defrag_threshold),
         )
         limits = BucketLimits(
             block_size, max_model_len, rows, budget, max_prefill_batch, num_blocks, prefix_caching

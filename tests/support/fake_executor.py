@@ -105,6 +105,7 @@ class FakeExecutor:
         for number in plan.freed_rows:
             assert number in self.rows, f"row {number} is freed, and nobody is in it"
             del self.rows[number]
+        self._move(dict(zip(plan.moved_from, plan.moved_to, strict=True)))
         for new in plan.new_rows:
             self._enter(new)
         for number, block in zip(plan.grown_rows, plan.grown_blocks, strict=True):
@@ -119,6 +120,19 @@ class FakeExecutor:
             else:
                 self._decode_rows(launch, result)
         return result
+
+    def _move(self, moves: dict[int, int]) -> None:
+        for row in self.rows.values():
+            taken = set(row.blocks) & set(moves.values())
+            assert not taken, f"blocks {taken} are moved to, and a row holds them"
+            row.blocks = [moves.get(block, block) for block in row.blocks]
+        size = self.ready.block_size
+        moved = {
+            (target, offset): self.slots.pop((source, offset), -1)
+            for source, target in moves.items()
+            for offset in range(size)
+        }
+        self.slots.update(moved)
 
     def _enter(self, new: NewRow) -> None:
         assert 0 <= new.row < self.max_rows, f"row {new.row} of {self.max_rows}"
