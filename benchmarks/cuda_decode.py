@@ -140,6 +140,7 @@ class Decoding:
         graphs = Graphs(
             model.forward, backend, counters, captures=captures, budget_bytes=GIB * 1024
         )
+        graphs.on_demand = True
         self._runner = Runner(
             model,
             backend,

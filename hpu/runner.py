@@ -5,6 +5,7 @@ and nothing in it may wait for the device or depend on the value of a device ten
 """
 
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -104,9 +105,14 @@ class Runner:
             self.trace.collected(pending, result.seconds, start)
         return result
 
+    @property
+    def own_row(self) -> int:
+        """The last row, in which no plan puts a sequence: for a warm-up."""
+        return self._rows.max_rows - 1
+
     def warm(self, bucket: Bucket, *, prompts: bool = False) -> None:
-        """Run a bucket once on nothing, sampling included; row 0 must be admitted to the sampler
-        (alone). With `prompts`, a prefill's prompt log-probabilities too. Waits for the device."""
+        """Run a bucket once on nothing, sampling included; `own_row` must be admitted to the
+        sampler. With `prompts`, a prefill's prompt log-probabilities too. Waits for the device."""
         inputs = self._staging.inputs(bucket)
         self._rows.fill_idle(inputs.fields())
         inputs.upload()
@@ -115,7 +121,7 @@ class Runner:
         begun = self._backend.event()
         hidden = self._forward(inputs)
         # Held until the device is done: it reads and writes host tensors of theirs.
-        done = self._sample(hidden, inputs, [0], begun)
+        done = self._sample(hidden, inputs, [self.own_row], begun)
         pending.launches.append(done)
         if prompts and bucket[0] == PREFILL:
             target = np.zeros(1, np.uint32)
@@ -156,7 +162,7 @@ class Runner:
         filled = time.perf_counter()
         pending.host_s += filled - start
         begun = self._backend.event()
-        hidden = self._forward(inputs)
+        hidden = self._forward(inputs, launch.rows)
         done = self._sample(hidden, inputs, rows, begun) if rows else PendingLaunch([], [], begun)
         for index, following in targets:
             done.prompts.append(self._prompt(hidden, launch, index, following, pending))
@@ -164,12 +170,12 @@ class Runner:
         done.launch, done.filled = launch, (start, filled)
         return done
 
-    def _forward(self, inputs: BucketInputs) -> Tensor:
-        """Hidden states (B * Q, hidden) of uploaded inputs."""
+    def _forward(self, inputs: BucketInputs, rows: Sequence[int] = ()) -> Tensor:
+        """Hidden states (B * Q, hidden) of uploaded inputs, which are those of `rows`."""
         if inputs.last is None:
             # A decode's tokens were sampled on the device; the host may not know them yet.
             torch.index_select(self._last_tokens, 0, inputs.rows, out=inputs.tokens.view(-1))
-        hidden = self._graphs.run(inputs)
+        hidden = self._graphs.run(inputs, rows)
         hidden = hidden.reshape(-1, hidden.shape[-1])
         # On a lazy device the recipe ends here, whatever the launch does with the output.
         self._backend.mark()

@@ -1,38 +1,23 @@
 """Worker: one device's life. Build, load, measure, warm up; then plans in, results out."""
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
 from config.engine import EngineConfig
-from config.errors import ConfigError
-from config.model import ModelConfig, read_model_config
-from config.startup import choose_max_model_len
+from hpu import announce
 from hpu.backends.base import Backend
 from hpu.backends.select import select_backend
-from hpu.buckets import BucketLimits, BucketTable
+from hpu.build import find_memory, load, make_runner, make_sampler, name_of, split
 from hpu.counters import Counters
 from hpu.diagnostics import diagnostics_of
-from hpu.graphs import Graphs
-from hpu.kv_cache import KVCache, block_bytes, reads_contiguously
-from hpu.loader import load_weights
-from hpu.memory import GIB, Split, Wanted, split_memory
-from hpu.models.decoder import Decoder
-from hpu.models.select import build_model
 from hpu.pending import PendingStep
 from hpu.profiler import Profiler
-from hpu.rows import Rows
 from hpu.runner import Runner
-from hpu.sampler import Sampler
-from hpu.staging import Staging
 from hpu.step import StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
-from hpu.warmup import warm_up
-
-logger = logging.getLogger(__name__)
+from hpu.warmup import Warmup
 
 Progress = Callable[[WarmupProgress], None]
 
@@ -46,6 +31,8 @@ class Worker:
         self._backend: Backend | None = None
         self._runner: Runner | None = None
         self._profiler: Profiler | None = None
+        self._warmup: Warmup | None = None
+        self._counters = Counters()
         self._pending: deque[PendingStep] = deque()
 
     def start(self, on_progress: Progress) -> WorkerReady:
@@ -78,7 +65,12 @@ class Worker:
     def idle(self) -> Warmed | None:
         """Prepare one of the buckets that were left for later; None when there is none. Only with
         nothing submitted."""
-        return None
+        assert self._warmup is not None and not self._pending, "idle with a plan, or before start"
+        if not self._warmup.num_later:
+            return None
+        with torch.inference_mode():
+            buckets = self._warmup.next()
+        return Warmed(buckets, self._warmup.num_later, self._counters.take_changed())
 
     def close(self) -> None:
         """Drop everything on the device and give it back; safe to call twice."""
@@ -86,7 +78,7 @@ class Worker:
         if self._profiler is not None:
             self._profiler.close()
             self._profiler = None
-        self._runner = None
+        self._runner = self._warmup = None
         if self._backend is not None:
             self._backend.close()
             self._backend = None
@@ -95,176 +87,57 @@ class Worker:
         config = self._config
         backend = select_backend(config)
         self._backend = backend
-        facts = read_model_config(config.model)
-        dtype = choose_dtype(config.dtype, facts.dtype, backend)
-        max_model_len = choose_max_model_len(config.max_model_len, facts)
-        logger.info("Device %s, %s, context %d", backend.name, _name(dtype), max_model_len)
-
-        model, weight_bytes, load_s = _load(
-            config, facts, dtype, max_model_len, backend, on_progress
-        )
-        block_size = config.cache.block_size or backend.default_block_size
-        split = _split(config, facts, model, dtype, backend, max_model_len, block_size)
-        cache = KVCache(
-            model, backend, num_blocks=split.num_blocks, block_size=block_size, dtype=dtype
-        )
-        logger.info(
-            "KV cache: %d blocks of %d tokens, %.2f GiB",
-            cache.num_blocks,
-            block_size,
-            cache.bytes / GIB,
-        )
-        contiguous = reads_contiguously(config, backend)
-        if contiguous:
-            model.read_contiguously()
-        table = _table(config, backend, max_model_len, block_size, split.num_blocks)
-        counters = Counters()
-        captures = backend.captures and not config.enforce_eager
-        graphs = Graphs(model, backend, counters, captures=captures, budget_bytes=split.graph_bytes)
-        staging = Staging(backend)
-        max_rows = config.schedule.max_num_seqs
-        sampler = Sampler(max_rows, facts.vocab_size, backend.device, backend.index_dtype)
-        self._runner = Runner(
-            model,
-            backend,
-            Rows(
-                max_rows,
-                max_model_len,
-                block_size,
-                pad_block=split.num_blocks,
-                contiguous=contiguous,
-            ),
+        loaded = load(config, backend, on_progress)
+        sampler = make_sampler(loaded)
+        found = find_memory(loaded, sampler)
+        parts = split(loaded, found)
+        table = loaded.table(parts.num_blocks)
+        announce.tell_buckets(table, loaded.buckets.strategy)
+        counters = self._counters
+        self._runner, graphs, staging, cache = make_runner(
+            loaded,
             sampler,
-            cache,
-            graphs,
-            staging,
             counters,
-            vocab_size=facts.vocab_size,
-            pads=not table.is_exact,
+            num_blocks=parts.num_blocks,
+            captures=loaded.captures,
+            graph_bytes=parts.graph_bytes,
         )
-        if captures:
-            for bucket in table.buckets:
-                staging.prepare(bucket)
-        diagnostics = diagnostics_of(backend, config.execution, counters, captures=captures)
+        # More blocks may have been asked for than were planned.
+        left = max(0, backend.memory()[0] - found.reserve)
+        graphs.budget_bytes = min(graphs.budget_bytes, left)
+        diagnostics = diagnostics_of(backend, config.execution, counters, captures=loaded.captures)
         self._runner.diagnostics = diagnostics
-        if contiguous:
+        if loaded.contiguous:
             cache.warm_moves()
-        warmup_s = warm_up(self._runner, sampler, table.buckets, on_progress)
-        graphs.stage = "serving"
+        warmup = Warmup(
+            self._runner, sampler, graphs, staging, backend, config.warmup, loaded.block_size
+        )
+        self._warmup = warmup
+        start = time.perf_counter()
+        prepared = warmup.start(table, on_progress)
+        warmup_s = time.perf_counter() - start
         if diagnostics is not None:
             diagnostics.forget()
         self._profiler = Profiler(self._runner, backend, config.execution, config.cache_dir)
         self._profiler.begin_with_server()
-        backend.settled()
         return WorkerReady(
-            num_blocks=split.num_blocks,
-            block_size=block_size,
-            max_model_len=max_model_len,
-            vocab_size=facts.vocab_size,
-            eos_token_ids=facts.eos_token_ids,
-            buckets=table.buckets,
+            num_blocks=parts.num_blocks,
+            block_size=loaded.block_size,
+            max_model_len=loaded.max_model_len,
+            vocab_size=loaded.facts.vocab_size,
+            eos_token_ids=loaded.facts.eos_token_ids,
+            buckets=prepared,
             device=backend.name,
-            dtype=_name(dtype),
-            weight_bytes=weight_bytes,
+            dtype=name_of(loaded.dtype),
+            weight_bytes=loaded.weight_bytes,
             kv_bytes=cache.bytes,
             graph_bytes=graphs.bytes,
             total_bytes=backend.memory()[1],
-            load_s=load_s,
+            load_s=loaded.load_s,
             warmup_s=warmup_s,
+            num_later=warmup.num_later,
+            counters=counters.take_changed(),
             driver=backend.driver,
             software=backend.software,
-            counters=counters.take_changed(),
-            contiguous=contiguous,
+            contiguous=loaded.contiguous,
         )
-
-
-def choose_dtype(asked: str, checkpoint: str, backend: Backend) -> torch.dtype:
-    """What was asked for; for `auto` the checkpoint's own if it runs well here, else the best."""
-    if asked != "auto":
-        return _dtype(asked)
-    own = _dtype(checkpoint)
-    return own if own in backend.fast_dtypes else backend.default_dtype
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ConfigError(f"dtype {name!r} is not one of bfloat16, float16, float32")
-    return found
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _load(
-    config: EngineConfig,
-    facts: ModelConfig,
-    dtype: torch.dtype,
-    max_model_len: int,
-    backend: Backend,
-    on_progress: Progress,
-) -> tuple[Decoder, int, float]:
-    """(model with its weights, bytes of these, seconds)."""
-    start = time.perf_counter()
-    model = build_model(facts, dtype=dtype, device=backend.device, max_model_len=max_model_len)
-    load_weights(
-        model,
-        config.model,
-        on_progress=lambda done, total: on_progress(WarmupProgress("load", done, total)),
-    )
-    weight_bytes = sum(
-        tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers())
-    )
-    backend.prepare(model)
-    seconds = time.perf_counter() - start
-    logger.info("Weights: %.2f GiB in %.1f s", weight_bytes / GIB, seconds)
-    return model, weight_bytes, seconds
-
-
-def _split(
-    config: EngineConfig,
-    facts: ModelConfig,
-    model: Decoder,
-    dtype: torch.dtype,
-    backend: Backend,
-    max_model_len: int,
-    block_size: int,
-) -> Split:
-    wanted = Wanted(
-        block_size=block_size,
-        block_bytes=block_bytes(model, block_size, dtype),
-        max_model_len=max_model_len,
-        max_num_seqs=config.schedule.max_num_seqs,
-    )
-    # The widest launch: its activations in one layer, and the logits of all rows in float32 beside
-    # what sampling makes of them.
-    tokens = config.schedule.max_num_batched_tokens
-    activations = tokens * (6 * facts.hidden_size + 3 * facts.intermediate_size) * dtype.itemsize
-    logits = config.schedule.max_num_seqs * facts.vocab_size * 4 * 4
-    return split_memory(
-        config.cache,
-        wanted,
-        free_bytes=backend.memory()[0],
-        reserve_bytes=activations + logits,
-        shares_host_memory=backend.shares_host_memory,
-        captures=backend.captures and not config.enforce_eager,
-    )
-
-
-def _table(
-    config: EngineConfig, backend: Backend, max_model_len: int, block_size: int, num_blocks: int
-) -> BucketTable:
-    buckets = config.buckets
-    if buckets.strategy == "auto":
-        buckets = replace(buckets, strategy=backend.default_strategy)
-    limits = BucketLimits(
-        block_size=block_size,
-        max_model_len=max_model_len,
-        max_num_seqs=config.schedule.max_num_seqs,
-        max_num_batched_tokens=config.schedule.max_num_batched_tokens,
-        max_prefill_batch=config.schedule.max_prefill_batch,
-        num_blocks=num_blocks,
-        prefix_caching=config.cache.enable_prefix_caching,
-    )
-    return BucketTable.make(buckets, limits)

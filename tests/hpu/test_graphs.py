@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,18 +18,24 @@ GRAPH_BYTES = 1000
 
 
 class _Card(CpuBackend):
-    """A CPU with a card's books: every captured graph takes memory."""
+    """A CPU with a card's books: every captured graph takes memory, and `capacity` of them fit."""
 
     captures = True
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int = 9) -> None:
         super().__init__(num_threads=1)
         self.captured = 0
+        self._capacity = capacity
 
     def memory(self) -> tuple[int, int]:
         return 10_000 - self.captured * GRAPH_BYTES, 10_000
 
+    def is_out_of_memory(self, error: Exception) -> bool:
+        return str(error) == "full"
+
     def capture(self, function: Any, inputs: tuple[Any, ...]) -> CallGraph:
+        if self.captured == self._capacity:
+            raise RuntimeError("full")
         self.captured += 1
         return super().capture(function, inputs)
 
@@ -45,56 +52,91 @@ def _inputs(card: _Card, bucket: tuple[int, int, int, int], *, static: bool = Tr
     return BucketInputs(bucket, card, is_static=static)
 
 
-def test_a_bucket_is_captured_once_and_replayed_on_what_is_uploaded_later() -> None:
+def test_a_captured_bucket_is_replayed_on_what_is_uploaded_later() -> None:
     card, counters = _Card(), Counters()
     graphs = _graphs(card, counters, budget=5000)
     inputs = _inputs(card, LARGE)
-    graphs.run(inputs)
+    taken = graphs.capture(inputs)
 
     inputs.fields().positions[:] = 7
     inputs.upload()
     hidden = graphs.run(inputs)
 
-    assert hidden.unique().tolist() == [7]
-    assert card.captured == 1
+    assert torch.equal(hidden, torch.full_like(hidden, 7))
+    assert (card.captured, taken) == (1, GRAPH_BYTES)
     changed = counters.take_changed()
     assert changed.pop("compile_seconds.warmup") > 0
     assert changed == {"compilations.prefill.warmup": 1, "graphs": 1, "graph_bytes": GRAPH_BYTES}
 
 
-def test_capture_stops_at_its_budget_and_the_rest_still_runs() -> None:
+def test_a_capture_that_finds_memory_full_leaves_the_bucket_to_run_without_one() -> None:
+    card, counters = _Card(capacity=0), Counters()
+    graphs = _graphs(card, counters, budget=5000)
+    inputs = _inputs(card, SMALL)
+
+    taken = graphs.capture(inputs)
+
+    assert taken is None and not graphs.holds(SMALL) and graphs.bytes == 0
+    assert graphs.run(inputs).shape == (2, 1, 1)
+    assert counters.total("graphs") == 0
+
+
+def test_an_error_that_is_not_about_memory_is_none_of_a_captures_business() -> None:
+    def broken(tokens: Tensor, context: LaunchContext) -> Tensor:
+        raise RuntimeError("something else")
+
+    graphs = Graphs(broken, _Card(), Counters(), captures=True, budget_bytes=5000)
+
+    with pytest.raises(RuntimeError, match="something else"):
+        graphs.capture(_inputs(_Card(), SMALL))
+
+
+def test_without_a_warm_up_a_bucket_is_captured_when_it_runs_while_the_budget_lasts() -> None:
     card, counters = _Card(), Counters()
     graphs = _graphs(card, counters, budget=GRAPH_BYTES)
+    graphs.on_demand, graphs.stage = True, "serving"
     graphs.run(_inputs(card, SMALL))
 
     hidden = graphs.run(_inputs(card, LARGE))
 
     assert hidden.shape == (1, 8, 1)
     assert (card.captured, graphs.bytes) == (1, GRAPH_BYTES)
+    assert counters.total("compilations.decode.serving") == 1
+    assert counters.total("compilations.prefill.serving") == 1
 
 
-def test_a_capture_after_warm_up_counts_as_one_while_serving() -> None:
+def test_a_shape_that_runs_first_while_serving_counts_once_and_names_its_rows(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     card, counters = _Card(), Counters()
     graphs = _graphs(card, counters, budget=5000)
     graphs.stage = "serving"
+    inputs = _inputs(card, LARGE, static=False)
 
-    graphs.run(_inputs(card, SMALL))
+    for _ in range(2):
+        graphs.run(inputs, [3, 5])
 
-    assert counters.total("compilations.decode.serving") == 1
+    assert card.captured == 0
+    assert counters.total("compilations.prefill.serving") == 1
+    assert caplog.messages == [
+        "Compiled while serving: prefill bucket of batch 1, query 8, 2 blocks, for rows 3, 5"
+    ]
 
 
 def test_inputs_that_will_be_dropped_are_never_captured() -> None:
     card, counters = _Card(), Counters()
     graphs = _graphs(card, counters, budget=5000)
+    graphs.on_demand = True
 
     graphs.run(_inputs(card, SMALL, static=False))
 
     assert card.captured == 0
 
 
-def test_without_capture_nothing_is_counted_as_compiled() -> None:
+def test_where_shapes_cost_nothing_nothing_is_counted() -> None:
     card, counters = _Card(), Counters()
     graphs = _graphs(card, counters, budget=5000, captures=False)
+    graphs.stage = "serving"
 
     hidden = graphs.run(_inputs(card, SMALL))
 

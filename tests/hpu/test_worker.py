@@ -11,8 +11,9 @@ from config.buckets import BucketConfig, Range
 from config.engine import CacheConfig, EngineConfig
 from config.errors import ConfigError
 from hpu.backends.cpu import CpuBackend
+from hpu.build import choose_dtype
 from hpu.step import DECODE, PREFILL, WarmupProgress
-from hpu.worker import Worker, choose_dtype
+from hpu.worker import Worker
 
 LINEAR = BucketConfig(
     strategy="linear",
@@ -58,7 +59,7 @@ def test_every_prepared_bucket_runs_before_the_first_plan(
     assert {phase for phase, *_ in rig.ready.buckets} == {PREFILL, DECODE}
     last = rig.progress[-1]
     assert last.done == last.total > len(rig.ready.buckets)
-    lines = [line for line in caplog.messages if line.startswith("Warm-up")]
+    lines = [line for line in caplog.messages if line.startswith("Warm-up:")]
     assert len(lines) == 1 and f"{len(rig.ready.buckets)} buckets" in lines[0]
 
 

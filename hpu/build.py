@@ -1,0 +1,252 @@
+"""A worker's parts, each made from what was made before it: the model with its weights, the split
+of the memory, the buckets, the runner. Knows no plans."""
+
+import gc
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from config.buckets import BucketConfig
+from config.engine import EngineConfig
+from config.errors import ConfigError
+from config.model import ModelConfig, read_model_config
+from config.startup import choose_max_model_len
+from hpu import announce
+from hpu.backends.base import Backend
+from hpu.buckets import BucketLimits, BucketTable
+from hpu.counters import Counters
+from hpu.graphs import Graphs
+from hpu.kv_cache import KVCache, block_bytes, reads_contiguously
+from hpu.loader import load_weights
+from hpu.measure import largest_buckets, measure_launches
+from hpu.memory import GIB, Found, Split, Wanted, split_memory
+from hpu.model_size import activation_bytes
+from hpu.models.decoder import Decoder
+from hpu.models.select import build_model
+from hpu.rows import Rows
+from hpu.runner import Runner
+from hpu.sampler import AnySampler, Sampler
+from hpu.sampler_padded import PaddedSampler
+from hpu.staging import Staging
+from hpu.step import WarmupProgress
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model on its device, and the facts that everything else is made by."""
+
+    config: EngineConfig
+    backend: Backend
+    facts: ModelConfig
+    model: Decoder
+    dtype: torch.dtype
+    max_model_len: int
+    block_size: int
+    weight_bytes: int
+    load_s: float
+
+    @property
+    def captures(self) -> bool:
+        """Whether launches are captured."""
+        return self.backend.captures and not self.config.enforce_eager
+
+    @property
+    def buckets(self) -> BucketConfig:
+        """How the table is made, with the device's own strategy where none was named."""
+        buckets = self.config.buckets
+        if buckets.strategy == "auto":
+            return replace(buckets, strategy=self.backend.default_strategy)
+        return buckets
+
+    @property
+    def pads(self) -> bool:
+        """Whether launches are padded to buckets."""
+        return self.buckets.strategy != "exact"
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether decodes read the cache as one slice."""
+        return reads_contiguously(self.config, self.backend)
+
+    @property
+    def wanted(self) -> Wanted:
+        """What the KV cache has to serve."""
+        return Wanted(
+            block_size=self.block_size,
+            block_bytes=block_bytes(self.model, self.block_size, self.dtype),
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.config.schedule.max_num_seqs,
+        )
+
+    def table(self, num_blocks: int) -> BucketTable:
+        """The buckets over a cache of so many blocks."""
+        schedule = self.config.schedule
+        limits = BucketLimits(
+            block_size=self.block_size,
+            max_model_len=self.max_model_len,
+            max_num_seqs=schedule.max_num_seqs,
+            max_num_batched_tokens=schedule.max_num_batched_tokens,
+            max_prefill_batch=schedule.max_prefill_batch,
+            num_blocks=num_blocks,
+            prefix_caching=self.config.cache.enable_prefix_caching,
+        )
+        return BucketTable.make(self.buckets, limits)
+
+
+def load(
+    config: EngineConfig, backend: Backend, on_progress: Callable[[WarmupProgress], None]
+) -> Loaded:
+    """The model with its weights. Raises ConfigError when the checkpoint, the device and the
+    settings do not fit each other."""
+    facts = read_model_config(config.model)
+    dtype = choose_dtype(config.dtype, facts.dtype, backend)
+    max_model_len = choose_max_model_len(config.max_model_len, facts)
+    logger.info("Device %s, %s, context %d", backend.name, name_of(dtype), max_model_len)
+    start = time.perf_counter()
+    model = build_model(facts, dtype=dtype, device=backend.device, max_model_len=max_model_len)
+    load_weights(
+        model,
+        config.model,
+        on_progress=lambda done, total: on_progress(WarmupProgress("load", done, total)),
+    )
+    weight_bytes = sum(
+        tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers())
+    )
+    backend.prepare(model)
+    if reads_contiguously(config, backend):
+        model.read_contiguously()
+    seconds = time.perf_counter() - start
+    logger.info("Weights: %.2f GiB in %.1f s", weight_bytes / GIB, seconds)
+    return Loaded(
+        config,
+        backend,
+        facts,
+        model,
+        dtype,
+        max_model_len,
+        config.cache.block_size or backend.default_block_size,
+        weight_bytes,
+        seconds,
+    )
+
+
+def make_sampler(loaded: Loaded) -> AnySampler:
+    """Of fixed stages where a new shape means a compilation; one row more than an engine uses."""
+    backend, rows = loaded.backend, loaded.config.schedule.max_num_seqs + 1
+    vocab_size = loaded.facts.vocab_size
+    if loaded.pads and (loaded.captures or backend.compiles):
+        return PaddedSampler(rows, vocab_size, backend)
+    return Sampler(rows, vocab_size, backend.device, backend.index_dtype)
+
+
+def make_runner(
+    loaded: Loaded,
+    sampler: AnySampler,
+    counters: Counters,
+    *,
+    num_blocks: int,
+    captures: bool,
+    graph_bytes: int,
+) -> tuple[Runner, Graphs, Staging, KVCache]:
+    """A runner over a cache of so many blocks, and the parts of it that a warm-up works on. The
+    last row is the runner's own."""
+    backend, model = loaded.backend, loaded.model
+    cache = KVCache(
+        model, backend, num_blocks=num_blocks, block_size=loaded.block_size, dtype=loaded.dtype
+    )
+    graphs = Graphs(model, backend, counters, captures=captures, budget_bytes=graph_bytes)
+    staging = Staging(backend)
+    rows = Rows(
+        loaded.config.schedule.max_num_seqs + 1,
+        loaded.max_model_len,
+        loaded.block_size,
+        pad_block=num_blocks,
+        contiguous=loaded.contiguous,
+    )
+    runner = Runner(
+        model,
+        backend,
+        rows,
+        sampler,
+        cache,
+        graphs,
+        staging,
+        counters,
+        vocab_size=loaded.facts.vocab_size,
+        pads=loaded.pads,
+    )
+    return runner, graphs, staging, cache
+
+
+def find_memory(loaded: Loaded, sampler: AnySampler) -> Found:
+    """What is free now that the weights are there, and what the largest launches take of it:
+    measured on a cache of one block, or estimated where the back end counts no memory."""
+    backend, schedule = loaded.backend, loaded.config.schedule
+    if backend.peak_memory() is None or not loaded.pads:
+        reserve = activation_bytes(
+            loaded.facts,
+            num_cards=1,
+            width=loaded.dtype.itemsize,
+            num_tokens=schedule.max_num_batched_tokens,
+            num_seqs=schedule.max_num_seqs,
+        )
+        return Found(backend.memory()[0], reserve, is_measured=False)
+    start = time.perf_counter()
+    within = max(2, backend.memory()[0] // loaded.wanted.block_bytes)
+    # A slice of the cache is no copy of it, and cannot be longer than the one block there is.
+    buckets = largest_buckets(loaded.table(within), 1 if loaded.contiguous else within)
+    runner, *_ = make_runner(
+        loaded, sampler, Counters(), num_blocks=1, captures=False, graph_bytes=0
+    )
+    reserve = measure_launches(runner, sampler, backend, buckets)
+    del runner
+    gc.collect()
+    logger.info(
+        "Profile: the largest launches, %s, ran in %.1f s",
+        " and ".join(str(bucket[1:]) for bucket in buckets),
+        time.perf_counter() - start,
+    )
+    return Found(backend.memory()[0], reserve)
+
+
+def split(loaded: Loaded, found: Found) -> Split:
+    """The memory's parts, told to the operator. Raises ConfigError when a context does not fit."""
+    config, backend = loaded.config, loaded.backend
+    share = config.warmup.graph_reserved_mem if loaded.captures else 0.0
+    wanted = loaded.wanted
+    parts = split_memory(
+        config.cache,
+        wanted,
+        found,
+        shares_host_memory=backend.shares_host_memory,
+        graph_share=share,
+    )
+    if not backend.shares_host_memory:
+        announce.tell_memory(parts, config.cache, found, config.warmup)
+    announce.tell_cache(parts, config.cache, wanted)
+    return parts
+
+
+def choose_dtype(asked: str, checkpoint: str, backend: Backend) -> torch.dtype:
+    """What was asked for; for `auto` the checkpoint's own if it runs well here, else the best."""
+    if asked != "auto":
+        return _dtype(asked)
+    own = _dtype(checkpoint)
+    return own if own in backend.fast_dtypes else backend.default_dtype
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """bfloat16, not torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(f"dtype {name!r} is not one of bfloat16, float16, float32")
+    return found
