@@ -6,6 +6,7 @@ from typing import Protocol
 from server.text.pieces import PieceTable
 from server.text.tokenizer import MAX_CHARACTER_BYTES, Tokenizer
 
+REPLACEMENT = "\ufffd".encode()
 CONTEXT_TOKENS = 2 * MAX_CHARACTER_BYTES
 """Tokens before the first new one that decide how it is written."""
 
@@ -15,7 +16,8 @@ class Detokenizer(Protocol):
 
     With `prompt + output` decoded at once as the reference, the pieces joined are what follows the
     part of it that the prompt alone makes certain. U+FFFD comes only for bytes that are no UTF-8,
-    or that the sequence leaves unfinished.
+    or that the output leaves unfinished; a character that the prompt began is the prompt's unless
+    the output completes it.
     """
 
     def push(self, ids: list[int]) -> str:
@@ -54,15 +56,27 @@ class ByteDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         # A character that the prompt leaves unfinished stays in the decoder; its text is dropped.
         self._decoder.decode(b"".join([pieces[i] for i in prompt[-CONTEXT_TOKENS:]]))
+        self._begun: bytes = self._decoder.getstate()[0]
+        """The bytes of that character so far, until it has an end."""
         at_the_start = strip_first > 0 and not any(pieces[i] for i in prompt)
         self._strip = strip_first if at_the_start else 0
 
     def push(self, ids: list[int]) -> str:
         pieces = self._pieces
-        return self._stripped(self._decoder.decode(b"".join([pieces[i] for i in ids])))
+        return self._decoded(b"".join([pieces[i] for i in ids]))
 
     def flush(self) -> str:
-        return self._stripped(self._decoder.decode(b"", True))
+        return self._decoded(b"", True)
+
+    def _decoded(self, data: bytes, final: bool = False) -> str:
+        text = self._decoder.decode(data, final)
+        if self._begun:
+            self._begun += data
+            if text:
+                if text[0] == "\ufffd" and not self._begun.startswith(REPLACEMENT):
+                    text = text[1:]
+                self._begun = b""
+        return self._stripped(text)
 
     def _stripped(self, text: str) -> str:
         while self._strip and text:
