@@ -60,6 +60,13 @@ EXECUTION = (
     ),
     Flag(
         "execution",
+        "defrag_threshold",
+        "Execution on HPU",
+        "Where decodes read a slice: blocks that may lie unused in it before others move down",
+        variables=("VLLM_DEFRAG_THRESHOLD",),
+    ),
+    Flag(
+        "execution",
         "split_qkv",
         "Execution on HPU",
         "Queries, keys and values as three products instead of one",

@@ -31,7 +31,6 @@ _MOE = "mixtures of experts are not in this version"
 _HYBRID = "models with a recurrent state are not in this version"
 _IMAGES = "images are not in this version"
 _APART = "prefill and decode run in one engine in this version"
-_LOWEST = "the lowest free block is lent first, none is moved later"
 _SLICES = "a long prompt is computed in chunks of max-num-batched-tokens instead"
 
 GROUPS: Mapping[str, tuple[Knob, ...]] = {
@@ -62,15 +61,13 @@ GROUPS: Mapping[str, tuple[Knob, ...]] = {
             "VLLM_DEFRAG_THRESHOLD",
             "32",
             "unused blocks below the highest one in use before blocks are moved",
-            NOT_BUILT,
-            _LOWEST,
         ),
         Knob(
             "VLLM_DEFRAG_WITH_GRAPHS",
             "auto",
             "move blocks in a captured graph",
-            NOT_BUILT,
-            _LOWEST,
+            NOT_NEEDED,
+            "blocks move between launches, in shapes that warm-up has met",
         ),
         Knob(
             "VLLM_COS_SIN_RECOMPUTE",

@@ -39,7 +39,7 @@ def test_every_variable_of_vllm_that_a_device_setting_reads_is_in_the_table() ->
 
 def test_a_variable_that_does_nothing_is_told_once_with_the_reason() -> None:
     environ = {
-        "VLLM_DEFRAG_THRESHOLD": "16",
+        "VLLM_DEFRAG_WITH_GRAPHS": "1",
         "VLLM_GC_THR_GEN0": "9",
         "VLLM_DEBUG": "",
         "VLLM_SKIP_WARMUP": "1",
@@ -50,8 +50,8 @@ def test_a_variable_that_does_nothing_is_told_once_with_the_reason() -> None:
 
     assert found == [
         (
-            "VLLM_DEFRAG_THRESHOLD",
-            "not built: the lowest free block is lent first, none is moved later",
+            "VLLM_DEFRAG_WITH_GRAPHS",
+            "not needed: blocks move between launches, in shapes that warm-up has met",
         ),
         ("VLLM_GC_THR_GEN0", "not needed: what lives at start is taken out of its sight"),
     ]
