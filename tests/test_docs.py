@@ -18,7 +18,7 @@ from config.arguments import server_parser
 from config.env import settings
 from config.load import load
 from config.reference import PATH, reference
-from server.bench.command import parser as bench_parser
+from server.bench.options import parser as bench_parser
 from server.buckets_command import parser as buckets_parser
 from server.plan_command import parser as plan_parser
 
