@@ -173,3 +173,17 @@ def test_lowest_first_keeps_the_blocks_in_use_low() -> None:
     assert first == [0, 1, 2, 3, 4]
     assert again == [0, 1, 3, 5]
     pool.check([[2, 4], again])
+
+
+def test_packing_moves_the_highest_blocks_into_the_lowest_holes() -> None:
+    pool = BlockPool(size=10, lowest_first=True)
+    pool.take(9)
+    pool.give_back([0, 1, 2, 5, 6])
+
+    first = pool.pack(2)
+    second = pool.pack(5)
+
+    assert first == [(8, 0), (7, 1)]
+    assert second == [(4, 2)]
+    pool.check([[0, 1, 2, 3]])
+    assert pool.take(1) == [4]

@@ -201,3 +201,19 @@ def test_a_requests_reach_follows_its_highest_block_where_decodes_read_a_slice()
 
     assert second.blocks == [2, 3, 0]
     assert (first_after, second.reach, kv.decode_blocks(second)) == (0, 4, 4)
+
+
+def test_blocks_are_packed_only_when_more_than_the_slack_lies_unused_below_the_highest() -> None:
+    kv = KvManager(12, SIZE, prefix_caching=False, contiguous=True)
+    first, second = make(list(range(5 * SIZE))), make(list(range(2 * SIZE)))
+    for request in (first, second):
+        fill(kv, request)
+    kv.release(first)
+
+    too_few = kv.pack([second], slack=5)
+    moves = kv.pack([second], slack=4)
+
+    assert too_few == []
+    assert moves == [(6, 0), (5, 1)]
+    assert (second.blocks, second.reach) == ([1, 0], 2)
+    kv.check([second])

@@ -172,6 +172,27 @@ def test_a_decode_that_reads_a_slice_reaches_the_highest_block_of_its_rows(
     play(CoreRig(**{**shape, "prefix_caching": False, "contiguous": True}), schedule_moves)
 
 
+def test_blocks_move_down_when_those_before_them_leave() -> None:
+    rig = CoreRig(
+        num_blocks=60,
+        rows=9,
+        budget=200,
+        prefix_caching=False,
+        contiguous=True,
+        defrag_threshold=20,
+    )
+    for key in range(9):
+        tokens = 3 if key < 8 else 40
+        rig.add(key, TALKS[key % 2][:16], max_tokens=tokens, ignore_eos=True)
+
+    rig.run()
+
+    moved = [plan for plan in rig.plans if plan.moved_from]
+    rig.check_output(8)
+    assert len(moved) == 1 and max(moved[0].moved_from) > 30
+    assert rig.plans[-1].launches[0].bucket == (1, 1, 14)
+
+
 def test_the_schedules_reach_what_they_are_meant_to_reach() -> None:
     # Not hypothesis's luck: the same kind of load must preempt, share, chunk and end early.
     rig = CoreRig(num_blocks=18, rows=5, budget=9)

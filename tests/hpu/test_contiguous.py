@@ -38,9 +38,10 @@ def working(folder: Path, **settings: Any) -> Iterator[WorkerRig]:
         rig.worker.close()
 
 
-def greedy(rig: WorkerRig) -> list[list[int]]:
+def greedy(rig: WorkerRig, *, packs: bool = False) -> list[list[int]]:
     """Prompts whole and in chunks; rows that decode in changing company; one that leaves, and comes
-    back into other blocks with its tokens; one that takes over what another left behind."""
+    back into other blocks with its tokens; one that takes over what another left behind. With
+    `packs`, blocks are moved down between, also while a step is on its way."""
     gone = []
     rig.admit(0, PROMPTS[0])
     rig.admit(1, PROMPTS[1])
@@ -48,7 +49,16 @@ def greedy(rig: WorkerRig) -> list[list[int]]:
     rig.step()
     rig.prefill({0: None})
     rig.step()
-    rig.run([1, 0], 9)
+    rig.run([1, 0], 4)
+    rig.decode([1, 0])
+    rig.submit()
+    if packs:
+        rig.pack()
+    rig.decode([1, 0])
+    rig.submit()
+    rig.collect()
+    rig.collect()
+    rig.run([0, 1], 3)
     first = rig.free(1)
     rig.admit(3, PROMPTS[2])
     rig.prefill({3: None})
@@ -57,6 +67,8 @@ def greedy(rig: WorkerRig) -> list[list[int]]:
     gone.append(rig.free(0))
     tokens = [*PROMPTS[1], *first]
     rig.admit(2, tokens, num_prompt=len(PROMPTS[1]))
+    if packs:
+        rig.pack()
     rig.prefill({2: None})
     rig.step()
     rig.run([2, 3], 12)
@@ -65,15 +77,16 @@ def greedy(rig: WorkerRig) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("steps", [(1, 1, 1), (4, 64, 32)], ids=["exact", "coarse"])
+@pytest.mark.parametrize("packs", [False, True], ids=["", "moved"])
 def test_a_slice_gives_the_tokens_of_a_gather(
-    family: str, steps: tuple[int, int, int], tmp_path: Path
+    family: str, steps: tuple[int, int, int], packs: bool, tmp_path: Path
 ) -> None:
     folder = make_tiny(family, tmp_path)
     with working(folder) as gathering:
         expected = greedy(gathering)
 
     with working(folder, steps=steps, execution=SLICES) as slicing:
-        found = greedy(slicing)
+        found = greedy(slicing, packs=packs)
 
     assert not gathering.ready.contiguous and slicing.ready.contiguous
     assert found == expected
@@ -99,7 +112,7 @@ def test_a_card_without_prefix_caching_reads_slices_and_gives_the_tokens_of_the_
     with working(folder, **shape, **settings) as rig:
         counts = torch.hpu.emulated.journal.counts  # type: ignore[attr-defined]
         warm = counts["compilations"], counts["captures"]
-        found = greedy(rig)
+        found = greedy(rig, packs=True)
 
     assert rig.ready.contiguous
     assert found == expected

@@ -226,3 +226,15 @@ def test_a_slice_that_ends_below_a_rows_block_is_an_error_with_the_numbers() -> 
 
     with pytest.raises(RuntimeError, match="over 7 blocks do not fit"):
         _decode(rows, Launch(DECODE, (1, 1, 6), [0]))
+
+
+def test_a_moved_block_is_found_where_it_lies_now() -> None:
+    rows = _rows()
+    rows.admit(_new(2, [1, 2, 3, 4, 5], [7, 40]))
+    rows.admit(_new(0, [1], [3]))
+
+    rows.move([40, 3], [1, 2])
+
+    assert (rows.own_blocks(2), rows.own_blocks(0)) == ([1, 7], [2])
+    with pytest.raises(RuntimeError, match=r"there are 0 \.\. 49"):
+        rows.move([1], [PAD])

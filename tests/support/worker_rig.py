@@ -44,6 +44,7 @@ class _Next:
     grown_rows: list[int] = field(default_factory=list)
     grown_blocks: list[int] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
+    moves: dict[int, int] = field(default_factory=dict)
 
 
 class WorkerRig:
@@ -149,6 +150,18 @@ class WorkerRig:
         batch, _, blocks = self._bucket(len(rows), 1, total)
         self._next.launches.append(Launch(DECODE, (batch, 1, blocks), list(rows)))
 
+    def pack(self) -> None:
+        """Move the blocks in use down as far as they go, first thing in the next plan."""
+        held = sorted((block for block, count in self._held.items() if count), reverse=True)
+        free = sorted(self._free)
+        moves = {high: low for high, low in zip(held, free, strict=False) if low < high}
+        for row in self.rows.values():
+            row.blocks = [moves.get(block, block) for block in row.blocks]
+        for high, low in moves.items():
+            self._held[low], self._held[high] = self._held[high], 0
+        self._free = [block for block, count in self._held.items() if not count]
+        self._next.moves = moves
+
     def submit(self) -> None:
         """Send what was asked since the last plan."""
         plan = self._next
@@ -166,6 +179,8 @@ class WorkerRig:
                 plan.grown_rows,
                 plan.grown_blocks,
                 plan.freed_rows,
+                list(plan.moves),
+                list(plan.moves.values()),
             )
         )
         self._step += 1
