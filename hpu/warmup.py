@@ -267,10 +267,10 @@ class Warmup:
     def _try(self, bucket: Bucket, sampling: RowSampling) -> bool:
         """Run a bucket with one row of this sampling; False when memory is full."""
         row = self._runner.own_row
-        if self._graphs.captures and self._pads:
-            self._staging.prepare(bucket)
-        self._sampler.admit(row, sampling, np.zeros(1, np.uint32), 1)
         try:
+            if self._graphs.captures and self._pads:
+                self._staging.prepare(bucket)
+            self._sampler.admit(row, sampling, np.zeros(1, np.uint32), 1)
             self._runner.warm(bucket, prompts=self._pads and sampling == GREEDY)
         except (RuntimeError, MemoryError) as error:
             if not self._backend.is_out_of_memory(error):

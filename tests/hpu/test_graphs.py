@@ -1,12 +1,10 @@
 """Captured forward passes: when they are made, when they are replayed, what they count."""
 
-from typing import Any
-
 import pytest
 import torch
+from captured_card import GRAPH_BYTES, CapturedCard
 from torch import Tensor
 
-from hpu.backends.cpu import CallGraph, CpuBackend
 from hpu.counters import Counters
 from hpu.graphs import Graphs
 from hpu.layers.context import LaunchContext
@@ -14,46 +12,26 @@ from hpu.staging import BucketInputs
 from hpu.step import DECODE, PREFILL
 
 SMALL, LARGE = (DECODE, 2, 1, 4), (PREFILL, 1, 8, 2)
-GRAPH_BYTES = 1000
-
-
-class _Card(CpuBackend):
-    """A CPU with a card's books: every captured graph takes memory, and `capacity` of them fit."""
-
-    captures = True
-
-    def __init__(self, capacity: int = 9) -> None:
-        super().__init__(num_threads=1)
-        self.captured = 0
-        self._capacity = capacity
-
-    def memory(self) -> tuple[int, int]:
-        return 10_000 - self.captured * GRAPH_BYTES, 10_000
-
-    def is_out_of_memory(self, error: Exception) -> bool:
-        return str(error) == "full"
-
-    def capture(self, function: Any, inputs: tuple[Any, ...]) -> CallGraph:
-        if self.captured == self._capacity:
-            raise RuntimeError("full")
-        self.captured += 1
-        return super().capture(function, inputs)
 
 
 def _forward(tokens: Tensor, context: LaunchContext) -> Tensor:
     return (tokens + context.positions).unsqueeze(-1)
 
 
-def _graphs(card: _Card, counters: Counters, *, budget: int, captures: bool = True) -> Graphs:
+def _graphs(
+    card: CapturedCard, counters: Counters, *, budget: int, captures: bool = True
+) -> Graphs:
     return Graphs(_forward, card, counters, captures=captures, budget_bytes=budget)
 
 
-def _inputs(card: _Card, bucket: tuple[int, int, int, int], *, static: bool = True) -> BucketInputs:
+def _inputs(
+    card: CapturedCard, bucket: tuple[int, int, int, int], *, static: bool = True
+) -> BucketInputs:
     return BucketInputs(bucket, card, is_static=static)
 
 
 def test_a_captured_bucket_is_replayed_on_what_is_uploaded_later() -> None:
-    card, counters = _Card(), Counters()
+    card, counters = CapturedCard(), Counters()
     graphs = _graphs(card, counters, budget=5000)
     inputs = _inputs(card, LARGE)
     taken = graphs.capture(inputs)
@@ -63,14 +41,14 @@ def test_a_captured_bucket_is_replayed_on_what_is_uploaded_later() -> None:
     hidden = graphs.run(inputs)
 
     assert torch.equal(hidden, torch.full_like(hidden, 7))
-    assert (card.captured, taken) == (1, GRAPH_BYTES)
+    assert (len(card.captured), taken) == (1, GRAPH_BYTES)
     changed = counters.take_changed()
     assert changed.pop("compile_seconds.warmup") > 0
     assert changed == {"compilations.prefill.warmup": 1, "graphs": 1, "graph_bytes": GRAPH_BYTES}
 
 
 def test_a_capture_that_finds_memory_full_leaves_the_bucket_to_run_without_one() -> None:
-    card, counters = _Card(capacity=0), Counters()
+    card, counters = CapturedCard(capacity=0), Counters()
     graphs = _graphs(card, counters, budget=5000)
     inputs = _inputs(card, SMALL)
 
@@ -85,14 +63,14 @@ def test_an_error_that_is_not_about_memory_is_none_of_a_captures_business() -> N
     def broken(tokens: Tensor, context: LaunchContext) -> Tensor:
         raise RuntimeError("something else")
 
-    graphs = Graphs(broken, _Card(), Counters(), captures=True, budget_bytes=5000)
+    graphs = Graphs(broken, CapturedCard(), Counters(), captures=True, budget_bytes=5000)
 
     with pytest.raises(RuntimeError, match="something else"):
-        graphs.capture(_inputs(_Card(), SMALL))
+        graphs.capture(_inputs(CapturedCard(), SMALL))
 
 
 def test_without_a_warm_up_a_bucket_is_captured_when_it_runs_while_the_budget_lasts() -> None:
-    card, counters = _Card(), Counters()
+    card, counters = CapturedCard(), Counters()
     graphs = _graphs(card, counters, budget=GRAPH_BYTES)
     graphs.on_demand, graphs.stage = True, "serving"
     graphs.run(_inputs(card, SMALL))
@@ -100,7 +78,7 @@ def test_without_a_warm_up_a_bucket_is_captured_when_it_runs_while_the_budget_la
     hidden = graphs.run(_inputs(card, LARGE))
 
     assert hidden.shape == (1, 8, 1)
-    assert (card.captured, graphs.bytes) == (1, GRAPH_BYTES)
+    assert (len(card.captured), graphs.bytes) == (1, GRAPH_BYTES)
     assert counters.total("compilations.decode.serving") == 1
     assert counters.total("compilations.prefill.serving") == 1
 
@@ -108,7 +86,7 @@ def test_without_a_warm_up_a_bucket_is_captured_when_it_runs_while_the_budget_la
 def test_a_shape_that_runs_first_while_serving_counts_once_and_names_its_rows(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    card, counters = _Card(), Counters()
+    card, counters = CapturedCard(), Counters()
     graphs = _graphs(card, counters, budget=5000)
     graphs.stage = "serving"
     inputs = _inputs(card, LARGE, static=False)
@@ -116,7 +94,7 @@ def test_a_shape_that_runs_first_while_serving_counts_once_and_names_its_rows(
     for _ in range(2):
         graphs.run(inputs, [3, 5])
 
-    assert card.captured == 0
+    assert card.captured == []
     assert counters.total("compilations.prefill.serving") == 1
     assert caplog.messages == [
         "Compiled while serving: prefill bucket of batch 1, query 8, 2 blocks, for rows 3, 5"
@@ -124,24 +102,24 @@ def test_a_shape_that_runs_first_while_serving_counts_once_and_names_its_rows(
 
 
 def test_inputs_that_will_be_dropped_are_never_captured() -> None:
-    card, counters = _Card(), Counters()
+    card, counters = CapturedCard(), Counters()
     graphs = _graphs(card, counters, budget=5000)
     graphs.on_demand = True
 
     graphs.run(_inputs(card, SMALL, static=False))
 
-    assert card.captured == 0
+    assert card.captured == []
 
 
 def test_where_shapes_cost_nothing_nothing_is_counted() -> None:
-    card, counters = _Card(), Counters()
+    card, counters = CapturedCard(), Counters()
     graphs = _graphs(card, counters, budget=5000, captures=False)
     graphs.stage = "serving"
 
     hidden = graphs.run(_inputs(card, SMALL))
 
     assert torch.equal(hidden, torch.zeros(2, 1, 1, dtype=torch.int64))
-    assert (card.captured, counters.take_changed()) == (0, {})
+    assert (card.captured, counters.take_changed()) == ([], {})
 
 
 def test_counters_tell_only_what_changed_since_they_were_read() -> None:

@@ -1,0 +1,60 @@
+"""CapturedCard: the CPU with a card's books, for tests of captures, budgets and full memory."""
+
+from typing import Any
+
+from torch import nn
+
+from hpu.backends.cpu import CallGraph, CpuBackend
+
+GRAPH_BYTES = 1000
+FULL = "the card is full"
+
+
+class CapturedCard(CpuBackend):
+    """Every graph takes GRAPH_BYTES of `total` and `capacity` of them fit. A model for which
+    `refuse` is a hook finds no memory for more than `most_tokens`. Nothing else takes any."""
+
+    captures = True
+    shares_host_memory = False
+
+    def __init__(
+        self, capacity: int = 1000, *, total: int = 1 << 30, most_tokens: int = 1 << 30
+    ) -> None:
+        super().__init__(num_threads=1)
+        self.captured: list[tuple[int, ...]] = []
+        """Shapes of the tokens, in the order of the captures."""
+        self.replays = 0
+        self.is_settled = False
+        self._capacity = capacity
+        self._total = total
+        self._most_tokens = most_tokens
+
+    def memory(self) -> tuple[int, int]:
+        return self._total - len(self.captured) * GRAPH_BYTES, self._total
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        return str(error) == FULL
+
+    def refuse(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """A hook before the forward pass."""
+        if inputs[0].numel() > self._most_tokens:
+            raise RuntimeError(FULL)
+
+    def capture(self, function: Any, inputs: tuple[Any, ...]) -> "_CountedGraph":
+        if len(self.captured) == self._capacity:
+            raise RuntimeError(FULL)
+        self.captured.append(tuple(inputs[0].shape))
+        return _CountedGraph(self, function, inputs)
+
+    def settled(self) -> None:
+        self.is_settled = True
+
+
+class _CountedGraph(CallGraph):
+    def __init__(self, card: CapturedCard, function: Any, inputs: tuple[Any, ...]) -> None:
+        super().__init__(function, inputs)
+        self._card = card
+
+    def replay(self) -> Any:
+        self._card.replays += 1
+        return super().replay()
