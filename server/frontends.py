@@ -196,8 +196,12 @@ class Fleet:
         self._news.put(signal.Signals(number))
 
     def _hear_of_checkpoint(self, news: News | Exception) -> None:
-        if isinstance(news, News):
-            write_news(self._news_path, news)
+        try:
+            if isinstance(news, News):
+                write_news(self._news_path, news)
+        except OSError as error:
+            # Front-ends that do not hear of it would wait for ever.
+            news = error
         if isinstance(news, Exception) or news.folder is not None:
             self._news.put(news)
 
