@@ -41,7 +41,8 @@ def starting(source: Path, tmp_path: Path, *flags: str) -> Iterator[LiveServer]:
     live = LiveServer(str(source), tmp_path / "log", *own, *flags)
     try:
         end_s = time.monotonic() + 30
-        while "convert" not in ask(live, "/ready").text:
+        # More than once: each of the front-ends must have heard of it.
+        while not all("convert" in ask(live, "/ready").text for _ in range(12)):
             assert time.monotonic() < end_s and live.process.poll() is None, live.text()
             time.sleep(0.05)
         yield live
