@@ -109,7 +109,8 @@ class EngineLoop:
     def _report(self, progress: WarmupProgress) -> None:
         if self._stop_reason is not None:
             raise self._stop_reason
-        self._emit(None, Progress(self._engine, progress.stage, progress.done, progress.total))
+        stage, done, total = progress.stage, progress.done, progress.total
+        self._emit(None, Progress(self._engine, stage, done, total, progress.left_s))
 
     def _take_inbox(self, core: EngineCore) -> None:
         if not core.has_work:

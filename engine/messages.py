@@ -145,6 +145,8 @@ class Progress(msgspec.Struct, array_like=True, gc=False, tag=7):
     stage: str
     done: int
     total: int
+    left_s: float = 0.0
+    """Expected; 0 where nobody knows."""
 
 
 class Ready(msgspec.Struct, array_like=True, gc=False, tag=8):

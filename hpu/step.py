@@ -127,6 +127,8 @@ class WarmupProgress(msgspec.Struct, array_like=True, gc=False, tag=4):
     stage: str
     done: int
     total: int
+    left_s: float = 0.0
+    """Expected; 0 where nobody knows."""
 
 
 class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):

@@ -288,11 +288,15 @@ class _Steps:
         self._done = 0
         self._total = total
         self._on_progress = on_progress
+        self._start_s = time.perf_counter()
         on_progress(WarmupProgress("warmup", 0, total))
 
     def step(self) -> None:
         self._done = min(self._done + 1, self._total)
-        self._on_progress(WarmupProgress("warmup", self._done, self._total))
+        # The largest come first, so this is rather too long than too short.
+        a_step_s = (time.perf_counter() - self._start_s) / self._done
+        left_s = a_step_s * (self._total - self._done)
+        self._on_progress(WarmupProgress("warmup", self._done, self._total, left_s))
 
     def finish(self) -> None:
         """Steps that were left out are over too."""

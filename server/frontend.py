@@ -22,6 +22,7 @@ from engine.client import ZmqClient
 from server.app import create_app
 from server.metrics import Metrics
 from server.preparation import News
+from server.progress_bar import Reporter
 from server.state import AppState
 from server.text.template import ChatTemplate, read_template
 from server.text.tokenizer import Tokenizer
@@ -191,7 +192,12 @@ class FrontEnd:
         )
 
     async def _watch(self, serving: "asyncio.Task[None]", opening: "asyncio.Task[None]") -> int:
+        reporter = Reporter(self._started_s)
         while not self._stopping.is_set():
+            if not opening.done() and self._orders.index == 0:
+                line = reporter.line(self._client.progress, time.monotonic())
+                if line is not None:
+                    logger.info("%s", line)
             if self._client.failure is not None:
                 return await self._end_without_engine()
             if opening.done() and (error := opening.exception()) is not None:

@@ -10,6 +10,7 @@ from config.server import ServerConfig
 from engine.client import EngineClient
 from server.generate import Pipeline
 from server.metrics import Metrics
+from server.progress_bar import in_words
 from server.serving import Serving
 from server.text.template import ChatTemplate
 from server.text.tokenizer import Tokenizer
@@ -104,9 +105,7 @@ class AppState:
         progress = self.client.progress
         if progress is None:
             return self.stage
-        if not progress.total:
-            return progress.stage
-        return f"{progress.stage}, {progress.done} of {progress.total}"
+        return in_words(progress)
 
     def model(self, name: str | None) -> str:
         """The name to answer with. Raises NotFound."""

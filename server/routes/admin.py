@@ -6,6 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engine.messages import LATER
 from server.errors import Fault
 from server.job import answer_whole
 from server.openapi import ANSWERS
@@ -48,7 +49,11 @@ def admin_routes(state: AppState) -> APIRouter:
     )
     async def get_ready() -> Response:
         if state.is_ready:
-            return answer_whole({"status": "ready"})
+            later = state.client.progress
+            if later is None or later.stage != LATER or later.done >= later.total:
+                return answer_whole({"status": "ready"})
+            warmup = {"done": later.done, "total": later.total}
+            return answer_whole({"status": "ready", "warmup": warmup})
         return _not_ready(state).response()
 
     @get("/version", operation_id="version", summary="The server's version")

@@ -59,7 +59,8 @@ def warmed(folder: Path, card: CapturedCard, *, graph_bytes: int = 1 << 20, **se
         buckets=BUCKETS,
         warmup=WarmupConfig(**settings),
     )
-    counters, progress = Counters(), []
+    counters = Counters()
+    progress: list[WarmupProgress] = []
     with torch.inference_mode():
         loaded = load(config, card, lambda _: None)
         loaded.model.register_forward_pre_hook(card.refuse)
@@ -98,6 +99,7 @@ def test_progress_goes_through_runs_samplings_and_captures_to_its_end(folder: Pa
     done = [progress.done for progress in rig.progress]
     assert done == list(range(rig.progress[0].total + 1))
     assert len(done) > 2 * len(rig.buckets)
+    assert rig.progress[1].left_s > 0 and rig.progress[-1].left_s == 0
 
 
 def test_what_the_budget_leaves_out_is_named_with_the_flags_and_runs_without_a_graph(
