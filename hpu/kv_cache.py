@@ -131,7 +131,7 @@ class KVCache:
             by_block.index_copy_(0, new, contents)
             by_block.index_copy_(0, old, torch.zeros_like(contents))
             # A recipe a cache: all are alike, and hold no more memory than one needs.
-            self._backend.event()
+            self._backend.mark()
 
     def scrub(self, blocks: list[int]) -> None:
         """Replace what is not a number in `blocks` by zero.

@@ -193,6 +193,28 @@ def test_blocks_move_down_when_those_before_them_leave() -> None:
     assert rig.plans[-1].launches[0].bucket == (1, 1, 14)
 
 
+def test_where_nothing_unprepared_may_run_only_blocks_within_the_widest_slice_are_lent() -> None:
+    rig = CoreRig(
+        num_blocks=60,
+        rows=6,
+        prefix_caching=False,
+        contiguous=True,
+        buckets="linear",
+        on_unwarmed="reject",
+        widest_decode=24,
+    )
+    for key in range(8):
+        rig.add(key, TALKS[key % 2][:20], max_tokens=30, ignore_eos=True)
+
+    rig.run()
+
+    stats = rig.core.stats()
+    for key in range(8):
+        rig.check_output(key)
+    assert stats.blocks_total == 24 and stats.preemptions > 0
+    assert not any(name.endswith(("miss", "fallback")) for name in stats.lookups)
+
+
 def test_the_schedules_reach_what_they_are_meant_to_reach() -> None:
     # Not hypothesis's luck: the same kind of load must preempt, share, chunk and end early.
     rig = CoreRig(num_blocks=18, rows=5, budget=9)

@@ -93,6 +93,18 @@ def test_lookup_agrees_with_the_published_cases(vector: dict[str, Any]) -> None:
     assert (list(found.bucket), found.result) == (vector["expected"], "hit")
 
 
+@pytest.mark.parametrize("strategy", ["exponential", "exponential-v3", "linear", "padding-aware"])
+def test_without_shared_blocks_no_decode_is_wider_than_the_cache(strategy: str) -> None:
+    # 61 is no multiple of anything: rounded up, a slice would end behind the cache.
+    config = BucketConfig(strategy=strategy, decode_blocks=Range(max=80))
+
+    table = BucketTable.make(config, limits(num_blocks=61, prefix_caching=False))
+
+    widest = [blocks for phase, _, _, blocks in table.buckets if phase == DECODE]
+    assert max(widest) == 61
+    assert table.find(DECODE, 8, 1, 61).result == "hit"
+
+
 def test_an_exact_table_pads_nothing() -> None:
     table = BucketTable.make(BucketConfig(strategy="exact"), limits())
 

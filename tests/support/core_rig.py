@@ -8,13 +8,13 @@ from slow_model import Ledger, expected_output, hashed_token, raw
 
 from config.buckets import BucketConfig
 from config.engine import CacheConfig, EngineConfig, ScheduleConfig
-from config.execution import ExecutionConfig
+from config.execution import ExecutionConfig, WarmupConfig, WarmupConfig
 from config.sampling import SamplingParams
 from engine.core import EngineCore
 from engine.messages import AddRequest, StepTokens
 from engine.prefix import block_hashes
 from hpu.buckets import BucketLimits, BucketTable
-from hpu.step import StepPlan
+from hpu.step import PREFILL, StepPlan
 
 MAX_TURNS = 5000
 
@@ -37,15 +37,22 @@ class CoreRig:
         prefix_caching: bool = True,
         contiguous: bool = False,
         defrag_threshold: int = 2,
+        on_unwarmed: str = "run",
+        widest_decode: int | None = None,
         buckets: str = "exact",
+        on_unwarmed: str = "run",
+        prepared: list[tuple[int, int, int, int]] | None = None,
+        num_later: int = 0,
         next_token: NextToken | None = None,
     ) -> None:
+        """`widest_decode`: blocks of the widest decode that is prepared, of those in the table."""
         self.ready = worker_ready(
             num_blocks=num_blocks,
             block_size=block_size,
             max_model_len=max_model_len,
             contiguous=contiguous,
         )
+        self.ready.num_later = num_later
         schedule = ScheduleConfig(
             max_num_seqs=rows,
             max_num_batched_tokens=budget,
@@ -59,11 +66,17 @@ class CoreRig:
             schedule=schedule,
             cache=CacheConfig(enable_prefix_caching=prefix_caching),
             execution=ExecutionConfig(defrag_threshold=defrag_threshold),
+            warmup=WarmupConfig(on_unwarmed_shape=on_unwarmed),
+            warmup=WarmupConfig(on_unwarmed_shape=on_unwarmed),
         )
         limits = BucketLimits(
             block_size, max_model_len, rows, budget, max_prefill_batch, num_blocks, prefix_caching
         )
         table = BucketTable.make(BucketConfig(strategy=buckets), limits)
+        if prepared is not None:
+            table.keep(prepared)
+        if widest_decode is not None:
+            table.keep([b for b in table.buckets if b[0] == PREFILL or b[3] <= widest_decode])
         self.next_token = next_token or hashed_token(self.ready.vocab_size)
         self.executor = FakeExecutor(self.ready, rows, self.next_token)
         self.executor.table = table
