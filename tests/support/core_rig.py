@@ -8,7 +8,7 @@ from slow_model import Ledger, expected_output, hashed_token, raw
 
 from config.buckets import BucketConfig
 from config.engine import CacheConfig, EngineConfig, ScheduleConfig
-from config.execution import ExecutionConfig, WarmupConfig, WarmupConfig
+from config.execution import ExecutionConfig, WarmupConfig
 from config.sampling import SamplingParams
 from engine.core import EngineCore
 from engine.messages import AddRequest, StepTokens
@@ -37,7 +37,6 @@ class CoreRig:
         prefix_caching: bool = True,
         contiguous: bool = False,
         defrag_threshold: int = 2,
-        on_unwarmed: str = "run",
         widest_decode: int | None = None,
         buckets: str = "exact",
         on_unwarmed: str = "run",
@@ -66,7 +65,6 @@ class CoreRig:
             schedule=schedule,
             cache=CacheConfig(enable_prefix_caching=prefix_caching),
             execution=ExecutionConfig(defrag_threshold=defrag_threshold),
-            warmup=WarmupConfig(on_unwarmed_shape=on_unwarmed),
             warmup=WarmupConfig(on_unwarmed_shape=on_unwarmed),
         )
         limits = BucketLimits(
