@@ -56,13 +56,17 @@ class Packer:
         """Why a sequence may not be launched so, not even alone; None when it may."""
         if not self._rejects or self._table.is_prepared(phase, 1, num_tokens, num_blocks):
             return None
-        widest = max((b[1:] for b in self._table.buckets if b[0] == phase), default=(0, 0, 0))
         name = PHASES[phase]
         self._stats.count_refusal(name)
+        own = [bucket[1:] for bucket in self._table.buckets if bucket[0] == phase]
+        batch, query, blocks = max(own, key=lambda bucket: self._table.cost(phase, bucket))
+        wants, has = f"over {num_blocks} KV blocks", f"over {blocks}"
+        if phase == PREFILL:
+            wants = f"of {num_tokens} tokens behind {num_blocks} KV blocks"
+            has = f"of {query} behind {blocks}"
         return (
-            f"it needs a {name} of {num_tokens} tokens over {num_blocks} KV blocks, no bucket that "
-            f"was warmed up holds that (the widest: batch {widest[0]}, {widest[1]} tokens, "
-            f"{widest[2]} blocks), and on-unwarmed-shape is reject"
+            f"it needs a {name} {wants}, and no bucket that was warmed up holds that (the largest: "
+            f"batch {batch}, {has}); on-unwarmed-shape is reject"
         )
 
     def must_split(self, num_rows: int, num_blocks: int) -> bool:

@@ -20,7 +20,7 @@ from hpu.bucket_lists import (
     parse_buckets,
 )
 from hpu.bucket_lists_v3 import padding_points, v3_decode_axes, v3_prompt_axes, v3_prompts
-from hpu.buckets import BucketLimits, BucketTable
+from hpu.buckets import FALLBACK, HIT, MISS, BucketLimits, BucketTable, Lookup
 from hpu.step import DECODE, PREFILL
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "buckets.json").read_text())[
@@ -249,3 +249,19 @@ def test_a_bucket_file_makes_the_table(tmp_path: Path) -> None:
 def test_a_table_without_one_phase_is_refused() -> None:
     with pytest.raises(ConfigError, match="0 decode buckets"):
         BucketTable([(1, 16, 0)], [], limits(), exact=False)
+
+
+def test_a_bucket_that_a_fallback_made_gives_way_to_a_wider_prepared_one_if_asked() -> None:
+    limits = BucketLimits(128, 4096, 8, 4096, 1, 100, True)
+    table = BucketTable([(1, 128, 0), (1, 4096, 32)], [(8, 1, 256)], limits, exact=False)
+    table.keep([(PREFILL, 1, 128, 0), (DECODE, 8, 1, 256)])
+    made = table.find(PREFILL, 1, 2000, 0)
+    table.add([(PREFILL, 1, 4096, 32)])
+
+    cheapest = table.find(PREFILL, 1, 2000, 0)
+    table.prefers_prepared = True
+    table.add([])
+    prepared = table.find(PREFILL, 1, 2000, 0)
+
+    assert made.result == FALLBACK and cheapest.result == MISS
+    assert prepared == Lookup((1, 4096, 32), HIT)
