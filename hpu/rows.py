@@ -152,11 +152,26 @@ class Rows:
         """Write a decode's inputs and move its rows on; all of them sample."""
         rows = self._live(launch)
         n = len(rows)
-        batch, total = len(out.rows), len(out.block_list)
         positions = self._num_computed[rows]
         if np.any(positions != self._num_known[rows] - 1):
             raise RuntimeError(f"rows {launch.rows}: a decode needs exactly one token uncomputed")
         self._check_blocks(rows, positions + 1)
+        self._fill_blocks(launch, rows, positions, out)
+
+        out.rows[:n] = rows
+        out.rows[n:] = self.max_rows
+        out.positions[:n, 0] = positions
+        out.positions[n:] = 0
+        out.slots[:n] = self._slots(rows, positions)
+        out.slots[n:] = np.resize(self._pad_slots, len(out.slots) - n)
+        self._num_computed[rows] += 1
+        self._num_known[rows] += 1
+
+    def _fill_blocks(
+        self, launch: Launch, rows: Integers, positions: Integers, out: DecodeFields
+    ) -> None:
+        """Describe the blocks that a decode of `rows` at `positions` reads."""
+        n, batch, total = len(rows), len(out.rows), len(out.block_list)
         used = positions // self.block_size + 1
         # One entry a block, all of row 0, then all of row 1, ...:
         #   groups   0  0  0  1  1  2
@@ -169,26 +184,24 @@ class Rows:
         if n > batch or wanted > total:
             raise RuntimeError(f"{n} rows over {wanted} blocks do not fit {launch.bucket}")
 
-        out.rows[:n] = rows
-        out.rows[n:] = self.max_rows
-        out.positions[:n, 0] = positions
-        out.positions[n:] = 0
-        out.slots[:n] = self._slots(rows, positions)
-        out.slots[n:] = np.resize(self._pad_slots, batch - n)
         # Where each block's entry stands: at its own number, or one behind the other.
         entries = blocks if self.contiguous else slice(wanted)
         lasts = blocks[ends - 1] if self.contiguous else ends - 1
-        out.block_list[:] = np.arange(total) if self.contiguous else self.pad_block
-        out.block_list[entries] = blocks
+        out.block_list[:] = self.pad_block
+        if not self.contiguous:
+            out.block_list[entries] = blocks
         out.block_groups[:] = -1
         out.block_groups[entries] = groups
+        if self.contiguous and np.count_nonzero(out.block_groups >= 0) < len(blocks):
+            raise RuntimeError(
+                f"rows {launch.rows} hold {len(blocks)} blocks, "
+                f"{np.count_nonzero(out.block_groups >= 0)} different ones: a slice shows each once"
+            )
         out.block_starts[:] = 0
         out.block_starts[entries] = places * self.block_size
         out.block_usage[:] = 1
         out.block_usage[entries] = self.block_size
         out.block_usage[lasts] = positions % self.block_size + 1
-        self._num_computed[rows] += 1
-        self._num_known[rows] += 1
 
     def fill_idle(self, out: PrefillFields | DecodeFields) -> None:
         """Write inputs as of full rows whose blocks are all the pad block: for a warm-up."""

@@ -36,7 +36,7 @@ class DecodeContext(NamedTuple):
     """(B): where each token's K and V go; the blocks below already count it."""
     block_list: Tensor
     """(N): physical blocks, all of row 0, then all of row 1, ...; padded with the pad block. Where
-    the cache is read as one slice: 0 .. N - 1, some of them no row's."""
+    the cache is read as one slice nobody reads this: there entry i stands for block i."""
     block_groups: Tensor
     """(N): batch index of each block's row; -1 for padding, and for blocks of no row here."""
     block_starts: Tensor

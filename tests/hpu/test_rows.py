@@ -212,7 +212,6 @@ def test_a_decode_over_a_slice_describes_each_block_at_its_own_number() -> None:
 
     fields = _decode(rows, Launch(DECODE, (3, 1, 9), [1, 0]))
 
-    assert fields.block_list.tolist() == list(range(9))
     assert fields.block_groups.tolist() == [-1, -1, 0, 1, -1, -1, 0, -1, -1]
     assert fields.block_starts.tolist() == [0, 0, 4, 0, 0, 0, 0, 0, 0]
     assert fields.block_usage.tolist() == [1, 1, 2, 3, 1, 1, 4, 1, 1]
@@ -238,3 +237,13 @@ def test_a_moved_block_is_found_where_it_lies_now() -> None:
     assert (rows.own_blocks(2), rows.own_blocks(0)) == ([1, 7], [2])
     with pytest.raises(RuntimeError, match=r"there are 0 \.\. 49"):
         rows.move([1], [PAD])
+
+
+def test_rows_that_share_a_block_cannot_be_decoded_over_a_slice() -> None:
+    rows = Rows(max_rows=4, max_model_len=32, block_size=BLOCK, pad_block=PAD, contiguous=True)
+    for row in (0, 1):
+        rows.admit(_new(row, [1, 2, 3, 4, 5], [6, row], computed=4))
+    _prefill(rows, Launch(PREFILL, (2, 1, 1), [0, 1], counts=[1, 1], samples=[True, True]))
+
+    with pytest.raises(RuntimeError, match="hold 4 blocks, 3 different ones"):
+        _decode(rows, Launch(DECODE, (2, 1, 8), [0, 1]))
