@@ -54,6 +54,27 @@ def test_plans_that_are_in_flight_together_come_back_in_order(
     assert not alive(pid)
 
 
+def test_an_idle_worker_prepares_what_was_left_and_tells_it_between_results(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    executor = executor_of("later=3", tmp_path_factory.mktemp("s"))
+    ready = executor.start(lambda progress: None)
+    executor.submit(plan_of(0))
+    executor.collect()
+
+    warmed: list[int] = []
+    deadline = time.monotonic() + 10
+    while len(warmed) < 3 and time.monotonic() < deadline:
+        warmed += [one.num_later for one in executor.take_warmed()]
+        time.sleep(0.01)
+    executor.submit(plan_of(1))
+    result = executor.collect()
+    executor.close()
+
+    assert (ready.num_later, warmed, result.step) == (3, [2, 1, 0], 1)
+    assert not executor.idle()
+
+
 def test_a_worker_killed_while_collect_waits_is_noticed_at_once(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:

@@ -9,6 +9,7 @@ from engine_rig import asking, counting_config, generate, prompt_of, read_all
 
 from config.errors import ConfigError, EngineDied
 from engine.inline import InlineClient
+from engine.messages import LATER, Progress
 
 
 def engine_threads() -> list[str]:
@@ -74,3 +75,23 @@ async def test_controls_and_aborts_work_as_over_a_socket() -> None:
     await client.close()
 
     assert (answer, finish.reason) == ("pong", "abort")
+
+
+@pytest.mark.parametrize("executor", ["inline", "processes"])
+async def test_what_was_left_of_a_warm_up_is_made_between_requests_and_told(executor: str) -> None:
+    config = counting_config("later=4", executor=executor)
+    client = InlineClient(config, make_counting_executor)
+    await client.start()
+    await asyncio.wait_for(client.wait_ready(), 20)
+    first = client.progress
+
+    output = await generate(client, 40)
+    deadline = asyncio.get_running_loop().time() + 10
+    while client.progress != Progress(0, LATER, 4, 4):
+        assert asyncio.get_running_loop().time() < deadline, client.progress
+        await asyncio.sleep(0.02)
+    again = await generate(client, 5)
+    await client.close()
+
+    assert first == Progress(0, LATER, 0, 4)
+    assert (output, again) == (list(range(40)), list(range(5)))

@@ -26,7 +26,8 @@ ROOT = Path(__file__).parents[2]
 
 class CountingWorker:
     """Takes `start_s` to start and `step_s` for a step; with `refuse` it raises ConfigError at
-    start, with `crash_at` it breaks at that step, with `threads` it says how many it was given."""
+    start, with `crash_at` it breaks at that step, with `threads` it says how many it was given,
+    with `later` it prepares so many buckets when idle, `later_s` each."""
 
     def __init__(self, config: EngineConfig) -> None:
         words = config.model.partition(":")[2]
@@ -36,6 +37,7 @@ class CountingWorker:
         )
         self._executor = FakeExecutor(ready, config.schedule.max_num_seqs, count)
         self._calls: list[str] = []
+        self._left = ready.num_later = int(self._manner("later"))
 
     def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
         on_progress(WarmupProgress("load", 1, 2))
@@ -57,7 +59,12 @@ class CountingWorker:
         return self._executor.collect()
 
     def idle(self) -> Warmed | None:
-        return None
+        assert self._executor.num_in_flight == 0, "idle with plans in flight"
+        if not self._left:
+            return None
+        time.sleep(self._manner("later_s"))
+        self._left -= 1
+        return Warmed([], self._left)
 
     def call(self, name: str) -> str:
         """Refused when it is asked a second time."""
@@ -78,13 +85,35 @@ def count(history: int, generated: int, sampling: RowSampling) -> int:
     return generated
 
 
+class CountingExecutor:
+    """A CountingWorker in this process, as engine.executors.inline has a real one; that file would
+    load torch."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        worker = CountingWorker(config)
+        self.start, self.submit, self.collect = worker.start, worker.submit, worker.collect
+        self.has_result, self.call, self.close = worker.has_result, worker.call, worker.close
+        self._prepare = worker.idle
+        self._warmed: list[Warmed] = []
+
+    def idle(self) -> bool:
+        warmed = self._prepare()
+        if warmed is not None:
+            self._warmed.append(warmed)
+        return warmed is not None and warmed.num_later > 0
+
+    def take_warmed(self) -> list[Warmed]:
+        warmed, self._warmed = self._warmed, []
+        return warmed
+
+
 def make_counting_executor(
     config: EngineConfig, directory: str, on_death: Callable[[str], None]
 ) -> Executor:
     """As engine.executors.select, for a CountingWorker."""
     if config.executor == "processes":
         return MultiprocExecutor(config, directory, on_death, command=counting_command("worker"))
-    return CountingWorker(config)
+    return CountingExecutor(config)
 
 
 def counting_command(process: str) -> list[str]:

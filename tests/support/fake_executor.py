@@ -69,6 +69,10 @@ class FakeExecutor:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(StepPlan).decode
 
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
     def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
         on_progress(WarmupProgress("warmup", 1, 1))
         return self.ready
