@@ -16,7 +16,8 @@ BLOCK_SIZE = 128
 """Assumed where no flag says otherwise; no checkpoint and no device is looked at."""
 
 SECONDS_A_GRAPH = 3.0
-"""A guess: from under a second, from a recipe cache, to minutes. `hpu_graph_compile_seconds` tells."""
+"""A guess: from under a second, from a recipe cache, to minutes; the metric
+`hpu_graph_compile_seconds` tells."""
 
 COLUMNS = 60
 SHADES = "░▒▓█"
