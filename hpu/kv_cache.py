@@ -111,8 +111,12 @@ class KVCache:
                 if size == sizes[0] or not self._backend.is_out_of_memory(error):
                     raise
                 del self._moves[size]
-                logger.warning("Blocks are moved %d at a time: no memory for %d", size // 2, size)
+                logger.warning("No memory to move %d blocks at once", size)
                 break
+        logger.info(
+            "Decodes read the KV cache as one slice; blocks move down %d at a time",
+            max(self._moves),
+        )
 
     def move(self, sources: list[int], targets: list[int]) -> None:
         """Carry the contents of block sources[i] to targets[i], none of which is a source, too;

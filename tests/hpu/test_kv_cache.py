@@ -69,3 +69,27 @@ def test_blocks_are_moved_with_their_contents_and_leave_nothing_behind() -> None
         assert keys[1:10, 3, 1, 2].tolist() == [block + 100 * number for block in range(18, 9, -1)]
         assert values[:10, 0, 0, 0].tolist() == [-block for block in sources]
         assert not keys[10:].any() and not values[10:].any()
+
+
+class _Narrow(CpuBackend):
+    """Has no memory for more than eight pairs of numbers."""
+
+    def upload(self, target: Tensor, source: Tensor) -> None:
+        if source.numel() > 16:
+            raise MemoryError
+        super().upload(target, source)
+
+
+def test_where_memory_is_short_more_small_moves_do_the_work_of_a_large_one() -> None:
+    model = _Layers()
+    cache = KVCache(model, _Narrow(1), num_blocks=40, block_size=4, dtype=torch.float32)
+    cache.warm_moves()
+    keys = model.caches[0][0]
+    for block in range(40):
+        keys[block] = block
+
+    cache.move([*range(39, 27, -1)], [*range(12)])
+
+    assert keys[:12, 0, 0, 0].tolist() == [*range(39, 27, -1)]
+    assert keys[12:28, 0, 0, 0].tolist() == [*range(12, 28)]
+    assert not keys[28:].any()
