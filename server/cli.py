@@ -9,14 +9,18 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 
 from config import log
 from config.arguments import Parser, server_parser
-from config.env import environment
+from config.engine import EngineConfig
+from config.env import cache_home, environment
 from config.errors import ConfigError, EngineDied
 from config.flags import FLAGS
 from config.load import load
 from config.progress import Report
+from config.server import ServerConfig
 from config.values import nearest
 from config.vendor_knobs import idle_variables
 from config.version import VERSION
@@ -89,27 +93,36 @@ def _serve(argv: list[str]) -> int:
     log.setup("server", level=server.log_level, access_log=not server.disable_access_log)
     for variable, reason in idle_variables(environment()):
         logger.warning("The variable %s does nothing here, %s", variable, reason)
-    from config.startup import check_checkpoint, check_device
+    from config.startup import check_device
 
     check_device(engine.device)
     from server.frontends import serve
 
-    def folder(report: Report) -> str:
-        from config.checkpoint import resolve
-
-        path = resolve(
-            engine.model,
-            revision=engine.revision,
-            cache_dir=engine.cache_dir,
-            dtype=engine.dtype,
-            report=report,
-        )
-        check_checkpoint(engine, path)
-        return path
-
     own_names = NAMES if engine.model in NAMES else (engine.model,)
     names = server.served_model_names or own_names
-    return serve(engine, dataclasses.replace(server, served_model_names=names), folder)
+    prepare = partial(_prepare, engine, server)
+    return serve(engine, dataclasses.replace(server, served_model_names=names), prepare)
+
+
+def _prepare(engine: EngineConfig, server: ServerConfig, report: Report) -> str:
+    """The checkpoint's folder, when all that is made from it once has been made."""
+    from config.checkpoint import resolve
+    from config.startup import check_checkpoint
+
+    folder = resolve(
+        engine.model,
+        revision=engine.revision,
+        cache_dir=engine.cache_dir,
+        dtype=engine.dtype,
+        report=report,
+    )
+    check_checkpoint(engine, folder)
+    if not server.skip_tokenizer_init:
+        from server.text.files import tokenizer_folder
+
+        # Here it can be told of and stopped; front-ends find it in the cache.
+        tokenizer_folder(folder, Path(cache_home()), report)
+    return folder
 
 
 def _config(argv: list[str]) -> int:

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Encoder
 
 from config.errors import ConfigError
+from config.progress import Report, unreported
 
 NAMED_TOKENS = (
     "bos_token",
@@ -25,6 +27,7 @@ NAMED_TOKENS = (
     "mask_token",
 )
 CONVERT_TIMEOUT_S = 300
+_POLL_S = 0.05
 
 # Run in a process of its own: the conversion may import torch, which a front-end never does.
 _CONVERT = """
@@ -46,10 +49,7 @@ class TextFiles:
 
 def read_text_files(path: str, cache_dir: Path) -> TextFiles:
     """Read a checkpoint's folder. Raises ConfigError when it holds no tokenizer we can read."""
-    folder = Path(path)
-    if not folder.is_dir():
-        raise ConfigError(f"{path!r} is not a folder with tokenizer files")
-    source = folder if (folder / "tokenizer.json").is_file() else _converted(folder, cache_dir)
+    folder, source = Path(path), tokenizer_folder(path, cache_dir)
     config = _json(folder / "tokenizer_config.json") or _json(source / "tokenizer_config.json")
     try:
         encoder = Encoder.from_file(str(source / "tokenizer.json"))
@@ -60,6 +60,17 @@ def read_text_files(path: str, cache_dir: Path) -> TextFiles:
     special_tokens = _special_tokens(folder, config)
     _mark_special(encoder, config, special_tokens)
     return TextFiles(encoder, special_tokens, _chat_template(folder, config))
+
+
+def tokenizer_folder(path: str, cache_dir: Path, report: Report = unreported) -> Path:
+    """The folder with the tokenizer.json of a checkpoint: its own, or one made from an older
+    tokenizer's files, which may take a minute. Raises ConfigError, and what `report` raises."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(f"{path!r} is not a folder with tokenizer files")
+    if (folder / "tokenizer.json").is_file():
+        return folder
+    return _converted(folder, cache_dir, report)
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -123,7 +134,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str]
     return templates or None
 
 
-def _converted(folder: Path, cache_dir: Path) -> Path:
+def _converted(folder: Path, cache_dir: Path, report: Report) -> Path:
     """A tokenizer.json made once from an older tokenizer's files, kept by their contents."""
     names = ("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "tokenizer_config.json")
     files = [folder / name for name in names if (folder / name).is_file()]
@@ -137,29 +148,42 @@ def _converted(folder: Path, cache_dir: Path) -> Path:
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     target = cache_dir / "tokenizers" / digest.hexdigest()[:32]
     if not (target / "tokenizer.json").is_file():
-        _convert(folder, target)
+        _convert(folder, target, report)
     return target
 
 
-def _convert(folder: Path, target: Path) -> None:
+def _convert(folder: Path, target: Path, report: Report) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(dir=target.parent))
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _CONVERT, str(folder), str(fresh)],
-            capture_output=True,
-            text=True,
-            timeout=CONVERT_TIMEOUT_S,
-        )
-        if done.returncode or not (fresh / "tokenizer.json").is_file():
-            why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        why = _run([sys.executable, "-c", _CONVERT, str(folder), str(fresh)], report)
+        if why or not (fresh / "tokenizer.json").is_file():
+            why = why or "no reason given"
             raise ConfigError(f"the tokenizer in {folder} cannot be converted: {why}")
-        # Another front-end may have been first; either copy is good.
+        # Another process may have been first; either copy is good.
         if not target.exists():
             fresh.rename(target)
-    except subprocess.TimeoutExpired as error:
-        raise ConfigError(
-            f"converting the tokenizer in {folder} took over {CONVERT_TIMEOUT_S} s"
-        ) from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _run(command: list[str], report: Report) -> str:
+    """The last line that a failed command said; nothing if it did not fail. It does not outlive
+    this call, whatever ends it."""
+    end_s = time.monotonic() + CONVERT_TIMEOUT_S
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said
+        )
+        try:
+            while process.poll() is None:
+                if time.monotonic() > end_s:
+                    return f"it took over {CONVERT_TIMEOUT_S} s"
+                report("tokenizer", 0, 0)
+                time.sleep(_POLL_S)
+        finally:
+            process.kill()
+            process.wait()
+        said.seek(0)
+        lines = [line for line in said.read().splitlines() if line.strip()]
+    return (lines or [f"status {process.returncode}"])[-1] if process.returncode else ""

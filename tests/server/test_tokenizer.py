@@ -17,7 +17,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from config.errors import ConfigError
-from server.text.files import TextFiles
+from server.text.files import TextFiles, tokenizer_folder
 from server.text.tokenizer import INLINE_CHARACTERS, Tokenizer
 
 
@@ -234,6 +234,23 @@ def test_older_vocabulary_files_are_converted_once_and_kept(tmp_path: Path) -> N
     assert first.encode_now("the world é", False) == made.encode_now("the world é", False)
     assert [folder.stat().st_mtime_ns for folder in kept] == [before]
     assert len(list((tmp_path / "cache" / "tokenizers").iterdir())) == 1
+
+
+def test_a_conversion_that_nobody_waits_for_is_stopped_and_leaves_nothing(tmp_path: Path) -> None:
+    text_folders.save(text_folders.byte_level(), tmp_path, tokenizer_class="GPT2Tokenizer")
+    text_folders.byte_level().model.save(str(tmp_path))
+    (tmp_path / "tokenizer.json").unlink()
+    stages = []
+
+    def report(stage: str, done: int, total: int) -> None:
+        stages.append(stage)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer_folder(str(tmp_path), tmp_path / "cache", report)
+
+    assert stages == ["tokenizer"]
+    assert list((tmp_path / "cache" / "tokenizers").iterdir()) == []
 
 
 def long_text(characters: int) -> str:
