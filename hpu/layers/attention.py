@@ -5,6 +5,7 @@ index op writes a launch's keys, and a decode reads a gathered list of blocks, o
 some number as one slice.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -217,6 +218,7 @@ class Attention(nn.Module):
         self._keys = self._values = torch.empty(0)
         self._kernels: Kernels | None = None
         self._splits = False
+        self._isolates = False
 
     def bind_caches(self, keys: Tensor, values: Tensor) -> None:
         """Take the caches, each (blocks, block_size, kv_heads, head_dim)."""
@@ -227,11 +229,18 @@ class Attention(nn.Module):
         self._kernels = kernels
         self._splits = split_qkv
 
+    def isolate(self) -> None:
+        """Let no row's broken numbers reach another row: in a slice of the cache a launch reads
+        blocks of rows that it does not hold, and zero times not-a-number is not a number."""
+        self._isolates = True
+
     def forward(self, hidden: Tensor, rotation: Rotation, plan: LaunchPlan) -> Tensor:
         """(B, Q, hidden) to the same; writes the keys and values of all B * Q tokens."""
         shape = self.shape
         batch, length, _ = hidden.shape
         turning, value = self._projected(hidden)
+        if self._isolates:
+            turning, value = _finite(turning), _finite(value)
         turned = rotate(self.head_norm(turning), rotation, self._kernels)
         query, key = turned.split_with_sizes([shape.num_heads, shape.num_kv_heads], dim=2)
         self._keys.flatten(0, 1).index_copy_(0, plan.slots, key.flatten(0, 1))
@@ -341,3 +350,8 @@ def _blocks(cache: Tensor, plan: DecodePlan) -> Tensor:
     if plan.block_list is None:
         return cache[: plan.groups.shape[0]]
     return cache.index_select(0, plan.block_list)
+
+
+def _finite(numbers: Tensor) -> Tensor:
+    """`numbers`, with 0 for what is none or infinite."""
+    return numbers.masked_fill(~(numbers.abs() < math.inf), 0.0)

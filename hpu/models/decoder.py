@@ -255,6 +255,9 @@ class Decoder(nn.Module):
         """From now on entry i of a decode describes block i of the caches, which are then read as
         they lie. Once only, before the first launch."""
         self._contiguous = True
+        for layer in self.layers:
+            assert isinstance(layer, Layer)
+            layer.attention.isolate()
 
     def fuse(self, kernels: Kernels, *, split_qkv: bool = False) -> None:
         """Run on a device's fused kernels from now on. Once only, before the first launch."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny
 from worker_rig import WorkerRig
 
@@ -117,6 +118,44 @@ def test_a_card_without_prefix_caching_reads_slices_and_gives_the_tokens_of_the_
     assert rig.ready.contiguous
     assert found == expected
     assert (counts["compilations"], counts["captures"]) == warm
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"execution": SLICES},
+        {"buckets": TABLE, "steps": (4, 64, 96), "device": "hpu-emulator"},
+    ],
+    ids=["cpu", "card"],
+)
+def test_a_row_whose_numbers_are_broken_harms_nobody_whose_slice_its_blocks_lie_in(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = make_tiny("llama", tmp_path)
+    with working(folder) as alone:
+        alone.admit(0, PROMPTS[2])
+        alone.prefill({0: None})
+        alone.step()
+        alone.run([0], 6)
+        expected = alone.free(0)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][9] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    with working(folder, **settings) as rig:
+        rig.admit(0, PROMPTS[2])
+        rig.admit(1, [9] * 12)
+        rig.prefill({0: None})
+        rig.step()
+        rig.prefill({1: None})
+        broken = rig.step().tokens
+        rig.run([0], 2)
+        rig.run([1, 0], 2)
+        rig.free(1)
+        rig.run([0], 2)
+
+    assert broken == [-1]
+    assert rig.rows[0].sampled == expected
 
 
 @pytest.mark.parametrize(
