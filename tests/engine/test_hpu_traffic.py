@@ -1,0 +1,134 @@
+"""The central promise: once warm, no traffic makes the card compile, capture, fall back, wait in
+a step, or take more memory. A real engine and a real worker, on a strict emulated card."""
+
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from slow_model import Ledger, raw
+from tiny_models import VOCAB_SIZE, make_tiny
+
+from config.buckets import BucketConfig
+from config.engine import CacheConfig, EngineConfig, ScheduleConfig
+from config.execution import EmulatorSettings
+from config.sampling import SamplingParams
+from engine.core import EngineCore
+from engine.executors.inline import InlineExecutor
+from engine.loop import make_table
+from engine.messages import AddRequest
+from engine.prefix import block_hashes
+from hpu.step import StepPlan
+
+REQUESTS = 500
+MOST_TURNS = 20_000
+
+
+class WatchedExecutor(InlineExecutor):
+    """Tells the emulated card when a step is being made: waiting for the card then is a misuse."""
+
+    def submit(self, plan: StepPlan) -> None:
+        card = torch.hpu.emulated  # type: ignore[attr-defined]  # the emulator's
+        card.in_step = True
+        try:
+            super().submit(plan)
+        finally:
+            card.in_step = False
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCore]:
+    config = EngineConfig(
+        str(make_tiny("llama", tmp_path_factory.mktemp("tiny"), max_position_embeddings=256)),
+        device="hpu-emulator",
+        dtype="float32",
+        num_threads=1,
+        cache=CacheConfig(block_size=16, num_blocks=64),
+        schedule=ScheduleConfig(max_num_seqs=6, max_num_batched_tokens=64, max_prefill_batch=2),
+        buckets=BucketConfig(strategy="exponential"),
+        emulator=EmulatorSettings(is_strict=True, memory_bytes=32 << 30),
+    )
+    executor = WatchedExecutor(config)
+    ready = executor.start(lambda progress: None)
+    yield EngineCore(config, executor, ready, make_table(config, ready), time.monotonic)
+    executor.close()
+
+
+def random_sampling(rng: random.Random) -> SamplingParams:
+    """Half of the requests plain, the others with anything that a client may ask for."""
+    settings: dict[str, Any] = {"max_tokens": rng.randint(1, 12), "temperature": 0.0}
+    if rng.random() < 0.5:
+        return SamplingParams(**settings)
+    settings["temperature"] = rng.choice([0.0, 0.5, 1.0, 1.7])
+    settings["seed"] = rng.randrange(1000)
+    choices: dict[str, list[Any]] = {
+        "top_k": [1, 5, 50],
+        "top_p": [0.1, 0.9],
+        "min_p": [0.05],
+        "presence_penalty": [0.5],
+        "frequency_penalty": [-0.5],
+        "repetition_penalty": [1.2],
+        "logit_bias": [{3: 5.0}, dict.fromkeys(range(9), -1.0)],
+        "allowed_token_ids": [(5, 6, 7, 8)],
+        "min_tokens": [1],
+        "stop_token_ids": [(9,), (9, 10, 11)],
+        "bad_words_token_ids": [((4, 5),), ((7,), (8, 9, 10))],
+        "logprobs": [0, 1, 7, 20],
+        "prompt_logprobs": [0, 3],
+        "ignore_eos": [True],
+    }
+    for name, values in choices.items():
+        if rng.random() < 0.15:
+            settings[name] = rng.choice(values)
+    settings["min_tokens"] = min(settings.get("min_tokens", 0), settings["max_tokens"])
+    return SamplingParams(**settings)
+
+
+def random_prompt(rng: random.Random, prefixes: list[list[int]]) -> list[int]:
+    """Of 1 to 200 tokens; a third of them begin as another one did."""
+    length = rng.choice([rng.randint(1, 40), rng.randint(1, 200)])
+    prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
+    if rng.random() < 0.33:
+        prompt = (rng.choice(prefixes) + prompt)[:200]
+    return prompt
+
+
+def test_five_hundred_random_requests_cost_no_compilation_capture_fallback_wait_or_memory(
+    engine: EngineCore,
+) -> None:
+    rng = random.Random(5)
+    card = torch.hpu.emulated  # type: ignore[attr-defined]  # the emulator's
+    prefixes = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (48, 80, 112)]
+    ledger, waiting = Ledger(), list(range(REQUESTS))
+    watched = ("compilations", "captures", "fallbacks", "host_sync", "ungraphed")
+    before = {name: card.journal.counts[name] for name in watched}
+    memory = card.memory.in_use
+
+    turns = 0
+    while waiting or engine.has_work:
+        for _ in range(rng.choice([0, 0, 1, 1, 2])):
+            if waiting:
+                key = waiting.pop()
+                prompt = raw(random_prompt(rng, prefixes))
+                ledger.open(key)
+                message = AddRequest(key, prompt, random_sampling(rng))
+                engine.add(message, block_hashes(prompt, 16, ""))
+                gone = key + rng.randint(0, 30)
+                if rng.random() < 0.1 and gone in ledger.requests and not ledger.is_over(gone):
+                    engine.abort([gone])
+                    ledger.abort(gone)
+        ledger.take(engine.turn())
+        engine.check_books()
+        turns += 1
+        assert turns < MOST_TURNS
+
+    after = {name: card.journal.counts[name] for name in watched}
+    assert after == before
+    # Every launch was a replay: two at least for each request, alone or shared with others.
+    assert card.journal.counts["replays"] > 1000
+    assert card.memory.in_use <= memory
+    requests = ledger.requests.values()
+    assert all(request.is_aborted or request.finish is not None for request in requests)
+    assert 0 < sum(request.is_aborted for request in requests) < REQUESTS / 4
