@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from config.errors import ConfigError
 from config.execution import HPU_GRAPHS, LAZY, TORCH_COMPILE, ExecutionConfig, ModeChoice
+from hpu.backends.gaudi_group import GaudiGroup, Ranks
 from hpu.devices import GENERATIONS, has_kernel, release_of
 from hpu.memory import GIB
 from hpu.ops.kernels import Kernels
@@ -24,6 +25,11 @@ from hpu.preflight_software import RUNTIME_DISTRIBUTION
 logger = logging.getLogger(__name__)
 
 ROOT = "habana_frameworks.torch"
+
+ALONE = Ranks()
+
+MOST_SHAPES = 1 << 16
+"""More than any table has buckets, times the parts that are compiled of a layer."""
 
 OUT_OF_MEMORY = (
     "workspace allocation of size",
@@ -91,8 +97,9 @@ class GaudiBackend:
 
     `choice` is the mode; the runtime's variables have been set accordingly by now. `driver` is the
     driver's version, where it is known. `on_settled` is called when warm-up is over, `on_close`
-    when the card is given back. Raises ConfigError when the runtime cannot be used: `explain`
-    turns its error texts into plain words.
+    when the card is given back. `guards_off`: compiled code checks no guards after warm-up, and a
+    new shape is an error. Raises ConfigError when the runtime cannot be used: `explain` turns its
+    error texts into plain words.
     """
 
     name = "hpu"
@@ -112,6 +119,8 @@ class GaudiBackend:
         *,
         seed: int = 0,
         driver: str = "",
+        ranks: Ranks = ALONE,
+        guards_off: bool = False,
         explain: Callable[[str], str | None] = lambda text: None,
         on_settled: Callable[[], None] = lambda: None,
         on_close: Callable[[], None] = lambda: None,
@@ -123,6 +132,7 @@ class GaudiBackend:
         self._explain = explain
         self._on_settled = on_settled
         self._on_close = on_close
+        self._guards_off = guards_off
         self._graphed: Callable[..., Any] | None = None
         self._function: Callable[..., Any] | None = None
         try:
@@ -131,7 +141,10 @@ class GaudiBackend:
             self._hpu = importlib.import_module(f"{ROOT}.hpu")
             self._metrics = importlib.import_module(f"{ROOT}.hpu.metrics")
             self._check_mode(choice)
+            # The runtime takes the card that belongs to the rank.
+            self._group = GaudiGroup(ranks)
             self.device = torch.device("hpu", self._acquire())
+            self._group.check(self.device)
         except (ImportError, AssertionError, RuntimeError) as error:
             raise ConfigError(self._worded(error)) from error
         self.captures = self._mode == HPU_GRAPHS
@@ -263,10 +276,16 @@ class GaudiBackend:
             children = dict(model.named_children())
             layers = children.pop("layers", None)
             parts = [*children.values(), *(layers.children() if layers is not None else ())]
+        # Beyond this number of shapes of one function torch would stop compiling it.
+        limits = torch._dynamo.config
+        for name in ("cache_size_limit", "accumulated_cache_size_limit"):
+            setattr(limits, name, max(getattr(limits, name), MOST_SHAPES))
         for part in parts:
             part.compile(**options)
 
     def settled(self) -> None:
+        if self._guards_off and self._mode == TORCH_COMPILE:
+            torch.compiler.set_stance("fail_on_recompile", skip_guard_eval_unsafe=True)
         self._on_settled()
 
     def compilations(self) -> int:
@@ -289,10 +308,13 @@ class GaudiBackend:
         return int(found.get("TotalHit", 0)), int(found.get("TotalMiss", 0))
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        return tensor
+        return self._group.all_reduce(tensor)
 
     def close(self) -> None:
         self._graphed = self._function = None
+        if self._guards_off:
+            torch.compiler.set_stance("default")
+        self._group.leave()
         self._on_close()
 
     def _worded(self, error: Exception) -> str:

@@ -41,6 +41,7 @@ def _gaudi(config: EngineConfig) -> Backend:
         config.execution,
         choice,
         seed=config.seed,
+        guards_off=config.warmup.full_guards_off,
         driver=driver_version(machine) or "",
         explain=lambda text: explain(text, machine),
     )
@@ -68,6 +69,7 @@ def _emulated(config: EngineConfig) -> Backend:
             config.execution,
             env.hpu_mode(config),
             seed=config.seed,
+            guards_off=config.warmup.full_guards_off,
             on_settled=emulator.seal,
             on_close=emulator.uninstall,
         )

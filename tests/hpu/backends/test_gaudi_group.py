@@ -1,0 +1,79 @@
+"""GaudiGroup between two processes, each with an emulated card: the sum at the start, and a rank
+that meets nobody."""
+
+import multiprocessing
+import os
+from pathlib import Path
+
+from config.engine import EngineConfig
+from config.env import hpu_mode
+from config.errors import ConfigError
+from config.execution import ExecutionConfig
+from hpu.backends.gaudi import GaudiBackend
+from hpu.backends.gaudi_group import Ranks
+from hpu.emulator.install import install
+from hpu.emulator.settings import EmulatorConfig
+
+VARIABLES = {"PT_HPU_LAZY_MODE": "1", "PT_HPU_ENABLE_LAZY_COLLECTIVES": "true"}
+
+
+def backend_of(ranks: Ranks) -> GaudiBackend:
+    config = EngineConfig("m", device="hpu-emulator")
+    return GaudiBackend(ExecutionConfig(), hpu_mode(config), ranks=ranks)
+
+
+def run_rank(store: Path, rank: int) -> None:
+    """Exits with 7 when the sum over both ranks was right."""
+    import torch
+
+    install(EmulatorConfig(), dict(VARIABLES))
+    backend = backend_of(Ranks(2, rank, f"file://{store}", timeout_s=30))
+    mine = torch.full((3,), float(rank + 1), device=backend.device)
+    total = backend.all_reduce(mine).cpu().tolist()
+    os._exit(7 if total == [3.0] * 3 else 1)
+
+
+def run_alone(store: Path) -> None:
+    """Exits with 8 when a rank whose partner never comes says so."""
+    install(EmulatorConfig(), dict(VARIABLES))
+    try:
+        backend_of(Ranks(2, 0, f"file://{store}", timeout_s=1))
+    except ConfigError:
+        os._exit(8)
+    os._exit(1)
+
+
+def test_two_ranks_sum_over_both_cards(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=run_rank, args=(tmp_path / "store", rank)) for rank in (0, 1)]
+
+    for child in ranks:
+        child.start()
+    for child in ranks:
+        child.join(60)
+
+    assert [child.exitcode for child in ranks] == [7, 7]
+
+
+def test_a_rank_whose_partner_never_comes_gives_up_in_time(tmp_path: Path) -> None:
+    child = multiprocessing.get_context("spawn").Process(
+        target=run_alone, args=(tmp_path / "store",)
+    )
+
+    child.start()
+    child.join(60)
+
+    assert child.exitcode == 8
+
+
+def test_a_group_of_one_sums_nothing_and_needs_no_partner() -> None:
+    import torch
+
+    with install(EmulatorConfig(), {"PT_HPU_LAZY_MODE": "1"}):
+        backend = backend_of(Ranks())
+        mine = torch.ones(2, device=backend.device)
+
+        same = backend.all_reduce(mine)
+
+        assert same is mine
+        backend.close()
