@@ -77,6 +77,16 @@ def tell_buckets(table: BucketTable, strategy: str) -> None:
         logger.info("%d %s buckets: %s", len(shapes), _word(phase), listed)
 
 
+def tell_unneeded(count: int) -> None:
+    """Buckets that no launch can ever take."""
+    if count:
+        logger.info(
+            "%d buckets are not prepared: they hold more blocks than their rows can, at this "
+            "--max-model-len",
+            count,
+        )
+
+
 def tell_step(bucket: Bucket, number: int, total: int, free_bytes: int, *, graph: bool) -> None:
     """One bucket of a warm-up, with the memory that it left."""
     phase, batch, query, blocks = bucket

@@ -179,11 +179,14 @@ class Device:
 
     def _sign(self, name: str, args: Any, kwargs: Any, wrapped: Any) -> None:
         parts = self._describe(args), self._describe(kwargs)
+        # What lies in an argument's memory (a view, an op in place) needs no room of its own.
+        given = {storage_of(one.host) for one in device_tensors((args, kwargs))}
         largest = 0
         for out in device_tensors(wrapped):
             self.segment.number(out.uid)
-            largest = max(largest, out.host.numel() * out.host.element_size())
-        self.segment.add(name, parts, 0 if name in rules.VIEWS else largest)
+            if storage_of(out.host) not in given:
+                largest = max(largest, out.host.numel() * out.host.element_size())
+        self.segment.add(name, parts, largest)
 
     def _describe(self, value: Any) -> object:
         """What of an argument takes part in a recipe's signature."""

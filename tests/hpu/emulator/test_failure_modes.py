@@ -203,16 +203,29 @@ def test_10_a_capture_beyond_the_card_fails() -> None:
 
 
 def test_10_workspace_grows_at_a_later_larger_shape() -> None:
-    with emulated(memory_bytes=1 << 20, workspace_ratio=2.0) as card:
-        torch.ones(1 << 10, device="hpu")
+    with emulated(memory_bytes=1 << 20, workspace_ratio=8.0) as card:
+        small, large = torch.ones(1 << 10, device="hpu"), torch.ones(1 << 15, device="hpu")
+        twice(small)
         mark_step()
-        small = card.memory.workspace
-        large = torch.ones(1 << 17, device="hpu")
+        workspace = card.memory.workspace
+        twice(large)
 
         with pytest.raises(RuntimeError, match=r"workspace Allocation of size ::1048576 failed!"):
             mark_step()
 
-        assert (small, large.numel()) == (8 << 10, 1 << 17)
+        assert workspace == 8 * 4 << 10
+
+
+def test_10_an_op_in_place_needs_no_workspace_of_its_size() -> None:
+    with emulated(memory_bytes=1 << 20) as card:
+        cache, rows = torch.zeros(1 << 17, device="hpu"), torch.ones(1, device="hpu")
+        mark_step()
+        before = card.memory.workspace
+
+        cache.index_copy_(0, torch.zeros(1, dtype=torch.int32, device="hpu"), rows)
+        mark_step()
+
+        assert card.memory.workspace == before
 
 
 def test_11_large_integers_wrap_in_lazy_mode() -> None:
