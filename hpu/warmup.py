@@ -66,6 +66,8 @@ class Warmup:
         self._widths: set[int] = set()
         """Batch widths whose sampling has run."""
         self._later: deque[Bucket] = deque()
+        self._left_out: list[Bucket] = []
+        """Of those that came later, without a graph."""
         self._pads = False
         """Whether there is a table of buckets."""
 
@@ -104,6 +106,8 @@ class Warmup:
         fits = self._prepare(bucket)
         self._settle()
         logger.info("Warm-up between requests: %s, %d buckets to come", bucket, self.num_later)
+        if not self._later:
+            self._tell_left_out(self._left_out)
         return [bucket] if fits else []
 
     def _skip(self, buckets: list[Bucket]) -> list[Bucket]:
@@ -158,10 +162,7 @@ class Warmup:
         if bucket[1] not in self._widths:
             self._sample_all(_sampling([bucket], self._sampler.warmup_settings), None)
         if self._graphs.captures:
-            _, left_out = self._capture([bucket], None, is_pooled=True)
-            if left_out:
-                full = bucket[0] in self._full
-                announce.tell_left_out(bucket[0], left_out, self._config, full=full)
+            self._left_out += self._capture([bucket], None, is_pooled=True)[1]
         return True
 
     def _run_all(self, order: list[Bucket], progress: "_Steps") -> list[Bucket]:
@@ -215,9 +216,13 @@ class Warmup:
             left[phase] = self._capture_phase(phase, order, progress, is_pooled=is_pooled)
         if left[PREFILL] and PREFILL not in self._full and self._admits(left[PREFILL][0], True):
             left[PREFILL] = self._capture_phase(PREFILL, left[PREFILL], progress, is_pooled=True)
-        for phase, left_out in left.items():
-            if left_out:
-                announce.tell_left_out(phase, left_out, config, full=phase in self._full)
+        self._tell_left_out(left[PREFILL] + left[DECODE])
+
+    def _tell_left_out(self, buckets: list[Bucket]) -> None:
+        for phase in (PREFILL, DECODE):
+            own = [bucket for bucket in buckets if bucket[0] == phase]
+            if own:
+                announce.tell_left_out(phase, own, self._config, full=phase in self._full)
 
     def _capture_phase(
         self, phase: int, order: list[Bucket], progress: "_Steps", *, is_pooled: bool
