@@ -16,15 +16,15 @@ from server.state import DRAINING_RETRY_S, STARTING_RETRY_S, AppState
 def admin_routes(state: AppState) -> APIRouter:
     """The routes, over `state`."""
     router = APIRouter(tags=["Operations"])
+    _add_probes(router, state)
+    _add_facts(router, state)
+    if state.config.enable_dev_endpoints:
+        _add_profile(router, state)
+    return router
 
+
+def _add_probes(router: APIRouter, state: AppState) -> None:
     get = partial(router.get, responses=ANSWERS)
-
-    def health() -> Response:
-        if state.client.failure is not None:
-            return Fault(
-                503, f"The engine is gone: {state.client.failure}.", "server_error"
-            ).response()
-        return answer_whole({"status": "ok"})
 
     @get(
         "/health",
@@ -32,15 +32,15 @@ def admin_routes(state: AppState) -> APIRouter:
         summary="Whether the process works; fails when the engine is gone",
     )
     async def get_health() -> Response:
-        return health()
+        return _health(state)
 
     @get("/ping", operation_id="ping", summary="The same as /health")
     async def get_ping() -> Response:
-        return health()
+        return _health(state)
 
     @router.post("/ping", operation_id="ping_by_post", summary="As GET", responses=ANSWERS)
     async def post_ping() -> Response:
-        return health()
+        return _health(state)
 
     @get(
         "/ready",
@@ -48,13 +48,11 @@ def admin_routes(state: AppState) -> APIRouter:
         summary="Whether requests are taken: loaded, warmed up, not draining",
     )
     async def get_ready() -> Response:
-        if state.is_ready:
-            later = state.client.progress
-            if later is None or later.stage != LATER or later.done >= later.total:
-                return answer_whole({"status": "ready"})
-            warmup = {"done": later.done, "total": later.total}
-            return answer_whole({"status": "ready", "warmup": warmup})
-        return _not_ready(state).response()
+        return _readiness(state)
+
+
+def _add_facts(router: APIRouter, state: AppState) -> None:
+    get = partial(router.get, responses=ANSWERS)
 
     @get("/version", operation_id="version", summary="The server's version")
     async def get_version() -> Response:
@@ -66,15 +64,10 @@ def admin_routes(state: AppState) -> APIRouter:
     async def get_is_sleeping() -> Response:
         return answer_whole({"is_sleeping": False})
 
-    if state.config.enable_dev_endpoints:
-        _add_profile(router, state)
-
     @get("/metrics", operation_id="metrics", summary="Prometheus metrics, as OpenMetrics if asked")
     async def get_metrics(request: Request) -> Response:
         page, content_type = state.metrics.page(request.headers.get("accept", ""))
         return Response(page, headers={"content-type": content_type})
-
-    return router
 
 
 def _add_profile(router: APIRouter, state: AppState) -> None:
@@ -99,11 +92,31 @@ def _add_profile(router: APIRouter, state: AppState) -> None:
         return answer_whole({"file": await state.client.control("stop_profile")})
 
 
+def _health(state: AppState) -> Response:
+    if state.client.failure is not None:
+        return _engine_gone(state.client.failure).response()
+    return answer_whole({"status": "ok"})
+
+
+def _readiness(state: AppState) -> Response:
+    if not state.is_ready:
+        return _not_ready(state).response()
+    later = state.client.progress
+    if later is None or later.stage != LATER or later.done >= later.total:
+        return answer_whole({"status": "ready"})
+    warmup = {"done": later.done, "total": later.total}
+    return answer_whole({"status": "ready", "warmup": warmup})
+
+
 def _not_ready(state: AppState) -> Fault:
     if state.client.failure is not None:
-        return Fault(503, f"The engine is gone: {state.client.failure}.", "server_error")
+        return _engine_gone(state.client.failure)
     if state.is_draining:
         message, retry_s = "The server is shutting down.", DRAINING_RETRY_S
     else:
         message, retry_s = f"The server is starting: {state.progress}.", STARTING_RETRY_S
     return Fault(503, message, "server_error", headers={"Retry-After": str(retry_s)})
+
+
+def _engine_gone(why: str) -> Fault:
+    return Fault(503, f"The engine is gone: {why}.", "server_error")
