@@ -230,8 +230,9 @@ class Attention(nn.Module):
         self._splits = split_qkv
 
     def isolate(self) -> None:
-        """Let no row's broken numbers reach another row: in a slice of the cache a launch reads
-        blocks of rows that it does not hold, and zero times not-a-number is not a number."""
+        """Let no row's broken numbers reach another row, where products weigh blocks of other rows
+        with zero: zero times not-a-number is not a number. Not needed on plain CPU operations,
+        which add each block to its own row, unless slices of the cache are read."""
         self._isolates = True
 
     def forward(self, hidden: Tensor, rotation: Rotation, plan: LaunchPlan) -> Tensor:

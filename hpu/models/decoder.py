@@ -268,6 +268,8 @@ class Decoder(nn.Module):
                 module.fuse(kernels)
             elif isinstance(module, Attention):
                 module.fuse(kernels, split_qkv=split_qkv)
+                # Their products sum over all blocks of a launch, with zeros for other rows'.
+                module.isolate()
 
     def pack_weights(self) -> bool:
         """Reorder the weights of all products for a CPU that gains by it; whether it was done.

@@ -147,7 +147,15 @@ def paged_decode(
     highest = highest.scatter_reduce(0, rows.unsqueeze(1).expand(count, heads), log_sum, "amax")
     weights = torch.exp(log_sum - highest.index_select(0, rows))
     weighed = out.reshape(count, heads, size) * weights.unsqueeze(-1)
+    flat = weighed.view(count, heads * size)
+    if query.device.type == "cpu":
+        # Adds each block to its own row, in order: a row that is not a number stays alone, and
+        # many blocks take less than half the time of the product.
+        sums = torch.zeros(batch, heads).index_add_(0, rows, weights)
+        total = torch.zeros(batch, heads * size).index_add_(0, rows, flat.float())
+    else:
+        # Elsewhere such additions come in any order.
+        sums, total = mapping @ weights, mapping @ flat
     # A padded row holds no block and its sum is 0: 0 over anything but 0 stays 0.
-    sums = (mapping @ weights).clamp_min(1e-30).unsqueeze(-1)
-    total = (mapping @ weighed.view(count, heads * size)).view(batch, heads, size)
-    return (total / sums).to(query.dtype)
+    sums = sums.clamp_min(1e-30).unsqueeze(-1)
+    return (total.view(batch, heads, size) / sums).to(query.dtype)

@@ -12,6 +12,7 @@ from tiny_models import make_tiny
 from transformers import AutoModelForCausalLM
 from worker_rig import BLOCK_SIZE, WorkerRig
 
+from config.buckets import BucketConfig
 from hpu.runner import PROMPT_LOGITS
 from hpu.step import Logprobs, RowSampling
 
@@ -224,6 +225,25 @@ def test_a_broken_sequence_is_told_and_leaves_nothing_behind_in_its_blocks(
 
     assert tokens[0] == -1
     assert rig.rows[1].sampled == expected[0][:6]
+
+
+@pytest.mark.parametrize("device", ["cpu", "hpu-emulator"])
+def test_a_broken_sequence_spoils_nobody_who_decodes_beside_it(
+    device: str, folder: Path, expected: list[list[int]], tmp_path: Path
+) -> None:
+    broken = _with_a_poisoned_token(folder, tmp_path, token=9)
+    exact = BucketConfig(strategy="exact")
+    rig = WorkerRig(broken, num_blocks=20, max_model_len=64, device=device, buckets=exact)
+    for row, tokens in ((0, PROMPTS[0]), (1, [9] * 12), (2, PROMPTS[1])):
+        rig.admit(row, tokens)
+        rig.prefill({row: None})
+        rig.step()
+
+    rig.run([0, 1, 2], 5)
+
+    sampled = [rig.rows[row].sampled for row in (0, 1, 2)]
+    rig.worker.close()
+    assert sampled == [expected[0][:6], [-1] * 6, expected[1][:6]]
 
 
 def test_a_preempted_row_comes_back_with_its_tokens_and_goes_on(
