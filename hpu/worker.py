@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from config.engine import EngineConfig
+from config.errors import ConfigError
 from hpu import announce
 from hpu.backends.base import Backend
 from hpu.backends.select import select_backend
@@ -38,8 +39,16 @@ class Worker:
     def start(self, on_progress: Progress) -> WorkerReady:
         """Everything before the first plan. Raises ConfigError when the checkpoint, the device and
         the settings do not fit each other."""
-        with torch.inference_mode():
-            return self._start(on_progress)
+        try:
+            with torch.inference_mode():
+                return self._start(on_progress)
+        except (RuntimeError, MemoryError) as error:
+            if self._backend is None or not self._backend.is_out_of_memory(error):
+                raise
+            raise ConfigError(
+                f"the device's memory is full before the model is ready ({error}): it takes a "
+                "smaller model, a larger device, or smaller --max-num-seqs"
+            ) from error
 
     def submit(self, plan: StepPlan) -> None:
         """Apply and launch a plan; does not wait for the device (a CPU runs it at once)."""
