@@ -10,6 +10,7 @@ from worker_rig import BLOCK_SIZE, WorkerRig
 from config.buckets import BucketConfig, Range
 from config.engine import CacheConfig, EngineConfig
 from config.errors import ConfigError
+from config.execution import WarmupConfig
 from hpu.backends.cpu import CpuBackend
 from hpu.build import choose_dtype
 from hpu.step import DECODE, PREFILL, WarmupProgress
@@ -150,3 +151,27 @@ def test_a_checkpoint_keeps_its_type_only_where_it_runs_well() -> None:
     ]
 
     assert chosen == [torch.float32, torch.float32, torch.bfloat16]
+
+
+def test_a_worker_that_pads_nothing_has_nothing_left_for_later(folder: Path) -> None:
+    rig = WorkerRig(folder, warmup=WarmupConfig(mode="background"))
+
+    warmed = rig.worker.idle()
+
+    rig.worker.close()
+    assert (rig.ready.num_later, warmed) == (0, None)
+
+
+def test_a_worker_that_is_not_warmed_up_serves_as_well(folder: Path) -> None:
+    said = []
+    for mode in ("full", "skip"):
+        rig = WorkerRig(folder, warmup=WarmupConfig(mode=mode))
+        rig.admit(0, list(range(20, 50)))
+        rig.prefill({0: None})
+        rig.step()
+        rig.run([0], 4)
+        said.append(rig.rows[0].sampled)
+        rig.worker.close()
+
+    assert said[0] == said[1]
+    assert not [p for p in rig.progress if p.stage == "warmup"]
