@@ -96,7 +96,7 @@ def report(
     if used:
         work, padded = sum(p.work for p in used.values()), sum(p.padded for p in used.values())
         lines.append(f"padding over all: {_percent(padded - work, padded)} of modelled work")
-    count = len(table.buckets)
+    count = len(table.needed)
     lines.append(
         f"warm-up: {count} graphs, about {count * seconds_a_graph / 60:.1f} minutes at "
         f"{seconds_a_graph:g} s each"

@@ -94,7 +94,7 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
     if target.kv_dtype != "auto":
         notes.append(FP8_NOTE)
     if table is not None and not config.enforce_eager:
-        notes += _graph_notes(card, len(table.buckets))
+        notes += _graph_notes(card, len(table.needed))
     return Plan(
         facts,
         target,
@@ -215,7 +215,7 @@ def _sequences(plan: Plan) -> list[str]:
 
 def _buckets(plan: Plan, table: BucketTable) -> list[str]:
     prompts, decodes = _counts(table)
-    count, seconds = prompts + decodes, plan.target.seconds_a_graph
+    count, seconds = len(table.needed), plan.target.seconds_a_graph
     lines = [f"buckets, {plan.strategy}: {prompts} for prompts, {decodes} for decodes"]
     if not plan.captures:
         return [*lines, "warm-up: no graphs are captured, eager is enforced"]
@@ -286,7 +286,7 @@ def _buckets_json(plan: Plan) -> dict[str, Any] | None:
     if plan.table is None:
         return None
     prompts, decodes = _counts(plan.table)
-    graphs = prompts + decodes if plan.captures else 0
+    graphs = len(plan.table.needed) if plan.captures else 0
     return {
         "strategy": plan.strategy,
         "prompts": prompts,

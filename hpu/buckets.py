@@ -105,6 +105,26 @@ class BucketTable:
             for shape in sorted(self._prepared[phase])
         ]
 
+    @property
+    def needed(self) -> list[tuple[int, int, int, int]]:
+        """`buckets` without those that no launch can ever take: of two that differ in blocks alone,
+        where the smaller one holds the longest contexts that its rows may have."""
+        limits = self.limits
+        if not limits.prefix_caching:
+            # What a decode reads may then be a slice of the cache, whatever its rows hold.
+            return self.buckets
+        found: list[tuple[int, int, int, int]] = []
+        enough: set[tuple[int, int, int]] = set()
+        for bucket in self.buckets:  # by rising blocks, where all else is equal
+            phase, batch, query, blocks = bucket
+            if (phase, batch, query) in enough:
+                continue
+            found.append(bucket)
+            # A prompt's context is padded row by row, a decode's blocks are counted over all rows.
+            if blocks >= limits.blocks_a_row * (batch if phase == DECODE else 1):
+                enough.add((phase, batch, query))
+        return found
+
     def keep(self, buckets: list[tuple[int, int, int, int]]) -> None:
         """From now on only these are prepared."""
         for phase in self._shapes:

@@ -22,7 +22,7 @@ from hpu.runner import Runner
 from hpu.sampler import GREEDY, AnySampler
 from hpu.staging import Bucket, Staging
 from hpu.step import DECODE, PREFILL, RowSampling, WarmupProgress
-from hpu.warmup_order import largest_first, needed, split_buckets
+from hpu.warmup_order import largest_first, split_buckets
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Warmup:
         """What the settings ask for before the first request. Gives the buckets that can be used
         from now on. Raises ConfigError when no bucket of a phase fits into memory, or when the
         traffic's file cannot be read."""
-        mode, first = self._config.mode, needed(table)
+        mode, first = self._config.mode, table.needed
         announce.tell_unneeded(len(table.buckets) - len(first))
         if mode == "skip":
             return self._skip(first)

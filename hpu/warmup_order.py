@@ -16,26 +16,6 @@ TRAFFIC_SHARE = 0.98
 serve."""
 
 
-def needed(table: BucketTable) -> list[Bucket]:
-    """The table's buckets without those that no launch can ever take: of two that differ in blocks
-    alone, where the smaller one holds the longest contexts that its rows may have."""
-    limits = table.limits
-    if not limits.prefix_caching:
-        # What a decode reads may then be a slice of the cache, whatever its rows hold.
-        return table.buckets
-    found: list[Bucket] = []
-    enough: set[tuple[int, int, int]] = set()
-    for bucket in table.buckets:  # by rising blocks, where all else is equal
-        phase, batch, query, blocks = bucket
-        if (phase, batch, query) in enough:
-            continue
-        found.append(bucket)
-        # A prompt's context is padded row by row, a decode's blocks are counted over all rows.
-        if blocks >= limits.blocks_a_row * (batch if phase == DECODE else 1):
-            enough.add((phase, batch, query))
-    return found
-
-
 def largest_first(buckets: list[Bucket], block_size: int) -> list[Bucket]:
     """Prompts before decodes, each by falling cost: what cannot fit shows at once."""
     return sorted(buckets, key=lambda b: (b[0] == DECODE, -_cost(b, block_size), b))

@@ -43,7 +43,7 @@ def test_a_report_counts_buckets_and_estimates_the_warm_up() -> None:
 
     text = report(table, None, seconds_a_graph=6.0)
 
-    assert f"{len(table.buckets)} graphs, about {len(table.buckets) / 10:.1f} minutes" in text
+    assert f"{len(table.needed)} graphs, about {len(table.needed) / 10:.1f} minutes" in text
     assert "padding" not in text
 
 

@@ -41,7 +41,7 @@ def test_both_reports_say_the_same() -> None:
     assert "--max-num-seqs allows 8" in text
     buckets = told["buckets"]
     assert f"{buckets['prompts']} for prompts, {buckets['decodes']} for decodes" in text
-    assert buckets["graphs"] == buckets["prompts"] + buckets["decodes"]
+    assert 0 < buckets["graphs"] <= buckets["prompts"] + buckets["decodes"]
     assert f"{buckets['graphs']} graphs, about {buckets['graphs'] / 20:.1f} minutes" in text
     assert (told["fits"], told["changes"]) == (True, [])
     assert "\nIt fits." in text

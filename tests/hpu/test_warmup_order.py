@@ -8,7 +8,7 @@ from config.buckets import BucketConfig
 from config.traffic import Lengths
 from hpu.buckets import HIT, BucketLimits, BucketTable
 from hpu.step import DECODE, PREFILL
-from hpu.warmup_order import largest_first, needed, split_buckets
+from hpu.warmup_order import largest_first, split_buckets
 
 LIMITS = BucketLimits(
     block_size=128,
@@ -72,7 +72,7 @@ def test_without_the_buckets_that_no_rows_can_fill_every_launch_finds_the_bucket
     full = BucketTable.make(BucketConfig(strategy="exponential"), limits)
     table = BucketTable.make(BucketConfig(strategy="exponential"), limits)
 
-    table.keep(needed(full))
+    table.keep(full.needed)
 
     assert len(table.buckets) < 0.9 * len(full.buckets)
     for batch in range(1, 17):
@@ -87,4 +87,4 @@ def test_where_a_decode_reads_a_slice_of_the_cache_every_length_is_needed() -> N
     limits = replace(LIMITS, prefix_caching=False)
     table = BucketTable.make(BucketConfig(strategy="exponential"), limits)
 
-    assert needed(table) == table.buckets
+    assert table.needed == table.buckets
