@@ -17,6 +17,9 @@ Shape = tuple[int, ...]
 MOVE_SIZES = (8, 16, 32, 64, 128, 256, 512)
 """Blocks that are moved at once, padded up: the sizes of the vendor's defragmenter."""
 
+SCRUBBED = 16
+"""Blocks that are scrubbed at once, padded up: a new number would be a new shape."""
+
 
 class HoldsCaches(Protocol):
     """A model that attends to paged caches, one (keys, values) pair a layer."""
@@ -43,34 +46,31 @@ def block_bytes(model: HoldsCaches, block_size: int, dtype: torch.dtype) -> int:
     return sum(math.prod(shape) for pair in shapes for shape in pair) * dtype.itemsize
 
 
-class _MoveInputs:
-    """Static numbers of blocks, `size` to move from and `size` to move to; two sets on the host,
-    used in turn."""
+class _BlockLists:
+    """Static lists of block numbers, `count` of `size` each; two sets on the host, used in turn."""
 
-    def __init__(self, size: int, backend: Backend) -> None:
+    def __init__(self, size: int, count: int, backend: Backend) -> None:
         self._size = size
         self._backend = backend
-        self._sets = [backend.host_tensor(2 * size, backend.index_dtype) for _ in range(2)]
+        self._sets = [backend.host_tensor(count * size, backend.index_dtype) for _ in range(2)]
         self._read: list[Event | None] = [None, None]
         self._turn = 0
-        self._flat = backend.zeros((2 * size,), backend.index_dtype)
+        self._flat = backend.zeros((count * size,), backend.index_dtype)
 
-    def upload(
-        self, sources: list[int], targets: list[int], *, pad_block: int
-    ) -> tuple[Tensor, Tensor]:
-        """(from, to), each (size), padded with `pad_block`; what the device does with them must be
-        given before the next call."""
+    def upload(self, *lists: list[int], pad_block: int) -> tuple[Tensor, ...]:
+        """Each list (size), padded with `pad_block`; what the device does with them must be given
+        before the next call."""
         turn, self._turn = self._turn, self._turn ^ 1
         read = self._read[turn]
         if read is not None:
             read.wait()
-        host = self._sets[turn].numpy()
+        host = self._sets[turn].numpy().reshape(-1, self._size)
         host[:] = pad_block
-        host[: len(sources)] = sources
-        host[self._size : self._size + len(targets)] = targets
+        for row, blocks in zip(host, lists, strict=True):
+            row[: len(blocks)] = blocks
         self._backend.upload(self._flat, self._sets[turn])
         self._read[turn] = self._backend.event()
-        return self._flat[: self._size], self._flat[self._size :]
+        return torch.split(self._flat, self._size)
 
 
 class KVCache:
@@ -94,7 +94,8 @@ class KVCache:
             for keys, values in model.cache_shapes(num_blocks + 1, block_size)
         ]
         model.bind_caches(self._layers)
-        self._moves: dict[int, _MoveInputs] = {}
+        self._moves: dict[int, _BlockLists] = {}
+        self._scrubbed = _BlockLists(SCRUBBED, 1, backend)
 
     def warm_moves(self) -> None:
         """Prepare `move` in every size that it takes: nothing new is compiled later. Where memory
@@ -103,7 +104,7 @@ class KVCache:
         most = max(self.num_blocks // 2, 1)
         sizes = [size for size in MOVE_SIZES if size // 2 < most] or [MOVE_SIZES[0]]
         for size in sizes:
-            self._moves[size] = _MoveInputs(size, self._backend)
+            self._moves[size] = _BlockLists(size, 2, self._backend)
             try:
                 self._move([], [], size)
                 self._backend.synchronize()
@@ -137,21 +138,22 @@ class KVCache:
             # A recipe a cache: all are alike, and hold no more memory than one needs.
             self._backend.mark()
 
+    def warm_scrub(self) -> None:
+        """Prepare `scrub`: nothing new is compiled later."""
+        self.scrub([self.num_blocks])
+        self._backend.synchronize()
+
     def scrub(self, blocks: list[int]) -> None:
         """Replace what is not a number in `blocks` by zero.
 
         Attention weighs unused slots by zero, but zero times not-a-number is not a number: a broken
         sequence must not leave any behind for the next holder of its blocks.
         """
-        if not blocks:
-            return
-        host = self._backend.host_tensor(len(blocks), self._backend.index_dtype)
-        host.copy_(torch.tensor(blocks))
-        index = self._backend.zeros((len(blocks),), self._backend.index_dtype)
-        self._backend.upload(index, host)
-        for cache in (cache for pair in self._layers for cache in pair):
-            by_block = cache.view(self.num_blocks + 1, -1)
-            clean = torch.nan_to_num(by_block.index_select(0, index), 0.0, 0.0, 0.0)
-            by_block.index_copy_(0, index, clean)
-        # `host` must outlive the copy; this path is rare, so waiting is the simplest way.
-        self._backend.synchronize()
+        for start in range(0, len(blocks), SCRUBBED):
+            part = blocks[start : start + SCRUBBED]
+            (index,) = self._scrubbed.upload(part, pad_block=self.num_blocks)
+            for cache in (cache for pair in self._layers for cache in pair):
+                by_block = cache.view(self.num_blocks + 1, -1)
+                clean = torch.nan_to_num(by_block.index_select(0, index), 0.0, 0.0, 0.0)
+                by_block.index_copy_(0, index, clean)
+                self._backend.mark()

@@ -116,6 +116,8 @@ class Worker:
         graphs.budget_bytes = min(graphs.budget_bytes, left)
         diagnostics = diagnostics_of(backend, config.execution, counters, captures=loaded.captures)
         self._runner.diagnostics = diagnostics
+        if backend.compiles:
+            cache.warm_scrub()
         if loaded.contiguous:
             cache.warm_moves()
         warmup = Warmup(

@@ -124,7 +124,12 @@ def test_a_card_without_prefix_caching_reads_slices_and_gives_the_tokens_of_the_
     "settings",
     [
         {"execution": SLICES},
-        {"buckets": TABLE, "steps": (4, 64, 96), "device": "hpu-emulator"},
+        {
+            "buckets": TABLE,
+            "steps": (4, 64, 96),
+            "device": "hpu-emulator",
+            "emulator": EmulatorSettings(is_strict=True),
+        },
     ],
     ids=["cpu", "card"],
 )

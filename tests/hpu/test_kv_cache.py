@@ -1,9 +1,12 @@
 """The tensors behind the block numbers."""
 
 import torch
+from emulated import emulated
 from torch import Tensor
 
+from config.execution import HPU_GRAPHS, ExecutionConfig, ModeChoice
 from hpu.backends.cpu import CpuBackend
+from hpu.backends.gaudi import GaudiBackend
 from hpu.kv_cache import KVCache, Shape, block_bytes
 
 NAN = float("nan")
@@ -50,6 +53,28 @@ def test_scrubbing_replaces_what_is_not_a_number_in_these_blocks_alone() -> None
     assert keys[1, 2, 0].tolist() == [0.0, 0.0, 5.0]
     assert values[2].isfinite().all()
     assert values[0, 0, 0, 0].isnan()
+
+
+def test_scrubbing_any_number_of_blocks_compiles_nothing_and_waits_for_nothing() -> None:
+    model, mode = _Layers(), ModeChoice(HPU_GRAPHS, "the test's")
+    with torch.inference_mode(), emulated(strict=True) as card:
+        backend = GaudiBackend(ExecutionConfig(), mode)
+        cache = KVCache(model, backend, num_blocks=40, block_size=4, dtype=torch.float32)
+        cache.warm_scrub()
+        keys = model.caches[1][0]
+        backend.upload(keys, torch.full((41, 4, 2, 3), NAN))
+        backend.event()
+        card.seal()
+
+        with card.step():
+            for blocks in ([3], [7, 9], [*range(10, 38)]):
+                cache.scrub(blocks)
+
+        is_broken = [bool(block.isnan().any()) for block in keys.cpu()]
+
+    scrubbed = {3, 7, 9, *range(10, 38), 40}
+    assert is_broken == [block not in scrubbed for block in range(41)]
+    assert card.journal.misuses == []
 
 
 def test_blocks_are_moved_with_their_contents_and_leave_nothing_behind() -> None:
