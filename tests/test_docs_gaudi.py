@@ -1,6 +1,7 @@
 """What the pages on Gaudi say is so: every command is run, every output is the program's own, and
 every name of a test, a variable or a setting exists."""
 
+import json
 import re
 import shlex
 from itertools import pairwise
@@ -33,6 +34,13 @@ def words_of(command: str) -> list[str]:
     return shlex.split(command.replace("\\\n", " "))[1:]
 
 
+def seventy(config: str) -> str:
+    """The larger model, as the page describes it by the smaller one's fields."""
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672}
+    heads = {"num_hidden_layers": 80, "num_attention_heads": 64}
+    return json.dumps({**json.loads(config), **sizes, **heads})
+
+
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the files that the commands name, as the pages show them."""
@@ -43,6 +51,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in {
         "8b/config.json": first[1],
         "32b/config.json": second,
+        "70b/config.json": seventy(first[1]),
         "long.jsonl": traffic,
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
