@@ -1,6 +1,7 @@
 """Engine processes: started, watched, stopped; and what a front-end has to load for it."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,6 +33,19 @@ def launched(directory: Path, endings: list[str], died: threading.Event) -> Engi
     )
 
 
+def wait_for_mask(pid: int, mask: str) -> None:
+    """Until the process catches (SigCgt) or ignores (SigIgn) SIGTERM, however long it takes to
+    start."""
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        status = Path(f"/proc/{pid}/status").read_text()
+        signals = int(re.findall(rf"{mask}:\s*(\w+)", status)[0], 16)
+        if signals >> (signal.SIGTERM - 1) & 1:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"process {pid} has no SIGTERM in {mask} after 30 s")
+
+
 def test_a_death_is_told_once_with_the_process_and_the_signal(tmp_path: Path) -> None:
     endings: list[str] = []
     died = threading.Event()
@@ -52,7 +66,7 @@ def test_a_death_is_told_once_with_the_process_and_the_signal(tmp_path: Path) ->
 def test_closing_stops_it_and_is_no_death(tmp_path: Path) -> None:
     endings: list[str] = []
     engine = launched(tmp_path, endings, threading.Event())
-    time.sleep(0.5)
+    wait_for_mask(engine.pid, "SigCgt")
 
     engine.close(5)
     time.sleep(0.1)
@@ -65,7 +79,7 @@ def test_closing_stops_it_and_is_no_death(tmp_path: Path) -> None:
 def test_a_child_that_ignores_sigterm_is_killed() -> None:
     code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1); time.sleep(60)"
     child = Child("stubborn", [sys.executable, "-c", code], {})
-    time.sleep(0.3)
+    wait_for_mask(child.pid, "SigIgn")
 
     child.close(0.2)
 
