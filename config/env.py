@@ -98,7 +98,7 @@ def cache_home() -> str:
 
 
 def runtime_environment(config: EngineConfig) -> dict[str, str]:
-    """What a worker's process must have set before it imports torch.
+    """What a process that may hold a worker must have set before it starts.
 
     The OpenMP libraries read these once, when they are loaded. A user's own settings stay, but for
     the thread count, which a flag may have overruled.
@@ -114,11 +114,16 @@ def runtime_environment(config: EngineConfig) -> dict[str, str]:
     }
     if "OMP_WAIT_POLICY" in os.environ:
         del wanted["GOMP_SPINCOUNT"]
-    wanted.update(hpu_environment(config))
     chosen = {name: value for name, value in wanted.items() if name not in os.environ}
     if config.num_threads is not None:
         chosen["OMP_NUM_THREADS"] = str(config.num_threads)
     return chosen
+
+
+def worker_environment(config: EngineConfig) -> dict[str, str]:
+    """All variables of a worker's process: ours, and what it needs beside them. Raises ConfigError
+    for an execution mode that cannot be."""
+    return {**hpu_environment(config), **os.environ, **runtime_environment(config)}
 
 
 def chosen_device(device: str) -> str:
@@ -162,7 +167,7 @@ def hpu_environment(config: EngineConfig) -> dict[str, str]:
 
 def set_missing(variables: Mapping[str, str]) -> None:
     """Set those of this process's variables that are not set: for a worker in a process that its
-    parent did not prepare."""
+    parent did not prepare. Before torch is imported, which imports the vendor's runtime."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from config.engine import EngineConfig
-from config.env import environment, runtime_environment
+from config.env import environment, hpu_environment, runtime_environment
 from engine.lifeline import Child, exit_with_parent, python_command, read_orders
 from engine.process import EngineOrders, engine_command, front_end_endpoint
 from engine.wire import SocketDirectory
@@ -51,8 +51,10 @@ def launch(
     """Start an engine that will connect to `front_end_endpoint(directory, i)` of each front-end.
 
     `on_exit(sentence)` is called on a thread when it ends without `close`. `command` replaces the
-    engine's own entry.
+    engine's own entry. Raises ConfigError for an execution mode that cannot be.
     """
+    # Found out here, where the caller listens; the engine decides again, and says why.
+    hpu_environment(config)
     child = Child(
         "the engine",
         command or engine_command(),

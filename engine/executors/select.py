@@ -1,10 +1,13 @@
 """Which executor: the only place where its name becomes a class."""
 
+import logging
 from collections.abc import Callable
 
 from config.engine import EngineConfig
-from config.env import environment, runtime_environment
+from config.env import chosen_device, hpu_environment, hpu_mode, set_missing, worker_environment
 from engine.executors.base import Executor
+
+logger = logging.getLogger(__name__)
 
 
 def make_executor(
@@ -13,9 +16,16 @@ def make_executor(
     """The executor that `config.executor` names; `auto` runs the worker inline on CPU.
 
     `directory` is where sockets may be made. `on_death(message)` is called, on any thread, when a
-    worker process ends by itself.
+    worker process ends by itself. Raises ConfigError for an execution mode that cannot be.
     """
-    if _is_inline(config):
+    device = chosen_device(config.device)
+    if device.startswith("hpu"):
+        choice = hpu_mode(config)
+        # Told here: a worker finds the choice among its variables, without the reason.
+        logger.info("Execution on HPU: %s, since %s", choice.mode, choice.reason)
+    if config.executor == "inline" or (config.executor == "auto" and device == "cpu"):
+        if device == "hpu":
+            set_missing(hpu_environment(config))
         from engine.executors.inline import InlineExecutor
 
         return InlineExecutor(config)
@@ -28,11 +38,5 @@ def make_executor(
         directory,
         on_death,
         command=worker_command(),
-        environment={**environment(), **runtime_environment(config)},
+        environment=worker_environment(config),
     )
-
-
-def _is_inline(config: EngineConfig) -> bool:
-    if config.executor == "auto":
-        return config.device in ("auto", "cpu")
-    return config.executor == "inline"

@@ -151,10 +151,9 @@ class GaudiBackend:
         self._hpu.manual_seed(seed)
         self._kernels = self._make_kernels()
         logger.info(
-            "HPU %s: mode %s (%s), %.1f GiB",
+            "HPU %s: mode %s, %.1f GiB",
             self._hpu.get_device_name(),
             choice.mode,
-            choice.reason,
             self.memory()[1] / GIB,
         )
 

@@ -1,14 +1,17 @@
 """Executors with real workers' processes: order, death, words, and which one is chosen."""
 
+import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 from counting_worker import REFUSAL, counting_command
 from engine_rig import counting_config
-from live import alive
+from live import ROOT, alive
 
 from config.engine import EngineConfig
 from config.errors import ConfigError, EngineDied, UserError
@@ -127,6 +130,52 @@ def test_on_a_cpu_the_worker_lives_in_the_engines_process_unless_asked_otherwise
     asked.close()
     assert isinstance(chosen, InlineExecutor)
     assert isinstance(asked, MultiprocExecutor)
+
+
+def test_where_a_runtime_is_installed_auto_gives_the_worker_a_process_and_says_why_its_mode(
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = tmp_path_factory.mktemp("s")
+    (folder / "habana_frameworks").mkdir()
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delenv("PT_HPU_LAZY_MODE", raising=False)
+    caplog.set_level(logging.INFO)
+
+    executor = make_executor(EngineConfig(model="m"), str(folder), lambda death: None)
+
+    executor.close()
+    assert isinstance(executor, MultiprocExecutor)
+    assert "torch-compile, since HPU graphs need the vendor's build of torch" in caplog.text
+
+
+def test_a_worker_in_this_process_finds_its_runtimes_variables_when_torch_is_imported() -> None:
+    program = """
+import os, sys
+from config.engine import EngineConfig
+from engine.executors.select import make_executor
+
+class Watch:
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            sys.exit(f"lazy mode is {os.environ['PT_HPU_LAZY_MODE']}")
+
+sys.meta_path.insert(0, Watch())
+make_executor(EngineConfig("m", device="hpu", executor="inline"), "", print)
+"""
+    environment = {name: word for name, word in os.environ.items() if name != "PT_HPU_LAZY_MODE"}
+
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert done.stderr.splitlines()[-1] == "lazy mode is 0"
 
 
 def test_a_call_is_answered_between_plans_whose_results_still_come_in_order(
