@@ -4,6 +4,15 @@ from dataclasses import dataclass
 
 from config.errors import ConfigError
 
+_AT_LEAST_ONE = (
+    "api_server_count",
+    "max_body_bytes",
+    "max_queued_requests",
+    "max_queued_prompt_tokens",
+    "stream_interval",
+    "tokenizer_threads",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
@@ -45,12 +54,9 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}, it must be between 0 and 65535")
-        for name in ("api_server_count", "max_body_bytes", "stream_interval", "tokenizer_threads"):
+        for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1")
-        for name in ("max_queued_requests", "max_queued_prompt_tokens"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 0")
         for name in ("shutdown_timeout_s", "keep_alive_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 0")

@@ -1,5 +1,7 @@
 """Request bodies: read within the limit, strict JSON, then a pydantic model. Knows no route."""
 
+import asyncio
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,10 +14,21 @@ from server.schema.common import Body
 
 B = TypeVar("B", bound=Body)
 
+MANY_BYTES = 100_000
+"""Of a body that is parsed on the event loop: some milliseconds."""
+
 _decoder = msgspec.json.Decoder()
 
 
-async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A JSON object as it came."""
+
+    fields: dict[str, Any]
+    num_bytes: int
+
+
+async def read_object(request: Request, max_bytes: int) -> Sent:
     """The body, a JSON object. Raises UserError, or ClientGone when it never comes."""
     _check_type(request.headers.get("content-type"))
     try:
@@ -32,13 +45,19 @@ async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
         raise UserError(f"the body is not valid JSON: {error}") from None
     if not isinstance(decoded, dict):
         raise UserError("the body must be a JSON object")
-    return decoded
+    return Sent(decoded, len(data))
 
 
-def parse(kind: type[B], decoded: dict[str, Any]) -> B:
-    """`decoded` as a body of this kind. Raises UserError."""
+async def parse(kind: type[B], sent: Sent) -> B:
+    """What was sent as a body of this kind; a big one on a thread. Raises UserError."""
+    if sent.num_bytes <= MANY_BYTES:
+        return _parse(kind, sent.fields)
+    return await asyncio.to_thread(_parse, kind, sent.fields)
+
+
+def _parse(kind: type[B], fields: dict[str, Any]) -> B:
     try:
-        return kind.model_validate(decoded)
+        return kind.model_validate(fields)
     except ValidationError as error:
         raise problem_with(error) from None
     except RecursionError:

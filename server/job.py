@@ -76,7 +76,7 @@ def check_admission(state: AppState, body: GenerationBody, num_sequences: int, p
             param="priority",
         )
     most = state.config.max_queued_requests
-    if most and num_sequences > most:
+    if num_sequences > most:
         raise UserError(
             f"the request asks for {num_sequences} sequences, at most {most} may wait",
             param="n" if (body.n or 1) > 1 else param,
@@ -97,9 +97,17 @@ def start_job(
     """Send it to the engine. Raises whatever is wrong with it; then nothing is left behind."""
     num_sequences = len(prompts) * params.n
     check_admission(state, body, num_sequences, param)
+    num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    most = state.config.max_queued_prompt_tokens
+    if num_tokens * params.n > most:
+        raise UserError(
+            f"the request has {num_tokens * params.n} prompt tokens over all of its sequences, at "
+            f"most {most} may wait",
+            param=param,
+        )
     record = record_of(request.scope)
     record.model = model
-    record.num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    record.num_prompt_tokens = num_tokens
     generation = state.opened().start(
         prompts, params, priority=body.priority or 0, cache_salt=body.cache_salt or "", param=param
     )

@@ -70,7 +70,7 @@ async def render(state: AppState, body: ConversationBody) -> str:
 
 async def _start(state: AppState, request: Request) -> Job:
     state.opened()
-    body = parse(ChatBody, await read_object(request, state.config.max_body_bytes))
+    body = await parse(ChatBody, await read_object(request, state.config.max_body_bytes))
     model = state.model(body.model)
     body.check()
     params = body.sampling(

@@ -61,7 +61,7 @@ def completion_routes(state: AppState) -> APIRouter:
 
 async def _start(state: AppState, request: Request) -> Job:
     state.opened()
-    body = parse(CompletionBody, await read_object(request, state.config.max_body_bytes))
+    body = await parse(CompletionBody, await read_object(request, state.config.max_body_bytes))
     model = state.model(body.model)
     body.check()
     params = _params(state, body)

@@ -3,6 +3,7 @@
 from typing import Any
 
 from fastapi import APIRouter
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from server.job import answer_whole
@@ -29,6 +30,8 @@ def model_routes(state: AppState) -> APIRouter:
         responses=ANSWERS,
     )
     async def retrieve_model(id: str) -> Response:
+        if not id:
+            raise HTTPException(404)
         state.opened()
         return answer_whole(_entry(state, state.model(id)))
 

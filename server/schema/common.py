@@ -13,6 +13,8 @@ from config.sampling import MAX_LOGPROBS, SamplingParams
 
 MAX_SALT_CHARACTERS = 128
 MAX_REQUEST_ID_CHARACTERS = 512
+MAX_TOKEN_IDS = 300_000
+"""Of the vocabulary, in one field: more than any model has; each is looked at on the event loop."""
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """What a model's own generation config may set."""
 
@@ -31,6 +33,7 @@ def _listed(value: object) -> object:
 
 
 Integer = Annotated[int, BeforeValidator(_whole), WithJsonSchema({"type": "integer"})]
+TokenIds = Annotated[list[Integer], Field(max_length=MAX_TOKEN_IDS)]
 TextOrTexts = Annotated[
     list[str],
     BeforeValidator(_listed),
@@ -111,7 +114,7 @@ class GenerationBody(Body):
     seed: Integer | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_TOKEN_IDS)] | None = None
     response_format: dict[str, Any] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -122,12 +125,12 @@ class GenerationBody(Body):
     repetition_penalty: float | None = None
     min_tokens: Integer | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[Integer] | None = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     bad_words: list[str] | None = None
-    allowed_token_ids: list[Integer] | None = None
+    allowed_token_ids: TokenIds | None = None
     prompt_logprobs: Integer | None = None
     truncate_prompt_tokens: Integer | None = None
     add_special_tokens: bool | None = None

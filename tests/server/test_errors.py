@@ -140,6 +140,7 @@ async def test_every_bad_chat_field_is_a_400_that_names_it() -> None:
         ("max_tokens", 0),
         ("max_tokens", -1),
         ("min_tokens", 17),
+        ("stop_token_ids", [1] * 300_001),
     ],
 )
 async def test_every_bad_completion_field_is_a_400_that_names_it(field: str, value: Any) -> None:
@@ -250,12 +251,13 @@ async def test_unknown_models_routes_and_methods_have_their_own_errors() -> None
         route = await rig.http.get("/v1/nothing")
         later = await rig.post("/v1/embeddings", {"input": "x"})
         slash = await rig.http.get("/metrics/")
+        nameless = await rig.http.get("/v1/models/")
         method = await rig.http.get("/v1/chat/completions")
 
         assert "gpt-4" in model
         check(empty, 400, param="model")
         check(one, 404, param="model", code="model_not_found")
-        for response in (route, later, slash):
+        for response in (route, later, slash, nameless):
             check(response, 404, type="invalid_request_error", param=None, code="not_found")
         check(method, 405, type="invalid_request_error", param=None, code=None)
         assert method.headers["allow"] == "POST"
@@ -293,6 +295,14 @@ async def test_more_sequences_than_may_ever_wait_are_the_callers_fault() -> None
         response = await rig.complete(["a"] * 6, n=2)
 
         check(response, 400, param="n")
+
+
+async def test_more_prompt_tokens_than_may_ever_wait_are_the_callers_fault() -> None:
+    async with in_memory(max_queued_prompt_tokens=10) as rig:
+        response = await rig.complete([[65] * 4, [66] * 2], n=2)
+
+        check(response, 400, param="prompt")
+        assert rig.client.boxes == []
 
 
 async def test_before_the_engine_is_ready_requests_are_503_and_health_is_200() -> None:
