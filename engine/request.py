@@ -13,6 +13,9 @@ WAITING, RUNNING, LEAVING, ENDED = range(4)
 """In line; in a row; preempted, with a plan still in flight; finished, aborted or failed."""
 
 NEVER = sys.maxsize
+LEAST_PENALTY = 1e-30
+"""Of repetition; what is below it, or above its inverse, turns any logit into infinity or nothing
+in 32 bits, and could only end the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +186,7 @@ def _row_sampling(params: SamplingParams, seed: int, end_ids: frozenset[int]) ->
         seed=seed,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
+        repetition_penalty=min(max(params.repetition_penalty, LEAST_PENALTY), 1 / LEAST_PENALTY),
         min_tokens=params.min_tokens,
         end_token_ids=tuple(sorted(end_ids)) if params.min_tokens else (),
         logit_bias=tuple(sorted(params.logit_bias.items())),

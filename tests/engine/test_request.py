@@ -1,5 +1,6 @@
 """engine/request.py: what a request is told and what it remembers."""
 
+import pytest
 from slow_model import raw
 
 from config.sampling import SamplingParams
@@ -51,6 +52,15 @@ def test_neutral_sampling_stays_neutral_and_gets_its_seed() -> None:
     assert (row.top_k, row.seed, row.num_logprobs, row.num_prompt_logprobs) == (0, 99, -1, -1)
     assert row.logit_bias == ((3, -1.0), (9, 1.0))
     assert row.end_token_ids == ()
+
+
+@pytest.mark.parametrize(("asked", "told"), [(5e-324, 1e-30), (1e308, 1e30), (1.25, 1.25)])
+def test_a_repetition_penalty_stays_within_what_32_bits_can_apply(
+    asked: float, told: float
+) -> None:
+    row = make([1], repetition_penalty=asked).row_sampling()
+
+    assert row.repetition_penalty == pytest.approx(told)
 
 
 def test_scores_of_the_prompt_are_asked_for_until_all_went_up() -> None:
