@@ -73,9 +73,11 @@ class EngineClient(Protocol):
         *,
         priority: int = 0,
         cache_salt: str = "",
+        name: str = "",
     ) -> Mailbox:
-        """Send one sequence (`sampling.n` is ignored). Raises Overloaded when the line is full or
-        the engine is not ready, EngineDied when it is gone. Does not wait."""
+        """Send one sequence (`sampling.n` is ignored); `name` is for the engine's log.
+        Raises Overloaded when the line is full or the engine is not ready, EngineDied when it is
+        gone. Does not wait."""
         ...
 
     def abort(self, keys: list[int]) -> None:
@@ -146,12 +148,14 @@ class MailroomClient:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        name: str = "",
     ) -> Box:
         """See EngineClient.add. Raises UserError for what no message can carry."""
         tokens = memoryview(prompt).cast("B")
         box = self._room.open(tokens.nbytes // TOKEN_BYTES)
         try:
-            sent = self._send(AddRequest(box.key, tokens, sampling, priority, cache_salt))
+            message = AddRequest(box.key, tokens, sampling, priority, cache_salt, name=name)
+            sent = self._send(message)
         except (TypeError, ValueError) as error:
             self._room.forget(box.key)
             raise UserError(f"the request cannot be encoded: {error}") from error

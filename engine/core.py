@@ -1,5 +1,6 @@
 """EngineCore: turn after turn: plan, submit, collect, apply. Knows no sockets and no threads."""
 
+import logging
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -18,9 +19,11 @@ from engine.packing import Packer
 from engine.prefix import TOKEN_BYTES
 from engine.request import ModelLimits, Request
 from engine.scheduler import Decision, Scheduler
-from engine.stats import StepStats
+from engine.stats import PHASES, StepStats
 from hpu.buckets import BucketTable
 from hpu.step import DECODE, WORKER_CALLS, StepResult, WorkerReady
+
+logger = logging.getLogger(__name__)
 
 
 class EngineCore:
@@ -266,10 +269,30 @@ class EngineCore:
         phases = [launch.phase for launch in decision.plan.launches]
         self._counts.count_step(decision.num_tokens, phases, result.seconds)
         if result.counters:
+            compiled = self._counts.num_compiled
             self._counts.take_counters(result.counters)
+            self._tell_compiled(decision, self._counts.num_compiled - compiled)
         self._has_news = True
         if not self._requests and not self._in_flight:
             self._check_idle()
+
+    def _tell_compiled(self, decision: Decision, count: int) -> None:
+        """Log what a step compiled, and who had to wait for it."""
+        if not count:
+            return
+        assert decision.plan is not None, "a step without a plan compiles nothing"
+        shapes = ", ".join(
+            f"{PHASES[launch.phase]} {launch.bucket}" for launch in decision.plan.launches
+        )
+        waited = [*decision.decodes, *(chunk.request for chunk in decision.prefills)]
+        names = ", ".join(request.name for request in waited)
+        logger.warning(
+            "Step %d compiled %d times while serving: %s, for %s",
+            decision.step,
+            count,
+            shapes,
+            names or "no request",
+        )
 
     def _send(self) -> list[tuple[int, StepTokens]]:
         self._has_news = False

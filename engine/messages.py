@@ -26,6 +26,8 @@ class AddRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     """Smaller runs first, under the priority policy."""
     cache_salt: str = ""
     adapter: str = ""
+    name: str = ""
+    """What its caller's log calls it."""
 
 
 class Abort(msgspec.Struct, array_like=True, gc=False, tag=2):

@@ -53,6 +53,7 @@ class Request:
         "last_step",
         "max_known",
         "min_known",
+        "name",
         "num_preemptions",
         "num_prompt",
         "num_scored",
@@ -86,6 +87,8 @@ class Request:
         self.prompt = message.prompt.cast("B")
         self.num_prompt = len(self.prompt) // TOKEN_BYTES
         self.outputs = array("I")
+        self.name = message.name or f"key {message.key}"
+        """For logs."""
         self.cache_salt = message.cache_salt
         self.adapter = message.adapter
         self.hashes = hashes

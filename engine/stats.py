@@ -77,6 +77,12 @@ class StepStats:
             elif name == "graph_bytes":
                 self.graph_bytes = int(value)
 
+    @property
+    def num_compiled(self) -> int:
+        """Compilations after warm-up, as the device's runtime counts them, or else the worker."""
+        told = sum(n for name, n in self._compilations.items() if name.endswith(".serving"))
+        return max(told, self.recompilations)
+
     def snapshot(
         self,
         *,

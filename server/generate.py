@@ -46,11 +46,12 @@ class Pipeline:
         priority: int = 0,
         cache_salt: str = "",
         param: str = "messages",
+        name: str = "",
     ) -> "Generation":
         """Check, then send `len(prompts) * params.n` sequences. Does not wait.
 
-        `param` is the field named in errors about the prompt. Raises UserError, PromptTooLong,
-        Overloaded or EngineDied, and then leaves nothing behind.
+        `param` is the field named in errors about the prompt, `name` the request in logs. Raises
+        UserError, PromptTooLong, Overloaded or EngineDied, and then leaves nothing behind.
         """
         ready = self._client.ready
         if ready is None:
@@ -73,7 +74,7 @@ class Pipeline:
                     mailbox = None
                     if sampling is not None:
                         mailbox = self._client.add(
-                            tokens, sampling, priority=priority, cache_salt=cache_salt
+                            tokens, sampling, priority=priority, cache_salt=cache_salt, name=name
                         )
                     index = place * params.n + choice
                     generation.open(Sequence(index, prompt, params, self._tokenizer), mailbox)

@@ -109,7 +109,12 @@ def start_job(
     record.model = model
     record.num_prompt_tokens = num_tokens
     generation = state.opened().start(
-        prompts, params, priority=body.priority or 0, cache_salt=body.cache_salt or "", param=param
+        prompts,
+        params,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        param=param,
+        name=record.id,
     )
     serving = Serving(generation, params, num_sequences, record, state.metrics)
     state.servings.add(serving)

@@ -4,7 +4,10 @@ import random
 
 import pytest
 from core_rig import CoreRig
+from slow_model import raw
 
+from config.sampling import SamplingParams
+from engine.messages import AddRequest
 from hpu.step import DECODE, PREFILL, Warmed
 
 PREPARED = [(PREFILL, 1, 16, 8), (PREFILL, 2, 8, 0), (DECODE, 2, 1, 12)]
@@ -101,3 +104,23 @@ def test_a_bucket_that_becomes_ready_later_is_used_from_then_on() -> None:
     assert prefills == [(1, 32, 16), (1, 4, 0)]
     assert rig.core.num_later == 0
     assert rig.core.stats().graphs == 3
+
+
+def test_what_a_step_compiled_is_told_with_its_shape_and_the_requests_that_waited(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rig = CoreRig(buckets="linear", budget=32)
+    sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    rig.ledger.open(1)
+    rig.ledger.open(2)
+    rig.send(AddRequest(1, raw([5, 6, 7]), sampling, name="named"))
+    rig.send(AddRequest(2, raw([5, 6, 8]), sampling))
+    rig.executor.counters = {"recompilations": 3.0, "compilations.prefill.serving": 1.0}
+
+    rig.run()
+
+    (told,) = [line.getMessage() for line in caplog.records if "compiled" in line.getMessage()]
+    (launch,) = rig.plans[0].launches
+    assert told == (
+        f"Step 0 compiled 3 times while serving: prefill {launch.bucket}, for named, key 2"
+    )

@@ -63,6 +63,8 @@ class FakeExecutor:
         self.max_in_flight = 0
         self.collected = 0
         self.warmed: list[Warmed] = []
+        self.counters: dict[str, float] = {}
+        """What the results to come say of the worker."""
         self.collected_before: list[int] = []
         """Results that had been fetched when each plan was submitted."""
         self._in_flight: deque[bytes] = deque()
@@ -117,6 +119,7 @@ class FakeExecutor:
         used = Counter(row for launch in plan.launches for row in launch.rows)
         assert max(used.values()) == 1, f"a row is launched twice: {used}"
         result = StepResult(plan.step, [], seconds=[0.001] * len(plan.launches))
+        result.counters, self.counters = self.counters, {}
         for launch in plan.launches:
             self._check_bucket(launch)
             if launch.phase == PREFILL:

@@ -121,6 +121,7 @@ class ScriptedClient:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        name: str = "",
     ) -> ScriptedBox:
         if len(self.boxes) >= self._room:
             raise Overloaded(f"{self._room} sequences are here")
