@@ -35,7 +35,7 @@ class EngineProcess:
         return self._child.poll()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """SIGTERM, wait for `timeout_s`, SIGKILL. Returns when it is gone; safe to call twice."""
+        """Say stop, wait for `timeout_s`, SIGKILL. Returns when it is gone; safe to call twice."""
         self._child.close(timeout_s)
 
 

@@ -20,23 +20,30 @@ import msgspec
 
 LIFELINE_CUT = 3
 """Exit code of a child whose parent is gone."""
+STOP = signal.SIGUSR1
+"""How a parent stops a child that obeys it. Not SIGTERM: service managers send that to every
+process of a service at once, and a child that left then would take running requests with it."""
+PARENTS_AFFAIR = (signal.SIGINT, signal.SIGTERM)
+"""What a child that obeys its parent does not heed."""
 
 _LENGTH = struct.Struct("<Q")
 
 # Run by -c rather than by -m: the current directory must not come first in the path (a user's
-# config.py would win there), and Ctrl-C is the parent's affair from the first moment.
+# config.py would win there), and signals are the parent's affair from the first moment.
 _BOOT = (
-    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    "import signal, sys; [signal.signal(number, signal.SIG_IGN) for number in {ignored}]; "
     "sys.path[:] = [p for p in sys.path if p]; "
     "sys.argv[1] in sys.path or sys.path.insert(0, sys.argv[1]); "
     "from {module} import main; main()"
 )
 
 
-def python_command(module: str) -> list[str]:
-    """The command that runs `main()` of one of our modules in a new interpreter."""
+def python_command(module: str, ignored: Sequence[signal.Signals] = PARENTS_AFFAIR) -> list[str]:
+    """The command that runs `main()` of one of our modules in a new interpreter, which does not
+    heed the signals in `ignored` until it says otherwise."""
     root = str(Path(__file__).resolve().parent.parent)
-    return [sys.executable, "-c", _BOOT.format(module=module), root]
+    numbers = [int(one) for one in ignored]
+    return [sys.executable, "-c", _BOOT.format(module=module, ignored=numbers), root]
 
 
 def describe_exit(code: int) -> str:
@@ -49,7 +56,7 @@ def describe_exit(code: int) -> str:
 
 
 class Terminated(BaseException):
-    """SIGTERM, in a child: stop at the next instruction, wherever that is."""
+    """The parent says stop: at the next instruction, wherever that is."""
 
 
 class Child:
@@ -64,10 +71,12 @@ class Child:
         *,
         environment: Mapping[str, str] | None = None,
         on_exit: Callable[[str], None] | None = None,
+        stop_signal: signal.Signals = STOP,
     ) -> None:
         """Start `command` and hand it `orders` (anything msgspec can encode). `name` is for
         messages. `environment` is all of the child's variables; None: a copy of ours."""
         self._name = name
+        self._stop_signal = stop_signal
         self._on_exit = on_exit
         self._closing = False
         self.sentinel, self._alive = os.pipe()
@@ -86,9 +95,9 @@ class Child:
         return self._process.poll()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """SIGTERM, wait, SIGKILL; returns when the child is gone. Safe to call twice."""
+        """The stop signal, wait, SIGKILL; returns when the child is gone. Safe to call twice."""
         self._closing = True
-        self._process.send_signal(signal.SIGTERM)
+        self._process.send_signal(self._stop_signal)
         self._watcher.join(timeout_s)
         if self._watcher.is_alive():
             self._process.kill()
@@ -145,8 +154,8 @@ def exit_with_parent(clean_up: Callable[[], None] = lambda: None) -> None:
 
 
 def obey_parent() -> None:
-    """The child's end: Ctrl-C is the parent's affair; SIGTERM raises Terminated, once, in the main
-    thread, which must be the caller."""
+    """The child's end: STOP raises Terminated, once, in the main thread, which must be the caller;
+    Ctrl-C and SIGTERM are the parent's affair."""
     heard = threading.Event()
     main_thread = threading.get_ident()
     told, tell = os.pipe()
@@ -162,17 +171,18 @@ def obey_parent() -> None:
         # thread, or came just before it fell asleep.
         os.read(told, 1)
         while not heard.wait(0.05):
-            signal.pthread_kill(main_thread, signal.SIGTERM)
+            signal.pthread_kill(main_thread, STOP)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, terminate)
+    for number in PARENTS_AFFAIR:
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(STOP, terminate)
     signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
-    threading.Thread(target=nudge, name="sigterm", daemon=True).start()
+    threading.Thread(target=nudge, name="stop", daemon=True).start()
 
 
 def finish_undisturbed() -> None:
-    """The child's end: it is already leaving, SIGTERM changes nothing any more."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """The child's end: it is already leaving, STOP changes nothing any more."""
+    signal.signal(STOP, signal.SIG_IGN)
 
 
 def _read_exactly(length: int) -> bytes:

@@ -36,6 +36,8 @@ INTERRUPTED = 130
 TICK_S = 0.1
 FAREWELL_S = 2.0
 """How long last words may take to reach their clients, once the engine is gone or time is up."""
+LAST_WORDS_S = 0.1
+"""The same, when all is to stop at once."""
 OBITUARY_S = 0.7
 """How long /health says 503 before a front-end without an engine leaves."""
 KEEP_ALIVE_S = 75
@@ -49,6 +51,8 @@ class FrontEndOrders(msgspec.Struct, frozen=True):
     engine: EngineConfig
     server: ServerConfig
     endpoint: str
+    created: int
+    """Unix time of the server's start, the same for all of its front-ends."""
     index: int = 0
     metrics_folder: str | None = None
     """Where all front-ends keep their counts, if there are several."""
@@ -88,6 +92,7 @@ class FrontEnd:
             names,
             root=names[0],
             has_priorities=orders.engine.schedule.policy == "priority",
+            created=orders.created,
         )
         self._folder: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._stage = News().stage
@@ -229,12 +234,13 @@ class FrontEnd:
             timeout_s,
         )
         await self._wait_for_requests(timeout_s)
-        if self._at_once.is_set():
-            return INTERRUPTED
         if self._client.failure is not None:
             return FAILED
         for serving in list(self.state.servings):
             serving.cut("The server is shutting down.")
+        if self._at_once.is_set():
+            await asyncio.sleep(LAST_WORDS_S if self.state.num_open_requests else 0)
+            return INTERRUPTED
         await self._wait_for_requests(FAREWELL_S)
         return 0
 

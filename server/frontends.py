@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
@@ -129,7 +130,12 @@ def _serve_alone(
 
     async def run() -> int:
         loop = asyncio.get_running_loop()
-        orders = FrontEndOrders(engine_config, server_config, front_end_endpoint(directory, 0))
+        orders = FrontEndOrders(
+            engine_config,
+            server_config,
+            front_end_endpoint(directory, 0),
+            created=int(time.time()),
+        )
         front_end = FrontEnd(orders)
 
         def start_engine(folder: str) -> None:
@@ -173,6 +179,7 @@ class Fleet:
         self._config = server_config
         self._directory = directory
         self._news_path = str(Path(directory, "checkpoint.json"))
+        self._created = int(time.time())
         self._engines: list[EngineProcess] = []
         # Bounded: a word for each signal, each child's end, and the checkpoint.
         self._news: SimpleQueue[str | signal.Signals | News | Exception] = SimpleQueue()
@@ -223,17 +230,20 @@ class Fleet:
             self._engine_config,
             self._config,
             front_end_endpoint(self._directory, index),
+            self._created,
             index,
             str(folder),
             self._news_path,
         )
         return Child(
             f"front-end {index}",
-            python_command("server.frontends"),
+            # Ctrl-C and SIGTERM end it as they end a lone one: it drains.
+            python_command("server.frontends", ignored=(signal.SIGINT,)),
             orders,
             # The library looks for it when it is imported.
             environment={**environment(), _METRICS_VARIABLE: str(folder)},
             on_exit=self._news.put,
+            stop_signal=signal.SIGTERM,
         )
 
     def _watch(self, children: list[Child]) -> int:
@@ -247,7 +257,10 @@ class Fleet:
             raise news
         if isinstance(news, str):
             logger.error("the server stops: %s", news)
-            # They hear of the engine's end themselves, and tell their clients.
+            # Of the engine's end they hear themselves, and tell their clients: draining would take
+            # longer than they have.
+            for engine in self._engines:
+                engine.close(ENGINE_CLOSE_S)
             self._close(children, FAREWELL_S + 1)
             wrong = any(child.poll() == WRONG_SETTING for child in children)
             return WRONG_SETTING if wrong else FAILED

@@ -111,12 +111,14 @@ def test_a_killed_front_end_leaves_no_orphans(fresh: LiveServer) -> None:
     _wait_for("orphans end", lambda: not any(alive(pid) for pid in family), 5)
 
 
-def test_sigterm_drains_and_exits_zero(fresh: LiveServer) -> None:
+def test_sigterm_to_all_processes_drains_and_exits_zero(fresh: LiveServer) -> None:
     stream = Stream(fresh, {**LONG, "max_tokens": 300})
     stream.start()
     assert stream.begun.wait(20)
 
-    fresh.signal(signal.SIGTERM)
+    # As service managers do it: every process of a service gets the signal.
+    for pid in (*children_of(fresh.pid), fresh.pid):
+        os.kill(pid, signal.SIGTERM)
 
     stream.join(30)
     assert stream.events[-1] == "data: [DONE]"
@@ -142,8 +144,9 @@ def test_sigterm_cuts_what_outlasts_the_timeout(tiny_model: str, tmp_path: Path)
 
 
 def test_a_second_sigint_stops_at_once(fresh: LiveServer) -> None:
-    stream = Stream(fresh, LONG)
+    stream, waiting = Stream(fresh, LONG), Stream(fresh, {**LONG, "stream": False})
     stream.start()
+    waiting.start()
     assert stream.begun.wait(20)
     family = children_of(fresh.pid)
 
@@ -155,6 +158,10 @@ def test_a_second_sigint_stops_at_once(fresh: LiveServer) -> None:
 
     assert time.monotonic() - begun < 3
     _wait_for("orphans end", lambda: not any(alive(pid) for pid in family), 3)
+    stream.join(2)
+    waiting.join(2)
+    assert "The server is shutting down." in stream.events[-2]
+    assert (waiting.status, waiting.events[0][:9]) == (503, '{"error":')
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -15,7 +15,7 @@ from engine_rig import counting_config
 from live import alive
 
 from engine.launch import EngineProcess, launch
-from engine.lifeline import Child, describe_exit, python_command
+from engine.lifeline import STOP, Child, describe_exit, python_command
 
 
 def launched(directory: Path, endings: list[str], died: threading.Event) -> EngineProcess:
@@ -34,16 +34,16 @@ def launched(directory: Path, endings: list[str], died: threading.Event) -> Engi
 
 
 def wait_for_mask(pid: int, mask: str) -> None:
-    """Until the process catches (SigCgt) or ignores (SigIgn) SIGTERM, however long it takes to
+    """Until the process catches (SigCgt) or ignores (SigIgn) STOP, however long it takes to
     start."""
     end = time.monotonic() + 30
     while time.monotonic() < end:
         status = Path(f"/proc/{pid}/status").read_text()
         signals = int(re.findall(rf"{mask}:\s*(\w+)", status)[0], 16)
-        if signals >> (signal.SIGTERM - 1) & 1:
+        if signals >> (STOP - 1) & 1:
             return
         time.sleep(0.02)
-    raise AssertionError(f"process {pid} has no SIGTERM in {mask} after 30 s")
+    raise AssertionError(f"process {pid} has no STOP in {mask} after 30 s")
 
 
 def test_a_death_is_told_once_with_the_process_and_the_signal(tmp_path: Path) -> None:
@@ -76,8 +76,8 @@ def test_closing_stops_it_and_is_no_death(tmp_path: Path) -> None:
     assert endings == []
 
 
-def test_a_child_that_ignores_sigterm_is_killed() -> None:
-    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1); time.sleep(60)"
+def test_a_child_that_does_not_stop_is_killed() -> None:
+    code = f"import signal, time; signal.signal({int(STOP)}, signal.SIG_IGN); time.sleep(60)"
     child = Child("stubborn", [sys.executable, "-c", code], {})
     wait_for_mask(child.pid, "SigIgn")
 

@@ -8,9 +8,10 @@ import time
 import pytest
 from counting_worker import REFUSAL
 from engine_rig import asking, engine_rig, eventually, generate, prompt_of, read_all
-from live import cpu_seconds
+from live import children_of, cpu_seconds
 
 from config.errors import ConfigError, EngineDied, Overloaded, UserError
+from engine.lifeline import STOP
 
 
 @pytest.mark.parametrize("executor", ["inline", "processes"])
@@ -80,12 +81,12 @@ async def test_an_idle_engine_sleeps() -> None:
         assert time.process_time() - own <= 0.06
 
 
-async def test_sigterm_tells_the_front_end_and_exits_with_0() -> None:
+async def test_a_stop_tells_the_front_end_and_exits_with_0() -> None:
     async with engine_rig("step_s=0.01") as rig:
         box = rig.client.add(prompt_of(1), asking(4000))
         await box.get()
 
-        os.kill(rig.engine.pid, signal.SIGTERM)
+        os.kill(rig.engine.pid, STOP)
         with pytest.raises(EngineDied, match="told to stop"):
             await read_all(box)
         assert await eventually(lambda: rig.engine.poll() is not None, 3)
@@ -94,9 +95,11 @@ async def test_sigterm_tells_the_front_end_and_exits_with_0() -> None:
     assert code == 0
 
 
-async def test_ctrl_c_is_left_to_the_parent() -> None:
-    async with engine_rig() as rig:
-        os.kill(rig.engine.pid, signal.SIGINT)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_signals_to_the_whole_group_are_left_to_the_parent(number: signal.Signals) -> None:
+    async with engine_rig(executor="processes") as rig:
+        os.kill(rig.engine.pid, number)
+        os.kill(children_of(rig.engine.pid)[-1], number)
 
         tokens = await generate(rig.client, 3)
 

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Thread
 
 import httpx
 import pytest
@@ -17,7 +18,8 @@ ROUNDS = 16
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_tiny("llama", tmp_path_factory.mktemp("models") / "tiny"))
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    return str(make_tiny("llama", folder, max_position_embeddings=4096))
 
 
 @pytest.fixture
@@ -48,6 +50,17 @@ def metric(live: LiveServer, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
+def read_to_the_end(live: LiveServer, endings: list[str]) -> None:
+    """Keep the last thing that a long stream says before [DONE], or how it broke."""
+    body = {"prompt": "go", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    try:
+        with httpx.stream("POST", f"{live.url}/v1/completions", json=body, timeout=30) as response:
+            lines = [line for line in response.iter_lines() if line]
+        endings.append(lines[-2])
+    except httpx.TransportError as error:
+        endings.append(repr(error))
+
+
 def front_ends(live: LiveServer) -> list[int]:
     return [pid for pid in children_of(live.pid) if "server.frontends" in command_of(pid)]
 
@@ -59,7 +72,8 @@ def test_the_metrics_of_any_front_end_are_those_of_all(fleet: LiveServer) -> Non
 
     prompt = sum(answer["usage"]["prompt_tokens"] for answer in answers)
     assert len(front_ends(fleet)) == 2
-    assert len({answer["created"] for answer in answers if answer["created"]}) >= 1
+    models = [ask(fleet, "/v1/models").json()["data"][0] for _ in range(ROUNDS)]
+    assert len({model["created"] for model in models}) == 1
     for _ in range(ROUNDS // 2):
         assert metric(fleet, "vllm:prompt_tokens_total") == prompt
         assert metric(fleet, "vllm:generation_tokens_total") == ROUNDS * 10
@@ -93,11 +107,22 @@ def test_sigterm_lets_every_front_end_finish(fleet: LiveServer) -> None:
 def test_the_death_of_one_ends_all(fleet: LiveServer, victim: str) -> None:
     family = children_of(fleet.pid)
     pid = front_ends(fleet)[1] if victim == "front-end" else fleet.find("engine.process")
+    endings: list[str] = []
+    readers = [Thread(target=read_to_the_end, args=(fleet, endings)) for _ in range(ROUNDS)]
+    for reader in readers:
+        reader.start()
+    wait_for(lambda: metric(fleet, "vllm:num_requests_running") == ROUNDS)
 
     os.kill(pid, signal.SIGKILL)
 
     assert fleet.wait_exit(5) != 0
     assert not any(alive(pid) for pid in family)
+    for reader in readers:
+        reader.join(5)
+    # The clients of a front-end that still lives are told.
+    told = [ending for ending in endings if "server_error" in ending]
+    assert len(endings) == ROUNDS
+    assert len(told) == ROUNDS if victim == "engine" else told
     assert fleet.leftovers() == []
 
 
