@@ -28,7 +28,7 @@ class HoldsCaches(Protocol):
         """Shapes of each layer's caches; blocks are outermost in memory."""
         ...
 
-    def bind_caches(self, caches: list[tuple[Tensor, Tensor]]) -> None: ...
+    def bind_caches(self, caches: list[tuple[Tensor, Tensor]], block_size: int) -> None: ...
 
 
 def reads_contiguously(config: EngineConfig, backend: Backend) -> bool:
@@ -93,7 +93,7 @@ class KVCache:
             (backend.zeros(keys, dtype), backend.zeros(values, dtype))
             for keys, values in model.cache_shapes(num_blocks + 1, block_size)
         ]
-        model.bind_caches(self._layers)
+        model.bind_caches(self._layers, block_size)
         self._moves: dict[int, _BlockLists] = {}
         self._scrubbed = _BlockLists(SCRUBBED, 1, backend)
 

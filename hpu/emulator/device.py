@@ -86,6 +86,8 @@ class Device:
                 return result
         self.acquisition.touch()
         self._check_leases(name, args, kwargs)
+        if self.recording is not None:
+            self._check_view_write(func, name, args)
         if name == "aten::copy_" and not isinstance(args[0], HpuTensor):
             return self._to_host(args[0], args[1], _non_blocking(args, kwargs, 2))
         if name == "aten::_to_copy" and _goes_to_cpu(kwargs):
@@ -222,7 +224,9 @@ class Device:
                 return given
             base = storages.get(storage_of(value))
             if base is not None:
-                return HpuTensor(value, self, base.block, base.lease)
+                view = HpuTensor(value, self, base.block, base.lease)
+                view.is_view = True
+                return view
             made = self.adopt(value)
             storages[storage_of(value)] = made
             return made
@@ -275,6 +279,15 @@ class Device:
                 lease.renew()
             elif name not in rules.VIEWS:
                 self.journal.misuse(lease.kind, lease.text, name)
+
+    def _check_view_write(self, func: Any, name: str, args: Any) -> None:
+        """A graph with a change in place through a view is not supported by the runtime."""
+        if not func._schema.is_mutable or not args or name in rules.VIEWS:
+            return
+        target = args[0]
+        if isinstance(target, HpuTensor) and target.is_view:
+            text = f"a view of shape {tuple(target.shape)} is changed in place inside a capture"
+            self.journal.misuse("view_write", text, name)
 
     def _mishap(self, kind: str, text: str, op: str) -> None:
         self.journal.misuse(kind, text, op)

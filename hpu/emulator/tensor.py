@@ -45,13 +45,15 @@ class Owner(Protocol):
 
 
 class HpuTensor(Tensor):
-    """`host` holds the bytes, `block` their place in the books; `uid` is never reused."""
+    """`host` holds the bytes, `block` their place in the books; `uid` is never reused; `is_view`
+    says that another tensor's memory was given to it."""
 
     host: Tensor
     owner: Owner
     block: Block
     lease: Lease | None
     uid: int
+    is_view: bool
 
     # Torch's own type of this attribute is a method; the disabled form is how it is switched off.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -74,6 +76,7 @@ class HpuTensor(Tensor):
         made.block = block
         made.lease = lease
         made.uid = next(owner.uids)
+        made.is_view = False
         return made
 
     @classmethod

@@ -1,7 +1,7 @@
 """Attention: one layer's cache writes and reads, and what all layers of a launch share.
 
-Caches are (blocks, block_size, kv_heads, head_dim), so a slot is a row of the flattened cache: one
-index op writes a launch's keys, and a decode reads a gathered list of blocks, or all blocks up to
+Caches are (blocks * block_size, kv_heads, head_dim), so a slot is a row of the cache: one index op
+writes a launch's keys, and a decode reads a gathered list of blocks, or all blocks up to
 some number as one slice.
 """
 
@@ -216,13 +216,16 @@ class Attention(nn.Module):
         self.head_norm = nn.Identity() if head_norm is None else head_norm
         self._kind = int(is_windowed)
         self._keys = self._values = torch.empty(0)
+        self._block_size = 0
         self._kernels: Kernels | None = None
         self._splits = False
         self._isolates = False
 
-    def bind_caches(self, keys: Tensor, values: Tensor) -> None:
-        """Take the caches, each (blocks, block_size, kv_heads, head_dim)."""
+    def bind_caches(self, keys: Tensor, values: Tensor, block_size: int) -> None:
+        """Take the caches, each (blocks * block_size, kv_heads, head_dim): flat, because a captured
+        graph may write to a tensor in place, but not to a view of it."""
         self._keys, self._values = keys, values
+        self._block_size = block_size
 
     def fuse(self, kernels: Kernels, *, split_qkv: bool) -> None:
         """Run on fused kernels from now on; with `split_qkv` as three products."""
@@ -244,8 +247,8 @@ class Attention(nn.Module):
             turning, value = _finite(turning), _finite(value)
         turned = rotate(self.head_norm(turning), rotation, self._kernels)
         query, key = turned.split_with_sizes([shape.num_heads, shape.num_kv_heads], dim=2)
-        self._keys.flatten(0, 1).index_copy_(0, plan.slots, key.flatten(0, 1))
-        self._values.flatten(0, 1).index_copy_(0, plan.slots, value.flatten(0, 1))
+        self._keys.index_copy_(0, plan.slots, key.flatten(0, 1))
+        self._values.index_copy_(0, plan.slots, value.flatten(0, 1))
         if isinstance(plan, DecodePlan):
             out = self._decode(query.flatten(0, 1), plan)
         else:
@@ -271,7 +274,8 @@ class Attention(nn.Module):
     def _decode(self, query: Tensor, plan: DecodePlan) -> Tensor:
         mask = plan.masks[self._kind]
         assert mask is not None
-        keys, values = _blocks(self._keys, plan), _blocks(self._values, plan)
+        keys = _blocks(self._by_block(self._keys), plan)
+        values = _blocks(self._by_block(self._values), plan)
         if self._kernels is not None:
             return self._kernels.paged_decode(
                 query,
@@ -339,10 +343,14 @@ class Attention(nn.Module):
         )
         return out.transpose(1, 2)
 
+    def _by_block(self, cache: Tensor) -> Tensor:
+        """(blocks, block_size, kv_heads, head_dim)."""
+        return cache.view(-1, self._block_size, *cache.shape[1:])
+
     def _cached(self, cache: Tensor, block_list: Tensor, batch: int) -> Tensor:
         """(B, kv_heads, C * block_size, head_dim) of the cached context."""
         shape = self.shape
-        blocks = cache.index_select(0, block_list)
+        blocks = self._by_block(cache).index_select(0, block_list)
         return blocks.view(batch, -1, shape.num_kv_heads, shape.head_dim).transpose(1, 2)
 
 

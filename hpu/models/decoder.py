@@ -240,16 +240,16 @@ class Decoder(nn.Module):
         self, num_blocks: int, block_size: int
     ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Each layer's shape of the key cache and of the value cache."""
-        shape = (num_blocks, block_size, self.shape.num_kv_heads, self.shape.head_dim)
+        shape = (num_blocks * block_size, self.shape.num_kv_heads, self.shape.head_dim)
         return [(shape, shape)] * self.config.num_layers
 
-    def bind_caches(self, caches: list[tuple[Tensor, Tensor]]) -> None:
-        """Take each layer's caches, of `cache_shapes`. The block size is read off them."""
+    def bind_caches(self, caches: list[tuple[Tensor, Tensor]], block_size: int) -> None:
+        """Take each layer's caches, of `cache_shapes`."""
         assert len(caches) == self.config.num_layers
         for layer, (keys, values) in zip(self.layers, caches, strict=True):
             assert isinstance(layer, Layer)
-            layer.attention.bind_caches(keys, values)
-        self._block_size = caches[0][0].shape[1]
+            layer.attention.bind_caches(keys, values, block_size)
+        self._block_size = block_size
 
     def read_contiguously(self) -> None:
         """From now on entry i of a decode describes block i of the caches, which are then read as

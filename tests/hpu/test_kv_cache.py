@@ -21,7 +21,7 @@ class _Layers:
     def cache_shapes(self, num_blocks: int, block_size: int) -> list[tuple[Shape, Shape]]:
         return [((num_blocks, block_size, 2, 3), (num_blocks, block_size, 2, 3))] * 2
 
-    def bind_caches(self, caches: list[tuple[Tensor, Tensor]]) -> None:
+    def bind_caches(self, caches: list[tuple[Tensor, Tensor]], block_size: int) -> None:
         self.caches = caches
 
 

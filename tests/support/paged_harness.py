@@ -41,7 +41,7 @@ class PagedHarness:
             (torch.full(keys, 1e4, dtype=model.dtype), torch.full(values, 1e4, dtype=model.dtype))
             for keys, values in model.cache_shapes(num_blocks + 1, block_size)
         ]
-        model.bind_caches(self.caches)
+        model.bind_caches(self.caches, block_size)
         shuffled = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(7))
         self._free: Iterator[int] = iter(shuffled.tolist())
         self._tables: dict[int, list[int]] = {}

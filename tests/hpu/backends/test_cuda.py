@@ -90,7 +90,7 @@ def test_a_forward_pass_asks_no_number_of_the_device(
         tuple(torch.zeros(shape, dtype=torch.bfloat16, device=META) for shape in pair)
         for pair in model.cache_shapes(17, BLOCK_SIZE)
     ]
-    model.bind_caches(caches)  # type: ignore[arg-type]  # pairs
+    model.bind_caches(caches, BLOCK_SIZE)  # type: ignore[arg-type]  # pairs
     model.fuse(CudaKernels())
 
     with StaysOnDevice():

@@ -236,9 +236,12 @@ def test_11_large_integers_wrap_in_lazy_mode() -> None:
         assert card.journal.counts["int64_wrap"] == 1
 
 
-def test_11_float64_is_refused() -> None:
-    with emulated(), pytest.raises(RuntimeError, match="float64 is not supported by hpu"):
-        torch.zeros(2, dtype=torch.float64, device="hpu")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_11_wide_and_complex_numbers_are_refused(dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+
+    with emulated(), pytest.raises(RuntimeError, match=f"{name} is not supported by hpu"):
+        torch.zeros(2, dtype=dtype, device="hpu")
 
 
 def test_12_minus_one_reads_zeros_and_writes_nothing() -> None:
@@ -410,3 +413,17 @@ def test_19_graphs_on_several_cards_need_collectives_in_the_graph() -> None:
 
         with pytest.raises(RuntimeError, match="PT_HPU_ENABLE_LAZY_COLLECTIVES=true"):
             wrapped(twice)
+
+
+def test_20_a_capture_may_change_a_tensor_in_place_but_no_view_of_one() -> None:
+    with emulated() as card:
+        cache = torch.zeros(8, 2, device="hpu")
+        place = torch.zeros(1, dtype=torch.int32, device="hpu")
+        ones = torch.ones(1, 2, device="hpu")
+
+        wrapped(lambda at: cache.index_copy_(0, at, ones))(place)
+        before = card.journal.counts["view_write"]
+        wrapped(lambda at: cache.view(4, 2, 2).flatten(0, 1).index_copy_(0, at, ones))(place)
+
+        assert before == 0
+        assert card.journal.counts["view_write"] == 1
