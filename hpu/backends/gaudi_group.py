@@ -29,8 +29,8 @@ class Ranks(NamedTuple):
 class GaudiGroup:
     """A group of one needs no collectives and makes no process group.
 
-    With more than one rank PT_HPU_ENABLE_LAZY_COLLECTIVES must be true for HPU graphs to hold a
-    collective: ConfigError without it is the back end's to raise, which knows the mode.
+    With more than one rank PT_HPU_ENABLE_LAZY_COLLECTIVES must be true before the runtime is
+    imported for HPU graphs to hold a collective: whoever starts the ranks sets it.
     """
 
     def __init__(self, ranks: Ranks) -> None:
