@@ -1,0 +1,106 @@
+"""Thinking told apart from the answer: blocks between marks, or prose of a known form."""
+
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from server.parsers.base import Event, Output
+from server.parsers.source import Sink, Source, Steps
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """The marks of a family: any of `opens`, then any of `closes`. None begins another."""
+
+    opens: tuple[str, ...] = ("<think>",)
+    closes: tuple[str, ...] = ("</think>",)
+    always: bool = False
+    """Whether an answer is thinking from its first character on, unless the prompt says that the
+    thinking is over."""
+    answer_open: str = ""
+    """What may stand before the answer,"""
+    answer_close: str = ""
+    """and behind it."""
+
+    def begins_inside(self, prompt: str) -> bool:
+        """Whether an answer to `prompt` goes on with thinking that the prompt began."""
+        end = prompt.rstrip()
+        if end.endswith(self.opens):
+            return True
+        return self.always and not end.endswith(self.closes)
+
+
+class ThinkParser:
+    """A Parser that tells thinking from text. Blanks around the marks are neither; a block that is
+    never closed is thinking to its end."""
+
+    def __init__(self, form: Thinking, *, is_inside: bool) -> None:
+        self._form = form
+        self._source = Source()
+        self._output = Output()
+        self.is_thinking = is_inside
+        """Whether what comes next is thinking, as far as is known."""
+        self._steps: Generator[None, None, None] | None = self._run(is_inside)
+
+    def feed(self, text: str) -> list[Event]:
+        self._source.push(text)
+        self._step()
+        return self._output.drain()
+
+    def finish(self, *, is_cut: bool) -> list[Event]:
+        self._source.has_ended = True
+        self._step()
+        return self._output.drain()
+
+    def _step(self) -> None:
+        if self._steps is None:
+            return
+        try:
+            next(self._steps)
+        except StopIteration:
+            self._steps = None
+
+    def _run(self, is_inside: bool) -> Generator[None, None, None]:
+        form, source, output = self._form, self._source, self._output
+        space = yield from source.blanks()
+        opened = yield from source.accept(*form.opens)
+        if opened or is_inside:
+            self.is_thinking = True
+            yield from source.blanks()
+            yield from self._until(form.closes, output.thought)
+            self.is_thinking = False
+            yield from source.blanks()
+        else:
+            output.text(space)
+        if form.answer_open and (yield from source.accept(form.answer_open)):
+            yield from source.blanks()
+            yield from self._until((form.answer_close,), output.text)
+            yield from source.blanks()
+        while not source.has_ended:
+            source.run_all(output.text)
+            yield
+        source.run_all(output.text)
+
+    def _until(self, words: tuple[str, ...], sink: Sink) -> Steps[None]:
+        """Up to one of `words`, without the blanks before it or before the end."""
+        held = ""
+
+        def take(piece: str) -> None:
+            nonlocal held
+            whole = held + piece
+            ready = whole.rstrip()
+            held = whole[len(ready) :]
+            sink(ready)
+
+        yield from self._source.upto(words, take)
+
+
+THINK = Thinking()
+DEEPSEEK_R1 = Thinking(always=True)
+GRANITE = Thinking(
+    ("Here is my thought process:", "Here's my thought process:"),
+    ("Here is my response:", "Here's my response:"),
+)
+MISTRAL = Thinking(("[THINK]",), ("[/THINK]",))
+HUNYUAN = Thinking(answer_open="<answer>", answer_close="</answer>")
+SEED = Thinking(("<seed:think>",), ("</seed:think>",))
+KIMI = Thinking(("\u25c1think\u25b7", "<think>"), ("\u25c1/think\u25b7", "</think>"))

@@ -1,0 +1,65 @@
+"""What a parser made of a text, however the text was cut."""
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from server.parsers.answer import AnswerParser
+from server.parsers.base import CallArguments, CallBegun, CallBroken, Event, Parser, Text, Thought
+from server.parsers.calls import CallParser
+from server.parsers.select import FAMILIES
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "exact": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "where": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    },
+}
+TOOLS = {"get_weather": WEATHER, "now": {}}
+
+
+def parser_of(name: str, max_calls: int | None = None) -> AnswerParser:
+    """The tool parser of a family, as an answer uses it."""
+    return AnswerParser(None, CallParser(FAMILIES[name], TOOLS), lambda: "ID", max_calls)
+
+
+def read(make: Callable[[], Parser], pieces: Iterable[str], *, is_cut: bool = False) -> Any:
+    """(thinking, text, calls as [name, arguments, id], indices of those that broke)."""
+    parser = make()
+    events: list[Event] = [event for piece in pieces for event in parser.feed(piece)]
+    events += parser.finish(is_cut=is_cut)
+    thought, text, calls, broken = "", "", [], []
+    for event in events:
+        if isinstance(event, Text):
+            text += event.text
+        elif isinstance(event, Thought):
+            thought += event.text
+        elif isinstance(event, CallBegun):
+            assert event.index == len(calls)
+            calls.append([event.name, "", event.id])
+        elif isinstance(event, CallArguments):
+            assert event.index == len(calls) - 1
+            calls[-1][1] += event.text
+        else:
+            assert isinstance(event, CallBroken)
+            broken.append(event.index)
+    return thought, text, calls, broken
+
+
+def read_every_way(make: Callable[[], Parser], text: str, *, is_cut: bool = False) -> Any:
+    """What `read` gives: the same for every cut into two, and for single characters."""
+    whole = read(make, [text], is_cut=is_cut)
+    for place in range(len(text)):
+        assert read(make, [text[:place], text[place:]], is_cut=is_cut) == whole, (place, text)
+    assert read(make, list(text), is_cut=is_cut) == whole
+    return whole
+
+
+def good_calls(found: Any) -> list[tuple[str, Any]]:
+    """(name, arguments) of the calls that are whole."""
+    _, _, calls, broken = found
+    return [(c[0], json.loads(c[1])) for i, c in enumerate(calls) if i not in broken]
