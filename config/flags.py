@@ -9,6 +9,7 @@ from config.buckets import STRATEGIES
 from config.engine import DEVICES, DTYPES, EXECUTORS, POLICIES
 from config.flag import Flag
 from config.flags_hpu import DIAGNOSTICS, EMULATOR, EXECUTION, WARMUP
+from config.server import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -279,6 +280,27 @@ TEXT = (
         "Which log-probabilities are reported",
         choices=("raw_logprobs",),
     ),
+    Flag(
+        "server",
+        "tool_call_parser",
+        "Text",
+        "How the model writes calls of functions; auto: as its chat template says, none: calls are "
+        "text",
+        choices=TOOL_CALL_PARSERS,
+    ),
+    Flag(
+        "server",
+        "enable_auto_tool_choice",
+        "Text",
+        "Let the model choose whether to call a function of the request",
+    ),
+    Flag(
+        "server",
+        "reasoning_parser",
+        "Text",
+        "How the model marks its thinking; auto: as its chat template says, none: thinking is text",
+        choices=REASONING_PARSERS,
+    ),
     Flag("server", "skip_tokenizer_init", "Text", "Serve token ids only, without a tokenizer"),
     Flag("server", "tokenizer_threads", "Text", "Threads that tokenise and render templates"),
 )
@@ -339,7 +361,6 @@ ACCEPTED: Mapping[str, tuple[str, str]] = {
 ABSENT = frozenset(
     (
         *("enable-lora", "lora-modules", "max-loras", "max-lora-rank"),
-        *("enable-auto-tool-choice", "tool-call-parser", "reasoning-parser"),
         *("quantization", "kv-cache-dtype", "speculative-config", "swap-space", "cpu-offload-gb"),
         *("tokenizer", "tokenizer-mode", "load-format", "download-dir", "hf-overrides"),
         *("ssl-keyfile", "ssl-certfile", "root-path"),

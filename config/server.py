@@ -13,6 +13,18 @@ _AT_LEAST_ONE = (
     "tokenizer_threads",
 )
 
+TOOL_CALL_PARSERS = (
+    *("auto", "none", "hermes", "qwen25", "llama3_json", "llama4_json", "pythonic"),
+    *("llama4_pythonic", "mistral", "granite", "granite-20b-fc", "granite4", "deepseek_v3"),
+    *("deepseek_v31", "deepseek_v32", "deepseek_v4", "qwen3_coder", "qwen3_xml", "mimo", "glm45"),
+    *("glm47", "kimi_k2", "minimax_m2", "seed_oss", "jamba", "internlm", "phi4_mini_json"),
+    *("xlam", "lfm2"),
+)
+REASONING_PARSERS = (
+    *("auto", "none", "deepseek_r1", "deepseek_v3", "qwen3", "glm45", "granite", "mistral"),
+    *("hunyuan_a13b", "seed_oss", "kimi_k2", "minimax_m2", "step3"),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
@@ -47,6 +59,12 @@ class ServerConfig:
     enable_docs: bool = True
     enable_dev_endpoints: bool = False
     """Routes for developers (profiles); they are never open without a key."""
+    tool_call_parser: str = "auto"
+    """How calls are written; auto: as the chat template says."""
+    enable_auto_tool_choice: bool = True
+    """Whether the model may choose to call a function."""
+    reasoning_parser: str = "auto"
+    """How thinking is marked; auto: as the chat template says."""
     skip_tokenizer_init: bool = False
     tokenizer_threads: int = 2
     log_level: str = "info"
@@ -62,6 +80,14 @@ class ServerConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 0")
         if self.enable_dev_endpoints and not self.api_keys:
             raise ConfigError("enable_dev_endpoints is on and api_keys holds 0 keys, it needs 1")
+        for name, known in (
+            ("tool_call_parser", TOOL_CALL_PARSERS),
+            ("reasoning_parser", REASONING_PARSERS),
+        ):
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r}, it must be one of {', '.join(known)}"
+                )
         if self.generation_config not in ("auto", "vllm"):
             raise ConfigError(
                 f"generation_config is {self.generation_config!r}, it must be auto or vllm"

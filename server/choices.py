@@ -4,11 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from server.generate import Delta, Generation, PositionLogprobs, TokenLogprob
+from server.reading import AnswerReader, Message
 
 Choice = dict[str, Any]
 
 
-def usage_of(generation: Generation, num_output_tokens: int | None = None) -> dict[str, Any]:
+def usage_of(
+    generation: Generation, num_output_tokens: int | None = None, num_thinking_tokens: int = 0
+) -> dict[str, Any]:
     """The usage object, as far as the generation has come."""
     output = generation.num_output_tokens if num_output_tokens is None else num_output_tokens
     prompt = generation.num_prompt_tokens
@@ -17,7 +20,7 @@ def usage_of(generation: Generation, num_output_tokens: int | None = None) -> di
         "completion_tokens": output,
         "total_tokens": prompt + output,
         "prompt_tokens_details": {"cached_tokens": generation.num_cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": num_thinking_tokens},
     }
 
 
@@ -155,6 +158,8 @@ class Gathered:
         self.logprobs: list[PositionLogprobs] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
+        self.message = Message()
+        """What `texts` mean, where answers are read."""
 
     def take(self, delta: Delta) -> None:
         self.texts.append(delta.text)
@@ -163,6 +168,12 @@ class Gathered:
             self.logprobs += delta.logprobs
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+    def read(self, delta: Delta, reader: AnswerReader) -> None:
+        """Take a delta that is more than text."""
+        self.message.take(reader.read(delta))
+        self.take(delta)
+        self.finish_reason = reader.finish_reason(self.finish_reason)
 
     @property
     def text(self) -> str:

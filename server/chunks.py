@@ -10,18 +10,19 @@ from server.choices import (
     TextLogprobs,
     chat_logprobs,
     joined_logprobs,
-    usage_of,
 )
 from server.generate import Delta
 from server.job import Job
+from server.reading import AnswerReader, deltas_of
 from server.streaming import json_line, json_text
 
 
 class ChatChunks:
     """Chunks of /v1/chat/completions. The first one of a choice says who speaks."""
 
-    def __init__(self, job: Job, echo: str = "") -> None:
+    def __init__(self, job: Job, echo: str = "", *, shows_thinking: bool = True) -> None:
         self._job = job
+        self._shows_thinking = shows_thinking
         self._echo = echo
         self._envelope = job.envelope("chat.completion.chunk")
         self._begun: set[int] = set()
@@ -36,15 +37,42 @@ class ChatChunks:
     def ending(self) -> bytes:
         if not self._job.body.includes_usage:
             return b""
-        return self._envelope.chunk(b"", {"usage": usage_of(self._job.generation)})
+        return self._envelope.chunk(b"", {"usage": self._job.usage()})
 
     def _one(self, delta: Delta) -> bytes:
         begin = b"" if delta.index in self._begun else self._begin(delta.index)
+        if self._job.answers is not None:
+            return begin + self._read(delta, self._job.answers.reader(delta.index))
         plain = not (self._has_logprobs or self._has_ids or self._counts)
         if plain and delta.finish_reason is None:
             return begin + self._text(delta.index, delta.text) if delta.text else begin
         shown = delta.text or delta.finish_reason or delta.logprobs or self._has_ids
         return begin + self._full(delta) if shown else begin
+
+    def _read(self, delta: Delta, reader: AnswerReader) -> bytes:
+        """A chunk for each thing that `delta` says, and one for the end."""
+        said = deltas_of(reader.read(delta), shows_thinking=self._shows_thinking)
+        if delta.finish_reason is not None:
+            said.append({})
+        elif not said and (delta.logprobs or self._has_ids):
+            said.append({"content": ""})
+        frames = []
+        for place, one in enumerate(said):
+            choice: dict[str, Any] = {
+                "index": delta.index,
+                "delta": one,
+                "logprobs": None,
+                "finish_reason": None,
+            }
+            if place == 0 and delta.logprobs:
+                choice["logprobs"] = chat_logprobs(delta.logprobs, self._name)
+            if place == len(said) - 1 and delta.finish_reason is not None:
+                choice["finish_reason"] = reader.finish_reason(delta.finish_reason)
+                choice["stop_reason"] = delta.stop_reason
+            if self._has_ids:
+                choice["token_ids"] = delta.token_ids if place == 0 else []
+            frames.append(self._envelope.chunk(json_line(choice), self._extra()))
+        return b"".join(frames)
 
     def _begin(self, index: int) -> bytes:
         self._begun.add(index)
@@ -81,7 +109,7 @@ class ChatChunks:
         return self._envelope.chunk(json_line(choice), self._extra())
 
     def _extra(self) -> dict[str, Any]:
-        return {"usage": usage_of(self._job.generation)} if self._counts else {}
+        return {"usage": self._job.usage()} if self._counts else {}
 
 
 class TextChunks:
@@ -105,7 +133,7 @@ class TextChunks:
     def ending(self) -> bytes:
         if not self._job.body.includes_usage:
             return b""
-        return self._envelope.chunk(b"", {"usage": usage_of(self._job.generation)})
+        return self._envelope.chunk(b"", {"usage": self._job.usage()})
 
     def _one(self, delta: Delta) -> bytes:
         is_first = delta.index not in self._begun
@@ -145,7 +173,7 @@ class TextChunks:
             choice["token_ids"] = delta.token_ids
             if is_first:
                 choice["prompt_token_ids"] = self._job.prompts[place].token_ids
-        extra = {"usage": usage_of(self._job.generation)} if self._counts else None
+        extra = {"usage": self._job.usage()} if self._counts else None
         return self._envelope.chunk(json_line(choice), extra)
 
 

@@ -47,11 +47,13 @@ class Pipeline:
         cache_salt: str = "",
         param: str = "messages",
         name: str = "",
+        shown: frozenset[int] = frozenset(),
     ) -> "Generation":
         """Check, then send `len(prompts) * params.n` sequences. Does not wait.
 
-        `param` is the field named in errors about the prompt, `name` the request in logs. Raises
-        UserError, PromptTooLong, Overloaded or EngineDied, and then leaves nothing behind.
+        `param` is the field named in errors about the prompt, `name` the request in logs; `shown`
+        are special tokens that belong to the text. Raises UserError, PromptTooLong, Overloaded or
+        EngineDied, and then leaves nothing behind.
         """
         ready = self._client.ready
         if ready is None:
@@ -77,7 +79,8 @@ class Pipeline:
                             tokens, sampling, priority=priority, cache_salt=cache_salt, name=name
                         )
                     index = place * params.n + choice
-                    generation.open(Sequence(index, prompt, params, self._tokenizer), mailbox)
+                    sequence = Sequence(index, prompt, params, self._tokenizer, shown)
+                    generation.open(sequence, mailbox)
         except BaseException:
             generation.abort()
             raise

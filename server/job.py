@@ -13,9 +13,10 @@ from starlette.responses import Response
 
 from config.errors import EngineDied, PromptTooLong, UserError
 from config.sampling import SamplingParams
-from server.choices import Gathered, Gatherer, Naming
+from server.choices import Gathered, Gatherer, Naming, usage_of
 from server.errors import EngineFailed, fault_of
 from server.generate import Delta, Generation, Prompt
+from server.reading import Answers
 from server.record import record_of
 from server.schema.common import GenerationBody
 from server.serving import Serving, until_gone
@@ -35,6 +36,8 @@ class Job:
     params: SamplingParams
     prompts: list[Prompt]
     serving: Serving
+    answers: Answers | None = None
+    """What reads the answers; None: they are text alone."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -46,6 +49,11 @@ class Job:
         """How tokens are written in log-probabilities."""
         as_ids = bool(self.body.return_tokens_as_token_ids) or self.state.tokenizer is None
         return Naming(as_ids=as_ids)
+
+    def usage(self) -> dict[str, Any]:
+        """The usage object, as far as the generation has come."""
+        thinking = 0 if self.answers is None else self.answers.num_thinking_tokens
+        return usage_of(self.generation, num_thinking_tokens=thinking)
 
     def envelope(self, kind: str) -> Envelope:
         return Envelope(kind, self.id, self.created, self.model, self.state.fingerprint)
@@ -93,6 +101,7 @@ def start_job(
     params: SamplingParams,
     prompts: list[Prompt],
     param: str,
+    answers: Answers | None = None,
 ) -> Job:
     """Send it to the engine. Raises whatever is wrong with it; then nothing is left behind."""
     num_sequences = len(prompts) * params.n
@@ -115,11 +124,12 @@ def start_job(
         cache_salt=body.cache_salt or "",
         param=param,
         name=record.id,
+        shown=frozenset() if answers is None else answers.shown,
     )
     serving = Serving(generation, params, num_sequences, record, state.metrics)
     state.servings.add(serving)
     number = body.request_id or uuid.uuid4().hex
-    return Job(state, body, f"{id_prefix}-{number}", model, params, prompts, serving)
+    return Job(state, body, f"{id_prefix}-{number}", model, params, prompts, serving, answers)
 
 
 async def encoded(
@@ -187,7 +197,10 @@ async def _gather(job: Job) -> list[Gathered]:
     choices = [Gathered() for _ in range(len(job.prompts) * job.params.n)]
     async for deltas in job.serving.deltas():
         for delta in deltas:
-            choices[delta.index].take(delta)
+            if job.answers is None:
+                choices[delta.index].take(delta)
+            else:
+                choices[delta.index].read(delta, job.answers.reader(delta.index))
     return choices
 
 

@@ -30,8 +30,14 @@ class Sequence:
     """
 
     def __init__(
-        self, index: int, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None
+        self,
+        index: int,
+        prompt: Prompt,
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
+        """`shown` are special tokens that are part of the text whatever `params` say."""
         self.index = index
         self.num_prompt_tokens = len(prompt.token_ids)
         self.num_cached_tokens = 0
@@ -53,6 +59,7 @@ class Sequence:
                 prompt.token_ids,
                 params.skip_special_tokens,
                 params.spaces_between_special_tokens,
+                shown,
             )
         self._matcher = None
         if params.stop:

@@ -11,6 +11,7 @@ from engine.client import EngineClient
 from server.generate import Pipeline
 from server.metrics import Metrics
 from server.progress_bar import in_words
+from server.reading import NO_FORMS, Forms
 from server.serving import Serving
 from server.text.template import ChatTemplate
 from server.text.tokenizer import Tokenizer
@@ -38,6 +39,8 @@ class AppState:
     pipeline: Pipeline | None = None
     tokenizer: Tokenizer | None = None
     template: ChatTemplate | None = None
+    forms: Forms = NO_FORMS
+    """How answers are read."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     max_model_len: int = 0
     is_draining: bool = False
@@ -60,6 +63,7 @@ class AppState:
         self.tokenizer, self.template = tokenizer, template
         if self.config.generation_config == "auto":
             self.sampling_defaults = sampling_defaults
+        self.forms = Forms.of(self.config, "" if template is None else template.source)
         self.max_model_len = ready.max_model_len
         self.metrics.add_sizes(ready.max_model_len)
         self.pipeline = Pipeline(self.client, tokenizer, self.config)

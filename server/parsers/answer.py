@@ -37,11 +37,6 @@ class AnswerParser:
         self._has_text = False
         self._has_calls = False
 
-    @property
-    def is_thinking(self) -> bool:
-        """Whether what comes next is thinking, as far as is known."""
-        return self._thinking is not None and self._thinking.is_thinking
-
     def feed(self, text: str) -> list[Event]:
         if self._thinking is None:
             return self._tidied(self._searched(text))

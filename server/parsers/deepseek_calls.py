@@ -11,7 +11,6 @@ _CALL = "<\uff5ctool\u2581call\u2581begin\uff5c>"
 _CALL_END = "<\uff5ctool\u2581call\u2581end\uff5c>"
 _CALLS = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
 _CALLS_END = "<\uff5ctool\u2581calls\u2581end\uff5c>"
-_SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +20,10 @@ class DeepSeek:
     markers: tuple[str, ...] = (_CALL,)
     silent: tuple[str, ...] = (_CALLS, _CALLS_END, _CALL_END)
     begins_bare: bool = False
+    separator: str = "<\uff5ctool\u2581sep\uff5c>"
 
     def read(self, marker: str, source: Source, output: Output, tools: Tools) -> Steps[None]:
-        name, _ = yield from source.collect((_SEPARATOR,), most=MAX_NAME_CHARACTERS)
+        name, _ = yield from source.collect((self.separator,), most=MAX_NAME_CHARACTERS)
         yield from source.blanks()
         if (yield from source.peek()) != "{":
             name, _ = yield from source.collect(("\n",), most=MAX_NAME_CHARACTERS)
@@ -47,11 +47,10 @@ class Kimi:
         "<|tool_call_end|>",
     )
     begins_bare: bool = False
+    separator: str = "<|tool_call_argument_begin|>"
 
     def read(self, marker: str, source: Source, output: Output, tools: Tools) -> Steps[None]:
-        head, _ = yield from source.collect(
-            ("<|tool_call_argument_begin|>",), most=MAX_NAME_CHARACTERS
-        )
+        head, _ = yield from source.collect((self.separator,), most=MAX_NAME_CHARACTERS)
         call_id = checked_name(head)
         name = call_id.rpartition(":")[0] or call_id
         yield from source.blanks()

@@ -153,6 +153,8 @@ class Mistral:
     markers: tuple[str, ...] = ("[TOOL_CALLS]",)
     silent: tuple[str, ...] = ()
     begins_bare: bool = False
+    before_id: str = "[CALL_ID]"
+    before_arguments: str = "[ARGS]"
 
     def read(self, marker: str, source: Source, output: Output, tools: Tools) -> Steps[None]:
         yield from source.blanks()
@@ -160,15 +162,15 @@ class Mistral:
             yield from read_calls(source, output)
             return
         name, _ = yield from source.collect(
-            ("[CALL_ID]", "[ARGS]", "{"), most=MAX_NAME_CHARACTERS, leave=True
+            (self.before_id, self.before_arguments, "{"), most=MAX_NAME_CHARACTERS, leave=True
         )
         call_id = None
-        if (yield from source.accept("[CALL_ID]")):
+        if (yield from source.accept(self.before_id)):
             call_id, _ = yield from source.collect(
-                ("[ARGS]",), most=MAX_NAME_CHARACTERS, leave=True
+                (self.before_arguments,), most=MAX_NAME_CHARACTERS, leave=True
             )
             call_id = checked_name(call_id)
-        yield from source.accept("[ARGS]")
+        yield from source.accept(self.before_arguments)
         yield from source.blanks()
         if (yield from source.peek()) != "{":
             raise Unreadable

@@ -39,6 +39,10 @@ class ThinkParser:
         self._output = Output()
         self.is_thinking = is_inside
         """Whether what comes next is thinking, as far as is known."""
+        self.is_over = False
+        """Whether no thinking can follow: it was closed, or there was none."""
+        self.has_thought = is_inside
+        """Whether thinking was begun."""
         self._steps: Generator[None, None, None] | None = self._run(is_inside)
 
     def feed(self, text: str) -> list[Event]:
@@ -64,12 +68,13 @@ class ThinkParser:
         space = yield from source.blanks()
         opened = yield from source.accept(*form.opens)
         if opened or is_inside:
-            self.is_thinking = True
+            self.is_thinking = self.has_thought = True
             yield from source.blanks()
-            yield from self._until(form.closes, output.thought)
-            self.is_thinking = False
+            self.is_over = bool((yield from self._until(form.closes, output.thought)))
+            self.is_thinking = not self.is_over
             yield from source.blanks()
         else:
+            self.is_over = True
             output.text(space)
         if form.answer_open and (yield from source.accept(form.answer_open)):
             yield from source.blanks()
@@ -80,8 +85,8 @@ class ThinkParser:
             yield
         source.run_all(output.text)
 
-    def _until(self, words: tuple[str, ...], sink: Sink) -> Steps[None]:
-        """Up to one of `words`, without the blanks before it or before the end."""
+    def _until(self, words: tuple[str, ...], sink: Sink) -> Steps[str]:
+        """Up to one of `words`, which is given ("" at the end), without the blanks before it."""
         held = ""
 
         def take(piece: str) -> None:
@@ -91,7 +96,7 @@ class ThinkParser:
             held = whole[len(ready) :]
             sink(ready)
 
-        yield from self._source.upto(words, take)
+        return (yield from self._source.upto(words, take))
 
 
 THINK = Thinking()

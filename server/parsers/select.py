@@ -4,6 +4,7 @@ one a chat template asks for."""
 import secrets
 import string
 from collections.abc import Mapping
+from dataclasses import fields
 
 from server.parsers import deepseek_calls, json_calls, llama_calls, reasoning, xml_calls
 from server.parsers.calls import Family
@@ -97,6 +98,13 @@ def reasoning_parser_of(template: str) -> str | None:
 
 def _first(table: tuple[tuple[str, str], ...], template: str) -> str | None:
     return next((name for words, name in table if words in template), None)
+
+
+def words_of(form: Family | Thinking) -> frozenset[str]:
+    """Every word by which a parser finds its way, some of which may be special tokens."""
+    values = [getattr(form, one.name) for one in fields(form)]  # type: ignore[arg-type]
+    words = [word for value in values for word in (value if isinstance(value, tuple) else (value,))]
+    return frozenset(word for word in words if isinstance(word, str) and word)
 
 
 def new_call_id(parser: str) -> str:

@@ -8,12 +8,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from config.errors import PromptTooLong
+from config.errors import PromptTooLong, UserError
 from server.body import parse, read_object
-from server.choices import Gathered, chat_logprobs, prompt_logprobs_of, usage_of
+from server.choices import Gathered, chat_logprobs, prompt_logprobs_of
 from server.chunks import ChatChunks
 from server.job import Job, answer_stream, answer_whole, encoded, gather, start_job
 from server.openapi import GENERATES, takes
+from server.reading import schemas_of
 from server.record import log_prompt, record_of
 from server.schema.chat import ChatBody, ConversationBody
 from server.state import AppState
@@ -40,7 +41,8 @@ def chat_routes(state: AppState) -> APIRouter:
         assert isinstance(body, ChatBody)
         echo = _last_text(body.messages) if body.echo else ""
         if body.stream:
-            return answer_stream(job, ChatChunks(job, echo))
+            shows = body.include_reasoning is not False
+            return answer_stream(job, ChatChunks(job, echo, shows_thinking=shows))
         return answer_whole(_whole(job, await gather(job, request), echo))
 
     return router
@@ -56,9 +58,16 @@ async def render(state: AppState, body: ConversationBody) -> str:
     else:
         check()
     template = state.chat_template()
+    if body.shown_tools is not None and not template.takes_tools(body.chat_template):
+        raise UserError(
+            "the model's chat template has no place for tools; send none, or start the server with "
+            "another --chat-template",
+            param="tools",
+        )
     controls = state.text_tokenizer("messages").controls
     return await template.render(
         body.messages,
+        tools=body.shown_tools,
         documents=body.documents,
         add_generation_prompt=body.opens_answer,
         continue_final_message=bool(body.continue_final_message),
@@ -79,6 +88,8 @@ async def _start(state: AppState, request: Request) -> Job:
         logprobs=body.num_logprobs,
         prompt_logprobs=body.prompt_logprobs,
     )
+    if body.tools and body.tool_choice in (None, "auto"):
+        state.forms.check_choosing()
     try:
         text = await render(state, body)
     except TextTooLong:
@@ -95,8 +106,12 @@ async def _start(state: AppState, request: Request) -> Job:
         limit=body.limit,
         param="messages",
     )
+    tokenizer = state.text_tokenizer("messages")
+    text = tokenizer.unmarked(text)
     if state.config.enable_log_requests:
-        log_prompt(record_of(request.scope), state.text_tokenizer("messages").unmarked(text))
+        log_prompt(record_of(request.scope), text)
+    tools = None if body.shown_tools is None else schemas_of(body.shown_tools)
+    most_calls = 1 if body.parallel_tool_calls is False else None
     return start_job(
         state,
         request,
@@ -106,6 +121,7 @@ async def _start(state: AppState, request: Request) -> Job:
         params=params,
         prompts=[prompt],
         param="messages",
+        answers=state.forms.answers(tokenizer, text, tools, most_calls),
     )
 
 
@@ -116,7 +132,7 @@ def _whole(job: Job, choices: list[Gathered], echo: str) -> dict[str, Any]:
         "created": job.created,
         "model": job.model,
         "choices": [_choice(job, index, choice, echo) for index, choice in enumerate(choices)],
-        "usage": usage_of(job.generation),
+        "usage": job.usage(),
         "system_fingerprint": job.state.fingerprint,
     }
     width = job.body.prompt_logprobs
@@ -129,9 +145,21 @@ def _whole(job: Job, choices: list[Gathered], echo: str) -> dict[str, Any]:
 
 def _choice(job: Job, index: int, choice: Gathered, echo: str) -> dict[str, Any]:
     has_logprobs = job.params.logprobs is not None
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": echo + choice.text,
+        "refusal": None,
+    }
+    if job.answers is not None:
+        assert isinstance(job.body, ChatBody)
+        message = choice.message.fields(
+            echo,
+            thinks=job.answers.has_thinking,
+            shows_thinking=job.body.include_reasoning is not False,
+        )
     made: dict[str, Any] = {
         "index": index,
-        "message": {"role": "assistant", "content": echo + choice.text, "refusal": None},
+        "message": message,
         "logprobs": chat_logprobs(choice.logprobs, job.name) if has_logprobs else None,
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,

@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field, WithJsonSchema
 from config.errors import UserError
 from config.sampling import MAX_LOGPROBS
 from server.schema.common import UNSUPPORTED, Body, GenerationBody, Integer, Unsupported
+from server.schema.tools import TOOL_CHOICE_SCHEMA, TOOLS_SCHEMA, check_tools
 
 Message = dict[str, Any]
 
@@ -52,8 +53,8 @@ class ConversationBody(Body):
     """What makes a prompt out of messages: shared by chat and /tokenize."""
 
     messages: Annotated[list[Any], WithJsonSchema(_MESSAGES)]
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    tools: Annotated[list[Any] | None, WithJsonSchema(TOOLS_SCHEMA)] = None
+    tool_choice: Annotated[Any, WithJsonSchema(TOOL_CHOICE_SCHEMA)] = None
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -66,7 +67,7 @@ class ConversationBody(Body):
     def check_conversation(self, *, trust_template: bool) -> None:
         """Raises UserError."""
         check_messages(self.messages)
-        _check_tools(self.tools, self.tool_choice)
+        check_tools(self.tools, self.tool_choice)
         if self.chat_template is not None and not trust_template:
             raise UserError(
                 "chat_template of a request is not trusted by this server", param="chat_template"
@@ -94,6 +95,11 @@ class ConversationBody(Body):
             parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
             found += [part[TEXT_PARTS[part["type"]]] for part in parts]
         return "".join(found)
+
+    @property
+    def shown_tools(self) -> list[Any] | None:
+        """The tools that the model is shown; none of them with tool_choice none."""
+        return None if self.tool_choice == "none" else self.tools
 
     @property
     def opens_answer(self) -> bool:
@@ -232,17 +238,6 @@ def _check_calls(calls: Any, where: str) -> None:
             raise _bad(f"{where}[{number}] has no function with a name")
         if not isinstance(function.get("arguments", ""), (str, dict)):
             raise _bad(f"{where}[{number}] has arguments that are not a JSON string")
-
-
-def _check_tools(tools: list[Any] | None, choice: Any) -> None:
-    if tools is not None:
-        if not tools:
-            raise UserError("tools is an empty list, it must be absent or hold 1", param="tools")
-        if choice != "none":
-            raise UserError("tools is not supported by this server", param="tools")
-    if choice not in (None, "none", "auto"):
-        shown = choice[:_NAMES_SHOWN] if isinstance(choice, str) else "an object"
-        raise UserError(f"tool_choice {shown!r} is not supported", param="tool_choice")
 
 
 def _bad(message: str) -> UserError:

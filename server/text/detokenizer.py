@@ -34,13 +34,15 @@ def make_detokenizer(
     prompt: list[int],
     skip_special_tokens: bool = True,
     spaces_between_special_tokens: bool = True,
+    shown: frozenset[int] = frozenset(),
 ) -> Detokenizer:
-    """The right kind for `tokenizer`, with `prompt` already behind it."""
+    """The right kind for `tokenizer`, with `prompt` already behind it. `shown` are special tokens
+    that are never skipped."""
     if tokenizer.rule is None:
         return WindowDetokenizer(
-            tokenizer, prompt, skip_special_tokens, spaces_between_special_tokens
+            tokenizer, prompt, skip_special_tokens, spaces_between_special_tokens, shown
         )
-    pieces = tokenizer.pieces(skip_special_tokens)
+    pieces = tokenizer.pieces(skip_special_tokens, shown)
     return ByteDetokenizer(pieces, prompt, tokenizer.rule.strip_first)
 
 
@@ -95,10 +97,17 @@ class WindowDetokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: list[int], skip_special: bool, spaces: bool
+        self,
+        tokenizer: Tokenizer,
+        prompt: list[int],
+        skip_special: bool,
+        spaces: bool,
+        shown: frozenset[int],
     ) -> None:
         self._tokenizer = tokenizer
-        self._skip_special = skip_special
+        self._hidden = tokenizer.special_ids - shown if skip_special else frozenset()
+        # What is hidden is left out here, so the library has nothing to skip.
+        self._skip_special = skip_special and not shown
         self._spaces = spaces
         self._ids = self._visible(prompt[-CONTEXT_TOKENS:])
         self._sent = len(self._decode(self._ids))
@@ -127,9 +136,7 @@ class WindowDetokenizer:
         return new
 
     def _visible(self, ids: list[int]) -> list[int]:
-        if not self._skip_special:
-            return list(ids)
-        return [i for i in ids if i not in self._tokenizer.special_ids]
+        return [i for i in ids if i not in self._hidden]
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode_dependent(ids, self._skip_special, self._spaces)

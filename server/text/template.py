@@ -73,6 +73,15 @@ class ChatTemplate:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="template")
         self._pending = 0
 
+    @property
+    def source(self) -> str:
+        """The text of all its templates."""
+        return "\n".join(self._sources.values())
+
+    def takes_tools(self, template: str | None = None) -> bool:
+        """Whether functions have a place in it; `template` replaces the model's."""
+        return bool(re.search(r"tools\b", self._source(template, [])))
+
     async def render(
         self,
         messages: list[Message],

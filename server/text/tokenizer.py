@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -68,6 +69,9 @@ class Tokenizer:
         self.rule = piece_rule(json.loads(decoder.__getstate__()) if decoder else None)
         rule = self.rule or PieceRule(self._lone_bytes)
         self._pieces = PieceTable(self._encoder.id_to_token, rule)
+        self._rule = rule
+        self._partly_shown: dict[frozenset[int], PieceTable] = {}
+        """A few: one for each way of reading answers."""
         self._shown_pieces = PieceTable(self._encoder.id_to_token, rule, self.special_ids)
         self._cover = cover_of(self._encoder)
         self.controls = ControlTexts(self._encoder) if special_tokens_as_text else None
@@ -170,9 +174,23 @@ class Tokenizer:
                 runs = [[token_id]]
         return "".join(self._encoder.decode(run, skip_special_tokens=False) for run in runs)
 
-    def pieces(self, skip_special_tokens: bool) -> PieceTable:
-        """Token id to bytes; special tokens stand for nothing when they are skipped."""
-        return self._shown_pieces if skip_special_tokens else self._pieces
+    def pieces(self, skip_special_tokens: bool, shown: frozenset[int] = frozenset()) -> PieceTable:
+        """Token id to bytes; special tokens but those `shown` stand for nothing when they are
+        skipped."""
+        if not skip_special_tokens:
+            return self._pieces
+        if not shown:
+            return self._shown_pieces
+        hidden = self.special_ids - shown
+        if hidden not in self._partly_shown:
+            self._partly_shown[hidden] = PieceTable(self._encoder.id_to_token, self._rule, hidden)
+        return self._partly_shown[hidden]
+
+    def special_ids_in(self, words: Iterable[str]) -> frozenset[int]:
+        """The special tokens whose texts are part of one of `words`."""
+        texts = {i: self._encoder.id_to_token(i) for i in self.special_ids}
+        whole = "\0".join(words)
+        return frozenset(i for i, text in texts.items() if text and text in whole)
 
     def id_of(self, token: str) -> int | None:
         """The id of a token written as the vocabulary has it, if there is one."""

@@ -26,6 +26,10 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+TOOLS_TEMPLATE = "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}" + TEMPLATE
+"""Its model calls functions as Hermes does."""
+THINKING_TEMPLATE = TOOLS_TEMPLATE + "{% if enable_thinking is false %}<think></think>{% endif %}"
+"""Its model thinks too."""
 TOKENIZER = Tokenizer(TextFiles(text_folders.byte_level(), {}, None))
 VOCAB_SIZE = TOKENIZER.vocab_size
 EOS = TOKENIZER.encode_now("</s>", False)[0]
@@ -44,6 +48,8 @@ class TalkingClient(ScriptedClient):
         self.reply = reply
         self.pace_s = pace_s
         self.endless = False
+        self.reply_ids: list[int] | None = None
+        """Said instead of `reply`."""
         self.num_cached = 0
         """Prompt tokens that it says it found in its cache, for every sequence."""
         self.before: Callable[[ScriptedBox], bool] = lambda box: True
@@ -65,7 +71,7 @@ class TalkingClient(ScriptedClient):
         if count is not None and len(box.prompt) > 1:
             rows = [self._row(token, count) for token in box.prompt[1:]]
             box.say(prompt_logprobs=[columns(rows)])
-        tokens = [*ids(self.reply), EOS]
+        tokens = [*(self.reply_ids or ids(self.reply)), EOS]
         most = sampling.max_tokens or len(tokens)
         place = 0
         while place < most:

@@ -64,7 +64,8 @@ WHOLE: list[tuple[str, str, str, list[Any]]] = [
     ("pythonic", '[get_weather(city="Oslo", days=3), now()]', "", [OSLO, NOW]),
     (
         "pythonic",
-        "[get_weather(city='a\\'b\\n\\x41', tags=('x', \"y\",), where=None, exact=True, n=-1_0.5e1)]",
+        "[get_weather(city='a\\'b\\n\\x41', tags=('x', \"y\",), where=None, "
+        "exact=True, n=-1_0.5e1)]",
         "",
         [
             (
@@ -107,8 +108,9 @@ WHOLE: list[tuple[str, str, str, list[Any]]] = [
     ),
     (
         "deepseek_v32",
-        f'<{D}function_calls>\n<{D}invoke name="get_weather">\n<{D}parameter name="city" string="true">'
-        f'Oslo</{D}parameter>\n<{D}parameter name="days" string="false">3</{D}parameter>\n'
+        f'<{D}function_calls>\n<{D}invoke name="get_weather">\n'
+        f'<{D}parameter name="city" string="true">Oslo</{D}parameter>\n'
+        f'<{D}parameter name="days" string="false">3</{D}parameter>\n'
         f"</{D}invoke>\n"
         f'<{D}invoke name="now">\n</{D}invoke>\n</{D}function_calls>',
         "",

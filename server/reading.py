@@ -1,0 +1,270 @@
+"""How answers are read: which parsers a server has, and what thinking, text and calls each choice
+of a request is made of. Knows no sockets."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+from config.errors import UserError
+from config.server import ServerConfig
+from server.outputs import Delta
+from server.parsers.answer import AnswerParser
+from server.parsers.base import CallArguments, CallBegun, CallBroken, Event, Text, Thought, Tools
+from server.parsers.calls import CallParser, Family
+from server.parsers.reasoning import Thinking, ThinkParser
+from server.parsers.select import (
+    FAMILIES,
+    THINKING,
+    new_call_id,
+    reasoning_parser_of,
+    tool_parser_of,
+    words_of,
+)
+from server.text.tokenizer import Tokenizer
+
+PROMPT_CHARACTERS = 256
+"""The end of a prompt that tells whether it began the thinking."""
+CLOSING_TOKENS = 64
+"""Where the mark that ends the thinking is looked for first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forms:
+    """The parsers of a server, by name; None where it has none."""
+
+    calls: str | None
+    thinking: str | None
+    may_choose: bool
+    """Whether a model may choose to call."""
+
+    @classmethod
+    def of(cls, config: ServerConfig, template: str) -> "Forms":
+        """As configured; what is left open, as the chat template says."""
+        calls, thinking = config.tool_call_parser, config.reasoning_parser
+        return cls(
+            tool_parser_of(template) if calls == "auto" else _named(calls),
+            reasoning_parser_of(template) if thinking == "auto" else _named(thinking),
+            config.enable_auto_tool_choice,
+        )
+
+    def check_choosing(self) -> None:
+        """Raise UserError unless calls can be read that the model chooses to make."""
+        if not self.may_choose:
+            raise UserError(
+                "tool_choice auto is switched off by --no-enable-auto-tool-choice",
+                param="tool_choice",
+            )
+        if self.calls is None:
+            raise UserError(
+                "this server cannot tell how its model writes calls; start it with "
+                "--tool-call-parser NAME, or send tool_choice none",
+                param="tools",
+            )
+
+    def answers(
+        self, tokenizer: Tokenizer, prompt: str, tools: Tools | None, max_calls: int | None
+    ) -> "Answers | None":
+        """What reads the answers to `prompt`; calls only with `tools`. None: an answer is text."""
+        family = FAMILIES[self.calls] if tools is not None and self.calls else None
+        thinking = THINKING[self.thinking] if self.thinking else None
+        if family is None and thinking is None:
+            return None
+        new_id = partial(new_call_id, self.calls or "")
+        end = prompt[-PROMPT_CHARACTERS:]
+
+        def make() -> AnswerReader:
+            think = None
+            if thinking is not None:
+                think = ThinkParser(thinking, is_inside=thinking.begins_inside(end))
+            calls = None if family is None else CallParser(family, tools or {})
+            closes = thinking.closes if thinking is not None else ()
+            return AnswerReader(
+                AnswerParser(think, calls, new_id, max_calls), think, closes, tokenizer
+            )
+
+        return Answers(make, tokenizer, family, thinking)
+
+
+NO_FORMS = Forms(None, None, False)
+
+
+def _named(name: str) -> str | None:
+    return None if name == "none" else name
+
+
+class AnswerReader:
+    """Reads one choice: its deltas become events."""
+
+    def __init__(
+        self,
+        parser: AnswerParser,
+        think: ThinkParser | None,
+        closes: Sequence[str],
+        tokenizer: Tokenizer,
+    ) -> None:
+        self._parser = parser
+        self._think = think
+        self._closes = closes
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        """All tokens, while there may be thinking."""
+        self._num_thinking: int | None = None if think is not None else 0
+        self._good_calls: set[int] = set()
+
+    def read(self, delta: Delta) -> list[Event]:
+        """What `delta` says; all that was held back if it is the last."""
+        if self._num_thinking is None:
+            self._ids += delta.token_ids
+        events = self._parser.feed(delta.text)
+        if delta.finish_reason is not None:
+            events += self._parser.finish(is_cut=delta.finish_reason == "length")
+        self._count()
+        for event in events:
+            if isinstance(event, CallBegun):
+                self._good_calls.add(event.index)
+            elif isinstance(event, CallBroken):
+                self._good_calls.discard(event.index)
+        return events
+
+    def finish_reason(self, given: str | None) -> str | None:
+        """Why the choice ended, given why its text did."""
+        return "tool_calls" if given == "stop" and self._good_calls else given
+
+    @property
+    def num_thinking_tokens(self) -> int:
+        """Tokens of the thinking so far, with its marks."""
+        if self._num_thinking is not None:
+            return self._num_thinking
+        return len(self._ids) if self._think is not None and self._think.has_thought else 0
+
+    def _count(self) -> None:
+        if self._num_thinking is not None or self._think is None or not self._think.is_over:
+            return
+        self._num_thinking = self._closing() if self._think.has_thought else 0
+        self._ids = []
+
+    def _closing(self) -> int:
+        """How many tokens there are up to the closing mark, however many came at once."""
+        ids, window = self._ids, CLOSING_TOKENS
+        while window < len(ids) and not self._closes_in(ids[-window:]):
+            window *= 4
+        first = max(0, len(ids) - window)
+        low, high = first, len(ids)
+        while low < high:
+            middle = (low + high) // 2
+            if self._closes_in(ids[first : middle + 1]):
+                high = middle
+            else:
+                low = middle + 1
+        return min(low + 1, len(ids))
+
+    def _closes_in(self, ids: list[int]) -> bool:
+        text = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return any(mark in text for mark in self._closes)
+
+
+class Answers:
+    """The readers of all choices of a request."""
+
+    def __init__(
+        self,
+        make: Callable[[], AnswerReader],
+        tokenizer: Tokenizer,
+        family: Family | None,
+        thinking: Thinking | None,
+    ) -> None:
+        self._make = make
+        self._readers: dict[int, AnswerReader] = {}
+        """One a choice; bounded by n."""
+        self._tokenizer = tokenizer
+        self._forms = [form for form in (family, thinking) if form is not None]
+        self.has_thinking = thinking is not None
+
+    def reader(self, index: int) -> AnswerReader:
+        """That of choice `index`."""
+        if index not in self._readers:
+            self._readers[index] = self._make()
+        return self._readers[index]
+
+    @property
+    def num_thinking_tokens(self) -> int:
+        """Over all choices."""
+        return sum(reader.num_thinking_tokens for reader in self._readers.values())
+
+    @cached_property
+    def shown(self) -> frozenset[int]:
+        """The special tokens by which the parsers find their way."""
+        words = [word for form in self._forms for word in words_of(form)]
+        return self._tokenizer.special_ids_in(words)
+
+
+class Message:
+    """The message of a choice, whole."""
+
+    def __init__(self) -> None:
+        self._thoughts: list[str] = []
+        self._texts: list[str] = []
+        self._calls: dict[int, tuple[CallBegun, list[str]]] = {}
+
+    def take(self, events: list[Event]) -> None:
+        """What comes next."""
+        for event in events:
+            if isinstance(event, Text):
+                self._texts.append(event.text)
+            elif isinstance(event, Thought):
+                self._thoughts.append(event.text)
+            elif isinstance(event, CallBegun):
+                self._calls[event.index] = (event, [])
+            elif isinstance(event, CallArguments):
+                self._calls[event.index][1].append(event.text)
+            else:
+                self._calls.pop(event.index, None)
+
+    def fields(self, echo: str, *, thinks: bool, shows_thinking: bool) -> dict[str, Any]:
+        """The message object. `thinks`: the server reads thinking."""
+        thought = "".join(self._thoughts)
+        text = echo + "".join(self._texts)
+        is_silent = not text and bool(self._calls or thought)
+        made: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if is_silent else text,
+            "refusal": None,
+        }
+        if thinks and shows_thinking:
+            made["reasoning"] = made["reasoning_content"] = thought or None
+        if self._calls:
+            made["tool_calls"] = [
+                {
+                    "id": begun.id,
+                    "type": "function",
+                    "function": {"name": begun.name, "arguments": "".join(pieces)},
+                }
+                for begun, pieces in self._calls.values()
+            ]
+        return made
+
+
+def deltas_of(events: list[Event], *, shows_thinking: bool) -> list[dict[str, Any]]:
+    """The `delta` objects that say `events`, one for each."""
+    made: list[dict[str, Any]] = []
+    for event in events:
+        if isinstance(event, Text):
+            made.append({"content": event.text})
+        elif isinstance(event, Thought):
+            if shows_thinking:
+                made.append({"reasoning": event.text, "reasoning_content": event.text})
+        elif isinstance(event, CallBegun):
+            function = {"name": event.name, "arguments": ""}
+            call = {"index": event.index, "id": event.id, "type": "function", "function": function}
+            made.append({"tool_calls": [call]})
+        elif isinstance(event, CallArguments):
+            call = {"index": event.index, "function": {"arguments": event.text}}
+            made.append({"tool_calls": [call]})
+    return made
+
+
+def schemas_of(tools: list[Any]) -> Tools:
+    """Names of a request's functions, which must have been checked, with their schemas."""
+    functions = [tool["function"] for tool in tools]
+    return {function["name"]: function.get("parameters") or {} for function in functions}

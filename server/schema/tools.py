@@ -1,0 +1,113 @@
+"""Tools and tool_choice of a request: what they must be. Knows no parser."""
+
+from typing import Any
+
+from config.errors import UserError
+
+MAX_TOOL_NAME_CHARACTERS = 256
+_SHOWN = 40
+_CHOICES = ("none", "auto")
+
+TOOLS_SCHEMA = {
+    "anyOf": [
+        {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "required": ["type", "function"],
+                "properties": {
+                    "type": {"type": "string", "const": "function"},
+                    "function": {
+                        "type": "object",
+                        "required": ["name"],
+                        "properties": {
+                            "name": {"type": "string"},
+                            "description": {"type": "string"},
+                            "parameters": {"type": "object"},
+                        },
+                    },
+                },
+            },
+        },
+        {"type": "null"},
+    ]
+}
+TOOL_CHOICE_SCHEMA = {
+    "anyOf": [{"type": "string", "enum": list(_CHOICES)}, {"type": "null"}],
+    "description": "auto, the default with tools: the model chooses.",
+}
+
+
+def check_tools(tools: list[Any] | None, choice: Any) -> None:
+    """Raise UserError for tools that are none, and for what only a grammar could enforce."""
+    if tools is not None and not tools:
+        raise _bad("tools is an empty list, it must be absent or hold at least 1")
+    names = {_checked(tool, f"tools[{place}]") for place, tool in enumerate(tools or ())}
+    if choice is None or choice in _CHOICES:
+        return
+    named = _name_of(choice)
+    if choice != "required" and named is None:
+        shown = repr(choice[:_SHOWN]) if isinstance(choice, str) else f"a {type(choice).__name__}"
+        raise _bad_choice(
+            f"tool_choice is {shown}, it must be none, auto, required or name a function"
+        )
+    if tools is None:
+        raise _bad_choice("tool_choice asks for a call, and tools holds no function")
+    if named is not None and named not in names:
+        raise _bad_choice(f"tool_choice names {named[:_SHOWN]!r}, which is not in tools")
+    raise _bad_choice(
+        "tool_choice can be none or auto: this server cannot force a call, which takes structured "
+        "output"
+    )
+
+
+def _name_of(choice: Any) -> str | None:
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) and choice.get("type") == "function" else None
+
+
+def _checked(tool: Any, where: str) -> str:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise _bad(f"{where} must be an object of type 'function'")
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise _bad(f"{where} has no function")
+    name = function.get("name")
+    if not isinstance(name, str) or not name.strip() or not name.isprintable():
+        raise _bad(f"{where}.function has no name")
+    if len(name) > MAX_TOOL_NAME_CHARACTERS:
+        raise _bad(
+            f"{where}.function has a name of {len(name)} characters, at most "
+            f"{MAX_TOOL_NAME_CHARACTERS} are taken"
+        )
+    if not isinstance(function.get("description"), (str, type(None))):
+        raise _bad(f"{where}.function.description must be a string")
+    _check_parameters(function.get("parameters"), f"{where}.function.parameters")
+    strict = function.get("strict")
+    if not isinstance(strict, (bool, type(None))):
+        raise _bad(f"{where}.function.strict must be true or false")
+    if strict:
+        raise _bad(
+            f"{where}.function.strict is true: this server cannot hold arguments to a schema, "
+            "which takes structured output"
+        )
+    return name
+
+
+def _check_parameters(schema: Any, where: str) -> None:
+    if schema is None:
+        return
+    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+        raise _bad(f"{where} must be the JSON schema of an object")
+    if not isinstance(schema.get("properties", {}), dict):
+        raise _bad(f"{where}.properties must be an object")
+
+
+def _bad(message: str) -> UserError:
+    return UserError(message, param="tools")
+
+
+def _bad_choice(message: str) -> UserError:
+    return UserError(message, param="tool_choice")
