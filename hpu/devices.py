@@ -24,8 +24,8 @@ class Generation(NamedTuple):
     """Largest value of e4m3 on the device."""
     aligned_scales: tuple[float, ...] | None
     """FP8 scales that cost nothing; None: any power of two."""
-    pci_id: int
-    """Device id behind the vendor's PCI_VENDOR."""
+    pci_ids: tuple[int, ...]
+    """Device ids behind the vendor's PCI_VENDOR, as the driver lists them."""
 
     @property
     def usable_bytes(self) -> int:
@@ -35,9 +35,9 @@ class Generation(NamedTuple):
 
 GENERATIONS = {
     "gaudi2": Generation(
-        "GAUDI2", "Gaudi 2", 96 * GIB, 240.0, (16.0, 1.0, 1 / 16, 1 / 256), 0x1020
+        "GAUDI2", "Gaudi 2", 96 * GIB, 240.0, (16.0, 1.0, 1 / 16, 1 / 256), (0x1020, 0x1021)
     ),
-    "gaudi3": Generation("GAUDI3", "Gaudi 3", 128 * GIB, 448.0, None, 0x1060),
+    "gaudi3": Generation("GAUDI3", "Gaudi 3", 128 * GIB, 448.0, None, (0x1060, 0x1063)),
 }
 
 PCI_VENDOR = 0x1DA3

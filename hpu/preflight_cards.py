@@ -125,7 +125,7 @@ def _number(text: str | None) -> int | None:
 
 def _generation(pci_id: str | None) -> str | None:
     number = _number(pci_id)
-    return next((name for name, own in GENERATIONS.items() if own.pci_id == number), None)
+    return next((name for name, own in GENERATIONS.items() if number in own.pci_ids), None)
 
 
 def _smi_rows(machine: Machine) -> dict[str, _Row]:
