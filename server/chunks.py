@@ -57,7 +57,11 @@ class ChatChunks:
         elif not said and (delta.logprobs or self._has_ids):
             said.append({"content": ""})
         frames = []
+        is_plain = not (self._has_logprobs or self._has_ids or self._counts)
         for place, one in enumerate(said):
+            if is_plain and "content" in one:
+                frames.append(self._text(delta.index, one["content"]))
+                continue
             choice: dict[str, Any] = {
                 "index": delta.index,
                 "delta": one,

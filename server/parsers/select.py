@@ -34,6 +34,7 @@ FAMILIES: Mapping[str, Family] = {
     "minimax_m2": xml_calls.MINIMAX,
     "seed_oss": xml_calls.SEED,
     "jamba": json_calls.JAMBA,
+    "hunyuan_a13b": json_calls.JAMBA,
     "internlm": json_calls.INTERNLM,
     "phi4_mini_json": json_calls.PHI4_MINI,
     "xlam": json_calls.XLAM,
@@ -67,6 +68,7 @@ _CALLS_BY_TEMPLATE: tuple[tuple[str, str], ...] = (
     ("<|python_start|>", "llama4_pythonic"),
     ("<|action_start|>", "internlm"),
     ("functools[", "phi4_mini_json"),
+    ("[func_name1(", "pythonic"),
     ("<|python_tag|>", "llama3_json"),
     ('{"name": function name, "parameters":', "llama3_json"),
     ("<function_call>", "granite-20b-fc"),
@@ -82,6 +84,7 @@ _THINKING_BY_TEMPLATE: tuple[tuple[str, str], ...] = (
     ("\u25c1/think\u25b7", "kimi_k2"),
     ("Here is my thought process:", "granite"),
     ("<answer>", "hunyuan_a13b"),
+    ("<|extra_4|>", "hunyuan_a13b"),
     ("think>", "qwen3"),
 )
 

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from config.errors import PromptTooLong, UserError
+from config.errors import PromptTooLong
 from server.body import parse, read_object
 from server.choices import Gathered, chat_logprobs, prompt_logprobs_of
 from server.chunks import ChatChunks
@@ -58,12 +58,6 @@ async def render(state: AppState, body: ConversationBody) -> str:
     else:
         check()
     template = state.chat_template()
-    if body.shown_tools is not None and not template.takes_tools(body.chat_template):
-        raise UserError(
-            "the model's chat template has no place for tools; send none, or start the server with "
-            "another --chat-template",
-            param="tools",
-        )
     controls = state.text_tokenizer("messages").controls
     return await template.render(
         body.messages,

@@ -42,6 +42,19 @@ def read_template(given: str) -> str:
         ) from error
 
 
+_PROBE: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "probe_5c1e",
+        "description": "x",
+        "parameters": {
+            "type": "object",
+            "properties": {"x": {"type": "string", "description": "x"}},
+            "required": ["x"],
+        },
+    },
+}
+
 Mark = Callable[[Any], Any]
 """Gives a copy of messages, or parts of them, with marks in some texts. Raises UserError."""
 
@@ -77,10 +90,6 @@ class ChatTemplate:
     def source(self) -> str:
         """The text of all its templates."""
         return "\n".join(self._sources.values())
-
-    def takes_tools(self, template: str | None = None) -> bool:
-        """Whether functions have a place in it; `template` replaces the model's."""
-        return bool(re.search(r"tools\b", self._source(template, [])))
 
     async def render(
         self,
@@ -186,6 +195,12 @@ class ChatTemplate:
     ) -> str:
         try:
             compiled = self._compile(source)
+            if given["tools"] and not compiled.shows_tools():
+                raise UserError(
+                    "the chat template has no place for tools; send none, or start the server "
+                    "with another --chat-template",
+                    param="tools",
+                )
             conversation = compiled.fit(plain(messages))
             if mark is not None:
                 conversation, given = mark(conversation), mark(given)
@@ -224,6 +239,7 @@ class _Compiled:
     def __init__(self, template: Template) -> None:
         self.template = template
         self._takes: dict[str, tuple[bool, bool]] = {}
+        self._shows_tools: bool | None = None
 
     def fit(self, messages: list[Message]) -> list[Message]:
         """Content as the template reads it: one text, unless it walks over parts itself."""
@@ -238,6 +254,23 @@ class _Compiled:
                 if takes_parts and not takes_text:
                     message["content"] = [{"type": "text", "text": content}]
         return messages
+
+    def shows_tools(self) -> bool:
+        """Whether the prompt has what `tools` has."""
+        if self._shows_tools is None:
+            try:
+                text = self.template.render(
+                    messages=[{"role": "user", "content": "x"}],
+                    tools=[_PROBE],
+                    bos_token="",
+                    eos_token="",
+                )
+                self._shows_tools = _PROBE["function"]["name"] in text
+            except _TooSlow:
+                raise
+            except Exception:  # it wants more than we give it here: the request will tell
+                self._shows_tools = True
+        return self._shows_tools
 
     def _taken(self, role: str) -> tuple[bool, bool]:
         """(whether a text shows in the prompt, whether each of two text parts does)."""

@@ -294,7 +294,9 @@ async def test_half_characters_in_messages_come_out_as_text() -> None:
 
 
 async def test_named_templates_are_chosen_as_transformers_chooses() -> None:
-    template = ours({"default": "plain", "tool_use": "with tools", "rag": "rag"})
+    template = ours(
+        {"default": "plain", "tool_use": "with {{ tools[0].function.name }}", "rag": "rag"}
+    )
 
     chosen = [
         await template.render(HELLO),
@@ -302,7 +304,7 @@ async def test_named_templates_are_chosen_as_transformers_chooses() -> None:
         await template.render(HELLO, template="rag"),
     ]
 
-    assert chosen == ["plain", "with tools", "rag"]
+    assert chosen == ["plain", "with weather", "rag"]
 
 
 async def test_no_template_at_all_says_what_to_do() -> None:
@@ -440,3 +442,13 @@ def test_the_flag_takes_a_file_or_the_text_itself(tmp_path: Path) -> None:
 def test_a_template_file_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match=r"'nowhere\.jinja'"):
         read_template("nowhere.jinja")
+
+
+async def test_tools_that_a_template_would_drop_are_refused() -> None:
+    # It names tools, but not those of the request.
+    template = ours("{% for m in messages %}{{ m.content }}{{ m.tools }}{% endfor %}")
+
+    with pytest.raises(UserError, match="no place for tools") as caught:
+        await template.render(HELLO, tools=[WEATHER])
+
+    assert caught.value.param == "tools"

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 from parsing import TOOLS, good_calls, read, read_every_way
 
+from config.server import REASONING_PARSERS, TOOL_CALL_PARSERS
 from server.parsers.answer import AnswerParser
 from server.parsers.calls import CallParser
 from server.parsers.reasoning import ThinkParser
@@ -87,6 +88,7 @@ def test_a_parser_knows_while_the_model_thinks() -> None:
         ("<|tool_call|> in a template of Granite", "granite", None),
         ("<tool_call><arg_key>", "glm45", None),
         ("<|python_tag|>", "llama3_json", None),
+        ("Use [func_name1(a=b), func_name2()]", "pythonic", None),
         ("{{ messages }}", None, None),
     ],
 )
@@ -94,3 +96,8 @@ def test_a_template_tells_its_parsers(
     template: str, calls: str | None, thinking: str | None
 ) -> None:
     assert (tool_parser_of(template), reasoning_parser_of(template)) == (calls, thinking)
+
+
+def test_every_name_of_the_flags_has_a_parser_and_every_parser_a_name() -> None:
+    assert set(TOOL_CALL_PARSERS) == {"auto", "none", *FAMILIES}
+    assert set(REASONING_PARSERS) == {"auto", "none", *THINKING}
