@@ -259,6 +259,7 @@ GROUPS: Mapping[str, tuple[Knob, ...]] = {
         Knob("QUANT_CONFIG", "unset", "file that says how to measure or quantise", NOT_BUILT, _FP8),
         Knob("VLLM_HPU_FORCE_CHANNEL_FP8", "true", "FP8 by blocks to channels", NOT_BUILT, _FP8),
         Knob("VLLM_SCALE_ADJUSTMENT", "true", "FP8 range of Gaudi 2", NOT_BUILT, _FP8),
+        Knob("VLLM_HPU_CONVERT_TO_FP8UZ", "older name", "the same", NOT_BUILT, _FP8),
         Knob("VLLM_DYNAMIC_KV_QUANT", "false", "FP8 cache, scaled as it goes", NOT_BUILT, _FP8),
         Knob("HPU_ALIGNED_SCALE", "false", "scales the hardware has", NOT_BUILT, _FP8),
         Knob(
