@@ -88,7 +88,6 @@ class Request:
         self.num_prompt = len(self.prompt) // TOKEN_BYTES
         self.outputs = array("I")
         self.name = message.name or f"key {message.key}"
-        """For logs."""
         self.cache_salt = message.cache_salt
         self.adapter = message.adapter
         self.hashes = hashes

@@ -139,7 +139,8 @@ def tell_unfit(bucket: Bucket) -> None:
     """A bucket that cannot run at all beside weights and cache."""
     logger.warning(
         "The %s bucket %s does not fit into the device's memory and is not used. To keep it, lower "
-        "--gpu-memory-utilization; to do without, lower %s",
+        "--gpu-memory-utilization, or the number of KV blocks where it was given; to do without, "
+        "lower %s",
         phase_name(bucket[0]),
         bucket[1:],
         "--max-num-batched-tokens" if bucket[0] == PREFILL else "--max-num-seqs",

@@ -138,7 +138,9 @@ def parse_buckets(text: str, name: str = "bucket file") -> tuple[list[Shape], li
         try:
             axes = _parse_line(line)
         except (SyntaxError, ValueError) as error:
-            raise ConfigError(f"{name}, line {number}: {line!r}: {error}") from None
+            # Python would name a line of its own, the only one that it was shown.
+            reason = error.msg if isinstance(error, SyntaxError) else error
+            raise ConfigError(f"{name}, line {number}: {line!r}: {reason}") from None
         for batch, query, blocks in itertools.product(*axes):
             (decodes if query == 1 else prompts)[batch, query, blocks] = None
     return list(prompts), list(decodes)

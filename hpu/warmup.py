@@ -187,7 +187,8 @@ class Warmup:
             if all(bucket[0] != phase for bucket in usable):
                 raise ConfigError(
                     f"0 of {counts[phase]} {name} buckets fit into the device's memory: lower "
-                    f"--gpu-memory-utilization or {flag}"
+                    "--gpu-memory-utilization, the number of KV blocks where it was given, or "
+                    f"{flag}"
                 )
         return usable
 
@@ -198,7 +199,8 @@ class Warmup:
             if not self._try(bucket, sampling):
                 raise ConfigError(
                     f"sampling of {bucket[1]} rows does not fit into the device's memory: lower "
-                    "--max-num-seqs or --gpu-memory-utilization"
+                    "--max-num-seqs, --gpu-memory-utilization, or the number of KV blocks where it "
+                    "was given"
                 )
             self._widths.add(bucket[1])
             if progress is not None:
