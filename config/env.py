@@ -103,21 +103,28 @@ def runtime_environment(config: EngineConfig) -> dict[str, str]:
     The OpenMP libraries read these once, when they are loaded. A user's own settings stay, but for
     the thread count, which a flag may have overruled.
     """
+    chosen = openmp_environment()
+    if "TOKENIZERS_PARALLELISM" not in os.environ:
+        # The tokenizers library warns after a fork unless it is told.
+        chosen["TOKENIZERS_PARALLELISM"] = "false"
+    if config.num_threads is not None:
+        chosen["OMP_NUM_THREADS"] = str(config.num_threads)
+    return chosen
+
+
+def openmp_environment() -> dict[str, str]:
+    """Of `runtime_environment`, what also a process of the user's own is given: compute threads
+    that sleep soon. Beside two busy processes on two cores, steps took 20 times as long without."""
     wanted = {
         # Idle compute threads spin before they sleep, by default for longer than the whole host
         # side of a step takes: on few cores they would hold up the engine and the front-end.
         "GOMP_SPINCOUNT": "10000",
         # The same for Intel's OpenMP, in milliseconds; its default is 200.
         "KMP_BLOCKTIME": "1",
-        # The tokenizers library warns after a fork unless it is told.
-        "TOKENIZERS_PARALLELISM": "false",
     }
     if "OMP_WAIT_POLICY" in os.environ:
         del wanted["GOMP_SPINCOUNT"]
-    chosen = {name: value for name, value in wanted.items() if name not in os.environ}
-    if config.num_threads is not None:
-        chosen["OMP_NUM_THREADS"] = str(config.num_threads)
-    return chosen
+    return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 def worker_environment(config: EngineConfig) -> dict[str, str]:

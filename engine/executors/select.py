@@ -4,7 +4,14 @@ import logging
 from collections.abc import Callable
 
 from config.engine import EngineConfig
-from config.env import chosen_device, hpu_environment, hpu_mode, set_missing, worker_environment
+from config.env import (
+    chosen_device,
+    hpu_environment,
+    hpu_mode,
+    openmp_environment,
+    set_missing,
+    worker_environment,
+)
 from engine.executors.base import Executor
 
 logger = logging.getLogger(__name__)
@@ -26,6 +33,7 @@ def make_executor(
     if config.executor == "inline" or (config.executor == "auto" and device == "cpu"):
         if device == "hpu":
             set_missing(hpu_environment(config))
+        set_missing(openmp_environment())
         from engine.executors.inline import InlineExecutor
 
         return InlineExecutor(config)

@@ -150,8 +150,14 @@ def test_where_a_runtime_is_installed_auto_gives_the_worker_a_process_and_says_w
     assert "torch-compile, since HPU graphs need the vendor's build of torch" in caplog.text
 
 
-def test_a_worker_in_this_process_finds_its_runtimes_variables_when_torch_is_imported() -> None:
-    program = """
+@pytest.mark.parametrize(
+    ("device", "variable", "word"),
+    [("hpu", "PT_HPU_LAZY_MODE", "0"), ("cpu", "GOMP_SPINCOUNT", "10000")],
+)
+def test_a_worker_in_this_process_finds_its_runtimes_variables_when_torch_is_imported(
+    device: str, variable: str, word: str
+) -> None:
+    program = f"""
 import os, sys
 from config.engine import EngineConfig
 from engine.executors.select import make_executor
@@ -159,12 +165,13 @@ from engine.executors.select import make_executor
 class Watch:
     def find_spec(self, name, path, target=None):
         if name == "torch":
-            sys.exit(f"lazy mode is {os.environ['PT_HPU_LAZY_MODE']}")
+            sys.exit(os.environ["{variable}"])
 
 sys.meta_path.insert(0, Watch())
-make_executor(EngineConfig("m", device="hpu", executor="inline"), "", print)
+make_executor(EngineConfig("m", device="{device}", executor="inline"), "", print)
 """
-    environment = {name: word for name, word in os.environ.items() if name != "PT_HPU_LAZY_MODE"}
+    own = (variable, "OMP_WAIT_POLICY")
+    environment = {name: value for name, value in os.environ.items() if name not in own}
 
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -175,7 +182,7 @@ make_executor(EngineConfig("m", device="hpu", executor="inline"), "", print)
         timeout=60,
     )
 
-    assert done.stderr.splitlines()[-1] == "lazy mode is 0"
+    assert done.stderr.splitlines()[-1] == word
 
 
 def test_a_call_is_answered_between_plans_whose_results_still_come_in_order(
