@@ -2,7 +2,9 @@
 
 import asyncio
 import gc
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -299,3 +301,17 @@ def test_an_interpreter_that_ends_is_not_held_up(folder: Path, ending: str) -> N
 
 def test_the_public_face_has_a_version() -> None:
     assert isinstance(__version__, str) and __version__
+
+
+@pytest.mark.parametrize(("given", "expected"), [("auto", (0.25, 7)), ("vllm", (1.0, 0))])
+def test_sampling_defaults_are_the_checkpoints_unless_neutral_ones_are_asked_for(
+    folder: Path, tmp_path: Path, given: str, expected: tuple[float, int]
+) -> None:
+    own = shutil.copytree(folder, tmp_path / "own")
+    recommended = {"do_sample": True, "temperature": 0.25, "top_k": 7}
+    (own / "generation_config.json").write_text(json.dumps(recommended))
+
+    with LLM(str(own), generation_config=given, **SMALL) as made:
+        defaults = made.get_default_sampling_params()
+
+    assert (defaults.temperature, defaults.top_k) == expected
