@@ -1,12 +1,13 @@
 """SamplingParams: what a caller may ask of sampling. Knows nothing of models or tokenizers."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from config.errors import UserError
+from config.grammar import GrammarSpec, grammar_spec
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 4
@@ -84,10 +85,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     """-1: the context; k: keep the last k tokens of the prompt."""
+    structured_outputs: GrammarSpec | None = None
+    """The form that the output must have; may be given as `{kind: value}`."""
 
     def __post_init__(self) -> None:
         for name in _TUPLES:
             _as_tuple(self, name)
+        _check_grammar(self)
         _check_kinds(self)
         _check_bad_words(self)
         _check_counts(self)
@@ -103,6 +107,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def replace(self, **changes: Any) -> "SamplingParams":
         """A checked copy with `changes`."""
         return msgspec.structs.replace(self, **changes)
+
+
+def _check_grammar(params: SamplingParams) -> None:
+    value: object = params.structured_outputs
+    if isinstance(value, Mapping):
+        msgspec.structs.force_setattr(params, "structured_outputs", grammar_spec(value))
+    else:
+        ok = value is None or isinstance(value, GrammarSpec)
+        _check(ok, "structured_outputs", value, "a mapping of a kind to its value")
 
 
 def _is_integer(value: object) -> bool:

@@ -144,6 +144,9 @@ class Runner:
         for new in plan.new_rows:
             tokens = self._rows.admit(new)
             self._sampler.admit(new.row, new.sampling, tokens, new.num_prompt_tokens)
+        if plan.masked_rows:
+            words = np.frombuffer(plan.masks, dtype="<i4")
+            self._sampler.mask(plan.masked_rows, words.reshape(len(plan.masked_rows), -1))
         for row, block in zip(plan.grown_rows, plan.grown_blocks, strict=True):
             self._rows.grow(row, [block])
 

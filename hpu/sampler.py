@@ -1,8 +1,9 @@
 """The sampler: from logits to tokens on the device, each row by its own rules alone.
 
-Order: log-probabilities of the raw logits; allowed tokens, min_tokens, logit bias, bad words;
-penalties; temperature; min_p; top_k; top_p; the draw. A stage is left out when no row of the batch
-asks for it, and changes no bit of a row that does not ask. Nothing here waits for the device.
+Order: log-probabilities of the raw logits; masks of grammars; allowed tokens, min_tokens, logit
+bias, bad words; penalties; temperature; min_p; top_k; top_p; the draw. A stage is left out when no
+row of the batch asks for it, and changes no bit of a row that does not ask. Nothing here waits for
+the device.
 """
 
 from typing import NamedTuple, Protocol
@@ -50,6 +51,8 @@ class AnySampler(Protocol):
 
     def release(self, row: int) -> None: ...
 
+    def mask(self, rows: list[int], words: npt.NDArray[np.int32]) -> None: ...
+
     def sample(self, logits: Tensor, rows: list[int]) -> Sampled: ...
 
 
@@ -90,6 +93,11 @@ class Sampler:
         """Forget `row`."""
         self._rows.release(row)
 
+    def mask(self, rows: list[int], words: npt.NDArray[np.int32]) -> None:
+        """What may come next in masked rows: words (len(rows), W), one bit a token. Holds until
+        the row's next mask; a row without one yet may go on with anything."""
+        self._rows.mask(rows, words)
+
     def sample(self, logits: Tensor, rows: list[int]) -> Sampled:
         """One token for each of `rows`, from the first entries of `logits` (B, V); rest is padding.
 
@@ -116,6 +124,8 @@ class Sampler:
         if batch.greedy is None and below is None and _changes_nothing(batch):
             return logits
         scores = logits.float()
+        if batch.masked:
+            scores = scores + _bars(self._rows.masked_out(batch))
         if batch.allowed is not None:
             scores = scores + batch.allowed
         if below is not None and batch.ends is not None:
@@ -173,7 +183,8 @@ class Sampler:
 
 def _changes_nothing(batch: SamplingBatch) -> bool:
     return (
-        batch.allowed is None
+        not batch.masked
+        and batch.allowed is None
         and batch.bias is None
         and batch.bad_words is None
         and batch.penalties is None

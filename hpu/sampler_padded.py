@@ -17,10 +17,11 @@ from config.sampling import MAX_LOGPROBS
 from hpu import filters
 from hpu.backends.base import Backend
 from hpu.logprobs import TopLogprobs, top_logprobs
+from hpu.masks import RowMasks
 from hpu.sampler import GREEDY, Sampled
 from hpu.sampling_columns import FEW_PREFIX, Numbers, Places, SamplingColumns, Stages
 from hpu.sampling_tables import SamplingTables
-from hpu.step import RowSampling
+from hpu.step import TOKENS_PER_WORD, RowSampling
 
 EVERYTHING = RowSampling(
     temperature=0.5,
@@ -33,6 +34,7 @@ EVERYTHING = RowSampling(
     logit_bias=((0, 1.0),),
     bad_words=((0,),),
     num_logprobs=MAX_LOGPROBS,
+    masked=True,
 )
 """Asks for every stage but those of long bad words and of greedy rows."""
 
@@ -67,9 +69,11 @@ class _Block:
 class _Width:
     """What a batch width has on the device, made when the width comes first."""
 
-    def __init__(self, backend: Backend, width: int) -> None:
+    def __init__(self, backend: Backend, width: int, num_words: int) -> None:
         self.number_block = _Block(backend, len(Numbers._fields), width, torch.float32)
         self.place_block = _Block(backend, len(Places._fields), width, backend.index_dtype)
+        self.words = backend.zeros((width * num_words,), torch.int32)
+        """(B * W,): the bits of `hpu.masks`."""
         self.numbers = Numbers(*(column.unsqueeze(1) for column in self.number_block.columns))
         """Each (B, 1) float32."""
         self.places = Places(*self.place_block.columns)
@@ -83,10 +87,18 @@ class PaddedSampler:
         self._backend = backend
         self._columns = SamplingColumns(max_rows, vocab_size)
         self._tables = SamplingTables(backend, max_rows, vocab_size)
+        self._masks = RowMasks(max_rows, vocab_size)
+        self._bits = backend.zeros((TOKENS_PER_WORD,), torch.int32)
+        """Each bit of a word alone, the lowest first. No shifts: a word is signed."""
+        bits = backend.host_tensor(TOKENS_PER_WORD, torch.int32)
+        bits.numpy()[:] = (1 << np.arange(TOKENS_PER_WORD)).astype(np.uint32).view(np.int32)
+        backend.upload(self._bits, bits)
         self._widths: dict[int, _Width] = {}
         self._kept: list[Tensor] = []
         """Host tensors that admissions upload, until a launch takes them along."""
         backend.mark()
+        # It reads `bits`.
+        backend.synchronize()
 
     @property
     def warmup_settings(self) -> tuple[RowSampling, ...]:
@@ -109,11 +121,17 @@ class PaddedSampler:
         """Take `row` over for a sequence; `tokens` beyond the prompt were generated before."""
         prompt, generated = tokens[:num_prompt_tokens], tokens[num_prompt_tokens:]
         asked = self._columns.admit(row, sampling, len(generated))
+        self._masks.open(row)
         self._kept += self._tables.admit(row, sampling, asked, prompt, generated)
 
     def release(self, row: int) -> None:
         """Forget `row`."""
         self._columns.release(row)
+
+    def mask(self, rows: list[int], words: npt.NDArray[np.int32]) -> None:
+        """What may come next in masked rows: words (len(rows), W), one bit a token. Holds until
+        the row's next mask; a row without one yet may go on with anything."""
+        self._masks.set(rows, words)
 
     def sample(self, logits: Tensor, rows: list[int]) -> Sampled:
         """One token for each of `rows`, from the first entries of `logits` (B, V); rest is padding.
@@ -126,7 +144,7 @@ class PaddedSampler:
         kept = self._upload(width, places, stages)
         # What came before belongs to the bucket, not to the first stage.
         self._backend.mark()
-        scores = self._masked(logits, width.places, width.numbers, stages)
+        scores = self._masked(logits, width, stages)
         if stages.draw:
             tokens = self._drawn(scores, width.numbers, stages)
         else:
@@ -139,7 +157,8 @@ class PaddedSampler:
     def _width(self, size: int) -> _Width:
         width = self._widths.get(size)
         if width is None:
-            width = self._widths[size] = _Width(self._backend, size)
+            width = _Width(self._backend, size, self._masks.num_words)
+            self._widths[size] = width
         return width
 
     def _upload(
@@ -156,19 +175,34 @@ class PaddedSampler:
             self._columns.write_places(rows, columns)
             width.place_block.upload(host)
             kept.append(host)
+        if stages.grammar:
+            kept.append(self._upload_masks(width, rows))
         return tuple(kept)
 
-    def _masked(self, logits: Tensor, places: Places, numbers: Numbers, stages: Stages) -> Tensor:
+    def _upload_masks(self, width: _Width, rows: npt.NDArray[np.int64]) -> Tensor:
+        host = self._backend.host_tensor(len(width.words), torch.int32)
+        words = host.numpy().reshape(-1, self._masks.num_words)
+        words[: len(rows)] = self._masks.of(rows)
+        words[len(rows) :] = -1
+        self._backend.upload(width.words, host)
+        return host
+
+    def _masked(self, logits: Tensor, width: _Width, stages: Stages) -> Tensor:
         """Scores after everything that works on logits, temperature not included.
 
         Masks add -inf instead of overwriting, so that a NaN stays one.
         """
-        if not (stages.draw or stages.masks or stages.words):
+        if not (stages.draw or stages.masks or stages.words or stages.grammar):
             return logits
-        tables = self._tables
+        tables, places, numbers = self._tables, width.places, width.numbers
         # A stage of its own, so that all others see one type.
         scores = logits.float()
         self._backend.mark()
+        if stages.grammar:
+            words = width.words.view(len(scores), -1, 1)
+            barred = (words & self._bits) == 0
+            scores = scores + _bars(barred.view(len(scores), -1)[:, : scores.shape[1]])
+            self._backend.mark()
         if stages.few_words:
             scores = _without_words(
                 scores, tables.few_words, places.few_words, tables.last, places.last

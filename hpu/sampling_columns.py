@@ -33,6 +33,8 @@ class Stages(NamedTuple):
     few_words: bool
     many_words: bool
     logprobs: bool
+    grammar: bool
+    """Some row has a mask of its own at each step."""
 
     @property
     def masks(self) -> bool:
@@ -108,6 +110,7 @@ class SamplingColumns:
             few_words=words and few,
             many_words=words and not few,
             logprobs=sampling.num_logprobs >= 0,
+            grammar=sampling.masked,
         )
         self._asked[:, row] = asked
         self._numbers[:, row] = Numbers(

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hpu.masks import RowMasks
 from hpu.random_stream import uniforms
 from hpu.step import RowSampling
 from hpu.transfer import to_device
@@ -38,6 +39,8 @@ class SamplingBatch:
     min_tokens: npt.NDArray[np.int64]
     """(n,) of each row; 0 where no token would be barred"""
     num_logprobs: int
+    masked: bool
+    """Whether some row has a mask of its own at each step"""
     greedy: Tensor | None
     """(B,) bool: rows that take the most likely token; None when all do"""
     any_greedy: bool
@@ -71,6 +74,7 @@ class SamplingRows:
         self._rows: list[RowSampling] = [_NOTHING] * max_rows
         self._seeds = np.zeros(max_rows, dtype=np.uint64)
         self._generated = np.zeros(max_rows, dtype=np.int64)
+        self._masks = RowMasks(max_rows, vocab_size)
         self._batches: dict[tuple[int, tuple[int, ...]], SamplingBatch] = {}
 
     def admit(self, row: int, sampling: RowSampling, num_generated: int) -> None:
@@ -78,12 +82,24 @@ class SamplingRows:
         self._rows[row] = sampling
         self._seeds[row] = sampling.seed & (2**64 - 1)
         self._generated[row] = num_generated
+        self._masks.open(row)
         self._batches.clear()
 
     def release(self, row: int) -> None:
         """Forget `row`."""
         self._rows[row] = _NOTHING
         self._batches.clear()
+
+    def mask(self, rows: list[int], words: npt.NDArray[np.int32]) -> None:
+        """Keep what may come next in `rows`: (len(rows), W)."""
+        self._masks.set(rows, words)
+
+    def masked_out(self, batch: SamplingBatch) -> Tensor:
+        """(B, V) bool: tokens that may not come next; none of them where there is no mask."""
+        words = np.full((len(batch.places), self._masks.num_words), -1, dtype="<i4")
+        words[: len(batch.rows)] = self._masks.of(batch.rows)
+        bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
+        return self._upload(bits[:, : self._vocab_size] == 0)
 
     def batch(self, rows: list[int], size: int) -> SamplingBatch:
         """The tensors of `rows`, padded to `size`; made anew only when something changed."""
@@ -138,6 +154,7 @@ class SamplingRows:
                 [p.min_tokens if p.end_token_ids else 0 for p in params], dtype=np.int64
             ),
             num_logprobs=max((p.num_logprobs for p in params), default=-1),
+            masked=any(p.masked for p in params),
             greedy=self._upload(greedy) if drawn else None,
             any_greedy=bool(greedy[: len(params)].any()),
             temperature=numbers(divisor, 1.0, drawn),

@@ -11,6 +11,10 @@ PREFILL = 0
 DECODE = 1
 
 
+NO_MASKS = memoryview(b"")
+TOKENS_PER_WORD = 32
+
+
 class RowSampling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """What the sampler must know of one row. The engine draws the seed that a caller left out."""
 
@@ -31,6 +35,8 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     num_logprobs: int = -1
     """-1: none; k: the chosen token and the k most likely."""
     num_prompt_logprobs: int = -1
+    masked: bool = False
+    """Whether every plan that samples the row brings the tokens that may come next."""
 
 
 class NewRow(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -78,6 +84,10 @@ class StepPlan(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, ta
     moved_to: list[int] = []
     """Block moved_from[i] lies at moved_to[i] from now on, for whichever row names it. All move at
     once, and no row names a block of moved_to before."""
+    masked_rows: list[int] = []
+    """The masked rows that sample in this plan."""
+    masks: memoryview = NO_MASKS
+    """One bit a token, set where it may come next: int32 little-endian, (masked_rows, words)."""
 
 
 class Logprobs(msgspec.Struct, array_like=True, gc=False):

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from random_sampling import random_history, random_sampling
+from random_sampling import random_history, random_mask, random_sampling
 from torch import Tensor
 
 from config.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
@@ -57,7 +57,7 @@ def _same(wanted: Sampled, found: Sampled, count: int) -> None:
 def test_every_mix_gives_the_same_tokens_through_padding_and_rows_taken_over(seed: int) -> None:
     rng = random.Random(seed)
     plain, padded = _plain(ROWS, VOCAB), _padded(ROWS, VOCAB)
-    broken = 0
+    broken, masked = 0, [False] * ROWS
 
     for step in range(200):
         rows = rng.sample(range(ROWS), rng.randint(1, ROWS))
@@ -69,6 +69,13 @@ def test_every_mix_gives_the_same_tokens_through_padding_and_rows_taken_over(see
             for sampler in (plain, padded):
                 sampler.release(row)
                 sampler.admit(row, sampling, tokens, num_prompt)
+            masked[row] = sampling.masked
+        for row in rows:
+            # Now and then none, as in a warm-up.
+            if masked[row] and rng.random() < 0.9:
+                words = random_mask(rng, VOCAB)
+                plain.mask([row], words)
+                padded.mask([row], words)
         logits = _logits(rng, rng.choice((len(rows), ROWS + 1, 8)), len(rows))
         before = logits.clone()
         found = padded.sample(logits, rows)
@@ -78,6 +85,23 @@ def test_every_mix_gives_the_same_tokens_through_padding_and_rows_taken_over(see
         broken += int((found.tokens[: len(rows)] < 0).sum())
 
     assert broken > 0
+
+
+def test_a_mask_holds_for_its_row_alone_and_ends_with_it() -> None:
+    sampler, asked = _padded(2, 40), RowSampling(temperature=0.0, masked=True)
+    logits = torch.arange(40.0).expand(2, 40)
+    only = np.zeros((1, 2), dtype="<i4")
+    only[0, 0] = -(2**31)
+    sampler.admit(0, asked, PROMPT, 1)
+    sampler.admit(1, asked, PROMPT, 1)
+
+    sampler.mask([0], only)
+    found = [sampler.sample(logits, [0, 1]).tokens.tolist()]
+    sampler.admit(0, RowSampling(temperature=0.0), PROMPT, 1)
+    found.append(sampler.sample(logits, [0, 1]).tokens.tolist())
+
+    # The sign bit of the first word is token 31.
+    assert found == [[31, 39], [39, 39]]
 
 
 def test_the_longest_and_most_bad_words_hold_beside_short_ones() -> None:

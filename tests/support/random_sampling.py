@@ -34,7 +34,14 @@ def random_sampling(rng: random.Random, vocab_size: int) -> RowSampling:
             tuple(rng.randrange(WORD_TOKENS) for _ in range(length)) for length in words
         ),
         num_logprobs=pick((-1, -1, 0, 3, 20)),
+        masked=pick((False, False, True)),
     )
+
+
+def random_mask(rng: random.Random, vocab_size: int) -> np.ndarray:
+    """(1, W) words that leave about half of all tokens."""
+    words = -(-vocab_size // 32)
+    return np.array([[rng.getrandbits(32) - 2**31 for _ in range(words)]], dtype="<i4")
 
 
 def random_history(rng: random.Random, vocab_size: int) -> tuple[np.ndarray, int]:

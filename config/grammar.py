@@ -1,0 +1,122 @@
+"""GrammarSpec: a form that an output must have, as its caller wrote it. Knows no tokens, and not
+whether the form can be compiled."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from config.errors import UserError
+
+KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+MAX_CHARACTERS = 1 << 18
+"""Of one spec: 256 Ki characters; every sequence carries its own to the engine."""
+MAX_CHOICES = 10_000
+
+
+class GrammarSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One of KINDS and its text: JSON for json (a schema), choice (a list of strings) and
+    structural_tag, the text itself for regex and grammar, nothing for json_object. Equal specs
+    compile to the same grammar."""
+
+    kind: str
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise _bad(f"a grammar of kind {self.kind!r} is not one of {', '.join(KINDS)}")
+        if len(self.text) > MAX_CHARACTERS:
+            raise _bad(
+                f"{self.kind} has {len(self.text)} characters, at most {MAX_CHARACTERS} are taken"
+            )
+        try:
+            self.text.encode()
+        except UnicodeEncodeError:
+            raise _bad(f"{self.kind} has half a character (a lone surrogate)") from None
+
+
+def grammar_spec(asked: Mapping[str, Any]) -> GrammarSpec | None:
+    """The spec of `{kind: value}`, of which one may be set, as in a request's structured_outputs;
+    None when none is. Raises UserError."""
+    named = {name: value for name, value in asked.items() if not _asks_nothing(name, value)}
+    strange = sorted(named.keys() - set(KINDS))
+    if strange:
+        raise _bad(f"structured_outputs has {strange[0][:40]!r}, it may have {', '.join(KINDS)}")
+    if len(named) > 1:
+        raise _bad(f"structured_outputs sets {' and '.join(sorted(named))}, it may set only one")
+    for kind, value in named.items():
+        return _SPECS[kind](value)
+    return None
+
+
+def _asks_nothing(name: str, value: object) -> bool:
+    # A schema may be false: that asks for what cannot be, not for nothing.
+    return value is None or (value is False and name != "json")
+
+
+def _json(value: object) -> GrammarSpec:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise _bad(f"the JSON schema is a string that is no JSON: {error}") from None
+    if not isinstance(value, (dict, bool)):
+        raise _bad(f"the JSON schema is {value!r:.40}, it must be an object")
+    return GrammarSpec("json", _dumped(value))
+
+
+def _json_object(value: object) -> GrammarSpec:
+    if value is not True:
+        raise _bad(f"json_object is {value!r:.40}, it must be true")
+    return GrammarSpec("json_object")
+
+
+def _text(kind: str, value: object) -> GrammarSpec:
+    if not isinstance(value, str) or not value:
+        raise _bad(f"{kind} is {value!r:.40}, it must be a string that is not empty")
+    return GrammarSpec(kind, value)
+
+
+def _choice(value: object) -> GrammarSpec:
+    if not isinstance(value, (list, tuple)) or not value:
+        raise _bad(f"choice is {value!r:.40}, it must be a list of at least 1 string")
+    if len(value) > MAX_CHOICES:
+        raise _bad(f"choice has {len(value)} strings, at most {MAX_CHOICES} are taken")
+    for one in value:
+        if not isinstance(one, str) or not one:
+            raise _bad(f"choice has {one!r:.40}, it must have strings that are not empty")
+    return GrammarSpec("choice", _dumped(list(value)))
+
+
+def _structural_tag(value: object) -> GrammarSpec:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise _bad(f"structural_tag is a string that is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise _bad(f"structural_tag is {value!r:.40}, it must be an object")
+    return GrammarSpec("structural_tag", _dumped(value))
+
+
+_SPECS = {
+    "json": _json,
+    "json_object": _json_object,
+    "regex": lambda value: _text("regex", value),
+    "grammar": lambda value: _text("grammar", value),
+    "choice": _choice,
+    "structural_tag": _structural_tag,
+}
+
+
+def _dumped(value: object) -> str:
+    """The order of keys stays: it is the order of an object's properties."""
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _bad(f"it cannot be written as JSON: {error}") from None
+
+
+def _bad(message: str) -> UserError:
+    return UserError(message, param="structured_outputs")
