@@ -12,12 +12,13 @@ from config.engine import EngineConfig
 from config.errors import UserError
 from config.sampling import SamplingParams
 from engine.executors.base import Executor
+from engine.grammar import Grammar
 from engine.kv_manager import KvManager
 from engine.messages import FRONT_END_SHIFT, AddRequest, EngineStats, StepTokens
 from engine.outputs import Outputs
 from engine.packing import Packer
 from engine.prefix import TOKEN_BYTES
-from engine.request import ModelLimits, Request
+from engine.request import CORNERED, ModelLimits, Request
 from engine.scheduler import Decision, Scheduler
 from engine.stats import PHASES, StepStats
 from hpu.buckets import BucketTable
@@ -131,10 +132,11 @@ class EngineCore:
         self._front_ends.discard(front_end)
         self._outputs.forget(front_end)
 
-    def add(self, message: AddRequest, hashes: list[bytes]) -> None:
+    def add(self, message: AddRequest, hashes: list[bytes], grammar: Grammar | None = None) -> None:
         """Stand in line. What cannot run gets a Finish of reason error with the next turn.
 
         `hashes` are engine.prefix.block_hashes of the prompt; empty without prefix caching.
+        `grammar` is what the message's spec was compiled to.
         """
         key = message.key
         self._front_ends.add(key >> FRONT_END_SHIFT)
@@ -143,6 +145,7 @@ class EngineCore:
             self.abort([key])
             self._outputs.refuse(key, f"key {key} was already open; both requests are ended")
             return
+        assert (grammar is None) == (message.sampling.structured_outputs is None)
         error = self._what_is_wrong(message)
         if error is not None:
             self._outputs.refuse(key, error)
@@ -157,8 +160,12 @@ class EngineCore:
             rank=(message.priority if self._by_priority else 0, self._arrivals),
             limits=self._limits,
             arrived_at=now,
+            grammar=grammar,
         )
         self._arrivals += 1
+        if request.guide is not None and request.is_cornered:
+            self._outputs.refuse(key, CORNERED, "structured_outputs")
+            return
         if params.max_tokens == 0 and params.prompt_logprobs is None:
             self._outputs.start(request, 0, now)
             self._outputs.finish(request, "length", now)

@@ -2,16 +2,22 @@
 Knows no socket and no process; what it sends goes to `emit`."""
 
 import gc
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 
 from config.engine import EngineConfig
-from config.errors import RequestFailed, UserError
+from config.errors import Overloaded, RequestFailed, UserError
+from config.grammar import GrammarSpec
+from engine.compilation import Compiler
 from engine.core import EngineCore
 from engine.executors.base import IDLE_S, Executor
+from engine.grammar import Grammar
 from engine.messages import (
+    COMPILE_GRAMMAR,
     FRONT_END_SHIFT,
     LATER,
     Abort,
@@ -29,7 +35,7 @@ from engine.prefix import block_hashes
 from hpu.buckets import BucketLimits, BucketTable
 from hpu.step import WarmupProgress, WorkerReady
 
-Entry = tuple[int, ToEngine, list[bytes]] | BaseException
+Entry = tuple[int, ToEngine, list[bytes], Grammar | None] | BaseException
 
 Emit = Callable[[int | None, FromEngine], None]
 """Takes a front-end's index (None: all of them) and a message; called on several threads."""
@@ -50,6 +56,10 @@ class EngineLoop:
         self._num_front_ends = num_front_ends
         self._engine = engine
         self._inbox: SimpleQueue[Entry] = SimpleQueue()
+        self._compiler = Compiler()
+        self._lock = threading.Lock()
+        self._compiling: set[int] = set()
+        """Keys of requests that come into the inbox when their grammar is compiled."""
         self._block_size: int | None = None
         """Set once prompts are to be hashed."""
         self._stop_reason: BaseException | None = None
@@ -57,23 +67,84 @@ class EngineLoop:
         """Whether the executor prepares buckets, one after the other, since nothing came."""
 
     def receive(self, front_end: int, message: ToEngine) -> None:
-        """Take a message from a front-end. Prompts are hashed here, on the caller's thread."""
+        """Take a message from a front-end. Prompts are hashed here, on the caller's thread;
+        grammars are compiled on others."""
+        if isinstance(message, Control) and message.name == COMPILE_GRAMMAR:
+            self._compile(front_end, message)
+            return
+        if isinstance(message, Abort):
+            with self._lock:
+                self._compiling.difference_update(message.keys)
         if not isinstance(message, AddRequest):
-            self._inbox.put((front_end, message, []))
+            self._inbox.put((front_end, message, [], None))
             return
         most = self._config.schedule.max_waiting
-        num_waiting = self._inbox.qsize()
+        num_waiting = self._inbox.qsize() + len(self._compiling)
         if num_waiting >= most:
-            error = f"{num_waiting} requests wait, at most {most} may"
-            finish = Finish(message.key, "error", error=error)
-            self._emit(message.key >> FRONT_END_SHIFT, StepTokens(step=0, finished=[finish]))
+            self._refuse(message, f"{num_waiting} requests wait, at most {most} may")
             return
         hashes: list[bytes] = []
         if self._block_size is not None:
             hashes = block_hashes(
                 message.prompt, self._block_size, message.cache_salt, message.adapter
             )
-        self._inbox.put((front_end, message, hashes))
+        spec = message.sampling.structured_outputs
+        if spec is None:
+            self._inbox.put((front_end, message, hashes, None))
+            return
+        with self._lock:
+            self._compiling.add(message.key)
+        self._when_compiled(spec, lambda made: self._let_in(front_end, message, hashes, made))
+
+    def _compile(self, front_end: int, control: Control) -> None:
+        """Answer a call for a grammar, now or later, on whichever thread."""
+
+        def answer(made: Grammar | Exception) -> None:
+            reply = Reply(control.call)
+            if isinstance(made, Exception):
+                refusal = isinstance(made, UserError)
+                reply = Reply(control.call, error=str(made), is_refusal=refusal)
+            self._emit(front_end, reply)
+
+        try:
+            spec = GrammarSpec(**control.arguments)
+        except (TypeError, UserError) as error:
+            answer(error)
+            return
+        self._when_compiled(spec, answer)
+
+    def _when_compiled(
+        self, spec: GrammarSpec, tell: Callable[[Grammar | Exception], None]
+    ) -> None:
+        """Call `tell` with the grammar, or with why there is none; unless the loop ends first."""
+
+        def done(made: "Future[Grammar]") -> None:
+            if not made.cancelled():
+                error = made.exception()
+                assert error is None or isinstance(error, Exception)
+                tell(made.result() if error is None else error)
+
+        try:
+            self._compiler.compile(spec).add_done_callback(done)
+        except Overloaded as error:
+            tell(error)
+
+    def _let_in(
+        self, front_end: int, message: AddRequest, hashes: list[bytes], made: Grammar | Exception
+    ) -> None:
+        with self._lock:
+            if message.key not in self._compiling:
+                return  # aborted meanwhile
+            self._compiling.discard(message.key)
+        if isinstance(made, Grammar):
+            self._inbox.put((front_end, message, hashes, made))
+        else:
+            param = made.param if isinstance(made, UserError) else None
+            self._refuse(message, str(made), param)
+
+    def _refuse(self, message: AddRequest, error: str, param: str | None = None) -> None:
+        finish = Finish(message.key, "error", error=error, param=param)
+        self._emit(message.key >> FRONT_END_SHIFT, StepTokens(step=0, finished=[finish]))
 
     def stop(self, reason: BaseException) -> None:
         """Make `run` raise `reason` before its next turn, or while it starts."""
@@ -84,7 +155,15 @@ class EngineLoop:
         """Start the executor, announce Ready, work until `stop`. Ends only by an exception; sleeps
         when there is no work. Closing the executor is left to the caller. `freeze_garbage` is for
         a process that does nothing else."""
+        try:
+            self._run(executor, freeze_garbage)
+        finally:
+            self._compiler.close()
+
+    def _run(self, executor: Executor, freeze_garbage: bool) -> None:
         worker = executor.start(self._report)
+        ends = frozenset(worker.eos_token_ids)
+        self._compiler.start(self._config.model, worker.vocab_size, ends)
         table = make_table(self._config, worker)
         core = EngineCore(self._config, executor, worker, table, time.monotonic)
         for front_end in range(self._num_front_ends):
@@ -135,9 +214,9 @@ class EngineLoop:
         self._is_busy = False
         if isinstance(item, BaseException):
             raise item
-        front_end, message, hashes = item
+        front_end, message, hashes, grammar = item
         if isinstance(message, AddRequest):
-            core.add(message, hashes)
+            core.add(message, hashes, grammar)
         elif isinstance(message, Abort):
             core.abort(message.keys)
         else:

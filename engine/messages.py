@@ -15,6 +15,10 @@ FRONT_END_SHIFT = 48
 """A key is (front-end index << 48) | serial number."""
 
 
+COMPILE_GRAMMAR = "compile_grammar"
+"""Control with a GrammarSpec's kind and text: refused when it cannot be compiled."""
+
+
 class AddRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=1):
     """One sequence to generate (a request with n choices sends n, with derived seeds)."""
 
@@ -38,7 +42,7 @@ class Abort(msgspec.Struct, array_like=True, gc=False, tag=2):
 
 class Control(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=3):
     """A call answered by one Reply. Names: reset_prefix_cache, ping, start_profile and
-    stop_profile (each answers with the name of the trace's file)."""
+    stop_profile (each answers with the name of the trace's file), and COMPILE_GRAMMAR."""
 
     call: int
     name: str

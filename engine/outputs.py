@@ -28,9 +28,10 @@ class Outputs:
         message.started.append(request.key)
         message.started_cached.append(num_cached)
 
-    def refuse(self, key: int, error: str) -> None:
+    def refuse(self, key: int, error: str, param: str | None = None) -> None:
         """The last word on a request that never got in line."""
-        self._message(key >> FRONT_END_SHIFT).finished.append(Finish(key, "error", error=error))
+        finish = Finish(key, "error", error=error, param=param)
+        self._message(key >> FRONT_END_SHIFT).finished.append(finish)
 
     def finish(
         self,
@@ -125,6 +126,9 @@ class Outputs:
                 ended.append(request)
             elif known + 1 >= request.max_known:
                 self.finish(request, "length", now)
+                ended.append(request)
+            elif request.guide is not None and (error := request.follow(token)):
+                self.finish(request, "error", now, error=error, param="structured_outputs")
                 ended.append(request)
         return ended
 

@@ -5,6 +5,7 @@ from array import array
 from dataclasses import dataclass
 
 from config.sampling import SamplingParams
+from engine.grammar import Grammar, Guide
 from engine.messages import FRONT_END_SHIFT, AddRequest
 from engine.prefix import TOKEN_BYTES
 from hpu.step import RowSampling
@@ -16,6 +17,8 @@ NEVER = sys.maxsize
 LEAST_PENALTY = 1e-30
 """Of repetition; what is below it, or above its inverse, turns any logit into infinity or nothing
 in 32 bits, and could only end the request."""
+
+CORNERED = "the grammar leaves only tokens that allowed_token_ids or bad_words bar"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class Request:
         "file_at",
         "first_token_at",
         "front_end",
+        "guide",
         "hashes",
         "key",
         "known",
@@ -80,6 +84,7 @@ class Request:
         rank: tuple[int, int],
         limits: ModelLimits,
         arrived_at: float,
+        grammar: Grammar | None = None,
     ) -> None:
         params = message.sampling
         self.key = message.key
@@ -99,14 +104,25 @@ class Request:
         limit = room if params.max_tokens is None else min(params.max_tokens, room)
         self.known = self.num_prompt
         self.max_known = self.num_prompt + limit
-        self.min_known = self.num_prompt + params.min_tokens
-        """An end token counts only behind so many tokens."""
-        eos_ids: frozenset[int] = frozenset() if params.ignore_eos else limits.eos_ids
+        self.min_known = self.num_prompt + (params.min_tokens if grammar is None else 0)
+        """An end token counts only behind so many tokens; with a grammar always, since it comes
+        early only where nothing else could."""
+        ignores = params.ignore_eos and grammar is None
+        eos_ids: frozenset[int] = frozenset() if ignores else limits.eos_ids
         stop_ids = frozenset(t for t in params.stop_token_ids if 0 <= t < limits.vocab_size)
         self.stop_ids = stop_ids - eos_ids
         """Tokens that end it and are named when they do; an end token is not."""
         self.end_ids = stop_ids | eos_ids
-        self.sampling = _row_sampling(params, seed, self.end_ids)
+        self.guide: Guide | None = None
+        """Says what may come next; None where anything may."""
+        if grammar is not None:
+            self.guide = Guide(
+                grammar,
+                min_tokens=params.min_tokens,
+                end_ids=self.end_ids,
+                ignore_eos=params.ignore_eos,
+            )
+        self.sampling = _row_sampling(params, seed, self.end_ids, masked=grammar is not None)
         self.num_scored = NEVER if params.prompt_logprobs is None else 0
         """Prompt positions whose log-probabilities went up; NEVER when nobody asked."""
 
@@ -141,12 +157,27 @@ class Request:
         """Whether log-probabilities of prompt tokens are still owed."""
         return self.num_scored < self.num_prompt - 1
 
+    def follow(self, token: int) -> str | None:
+        """Lead its grammar on behind `token`; why it cannot go on, if so."""
+        assert self.guide is not None
+        error = self.guide.advance(token)
+        if error is not None:
+            return f"the grammar cannot be followed: {error}"
+        if self.is_cornered:
+            return f"{CORNERED} as output token {len(self.outputs) + 1}"
+        return None
+
     @property
     def is_cornered(self) -> bool:
-        """Whether bad words and min_tokens bar all of its allowed tokens as the next one."""
+        """Whether bad words, min_tokens and its grammar bar all tokens that are allowed next."""
         sampling, outputs = self.sampling, tuple(self.outputs)
-        if sampling.allowed_token_ids is None:
+        listed = sampling.allowed_token_ids
+        if listed is None and not (sampling.bad_words and self.guide):
             return False
+        allowed = set() if listed is None else set(listed)
+        if self.guide is not None:
+            guided = self.guide.allowed()
+            allowed = guided if listed is None else guided & allowed
         barred = {
             word[-1]
             for word in sampling.bad_words
@@ -155,7 +186,7 @@ class Request:
         }
         if len(outputs) < sampling.min_tokens:
             barred.update(sampling.end_token_ids)
-        return barred.issuperset(sampling.allowed_token_ids)
+        return barred.issuperset(allowed)
 
     def row_sampling(self) -> RowSampling:
         """What a new row is told; log-probabilities of the prompt go up only once."""
@@ -179,7 +210,11 @@ class Request:
         return from_prompt + self.outputs[first : stop - self.num_prompt].tobytes()
 
 
-def _row_sampling(params: SamplingParams, seed: int, end_ids: frozenset[int]) -> RowSampling:
+def _row_sampling(
+    params: SamplingParams, seed: int, end_ids: frozenset[int], *, masked: bool
+) -> RowSampling:
+    # The masks of a grammar see to min_tokens themselves.
+    min_tokens = 0 if masked else params.min_tokens
     return RowSampling(
         temperature=params.temperature,
         top_k=max(params.top_k, 0),
@@ -189,13 +224,14 @@ def _row_sampling(params: SamplingParams, seed: int, end_ids: frozenset[int]) ->
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=min(max(params.repetition_penalty, LEAST_PENALTY), 1 / LEAST_PENALTY),
-        min_tokens=params.min_tokens,
-        end_token_ids=tuple(sorted(end_ids)) if params.min_tokens else (),
+        min_tokens=min_tokens,
+        end_token_ids=tuple(sorted(end_ids)) if min_tokens else (),
         logit_bias=tuple(sorted(params.logit_bias.items())),
         allowed_token_ids=params.allowed_token_ids,
         bad_words=params.bad_words_token_ids,
         num_logprobs=-1 if params.logprobs is None else params.logprobs,
         num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+        masked=masked,
     )
 
 

@@ -150,6 +150,9 @@ class Scheduler:
         # has not reached.
         for request in self._decoding:
             computed = request.computed
+            # What may come next depends on a token that is not known yet.
+            if request.guide is not None and computed >= request.known:
+                continue
             if computed >= request.pause_at and not self._may_go_on(request, decision):
                 continue
             request.computed = computed + 1
@@ -340,6 +343,7 @@ class Scheduler:
                 [source for source, _ in moves],
                 [target for _, target in moves],
             )
+            _add_masks(decision)
 
     def check(self) -> None:
         """Raise AssertionError, with the numbers, unless rows, blocks and states agree."""
@@ -358,3 +362,14 @@ class Scheduler:
 def _is_planned_out(request: Request) -> bool:
     """Whether its last token is on its way, so that it ends with the plans in flight."""
     return request.computed >= max(request.max_known - 1, request.decode_from)
+
+
+def _add_masks(decision: Decision) -> None:
+    """What may come next, for every row with a grammar that samples in this plan."""
+    assert decision.plan is not None
+    sampling = [r for r in decision.decodes if r.guide is not None]
+    sampling += [c.request for c in decision.prefills if c.samples and c.request.guide is not None]
+    if sampling:
+        words = [r.guide.words.tobytes() for r in sampling if r.guide is not None]
+        decision.plan.masked_rows = [request.row for request in sampling]
+        decision.plan.masks = memoryview(b"".join(words))

@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 from slow_model import Ledger, raw
-from tiny_models import VOCAB_SIZE, make_tiny
+from tiny_models import EOS, VOCAB_SIZE, make_tiny
 
 from config.buckets import BucketConfig
 from config.engine import CacheConfig, EngineConfig, ScheduleConfig
 from config.execution import EmulatorSettings
+from config.grammar import GrammarSpec
 from config.sampling import SamplingParams
 from engine.core import EngineCore
 from engine.executors.inline import InlineExecutor
+from engine.grammar import Grammar, Vocabulary
 from engine.loop import make_table
 from engine.messages import AddRequest
 from engine.prefix import block_hashes
@@ -38,10 +40,22 @@ class WatchedExecutor(InlineExecutor):
             card.in_step = False
 
 
+FORMS = [
+    GrammarSpec("json", '{"type":"array","items":{"type":"integer"}}'),
+    GrammarSpec("regex", "[a-z]{3}[0-9]*"),
+    GrammarSpec("choice", '["yes","no"]'),
+]
+
+
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCore]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny("llama", tmp_path_factory.mktemp("tiny"), max_position_embeddings=256))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: str) -> Iterator[EngineCore]:
     config = EngineConfig(
-        str(make_tiny("llama", tmp_path_factory.mktemp("tiny"), max_position_embeddings=256)),
+        folder,
         device="hpu-emulator",
         dtype="float32",
         num_threads=1,
@@ -78,6 +92,7 @@ def random_sampling(rng: random.Random) -> SamplingParams:
         "logprobs": [0, 1, 7, 20],
         "prompt_logprobs": [0, 3],
         "ignore_eos": [True],
+        "structured_outputs": FORMS,
     }
     for name, values in choices.items():
         if rng.random() < 0.15:
@@ -96,9 +111,11 @@ def random_prompt(rng: random.Random, prefixes: list[list[int]]) -> list[int]:
 
 
 def test_five_hundred_random_requests_cost_no_compilation_capture_fallback_wait_or_memory(
-    engine: EngineCore,
+    engine: EngineCore, folder: str
 ) -> None:
     rng = random.Random(5)
+    vocabulary = Vocabulary(folder, VOCAB_SIZE, frozenset([EOS]))
+    grammars = {form: Grammar(form, vocabulary) for form in FORMS}
     card = torch.hpu.emulated  # type: ignore[attr-defined]  # the emulator's
     prefixes = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (48, 80, 112)]
     ledger, waiting = Ledger(), list(range(REQUESTS))
@@ -113,8 +130,10 @@ def test_five_hundred_random_requests_cost_no_compilation_capture_fallback_wait_
                 key = waiting.pop()
                 prompt = raw(random_prompt(rng, prefixes))
                 ledger.open(key)
-                message = AddRequest(key, prompt, random_sampling(rng))
-                engine.add(message, block_hashes(prompt, 16, ""))
+                sampling = random_sampling(rng)
+                form = sampling.structured_outputs
+                grammar = None if form is None else grammars[form]
+                engine.add(AddRequest(key, prompt, sampling), block_hashes(prompt, 16, ""), grammar)
                 gone = key + rng.randint(0, 30)
                 if rng.random() < 0.1 and gone in ledger.requests and not ledger.is_over(gone):
                     engine.abort([gone])

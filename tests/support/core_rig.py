@@ -11,6 +11,7 @@ from config.engine import CacheConfig, EngineConfig, ScheduleConfig
 from config.execution import ExecutionConfig, WarmupConfig
 from config.sampling import SamplingParams
 from engine.core import EngineCore
+from engine.grammar import Grammar
 from engine.messages import AddRequest, StepTokens
 from engine.prefix import block_hashes
 from hpu.buckets import BucketLimits, BucketTable
@@ -42,6 +43,7 @@ class CoreRig:
         on_unwarmed: str = "run",
         prepared: list[tuple[int, int, int, int]] | None = None,
         num_later: int = 0,
+        vocab_size: int = 50,
         next_token: NextToken | None = None,
     ) -> None:
         """`widest_decode`: blocks of the widest decode that is prepared, of those in the table."""
@@ -50,6 +52,7 @@ class CoreRig:
             block_size=block_size,
             max_model_len=max_model_len,
             contiguous=contiguous,
+            vocab_size=vocab_size,
         )
         self.ready.num_later = num_later
         schedule = ScheduleConfig(
@@ -95,17 +98,18 @@ class CoreRig:
         *,
         priority: int = 0,
         salt: str = "",
+        grammar: Grammar | None = None,
         **sampling: object,
     ) -> None:
         """Greedy unless told otherwise."""
         params = SamplingParams(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
         self.ledger.open(key)
         self.asked[key] = (list(prompt), params)
-        self.send(AddRequest(key, raw(list(prompt)), params, priority, salt))
+        self.send(AddRequest(key, raw(list(prompt)), params, priority, salt), grammar)
 
-    def send(self, message: AddRequest) -> None:
+    def send(self, message: AddRequest, grammar: Grammar | None = None) -> None:
         hashes = block_hashes(message.prompt, self.ready.block_size, message.cache_salt)
-        self.core.add(message, hashes)
+        self.core.add(message, hashes, grammar)
 
     def abort(self, *keys: int) -> None:
         self.core.abort(keys)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from hpu.buckets import BucketTable
 from hpu.step import (
@@ -67,6 +69,8 @@ class FakeExecutor:
         """What the results to come say of the worker."""
         self.collected_before: list[int] = []
         """Results that had been fetched when each plan was submitted."""
+        self._masks: dict[int, npt.NDArray[np.uint8]] = {}
+        """Of the plan that runs: one for each masked row that samples in it."""
         self._in_flight: deque[bytes] = deque()
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(StepPlan).decode
@@ -116,6 +120,8 @@ class FakeExecutor:
             self._enter(new)
         for number, block in zip(plan.grown_rows, plan.grown_blocks, strict=True):
             self._lend(self.rows[number], block)
+        words = np.frombuffer(plan.masks, dtype=np.uint8).reshape(len(plan.masked_rows) or 1, -1)
+        self._masks = dict(zip(plan.masked_rows, words, strict=False))
         used = Counter(row for launch in plan.launches for row in launch.rows)
         assert max(used.values()) == 1, f"a row is launched twice: {used}"
         result = StepResult(plan.step, [], seconds=[0.001] * len(plan.launches))
@@ -126,6 +132,7 @@ class FakeExecutor:
                 self._prefill(launch, result)
             else:
                 self._decode_rows(launch, result)
+        assert not self._masks, f"rows {list(self._masks)} have a mask and did not sample"
         return result
 
     def _move(self, moves: dict[int, int]) -> None:
@@ -212,7 +219,7 @@ class FakeExecutor:
                 scores = _scores(row.sampling.num_prompt_logprobs, nexts, first)
                 result.prompt_logprobs.append((number, scores))
             if samples:
-                self._sample(row, result)
+                self._sample(number, result)
 
     def _decode_rows(self, launch: Launch, result: StepResult) -> None:
         for number in launch.rows:
@@ -222,11 +229,18 @@ class FakeExecutor:
             assert known > row.num_prompt, "a decode follows a sampled token"
             self._read(row)
             self._write(row, 1)
-            self._sample(row, result)
+            self._sample(number, result)
 
-    def _sample(self, row: Row, result: StepResult) -> None:
+    def _sample(self, number: int, result: StepResult) -> None:
+        row = self.rows[number]
         generated = len(row.tokens) - row.num_prompt
         token = self.next_token(row.marks[-1], generated, row.sampling)
+        if row.sampling.masked:
+            bits = np.unpackbits(self._masks.pop(number), bitorder="little")
+            allowed = np.flatnonzero(bits[: self.ready.vocab_size])
+            if row.sampling.allowed_token_ids is not None:
+                allowed = np.intersect1d(allowed, row.sampling.allowed_token_ids)
+            token = int(allowed[token % len(allowed)])
         if row.sampling.num_logprobs >= 0:
             scores = _scores(row.sampling.num_logprobs, [token], len(row.tokens))
             result.logprobs.append((len(result.tokens), scores))

@@ -1,0 +1,43 @@
+"""Bounds of numbers in a JSON schema that the grammar library would not keep. Pure."""
+
+from typing import Any
+
+from config.errors import UserError
+
+_VALUES = ("const", "enum", "default", "examples")
+
+
+def check_bounds(schema: Any) -> None:
+    """Raise UserError for an exclusive bound that is a whole number, with the other bound less than
+    1 away: the library (1.9) lets the bound itself through."""
+    left = [schema]
+    while left:
+        part = left.pop()
+        if isinstance(part, list):
+            left += part
+        elif isinstance(part, dict):
+            _check(part)
+            left += [value for name, value in part.items() if name not in _VALUES]
+
+
+def _check(part: dict[str, Any]) -> None:
+    lows = [_number(part, name) for name in ("minimum", "exclusiveMinimum")]
+    highs = [_number(part, name) for name in ("maximum", "exclusiveMaximum")]
+    low = max((value for value in lows if value is not None), default=None)
+    high = min((value for value in highs if value is not None), default=None)
+    if low is None or high is None or high - low >= 1 or part.get("type") == "integer":
+        return
+    for name, bound in (("exclusiveMinimum", lows[1]), ("exclusiveMaximum", highs[1])):
+        if bound is not None and float(bound).is_integer():
+            raise UserError(
+                f"the json cannot be compiled: {name} {bound} cannot be enforced on numbers "
+                f"between {low} and {high}, as these are less than 1 apart",
+                param="structured_outputs",
+            )
+
+
+def _number(part: dict[str, Any], name: str) -> float | None:
+    value = part.get(name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return value if abs(value) < 2**53 else None

@@ -1,0 +1,109 @@
+"""Requests with a grammar among others: masks come with every plan that samples them."""
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+from core_rig import CoreRig
+from tiny_models import EOS, VOCAB_SIZE, write_tokenizer
+from tokenizers import Tokenizer
+
+from config.grammar import GrammarSpec
+from engine.grammar import Grammar, Vocabulary
+
+PATTERN = "[a-f]{4,9};[0-9]{3}"
+FORM = GrammarSpec("regex", PATTERN)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def grammar(folder: Path) -> Grammar:
+    return Grammar(FORM, Vocabulary(str(folder), VOCAB_SIZE, frozenset([EOS])))
+
+
+@pytest.fixture(scope="module")
+def encoder(folder: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_every_output_fits_through_chunks_preemptions_and_prefix_hits_beside_free_rows(
+    grammar: Grammar, encoder: Tokenizer, depth: int
+) -> None:
+    rng = random.Random(depth)
+    rig = CoreRig(num_blocks=16, rows=6, budget=9, depth=depth, vocab_size=VOCAB_SIZE)
+    guided = {key for key in range(40) if rng.random() < 0.5}
+    common = [rng.randrange(3, VOCAB_SIZE) for _ in range(12)]
+
+    for key in range(40):
+        prompt = [*common[: rng.randint(0, 12)], rng.randrange(3, VOCAB_SIZE)]
+        rules = {"structured_outputs": FORM, "grammar": grammar} if key in guided else {}
+        rig.add(key, prompt, max_tokens=20, logprobs=rng.choice([None, 1]), **rules)
+        rig.run(turns=rng.randint(0, 4))
+    rig.run()
+
+    for key in range(40):
+        if key not in guided:
+            rig.check_output(key)
+            continue
+        tokens = rig.tokens(key)
+        assert (rig.reason(key), tokens[-1]) == ("stop", EOS)
+        assert re.fullmatch(PATTERN, encoder.decode(tokens[:-1]))
+    assert rig.core.stats().preemptions > 0
+    assert rig.executor.max_in_flight == depth
+
+
+def test_a_guided_row_waits_for_its_last_token_and_others_go_on_meanwhile(grammar: Grammar) -> None:
+    rig = CoreRig(vocab_size=VOCAB_SIZE)
+    rig.add(0, [5, 6], max_tokens=8, structured_outputs=FORM, grammar=grammar)
+    rig.add(1, [7, 8], max_tokens=12, ignore_eos=True)
+    rig.run()
+
+    rows = [[row for launch in plan.launches for row in launch.rows] for plan in rig.plans]
+    guided, free = (new.row for new in rig.plans[0].new_rows)
+
+    assert [plan.masked_rows for plan in rig.plans] == [
+        [guided] if guided in named else [] for named in rows
+    ]
+    assert [guided in named for named in rows[:12]] == [True, False] * 6
+    assert [free in named for named in rows[:12]] == [True] * 12
+
+
+def test_an_output_that_is_cut_by_length_ends_with_it(grammar: Grammar, encoder: Tokenizer) -> None:
+    rig = CoreRig(vocab_size=VOCAB_SIZE)
+    rig.add(0, [5], max_tokens=3, structured_outputs=FORM, grammar=grammar)
+    rig.run()
+
+    assert rig.reason(0) == "length"
+    assert re.fullmatch("[a-f]+", encoder.decode(rig.tokens(0)))
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_grammar_that_leaves_nothing_allowed_ends_the_request_and_says_why(
+    grammar: Grammar, encoder: Tokenizer, after: int
+) -> None:
+    rig = CoreRig(vocab_size=VOCAB_SIZE)
+    allowed = encoder.encode("xc").ids[: after + 1] if after else encoder.encode("x").ids
+    words = ((encoder.encode("c").ids * 2),)
+    rig.add(
+        0,
+        [5],
+        max_tokens=9,
+        structured_outputs=FORM,
+        grammar=grammar,
+        allowed_token_ids=tuple(allowed),
+        bad_words_token_ids=words,
+    )
+    rig.run()
+
+    assert "allowed_token_ids or bad_words bar" in rig.error(0)
+    assert len(rig.tokens(0)) == after
+    finish = rig.ledger.requests[0].finish
+    assert finish is not None and finish.param == "structured_outputs"
