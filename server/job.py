@@ -1,6 +1,7 @@
 """One generating request between its checks and its answer: what chat and completions share.
 Knows neither's body."""
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -13,6 +14,7 @@ from starlette.responses import Response
 
 from config.errors import EngineDied, PromptTooLong, UserError
 from config.sampling import SamplingParams
+from engine.messages import COMPILE_GRAMMAR
 from server.choices import Gathered, Gatherer, Naming, usage_of
 from server.errors import EngineFailed, fault_of
 from server.generate import Delta, Generation, Prompt
@@ -23,6 +25,9 @@ from server.serving import Serving, until_gone
 from server.state import AppState
 from server.streaming import DONE, Envelope, EventStream, frame
 from server.text.tokenizer import TooManyTokens
+
+COMPILE_S = 1.8
+"""How long a grammar may take until it is refused, its time in line included."""
 
 
 @dataclass(slots=True)
@@ -89,6 +94,24 @@ def check_admission(state: AppState, body: GenerationBody, num_sequences: int, p
             f"the request asks for {num_sequences} sequences, at most {most} may wait",
             param="n" if (body.n or 1) > 1 else param,
         )
+
+
+async def check_grammar(state: AppState, body: GenerationBody) -> None:
+    """Have the engine compile the form that the output is to have: what is wrong with it is said
+    before an answer begins. Raises UserError."""
+    form = body.grammar
+    if form is None:
+        return
+    field, spec = form
+    call = state.client.control(COMPILE_GRAMMAR, kind=spec.kind, text=spec.text)
+    try:
+        await asyncio.wait_for(call, COMPILE_S)
+    except UserError as error:
+        raise UserError(error.message, param=field) from None
+    except asyncio.TimeoutError:
+        raise UserError(
+            f"the {spec.kind} was not compiled within {COMPILE_S} s", param=field
+        ) from None
 
 
 def start_job(

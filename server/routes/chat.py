@@ -12,7 +12,7 @@ from config.errors import PromptTooLong
 from server.body import parse, read_object
 from server.choices import Gathered, chat_logprobs, prompt_logprobs_of
 from server.chunks import ChatChunks
-from server.job import Job, answer_stream, answer_whole, encoded, gather, start_job
+from server.job import Job, answer_stream, answer_whole, check_grammar, encoded, gather, start_job
 from server.openapi import GENERATES, takes
 from server.reading import schemas_of
 from server.record import log_prompt, record_of
@@ -106,6 +106,11 @@ async def _start(state: AppState, request: Request) -> Job:
         log_prompt(record_of(request.scope), text)
     tools = None if body.shown_tools is None else schemas_of(body.shown_tools)
     most_calls = 1 if body.parallel_tool_calls is False else None
+    await check_grammar(state, body)
+    answers = None
+    if params.structured_outputs is None:
+        # An answer with a form has it from its first token on: there is nothing else to read.
+        answers = state.forms.answers(tokenizer, text, tools, most_calls)
     return start_job(
         state,
         request,
@@ -115,7 +120,7 @@ async def _start(state: AppState, request: Request) -> Job:
         params=params,
         prompts=[prompt],
         param="messages",
-        answers=state.forms.answers(tokenizer, text, tools, most_calls),
+        answers=answers,
     )
 
 

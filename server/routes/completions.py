@@ -24,6 +24,7 @@ from server.job import (
     answer_stream,
     answer_whole,
     check_admission,
+    check_grammar,
     encoded,
     gather,
     start_job,
@@ -69,6 +70,7 @@ async def _start(state: AppState, request: Request) -> Job:
     if state.config.enable_log_requests:
         for prompt in prompts:
             log_prompt(record_of(request.scope), prompt.text or repr(prompt.token_ids))
+    await check_grammar(state, body)
     return start_job(
         state,
         request,

@@ -150,6 +150,12 @@ class ChatBody(ConversationBody, GenerationBody):
 
     def check(self) -> None:
         super().check()
+        if self.shown_tools is not None and (form := self.grammar) is not None:
+            raise UserError(
+                f"{form[0]} and tools cannot be had in one answer; set tool_choice to none, or "
+                f"leave out {form[0]}",
+                param=form[0],
+            )
         for name in ("max_completion_tokens", "max_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:

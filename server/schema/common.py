@@ -9,7 +9,9 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from config.errors import UserError
+from config.grammar import GrammarSpec
 from config.sampling import MAX_LOGPROBS, SamplingParams
+from server.schema.structured import spec_of
 
 MAX_SALT_CHARACTERS = 128
 MAX_REQUEST_ID_CHARACTERS = 512
@@ -48,12 +50,7 @@ UNSUPPORTED: Unsupported = {
     "audio": (),
     "ebnf": (),
     "grammar": (),
-    "guided_choice": (),
     "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_json_object": (False,),
-    "guided_regex": (),
     "guided_whitespace_pattern": (),
     "json_schema": (),
     "kv_transfer_params": ({},),
@@ -62,7 +59,6 @@ UNSUPPORTED: Unsupported = {
     "prompt_embeds": (),
     "regex": (),
     "structural_tag": (),
-    "structured_outputs": (),
     "thinking_token_budget": (),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
@@ -116,6 +112,12 @@ class GenerationBody(Body):
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_TOKEN_IDS)] | None = None
     response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_json_object: bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -160,9 +162,17 @@ class GenerationBody(Body):
                 "least 1",
                 param="truncate_prompt_tokens",
             )
-        _check_response_format(self.response_format)
         _check_salt(self.cache_salt)
         _check_request_id(self.request_id)
+
+    @property
+    def grammar(self) -> tuple[str, GrammarSpec] | None:
+        """The field that gives the output a form, and the form. Raises UserError."""
+        return spec_of(self.response_format, self.structured_outputs, self._guided())
+
+    def _guided(self) -> dict[str, Any]:
+        names = ("json", "json_object", "regex", "choice", "grammar")
+        return {name: getattr(self, f"guided_{name}") for name in names}
 
     @property
     def includes_usage(self) -> bool:
@@ -196,6 +206,8 @@ class GenerationBody(Body):
                 chosen[name] = value
         if self.logit_bias is not None:
             chosen["logit_bias"] = {_token_id(k): v for k, v in self.logit_bias.items()}
+        if (form := self.grammar) is not None:
+            chosen["structured_outputs"] = form[1]
         return SamplingParams(
             **chosen, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs
         )
@@ -232,21 +244,6 @@ def _token_id(word: str) -> int:
     if not (word.isascii() and word.isdecimal() and len(word) <= 12):
         raise UserError(f"logit_bias has {word[:40]!r} for a token id", param="logit_bias")
     return int(word)
-
-
-def _check_response_format(given: dict[str, Any] | None) -> None:
-    if given is None:
-        return
-    kind = given.get("type")
-    if kind in ("json_object", "json_schema", "structural_tag"):
-        raise UserError(
-            f"response_format of type {kind!r} is not supported by this server",
-            param="response_format",
-        )
-    if kind != "text":
-        raise UserError(
-            f"response_format has type {str(kind)[:40]!r}, it must be text", param="response_format"
-        )
 
 
 def _check_salt(salt: str | None) -> None:

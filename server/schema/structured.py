@@ -1,0 +1,74 @@
+"""The fields that give an output a form, of which one may be set: response_format,
+structured_outputs, and its older names. Knows no route."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from config.errors import UserError
+from config.grammar import GrammarSpec, grammar_spec
+
+NAME_CHARACTERS_SHOWN = 40
+_HINTS = ("disable_any_whitespace", "disable_fallback")
+"""Of structured_outputs: both are so in any case."""
+
+
+def spec_of(
+    response_format: Mapping[str, Any] | None,
+    structured_outputs: Mapping[str, Any] | None,
+    guided: Mapping[str, Any],
+) -> tuple[str, GrammarSpec] | None:
+    """The field that asks for a form, and the form; `guided` holds guided_json and so on by their
+    kinds. Raises UserError."""
+    found = {"response_format": _of_format(response_format)}
+    if structured_outputs is not None:
+        asked = {name: v for name, v in structured_outputs.items() if name not in _HINTS}
+        spec = grammar_spec(asked)
+        if spec is None:
+            raise UserError(
+                "structured_outputs sets no form, it must set one", param="structured_outputs"
+            )
+        found["structured_outputs"] = spec
+    for kind, value in guided.items():
+        found[f"guided_{kind}"] = _renamed(f"guided_{kind}", {kind: value})
+    fields = [(name, spec) for name, spec in found.items() if spec is not None]
+    if len(fields) > 1:
+        names = " and ".join(name for name, _ in fields)
+        raise UserError(f"{names} are set, only one of them may be", param=fields[1][0])
+    return fields[0] if fields else None
+
+
+def _of_format(given: Mapping[str, Any] | None) -> GrammarSpec | None:
+    if given is None:
+        return None
+    name = "response_format"
+    kind = given.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        if given.get("schema") is not None:
+            return _renamed(name, {"json": given["schema"]})
+        return _renamed(name, {"json_object": True})
+    if kind == "structural_tag":
+        return _renamed(name, {"structural_tag": {k: v for k, v in given.items() if k != "type"}})
+    if kind != "json_schema":
+        raise UserError(
+            f"response_format has type {str(kind)[:NAME_CHARACTERS_SHOWN]!r}, it must be text, "
+            "json_object, json_schema or structural_tag",
+            param=name,
+        )
+    schema = given.get("json_schema")
+    if not isinstance(schema, dict):
+        raise UserError("response_format has no json_schema that is an object", param=name)
+    if not isinstance(schema.get("name"), str) or not schema["name"]:
+        raise UserError("json_schema has no name, it must be a string", param=name)
+    if not isinstance(schema.get("schema"), (dict, bool)):
+        raise UserError("json_schema has no schema that is an object", param=name)
+    return _renamed(name, {"json": schema["schema"]})
+
+
+def _renamed(field: str, asked: Mapping[str, Any]) -> GrammarSpec | None:
+    """As `grammar_spec`; errors name `field`."""
+    try:
+        return grammar_spec(asked)
+    except UserError as error:
+        raise UserError(error.message, param=field) from None

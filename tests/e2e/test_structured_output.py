@@ -1,0 +1,119 @@
+"""Structured output over HTTP, from a real model that knows nothing: every answer has its form."""
+
+import json
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from live import LiveServer
+from pydantic import BaseModel
+
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "tags": {"type": "array", "items": {"enum": ["a", "bb", None]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+STRICT: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+ASK: Any = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 200}
+
+
+class Person(BaseModel):
+    age: int
+    married: bool | None
+
+
+def test_whole_and_streamed_answers_validate_with_n_logprobs_and_seeds(
+    client: openai.OpenAI,
+) -> None:
+    whole = client.chat.completions.create(
+        **ASK, response_format=STRICT, n=3, seed=5, logprobs=True, top_logprobs=2
+    )
+    stream = client.chat.completions.create(**ASK, response_format=STRICT, n=3, seed=5, stream=True)
+    texts = ["", "", ""]
+    for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+
+    assert [choice.message.content for choice in whole.choices] == texts
+    for choice in whole.choices:
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(choice.message.content or ""), SCHEMA)
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        # Those of the model itself, before the mask.
+        assert all(entry.logprob <= 0 for entry in choice.logprobs.content)
+    assert len(set(texts)) == 3
+
+
+def test_the_parse_helper_gives_an_object(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(**ASK, response_format=Person, seed=1)
+
+    assert isinstance(answer.choices[0].message.parsed, Person)
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+        ({"guided_regex": "[0-9]{2}:[0-9]{2}", "min_tokens": 3}, r"\d\d:\d\d"),
+        ({"guided_grammar": 'root ::= "x" [0-9]', "ignore_eos": True}, r"x\d"),
+        ({"guided_choice": ["a", "b"], "logit_bias": {"5": 100}, "temperature": 0}, "a|b"),
+        ({"guided_regex": "aaZbb", "stop": "Z"}, "aa"),
+    ],
+    ids=str,
+)
+def test_completions_take_every_kind_beside_other_settings(
+    server: LiveServer, fields: dict[str, Any], pattern: str
+) -> None:
+    body = {"prompt": "Once", "max_tokens": 40, "seed": 2, **fields}
+
+    choice = server.http.post("/v1/completions", json=body).json()["choices"][0]
+
+    assert choice["finish_reason"] == "stop"
+    assert re.fullmatch(pattern, choice["text"])
+
+
+def test_an_answer_that_is_cut_says_so(server: LiveServer) -> None:
+    body = {"prompt": "x", "max_tokens": 3, "guided_json": SCHEMA}
+
+    choice = server.http.post("/v1/completions", json=body).json()["choices"][0]
+
+    assert choice["finish_reason"] == "length" and choice["text"].startswith("{")
+
+
+def test_free_answers_are_the_same_beside_guided_ones_and_hostile_grammars_are_refused_soon(
+    server: LiveServer,
+) -> None:
+    free = {"prompt": "Tell me", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    guided = {"prompt": "Tell me", "max_tokens": 60, "guided_json": SCHEMA}
+    wide = {f"k{i}": {"type": "null"} for i in range(5000)}
+    hostile = [
+        {"prompt": "x", "stream": True, "guided_regex": "((a{1,999}){1,999}){1,999}"},
+        {"prompt": "x", "guided_json": {"properties": wide}},
+        {"prompt": "x", "guided_grammar": 'start: s\ns: s s s | s s | "a" | ""'},
+    ]
+
+    def post(body: dict[str, Any]) -> tuple[int, Any, float]:
+        start = time.monotonic()
+        answer = server.http.post("/v1/completions", json=body)
+        return answer.status_code, answer.json(), time.monotonic() - start
+
+    alone = post(free)[1]["choices"][0]["text"]
+    with ThreadPoolExecutor(12) as threads:
+        answers = list(threads.map(post, [free, guided, *hostile] * 3))
+
+    for place, (status, answer, seconds) in enumerate(answers):
+        if place % 5 >= 2:
+            assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+            assert seconds < 2
+        elif place % 5 == 0:
+            assert answer["choices"][0]["text"] == alone
+    assert "vllm:num_requests_running" in server.http.get("/metrics").text

@@ -1,0 +1,126 @@
+"""The fields that give an output a form: what each becomes, and what is refused by name."""
+
+from typing import Any
+
+import pytest
+from http_rig import TalkingClient, in_memory
+
+from config.errors import UserError
+from config.grammar import GrammarSpec
+
+SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
+TEXT = '{"type":"object","properties":{"b":{},"a":{}}}'
+TAGS = {"structures": [{"begin": "<", "schema": {}, "end": ">"}], "triggers": ["<"]}
+
+
+def json_schema(**fields: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", **fields}}}
+
+
+class CompilingClient(TalkingClient):
+    """Knows what it was asked to compile; refuses the regex `(`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiled: list[dict[str, Any]] = []
+
+    async def control(self, name: str, **arguments: Any) -> Any:
+        assert name == "compile_grammar"
+        self.compiled.append(arguments)
+        if arguments["text"] == "(":
+            raise UserError("the regex cannot be compiled")
+
+
+@pytest.mark.parametrize(
+    ("fields", "spec"),
+    [
+        (json_schema(schema=SCHEMA, strict=True), GrammarSpec("json", TEXT)),
+        (json_schema(schema=SCHEMA), GrammarSpec("json", TEXT)),
+        ({"response_format": {"type": "json_object"}}, GrammarSpec("json_object")),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, GrammarSpec("json", TEXT)),
+        ({"structured_outputs": {"json": SCHEMA, "regex": None}}, GrammarSpec("json", TEXT)),
+        ({"structured_outputs": {"json": TEXT}}, GrammarSpec("json", TEXT)),
+        ({"structured_outputs": {"json_object": True}}, GrammarSpec("json_object")),
+        ({"structured_outputs": {"regex": "a+"}}, GrammarSpec("regex", "a+")),
+        ({"structured_outputs": {"choice": ["é", "n"]}}, GrammarSpec("choice", '["é","n"]')),
+        ({"structured_outputs": {"grammar": "start: A"}}, GrammarSpec("grammar", "start: A")),
+        ({"guided_json": SCHEMA}, GrammarSpec("json", TEXT)),
+        ({"guided_json": TEXT}, GrammarSpec("json", TEXT)),
+        ({"guided_json_object": True}, GrammarSpec("json_object")),
+        ({"guided_regex": "a+"}, GrammarSpec("regex", "a+")),
+        ({"guided_choice": ["y"]}, GrammarSpec("choice", '["y"]')),
+        ({"guided_grammar": "root ::= x"}, GrammarSpec("grammar", "root ::= x")),
+        ({"response_format": {"type": "text"}, "guided_json_object": False}, None),
+    ],
+    ids=str,
+)
+async def test_every_field_becomes_its_spec_compiled_before_the_request_is_sent(
+    fields: dict[str, Any], spec: GrammarSpec | None
+) -> None:
+    client = CompilingClient()
+    async with in_memory(client) as rig:
+        for answer in (await rig.chat(**fields), await rig.complete(**fields)):
+            assert answer.status_code == 200, answer.text
+
+    wanted = [] if spec is None else [{"kind": spec.kind, "text": spec.text}]
+    assert client.compiled == wanted * 2
+    assert [box.sampling.structured_outputs for box in client.boxes] == [spec] * 2
+
+
+async def test_a_structural_tag_keeps_its_own_fields() -> None:
+    client = CompilingClient()
+    async with in_memory(client) as rig:
+        await rig.chat(response_format={"type": "structural_tag", **TAGS})
+        await rig.chat(structured_outputs={"structural_tag": TAGS})
+
+    first, second = (box.sampling.structured_outputs for box in client.boxes)
+    assert first is not None and first.kind == "structural_tag"
+    assert first == second
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {}}, "response_format"),
+        ({"response_format": {"type": "yaml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+         "response_format"),
+        (json_schema(), "response_format"),
+        (json_schema(schema="text"), "response_format"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_regex": "a", "guided_json": {}}, "guided_regex"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+    ],
+    ids=str,
+)  # fmt: skip
+async def test_what_is_wrong_is_a_400_that_names_its_field_before_a_stream_begins(
+    fields: dict[str, Any], param: str, stream: bool
+) -> None:
+    client = CompilingClient()
+    async with in_memory(client) as rig:
+        answer = await rig.chat(stream=stream, **fields)
+
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+    assert client.boxes == []
+
+
+async def test_a_form_is_read_as_text_alone_and_cannot_be_had_with_tools() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    client = CompilingClient()
+    client.reply = "<think>a</think>b"
+    async with in_memory(client, reasoning_parser="deepseek_r1") as rig:
+        refused = await rig.chat(guided_regex="a", tools=tools)
+        taken = await rig.chat(guided_regex="a", tools=tools, tool_choice="none")
+
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "guided_regex"
+    assert taken.json()["choices"][0]["message"]["content"] == client.reply
