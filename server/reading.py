@@ -12,6 +12,7 @@ from server.outputs import Delta
 from server.parsers.answer import AnswerParser
 from server.parsers.base import CallArguments, CallBegun, CallBroken, Event, Text, Thought, Tools
 from server.parsers.calls import CallParser, Family
+from server.parsers.json_calls import CALLS_ALONE, Arguments
 from server.parsers.reasoning import Thinking, ThinkParser
 from server.parsers.select import (
     FAMILIES,
@@ -86,6 +87,18 @@ class Forms:
         return Answers(make, tokenizer, family, thinking)
 
 
+def forced_answers(tokenizer: Tokenizer, tools: Tools, name: str | None) -> "Answers":
+    """What reads answers that a grammar holds to calls: the arguments alone of the function
+    `name`, or a list of calls."""
+    family: Family = CALLS_ALONE if name is None else Arguments(name)
+
+    def make() -> AnswerReader:
+        parser = AnswerParser(None, CallParser(family, tools), partial(new_call_id, ""))
+        return AnswerReader(parser, None, (), tokenizer, is_named=name is not None)
+
+    return Answers(make, tokenizer, family, None)
+
+
 NO_FORMS = Forms(None, None, False)
 
 
@@ -102,7 +115,11 @@ class AnswerReader:
         think: ThinkParser | None,
         closes: Sequence[str],
         tokenizer: Tokenizer,
+        *,
+        is_named: bool = False,
     ) -> None:
+        """`is_named`: the call was asked for by its name, so that making it is no news."""
+        self._is_named = is_named
         self._parser = parser
         self._think = think
         self._closes = closes
@@ -129,7 +146,8 @@ class AnswerReader:
 
     def finish_reason(self, given: str | None) -> str | None:
         """Why the choice ended, given why its text did."""
-        return "tool_calls" if given == "stop" and self._good_calls else given
+        chose = bool(self._good_calls) and not self._is_named
+        return "tool_calls" if given == "stop" and chose else given
 
     @property
     def num_thinking_tokens(self) -> int:

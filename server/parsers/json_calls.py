@@ -179,6 +179,26 @@ class Mistral:
         output.end()
 
 
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """Nothing but the arguments of the function `name`."""
+
+    name: str
+    markers: tuple[str, ...] = ()
+    silent: tuple[str, ...] = ()
+    begins_bare: bool = True
+
+    def read(self, marker: str, source: Source, output: Output, tools: Tools) -> Steps[None]:
+        yield from source.blanks()
+        if (yield from source.peek()) != "{":
+            raise Unreadable
+        output.begin(self.name)
+        yield from read_value(source, output.arguments)
+        output.end()
+
+
+CALLS_ALONE = TaggedJson((), begins_bare=True)
+"""A list of calls and nothing else, in the form of a grammar."""
 HERMES = TaggedJson(("<tool_call>",), ("</tool_call>",))
 GRANITE = TaggedJson(("<|tool_call|>", "<tool_call>"), ("</tool_call>", "<|tool_call|>"))
 GRANITE_20B = TaggedJson(("<function_call>",))

@@ -14,7 +14,7 @@ from server.choices import Gathered, chat_logprobs, prompt_logprobs_of
 from server.chunks import ChatChunks
 from server.job import Job, answer_stream, answer_whole, check_grammar, encoded, gather, start_job
 from server.openapi import GENERATES, takes
-from server.reading import schemas_of
+from server.reading import forced_answers, schemas_of
 from server.record import log_prompt, record_of
 from server.schema.chat import ChatBody, ConversationBody
 from server.state import AppState
@@ -111,6 +111,8 @@ async def _start(state: AppState, request: Request) -> Job:
     if params.structured_outputs is None:
         # An answer with a form has it from its first token on: there is nothing else to read.
         answers = state.forms.answers(tokenizer, text, tools, most_calls)
+    elif tools is not None:
+        answers = forced_answers(tokenizer, tools, body.forced_name)
     return start_job(
         state,
         request,

@@ -6,8 +6,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, WithJsonSchema
 
 from config.errors import UserError
+from config.grammar import GrammarSpec
 from config.sampling import MAX_LOGPROBS
 from server.schema.common import UNSUPPORTED, Body, GenerationBody, Integer, Unsupported
+from server.schema.forced import forced_schema, name_of
+from server.schema.structured import spec_of_schema
 from server.schema.tools import TOOL_CHOICE_SCHEMA, TOOLS_SCHEMA, check_tools
 
 Message = dict[str, Any]
@@ -150,7 +153,8 @@ class ChatBody(ConversationBody, GenerationBody):
 
     def check(self) -> None:
         super().check()
-        if self.shown_tools is not None and (form := self.grammar) is not None:
+        check_tools(self.tools, self.tool_choice)
+        if self.shown_tools is not None and (form := super().grammar) is not None:
             raise UserError(
                 f"{form[0]} and tools cannot be had in one answer; set tool_choice to none, or "
                 f"leave out {form[0]}",
@@ -170,6 +174,21 @@ class ChatBody(ConversationBody, GenerationBody):
                 raise UserError("top_logprobs needs logprobs to be true", param="top_logprobs")
         if self.modalities is not None and self.modalities != ["text"]:
             raise UserError("modalities must be ['text']: only text is made", param="modalities")
+
+    @property
+    def grammar(self) -> tuple[str, GrammarSpec] | None:
+        """The form of a call that must be made, or that of the text."""
+        if self.shown_tools is not None:
+            parallel = self.parallel_tool_calls is not False
+            forced = forced_schema(self.shown_tools, self.tool_choice, is_parallel=parallel)
+            if forced is not None:
+                return "tools", spec_of_schema(forced)
+        return super().grammar
+
+    @property
+    def forced_name(self) -> str | None:
+        """The function that must be called, where tool_choice names one."""
+        return name_of(self.tool_choice)
 
     @property
     def limit(self) -> int | None:

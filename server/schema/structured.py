@@ -37,6 +37,13 @@ def spec_of(
     return fields[0] if fields else None
 
 
+def spec_of_schema(schema: Mapping[str, Any]) -> GrammarSpec:
+    """The form that a schema of our own is."""
+    spec = grammar_spec({"json": dict(schema)})
+    assert spec is not None
+    return spec
+
+
 def _of_format(given: Mapping[str, Any] | None) -> GrammarSpec | None:
     if given is None:
         return None

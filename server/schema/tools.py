@@ -3,6 +3,7 @@
 from typing import Any
 
 from config.errors import UserError
+from server.schema.forced import name_of
 
 MAX_TOOL_NAME_CHARACTERS = 256
 _SHOWN = 40
@@ -34,19 +35,37 @@ TOOLS_SCHEMA = {
     ]
 }
 TOOL_CHOICE_SCHEMA = {
-    "anyOf": [{"type": "string", "enum": list(_CHOICES)}, {"type": "null"}],
-    "description": "auto, the default with tools: the model chooses.",
+    "anyOf": [
+        {"type": "string", "enum": ["none", "auto", "required"]},
+        {
+            "type": "object",
+            "required": ["type", "function"],
+            "properties": {
+                "type": {"type": "string", "const": "function"},
+                "function": {
+                    "type": "object",
+                    "required": ["name"],
+                    "properties": {"name": {"type": "string"}},
+                },
+            },
+        },
+        {"type": "null"},
+    ],
+    "description": "auto, the default with tools: the model chooses. required, or the name of a "
+    "function: it must call.",
 }
 
 
 def check_tools(tools: list[Any] | None, choice: Any) -> None:
-    """Raise UserError for tools that are none, and for what only a grammar could enforce."""
+    """Raise UserError for tools that are none, and for a choice that they do not have."""
     if tools is not None and not tools:
         raise _bad("tools is an empty list, it must be absent or hold at least 1")
     names = {_checked(tool, f"tools[{place}]") for place, tool in enumerate(tools or ())}
     if choice is None or choice in _CHOICES:
+        if choice != "none":
+            _refuse_strict(tools or [])
         return
-    named = _name_of(choice)
+    named = name_of(choice)
     if choice != "required" and named is None:
         shown = repr(choice[:_SHOWN]) if isinstance(choice, str) else f"a {type(choice).__name__}"
         raise _bad_choice(
@@ -56,16 +75,15 @@ def check_tools(tools: list[Any] | None, choice: Any) -> None:
         raise _bad_choice("tool_choice asks for a call, and tools holds no function")
     if named is not None and named not in names:
         raise _bad_choice(f"tool_choice names {named[:_SHOWN]!r}, which is not in tools")
-    raise _bad_choice(
-        "tool_choice can be none or auto: this server cannot force a call, which takes structured "
-        "output"
-    )
 
 
-def _name_of(choice: Any) -> str | None:
-    function = choice.get("function") if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    return name if isinstance(name, str) and choice.get("type") == "function" else None
+def _refuse_strict(tools: list[Any]) -> None:
+    for place, tool in enumerate(tools):
+        if tool["function"].get("strict"):
+            raise _bad(
+                f"tools[{place}].function.strict is true: arguments are held to their schema when "
+                "tool_choice is required or names the function, not when the model may choose"
+            )
 
 
 def _checked(tool: Any, where: str) -> str:
@@ -85,14 +103,8 @@ def _checked(tool: Any, where: str) -> str:
     if not isinstance(function.get("description"), (str, type(None))):
         raise _bad(f"{where}.function.description must be a string")
     _check_parameters(function.get("parameters"), f"{where}.function.parameters")
-    strict = function.get("strict")
-    if not isinstance(strict, (bool, type(None))):
+    if not isinstance(function.get("strict"), (bool, type(None))):
         raise _bad(f"{where}.function.strict must be true or false")
-    if strict:
-        raise _bad(
-            f"{where}.function.strict is true: this server cannot hold arguments to a schema, "
-            "which takes structured output"
-        )
     return name
 
 

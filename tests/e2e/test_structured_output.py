@@ -117,3 +117,34 @@ def test_free_answers_are_the_same_beside_guided_ones_and_hostile_grammars_are_r
         elif place % 5 == 0:
             assert answer["choices"][0]["text"] == alone
     assert "vllm:num_requests_running" in server.http.get("/metrics").text
+
+
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "hire", "strict": True, "parameters": SCHEMA}},
+    {
+        "type": "function",
+        "function": {
+            "name": "wait",
+            "parameters": {
+                "properties": {"days": {"$ref": "#/$defs/days"}},
+                "required": ["days"],
+                "additionalProperties": False,
+                "$defs": {"days": {"type": "integer", "minimum": 1, "maximum": 9}},
+            },
+        },
+    },
+]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "hire"}}])
+def test_forced_calls_fit_their_schemas(client: openai.OpenAI, choice: Any) -> None:
+    ask: Any = {**ASK, "max_tokens": 1200, "tools": TOOLS, "tool_choice": choice}
+
+    answer = client.chat.completions.create(**ask, n=3, seed=3, parallel_tool_calls=False)
+
+    for one in answer.choices:
+        (call,) = one.message.tool_calls or []
+        tool = next(t["function"] for t in TOOLS if t["function"]["name"] == call.function.name)
+        jsonschema.validate(json.loads(call.function.arguments), tool["parameters"])
+        assert one.message.content is None
+        assert one.finish_reason == ("tool_calls" if choice == "required" else "stop")

@@ -276,6 +276,36 @@ async def test_parsers_can_be_chosen_and_switched_off() -> None:
         assert message == {"role": "assistant", "content": THOUGHT, "refusal": None}
 
 
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+REQUIRED_REPLY = (
+    '[{"name": "get_weather", "arguments": {"city": "Oslo"}}, {"name": "now", "arguments": {}}]'
+)
+OSLO = ["get_weather", '{"city": "Oslo"}']
+
+
+@pytest.mark.parametrize(
+    ("choice", "reply", "calls", "reason"),
+    [
+        ("required", REQUIRED_REPLY, [OSLO, ["now", "{}"]], "tool_calls"),
+        (NAMED, '{"city": "Oslo"}', [OSLO], "stop"),
+    ],
+)
+async def test_forced_calls_are_read_from_what_a_grammar_lets_through(
+    choice: Any, reply: str, calls: Any, reason: str
+) -> None:
+    # Without a parser, and for a model that thinks: neither is asked.
+    config = {"chat_template": THINKING_TEMPLATE, "tool_call_parser": "none"}
+    async with with_tools(reply, **config) as rig:
+        answer, chunks = await both(rig, tools=[STRICT_WEATHER, NOW], tool_choice=choice)
+
+        assert without_ids(whole(answer)) == without_ids(joined(chunks))
+        assert without_ids(whole(answer))["calls"] == calls
+        assert whole(answer)["content"] is None
+        assert whole(answer)["finish_reason"] == reason
+        assert rig.client.boxes[0].sampling.structured_outputs.kind == "json"
+
+
+STRICT_WEATHER = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
 STRICT = {"type": "function", "function": {"name": "f", "strict": True}}
 
 
@@ -291,7 +321,7 @@ STRICT = {"type": "function", "function": {"name": "f", "strict": True}}
             "tools",
             "no place",
         ),
-        ({"tools": [NOW], "tool_choice": "required"}, {}, "tool_choice", "structured output"),
+        ({"tools": [NOW], "guided_regex": "a"}, {}, "guided_regex", "tools"),
         ({"tools": [NOW], "tool_choice": "any"}, {}, "tool_choice", "'any'"),
         ({"tool_choice": "required"}, {}, "tool_choice", "no function"),
         (
@@ -301,10 +331,16 @@ STRICT = {"type": "function", "function": {"name": "f", "strict": True}}
             "'g'",
         ),
         (
-            {"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "now"}}},
+            {"tools": [NOW], "tool_choice": {"type": "function", "function": {}}},
             {},
             "tool_choice",
-            "structured output",
+            "name a function",
+        ),
+        (
+            {"tools": [NOW], "tool_choice": "required", "guided_regex": "a"},
+            {},
+            "guided_regex",
+            "tools",
         ),
         ({"tools": [STRICT]}, {}, "tools", "strict"),
         ({"tools": [5]}, {}, "tools", "tools[0]"),

@@ -45,7 +45,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
