@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
@@ -78,7 +79,7 @@ class MultiprocExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         if not self._line.send(plan):
-            raise EngineDied(f"{self._name} does not read its plans")
+            raise self._unread("plans")
 
     def has_result(self) -> bool:
         while not self._early:
@@ -96,7 +97,7 @@ class MultiprocExecutor:
 
     def call(self, name: str) -> str:
         if not self._line.send(WorkerCall(name)):
-            raise EngineDied(f"{self._name} does not read its calls")
+            raise self._unread("calls")
         answer = self._arrived()
         while not isinstance(answer, WorkerAnswer):
             self._early.append(answer)
@@ -123,6 +124,19 @@ class MultiprocExecutor:
         self._child.close(STOP_TIMEOUT_S)
         self._line.close()
         self._wires.close()
+
+    def _unread(self, what: str) -> ConfigError | EngineDied:
+        """Why nothing more can be sent. A worker that is gone does not read either: the system
+        tells of its end a moment later than the socket does."""
+        end = time.monotonic() + LAST_WORDS_S
+        while self._child.poll() is None and time.monotonic() < end:
+            time.sleep(0.01)
+        while (message := self._line.receive()) is not None:
+            if isinstance(message, WorkerFailed):
+                return _failure(message)
+        if self._child.poll() is not None:
+            return EngineDied(self._child.obituary)
+        return EngineDied(f"{self._name} does not read its {what}")
 
     def _is_warmed(self, message: FromWorker) -> bool:
         """Whether the message is of the kind that only `take_warmed` gives; it is kept for that."""
