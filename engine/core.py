@@ -262,8 +262,8 @@ class EngineCore:
         now = self._clock()
         for request, num_cached in decision.started:
             self._outputs.start(request, num_cached, now)
-        for request, error in decision.failed:
-            self._outputs.finish(request, "error", now, error=error)
+        for request, error, param in decision.failed:
+            self._outputs.finish(request, "error", now, error=error, param=param)
             del self._requests[request.key]
 
     def _apply(self, result: StepResult) -> None:

@@ -66,7 +66,8 @@ class Finish(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     decode_s: float = 0.0
     num_preemptions: int = 0
     param: str | None = None
-    """The caller's own setting that `error` is about; None when the fault is ours."""
+    """The caller's own setting that `error` is about, empty for the request as a whole; None when
+    the fault is ours."""
 
 
 class EngineStats(msgspec.Struct, omit_defaults=True, gc=False):

@@ -33,7 +33,8 @@ class Decision:
     num_tokens: int = 0
     started: list[tuple[Request, int]] = field(default_factory=list)
     """Who left the waiting line for the first time, and tokens found in the prefix cache."""
-    failed: list[tuple[Request, str]] = field(default_factory=list)
+    failed: list[tuple[Request, str, str | None]] = field(default_factory=list)
+    """With the words, and the setting at fault (see Finish.param)."""
     """Who can never fit, and why."""
     chunks: list[Chunk] = field(default_factory=list)
     num_decode_blocks: int = 0
@@ -303,10 +304,12 @@ class Scheduler:
             f"the request needs {num_blocks} KV blocks of {self._kv.block_size} tokens, "
             f"the cache has {pool.size}"
         )
-        self._reject(request, message, decision)
+        decision.failed.append((request, message, None))
+        self.drop(request)
 
     def _reject(self, request: Request, why: str, decision: Decision) -> None:
-        decision.failed.append((request, why))
+        """End a request whose shape this server was told not to run."""
+        decision.failed.append((request, why, ""))
         self.drop(request)
 
     def _refusal(self, request: Request, count: int, cached: int) -> str | None:

@@ -254,7 +254,7 @@ class Generation:
             if finish.reason not in ("stop", "length"):
                 why = finish.error or f"the engine ended the request: {finish.reason}"
                 if finish.param is not None:
-                    raise UserError(why, param=finish.param)
+                    raise UserError(why, param=finish.param or None)
                 raise RequestFailed(why)
         delta = sequence.take(update, time.monotonic() - self._started_s)
         if sequence.is_finished and finish is None:
