@@ -53,7 +53,12 @@ MODEL = (
         choices=DTYPES,
         spellings={"half": "float16", "float": "float32"},
     ),
-    Flag("engine", "max_model_len", "Model", "Tokens of prompt and output; auto: the checkpoint's"),
+    Flag(
+        "engine",
+        "max_model_len",
+        "Model",
+        "Tokens of prompt and output; auto: the checkpoint's, on hpu-emulator 512 at most",
+    ),
     Flag("engine", "seed", "Model", "Seed of everything that is drawn without a seed of its own"),
     Flag(
         "engine",

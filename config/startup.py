@@ -8,6 +8,10 @@ from config.env import is_installed
 from config.errors import ConfigError
 from config.model import ModelConfig, read_model_config
 
+EMULATED_CONTEXT = 512
+"""Tokens of a context on the emulated card unless more are asked for: its warm-up computes every
+bucket of every length on the host, which takes hours for a context of 8192."""
+
 
 def check_device(device: str) -> None:
     """Raise ConfigError for a device that cannot be here."""
@@ -30,10 +34,13 @@ def check_checkpoint(config: EngineConfig, folder: str) -> None:
     choose_max_model_len(config.max_model_len, read_model_config(folder))
 
 
-def choose_max_model_len(asked: int | None, facts: ModelConfig) -> int:
-    """What was asked for, or all that the checkpoint was made for. Raises ConfigError."""
+def choose_max_model_len(
+    asked: int | None, facts: ModelConfig, *, is_emulated: bool = False
+) -> int:
+    """What was asked for, or all that the checkpoint was made for; on the emulated card no more
+    than EMULATED_CONTEXT. Raises ConfigError."""
     if asked is None:
-        return facts.max_position
+        return min(facts.max_position, EMULATED_CONTEXT) if is_emulated else facts.max_position
     if asked > facts.max_position:
         raise ConfigError(
             f"max_model_len is {asked}, the checkpoint was made for {facts.max_position}: "

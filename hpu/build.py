@@ -105,7 +105,9 @@ def load(
     settings do not fit each other."""
     facts = read_model_config(config.model)
     dtype = choose_dtype(config.dtype, facts.dtype, backend)
-    max_model_len = choose_max_model_len(config.max_model_len, facts)
+    max_model_len = choose_max_model_len(
+        config.max_model_len, facts, is_emulated=config.device == "hpu-emulator"
+    )
     logger.info("Device %s, %s, context %d", backend.name, name_of(dtype), max_model_len)
     start = time.perf_counter()
     model = build_model(facts, dtype=dtype, device=backend.device, max_model_len=max_model_len)

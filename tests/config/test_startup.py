@@ -29,6 +29,9 @@ def test_a_context_longer_than_the_checkpoints_is_refused_with_both_numbers(fold
 
     assert choose_max_model_len(None, facts) == most
     assert choose_max_model_len(100, facts) == 100
+    # Asked or not: a long context is hours of warm-up on the emulated card.
+    assert choose_max_model_len(None, facts, is_emulated=True) == min(most, 512)
+    assert choose_max_model_len(most, facts, is_emulated=True) == most
 
 
 def test_a_checkpoint_that_no_worker_could_read_is_refused(tmp_path: Path) -> None:
