@@ -108,11 +108,9 @@ class Request:
         """An end token counts only behind so many tokens; with a grammar always, since it comes
         early only where nothing else could."""
         ignores = params.ignore_eos and grammar is None
-        eos_ids: frozenset[int] = frozenset() if ignores else limits.eos_ids
-        stop_ids = frozenset(t for t in params.stop_token_ids if 0 <= t < limits.vocab_size)
-        self.stop_ids = stop_ids - eos_ids
-        """Tokens that end it and are named when they do; an end token is not."""
-        self.end_ids = stop_ids | eos_ids
+        self.stop_ids, self.end_ids = _end_tokens(params, limits, ignores_eos=ignores)
+        """Tokens that end it and are named when they do, which an end token is not; all that end
+        it."""
         self.guide: Guide | None = None
         """Says what may come next; None where anything may."""
         if grammar is not None:
@@ -126,6 +124,13 @@ class Request:
         self.num_scored = NEVER if params.prompt_logprobs is None else 0
         """Prompt positions whose log-probabilities went up; NEVER when nobody asked."""
 
+        self.num_preemptions = 0
+        self.arrived_at = arrived_at
+        self.started_at = -1.0
+        self.first_token_at = -1.0
+        self._begin_without_row()
+
+    def _begin_without_row(self) -> None:
         self.row = -1
         self.blocks: list[int] = []
         self.reach = 0
@@ -142,11 +147,6 @@ class Request:
         """Hashes of the blocks it is computing, for others to wait for."""
         self.last_step = -1
         """The last plan that names it."""
-
-        self.arrived_at = arrived_at
-        self.started_at = -1.0
-        self.first_token_at = -1.0
-        self.num_preemptions = 0
 
     @property
     def num_outputs(self) -> int:
@@ -208,6 +208,15 @@ class Request:
             return from_prompt
         first = max(start - self.num_prompt, 0)
         return from_prompt + self.outputs[first : stop - self.num_prompt].tobytes()
+
+
+def _end_tokens(
+    params: SamplingParams, limits: ModelLimits, *, ignores_eos: bool
+) -> tuple[frozenset[int], frozenset[int]]:
+    """(tokens asked to stop at that are no end tokens, all that end the request)."""
+    eos_ids: frozenset[int] = frozenset() if ignores_eos else limits.eos_ids
+    stop_ids = frozenset(t for t in params.stop_token_ids if 0 <= t < limits.vocab_size)
+    return stop_ids - eos_ids, stop_ids | eos_ids
 
 
 def _row_sampling(

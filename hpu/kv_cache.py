@@ -108,7 +108,7 @@ class KVCache:
             try:
                 self._move([], [], size)
                 self._backend.synchronize()
-            except Exception as error:
+            except (RuntimeError, MemoryError) as error:
                 if size == sizes[0] or not self._backend.is_out_of_memory(error):
                     raise
                 del self._moves[size]
