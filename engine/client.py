@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from config.errors import EngineDied, Overloaded, RequestFailed, UserError
+from config.pooling import PoolingParams
 from config.sampling import SamplingParams
 from engine.mailroom import Box, Mailroom
 from engine.mailroom import Update as Update  # part of this contract
@@ -27,6 +28,9 @@ from engine.prefix import TOKEN_BYTES
 from engine.wire import HIGH_WATER, Switchboard, Wires
 
 CONTROL_TIMEOUT_S = 30.0
+
+UNASKED = SamplingParams()
+"""Of a request that samples nothing."""
 
 HANGUP_GRACE_S = 0.3
 """How long a better reason (the exit code) may take to arrive once the engine has hung up."""
@@ -69,13 +73,15 @@ class EngineClient(Protocol):
     def add(
         self,
         prompt: bytes | memoryview,
-        sampling: SamplingParams,
+        sampling: SamplingParams = UNASKED,
         *,
         priority: int = 0,
         cache_salt: str = "",
         name: str = "",
+        pooling: PoolingParams | None = None,
     ) -> Mailbox:
-        """Send one sequence (`sampling.n` is ignored); `name` is for the engine's log.
+        """Send one sequence (`sampling.n` is ignored); `name` is for the engine's log. With
+        `pooling` it is answered by vectors, and `sampling` stays out.
         Raises Overloaded when the line is full or the engine is not ready, EngineDied when it is
         gone. Does not wait."""
         ...
@@ -144,17 +150,20 @@ class MailroomClient:
     def add(
         self,
         prompt: bytes | memoryview,
-        sampling: SamplingParams,
+        sampling: SamplingParams = UNASKED,
         *,
         priority: int = 0,
         cache_salt: str = "",
         name: str = "",
+        pooling: PoolingParams | None = None,
     ) -> Box:
         """See EngineClient.add. Raises UserError for what no message can carry."""
         tokens = memoryview(prompt).cast("B")
         box = self._room.open(tokens.nbytes // TOKEN_BYTES)
         try:
-            message = AddRequest(box.key, tokens, sampling, priority, cache_salt, name=name)
+            message = AddRequest(
+                box.key, tokens, sampling, priority, cache_salt, name=name, pooling=pooling
+            )
             sent = self._send(message)
         except (TypeError, ValueError) as error:
             self._room.forget(box.key)

@@ -25,6 +25,8 @@ class Update(msgspec.Struct, gc=False):
     tokens: list[int] = []
     logprobs: list[Logprobs] = []
     prompt_logprobs: list[Logprobs] = []
+    vectors: tuple[int, memoryview] | None = None
+    """(rows, float32 little-endian): what a pooling request asked for."""
     num_cached_tokens: int | None = None
     """Set once, when the request left the waiting line."""
     finish: Finish | None = None
@@ -145,6 +147,9 @@ class Mailroom:
         for key, logprobs in step.logprobs:
             if (box := boxes.get(key)) is not None:
                 box.gain().logprobs.append(logprobs)
+        for key, num_rows, data in step.vectors:
+            if (box := boxes.get(key)) is not None:
+                box.gain().vectors = (num_rows, data)
         tokens, position = step.tokens, 0
         for key, count in zip(step.keys, step.counts, strict=True):
             end = position + count

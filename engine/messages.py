@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from config.pooling import PoolingFacts, PoolingParams
 from config.sampling import SamplingParams
 from hpu.step import Logprobs as Logprobs
 
@@ -32,6 +33,8 @@ class AddRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     adapter: str = ""
     name: str = ""
     """What its caller's log calls it."""
+    pooling: PoolingParams | None = None
+    """Makes it a request for vectors instead of tokens; `sampling` then says nothing."""
 
 
 class Abort(msgspec.Struct, array_like=True, gc=False, tag=2):
@@ -118,6 +121,9 @@ class StepTokens(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     """(key, positions): in the order of the key's tokens."""
     prompt_logprobs: list[tuple[int, Logprobs]] = []
     """(key, positions): prompt tokens 1 .. in chunks, all before the key's first token."""
+    vectors: list[tuple[int, int, memoryview]] = []
+    """(key, rows, float32 little-endian): all that a pooling request asked for; it ends with the
+    same message."""
     finished: list[Finish] = []
     stats: EngineStats | None = None
 
@@ -176,6 +182,8 @@ class Ready(msgspec.Struct, array_like=True, gc=False, tag=8):
     driver: str = ""
     software: str = ""
     """Versions of the device's driver and runtime."""
+    pooling: PoolingFacts | None = None
+    """Set when the model gives vectors, and no tokens."""
 
 
 class Failed(msgspec.Struct, array_like=True, gc=False, tag=9):

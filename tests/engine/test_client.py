@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from array import array
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from engine_rig import asking, engine_rig, eventually, prompt_of, read_all
 
 from config.errors import EngineDied, Overloaded, UserError
+from config.pooling import PoolingParams
 from config.sampling import SamplingParams
 from engine.client import ZmqClient
 from engine.messages import (
@@ -231,3 +233,23 @@ async def test_an_abort_reaches_a_real_engine_and_frees_its_row() -> None:
         assert rig.client.stats.blocks_used == 0
         _, finish = await read_all(box)
     assert finish.reason == "abort"
+
+
+async def test_a_pooling_request_is_answered_by_its_vectors_and_its_end_at_once(
+    wires: Wires, tmp_path: Path
+) -> None:
+    asked = PoolingParams(task="embed", dimensions=2, num_first=1)
+    data = array("f", [0.5, -0.25]).tobytes()
+    async with pair(wires, tmp_path) as (client, engine):
+        box = client.add(prompt_of(1, 2, 3), pooling=asked)
+        heard = await engine.hears()
+        vectors = [(box.key, 1, memoryview(data))]
+        engine.says(StepTokens(0, vectors=vectors, finished=[Finish(box.key, "stop")]))
+
+        update = await box.get()
+
+    assert isinstance(heard, AddRequest)
+    assert heard.pooling == asked
+    assert update.vectors is not None
+    assert (update.vectors[0], bytes(update.vectors[1])) == (1, data)
+    assert update.finish == Finish(box.key, "stop")

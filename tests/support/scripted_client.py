@@ -6,15 +6,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from config.errors import EngineDied, Overloaded
+from config.pooling import PoolingFacts, PoolingParams
 from config.sampling import SamplingParams
-from engine.client import Update
+from engine.client import UNASKED, Update
 from engine.messages import EngineStats, Finish, Progress, Ready
 from hpu.step import Logprobs
 
 
-def ready(vocab_size: int = 1000, max_model_len: int = 100) -> Ready:
+def ready(
+    vocab_size: int = 1000, max_model_len: int = 100, pooling: PoolingFacts | None = None
+) -> Ready:
     """What an engine says of itself."""
     return Ready(
         engine=0,
@@ -31,6 +35,7 @@ def ready(vocab_size: int = 1000, max_model_len: int = 100) -> Ready:
         total_bytes=0,
         load_s=0.0,
         warmup_s=0.0,
+        pooling=pooling,
     )
 
 
@@ -57,6 +62,7 @@ class ScriptedBox:
     sampling: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    pooling: PoolingParams | None = None
     updates: asyncio.Queue[Update | str] = field(default_factory=asyncio.Queue)
 
     async def get(self) -> Update:
@@ -74,6 +80,7 @@ class ScriptedBox:
         cached: int | None = None,
         logprobs: list[Logprobs] | None = None,
         prompt_logprobs: list[Logprobs] | None = None,
+        vectors: npt.NDArray[np.float32] | None = None,
     ) -> None:
         """One update, with the sequence's end if `finish` gives a reason."""
         end = None
@@ -92,6 +99,7 @@ class ScriptedBox:
                 tokens=list(tokens),
                 logprobs=logprobs or [],
                 prompt_logprobs=prompt_logprobs or [],
+                vectors=None if vectors is None else (len(vectors), memoryview(vectors.tobytes())),
                 num_cached_tokens=cached,
                 finish=end,
             )
@@ -117,16 +125,17 @@ class ScriptedClient:
     def add(
         self,
         prompt: bytes | memoryview,
-        sampling: SamplingParams,
+        sampling: SamplingParams = UNASKED,
         *,
         priority: int = 0,
         cache_salt: str = "",
         name: str = "",
+        pooling: PoolingParams | None = None,
     ) -> ScriptedBox:
         if len(self.boxes) >= self._room:
             raise Overloaded(f"{self._room} sequences are here")
         tokens = list(array("I", bytes(prompt)))
-        box = ScriptedBox(len(self.boxes) + 7, tokens, sampling, priority, cache_salt)
+        box = ScriptedBox(len(self.boxes) + 7, tokens, sampling, priority, cache_salt, pooling)
         self.boxes.append(box)
         return box
 
