@@ -11,10 +11,11 @@ from server.choices import (
     chat_logprobs,
     joined_logprobs,
 )
+from server.errors import Fault
 from server.generate import Delta
 from server.job import Job
 from server.reading import AnswerReader, deltas_of
-from server.streaming import json_line, json_text
+from server.streaming import DONE, frame, json_line, json_text
 
 
 class ChatChunks:
@@ -36,8 +37,11 @@ class ChatChunks:
 
     def ending(self) -> bytes:
         if not self._job.body.includes_usage:
-            return b""
-        return self._envelope.chunk(b"", {"usage": self._job.usage()})
+            return DONE
+        return self._envelope.chunk(b"", {"usage": self._job.usage()}) + DONE
+
+    def failing(self, fault: Fault) -> bytes:
+        return frame(fault.body()) + DONE
 
     def _one(self, delta: Delta) -> bytes:
         begin = b"" if delta.index in self._begun else self._begin(delta.index)
@@ -136,8 +140,11 @@ class TextChunks:
 
     def ending(self) -> bytes:
         if not self._job.body.includes_usage:
-            return b""
-        return self._envelope.chunk(b"", {"usage": self._job.usage()})
+            return DONE
+        return self._envelope.chunk(b"", {"usage": self._job.usage()}) + DONE
+
+    def failing(self, fault: Fault) -> bytes:
+        return frame(fault.body()) + DONE
 
     def _one(self, delta: Delta) -> bytes:
         is_first = delta.index not in self._begun

@@ -16,14 +16,14 @@ from config.errors import EngineDied, PromptTooLong, UserError
 from config.sampling import SamplingParams
 from engine.messages import COMPILE_GRAMMAR
 from server.choices import Gathered, Gatherer, Naming, usage_of
-from server.errors import EngineFailed, fault_of
+from server.errors import EngineFailed, Fault, fault_of
 from server.generate import Delta, Generation, Prompt
 from server.reading import Answers
 from server.record import record_of
 from server.schema.common import GenerationBody
 from server.serving import Serving, until_gone
 from server.state import AppState
-from server.streaming import DONE, Envelope, EventStream, frame
+from server.streaming import Envelope, EventStream
 from server.text.tokenizer import TooManyTokens
 
 COMPILE_S = 1.8
@@ -77,7 +77,11 @@ class ChunkWriter(Protocol):
         ...
 
     def ending(self) -> bytes:
-        """Frames after the last delta."""
+        """Frames after the last delta; nothing follows."""
+        ...
+
+    def failing(self, fault: Fault) -> bytes:
+        """Frames that say what broke; nothing follows."""
         ...
 
 
@@ -152,7 +156,7 @@ def start_job(
     serving = Serving(generation, params, num_sequences, record, state.metrics)
     state.servings.add(serving)
     number = body.request_id or uuid.uuid4().hex
-    return Job(state, body, f"{id_prefix}-{number}", model, params, prompts, serving, answers)
+    return Job(state, body, f"{id_prefix}{number}", model, params, prompts, serving, answers)
 
 
 async def encoded(
@@ -199,11 +203,11 @@ async def _frames(job: Job, writer: ChunkWriter) -> AsyncIterator[bytes]:
         async for deltas in job.serving.deltas():
             if data := writer.feed(gatherer.take(deltas)):
                 yield data
-        yield writer.ending() + DONE
+        yield writer.ending()
     except Exception as error:  # the border: after the 200 an error can only be an event
         if isinstance(error, EngineDied):
             error = EngineFailed(str(error))
-        yield frame(fault_of(error).body()) + DONE
+        yield writer.failing(fault_of(error))
 
 
 async def gather(job: Job, request: Request) -> list[Gathered]:

@@ -75,7 +75,7 @@ async def _start(state: AppState, request: Request) -> Job:
         state,
         request,
         body,
-        id_prefix="cmpl",
+        id_prefix="cmpl-",
         model=model,
         params=params,
         prompts=prompts,

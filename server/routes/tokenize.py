@@ -8,9 +8,9 @@ from starlette.responses import Response
 
 from config.errors import UserError
 from server.body import parse, read_object
+from server.conversation import render
 from server.job import answer_whole
 from server.openapi import ANSWERS, takes
-from server.routes.chat import render
 from server.schema.admin import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from server.state import AppState
 from server.text.tokenizer import Tokenizer

@@ -1,0 +1,103 @@
+"""A conversation to a prompt, and to a request that runs in the engine: what every endpoint that
+takes messages shares. Knows no answer."""
+
+import asyncio
+from functools import partial
+
+from starlette.requests import Request
+
+from config.errors import PromptTooLong
+from server.job import Job, check_grammar, encoded, start_job
+from server.reading import Answers, forced_answers, schemas_of
+from server.record import log_prompt, record_of
+from server.schema.chat import ChatBody, ConversationBody
+from server.state import AppState
+from server.text.template import TextTooLong
+
+MANY_PIECES = 2_000
+"""Messages and parts that are checked on the event loop: a millisecond."""
+
+
+async def render(state: AppState, body: ConversationBody) -> str:
+    """A conversation as the model's text. Raises UserError."""
+    check = partial(
+        body.check_conversation, trust_template=state.config.trust_request_chat_template
+    )
+    if body.has_more_than(MANY_PIECES):
+        await asyncio.to_thread(check)
+    else:
+        check()
+    template = state.chat_template()
+    controls = state.text_tokenizer("messages").controls
+    return await template.render(
+        body.messages,
+        tools=body.shown_tools,
+        documents=body.documents,
+        add_generation_prompt=body.opens_answer,
+        continue_final_message=bool(body.continue_final_message),
+        kwargs=body.template_variables,
+        template=body.chat_template,
+        mark=None if controls is None else controls.marked,
+    )
+
+
+async def start_conversation(
+    state: AppState, request: Request, body: ChatBody, *, id_prefix: str
+) -> Job:
+    """Have `body` answered. Raises whatever is wrong with it; then nothing is left behind."""
+    model = state.model(body.model)
+    body.check()
+    params = body.sampling(
+        state.sampling_defaults,
+        max_tokens=body.limit,
+        logprobs=body.num_logprobs,
+        prompt_logprobs=body.prompt_logprobs,
+    )
+    if body.tools and body.tool_choice in (None, "auto"):
+        state.forms.check_choosing()
+    marked = await _rendered(state, body)
+    prompt = await encoded(
+        state,
+        marked,
+        special=bool(body.add_special_tokens),
+        keep=body.truncate_prompt_tokens,
+        limit=body.limit,
+        param="messages",
+    )
+    text = state.text_tokenizer("messages").unmarked(marked)
+    if state.config.enable_log_requests:
+        log_prompt(record_of(request.scope), text)
+    await check_grammar(state, body)
+    return start_job(
+        state,
+        request,
+        body,
+        id_prefix=id_prefix,
+        model=model,
+        params=params,
+        prompts=[prompt],
+        param="messages",
+        answers=_answers(state, body, text, has_form=params.structured_outputs is not None),
+    )
+
+
+async def _rendered(state: AppState, body: ChatBody) -> str:
+    try:
+        return await render(state, body)
+    except TextTooLong:
+        # Clients shorten a conversation when they read of the context, not of characters.
+        tokenizer, most = state.text_tokenizer("messages"), state.max_model_len
+        if (least := tokenizer.least_tokens(body.text, most)) > most:
+            raise PromptTooLong(least, body.limit, most, at_least=True) from None
+        raise
+
+
+def _answers(state: AppState, body: ChatBody, prompt: str, *, has_form: bool) -> Answers | None:
+    """What reads the answers to `prompt`."""
+    tokenizer = state.text_tokenizer("messages")
+    tools = None if body.shown_tools is None else schemas_of(body.shown_tools)
+    if not has_form:
+        most_calls = 1 if body.parallel_tool_calls is False else None
+        return state.forms.answers(tokenizer, prompt, tools, most_calls)
+    # An answer with a form has it from its first token on: there is nothing else to read.
+    return None if tools is None else forced_answers(tokenizer, tools, body.forced_name)
