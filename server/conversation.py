@@ -98,6 +98,7 @@ def _answers(state: AppState, body: ChatBody, prompt: str, *, has_form: bool) ->
     tools = None if body.shown_tools is None else schemas_of(body.shown_tools)
     if not has_form:
         most_calls = 1 if body.parallel_tool_calls is False else None
-        return state.forms.answers(tokenizer, prompt, tools, most_calls)
+        begun = body.last_text if body.continue_final_message else None
+        return state.forms.answers(tokenizer, prompt, tools, most_calls, begun)
     # An answer with a form has it from its first token on: there is nothing else to read.
     return None if tools is None else forced_answers(tokenizer, tools, body.forced_name)

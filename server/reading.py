@@ -4,7 +4,7 @@ of a request is made of. Knows no sockets."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 from config.errors import UserError
 from config.server import ServerConfig
@@ -64,20 +64,29 @@ class Forms:
             )
 
     def answers(
-        self, tokenizer: Tokenizer, prompt: str, tools: Tools | None, max_calls: int | None
+        self,
+        tokenizer: Tokenizer,
+        prompt: str,
+        tools: Tools | None,
+        max_calls: int | None,
+        begun: str | None = None,
     ) -> "Answers | None":
-        """What reads the answers to `prompt`; calls only with `tools`. None: an answer is text."""
+        """What reads the answers to `prompt`; calls only with `tools`. None: an answer is text.
+        `begun` is the text of the prompt's last message, where the answer goes on with that."""
         family = FAMILIES[self.calls] if tools is not None and self.calls else None
         thinking = THINKING[self.thinking] if self.thinking else None
         if family is None and thinking is None:
             return None
         new_id = partial(new_call_id, self.calls or "")
-        end = prompt[-PROMPT_CHARACTERS:]
+        is_inside = False
+        if thinking is not None:
+            end = prompt[-PROMPT_CHARACTERS:]
+            is_inside = thinking.begins_inside(end) if begun is None else thinking.is_open(begun)
 
         def make() -> AnswerReader:
             think = None
             if thinking is not None:
-                think = ThinkParser(thinking, is_inside=thinking.begins_inside(end))
+                think = ThinkParser(thinking, is_inside=is_inside)
             calls = None if family is None else CallParser(family, tools or {})
             closes = thinking.closes if thinking is not None else ()
             return AnswerReader(
@@ -217,33 +226,57 @@ class Answers:
         return self._tokenizer.special_ids_in(words)
 
 
+@dataclass(slots=True)
+class Piece:
+    """One thing that an answer is made of."""
+
+    kind: Literal["thought", "text", "call"]
+    texts: list[str]
+    """Of a call its arguments: joined, the text of a JSON object, unless the answer was cut."""
+    call: CallBegun | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
 class Message:
     """The message of a choice, whole."""
 
     def __init__(self) -> None:
-        self._thoughts: list[str] = []
-        self._texts: list[str] = []
-        self._calls: dict[int, tuple[CallBegun, list[str]]] = {}
+        self.pieces: list[Piece] = []
+        """In the order in which the model wrote them; neighbours differ in kind, but for calls."""
 
     def take(self, events: list[Event]) -> None:
         """What comes next."""
         for event in events:
             if isinstance(event, Text):
-                self._texts.append(event.text)
+                self._add("text", event.text)
             elif isinstance(event, Thought):
-                self._thoughts.append(event.text)
+                self._add("thought", event.text)
             elif isinstance(event, CallBegun):
-                self._calls[event.index] = (event, [])
+                self.pieces.append(Piece("call", [], event))
             elif isinstance(event, CallArguments):
-                self._calls[event.index][1].append(event.text)
+                self.pieces[-1].texts.append(event.text)
             else:
-                self._calls.pop(event.index, None)
+                # A call breaks before anything comes behind it.
+                self.pieces.pop()
+
+    def _add(self, kind: Literal["thought", "text"], text: str) -> None:
+        if self.pieces and self.pieces[-1].kind == kind:
+            self.pieces[-1].texts.append(text)
+        elif text:
+            self.pieces.append(Piece(kind, [text]))
+
+    def _all(self, kind: str) -> str:
+        return "".join(piece.text for piece in self.pieces if piece.kind == kind)
 
     def fields(self, echo: str, *, thinks: bool, shows_thinking: bool) -> dict[str, Any]:
         """The message object. `thinks`: the server reads thinking."""
-        thought = "".join(self._thoughts)
-        text = echo + "".join(self._texts)
-        is_silent = not text and bool(self._calls or thought)
+        thought = self._all("thought")
+        text = echo + self._all("text")
+        calls = [(piece.call, piece.text) for piece in self.pieces if piece.call is not None]
+        is_silent = not text and bool(calls or thought)
         made: dict[str, Any] = {
             "role": "assistant",
             "content": None if is_silent else text,
@@ -251,14 +284,14 @@ class Message:
         }
         if thinks and shows_thinking:
             made["reasoning"] = made["reasoning_content"] = thought or None
-        if self._calls:
+        if calls:
             made["tool_calls"] = [
                 {
                     "id": begun.id,
                     "type": "function",
-                    "function": {"name": begun.name, "arguments": "".join(pieces)},
+                    "function": {"name": begun.name, "arguments": arguments},
                 }
-                for begun, pieces in self._calls.values()
+                for begun, arguments in calls
             ]
         return made
 

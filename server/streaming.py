@@ -43,6 +43,11 @@ def frame(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
+def named_frame(kind: str, value: Any) -> bytes:
+    """One event that says what it is, as the newer interfaces have it."""
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), json_line(value))
+
+
 class Envelope:
     """What all chunks of a stream share, encoded once: only the choice is written anew."""
 

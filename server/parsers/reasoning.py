@@ -28,6 +28,11 @@ class Thinking:
             return True
         return self.always and not end.endswith(self.closes)
 
+    def is_open(self, text: str) -> bool:
+        """Whether `text`, the beginning of an answer, has thinking that it does not close."""
+        opened = max(text.rfind(mark) for mark in self.opens)
+        return opened > max(text.rfind(mark) for mark in self.closes)
+
 
 class ThinkParser:
     """A Parser that tells thinking from text. Blanks around the marks are neither; a block that is

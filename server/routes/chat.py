@@ -31,7 +31,7 @@ def chat_routes(state: AppState) -> APIRouter:
         state.opened()
         body = await parse(ChatBody, await read_object(request, state.config.max_body_bytes))
         job = await start_conversation(state, request, body, id_prefix="chatcmpl-")
-        echo = _last_text(body.messages) if body.echo else ""
+        echo = body.last_text if body.echo else ""
         if body.stream:
             shows = body.include_reasoning is not False
             return answer_stream(job, ChatChunks(job, echo, shows_thinking=shows))
@@ -82,10 +82,3 @@ def _choice(job: Job, index: int, choice: Gathered, echo: str) -> dict[str, Any]
     if job.body.return_token_ids:
         made["token_ids"] = choice.token_ids
     return made
-
-
-def _last_text(messages: list[Any]) -> str:
-    content = messages[-1].get("content")
-    if isinstance(content, list):
-        return "".join(part.get("text") or part.get("refusal") or "" for part in content)
-    return content or ""

@@ -92,12 +92,12 @@ class ConversationBody(Body):
     @property
     def text(self) -> str:
         """All that the messages say, one after the other; they must have been checked."""
-        found: list[str] = []
-        for message in self.messages:
-            content = message.get("content") or ""
-            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-            found += [part[TEXT_PARTS[part["type"]]] for part in parts]
-        return "".join(found)
+        return "".join(map(_text_of, self.messages))
+
+    @property
+    def last_text(self) -> str:
+        """What the last message says; it must have been checked."""
+        return _text_of(self.messages[-1])
 
     @property
     def shown_tools(self) -> list[Any] | None:
@@ -201,6 +201,13 @@ class ChatBody(ConversationBody, GenerationBody):
     def num_logprobs(self) -> int | None:
         """None: not asked for; 0: only the chosen token."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def _text_of(message: Message) -> str:
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(part[TEXT_PARTS[part["type"]]] for part in content)
 
 
 def check_messages(messages: list[Any]) -> None:

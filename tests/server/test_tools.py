@@ -370,3 +370,12 @@ async def test_what_cannot_be_honoured_is_refused(
             assert response.status_code == 400, response.text
             error = response.json()["error"]
             assert error["param"] == param and word in error["message"]
+
+
+async def test_an_answer_that_is_continued_is_no_thinking_unless_it_was_begun_as_such() -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I say"}]
+    goes_on = {"add_generation_prompt": False, "continue_final_message": True}
+    async with with_tools("so.", reasoning_parser="deepseek_r1") as rig:
+        answer = await rig.post("/v1/chat/completions", {"messages": messages, **goes_on})
+
+        assert answer.json()["choices"][0]["message"]["content"] == "so."

@@ -54,6 +54,16 @@ def test_the_prompts_end_says_whether_an_answer_begins_inside(
     assert THINKING[name].begins_inside(prompt) is is_inside
 
 
+@pytest.mark.parametrize(
+    ("begun", "is_inside"),
+    [("The answer", False), ("<think>Hm", True), ("<think>Hm</think>So", False)],
+)
+def test_an_answer_that_goes_on_with_a_message_thinks_where_that_message_does(
+    begun: str, is_inside: bool
+) -> None:
+    assert THINKING["deepseek_r1"].is_open(begun) is is_inside
+
+
 def test_calls_are_looked_for_behind_the_thinking_only() -> None:
     call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
 
