@@ -9,7 +9,13 @@ from config.errors import ConfigError
 from config.model import ModelConfig
 from hpu.devices import GENERATIONS, GIB, generation
 from hpu.memory_plan import MemoryPlan, num_blocks, plan_memory
-from hpu.model_size import activation_bytes, check_split, kv_block_bytes, weight_bytes
+from hpu.model_size import (
+    activation_bytes,
+    check_split,
+    context_bytes,
+    kv_block_bytes,
+    weight_bytes,
+)
 
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
 """That one box of eight cards can form."""
@@ -87,6 +93,13 @@ def plan_card(facts: ModelConfig, wish: CardWish) -> CardPlan:
         width=wish.width,
         num_tokens=wish.max_num_batched_tokens,
         num_seqs=wish.max_num_seqs,
+    )
+    activations += context_bytes(
+        facts,
+        num_cards=wish.num_cards,
+        width=wish.width,
+        num_tokens=wish.max_num_batched_tokens,
+        max_model_len=wish.max_model_len,
     )
     block_bytes = kv_block_bytes(
         facts, num_cards=wish.num_cards, width=wish.kv_width, block_size=wish.block_size

@@ -104,3 +104,15 @@ def activation_bytes(
     in float32 beside what sampling makes of them."""
     layer = num_tokens * (6 * config.hidden_size + 3 * config.intermediate_size // num_cards)
     return layer * width + num_seqs * config.vocab_size * 4 * 4
+
+
+def context_bytes(
+    config: ModelConfig, *, num_cards: int, width: int, num_tokens: int, max_model_len: int
+) -> int:
+    """An estimate of what cached context adds to the widest prefill: the mask of its tokens over a
+    full context, made in float32 and kept in `width` bytes, and one layer's keys and values,
+    gathered from the cache and then joined with the new ones."""
+    heads = config.num_kv_heads // num_cards
+    gathered = 2 * max_model_len * heads * config.head_dim * width
+    mask = min(num_tokens, max_model_len) * max_model_len * (4 + width)
+    return mask + 2 * gathered

@@ -34,7 +34,8 @@ class Graph(Protocol):
 class Backend(Protocol):
     """One device of one kind, owned by this process. Not thread-safe.
 
-    Work given to a device runs in the order it was given, `upload` and `to_host` included.
+    Work given to a device runs in the order it was given, `upload` included; only the copies of
+    `to_host` may run beside what is given after them.
     """
 
     name: str
@@ -100,7 +101,8 @@ class Backend(Protocol):
         ...
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Start a copy to the host; valid once an `event()` taken after it is done."""
+        """Start a copy to the host; valid once an `event()` taken after it is done. Until then
+        nothing may write to `tensor`, which may be dropped."""
         ...
 
     def upload(self, target: Tensor, source: Tensor) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from config.errors import ConfigError
 from config.execution import HPU_GRAPHS, LAZY, TORCH_COMPILE, ExecutionConfig, ModeChoice
+from hpu.backends.gaudi_copies import HostCopies
 from hpu.backends.gaudi_group import GaudiGroup, Ranks
 from hpu.devices import GENERATIONS, has_kernel, release_of
 from hpu.memory import GIB
@@ -52,17 +53,28 @@ class _Fuses(Protocol):
 
 
 class GaudiEvent:
-    """A point in the card's default stream."""
+    """A point in the card's default stream and in that of the copies to the host; its time is the
+    former's."""
 
-    def __init__(self, event: Any) -> None:
+    def __init__(self, event: Any, copies: HostCopies) -> None:
         self._event = event
         event.record()
+        self._copies = copies
+        self._mark, self._copied = copies.mark()
 
     def wait(self) -> None:
         self._event.synchronize()
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._copies.reached(self._mark)
 
     def done(self) -> bool:
-        return bool(self._event.query())
+        if not self._event.query():
+            return False
+        if self._copied is not None and not self._copied.query():
+            return False
+        self._copies.reached(self._mark)
+        return True
 
     def seconds_since(self, earlier: "GaudiEvent") -> float:
         return float(earlier._event.elapsed_time(self._event)) / 1e3
@@ -148,6 +160,7 @@ class GaudiBackend:
         except (ImportError, AssertionError, RuntimeError) as error:
             raise ConfigError(self._worded(error)) from error
         self.captures = self._mode == HPU_GRAPHS
+        self._copies = HostCopies(self._hpu)
         self._hpu.manual_seed(seed)
         self._kernels = self._make_kernels()
         logger.info(
@@ -209,13 +222,14 @@ class GaudiBackend:
     def synchronize(self) -> None:
         self._htcore.mark_step()
         self._hpu.synchronize()
+        self._copies.finished()
 
     def mark(self) -> None:
         self._htcore.mark_step()
 
     def event(self) -> GaudiEvent:
         self.mark()
-        return GaudiEvent(self._hpu.Event(enable_timing=True))
+        return GaudiEvent(self._hpu.Event(enable_timing=True), self._copies)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -225,7 +239,9 @@ class GaudiBackend:
         return torch.zeros(size, dtype=dtype)
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        return tensor.to("cpu", non_blocking=True)
+        # What makes the tensor must have been launched before another stream can wait for it.
+        self.mark()
+        return self._copies.start(tensor)
 
     def upload(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)

@@ -17,6 +17,7 @@ from hpu.emulator.memory import Memory
 from hpu.emulator.queue import PendingWork, spoil
 from hpu.emulator.segments import Recipes, Segment
 from hpu.emulator.settings import EmulatorConfig, RuntimeVariables
+from hpu.emulator.streams import Clock, Line
 from hpu.emulator.tensor import (
     HpuTensor,
     Lease,
@@ -53,6 +54,9 @@ class Device:
         self.recipes = Recipes(config, variables, self.journal, self.memory)
         self.segment = Segment(self.recipes)
         self.pending = PendingWork()
+        self.clock = Clock()
+        self.line = Line(self.clock, is_default=True)
+        """The stream to which work is given now."""
         self.recording: Recording | None = None
         self.region_depth = 0
         """How many regions compiled with hpu_backend are being run, one inside the other."""
@@ -88,6 +92,9 @@ class Device:
         self._check_leases(name, args, kwargs)
         if self.recording is not None:
             self._check_view_write(func, name, args)
+        if not self.line.is_default:
+            for given in device_tensors((args, kwargs)):
+                self.line.check(given, name, self.journal.misuse)
         if name == "aten::copy_" and not isinstance(args[0], HpuTensor):
             return self._to_host(args[0], args[1], _non_blocking(args, kwargs, 2))
         if name == "aten::_to_copy" and _goes_to_cpu(kwargs):
@@ -121,6 +128,14 @@ class Device:
         if self.in_step:
             self.journal.misuse("host_sync", "the host waits for the device inside a step", op)
         self.pending.drain()
+
+    def new_line(self) -> Line:
+        """A stream beside the default one."""
+        return Line(self.clock, is_default=False)
+
+    def count_event_wait(self) -> None:
+        """The host waits for an event, as it may inside a step."""
+        self.journal.counts["event_waits"] += 1
 
     def synchronize(self) -> None:
         """Wait for all work; errors of earlier kernels appear here."""
@@ -170,6 +185,9 @@ class Device:
         for out in tensors_in(result):
             rules.check_dtype(out, name)
         wrapped = self._wrap(result, args, kwargs)
+        if name not in rules.VIEWS:
+            for out in device_tensors(wrapped):
+                self.clock.stamp(out.block)
         if self.recording is not None:
             self.recording.add(func, inner_args, inner_kwargs, wrapped)
         needs_recipe = name not in rules.EMPTY and not _is_upload(name, args)
@@ -264,7 +282,11 @@ class Device:
         if not non_blocking:
             return target.copy_(source.host)
         self.close_segment()
-        self.pending.copy(target, source.host)
+        if self.line.is_default:
+            self.pending.copy(target, source.host, self.line)
+        else:
+            is_whole = self.line.late(source, "aten::copy_", self.journal.misuse)
+            self.pending.copy_late(target, source.host, self.line, is_whole)
         return target
 
     def compile_only(self) -> bool:

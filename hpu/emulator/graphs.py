@@ -198,6 +198,8 @@ class HPUGraph:
         self._device.acquisition.touch()
         self._device.close_segment()
         self._device.journal.counts["replays"] += 1
+        for block in self._blocks:
+            self._device.clock.stamp(block)
 
     def _run_static(self) -> None:
         table = self._table

@@ -4,13 +4,15 @@ from hpu.emulator.settings import EmulatorConfig
 
 
 class Block:
-    """Device bytes that are in use for as long as this object lives; views share their base's."""
+    """Device bytes that are in use for as long as this object lives; views share their base's.
+    `written` is when the default stream last wrote to them."""
 
-    __slots__ = ("memory", "size")
+    __slots__ = ("__weakref__", "memory", "size", "written")
 
     def __init__(self, memory: "Memory", size: int) -> None:
         self.memory = memory
         self.size = size
+        self.written = 0
 
     def __del__(self) -> None:
         self.memory.give_back(self.size)

@@ -1,7 +1,6 @@
 """The module `torch.hpu`: device, memory, events, streams and random numbers of the emulated card.
 Knows the device only through its public methods."""
 
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
@@ -12,71 +11,8 @@ from torch import Tensor, nn
 
 from hpu.emulator import graphs
 from hpu.emulator.device import Device
-from hpu.emulator.tensor import DEVICE
+from hpu.emulator.streams import CardEvent, CardStream
 from hpu.emulator.wrap import GraphedFunction, make_graphed, wrap_module
-
-
-class CardEvent:
-    """A point in the card's queue; `elapsed_time` is host time in milliseconds."""
-
-    def __init__(self, device: Device, enable_timing: bool) -> None:
-        self._device = device
-        self._timed = enable_timing
-        self._point: int | None = None
-        self._moment_s = 0.0
-
-    def record(self, stream: Any = None) -> None:
-        self._device.acquisition.touch()
-        self._device.close_segment()
-        self._point = self._device.pending.point()
-        self._moment_s = time.perf_counter()
-
-    def wait(self, stream: Any = None) -> None:
-        """Orders streams, not the host."""
-
-    def query(self) -> bool:
-        """True: the emulated card is always done by the time it is asked."""
-        self._reach()
-        return True
-
-    def synchronize(self) -> None:
-        self._device.journal.counts["event_waits"] += 1
-        self._reach()
-
-    def elapsed_time(self, end: "CardEvent") -> float:
-        if not (self._timed and end._timed):
-            raise RuntimeError("elapsed_time needs events made with enable_timing=True")
-        return (end._moment_s - self._moment_s) * 1e3
-
-    def _reach(self) -> None:
-        if self._point is not None:
-            self._device.pending.reach(self._point)
-
-
-class CardStream:
-    """One queue; all streams of the emulated card are in order with one another."""
-
-    def __init__(self, device: Device, priority: int) -> None:
-        self._device = device
-        self.priority = priority
-        self.device = DEVICE
-
-    def wait_event(self, event: CardEvent) -> None:
-        """In order already."""
-
-    def wait_stream(self, stream: "CardStream") -> None:
-        """In order already."""
-
-    def record_event(self, event: CardEvent | None = None) -> CardEvent:
-        event = event or CardEvent(self._device, False)
-        event.record(self)
-        return event
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        self._device.synchronize()
 
 
 class Api:
@@ -84,7 +20,7 @@ class Api:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._default = CardStream(device, 0)
+        self._default = CardStream(device, device.line, 0)
         self._stream = self._default
 
     def _lazy_init(self) -> None:
@@ -179,7 +115,7 @@ class Api:
         return CardEvent(self._device, enable_timing)
 
     def Stream(self, device: Any = None, priority: int = 0) -> CardStream:
-        return CardStream(self._device, priority)
+        return CardStream(self._device, self._device.new_line(), priority)
 
     def current_stream(self, device: Any = None) -> CardStream:
         return self._stream
@@ -189,11 +125,16 @@ class Api:
 
     @contextmanager
     def stream(self, stream: CardStream) -> Iterator[None]:
-        before, self._stream = self._stream, stream
+        before = self._stream
+        self._enter(stream)
         try:
             yield
         finally:
-            self._stream = before
+            self._enter(before)
+
+    def _enter(self, stream: CardStream) -> None:
+        self._stream = stream
+        self._device.line = stream.line
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)

@@ -77,11 +77,11 @@ def test_weights_beyond_a_card_ask_for_more_cards() -> None:
     advice = changes(LARGE, plan)
 
     assert not plan.fits
-    assert advice == ["--tensor-parallel-size 2: 65.71 GiB of weights and 1180 blocks on each card"]
+    assert advice == ["--tensor-parallel-size 2: 65.71 GiB of weights and 1175 blocks on each card"]
 
 
 def test_a_context_beyond_the_cache_asks_for_less_of_it_or_more_memory() -> None:
-    tight = wish(card_bytes=int(20.3 * GIB), max_model_len=32768, utilization=0.85)
+    tight = wish(card_bytes=int(20.93 * GIB), max_model_len=32768, utilization=0.85)
     plan = plan_card(SMALL, tight)
 
     advice = changes(SMALL, plan)

@@ -11,7 +11,13 @@ from tiny_models import COMMON, FAMILIES, make_tiny
 from config.errors import ConfigError
 from config.model import ModelConfig, read_model_config
 from hpu.kv_cache import block_bytes
-from hpu.model_size import check_split, count_parameters, kv_block_bytes, weight_bytes
+from hpu.model_size import (
+    check_split,
+    context_bytes,
+    count_parameters,
+    kv_block_bytes,
+    weight_bytes,
+)
 from hpu.models.select import build_model
 
 ARCHITECTURES = {
@@ -96,3 +102,13 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) 
 
     with pytest.raises(ConfigError, match="is a GPT2LMHeadModel, supported are LlamaForCausalLM"):
         count_parameters(facts)
+
+
+def test_a_long_context_takes_a_mask_and_a_copy_of_its_keys_and_values(tmp_path: Path) -> None:
+    facts = tiny(tmp_path, "llama", num_attention_heads=16, num_key_value_heads=8, head_dim=128)
+
+    taken = context_bytes(facts, num_cards=2, width=2, num_tokens=8192, max_model_len=131072)
+
+    # A float32 mask of 8192 x 131072 and its copy in two bytes; keys and values of half of the
+    # heads, once gathered and once joined.
+    assert taken == 8192 * 131072 * 6 + 2 * 2 * 131072 * 4 * 128 * 2

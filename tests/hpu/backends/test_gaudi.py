@@ -123,6 +123,24 @@ def test_a_full_card_is_told_from_other_errors() -> None:
     backend.close()
 
 
+def test_a_copy_to_the_host_outlives_its_source_and_is_there_at_the_next_event() -> None:
+    backend = select_backend(
+        EngineConfig("m", device="hpu-emulator", emulator=EmulatorSettings(is_strict=True))
+    )
+    early = backend.event()
+    source = backend.zeros((4,), torch.float32).add_(7)
+
+    copy = backend.to_host(source)
+    del source
+    early.wait()
+    assert torch.isnan(copy).all()
+    backend.zeros((4,), torch.float32)
+    backend.event().wait()
+
+    assert copy.tolist() == [7.0] * 4
+    backend.close()
+
+
 def test_without_a_gaudi_none_of_the_vendors_code_is_looked_for() -> None:
     import sys
 

@@ -427,3 +427,52 @@ def test_20_a_capture_may_change_a_tensor_in_place_but_no_view_of_one() -> None:
 
         assert before == 0
         assert card.journal.counts["view_write"] == 1
+
+
+def test_21_another_streams_copy_must_wait_for_what_it_reads() -> None:
+    with emulated() as card:
+        side = torch.hpu.Stream()  # type: ignore[attr-defined]
+        x = torch.ones(2, device="hpu") * 3
+
+        with torch.hpu.stream(side):  # type: ignore[attr-defined]
+            x.to("cpu", non_blocking=True)
+
+        assert card.journal.counts["stream_order"] == 1
+
+
+@pytest.mark.parametrize("kind", ["stream_freed", "stream_overwritten"])
+def test_21_the_source_of_another_streams_copy_must_last_until_it_is_done(kind: str) -> None:
+    with emulated() as card:
+        side, made = torch.hpu.Stream(), torch.hpu.Event()  # type: ignore[attr-defined]
+        x = torch.ones(2, device="hpu") * 3
+        made.record()
+        side.wait_event(made)
+        with torch.hpu.stream(side):  # type: ignore[attr-defined]
+            x.to("cpu", non_blocking=True)
+        done = side.record_event()
+
+        if kind == "stream_freed":
+            del x
+        else:
+            x.add_(1)
+        done.synchronize()
+
+        assert card.journal.counts[kind] == 1
+
+
+def test_21_an_event_of_one_stream_says_nothing_of_another() -> None:
+    with emulated():
+        side, made = torch.hpu.Stream(), torch.hpu.Event()  # type: ignore[attr-defined]
+        x = torch.ones(2, device="hpu")
+        made.record()
+        side.wait_event(made)
+        with torch.hpu.stream(side):  # type: ignore[attr-defined]
+            copy = x.to("cpu", non_blocking=True)
+
+        later = torch.hpu.Event()  # type: ignore[attr-defined]
+        later.record()
+        later.synchronize()
+        assert torch.isnan(copy).all()
+        side.record_event().synchronize()
+
+        assert copy.tolist() == [1.0, 1.0]
