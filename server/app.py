@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from config.errors import UserError
+from server.anthropic.faults import refusal
 from server.errors import fault_of
 from server.middleware import REQUEST_ID, Books, Cors, Gate
 from server.openapi import DescribedApi
@@ -14,6 +15,7 @@ from server.routes.admin import admin_routes
 from server.routes.chat import chat_routes
 from server.routes.completions import completion_routes
 from server.routes.docs import docs_routes
+from server.routes.messages import messages_routes
 from server.routes.models import model_routes
 from server.routes.tokenize import tokenize_routes
 from server.state import AppState
@@ -33,7 +35,10 @@ def create_app(state: AppState) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    for routes in (chat_routes, completion_routes, model_routes, tokenize_routes, admin_routes):
+    for routes in (
+        *(chat_routes, completion_routes, messages_routes, model_routes, tokenize_routes),
+        admin_routes,
+    ):
         app.include_router(routes(state))
     if has_docs:
         app.include_router(docs_routes(app.title))
@@ -55,8 +60,9 @@ def create_app(state: AppState) -> FastAPI:
 
 
 async def _answer_http(request: Request, error: Exception) -> Response:
-    return fault_of(error).response()
+    return refusal(fault_of(error), request.url.path)
 
 
 async def _answer_invalid(request: Request, error: Exception) -> Response:
-    return fault_of(UserError("the path or query of this request is not valid")).response()
+    fault = fault_of(UserError("the path or query of this request is not valid"))
+    return refusal(fault, request.url.path)

@@ -7,7 +7,7 @@ from functools import partial
 from starlette.requests import Request
 
 from config.errors import PromptTooLong
-from server.job import Job, check_grammar, encoded, start_job
+from server.job import Job, check_grammar, encoded, start_job, truncated
 from server.reading import Answers, forced_answers, schemas_of
 from server.record import log_prompt, record_of
 from server.schema.chat import ChatBody, ConversationBody
@@ -79,6 +79,15 @@ async def start_conversation(
         param="messages",
         answers=_answers(state, body, text, has_form=params.structured_outputs is not None),
     )
+
+
+async def count_prompt(state: AppState, body: ChatBody) -> int:
+    """How many tokens the prompt of `body` has, also where they are too many. Raises UserError."""
+    state.model(body.model)
+    body.check()
+    text = await render(state, body)
+    ids = await state.text_tokenizer("messages").encode(text, bool(body.add_special_tokens))
+    return len(truncated(ids, body.truncate_prompt_tokens, state.max_model_len, body.limit))
 
 
 async def _rendered(state: AppState, body: ChatBody) -> str:

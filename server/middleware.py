@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from config.errors import Overloaded
 from config.log import PROBES
+from server.anthropic.faults import is_messages, refusal
 from server.auth import Keys
 from server.errors import CLIENT_CLOSED, ClientGone, Fault, fault_of
 from server.record import Record, keep, record_of
@@ -41,6 +42,8 @@ class Books:
                 record.status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers[REQUEST_ID] = record.id
+                if is_messages(record.path):
+                    headers["request-id"] = record.id
                 if not headers.get("content-type", "").startswith("text/event-stream"):
                     headers["openai-processing-ms"] = str(round(record.seconds * 1e3))
             await send(message)
@@ -96,7 +99,7 @@ class Gate:
             if isinstance(error, Overloaded):
                 full = error.type == "server_overloaded"
                 self._state.metrics.rejected("queue_full" if full else "not_ready")
-            await fault_of(error).response()(scope, receive, send)
+            await refusal(fault_of(error), scope["path"])(scope, receive, send)
 
 
 class Cors(CORSMiddleware):

@@ -9,9 +9,13 @@ from pydantic.json_schema import models_json_schema
 from server.schema.admin import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from server.schema.chat import ChatBody
 from server.schema.completions import CompletionBody
+from server.schema.messages import CountBody, MessagesBody
 
 _REF = "#/components/schemas/{model}"
-_BODIES = (ChatBody, CompletionBody, TokenizeTextBody, TokenizeChatBody, DetokenizeBody)
+_BODIES = (
+    *(ChatBody, CompletionBody, MessagesBody, CountBody),
+    *(TokenizeTextBody, TokenizeChatBody, DetokenizeBody),
+)
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -28,22 +32,39 @@ _ERROR = {
         }
     },
 }
-_FAULT = {
-    "description": "An error",
-    "content": {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}},
-}
-
-ANSWERS: dict[int | str, dict[str, Any]] = {"default": _FAULT}
-GENERATES: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "The answer; with `stream`, server-sent events",
-        "content": {
-            "application/json": {"schema": {"type": "object"}},
-            "text/event-stream": {"schema": {"type": "string"}},
+_MESSAGES_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"type": "string", "const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
         },
     },
-    "default": _FAULT,
 }
+_GENERATED = {
+    "description": "The answer; with `stream`, server-sent events",
+    "content": {
+        "application/json": {"schema": {"type": "object"}},
+        "text/event-stream": {"schema": {"type": "string"}},
+    },
+}
+Answers = dict[int | str, dict[str, Any]]
+
+
+def _fault(model: str) -> dict[str, Any]:
+    return {
+        "description": "An error",
+        "content": {"application/json": {"schema": {"$ref": _REF.format(model=model)}}},
+    }
+
+
+ANSWERS: Answers = {"default": _fault("Error")}
+GENERATES: Answers = {200: _GENERATED, **ANSWERS}
+MESSAGES_ANSWERS: Answers = {"default": _fault("MessagesError")}
+MESSAGES_GENERATES: Answers = {200: _GENERATED, **MESSAGES_ANSWERS}
 
 
 def takes(*names: str) -> dict[str, Any]:
@@ -71,6 +92,7 @@ class DescribedApi(FastAPI):
             schemas = made.setdefault("components", {}).setdefault("schemas", {})
             schemas.update(definitions["$defs"])
             schemas["Error"] = _ERROR
+            schemas["MessagesError"] = _MESSAGES_ERROR
             made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             made["security"] = [{"key": []}, {}]
             self.openapi_schema = made

@@ -9,9 +9,9 @@ from starlette.responses import Response
 from server.body import parse, read_object
 from server.choices import Gathered, chat_logprobs, prompt_logprobs_of
 from server.chunks import ChatChunks
-from server.conversation import start_conversation
+from server.conversation import count_prompt, start_conversation
 from server.job import Job, answer_stream, answer_whole, gather
-from server.openapi import GENERATES, takes
+from server.openapi import ANSWERS, GENERATES, takes
 from server.schema.chat import ChatBody
 from server.state import AppState
 
@@ -36,6 +36,19 @@ def chat_routes(state: AppState) -> APIRouter:
             shows = body.include_reasoning is not False
             return answer_stream(job, ChatChunks(job, echo, shows_thinking=shows))
         return answer_whole(_whole(job, await gather(job, request), echo))
+
+    @router.post(
+        "/v1/chat/completions/input_tokens",
+        operation_id="count_chat_tokens",
+        summary="Tokens of a conversation's prompt",
+        openapi_extra=takes("ChatBody"),
+        responses=ANSWERS,
+    )
+    async def count_chat_tokens(request: Request) -> Response:
+        state.opened()
+        body = await parse(ChatBody, await read_object(request, state.config.max_body_bytes))
+        count = await count_prompt(state, body)
+        return answer_whole({"object": "response.input_tokens", "input_tokens": count})
 
     return router
 

@@ -72,7 +72,7 @@ def check_tools(tools: list[Any] | None, choice: Any) -> None:
             f"tool_choice is {shown}, it must be none, auto, required or name a function"
         )
     if tools is None:
-        raise _bad_choice("tool_choice asks for a call, and tools holds no function")
+        raise _bad_choice("tool_choice asks for a call, and there are no tools")
     if named is not None and named not in names:
         raise _bad_choice(f"tool_choice names {named[:_SHOWN]!r}, which is not in tools")
 

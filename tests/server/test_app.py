@@ -20,7 +20,10 @@ from server.frontends import bind
 ROOT = Path(__file__).parents[2]
 ROUTES = {
     "/v1/chat/completions": {"post"},
+    "/v1/chat/completions/input_tokens": {"post"},
     "/v1/completions": {"post"},
+    "/v1/messages": {"post"},
+    "/v1/messages/count_tokens": {"post"},
     "/v1/models": {"get"},
     "/v1/models/{id}": {"get"},
     "/tokenize": {"post"},

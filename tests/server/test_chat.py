@@ -283,3 +283,22 @@ def test_the_newer_name_of_the_limit_wins() -> None:
     body = ChatBody.model_validate({"messages": [], "max_tokens": 5, "max_completion_tokens": 7})
 
     assert body.limit == 7
+
+
+async def test_counted_tokens_are_those_of_the_answers_usage() -> None:
+    async with in_memory() as rig:
+        body = {"messages": [{"role": "user", "content": "hi " * 3_000}], "max_tokens": 9}
+        short = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
+        counts = [
+            (await rig.post("/v1/chat/completions/input_tokens", one)).json()
+            for one in (body, short, {**short, "truncate_prompt_tokens": 3})
+        ]
+        answer = await rig.post("/v1/chat/completions", short)
+
+        usage = answer.json()["usage"]
+        assert counts[1] == {
+            "object": "response.input_tokens",
+            "input_tokens": usage["prompt_tokens"],
+        }
+        assert counts[0]["input_tokens"] > rig.state.max_model_len
+        assert counts[2]["input_tokens"] == 3

@@ -323,7 +323,7 @@ STRICT = {"type": "function", "function": {"name": "f", "strict": True}}
         ),
         ({"tools": [NOW], "guided_regex": "a"}, {}, "guided_regex", "tools"),
         ({"tools": [NOW], "tool_choice": "any"}, {}, "tool_choice", "'any'"),
-        ({"tool_choice": "required"}, {}, "tool_choice", "no function"),
+        ({"tool_choice": "required"}, {}, "tool_choice", "no tools"),
         (
             {"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "g"}}},
             {},

@@ -1,0 +1,62 @@
+"""POST /v1/messages and /v1/messages/count_tokens: the Messages API, over the chat's pipeline."""
+
+import asyncio
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.anthropic.answers import MessageEvents, whole_message
+from server.anthropic.faults import ROUTES
+from server.anthropic.turns import chat_of
+from server.body import MANY_BYTES, Sent, parse, read_object
+from server.conversation import count_prompt, start_conversation
+from server.job import answer_stream, answer_whole, gather
+from server.openapi import MESSAGES_ANSWERS, MESSAGES_GENERATES, takes
+from server.schema.chat import ChatBody
+from server.schema.messages import CountBody, MessagesBody
+from server.state import AppState
+
+
+def messages_routes(state: AppState) -> APIRouter:
+    """The routes, over `state`."""
+    router = APIRouter(tags=["Anthropic"])
+
+    @router.post(
+        ROUTES,
+        operation_id="create_message",
+        summary="Answer a conversation, in blocks",
+        openapi_extra=takes("MessagesBody"),
+        responses=MESSAGES_GENERATES,
+    )
+    async def create_message(request: Request) -> Response:
+        state.opened()
+        sent = await read_object(request, state.config.max_body_bytes)
+        body = await parse(MessagesBody, sent)
+        job = await start_conversation(state, request, await _chat(body, sent), id_prefix="msg_")
+        shows = body.thinking is None or body.thinking.display != "omitted"
+        if body.stream:
+            return answer_stream(job, MessageEvents(job, shows_thinking=shows))
+        (choice,) = await gather(job, request)
+        return answer_whole(whole_message(job, choice, shows_thinking=shows))
+
+    @router.post(
+        f"{ROUTES}/count_tokens",
+        operation_id="count_message_tokens",
+        summary="Tokens of a conversation",
+        openapi_extra=takes("CountBody"),
+        responses=MESSAGES_ANSWERS,
+    )
+    async def count_message_tokens(request: Request) -> Response:
+        state.opened()
+        sent = await read_object(request, state.config.max_body_bytes)
+        chat = await _chat(await parse(CountBody, sent), sent)
+        return answer_whole({"input_tokens": await count_prompt(state, chat)})
+
+    return router
+
+
+async def _chat(body: CountBody, sent: Sent) -> ChatBody:
+    if sent.num_bytes <= MANY_BYTES:
+        return chat_of(body)
+    return await asyncio.to_thread(chat_of, body)

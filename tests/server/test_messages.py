@@ -1,0 +1,427 @@
+"""The Messages API over HTTP: what is asked of the model, whole answers, streams, and errors."""
+
+import json
+from typing import Any
+
+import pytest
+from http_rig import (
+    THINKING_TEMPLATE,
+    TOKENIZER,
+    TOOLS_TEMPLATE,
+    Rig,
+    TalkingClient,
+    ids,
+    in_memory,
+)
+
+WEATHER = {
+    "name": "get_weather",
+    "description": "The weather of a place",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Ålesund"}}\n</tool_call>'
+THOUGHT = "<think>\nLet me see.\n</think>\n\n"
+HI = [{"role": "user", "content": "hi"}]
+USE = {"type": "tool_use", "id": "t1", "name": "get_weather", "input": {"city": "Oslo"}}
+
+
+def talking(reply: str = "Hello world", **config: Any) -> Any:
+    return in_memory(TalkingClient(reply), **{"chat_template": THINKING_TEMPLATE, **config})
+
+
+async def ask(rig: Rig, **fields: Any) -> Any:
+    return await rig.post("/v1/messages", {"max_tokens": 400, "messages": HI, **fields})
+
+
+def asked(rig: Rig, place: int = -1) -> str:
+    """The text that the engine was sent."""
+    return TOKENIZER.decode(rig.client.boxes[place].prompt, skip_special_tokens=False)
+
+
+def read_stream(stream: bytes) -> list[tuple[str, Any]]:
+    found = []
+    for frame in stream.removesuffix(b"\n\n").split(b"\n\n"):
+        head, data = frame.split(b"\n")
+        value = json.loads(data.removeprefix(b"data: "))
+        assert head == b"event: " + value["type"].encode()
+        found.append((value["type"], value))
+    return found
+
+
+def joined(events: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The message that a stream's events make, as a client puts it together."""
+    kind, first = events[0]
+    assert kind == "message_start"
+    message, is_open, written = first["message"], False, ""
+    for kind, event in events[1:-2]:
+        if kind == "content_block_start":
+            assert not is_open and event["index"] == len(message["content"])
+            message["content"].append(event["content_block"])
+            is_open, written = True, ""
+        elif kind == "content_block_stop":
+            is_open = False
+            if message["content"][-1]["type"] == "tool_use":
+                message["content"][-1]["input"] = json.loads(written)
+        else:
+            assert kind == "content_block_delta" and is_open
+            assert event["index"] == len(message["content"]) - 1
+            delta = event["delta"]
+            name = delta["type"].removesuffix("_delta")
+            if name == "input_json":
+                written += delta["partial_json"]
+            else:
+                message["content"][-1][name] += delta[name]
+    (kind, end), (last, _) = events[-2:]
+    assert (kind, last, is_open) == ("message_delta", "message_stop", False)
+    return {**message, **end["delta"], "usage": {**message["usage"], **end["usage"]}}
+
+
+async def test_a_message_has_blocks_an_end_and_its_tokens() -> None:
+    async with talking("Hello world") as rig:
+        response = await ask(rig, system="Be kind.", temperature=0.0, top_k=5)
+
+        answer = response.json()
+        assert answer.pop("id").startswith("msg_")
+        assert response.headers["request-id"] == response.headers["x-request-id"]
+        prompt = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+        assert asked(rig).startswith(prompt + "<|im_start|>assistant\n")
+        assert answer == {
+            "type": "message",
+            "role": "assistant",
+            "model": "demo",
+            "content": [{"type": "text", "text": "Hello world"}],
+            "stop_reason": "end_turn",
+            "stop_sequence": None,
+            "usage": {
+                "input_tokens": len(rig.client.boxes[0].prompt),
+                "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": 0,
+                "output_tokens": len(ids("Hello world")) + 1,
+                "output_tokens_details": {"thinking_tokens": 0},
+            },
+        }
+        sampling = rig.client.boxes[0].sampling
+        assert (sampling.max_tokens, sampling.temperature, sampling.top_k) == (400, 0.0, 5)
+
+
+THINKS = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+
+
+@pytest.mark.parametrize(
+    ("reply", "fields", "kinds", "stop_reason"),
+    [
+        ("Hello world", {}, ["text"], "end_turn"),
+        ("Hello world", {"max_tokens": 3}, ["text"], "max_tokens"),
+        ("Well END on", {"stop_sequences": ["END", "x"]}, ["text"], "stop_sequence"),
+        ("Hm. " + CALL + " Done.", {"tools": [WEATHER]}, ["text", "tool_use", "text"], "tool_use"),
+        (CALL + CALL, {"tools": [WEATHER]}, ["tool_use", "tool_use"], "tool_use"),
+        (
+            CALL + CALL,
+            {
+                "tools": [WEATHER],
+                "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+            },
+            ["tool_use"],
+            "tool_use",
+        ),
+        (THOUGHT + "Yes.", THINKS, ["thinking", "text"], "end_turn"),
+        (THOUGHT + CALL, {**THINKS, "tools": [WEATHER]}, ["thinking", "tool_use"], "tool_use"),
+        (
+            '[{"name": "get_weather", "arguments": {"city": "a"}}]',
+            {"tools": [WEATHER], "tool_choice": {"type": "any"}},
+            ["tool_use"],
+            "tool_use",
+        ),
+        (
+            '{"city": "a"}',
+            {"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "get_weather"}},
+            ["tool_use"],
+            "tool_use",
+        ),
+        (CALL, {"tools": [WEATHER], "tool_choice": {"type": "none"}}, ["text"], "end_turn"),
+    ],
+)
+async def test_a_stream_makes_the_message_that_is_sent_whole(
+    reply: str, fields: Any, kinds: list[str], stop_reason: str
+) -> None:
+    async with talking(reply) as rig:
+        whole = (await ask(rig, **fields)).json()
+        stream = await ask(rig, **fields, stream=True)
+
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        streamed = joined(read_stream(stream.content))
+        for message in (whole, streamed):
+            message.pop("id")
+            for block in message["content"]:
+                block.pop("id", None)
+        assert streamed == whole
+        assert [block["type"] for block in whole["content"]] == kinds
+        assert whole["stop_reason"] == stop_reason
+
+
+async def test_the_matched_stop_sequence_is_told() -> None:
+    async with talking("Well END on") as rig:
+        answer = (await ask(rig, stop_sequences=["END"])).json()
+
+        assert (answer["stop_sequence"], answer["content"][0]["text"]) == ("END", "Well ")
+
+
+async def test_thinking_is_off_unless_it_is_asked_for_and_may_be_left_out_of_the_answer() -> None:
+    async with talking(THOUGHT + "Yes.") as rig:
+        await ask(rig)
+        await ask(rig, thinking={"type": "adaptive"})
+        shown = (await ask(rig, **THINKS)).json()
+        hidden = (await ask(rig, thinking={"type": "adaptive", "display": "omitted"})).json()
+
+        assert asked(rig, 0).endswith("<think></think>")
+        assert not asked(rig, 1).endswith("<think></think>")
+        assert shown["content"][0] == {
+            "type": "thinking",
+            "thinking": "Let me see.",
+            "signature": "",
+        }
+        assert hidden["content"][0]["thinking"] == ""
+        count = len(ids(THOUGHT.rstrip()))
+        assert shown["usage"]["output_tokens_details"] == {"thinking_tokens": count}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        (
+            '{"n": 12345678901234567890123, "x": 1e999}',
+            '{"n": 12345678901234567890123, "x": 1e999}',
+        ),
+        (r'{"x": "\ud800"}', r'{"x": "\ud800"}'),
+        ('{"a": 1, "city": "Ber', '{"a": 1}'),
+        ('{"n": 12345678901234567890123, "x": [1, ', '{"n": 12345678901234567890123, "x": [1]}'),
+        ('{"x": 1e999, ', "{}"),
+    ],
+)
+async def test_the_input_of_a_call_is_what_the_model_wrote_as_far_as_it_came(
+    arguments: str, given: str
+) -> None:
+    call = '<tool_call>{"name": "get_weather", "arguments": ' + arguments
+    async with talking(call) as rig:
+        answer = await ask(rig, tools=[WEATHER], max_tokens=len(ids(call)))
+
+        assert f'"input":{given}' in answer.text
+        assert answer.json()["stop_reason"] == "max_tokens"
+
+
+async def test_blocks_become_the_messages_that_a_template_reads() -> None:
+    template = "{{ messages | tojson }}{% if tools %}{{ tools | tojson }}{% endif %}"
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "user", "content": "c"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "x"},
+                {"type": "text", "text": "So", "cache_control": {"type": "ephemeral"}},
+                USE,
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "t1",
+                    "is_error": True,
+                    "content": [{"type": "text", "text": "no such place"}],
+                },
+                {"type": "text", "text": "And now?"},
+            ],
+        },
+    ]
+    system = [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}]
+    async with talking(chat_template=template, tool_call_parser="hermes") as rig:
+        response = await ask(rig, messages=messages, system=system, tools=[WEATHER])
+
+        assert response.status_code == 200, response.text
+        shown, end = json.JSONDecoder().raw_decode(asked(rig))
+        assert [(m["role"], m["content"]) for m in shown] == [
+            ("system", "Be kind."),
+            ("user", "ab\nc"),
+            ("assistant", "So"),
+            ("tool", "Error: no such place"),
+            ("user", "And now?"),
+        ]
+        assert shown[2]["reasoning_content"] == "hm"
+        assert shown[2]["tool_calls"] == [
+            {
+                "id": "t1",
+                "type": "function",
+                "function": {"name": "get_weather", "arguments": {"city": "Oslo"}},
+            }
+        ]
+        assert (shown[3]["tool_call_id"], shown[3]["name"]) == ("t1", "get_weather")
+        (tool,) = json.loads(asked(rig)[end:])
+        assert tool["function"] == {
+            "name": "get_weather",
+            "description": "The weather of a place",
+            "parameters": WEATHER["input_schema"],
+        }
+
+
+async def test_an_answer_goes_on_with_the_last_message_if_it_is_the_assistants() -> None:
+    async with talking(" blue") as rig:
+        begun = [*HI, {"role": "assistant", "content": "The sky is"}]
+        answer = (await ask(rig, messages=begun)).json()
+        await ask(rig, messages=[*HI, {"role": "assistant", "content": ""}])
+
+        assert asked(rig, 0).endswith("<|im_start|>assistant\nThe sky is")
+        assert answer["content"][0]["text"] == " blue"
+        assert "assistant\n<think>" in asked(rig, 1)
+
+
+async def test_counted_tokens_are_those_of_the_answers_usage() -> None:
+    tools = {"tools": [WEATHER], "tool_choice": {"type": "any"}}
+    async with talking("[]") as rig:
+        rig.client.num_cached = 3  # type: ignore[attr-defined]
+        for fields in ({}, {"system": "x"}, tools, THINKS):
+            count = await rig.post(
+                "/v1/messages/count_tokens", {"messages": HI, "model": "demo", **fields}
+            )
+            usage = (await ask(rig, **fields)).json()["usage"]
+
+            assert count.json() == {"input_tokens": usage["input_tokens"]}
+            assert usage["cache_read_input_tokens"] == 3
+
+
+async def test_an_output_format_holds_the_answer_to_a_schema() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    async with talking('{"a":1}') as rig:
+        form = {"type": "json_schema", "schema": schema}
+        await ask(rig, output_config={"format": form, "effort": "low"})
+
+        spec = rig.client.boxes[0].sampling.structured_outputs
+        assert spec is not None and json.loads(spec.text) == schema
+
+
+def result(**fields: Any) -> list[Any]:
+    block = {"type": "tool_result", "tool_use_id": "t1", **fields}
+    return [*HI, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [block]}]
+
+
+def says(*blocks: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": list(blocks)}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": 5_000}, "maximum context length is 4096"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": 3}, "temperature is 3"),
+        ({"messages": []}, "messages is empty"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0]"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        (says({"text": "x"}), "messages[0].content[0] must be an object with a type"),
+        (says({"type": "text"}), "has no text"),
+        (says({"type": "image", "source": {}}), "takes text only"),
+        (says({"type": "document"}), "takes text only"),
+        (says({"type": "search_result"}), "'search_result'"),
+        ({"messages": result(tool_use_id="t2")}, "'t2' is of no tool_use"),
+        ({"messages": result(content=[{"type": "image"}])}, "content[0].content[0]"),
+        ({"messages": result()[:2]}, "a tool_result must follow"),
+        ({"system": [{"type": "image"}]}, "system[0]"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+        ({"tools": [{"input_schema": {}}]}, "tools[0] has no name"),
+        (
+            {"tools": [{"name": "f", "input_schema": {"type": "array"}}]},
+            "tools[0].input_schema must be",
+        ),
+        ({"tool_choice": {"type": "any"}}, "tool_choice asks for a call"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "g"}}, "'g'"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "no name"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "most"}}, "tool_choice.type"),
+        ({"stop_sequences": ["a", "b", "c", "d", "e"]}, "stop_sequences has 5 strings"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not supported"),
+        ({"container": "c"}, "container is not supported"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+        ({"output_format": {"type": "json_schema", "schema": {"not": {}}}, "tools": [WEATHER]}, ""),
+    ],
+)
+async def test_what_cannot_be_honoured_is_refused_in_its_own_words(
+    fields: dict[str, Any], words: str
+) -> None:
+    async with talking() as rig:
+        for more in ({}, {"stream": True}):
+            response = await ask(rig, **{**fields, **more})
+
+            body = response.json()
+            assert (response.status_code, list(body)) == (400, ["type", "error"]), body
+            assert body["type"] == "error"
+            assert body["error"]["type"] == "invalid_request_error"
+            assert words in body["error"]["message"]
+            assert "function" not in body["error"]["message"]
+        assert not rig.client.boxes
+
+
+async def test_unknown_fields_nulls_and_hints_are_taken() -> None:
+    taken = {
+        **{"metadata": {"user_id": "u"}, "service_tier": "auto", "cache_control": None},
+        **{"system": None, "tools": [], "tool_choice": {"type": "auto"}, "stop_sequences": []},
+        **{"thinking": {"type": "disabled"}, "mcp_servers": [], "something": 1},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    }
+    async with talking() as rig:
+        response = await ask(rig, **taken)
+
+        assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "headers", "status", "kind"),
+    [
+        ("POST", "/v1/messages", b"{}", {"x-api-key": "no"}, 401, "authentication_error"),
+        ("POST", "/v1/messages", b"{", {}, 400, "invalid_request_error"),
+        ("POST", "/v1/messages", b"x" * 3_000, {}, 413, "request_too_large"),
+        ("POST", "/v1/messages", b"", {"content-type": "a/b"}, 415, "invalid_request_error"),
+        ("GET", "/v1/messages", b"", {}, 405, "invalid_request_error"),
+        ("POST", "/v1/messages/batches", b"{}", {}, 404, "not_found_error"),
+        ("POST", "/v1/messages/count_tokens", b"[]", {}, 400, "invalid_request_error"),
+        (
+            "POST",
+            "/v1/messages",
+            b'{"model": "other", "max_tokens": 1, "messages": [{"role": "user", "content": ""}]}',
+            {},
+            404,
+            "not_found_error",
+        ),
+    ],
+)
+async def test_every_error_of_these_routes_has_their_form(
+    method: str, path: str, body: bytes, headers: Any, status: int, kind: str
+) -> None:
+    async with talking(api_keys=("key",), max_body_bytes=2_000) as rig:
+        headers = {"x-api-key": "key", **headers}
+        response = await rig.http.request(method, path, content=body, headers=headers)
+
+        error = response.json()
+        assert response.status_code == status
+        assert list(error) == ["type", "error"]
+        assert (error["type"], error["error"]["type"]) == ("error", kind)
+        assert response.headers["request-id"]
+
+
+async def test_a_full_or_closing_server_is_overloaded_and_a_broken_request_an_api_error() -> None:
+    async with in_memory(TalkingClient(), chat_template=TOOLS_TEMPLATE) as rig:
+        rig.state.is_draining = True
+        draining = await ask(rig)
+        rig.state.is_draining = False
+        rig.client.before = lambda box: box.say(finish="error", error="nan")  # type: ignore[attr-defined]
+        broken = await ask(rig)
+        streamed = await ask(rig, stream=True)
+
+        assert (draining.status_code, draining.json()["error"]["type"]) == (503, "overloaded_error")
+        assert draining.headers["retry-after"]
+        assert (broken.status_code, broken.json()["error"]["type"]) == (500, "api_error")
+        (kind, event) = read_stream(streamed.content)[-1]
+        assert (kind, event["error"]["type"]) == ("error", "api_error")
+        assert b"[DONE]" not in streamed.content
