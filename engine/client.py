@@ -79,9 +79,11 @@ class EngineClient(Protocol):
         cache_salt: str = "",
         name: str = "",
         pooling: PoolingParams | None = None,
+        goes_on: bool = False,
     ) -> Mailbox:
         """Send one sequence (`sampling.n` is ignored); `name` is for the engine's log. With
-        `pooling` it is answered by vectors, and `sampling` stays out.
+        `pooling` it is answered by vectors, and `sampling` stays out. What `goes_on` with a
+        sequence that was let in before finds no line full, and is next.
         Raises Overloaded when the line is full or the engine is not ready, EngineDied when it is
         gone. Does not wait."""
         ...
@@ -156,13 +158,21 @@ class MailroomClient:
         cache_salt: str = "",
         name: str = "",
         pooling: PoolingParams | None = None,
+        goes_on: bool = False,
     ) -> Box:
         """See EngineClient.add. Raises UserError for what no message can carry."""
         tokens = memoryview(prompt).cast("B")
-        box = self._room.open(tokens.nbytes // TOKEN_BYTES)
+        box = self._room.open(tokens.nbytes // TOKEN_BYTES, goes_on=goes_on)
         try:
             message = AddRequest(
-                box.key, tokens, sampling, priority, cache_salt, name=name, pooling=pooling
+                box.key,
+                tokens,
+                sampling,
+                priority,
+                cache_salt,
+                name=name,
+                pooling=pooling,
+                goes_on=goes_on,
             )
             sent = self._send(message)
         except (TypeError, ValueError) as error:

@@ -157,7 +157,10 @@ class EngineCore:
             message,
             hashes,
             seed=seed,
-            rank=(message.priority if self._by_priority else 0, self._arrivals),
+            rank=(
+                message.priority if self._by_priority else 0,
+                -1 if message.goes_on else self._arrivals,
+            ),
             limits=self._limits,
             arrived_at=now,
             grammar=grammar,

@@ -114,16 +114,16 @@ class Mailroom:
                 type="server_error",
             )
 
-    def open(self, num_prompt_tokens: int) -> Box:
+    def open(self, num_prompt_tokens: int, *, goes_on: bool = False) -> Box:
         """A mailbox for a new request. Raises what `check_ready` does, and Overloaded when the line
-        is full."""
+        is full; what `goes_on` with a request that was let in before is taken all the same."""
         self.check_ready()
-        if self._num_waiting >= self._max_requests:
+        if self._num_waiting >= self._max_requests and not goes_on:
             raise Overloaded(
                 f"{self._num_waiting} requests are waiting, and at most {self._max_requests} may."
             )
         wanted = self._num_waiting_tokens + num_prompt_tokens
-        if wanted > self._max_prompt_tokens:
+        if wanted > self._max_prompt_tokens and not goes_on:
             raise Overloaded(
                 f"{self._num_waiting_tokens} prompt tokens are waiting and this request has "
                 f"{num_prompt_tokens}, and at most {self._max_prompt_tokens} may wait."

@@ -35,6 +35,9 @@ class AddRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     """What its caller's log calls it."""
     pooling: PoolingParams | None = None
     """Makes it a request for vectors instead of tokens; `sampling` then says nothing."""
+    goes_on: bool = False
+    """It goes on with what was let in before (a beam with one token more): it stands at the head of
+    the line."""
 
 
 class Abort(msgspec.Struct, array_like=True, gc=False, tag=2):

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
-from server.generate import Delta, Generation, PositionLogprobs, TokenLogprob
+from server.outputs import Delta, Growing, PositionLogprobs, TokenLogprob
 from server.reading import AnswerReader, Message
 
 Choice = dict[str, Any]
 
 
 def usage_of(
-    generation: Generation, num_output_tokens: int | None = None, num_thinking_tokens: int = 0
+    generation: Growing, num_output_tokens: int | None = None, num_thinking_tokens: int = 0
 ) -> dict[str, Any]:
     """The usage object, as far as the generation has come."""
     output = generation.num_output_tokens if num_output_tokens is None else num_output_tokens

@@ -10,6 +10,7 @@ from config.errors import EngineDied, Overloaded, PromptTooLong, RequestFailed, 
 from config.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
 from config.server import ServerConfig
 from engine.client import EngineClient, Mailbox, Update
+from engine.messages import Ready
 from server.outputs import Delta, Output, PositionLogprobs, Prompt, TokenLogprob
 from server.sequence import Sequence
 from server.text.tokenizer import Tokenizer
@@ -35,8 +36,8 @@ class Pipeline:
     def __init__(
         self, client: EngineClient, tokenizer: Tokenizer | None, config: ServerConfig
     ) -> None:
-        self._client = client
-        self._tokenizer = tokenizer if not config.skip_tokenizer_init else None
+        self.client = client
+        self.tokenizer = tokenizer if not config.skip_tokenizer_init else None
 
     def start(
         self,
@@ -55,19 +56,8 @@ class Pipeline:
         are special tokens that belong to the text. Raises UserError, PromptTooLong, Overloaded or
         EngineDied, and then leaves nothing behind.
         """
-        ready = self._client.ready
-        if ready is None:
-            if self._client.failure is not None:
-                raise EngineDied(self._client.failure)
-            raise Overloaded("the engine is still starting", type="server_error")
-        _check_ids(params, ready.vocab_size)
-        params = self._with_bad_words(self._with_checked_stops(params))
-        _check_something_is_left(params, ready.eos_token_ids)
-        limits = [
-            _output_limit(prompt, params, ready.vocab_size, ready.max_model_len, param)
-            for prompt in prompts
-        ]
-        generation = Generation(self._client, prompts, params.n)
+        params, limits = self.checked(prompts, params, param)
+        generation = Generation(self.client, prompts, params.n)
         try:
             for place, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
                 tokens = np.asarray(prompt.token_ids, dtype="<u4").tobytes()
@@ -75,19 +65,44 @@ class Pipeline:
                     sampling = _sampling_of(params, choice, limit)
                     mailbox = None
                     if sampling is not None:
-                        mailbox = self._client.add(
+                        mailbox = self.client.add(
                             tokens, sampling, priority=priority, cache_salt=cache_salt, name=name
                         )
                     index = place * params.n + choice
-                    sequence = Sequence(index, prompt, params, self._tokenizer, shown)
+                    sequence = Sequence(index, prompt, params, self.tokenizer, shown)
                     generation.open(sequence, mailbox)
         except BaseException:
             generation.abort()
             raise
         return generation
 
+    @property
+    def ready(self) -> Ready:
+        """What the engine says of itself. Raises EngineDied or Overloaded unless it is there."""
+        ready = self.client.ready
+        if ready is None:
+            if self.client.failure is not None:
+                raise EngineDied(self.client.failure)
+            raise Overloaded("the engine is still starting", type="server_error")
+        return ready
+
+    def checked(
+        self, prompts: list[Prompt], params: SamplingParams, param: str
+    ) -> tuple[SamplingParams, list[int]]:
+        """`params` as the engine knows them, and how many tokens may follow each prompt. Raises
+        like `start`."""
+        ready = self.ready
+        _check_ids(params, ready.vocab_size)
+        params = self._with_bad_words(self._with_checked_stops(params))
+        _check_something_is_left(params, ready.eos_token_ids)
+        limits = [
+            _output_limit(prompt, params, ready.vocab_size, ready.max_model_len, param)
+            for prompt in prompts
+        ]
+        return params, limits
+
     def _with_checked_stops(self, params: SamplingParams) -> SamplingParams:
-        if params.stop and (self._tokenizer is None or not params.detokenize):
+        if params.stop and (self.tokenizer is None or not params.detokenize):
             raise UserError(
                 "stop strings need detokenized output; use stop_token_ids instead", param="stop"
             )
@@ -97,7 +112,7 @@ class Pipeline:
         """`bad_words` as token ids, each as it is at the start of a text and after a space."""
         if not params.bad_words:
             return params
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise UserError("bad_words needs a tokenizer, this server has none", param="bad_words")
         length = sum(len(word) for word in params.bad_words)
         if length > MAX_BAD_WORDS_CHARACTERS:
@@ -117,7 +132,7 @@ class Pipeline:
             if not bare:
                 raise UserError(f"bad_words has {word!r}, it must not be blank", param="bad_words")
             for written in (bare, " " + bare):
-                ids = tuple(self._tokenizer.encode_now(written, False))
+                ids = tuple(self.tokenizer.encode_now(written, False))
                 if not 1 <= len(ids) <= MAX_BAD_WORD_TOKENS:
                     raise UserError(
                         f"bad_words has {word[:40]!r} of {len(ids)} tokens, a word must have "

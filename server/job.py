@@ -4,8 +4,9 @@ Knows neither's body."""
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -17,10 +18,11 @@ from config.sampling import SamplingParams
 from engine.messages import COMPILE_GRAMMAR
 from server.choices import Gathered, Gatherer, Naming, usage_of
 from server.errors import EngineFailed, Fault, fault_of
-from server.generate import Delta, Generation, Prompt
+from server.outputs import Delta, Growing, Prompt
 from server.reading import Answers
 from server.record import record_of
 from server.schema.common import GenerationBody
+from server.search import Search
 from server.serving import Serving, until_gone
 from server.state import AppState
 from server.streaming import Envelope, EventStream
@@ -46,7 +48,7 @@ class Job:
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
-    def generation(self) -> Generation:
+    def generation(self) -> Growing:
         return self.serving.generation
 
     @property
@@ -144,7 +146,11 @@ def start_job(
     record = record_of(request.scope)
     record.model = model
     record.num_prompt_tokens = num_tokens
-    generation = state.opened().start(
+    grow: Callable[..., Growing] = state.opened().start
+    if body.use_beam_search:
+        penalty = 1.0 if body.length_penalty is None else body.length_penalty
+        grow = partial(Search, state.opened(), length_penalty=penalty)
+    generation = grow(
         prompts,
         params,
         priority=body.priority or 0,

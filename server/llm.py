@@ -11,18 +11,20 @@ from typing import Any
 
 from tqdm import tqdm
 
+from config.beams import BeamSearchParams
 from config.checkpoint import resolve
 from config.errors import UserError
 from config.load import from_keywords
 from config.model import read_model_config
-from config.sampling import SamplingParams
+from config.sampling import MAX_LOGPROBS, SamplingParams
 from config.startup import check_checkpoint, check_device
 from engine.client import EngineClient
 from engine.inline import InlineClient
 from server.background import STOP_TIMEOUT_S, Background
 from server.generate import Pipeline
 from server.outputs import Prompt
-from server.results import RequestOutput, request_output
+from server.results import BeamSearchOutput, RequestOutput, beam_output, request_output
+from server.search import Search
 from server.text.messages import Message
 from server.text.template import ChatTemplate, read_template
 from server.text.tokenizer import Tokenizer
@@ -103,6 +105,26 @@ class LLM:
             for (text, ids, salt), param in zip(wanted, params, strict=True)
         ]
         return self._background.run(self._generate(jobs, use_tqdm))
+
+    def beam_search(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        params: BeamSearchParams,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` best ways to go on from each prompt, best first; at most
+        `concurrency_limit` prompts at once. Raises like `generate`."""
+        sampling = SamplingParams(
+            n=params.beam_width,
+            max_tokens=params.max_tokens,
+            ignore_eos=params.ignore_eos,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            logprobs=min(2 * params.beam_width, MAX_LOGPROBS),
+        )
+        wanted = [_prompt_of(prompt) for prompt in _listed(prompts)]
+        work = self._beam_search(wanted, sampling, params, use_tqdm, concurrency_limit)
+        return self._background.run(work)
 
     def chat(
         self,
@@ -224,6 +246,40 @@ class LLM:
         with tqdm(total=len(jobs), desc="Prompts", disable=not use_tqdm) as bar:
             await _in_turn(one, range(len(jobs)), workers)
         return [results[place] for place in range(len(jobs))]
+
+    async def _beam_search(
+        self,
+        wanted: list[tuple[str | None, list[int] | None, str]],
+        sampling: SamplingParams,
+        params: BeamSearchParams,
+        use_tqdm: bool,
+        most_at_once: int | None,
+    ) -> list[BeamSearchOutput]:
+        results: dict[int, BeamSearchOutput] = {}
+
+        async def one(place: int) -> None:
+            text, ids, salt = wanted[place]
+            prompt = await self._prompt(text, ids, True, sampling)
+            search = Search(
+                self._pipeline,
+                [prompt],
+                sampling,
+                length_penalty=params.length_penalty,
+                cache_salt=salt,
+                param="prompt",
+            )
+            async for _ in search:
+                pass
+            (beams,) = search.best
+            results[place] = beam_output(prompt, beams, self._tokenizer)
+            bar.update()
+
+        workers = max(1, self._lookahead // sampling.n)
+        if most_at_once is not None:
+            workers = max(1, min(workers, most_at_once))
+        with tqdm(total=len(wanted), desc="Prompts", disable=not use_tqdm) as bar:
+            await _in_turn(one, range(len(wanted)), workers)
+        return [results[place] for place in range(len(wanted))]
 
 
 async def _in_turn(

@@ -1,6 +1,8 @@
 """What the text pipeline takes and gives: prompts, deltas, outputs. Plain data; knows no engine."""
 
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +68,51 @@ class Output:
     stop_reason: str | int | None = None
     num_cached_tokens: int = 0
     num_prompt_tokens: int = 0
+
+
+class Growing(Protocol):
+    """The choices of one request as they grow, whatever makes them grow. Iterate it once: each item
+    is all that is new over all choices, at most one delta a choice. Seconds are sums over time, of
+    the slowest choice."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Each prompt counted once, whatever n."""
+        ...
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens found in the prefix cache, of the first choice of each prompt."""
+        ...
+
+    @property
+    def num_output_tokens(self) -> int:
+        """All tokens of all choices so far, end tokens and matched stops included."""
+        ...
+
+    @property
+    def prompt_logprobs(self) -> list[list[PositionLogprobs | None] | None]:
+        """One entry a prompt, None when not asked for. Whole once its first token has come; the
+        first position has none."""
+        ...
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds until the last choice left the waiting line."""
+        ...
+
+    @property
+    def prefill_s(self) -> float:
+        """Seconds in prefill."""
+        ...
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds in decode."""
+        ...
+
+    def __aiter__(self) -> AsyncIterator[list[Delta]]: ...
+
+    def abort(self) -> None:
+        """Forget what is still open, now. Iteration ends; safe at any moment, and twice."""
+        ...

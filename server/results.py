@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
+from server.beams import Beam
 from server.outputs import Output, PositionLogprobs, Prompt
+from server.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,46 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int
     """Prompt tokens found in the prefix cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchSequence:
+    """One way to go on from a prompt."""
+
+    tokens: list[int]
+    """The prompt's and its own, the end token included."""
+    logprobs: list[dict[int, Logprob]]
+    """One entry a token of its own: that token and the most likely ones by id."""
+    cum_logprob: float
+    """Sum over its own tokens; no length penalty."""
+    text: str | None
+    """What all of `tokens` say; None without a tokenizer."""
+    finish_reason: str
+    """stop or length."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    """One prompt's sequences, best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+def beam_output(prompt: Prompt, beams: list[Beam], tokenizer: Tokenizer | None) -> BeamSearchOutput:
+    """A finished search in the users' form."""
+    sequences = []
+    for beam in beams:
+        tokens = [*prompt.token_ids, *beam.tokens]
+        sequences.append(
+            BeamSearchSequence(
+                tokens=tokens,
+                logprobs=[_by_id(position) for position in beam.positions],
+                cum_logprob=beam.logprob,
+                text=None if tokenizer is None else tokenizer.decode(tokens, False),
+                finish_reason="stop" if beam.ends else "length",
+            )
+        )
+    return BeamSearchOutput(sequences)
 
 
 def request_output(

@@ -11,8 +11,8 @@ from starlette.types import Receive
 from config.errors import Overloaded
 from config.sampling import SamplingParams
 from server.errors import ClientGone
-from server.generate import Delta, Generation
 from server.metrics import Metrics
+from server.outputs import Delta, Growing
 from server.record import Record
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ class Serving:
 
     def __init__(
         self,
-        generation: Generation,
+        generation: Growing,
         params: SamplingParams,
         num_sequences: int,
         record: Record,
@@ -126,7 +126,9 @@ class Serving:
             metrics.observe_size("request_generation_tokens", count)
         if longest > 1 and self._first_s is not None:
             seconds = max(self._last_s.values()) - self._first_s
-            metrics.time_per_output_token.observe(seconds / (longest - 1))
+            # Tokens that came all at once (beams, a step that was read late) say nothing of pace.
+            if seconds:
+                metrics.time_per_output_token.observe(seconds / (longest - 1))
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from config.errors import UserError
 from config.grammar import GrammarSpec
 from config.sampling import MAX_LOGPROBS, SamplingParams
+from server.schema.beams import check_beams
 from server.schema.structured import spec_of
 
 MAX_SALT_CHARACTERS = 128
@@ -48,6 +49,7 @@ Unsupported = Mapping[str, tuple[object, ...]]
 
 UNSUPPORTED: Unsupported = {
     "audio": (),
+    "early_stopping": (False,),
     "ebnf": (),
     "grammar": (),
     "guided_decoding_backend": (),
@@ -60,7 +62,6 @@ UNSUPPORTED: Unsupported = {
     "regex": (),
     "structural_tag": (),
     "thinking_token_budget": (),
-    "use_beam_search": (False,),
     "vllm_xargs": ({},),
 }
 """Fields that ask for what we cannot do, and their values that ask for nothing (null always does).
@@ -133,6 +134,8 @@ class GenerationBody(Body):
     spaces_between_special_tokens: bool | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: TokenIds | None = None
+    use_beam_search: bool | None = Field(None, description="n is the number of beams.")
+    length_penalty: float | None = None
     prompt_logprobs: Integer | None = None
     truncate_prompt_tokens: Integer | None = None
     add_special_tokens: bool | None = None
@@ -162,6 +165,7 @@ class GenerationBody(Body):
                 "least 1",
                 param="truncate_prompt_tokens",
             )
+        check_beams(self)
         _check_salt(self.cache_salt)
         _check_request_id(self.request_id)
 

@@ -40,6 +40,23 @@ def test_an_idle_core_has_no_work_and_says_nothing() -> None:
     assert rig.core.in_flight == 0
 
 
+def test_what_goes_on_with_a_sequence_stands_before_all_who_wait() -> None:
+    rig = CoreRig(rows=1)
+    for key in range(3):
+        rig.add(key, [1, 2, key], max_tokens=1)
+    rig.ledger.open(3)
+    rig.send(AddRequest(3, raw([1, 2, 9]), SamplingParams(max_tokens=1), goes_on=True))
+
+    rig.run()
+
+    assert [new.tokens[-4:].tobytes()[0] for plan in rig.plans for new in plan.new_rows] == [
+        9,
+        0,
+        1,
+        2,
+    ]
+
+
 def test_a_step_with_nothing_to_launch_is_not_submitted_and_freed_rows_ride_later() -> None:
     rig = CoreRig()
     rig.add(0, [1], max_tokens=1)

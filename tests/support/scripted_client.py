@@ -63,6 +63,7 @@ class ScriptedBox:
     priority: int = 0
     cache_salt: str = ""
     pooling: PoolingParams | None = None
+    goes_on: bool = False
     updates: asyncio.Queue[Update | str] = field(default_factory=asyncio.Queue)
 
     async def get(self) -> Update:
@@ -131,11 +132,13 @@ class ScriptedClient:
         cache_salt: str = "",
         name: str = "",
         pooling: PoolingParams | None = None,
+        goes_on: bool = False,
     ) -> ScriptedBox:
         if len(self.boxes) >= self._room:
             raise Overloaded(f"{self._room} sequences are here")
         tokens = list(array("I", bytes(prompt)))
-        box = ScriptedBox(len(self.boxes) + 7, tokens, sampling, priority, cache_salt, pooling)
+        key = len(self.boxes) + 7
+        box = ScriptedBox(key, tokens, sampling, priority, cache_salt, pooling, goes_on)
         self.boxes.append(box)
         return box
 
