@@ -1,5 +1,6 @@
 """Deltas to OpenAI choices: log-probabilities, usage, and whole answers. Knows no sockets."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -178,6 +179,23 @@ class Gathered:
     @property
     def text(self) -> str:
         return "".join(self.texts)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of its tokens; minus infinity without any. Log-probabilities must have been asked for."""
+        if not self.logprobs:
+            return -math.inf
+        return sum(position.chosen.logprob for position in self.logprobs) / len(self.logprobs)
+
+
+def likeliest(choices: list[Gathered], num_drawn: int, num_kept: int) -> list[Gathered]:
+    """Of every `num_drawn` choices in a row the `num_kept` whose tokens are likeliest on average,
+    likeliest first."""
+    kept = []
+    for start in range(0, len(choices), num_drawn):
+        drawn = choices[start : start + num_drawn]
+        kept += sorted(drawn, key=lambda choice: -choice.mean_logprob)[:num_kept]
+    return kept
 
 
 class Gatherer:

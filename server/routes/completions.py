@@ -14,6 +14,7 @@ from server.choices import (
     Gathered,
     TextLogprobs,
     joined_logprobs,
+    likeliest,
     prompt_logprobs_of,
     usage_of,
 )
@@ -87,12 +88,17 @@ def _params(state: AppState, body: CompletionBody) -> SamplingParams:
     prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
-    return body.sampling(
+    logprobs, num_choices = body.logprobs, 1 if body.n is None else body.n
+    if logprobs is None and body.num_drawn > num_choices:
+        # What the likeliest are told by.
+        logprobs = 0
+    params = body.sampling(
         state.sampling_defaults,
         max_tokens=body.limit,
-        logprobs=body.logprobs,
+        logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
+    return params.replace(n=body.num_drawn)
 
 
 async def _prompts(state: AppState, body: CompletionBody, params: SamplingParams) -> list[Prompt]:
@@ -136,41 +142,46 @@ def _hidden(job: Job) -> frozenset[int]:
 
 
 def _whole(job: Job, choices: list[Gathered], texts: list[str] | None) -> dict[str, Any]:
+    body = job.body
+    assert isinstance(body, CompletionBody)
+    num_kept = body.n or 1
+    if num_kept < body.num_drawn:
+        choices = likeliest(choices, body.num_drawn, num_kept)
     return {
         "id": job.id,
         "object": "text_completion",
         "created": job.created,
         "model": job.model,
-        "choices": [_choice(job, index, choice, texts) for index, choice in enumerate(choices)],
+        "choices": [
+            _choice(job, body, index, choice, texts) for index, choice in enumerate(choices)
+        ],
         "usage": usage_of(job.generation),
         "system_fingerprint": job.state.fingerprint,
     }
 
 
-def _choice(job: Job, index: int, choice: Gathered, texts: list[str] | None) -> dict[str, Any]:
-    place = index // job.params.n
+def _choice(
+    job: Job, body: CompletionBody, index: int, choice: Gathered, texts: list[str] | None
+) -> dict[str, Any]:
+    place = index // (body.n or 1)
     made: dict[str, Any] = {
         "index": index,
         "text": choice.text if texts is None else texts[place] + choice.text,
-        "logprobs": _logprobs(job, place, choice, texts),
+        "logprobs": None if body.logprobs is None else _logprobs(job, place, choice, texts),
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
     }
-    width = job.body.prompt_logprobs
+    width = body.prompt_logprobs
     if width is not None:
         positions = job.generation.prompt_logprobs[place]
         made["prompt_logprobs"] = prompt_logprobs_of(positions, width)
-    if job.body.return_token_ids:
+    if body.return_token_ids:
         made["token_ids"] = choice.token_ids
         made["prompt_token_ids"] = job.prompts[place].token_ids
     return made
 
 
-def _logprobs(
-    job: Job, place: int, choice: Gathered, texts: list[str] | None
-) -> dict[str, Any] | None:
-    if job.params.logprobs is None:
-        return None
+def _logprobs(job: Job, place: int, choice: Gathered, texts: list[str] | None) -> dict[str, Any]:
     writer = TextLogprobs(job.name, _hidden(job))
     parts = [] if texts is None else [prompt_part(job, place, writer, texts[place])]
     return joined_logprobs([*parts, writer.write(choice.logprobs)])

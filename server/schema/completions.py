@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import ConfigDict, Field, WithJsonSchema
 
 from config.errors import UserError
-from config.sampling import MAX_LOGPROBS
+from config.sampling import MAX_LOGPROBS, MAX_N
 from server.schema.common import UNSUPPORTED, GenerationBody, Integer, Unsupported
 
 MAX_PROMPTS = 1024
@@ -36,16 +36,13 @@ class CompletionBody(GenerationBody):
     prompt: Annotated[Any, WithJsonSchema(_PROMPT)]
     max_tokens: Integer | None = Field(None, description=f"null is {DEFAULT_MAX_TOKENS}")
     logprobs: Integer | None = None
-    best_of: Integer | None = None
+    best_of: Integer | None = Field(
+        None, description="Choices drawn for each prompt, of which the n likeliest are answered."
+    )
 
     def check(self) -> None:
         super().check()
-        num_choices = 1 if self.n is None else self.n
-        if self.best_of is not None and self.best_of != num_choices:
-            raise UserError(
-                f"best_of is {self.best_of}, only n, which is {num_choices}, is supported",
-                param="best_of",
-            )
+        self._check_best_of()
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             raise UserError(
                 f"logprobs is {self.logprobs}, it must be between 0 and {MAX_LOGPROBS}",
@@ -58,6 +55,30 @@ class CompletionBody(GenerationBody):
                 f"max_tokens is {self.max_tokens}, it must be at least {least}{only}",
                 param="max_tokens",
             )
+
+    def _check_best_of(self) -> None:
+        if self.best_of is None:
+            return
+        num_choices = 1 if self.n is None else self.n
+        if not num_choices <= self.best_of <= MAX_N:
+            raise UserError(
+                f"best_of is {self.best_of}, it must be at least n, which is {num_choices}, and at "
+                f"most {MAX_N}",
+                param="best_of",
+            )
+        if self.best_of == num_choices:
+            return
+        for name, is_on in (("stream", self.stream), ("use_beam_search", self.use_beam_search)):
+            if is_on:
+                raise UserError(
+                    f"best_of is {self.best_of}, with {name} it must be n, which is {num_choices}",
+                    param="best_of",
+                )
+
+    @property
+    def num_drawn(self) -> int:
+        """How many choices are drawn for each prompt; the best `n` of them are answered."""
+        return self.best_of or self.n or 1
 
     @property
     def limit(self) -> int:

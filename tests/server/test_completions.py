@@ -2,6 +2,7 @@
 
 import pytest
 from http_rig import EOS, TOKENIZER, TalkingClient, events, ids, in_memory
+from scripted_client import ScriptedBox, columns
 
 
 async def test_an_answer_has_every_key_of_the_contract() -> None:
@@ -164,3 +165,48 @@ async def test_the_end_token_does_not_show() -> None:
 
         assert hidden == "x"
         assert TOKENIZER.token_text(EOS) == "</s>"
+
+
+class UnevenClient(TalkingClient):
+    """The tokens of its second, fourth, ... sequence are less likely."""
+
+    async def _talk(self, box: ScriptedBox) -> None:
+        is_odd = self.boxes.index(box) % 2
+        tokens, value = (ids("good"), -1.0) if is_odd == 0 else (ids("badbad!!"), -1.5)
+        count = box.sampling.logprobs
+        rows = [([token] * (1 + (count or 0)), [value] * (1 + (count or 0)), 1) for token in tokens]
+        box.say(*tokens, finish="length", logprobs=None if count is None else [columns(rows)])
+
+
+async def test_the_likeliest_of_all_that_were_drawn_are_answered_and_all_are_counted() -> None:
+    async with in_memory(UnevenClient()) as rig:
+        answer = (await rig.complete(["p", "q"], n=2, best_of=4, echo=True, max_tokens=9)).json()
+
+        found = [(one["index"], one["text"], one["logprobs"]) for one in answer["choices"]]
+        texts = ["pgood", "pgood", "qgood", "qgood"]
+        assert found == [(index, text, None) for index, text in enumerate(texts)]
+        assert answer["usage"]["completion_tokens"] == 2 * (2 * 4 + 2 * 8)
+        assert len(rig.client.boxes) == 8
+
+        one = (await rig.complete("p", best_of=2, logprobs=0)).json()["choices"]
+        assert [choice["logprobs"]["token_logprobs"] for choice in one] == [[-1.0] * 4]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"n": 3, "best_of": 2}, "best_of is 2, it must be at least n, which is 3"),
+        ({"best_of": 2, "stream": True}, "with stream it must be n, which is 1"),
+        ({"best_of": 2, "use_beam_search": True}, "with use_beam_search it must be n, which is 1"),
+    ],
+)
+async def test_best_of_has_bounds_and_is_not_streamed(
+    fields: dict[str, object], words: str
+) -> None:
+    async with in_memory() as rig:
+        response = await rig.complete(**fields)
+
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "best_of"
+        assert words in response.json()["error"]["message"]
+        assert (await rig.complete(n=2, best_of=2, stream=True)).status_code == 200
