@@ -10,21 +10,36 @@ import msgspec
 from config.errors import UserError
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+FREE = "free"
+"""The kind of no form: any text, behind thinking that has a bound. No caller can ask for it."""
 MAX_CHARACTERS = 1 << 18
 """Of one spec: 256 Ki characters; every sequence carries its own to the engine."""
 MAX_CHOICES = 10_000
 
 
+class ThinkingSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The thinking that an output may have before its form: from any of `opens` to any of
+    `closes`."""
+
+    opens: tuple[str, ...]
+    closes: tuple[str, ...]
+    is_inside: bool
+    """Whether the output begins inside; else it may open it as its first."""
+    skips_blanks: bool
+    """Whether line breaks may stand between the thinking and the form, which are neither."""
+
+
 class GrammarSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One of KINDS and its text: JSON for json (a schema), choice (a list of strings) and
-    structural_tag, the text itself for regex and grammar, nothing for json_object. Equal specs
-    compile to the same grammar."""
+    structural_tag, the text itself for regex and grammar, nothing for json_object and FREE. Equal
+    specs compile to the same grammar."""
 
     kind: str
     text: str = ""
+    thinking: ThinkingSpec | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if self.kind not in (*KINDS, FREE):
             raise _bad(f"a grammar of kind {self.kind!r} is not one of {', '.join(KINDS)}")
         if len(self.text) > MAX_CHARACTERS:
             raise _bad(

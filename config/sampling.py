@@ -26,6 +26,7 @@ _INTEGERS = (
     "logprobs",
     "prompt_logprobs",
     "truncate_prompt_tokens",
+    "thinking_token_budget",
 )
 
 _RANGES = (
@@ -87,6 +88,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """-1: the context; k: keep the last k tokens of the prompt."""
     structured_outputs: GrammarSpec | None = None
     """The form that the output must have; may be given as `{kind: value}`."""
+    thinking_token_budget: int | None = None
+    """Of the thinking before the form that `structured_outputs` says: at so many tokens it is
+    closed."""
 
     def __post_init__(self) -> None:
         for name in _TUPLES:
@@ -116,6 +120,12 @@ def _check_grammar(params: SamplingParams) -> None:
     else:
         ok = value is None or isinstance(value, GrammarSpec)
         _check(ok, "structured_outputs", value, "a mapping of a kind to its value")
+    form, budget = params.structured_outputs, params.thinking_token_budget
+    if budget is not None and (form is None or form.thinking is None):
+        raise UserError(
+            "thinking_token_budget needs a reasoning parser, which only a server's chat has",
+            param="thinking_token_budget",
+        )
 
 
 def _is_integer(value: object) -> bool:
@@ -146,6 +156,8 @@ def _check_counts(params: SamplingParams) -> None:
         value = getattr(params, name)
         if value is not None:
             _check(0 <= value <= MAX_LOGPROBS, name, value, f"between 0 and {MAX_LOGPROBS}")
+    budget = params.thinking_token_budget
+    _check(budget is None or budget >= 0, "thinking_token_budget", budget, "at least 0")
     kept = params.truncate_prompt_tokens
     if kept is not None:
         _check(kept == -1 or kept >= 1, "truncate_prompt_tokens", kept, "-1, or at least 1")

@@ -3,20 +3,21 @@ requests and no threads; nothing here outlasts its bounds of time and size."""
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from config.errors import UserError
-from config.grammar import GrammarSpec
+from config.grammar import FREE, GrammarSpec
 from engine.json_bounds import check_bounds
 from engine.structural_tag import lark_of_tags
-from hpu.step import TOKENS_PER_WORD
+from engine.thinking import BEHIND, INSIDE, OPENING, OVER, Lexicon, Marks, Thinking
+from engine.token_words import Words, has, tokens_of, without, words_of
 
 MAX_GRAMMAR_SIZE = 20_000
 MAX_ROW_ITEMS = 8_000
@@ -56,6 +57,13 @@ class Vocabulary:
             ) from None
         self.vocab_size = vocab_size
         self.eos_ids = eos_ids
+        self.all = words_of(range(vocab_size), vocab_size)
+        """(W,) uint32: every token."""
+
+    @cached_property
+    def lexicon(self) -> Lexicon:
+        """The bytes of the tokens; read when first asked for."""
+        return Lexicon(self.tokens, self.vocab_size)
 
 
 class Grammar:
@@ -65,6 +73,12 @@ class Grammar:
         """Raises UserError with what is wrong with the spec, or that it is too large. Takes far
         less than a second; other threads run meanwhile."""
         self.vocabulary = vocabulary
+        self.binds = spec.kind != FREE
+        """Whether there is a form: else any text may follow the thinking, and end anywhere."""
+        self.marks = None if spec.thinking is None else Marks(spec.thinking, vocabulary.lexicon)
+        """Of the thinking before the form; None where there is none."""
+        if not self.binds:
+            return
         limits = LLParserLimits(max_grammar_size=MAX_GRAMMAR_SIZE, max_items_in_row=MAX_ROW_ITEMS)
         source = _SOURCES[spec.kind](spec.text)
         self._matcher = LLMatcher(vocabulary.tokens, source, log_level=0, limits=limits)
@@ -75,44 +89,89 @@ class Grammar:
             raise _bad(f"the {spec.kind} cannot be compiled: {error}")
 
     def matcher(self) -> LLMatcher:
-        """A matcher at the beginning."""
+        """A matcher at the beginning; only of one that binds."""
         return self._matcher.deep_copy()
 
     def _probe(self) -> str | None:
         """Follow it a little, so that what nobody can follow is refused before it runs."""
-        guide = Guide(self, min_tokens=0, end_ids=self.vocabulary.eos_ids, ignore_eos=True)
+        form = Form(self)
         random = np.random.default_rng(0)
-        error = guide.error
-        for _ in range(PROBE_STEPS):
-            if error is not None:
-                return error
-            token = int(random.choice(_tokens(guide.words)))
+        start, count = time.thread_time(), 0
+        while form.error is None and count < PROBE_STEPS:
+            words = without(form.words, form.ends)
+            token = int(random.choice(tokens_of(words)))
             if token in self.vocabulary.eos_ids:
                 return None
-            error = guide.advance(token)
-        return error
+            form.advance(token)
+            count += 1
+            if (error := _overdue(time.thread_time() - start, count)) is not None:
+                return error
+        return form.error
+
+
+class Form:
+    """Where an output is in the form of a grammar. One that does not bind lets all through."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        self._matcher = grammar.matcher() if grammar.binds else None
+        self._vocabulary = grammar.vocabulary
+        self.ends = words_of(grammar.vocabulary.eos_ids, grammar.vocabulary.vocab_size)
+        """(W,) uint32: the tokens that may follow it."""
+        self.error: str | None = None
+        """What is wrong if it cannot be followed any more."""
+        self.words = self.ends
+        """(W,) uint32: the tokens that may come next."""
+        self._look()
+
+    def advance(self, token: int) -> None:
+        """Go on behind `token`, which was allowed."""
+        if self._matcher is not None:
+            self._matcher.consume_token(token)
+            self._look()
+
+    def _look(self) -> None:
+        if self._matcher is None:
+            self.words = self._vocabulary.all
+        elif not self._matcher.is_error():
+            # The library's masks may have a word more than the vocabulary needs.
+            mask = self._matcher.compute_bitmask()
+            self.words = np.frombuffer(mask, dtype="<u4", count=len(self.ends))
+        if self._matcher is not None and self._matcher.is_error():
+            self.error = _shown(self._matcher.get_error())
 
 
 class Guide:
-    """Follows one output, token by token.
+    """Follows one output, token by token: through its thinking, if the spec has some, where all
+    may come but the end, then through its form.
 
-    `min_tokens` and `ignore_eos` hold as long as the grammar leaves another choice: once it is
-    complete, only an end token can follow.
+    `min_tokens` and `ignore_eos` hold as long as the form leaves another choice: once it is
+    complete, only an end token can follow. Where nothing binds the text, they are not looked at.
     """
 
     def __init__(
-        self, grammar: Grammar, *, min_tokens: int, end_ids: frozenset[int], ignore_eos: bool
+        self,
+        grammar: Grammar,
+        *,
+        min_tokens: int,
+        end_ids: frozenset[int],
+        ignore_eos: bool,
+        thinking_budget: int | None = None,
     ) -> None:
         """`end_ids` end the output, and are barred before `min_tokens`; end tokens among them or
-        not."""
+        not. Thinking is closed at `thinking_budget` tokens."""
         vocabulary = grammar.vocabulary
-        self._matcher = grammar.matcher()
+        self._grammar = grammar
         self._min_tokens = min_tokens
         self._ignore_eos = ignore_eos
-        self._eos = _words(vocabulary.eos_ids, vocabulary.vocab_size)
-        self._ends = _words(vocabulary.eos_ids | end_ids, vocabulary.vocab_size)
+        self._eos = words_of(vocabulary.eos_ids, vocabulary.vocab_size)
+        self._ends = words_of(vocabulary.eos_ids | end_ids, vocabulary.vocab_size)
         self._count = 0
         self._spent_s = 0.0
+        self._thinking = None
+        if grammar.marks is not None:
+            self._thinking = Thinking(grammar.marks, thinking_budget)
+        self._form: Form | None = None
+        """None while the thinking is open, and where it was begun in a way that no form has."""
         self.error: str | None = None
         """What is wrong if the grammar cannot be followed any more."""
         self.words = self._eos
@@ -125,48 +184,76 @@ class Guide:
         self._work(token)
         return self.error
 
+    def allowed(self) -> set[int]:
+        """The tokens that may come next."""
+        return set(tokens_of(self.words).tolist())
+
     def _work(self, token: int | None) -> None:
         # This thread's own time: a busy machine makes no grammar worse.
         start = time.thread_time()
-        if token is not None:
-            self._matcher.consume_token(token)
-        if not self._matcher.is_error():
-            self.words = self._mask()
+        if token is None:
+            if self._state != INSIDE:
+                self._form = Form(self._grammar)
+        else:
+            self._follow(token)
+        if self._form is not None and self._form.error is not None:
+            self.error = self._form.error
+        else:
+            self.words = self._within_bounds(self._next())
         self._spent_s += time.thread_time() - start
-        allowed_s = START_S + STEP_S * self._count
-        if self._matcher.is_error():
-            self.error = _shown(self._matcher.get_error())
-        elif self._spent_s > allowed_s:
-            self.error = (
-                f"{self._count} tokens took {self._spent_s:.3f} s, at most {allowed_s} s may"
-            )
+        if self.error is None:
+            self.error = _overdue(self._spent_s, self._count)
 
-    def allowed(self) -> set[int]:
-        """The tokens that may come next."""
-        return set(_tokens(self.words).tolist())
+    @property
+    def _state(self) -> int:
+        return OVER if self._thinking is None else self._thinking.state
 
-    def _mask(self) -> npt.NDArray[np.uint32]:
-        # The library's masks may have a word more than the vocabulary needs.
-        mask = self._matcher.compute_bitmask()
-        words = np.frombuffer(mask, dtype="<u4", count=len(self._eos))
-        barred = self._ends if self._count < self._min_tokens else None
-        if barred is None and self._ignore_eos:
-            barred = self._eos
-        if barred is not None:
-            left = words & ~barred
-            if left.any():
-                return left
-        return words
+    def _follow(self, token: int) -> None:
+        before, form = self._state, self._form
+        fits = form is not None and has(form.words, token)
+        if self._thinking is not None and before != OVER:
+            self._thinking.take(token)
+        if self._state == INSIDE:
+            self._form = None
+        elif before == INSIDE:
+            self._form = Form(self._grammar)
+        elif form is not None and (fits or before == OVER):
+            form.advance(token)
+        elif before == OPENING:
+            self._form = None
+
+    def _next(self) -> Words:
+        thinking, vocabulary = self._thinking, self._grammar.vocabulary
+        words = self._eos if self._form is None else self._form.words
+        if thinking is None or thinking.state == OVER:
+            return words
+        if thinking.forced is not None:
+            return self._words([thinking.forced])
+        if not self._grammar.binds:
+            return words if thinking.state != INSIDE else vocabulary.all
+        if thinking.state == INSIDE:
+            return vocabulary.all & ~thinking.crossing & ~self._eos
+        if thinking.state == BEHIND:
+            return words | self._words(thinking.marks.line_breaks)
+        leading = self._words(thinking.leading)
+        return leading if self._form is None else words | leading
+
+    def _words(self, tokens: Iterable[int]) -> Words:
+        return words_of(tokens, self._grammar.vocabulary.vocab_size)
+
+    def _within_bounds(self, words: Words) -> Words:
+        if not self._grammar.binds:
+            return words
+        if self._count < self._min_tokens:
+            return without(words, self._ends)
+        return without(words, self._eos) if self._ignore_eos else words
 
 
-def _words(tokens: frozenset[int], vocab_size: int) -> npt.NDArray[np.uint32]:
-    bits = np.zeros(-(-vocab_size // TOKENS_PER_WORD) * TOKENS_PER_WORD, dtype=np.uint8)
-    bits[list(tokens)] = 1
-    return np.packbits(bits, bitorder="little").view("<u4")
-
-
-def _tokens(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
-    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+def _overdue(spent_s: float, count: int) -> str | None:
+    allowed_s = START_S + STEP_S * count
+    if spent_s <= allowed_s:
+        return None
+    return f"{count} tokens took {spent_s:.3f} s, at most {allowed_s} s may"
 
 
 def _json(text: str) -> str:

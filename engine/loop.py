@@ -9,6 +9,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 
+import msgspec
+
 from config.engine import EngineConfig
 from config.errors import Overloaded, RequestFailed, UserError
 from config.grammar import GrammarSpec
@@ -107,8 +109,8 @@ class EngineLoop:
             self._emit(front_end, reply)
 
         try:
-            spec = GrammarSpec(**control.arguments)
-        except (TypeError, UserError) as error:
+            spec = msgspec.convert(control.arguments.get("spec"), GrammarSpec)
+        except (msgspec.ValidationError, UserError) as error:
             answer(error)
             return
         self._when_compiled(spec, answer)

@@ -17,7 +17,7 @@ FRONT_END_SHIFT = 48
 
 
 COMPILE_GRAMMAR = "compile_grammar"
-"""Control with a GrammarSpec's kind and text: refused when it cannot be compiled."""
+"""Control with a `spec`, a GrammarSpec as a list: refused when it cannot be compiled."""
 
 
 class AddRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=1):

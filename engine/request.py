@@ -104,10 +104,11 @@ class Request:
         limit = room if params.max_tokens is None else min(params.max_tokens, room)
         self.known = self.num_prompt
         self.max_known = self.num_prompt + limit
-        self.min_known = self.num_prompt + (params.min_tokens if grammar is None else 0)
-        """An end token counts only behind so many tokens; with a grammar always, since it comes
-        early only where nothing else could."""
-        ignores = params.ignore_eos and grammar is None
+        binds = grammar is not None and grammar.binds
+        self.min_known = self.num_prompt + (0 if binds else params.min_tokens)
+        """An end token counts only behind so many tokens; with a form always, since it comes early
+        only where nothing else could."""
+        ignores = params.ignore_eos and not binds
         self.stop_ids, self.end_ids = _end_tokens(params, limits, ignores_eos=ignores)
         """Tokens that end it and are named when they do, which an end token is not; all that end
         it."""
@@ -119,8 +120,13 @@ class Request:
                 min_tokens=params.min_tokens,
                 end_ids=self.end_ids,
                 ignore_eos=params.ignore_eos,
+                thinking_budget=params.thinking_token_budget,
             )
-        self.sampling = _row_sampling(params, seed, self.end_ids, masked=grammar is not None)
+        # The masks of a form see to min_tokens themselves.
+        self.sampling = _row_sampling(
+            params, seed, self.end_ids,
+            min_tokens=0 if binds else params.min_tokens, masked=grammar is not None,
+        )  # fmt: skip
         self.num_scored = NEVER if params.prompt_logprobs is None else 0
         """Prompt positions whose log-probabilities went up; NEVER when nobody asked."""
 
@@ -220,10 +226,13 @@ def _end_tokens(
 
 
 def _row_sampling(
-    params: SamplingParams, seed: int, end_ids: frozenset[int], *, masked: bool
+    params: SamplingParams,
+    seed: int,
+    end_ids: frozenset[int],
+    *,
+    min_tokens: int,
+    masked: bool,
 ) -> RowSampling:
-    # The masks of a grammar see to min_tokens themselves.
-    min_tokens = 0 if masked else params.min_tokens
     return RowSampling(
         temperature=params.temperature,
         top_k=max(params.top_k, 0),

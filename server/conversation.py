@@ -8,10 +8,10 @@ from starlette.requests import Request
 
 from config.errors import PromptTooLong
 from server.job import Job, check_grammar, encoded, start_job, truncated
-from server.reading import Answers, forced_answers, schemas_of
 from server.record import log_prompt, record_of
 from server.schema.chat import ChatBody, ConversationBody
 from server.state import AppState
+from server.terms import terms_of
 from server.text.template import TextTooLong
 
 MANY_PIECES = 2_000
@@ -67,17 +67,19 @@ async def start_conversation(
     text = state.text_tokenizer("messages").unmarked(marked)
     if state.config.enable_log_requests:
         log_prompt(record_of(request.scope), text)
-    await check_grammar(state, body)
+    terms = terms_of(state.forms, state.text_tokenizer("messages"), body, text)
+    if terms.form is not None:
+        await check_grammar(state, terms.field, terms.form)
     return start_job(
         state,
         request,
         body,
         id_prefix=id_prefix,
         model=model,
-        params=params,
+        params=terms.sampling(params),
         prompts=[prompt],
         param="messages",
-        answers=_answers(state, body, text, has_form=params.structured_outputs is not None),
+        answers=terms.answers,
     )
 
 
@@ -99,15 +101,3 @@ async def _rendered(state: AppState, body: ChatBody) -> str:
         if (least := tokenizer.least_tokens(body.text, most)) > most:
             raise PromptTooLong(least, body.limit, most, at_least=True) from None
         raise
-
-
-def _answers(state: AppState, body: ChatBody, prompt: str, *, has_form: bool) -> Answers | None:
-    """What reads the answers to `prompt`."""
-    tokenizer = state.text_tokenizer("messages")
-    tools = None if body.shown_tools is None else schemas_of(body.shown_tools)
-    if not has_form:
-        most_calls = 1 if body.parallel_tool_calls is False else None
-        begun = body.last_text if body.continue_final_message else None
-        return state.forms.answers(tokenizer, prompt, tools, most_calls, begun)
-    # An answer with a form has it from its first token on: there is nothing else to read.
-    return None if tools is None else forced_answers(tokenizer, tools, body.forced_name)

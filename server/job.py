@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from config.errors import EngineDied, PromptTooLong, UserError
+from config.grammar import GrammarSpec
 from config.sampling import SamplingParams
 from engine.messages import COMPILE_GRAMMAR
 from server.choices import Gathered, Gatherer, Naming, usage_of
@@ -102,14 +103,10 @@ def check_admission(state: AppState, body: GenerationBody, num_sequences: int, p
         )
 
 
-async def check_grammar(state: AppState, body: GenerationBody) -> None:
-    """Have the engine compile the form that the output is to have: what is wrong with it is said
-    before an answer begins. Raises UserError."""
-    form = body.grammar
-    if form is None:
-        return
-    field, spec = form
-    call = state.client.control(COMPILE_GRAMMAR, kind=spec.kind, text=spec.text)
+async def check_grammar(state: AppState, field: str, spec: GrammarSpec) -> None:
+    """Have the engine compile the form that `field` asks for: what is wrong with it is said before
+    an answer begins. Raises UserError."""
+    call = state.client.control(COMPILE_GRAMMAR, spec=msgspec.to_builtins(spec))
     try:
         await asyncio.wait_for(call, COMPILE_S)
     except UserError as error:

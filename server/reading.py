@@ -7,6 +7,7 @@ from functools import cached_property, partial
 from typing import Any, Literal
 
 from config.errors import UserError
+from config.grammar import ThinkingSpec
 from config.server import ServerConfig
 from server.outputs import Delta
 from server.parsers.answer import AnswerParser
@@ -74,38 +75,72 @@ class Forms:
         """What reads the answers to `prompt`; calls only with `tools`. None: an answer is text.
         `begun` is the text of the prompt's last message, where the answer goes on with that."""
         family = FAMILIES[self.calls] if tools is not None and self.calls else None
-        thinking = THINKING[self.thinking] if self.thinking else None
-        if family is None and thinking is None:
+        if family is None and self._marks is None:
             return None
-        new_id = partial(new_call_id, self.calls or "")
-        is_inside = False
-        if thinking is not None:
-            end = prompt[-PROMPT_CHARACTERS:]
-            is_inside = thinking.begins_inside(end) if begun is None else thinking.is_open(begun)
+        return Answers(
+            tokenizer,
+            family,
+            self._marks,
+            tools=tools,
+            is_inside=self._is_inside(prompt, begun),
+            new_id=partial(new_call_id, self.calls or ""),
+            max_calls=max_calls,
+        )
 
-        def make() -> AnswerReader:
-            think = None
-            if thinking is not None:
-                think = ThinkParser(thinking, is_inside=is_inside)
-            calls = None if family is None else CallParser(family, tools or {})
-            closes = thinking.closes if thinking is not None else ()
-            return AnswerReader(
-                AnswerParser(think, calls, new_id, max_calls), think, closes, tokenizer
-            )
+    def thinking_before(
+        self, prompt: str, begun: str | None, *, is_wanted: bool, skips_blanks: bool
+    ) -> ThinkingSpec | None:
+        """The thinking that an answer to `prompt` has before a form, or may have; `begun` as in
+        `answers`. `is_wanted`: the caller did not switch it off."""
+        marks = self._marks
+        if marks is None:
+            return None
+        end = prompt[-PROMPT_CHARACTERS:]
+        if begun is None and marks.is_opened_by(end):
+            is_inside = True
+        elif begun is None and (marks.is_closed_by(end) or not is_wanted):
+            return None
+        else:
+            is_inside = self._is_inside(prompt, begun)
+            if begun is not None and not is_inside:
+                return None
+        return ThinkingSpec(marks.opens, marks.closes, is_inside, skips_blanks)
 
-        return Answers(make, tokenizer, family, thinking)
+    def held_answers(
+        self,
+        tokenizer: Tokenizer,
+        thinking: ThinkingSpec | None,
+        tools: Tools | None,
+        forced_name: str | None,
+    ) -> "Answers | None":
+        """What reads answers that a grammar holds to a form behind `thinking`: to text; with
+        `tools` to calls, or to the arguments alone of the function `forced_name`."""
+        family: Family | None = None
+        if tools is not None:
+            family = CALLS_ALONE if forced_name is None else Arguments(forced_name)
+        marks = None if thinking is None else self._marks
+        if family is None and marks is None:
+            return None
+        return Answers(
+            tokenizer,
+            family,
+            marks,
+            tools=tools,
+            is_inside=thinking is not None and thinking.is_inside,
+            is_exact=thinking is not None and not thinking.skips_blanks,
+            is_named=forced_name is not None,
+        )
 
+    @property
+    def _marks(self) -> Thinking | None:
+        return THINKING[self.thinking] if self.thinking else None
 
-def forced_answers(tokenizer: Tokenizer, tools: Tools, name: str | None) -> "Answers":
-    """What reads answers that a grammar holds to calls: the arguments alone of the function
-    `name`, or a list of calls."""
-    family: Family = CALLS_ALONE if name is None else Arguments(name)
-
-    def make() -> AnswerReader:
-        parser = AnswerParser(None, CallParser(family, tools), partial(new_call_id, ""))
-        return AnswerReader(parser, None, (), tokenizer, is_named=name is not None)
-
-    return Answers(make, tokenizer, family, None)
+    def _is_inside(self, prompt: str, begun: str | None) -> bool:
+        if self._marks is None:
+            return False
+        if begun is not None:
+            return self._marks.is_open(begun)
+        return self._marks.begins_inside(prompt[-PROMPT_CHARACTERS:])
 
 
 NO_FORMS = Forms(None, None, False)
@@ -196,17 +231,36 @@ class Answers:
 
     def __init__(
         self,
-        make: Callable[[], AnswerReader],
         tokenizer: Tokenizer,
         family: Family | None,
-        thinking: Thinking | None,
+        marks: Thinking | None,
+        *,
+        tools: Tools | None = None,
+        is_inside: bool = False,
+        is_exact: bool = False,
+        is_named: bool = False,
+        new_id: Callable[[], str] | None = None,
+        max_calls: int | None = None,
     ) -> None:
-        self._make = make
+        """Calls of `family` with `tools`; thinking between `marks`, in which an answer may begin.
+        `is_exact`: what follows it is the answer, blanks and all. `is_named`: as in
+        `AnswerReader`."""
         self._readers: dict[int, AnswerReader] = {}
         """One a choice; bounded by n."""
         self._tokenizer = tokenizer
-        self._forms = [form for form in (family, thinking) if form is not None]
-        self.has_thinking = thinking is not None
+        self._forms = [form for form in (family, marks) if form is not None]
+        self.has_thinking = marks is not None
+
+        def make() -> AnswerReader:
+            think = None
+            if marks is not None:
+                think = ThinkParser(marks, is_inside=is_inside, is_exact=is_exact)
+            calls = None if family is None else CallParser(family, tools or {})
+            parser = AnswerParser(think, calls, new_id or partial(new_call_id, ""), max_calls)
+            closes = marks.closes if marks is not None else ()
+            return AnswerReader(parser, think, closes, tokenizer, is_named=is_named)
+
+        self._make = make
 
     def reader(self, index: int) -> AnswerReader:
         """That of choice `index`."""

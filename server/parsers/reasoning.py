@@ -23,10 +23,15 @@ class Thinking:
 
     def begins_inside(self, prompt: str) -> bool:
         """Whether an answer to `prompt` goes on with thinking that the prompt began."""
-        end = prompt.rstrip()
-        if end.endswith(self.opens):
-            return True
-        return self.always and not end.endswith(self.closes)
+        return self.is_opened_by(prompt) or (self.always and not self.is_closed_by(prompt))
+
+    def is_opened_by(self, prompt: str) -> bool:
+        """Whether the end of `prompt` is an opening mark."""
+        return prompt.rstrip().endswith(self.opens)
+
+    def is_closed_by(self, prompt: str) -> bool:
+        """Whether the end of `prompt` is a closing mark."""
+        return prompt.rstrip().endswith(self.closes)
 
     def is_open(self, text: str) -> bool:
         """Whether `text`, the beginning of an answer, has thinking that it does not close."""
@@ -38,8 +43,10 @@ class ThinkParser:
     """A Parser that tells thinking from text. Blanks around the marks are neither; a block that is
     never closed is thinking to its end."""
 
-    def __init__(self, form: Thinking, *, is_inside: bool) -> None:
+    def __init__(self, form: Thinking, *, is_inside: bool, is_exact: bool = False) -> None:
+        """`is_exact`: all that follows the closing mark is text, blanks and further marks too."""
         self._form = form
+        self._is_exact = is_exact
         self._source = Source()
         self._output = Output()
         self.is_thinking = is_inside
@@ -77,11 +84,12 @@ class ThinkParser:
             yield from source.blanks()
             self.is_over = bool((yield from self._until(form.closes, output.thought)))
             self.is_thinking = not self.is_over
-            yield from source.blanks()
+            if not self._is_exact:
+                yield from source.blanks()
         else:
             self.is_over = True
             output.text(space)
-        if form.answer_open and (yield from source.accept(form.answer_open)):
+        if form.answer_open and not self._is_exact and (yield from source.accept(form.answer_open)):
             yield from source.blanks()
             yield from self._until((form.answer_close,), output.text)
             yield from source.blanks()

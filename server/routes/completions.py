@@ -71,7 +71,8 @@ async def _start(state: AppState, request: Request) -> Job:
     if state.config.enable_log_requests:
         for prompt in prompts:
             log_prompt(record_of(request.scope), prompt.text or repr(prompt.token_ids))
-    await check_grammar(state, body)
+    if (form := body.grammar) is not None:
+        await check_grammar(state, *form)
     return start_job(
         state,
         request,

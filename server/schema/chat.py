@@ -143,6 +143,9 @@ class ChatBody(ConversationBody, GenerationBody):
     top_logprobs: Integer | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: Integer | None = Field(
+        None, description="Thinking is closed after so many tokens of it."
+    )
     modalities: list[str] | None = None
     store: bool | None = None
     metadata: dict[str, Any] | None = None
@@ -159,6 +162,12 @@ class ChatBody(ConversationBody, GenerationBody):
                 f"{form[0]} and tools cannot be had in one answer; set tool_choice to none, or "
                 f"leave out {form[0]}",
                 param=form[0],
+            )
+        budget = self.thinking_token_budget
+        if budget is not None and budget < 0:
+            raise UserError(
+                f"thinking_token_budget is {budget}, it must be at least 0",
+                param="thinking_token_budget",
             )
         for name in ("max_completion_tokens", "max_tokens"):
             value = getattr(self, name)
@@ -184,6 +193,12 @@ class ChatBody(ConversationBody, GenerationBody):
             if forced is not None:
                 return "tools", spec_of_schema(forced)
         return super().grammar
+
+    @property
+    def wants_thinking(self) -> bool:
+        """Whether thinking is not switched off."""
+        variables = self.template_variables
+        return all(variables.get(name) is not False for name in ("enable_thinking", "thinking"))
 
     @property
     def forced_name(self) -> str | None:

@@ -61,7 +61,6 @@ UNSUPPORTED: Unsupported = {
     "prompt_embeds": (),
     "regex": (),
     "structural_tag": (),
-    "thinking_token_budget": (),
     "vllm_xargs": ({},),
 }
 """Fields that ask for what we cannot do, and their values that ask for nothing (null always does).

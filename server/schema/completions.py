@@ -31,7 +31,11 @@ class CompletionBody(GenerationBody):
     model_config = ConfigDict(
         json_schema_extra={"example": {"prompt": "Once upon a time", "max_tokens": 32}}
     )
-    unsupported: ClassVar[Unsupported] = {**UNSUPPORTED, "suffix": ("",)}
+    unsupported: ClassVar[Unsupported] = {
+        **UNSUPPORTED,
+        "suffix": ("",),
+        "thinking_token_budget": (),
+    }
 
     prompt: Annotated[Any, WithJsonSchema(_PROMPT)]
     max_tokens: Integer | None = Field(None, description=f"null is {DEFAULT_MAX_TOKENS}")

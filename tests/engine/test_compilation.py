@@ -90,7 +90,7 @@ def test_a_request_that_is_aborted_while_its_grammar_is_compiled_never_comes_in(
     loop.receive(0, Abort([1]))
     gate.set()
     for regex in ("a", "("):
-        loop.receive(0, Control(7, "compile_grammar", {"kind": "regex", "text": regex}))
+        loop.receive(0, Control(7, "compile_grammar", {"spec": ["regex", regex]}))
     loop._compiler._threads.shutdown(wait=True)
 
     entered = [loop._inbox.get_nowait() for _ in range(loop._inbox.qsize())]

@@ -1,0 +1,126 @@
+"""What chats are held to: forms behind thinking, budgets of it, and what reads such answers."""
+
+from typing import Any
+
+import pytest
+from http_rig import THINKING_TEMPLATE, TalkingClient, in_memory
+
+from config.grammar import FREE, ThinkingSpec
+
+JSON: Any = {"response_format": {"type": "json_object"}}
+TOOLS: Any = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+OPENED = "{{ messages }}<think>\n"
+SILENT = "<think>a</think>\n\n"
+
+
+def thinking(*, is_inside: bool, skips_blanks: bool = True) -> ThinkingSpec:
+    return ThinkingSpec(("<think>",), ("</think>",), is_inside, skips_blanks)
+
+
+async def spec_of(config: Any, **fields: Any) -> Any:
+    client = TalkingClient("x")
+    async with in_memory(client, **config) as rig:
+        answer = await rig.chat(**fields)
+        assert answer.status_code == 200, answer.text
+    return client.boxes[0].sampling.structured_outputs
+
+
+MAY_THINK = {"chat_template": THINKING_TEMPLATE}
+ALWAYS = {"reasoning_parser": "deepseek_r1"}
+OFF: Any = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "wanted"),
+    [
+        ({}, {}, None),
+        (MAY_THINK, {}, thinking(is_inside=False)),
+        (MAY_THINK, {"guided_regex": "a"}, thinking(is_inside=False, skips_blanks=False)),
+        (MAY_THINK, {"reasoning_effort": "low"}, thinking(is_inside=False)),
+        (MAY_THINK, {"reasoning_effort": "none"}, None),
+        (MAY_THINK, OFF, None),
+        ({"chat_template": OPENED}, {}, thinking(is_inside=True)),
+        ({"chat_template": OPENED}, OFF, thinking(is_inside=True)),
+        (ALWAYS, {}, thinking(is_inside=True)),
+        (ALWAYS, OFF, None),
+        (ALWAYS, {"chat_template_kwargs": {"thinking": False}}, None),
+        (ALWAYS, {"continue_final_message": True}, None),
+        ({**MAY_THINK, "reasoning_parser": "none"}, {}, None),
+    ],
+    ids=str,
+)
+async def test_a_form_lies_behind_the_thinking_that_an_answer_may_have(
+    config: Any, fields: Any, wanted: ThinkingSpec | None
+) -> None:
+    form = {} if "guided_regex" in fields else JSON
+
+    spec = await spec_of(config, **form, **fields)
+
+    assert spec.kind == ("json_object" if form else "regex")
+    assert spec.thinking == wanted
+
+
+@pytest.mark.parametrize(
+    ("choice", "reply"),
+    [
+        ("required", '[{"name": "f", "arguments": {}}]'),
+        ({"type": "function", "function": {"name": "f"}}, "{}"),
+    ],
+)
+async def test_calls_that_must_be_made_come_behind_the_thinking(choice: Any, reply: str) -> None:
+    async with in_memory(TalkingClient(SILENT + reply), **MAY_THINK) as rig:
+        answer = (await rig.chat(**TOOLS, tool_choice=choice)).json()
+
+        message = answer["choices"][0]["message"]
+        assert message["reasoning"] == message["reasoning_content"] == "a"
+        assert message["content"] is None
+        (call,) = message["tool_calls"]
+        assert call["function"] == {"name": "f", "arguments": "{}"}
+        assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+        assert rig.client.boxes[0].sampling.structured_outputs.thinking is not None
+
+
+@pytest.mark.parametrize(
+    ("fields", "content"), [(JSON, "{}\n"), ({"guided_choice": ["\n\n{}\n"]}, "\n\n{}\n")]
+)
+async def test_blanks_behind_the_thinking_belong_to_a_form_that_may_begin_with_them(
+    fields: Any, content: str
+) -> None:
+    async with in_memory(TalkingClient(SILENT + "{}\n"), **MAY_THINK) as rig:
+        message = (await rig.chat(**fields)).json()["choices"][0]["message"]
+
+        assert (message["reasoning"], message["content"]) == ("a", content)
+
+
+async def test_a_budget_of_thinking_goes_to_the_engine_with_a_form_or_none() -> None:
+    client = TalkingClient(SILENT + "b")
+    async with in_memory(client, **MAY_THINK) as rig:
+        for fields in ({}, JSON, {"reasoning_effort": "none"}, TOOLS):
+            answer = await rig.chat(**fields, thinking_token_budget=5)
+            assert answer.json()["choices"][0]["message"]["content"] == "b"
+
+    sent = [box.sampling for box in client.boxes]
+    assert [one.thinking_token_budget for one in sent] == [5, 5, None, 5]
+    kinds = [one.structured_outputs and one.structured_outputs.kind for one in sent]
+    assert kinds == [FREE, "json_object", None, FREE]
+
+
+@pytest.mark.parametrize(
+    ("config", "budget", "words"),
+    [
+        ({}, 5, "--reasoning-parser"),
+        (MAY_THINK, -1, "at least 0"),
+        (MAY_THINK, "5", "integer"),
+    ],
+)
+async def test_a_budget_that_cannot_be_kept_is_refused(
+    config: Any, budget: Any, words: str
+) -> None:
+    async with in_memory(TalkingClient("x"), **config) as rig:
+        answer = await rig.chat(thinking_token_budget=budget)
+        plain = await rig.complete(thinking_token_budget=5)
+
+        for response in (answer, plain):
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == "thinking_token_budget"
+        assert words in answer.json()["error"]["message"]
