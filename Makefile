@@ -10,9 +10,11 @@ TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+CLIENTS := .venv-clients
+NODE_CLIENT := tests/clients/node
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-hpu serve test test-slow test-cuda lint format bench bench-cuda clean
+.PHONY: help install install-hpu serve test test-slow test-clients test-cuda lint format bench bench-cuda clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +54,21 @@ test: lint ## Lint, types and the default tests
 test-slow: $(VENV)/.installed ## The tests that take minutes
 	@$(BIN)/python -m pytest -q -m slow $(ARGS)
 
+$(CLIENTS)/.installed: pyproject.toml
+	@echo "Installing other makers' clients into $(CLIENTS)"
+	@$(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install \
+		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --editable '.[clients]'
+	@touch $@
+
+$(NODE_CLIENT)/node_modules: $(NODE_CLIENT)/package-lock.json
+	@if command -v npm >/dev/null; then cd $(NODE_CLIENT) && npm ci --silent && touch node_modules; fi
+
+test-clients: $(VENV)/.installed $(CLIENTS)/.installed $(NODE_CLIENT)/node_modules ## Other makers' clients against a server with the demo model
+	@# With the SDK that is newest here, too: others may hold an older one in their environment.
+	@$(BIN)/python -m pytest -q -m clients tests/clients/test_openai_python.py
+	@$(CLIENTS)/bin/python -m pytest -q -m clients -W default --server-python=$(BIN)/python tests/clients $(ARGS)
+
 test-cuda: $(VENV)/.installed ## With an NVIDIA GPU: the tests that need one
 	@$(BIN)/python -c 'import sys, torch; from hpu.backends.cuda import missing_cuda as missing; sys.exit(missing(torch.__version__, torch.version.cuda, torch.cuda.is_available()))'
 	@$(BIN)/python -m pytest -q -m cuda tests/cuda $(ARGS)
@@ -73,5 +90,5 @@ bench-cuda: $(VENV)/.installed ## With a GPU too: decode steps against its bandw
 	@$(BIN)/python benchmarks/cuda_compare.py $(ARGS)
 
 clean: ## Remove .venv, caches and build output
-	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf $(VENV) $(CLIENTS) $(NODE_CLIENT)/node_modules build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: what a prompt costs, and what tokens say."""
+"""POST /tokenize and /detokenize: what a prompt costs, and what tokens say; GET /tokenizer_info."""
 
 import asyncio
 
@@ -13,6 +13,7 @@ from server.job import answer_whole
 from server.openapi import ANSWERS, takes
 from server.schema.admin import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from server.state import AppState
+from server.text.files import NAMED_TOKENS
 from server.text.tokenizer import Tokenizer
 
 MANY_IDS = 10_000
@@ -74,6 +75,23 @@ def tokenize_routes(state: AppState) -> APIRouter:
         else:
             text = await asyncio.to_thread(_text_of, tokenizer, body.tokens)
         return answer_whole({"prompt": text})
+
+    @router.get(
+        "/tokenizer_info",
+        operation_id="tokenizer_info",
+        summary="Special tokens and chat template, for clients that tokenize here",
+        responses=ANSWERS,
+    )
+    async def tokenizer_info() -> Response:
+        state.opened()
+        tokens = state.text_tokenizer("model").special_tokens
+        return answer_whole(
+            {
+                **{name: tokens.get(name) for name in NAMED_TOKENS},
+                "chat_template": state.chat_template().default,
+                "model_max_length": state.max_model_len,
+            }
+        )
 
     return router
 

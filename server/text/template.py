@@ -91,6 +91,11 @@ class ChatTemplate:
         """The text of all its templates."""
         return "\n".join(self._sources.values())
 
+    @property
+    def default(self) -> str | None:
+        """The text of the template for requests that name none."""
+        return self._sources.get("default")
+
     async def render(
         self,
         messages: list[Message],

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from config.server import ServerConfig
 from server.frontends import bind
+from server.text.files import NAMED_TOKENS
 
 ROOT = Path(__file__).parents[2]
 ROUTES = {
@@ -28,6 +29,7 @@ ROUTES = {
     "/v1/models/{id}": {"get"},
     "/tokenize": {"post"},
     "/detokenize": {"post"},
+    "/tokenizer_info": {"get"},
     "/health": {"get"},
     "/ready": {"get"},
     "/ping": {"get", "post"},
@@ -118,6 +120,18 @@ async def test_any_text_comes_back_from_its_tokens(text: str) -> None:
         back = (await rig.post("/detokenize", {"tokens": tokens})).json()
 
         assert back == {"prompt": text}
+
+
+async def test_what_a_client_needs_to_tokenize_here_is_told() -> None:
+    async with in_memory() as rig:
+        told = (await rig.http.get("/tokenizer_info")).json()
+
+        assert rig.state.template is not None
+        assert told == {
+            **dict.fromkeys(NAMED_TOKENS),
+            "chat_template": rig.state.template.default,
+            "model_max_length": 4096,
+        }
 
 
 async def test_the_description_is_valid_and_lists_every_route() -> None:

@@ -59,7 +59,14 @@ def command_of(pid: int) -> str:
 class LiveServer:
     """One daemon; its output goes to `log`."""
 
-    def __init__(self, model: str, log: Path, *flags: str, env: dict[str, str] | None = None):
+    def __init__(
+        self,
+        model: str,
+        log: Path,
+        *flags: str,
+        env: dict[str, str] | None = None,
+        python: str = sys.executable,
+    ):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
@@ -73,7 +80,7 @@ class LiveServer:
         }
         with log.open("wb") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "gaudiserve", "serve", model, f"--port={self.port}", *flags],
+                [python, "-m", "gaudiserve", "serve", model, f"--port={self.port}", *flags],
                 cwd=ROOT,
                 env=environment,
                 stdout=out,
@@ -126,10 +133,14 @@ class LiveServer:
 
 @contextlib.contextmanager
 def running(
-    model: str, log: Path, *flags: str, env: dict[str, str] | None = None
+    model: str,
+    log: Path,
+    *flags: str,
+    env: dict[str, str] | None = None,
+    python: str = sys.executable,
 ) -> Iterator[LiveServer]:
     """A ready server, stopped at the end."""
-    server = LiveServer(model, log, *flags, env=env)
+    server = LiveServer(model, log, *flags, env=env, python=python)
     try:
         server.wait_ready()
         yield server

@@ -1,0 +1,50 @@
+"""One server for clients of other makers: the demo model, under a template that knows tools.
+
+These tests run in an environment of their own, `make test-clients`; the server runs in ours.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from live import LiveServer, running
+
+# Its table of prices is not fetched.
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+
+HERE = Path(__file__).parent
+TEMPLATE = HERE / "hermes.jinja"
+ASKED_FOR = re.compile(r"(?<!not )\bclients\b")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--server-python", default=sys.executable, help="the interpreter that the server runs in"
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Most of these files import what only that environment has."""
+    is_asked_for = ASKED_FOR.search(config.option.markexpr) is not None
+    return None if is_asked_for or collection_path == HERE else True
+
+
+@pytest.fixture(scope="session")
+def server(
+    pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveServer]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    # Numbers of 16 bits round differently beside other requests; answers are compared here.
+    flags = ("--dtype=float32", "--served-model-name=demo", f"--chat-template={TEMPLATE}")
+    python = pytestconfig.getoption("--server-python")
+    with running("demo", log, *flags, python=python) as live:
+        yield live
+
+
+@pytest.fixture(scope="session")
+def base_url(server: LiveServer) -> str:
+    """As SDKs want it."""
+    return f"{server.url}/v1"
