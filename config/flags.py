@@ -287,6 +287,13 @@ TEXT = (
     ),
     Flag(
         "server",
+        "max_stop_strings",
+        "Text",
+        "Stop strings that a request may have",
+        variables=("VLLM_MAX_STOP_STRINGS",),
+    ),
+    Flag(
+        "server",
         "tool_call_parser",
         "Text",
         "How the model writes calls of functions; auto: as its chat template says, none: calls are "

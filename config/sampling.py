@@ -10,7 +10,6 @@ from config.errors import UserError
 from config.grammar import GrammarSpec, grammar_spec
 
 MAX_LOGPROBS = 20
-MAX_STOP_STRINGS = 4
 MAX_N = 128
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 64
@@ -179,8 +178,6 @@ def _check_shape(params: SamplingParams) -> None:
 
 
 def _check_stops(params: SamplingParams) -> None:
-    count = len(params.stop)
-    _check(count <= MAX_STOP_STRINGS, "stop", f"{count} strings", f"at most {MAX_STOP_STRINGS}")
     ok = all(isinstance(text, str) and text for text in params.stop)
     _check(ok, "stop", "an empty string", "non-empty strings")
 

@@ -9,6 +9,7 @@ _AT_LEAST_ONE = (
     "max_body_bytes",
     "max_queued_requests",
     "max_queued_prompt_tokens",
+    "max_stop_strings",
     "stream_interval",
     "tokenizer_threads",
 )
@@ -53,6 +54,8 @@ class ServerConfig:
     generation_config: str = "auto"
     """auto: the model's generation_config gives sampling defaults; vllm: neutral ones."""
     logprobs_mode: str = "raw_logprobs"
+    max_stop_strings: int = 4
+    """Of one request; every token's text is searched for all of them."""
     enable_log_requests: bool = False
     """Log prompts too; the one line a request is always logged."""
     disable_access_log: bool = False

@@ -6,11 +6,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from config.errors import EngineDied, Overloaded, PromptTooLong, RequestFailed, UserError
+from config.errors import EngineDied, Overloaded, RequestFailed, UserError
 from config.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
 from config.server import ServerConfig
 from engine.client import EngineClient, Mailbox, Update
 from engine.messages import Ready
+from server.limits import check_ids, check_something_is_left, output_limit
 from server.outputs import Delta, Output, PositionLogprobs, Prompt, TokenLogprob
 from server.sequence import Sequence
 from server.text.tokenizer import Tokenizer
@@ -38,6 +39,7 @@ class Pipeline:
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer if not config.skip_tokenizer_init else None
+        self._max_stop_strings = config.max_stop_strings
 
     def start(
         self,
@@ -53,7 +55,7 @@ class Pipeline:
         """Check, then send `len(prompts) * params.n` sequences. Does not wait.
 
         `param` is the field named in errors about the prompt, `name` the request in logs; `shown`
-        are special tokens that belong to the text. Raises UserError, PromptTooLong, Overloaded or
+        are special tokens that belong to the text. Raises UserError, Overloaded or
         EngineDied, and then leaves nothing behind.
         """
         params, limits = self.checked(prompts, params, param)
@@ -92,16 +94,19 @@ class Pipeline:
         """`params` as the engine knows them, and how many tokens may follow each prompt. Raises
         like `start`."""
         ready = self.ready
-        _check_ids(params, ready.vocab_size)
+        check_ids(params, ready.vocab_size)
         params = self._with_bad_words(self._with_checked_stops(params))
-        _check_something_is_left(params, ready.eos_token_ids)
+        check_something_is_left(params, ready.eos_token_ids)
         limits = [
-            _output_limit(prompt, params, ready.vocab_size, ready.max_model_len, param)
+            output_limit(prompt, params, ready.vocab_size, ready.max_model_len, param)
             for prompt in prompts
         ]
         return params, limits
 
     def _with_checked_stops(self, params: SamplingParams) -> SamplingParams:
+        count, most = len(params.stop), self._max_stop_strings
+        if count > most:
+            raise UserError(f"stop has {count} strings, it may have {most} at most", param="stop")
         if params.stop and (self.tokenizer is None or not params.detokenize):
             raise UserError(
                 "stop strings need detokenized output; use stop_token_ids instead", param="stop"
@@ -330,62 +335,6 @@ def _sampling_of(params: SamplingParams, choice: int, limit: int) -> SamplingPar
         stop=(),
         truncate_prompt_tokens=None,
     )
-
-
-def _check_ids(params: SamplingParams, vocab_size: int) -> None:
-    named: list[tuple[str, Iterable[int]]] = [
-        ("logit_bias", params.logit_bias),
-        ("stop_token_ids", params.stop_token_ids),
-        ("allowed_token_ids", params.allowed_token_ids or ()),
-        ("bad_words_token_ids", (i for word in params.bad_words_token_ids for i in word)),
-    ]
-    for name, ids in named:
-        for token_id in ids:
-            if not 0 <= token_id < vocab_size:
-                raise UserError(
-                    f"{name} names token id {token_id}, the vocabulary has 0 to {vocab_size - 1}",
-                    param=name,
-                )
-
-
-def _check_something_is_left(params: SamplingParams, eos_ids: Iterable[int]) -> None:
-    """Refuse what no first token can satisfy; the sampler could only say that it found none."""
-    if params.allowed_token_ids is None:
-        return
-    barred = {word[0] for word in params.bad_words_token_ids if len(word) == 1}
-    if params.min_tokens:
-        barred.update(params.stop_token_ids, () if params.ignore_eos else eos_ids)
-    if barred.issuperset(params.allowed_token_ids):
-        raise UserError(
-            f"allowed_token_ids has {len(params.allowed_token_ids)} tokens, and bad_words or "
-            "min_tokens bar every one of them",
-            param="allowed_token_ids",
-        )
-
-
-def _output_limit(
-    prompt: Prompt, params: SamplingParams, vocab_size: int, max_model_len: int, param: str
-) -> int:
-    """How many tokens may be generated; the context's rest when the caller left it open."""
-    count = len(prompt.token_ids)
-    if not count:
-        raise UserError("the prompt is empty, it must have at least 1 token", param=param)
-    for token_id in (min(prompt.token_ids), max(prompt.token_ids)):
-        if not 0 <= token_id < vocab_size:
-            raise UserError(
-                f"the prompt has token id {token_id}, the vocabulary has 0 to {vocab_size - 1}",
-                param=param,
-            )
-    room = max_model_len - count
-    if params.max_tokens is None:
-        if room < 1:
-            raise PromptTooLong(count, None, max_model_len, param=param)
-        if params.min_tokens > room:
-            raise PromptTooLong(count, params.min_tokens, max_model_len, param=param)
-        return room
-    if params.max_tokens > room:
-        raise PromptTooLong(count, params.max_tokens, max_model_len, param=param)
-    return params.max_tokens
 
 
 def _extend(output: Output, delta: Delta) -> None:

@@ -5,7 +5,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, WithJsonSchema
 
 from config.errors import UserError
-from config.sampling import MAX_STOP_STRINGS
 from server.schema.common import Body, Integer, Unsupported
 
 _BLOCKS: dict[str, Any] = {
@@ -162,10 +161,5 @@ class MessagesBody(CountBody):
             raise UserError(
                 f"max_tokens is {self.max_tokens}, it must be at least 1", param="max_tokens"
             )
-        stops = self.stop_sequences or ()
-        if len(stops) > MAX_STOP_STRINGS or not all(stops):
-            raise UserError(
-                f"stop_sequences has {len(stops)} strings, it must have at most "
-                f"{MAX_STOP_STRINGS}, none of them empty",
-                param="stop_sequences",
-            )
+        if not all(self.stop_sequences or ()):
+            raise UserError("stop_sequences holds an empty string", param="stop_sequences")

@@ -210,3 +210,12 @@ async def test_best_of_has_bounds_and_is_not_streamed(
         assert response.json()["error"]["param"] == "best_of"
         assert words in response.json()["error"]["message"]
         assert (await rig.complete(n=2, best_of=2, stream=True)).status_code == 200
+
+
+async def test_a_flag_says_how_many_stop_strings_there_may_be() -> None:
+    async with in_memory(TalkingClient("abc"), max_stop_strings=5) as rig:
+        answer = (await rig.complete(stop=["v", "w", "x", "y", "c"])).json()
+        refused = await rig.complete(stop=["v", "w", "x", "y", "z", "c"])
+
+        assert answer["choices"][0]["text"] == "ab"
+        assert refused.json()["error"]["message"] == "stop has 6 strings, it may have 5 at most"
