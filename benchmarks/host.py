@@ -19,7 +19,7 @@ from engine.core import EngineCore
 from engine.messages import AddRequest
 from engine.prefix import block_hashes
 from hpu.buckets import BucketLimits, BucketTable
-from hpu.step import DECODE, StepPlan, StepResult, WarmupProgress, WorkerReady
+from hpu.step import DECODE, Masks, StepPlan, StepResult, WarmupProgress, WorkerReady
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 8192
@@ -45,6 +45,9 @@ class NullExecutor:
             count += len(launch.rows) if launch.phase == DECODE else sum(launch.samples)
         self._results.append(StepResult(plan.step, [7] * count, seconds=[0.001]))
         self.seconds += time.perf_counter() - start
+
+    def mask(self, masks: Masks) -> None:
+        return
 
     def has_result(self) -> bool:
         return False

@@ -14,6 +14,7 @@ from config.sampling import SamplingParams
 from engine.executors.base import Executor
 from engine.grammar import Grammar
 from engine.kv_manager import KvManager
+from engine.masking import late_masks
 from engine.messages import FRONT_END_SHIFT, AddRequest, EngineStats, StepTokens
 from engine.outputs import Outputs
 from engine.packing import Packer
@@ -275,6 +276,7 @@ class EngineCore:
         for request in self._outputs.apply(decision, result, self._clock()):
             self._scheduler.drop(request)
             del self._requests[request.key]
+        self._mask_next()
         self._scheduler.collected(decision.step)
         phases = [launch.phase for launch in decision.plan.launches]
         self._counts.count_step(decision.num_tokens, phases, result.seconds)
@@ -285,6 +287,14 @@ class EngineCore:
         self._has_news = True
         if not self._requests and not self._in_flight:
             self._check_idle()
+
+    def _mask_next(self) -> None:
+        """Say what may come next in the plan that runs, where it had to wait for the result that
+        was just applied: before anything else, since the worker cannot sample until then."""
+        running = self._in_flight[0] if self._in_flight else None
+        if running is not None and running.late:
+            assert running.plan is not None, "only a plan has late rows"
+            self._executor.mask(late_masks(running.plan, running.late))
 
     def _tell_compiled(self, decision: Decision, count: int) -> None:
         """Log what a step compiled, and who had to wait for it."""

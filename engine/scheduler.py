@@ -6,6 +6,7 @@ from operator import attrgetter
 
 from config.engine import ScheduleConfig
 from engine.kv_manager import KvManager
+from engine.masking import add_masks
 from engine.packing import Chunk, Packer
 from engine.queue import WaitingLine
 from engine.request import ENDED, LEAVING, RUNNING, WAITING, Request
@@ -41,6 +42,8 @@ class Decision:
     new_rows: list[NewRow] = field(default_factory=list)
     grown_rows: list[int] = field(default_factory=list)
     grown_blocks: list[int] = field(default_factory=list)
+    late: list[Request] = field(default_factory=list)
+    """Those of the plan's late rows, in their order."""
 
 
 class Scheduler:
@@ -151,9 +154,6 @@ class Scheduler:
         # has not reached.
         for request in self._decoding:
             computed = request.computed
-            # What may come next depends on a token that is not known yet.
-            if request.guide is not None and computed >= request.known:
-                continue
             if computed >= request.pause_at and not self._may_go_on(request, decision):
                 continue
             request.computed = computed + 1
@@ -346,7 +346,11 @@ class Scheduler:
                 [source for source, _ in moves],
                 [target for _, target in moves],
             )
-            _add_masks(decision)
+            guided = [r for r in decision.decodes if r.guide is not None]
+            chunks = [c for c in decision.prefills if c.samples]
+            guided += [c.request for c in chunks if c.request.guide is not None]
+            if guided:
+                decision.late = add_masks(decision.plan, guided)
 
     def check(self) -> None:
         """Raise AssertionError, with the numbers, unless rows, blocks and states agree."""
@@ -365,14 +369,3 @@ class Scheduler:
 def _is_planned_out(request: Request) -> bool:
     """Whether its last token is on its way, so that it ends with the plans in flight."""
     return request.computed >= max(request.max_known - 1, request.decode_from)
-
-
-def _add_masks(decision: Decision) -> None:
-    """What may come next, for every row with a grammar that samples in this plan."""
-    assert decision.plan is not None
-    sampling = [r for r in decision.decodes if r.guide is not None]
-    sampling += [c.request for c in decision.prefills if c.samples and c.request.guide is not None]
-    if sampling:
-        words = [r.guide.words.tobytes() for r in sampling if r.guide is not None]
-        decision.plan.masked_rows = [request.row for request in sampling]
-        decision.plan.masks = memoryview(b"".join(words))

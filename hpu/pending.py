@@ -1,4 +1,5 @@
-"""PendingStep: what a step left on its way to the host, and how it becomes a StepResult."""
+"""PendingStep: what a step left on its way to the host, and how it becomes a StepResult; and what
+waits in it for masks."""
 
 from dataclasses import dataclass, field
 
@@ -6,6 +7,8 @@ import numpy as np
 from torch import Tensor
 
 from hpu.backends.base import Event
+from hpu.rows import Tokens
+from hpu.staging import BucketInputs
 from hpu.step import Launch, Logprobs, StepResult
 
 
@@ -64,15 +67,48 @@ class PendingLaunch:
     """When the host began and ended to fill its inputs."""
     kept: tuple[Tensor, ...] = ()
     """Host tensors of sampling that uploads still read."""
+    paused: Event | None = None
+    """Where the device had run it forward, if its sampling had to wait for masks."""
+    resumed: Event | None = None
+    """Where the device was given the sampling then."""
+
+    def seconds(self) -> float | None:
+        """Device time of a launch that is done, without the wait; None in a warm-up."""
+        if self.end is None:
+            return None
+        seconds = self.end.seconds_since(self.start)
+        if self.paused is not None and self.resumed is not None:
+            seconds -= self.resumed.seconds_since(self.paused)
+        return seconds
+
+
+@dataclass(slots=True)
+class Forward:
+    """A launch that was run forward, and what it takes to sample it."""
+
+    inputs: BucketInputs
+    hidden: Tensor
+    """(B * Q, hidden); the next launch may overwrite it."""
+    logits: Tensor | None
+    """(B, V), or less where nothing is padded; None where nobody samples."""
+    launch: PendingLaunch
+    targets: list[tuple[int, Tokens]] = field(default_factory=list)
+    """(place in the launch, following prompt tokens) of rows that asked for their prompt's
+    log-probabilities."""
 
 
 @dataclass(slots=True)
 class PendingStep:
-    """All launches of one plan. Its tensors may be read once `end` is done."""
+    """All launches of one plan. Its tensors may be read once it lacks nothing and `end` is done."""
 
     step: int
     host_s: float
     launches: list[PendingLaunch] = field(default_factory=list)
+    """In the plan's order."""
+    late: list[tuple[int, Launch]] = field(default_factory=list)
+    """Launches that sample when their masks come, with their places in the plan."""
+    held: Forward | None = None
+    """The first of those: run forward."""
     end: Event | None = None
     kept: list[Tensor] = field(default_factory=list)
     """Host tensors that uploads still read."""
@@ -84,7 +120,7 @@ class PendingStep:
 
     def is_done(self) -> bool:
         """Whether it is."""
-        return self.end is None or self.end.done()
+        return not self.late and (self.end is None or self.end.done())
 
     def result(self) -> StepResult:
         """Gather the columns of a step that is done."""
@@ -100,8 +136,9 @@ class PendingStep:
                     if k >= 0
                 )
             result.prompt_logprobs.extend((p.row, p.message()) for p in launch.prompts)
-            if launch.end is not None:
-                result.seconds.append(launch.end.seconds_since(launch.start))
+            seconds = launch.seconds()
+            if seconds is not None:
+                result.seconds.append(seconds)
         return result
 
 

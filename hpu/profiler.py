@@ -111,7 +111,7 @@ class Trace:
             logger.error("the trace %s cannot be written: %s", self.path, error)
 
     def _launches(self, pending: PendingStep, seconds: list[float]) -> None:
-        begin_s, stop_s = None, self._anchor.seconds
+        spans: list[tuple[float, float]] = []
         real = padding = 0
         for launch, device_s in zip(pending.launches, seconds, strict=True):
             start_s = self._anchor.seconds + launch.start.seconds_since(self._anchor.event)
@@ -119,12 +119,13 @@ class Trace:
             arguments |= {"step": pending.step, "device_ms": _milli(device_s)}
             self._span(HOST, f"fill {name}", launch.filled[0], _length(launch.filled), arguments)
             self._span(DEVICE, name, start_s, device_s, arguments)
-            begin_s = start_s if begin_s is None else begin_s
-            stop_s = start_s + device_s
+            spans.append((start_s, start_s + device_s))
             real += arguments["tokens"]
             padding += arguments["padding"]
-        if begin_s is None or pending.end is None:
+        if not spans or pending.end is None:
             return
+        # Launches that waited for masks ran last, wherever the plan has them.
+        begin_s, stop_s = min(spans)[0], max(stop for _, stop in spans)
         # The next step is placed from this one's end: a difference of long ago loses digits.
         elapsed_s = pending.end.seconds_since(self._anchor.event)
         self._anchor = Moment(pending.end, self._anchor.seconds + elapsed_s)

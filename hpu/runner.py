@@ -1,7 +1,7 @@
 """Runner: one launch after the other. Fill the bucket's inputs, run it, sample, start the copies.
 
-Be paranoid about adding lines here: everything in `_launch` runs at every step, for every launch,
-and nothing in it may wait for the device or depend on the value of a device tensor.
+Be paranoid about adding lines here: everything in `_begin` and `_finish` runs at every step, for
+every launch, and nothing in it may wait for the device or depend on the value of a device tensor.
 """
 
 import time
@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from config.sampling import MAX_LOGPROBS
-from hpu.backends.base import Backend, Event
+from hpu.backends.base import Backend
 from hpu.counters import Counters
 from hpu.diagnostics import Diagnostics
 from hpu.graphs import Graphs
 from hpu.kv_cache import KVCache
 from hpu.logprobs import prompt_logprobs
-from hpu.pending import PendingLaunch, PendingLogprobs, PendingPrompt, PendingStep
+from hpu.pending import Forward, PendingLaunch, PendingLogprobs, PendingPrompt, PendingStep
 from hpu.profiler import Trace
 from hpu.rows import Rows, Tokens
 from hpu.sampler import AnySampler
 from hpu.staging import Bucket, BucketInputs, PrefillFields, Staging
-from hpu.step import PREFILL, Launch, StepPlan, StepResult
+from hpu.step import PREFILL, Launch, Masks, StepPlan, StepResult
 
 PROMPT_LOGITS = 1 << 24
 """Logits held at once for prompt log-probabilities: 64 MiB in float32."""
@@ -77,16 +77,49 @@ class Runner:
         self._last_tokens = backend.zeros((rows.max_rows + 1,), backend.index_dtype)
 
     def submit(self, plan: StepPlan) -> PendingStep:
-        """Apply a plan's changes and launch it, without waiting for the device."""
+        """Apply a plan's changes and launch it, without waiting for the device. What samples late
+        rows is left for `mask`, which must come before the next plan."""
         start = time.perf_counter()
         self._apply(plan)
         pending = PendingStep(plan.step, host_s=time.perf_counter() - start)
-        for launch in plan.launches:
-            pending.launches.append(self._launch(launch, pending))
-        pending.end = self._backend.event()
+        late = set(plan.late_rows)
+        for place, launch in enumerate(plan.launches):
+            if late.isdisjoint(launch.rows):
+                pending.launches.append(self._finish(self._begin(launch, pending), pending))
+            else:
+                pending.late.append((place, launch))
+        if pending.late:
+            # Behind all others, and alone: nothing may run between a forward pass and its sampling
+            # that writes the same bucket's inputs, and the logits of one launch are the most that
+            # memory was measured for. Several are rare; the device is busy with the first of them.
+            pending.held = self._begin(pending.late[0][1], pending)
+            pending.held.launch.paused = self._backend.event()
+        else:
+            pending.end = self._backend.event()
         if self.trace is not None:
             self.trace.submitted(pending, start)
         return pending
+
+    def mask(self, pending: PendingStep, masks: Masks) -> None:
+        """Take the masks of the late rows of a plan, the newest, and launch what waited for them,
+        without waiting for the device."""
+        start = time.perf_counter()
+        held = pending.held
+        if held is None or masks.step != pending.step:
+            raise RuntimeError(
+                f"masks for step {masks.step}, the newest plan is {pending.step}, which waits for "
+                f"masks in {len(pending.late)} launches"
+            )
+        self._take_masks(masks.rows, masks.masks)
+        pending.host_s += time.perf_counter() - start
+        held.launch.resumed = self._backend.event()
+        for place, launch in pending.late:
+            forward = held or self._begin(launch, pending)
+            pending.launches.insert(place, self._finish(forward, pending))
+            held = None
+        pending.held = None
+        pending.late.clear()
+        pending.end = self._backend.event()
 
     def collect(self, pending: PendingStep) -> StepResult:
         """Wait for a submitted plan's results."""
@@ -117,16 +150,14 @@ class Runner:
         self._rows.fill_idle(inputs.fields())
         inputs.upload()
         pending = PendingStep(step=-1, host_s=0.0)
-        # Events where a launch has them: on a lazy device they end recipes.
-        begun = self._backend.event()
-        hidden = self._forward(inputs)
+        forward = self._forward(inputs, [self.own_row])
+        self._sample(forward)
         # Held until the device is done: it reads and writes host tensors of theirs.
-        done = self._sample(hidden, inputs, [self.own_row], begun)
-        pending.launches.append(done)
+        pending.launches.append(forward.launch)
         if prompts and bucket[0] == PREFILL:
-            target = np.zeros(1, np.uint32)
+            target, hidden = np.zeros(1, np.uint32), forward.hidden
             slices = self._prompt_slices(hidden, 0, bucket[2], target, MAX_LOGPROBS, pending)
-            done.prompts.append(PendingPrompt(0, MAX_LOGPROBS, slices))
+            forward.launch.prompts.append(PendingPrompt(0, MAX_LOGPROBS, slices))
         self._backend.synchronize()
         if self.diagnostics is not None:
             self.diagnostics.warmed(bucket[0])
@@ -144,13 +175,17 @@ class Runner:
         for new in plan.new_rows:
             tokens = self._rows.admit(new)
             self._sampler.admit(new.row, new.sampling, tokens, new.num_prompt_tokens)
-        if plan.masked_rows:
-            words = np.frombuffer(plan.masks, dtype="<i4")
-            self._sampler.mask(plan.masked_rows, words.reshape(len(plan.masked_rows), -1))
+        self._take_masks(plan.masked_rows, plan.masks)
         for row, block in zip(plan.grown_rows, plan.grown_blocks, strict=True):
             self._rows.grow(row, [block])
 
-    def _launch(self, launch: Launch, pending: PendingStep) -> PendingLaunch:
+    def _take_masks(self, rows: list[int], masks: memoryview) -> None:
+        if rows:
+            words = np.frombuffer(masks, dtype="<i4")
+            self._sampler.mask(rows, words.reshape(len(rows), -1))
+
+    def _begin(self, launch: Launch, pending: PendingStep) -> Forward:
+        """Fill the bucket's inputs and run it forward."""
         start = time.perf_counter()
         inputs = self._staging.inputs((launch.phase, *launch.bucket))
         fields = inputs.fields()
@@ -164,17 +199,27 @@ class Runner:
         inputs.upload()
         filled = time.perf_counter()
         pending.host_s += filled - start
-        begun = self._backend.event()
-        hidden = self._forward(inputs, launch.rows)
-        done = self._sample(hidden, inputs, rows, begun) if rows else PendingLaunch([], [], begun)
-        for index, following in targets:
-            done.prompts.append(self._prompt(hidden, launch, index, following, pending))
+        forward = self._forward(inputs, rows, launch.rows)
+        forward.launch.launch, forward.launch.filled = launch, (start, filled)
+        forward.targets = targets
+        return forward
+
+    def _finish(self, forward: Forward, pending: PendingStep) -> PendingLaunch:
+        """Sample a launch that was run forward, and start the copies to the host."""
+        done = forward.launch
+        if forward.logits is not None:
+            self._sample(forward)
+        for index, following in forward.targets:
+            done.prompts.append(self._prompt(forward, index, following, pending))
         done.end = self._backend.event()
-        done.launch, done.filled = launch, (start, filled)
         return done
 
-    def _forward(self, inputs: BucketInputs, rows: Sequence[int] = ()) -> Tensor:
-        """Hidden states (B * Q, hidden) of uploaded inputs, which are those of `rows`."""
+    def _forward(
+        self, inputs: BucketInputs, sampling: list[int], rows: Sequence[int] = ()
+    ) -> Forward:
+        """Run uploaded inputs, which are those of `rows`; with logits for the rows in `sampling`,
+        at the ends of their tokens."""
+        begun = self._backend.event()
         if inputs.last is None:
             # A decode's tokens were sampled on the device; the host may not know them yet.
             torch.index_select(self._last_tokens, 0, inputs.rows, out=inputs.tokens.view(-1))
@@ -182,30 +227,32 @@ class Runner:
         hidden = hidden.reshape(-1, hidden.shape[-1])
         # On a lazy device the recipe ends here, whatever the launch does with the output.
         self._backend.mark()
-        return hidden
+        logits = self._logits(hidden, inputs, len(sampling)) if sampling else None
+        asked = self._rows.num_logprobs[sampling].tolist()
+        return Forward(inputs, hidden, logits, PendingLaunch(sampling, asked, begun))
 
-    def _sample(
-        self, hidden: Tensor, inputs: BucketInputs, rows: list[int], begun: Event
-    ) -> PendingLaunch:
-        """Draw for `rows` at the ends of their tokens, write the tokens into the rows on the
-        device, and start the copies to the host."""
+    def _logits(self, hidden: Tensor, inputs: BucketInputs, count: int) -> Tensor:
+        """(B, V): the first `count` are those of the sampling rows."""
         # Padded up to the batch where a new shape would mean a new compilation.
-        width = len(inputs.rows) if self._pads else len(rows)
+        width = len(inputs.rows) if self._pads else count
         if inputs.last is None:
-            hidden = hidden[:width]
-        else:
-            hidden = hidden.index_select(0, inputs.last[:width])
-        sampled = self._sampler.sample(self._model.logits(hidden), rows)
+            return self._model.logits(hidden[:width])
+        return self._model.logits(hidden.index_select(0, inputs.last[:width]))
+
+    def _sample(self, forward: Forward) -> None:
+        """Draw for the sampling rows, write the tokens into the rows on the device, and start the
+        copies to the host."""
+        logits, done = forward.logits, forward.launch
+        assert logits is not None
+        sampled = self._sampler.sample(logits, done.rows)
         # A token of -1 (logits that were not numbers) may be read by a step already planned.
         known = sampled.tokens.clamp(0, self._vocab_size - 1)
-        self._last_tokens.index_copy_(0, inputs.rows[:width], known)
-        done = PendingLaunch(rows, self._rows.num_logprobs[rows].tolist(), begun)
+        self._last_tokens.index_copy_(0, forward.inputs.rows[: len(logits)], known)
         done.tokens = self._backend.to_host(sampled.tokens)
         done.kept = sampled.kept
         if sampled.logprobs is not None:
             top = sampled.logprobs
             done.logprobs = self._logprobs_to_host(top.k, top.ids, top.values, top.ranks)
-        return done
 
     def _prompt_targets(self, launch: Launch) -> list[tuple[int, Tokens]]:
         """(place in the launch, following prompt tokens) of the rows that asked for their prompt's
@@ -221,13 +268,15 @@ class Runner:
         return found
 
     def _prompt(
-        self, hidden: Tensor, launch: Launch, index: int, targets: Tokens, pending: PendingStep
+        self, forward: Forward, index: int, targets: Tokens, pending: PendingStep
     ) -> PendingPrompt:
         """Log-probabilities of `targets`, which follow the first positions of the launch's row
         number `index`."""
+        launch = forward.launch.launch
+        assert launch is not None
         row, query = launch.rows[index], launch.bucket[1]
         k = int(self._rows.num_prompt_logprobs[row])
-        slices = self._prompt_slices(hidden, index * query, query, targets, k, pending)
+        slices = self._prompt_slices(forward.hidden, index * query, query, targets, k, pending)
         return PendingPrompt(row, k, slices)
 
     def _prompt_slices(

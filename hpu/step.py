@@ -85,9 +85,25 @@ class StepPlan(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, ta
     """Block moved_from[i] lies at moved_to[i] from now on, for whichever row names it. All move at
     once, and no row names a block of moved_to before."""
     masked_rows: list[int] = []
-    """The masked rows that sample in this plan."""
+    """The masked rows that sample in this plan, and whose last token was known when it was made."""
     masks: memoryview = NO_MASKS
     """One bit a token, set where it may come next: int32 little-endian, (masked_rows, words)."""
+    late_rows: list[int] = []
+    """The other masked rows that sample in it. A launch with one of them runs forward at once and
+    samples when `Masks` has come: behind this plan, before the next one."""
+
+
+class Masks(msgspec.Struct, array_like=True, gc=False, tag=9):
+    """Behind a plan with late rows, once the result of the plan before is known: exactly one.
+
+    A late row that is not named has ended meanwhile, and what it samples is thrown away.
+    """
+
+    step: int
+    """The plan's."""
+    rows: list[int]
+    masks: memoryview
+    """As in StepPlan: (rows, words)."""
 
 
 class Logprobs(msgspec.Struct, array_like=True, gc=False):
@@ -203,5 +219,5 @@ class WorkerAnswer(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     code: str | None = None
 
 
-ToWorker = StepPlan | WorkerCall
+ToWorker = StepPlan | Masks | WorkerCall
 FromWorker = StepResult | WorkerFailed | WarmupProgress | WorkerReady | Warmed | WorkerAnswer

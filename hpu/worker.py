@@ -17,7 +17,7 @@ from hpu.diagnostics import diagnostics_of
 from hpu.pending import PendingStep
 from hpu.profiler import Profiler
 from hpu.runner import Runner
-from hpu.step import StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
+from hpu.step import Masks, StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
 from hpu.warmup import Warmup
 
 Progress = Callable[[WarmupProgress], None]
@@ -25,7 +25,8 @@ Progress = Callable[[WarmupProgress], None]
 
 class Worker:
     """One device. `start` once, then `submit` and `collect` in any order that never collects more
-    than was submitted, then `close`. Not thread-safe."""
+    than was submitted, with a `mask` behind each plan that needs one, then `close`. Not
+    thread-safe."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -53,8 +54,21 @@ class Worker:
     def submit(self, plan: StepPlan) -> None:
         """Apply and launch a plan; does not wait for the device (a CPU runs it at once)."""
         assert self._runner is not None, "submit before start"
+        assert not (self._pending and self._pending[-1].late), "submit before mask"
         with torch.inference_mode():
             self._pending.append(self._runner.submit(plan))
+
+    def mask(self, masks: Masks) -> None:
+        """What may come next in the late rows of the newest plan: launch what waited for it. Does
+        not wait for the device."""
+        assert self._runner is not None and self._pending, "mask without a plan"
+        with torch.inference_mode():
+            self._runner.mask(self._pending[-1], masks)
+
+    @property
+    def lacks_masks(self) -> bool:
+        """Whether the oldest plan not collected comes to no end before `mask`."""
+        return bool(self._pending and self._pending[0].late)
 
     def has_result(self) -> bool:
         """Whether `collect` would not wait."""
@@ -63,6 +77,7 @@ class Worker:
     def collect(self) -> StepResult:
         """Wait for the oldest submitted plan, and give its result."""
         assert self._runner is not None and self._pending, "collect without a plan"
+        assert not self.lacks_masks, "collect before mask"
         with torch.inference_mode():
             return self._runner.collect(self._pending.popleft())
 

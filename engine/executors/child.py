@@ -24,6 +24,7 @@ from engine.lifeline import (
 )
 from engine.wire import Line, Waiter, Wires
 from hpu.step import (
+    Masks,
     StepPlan,
     StepResult,
     ToWorker,
@@ -55,6 +56,11 @@ class StepWorker(Protocol):
     def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady: ...
 
     def submit(self, plan: StepPlan) -> None: ...
+
+    def mask(self, masks: Masks) -> None: ...
+
+    @property
+    def lacks_masks(self) -> bool: ...
 
     def has_result(self) -> bool: ...
 
@@ -122,11 +128,13 @@ def _serve(worker: StepWorker, line: Line[Any, ToWorker]) -> None:
         message = line.receive()
         if isinstance(message, WorkerCall):
             line.send(_answer(worker, message))
+        elif isinstance(message, Masks):
+            worker.mask(message)
         elif message is not None:
             worker.submit(message)
             in_flight += 1
             is_quiet = False
-        elif in_flight:
+        elif in_flight and not worker.lacks_masks:
             line.send(worker.collect())
             in_flight -= 1
         elif may_idle and is_quiet:
@@ -135,9 +143,10 @@ def _serve(worker: StepWorker, line: Line[Any, ToWorker]) -> None:
                 line.send(warmed)
             may_idle = warmed is not None
         else:
-            # Between two steps of a request there is no time to prepare anything.
+            # Between two steps of a request, and before its masks, there is no time to prepare
+            # anything.
             waiter.wait(IDLE_S if may_idle else None)
-            is_quiet = True
+            is_quiet = not in_flight
 
 
 def _answer(worker: StepWorker, call: WorkerCall) -> WorkerAnswer:

@@ -3,12 +3,16 @@
 from collections.abc import Callable
 
 from config.engine import EngineConfig
-from hpu.step import StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
+from hpu.step import Masks, StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
 from hpu.worker import Worker
 
 
 class InlineExecutor:
-    """No process and no copy; a step's Python runs where the scheduler's does."""
+    """No process and no copy; a step's Python runs where the scheduler's does.
+
+    On a CPU a plan is computed while it is submitted, so that its result is there before the next
+    plan is made: no row is ever late. On a card, which runs meanwhile, rows are late as elsewhere.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self._worker = Worker(config)
@@ -19,6 +23,9 @@ class InlineExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         self._worker.submit(plan)
+
+    def mask(self, masks: Masks) -> None:
+        self._worker.mask(masks)
 
     def has_result(self) -> bool:
         return self._worker.has_result()

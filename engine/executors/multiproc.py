@@ -13,6 +13,7 @@ from engine.lifeline import Child
 from engine.wire import Line, Waiter, Wires, endpoint
 from hpu.step import (
     FromWorker,
+    Masks,
     StepPlan,
     StepResult,
     ToWorker,
@@ -80,6 +81,10 @@ class MultiprocExecutor:
     def submit(self, plan: StepPlan) -> None:
         if not self._line.send(plan):
             raise self._unread("plans")
+
+    def mask(self, masks: Masks) -> None:
+        if not self._line.send(masks):
+            raise self._unread("masks")
 
     def has_result(self) -> bool:
         while not self._early:

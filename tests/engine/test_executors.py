@@ -15,10 +15,20 @@ from live import ROOT, alive
 
 from config.engine import EngineConfig
 from config.errors import ConfigError, EngineDied, UserError
+from engine.executors.base import IDLE_S
 from engine.executors.inline import InlineExecutor
 from engine.executors.multiproc import MultiprocExecutor
 from engine.executors.select import make_executor
-from hpu.step import PREFILL, Launch, NewRow, RowSampling, StepPlan, WarmupProgress
+from hpu.step import (
+    DECODE,
+    PREFILL,
+    Launch,
+    Masks,
+    NewRow,
+    RowSampling,
+    StepPlan,
+    WarmupProgress,
+)
 
 
 def executor_of(
@@ -202,3 +212,56 @@ def test_a_call_is_answered_between_plans_whose_results_still_come_in_order(
     assert answer == "start_profile after 2 plans"
     assert refused.value.code == "twice"
     assert steps == [0, 1]
+
+
+def masked_plans() -> tuple[StepPlan, StepPlan, Masks]:
+    """A row's first token and its second, whose mask comes behind the plan; only 4 and 3 may."""
+    new = NewRow(
+        0, memoryview(b"\1\0\0\0\2\0\0\0"), 2, 0, [0], RowSampling(temperature=0.0, masked=True)
+    )
+    masks = [memoryview(bytes([1 << token, *bytes(627)])) for token in (4, 3)]
+    first = StepPlan(0, [Launch(PREFILL, (1, 2, 0), [0], [2], [True])], [new])
+    first.masked_rows, first.masks = [0], masks[0]
+    second = StepPlan(1, [Launch(DECODE, (1, 1, 1), [0])], late_rows=[0])
+    return first, second, Masks(1, [0], masks[1])
+
+
+def test_a_worker_that_waits_for_masks_hands_up_what_is_done_and_answers_calls_meanwhile(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    first, second, masks = masked_plans()
+    executor = executor_of("later=1", tmp_path_factory.mktemp("s"))
+    executor.start(lambda progress: None)
+
+    executor.submit(first)
+    executor.submit(second)
+    tokens = executor.collect().tokens
+    answer = executor.call("start_profile")
+    time.sleep(2 * IDLE_S)
+    is_early, warmed = executor.has_result(), executor.take_warmed()
+    executor.mask(masks)
+    tokens += executor.collect().tokens
+    executor.close()
+
+    assert answer == "start_profile after 2 plans"
+    assert (is_early, warmed) == (False, [])
+    assert tokens == [4, 3]
+
+
+def test_a_worker_that_waits_for_masks_leaves_when_it_is_told_to(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    first, second, _ = masked_plans()
+    deaths: list[str] = []
+    executor = executor_of("", tmp_path_factory.mktemp("s"), deaths)
+    executor.start(lambda progress: None)
+    executor.submit(first)
+    executor.submit(second)
+    executor.collect()
+    began = time.monotonic()
+
+    executor.close()
+
+    assert time.monotonic() - began < 2
+    assert not alive(executor.pid)
+    assert deaths == []

@@ -1,4 +1,4 @@
-"""Requests with a grammar among others: masks come with every plan that samples them."""
+"""Requests with a grammar among others: masks come with the plans that sample them, or behind."""
 
 import random
 import re
@@ -50,30 +50,83 @@ def test_every_output_fits_through_chunks_preemptions_and_prefix_hits_beside_fre
     rig.run()
 
     for key in range(40):
-        if key not in guided:
-            rig.check_output(key)
-            continue
-        tokens = rig.tokens(key)
-        assert (rig.reason(key), tokens[-1]) == ("stop", EOS)
-        assert re.fullmatch(PATTERN, encoder.decode(tokens[:-1]))
+        rig.check_output(key)
+        if key in guided:
+            tokens = rig.tokens(key)
+            assert (rig.reason(key), tokens[-1]) == ("stop", EOS)
+            assert re.fullmatch(PATTERN, encoder.decode(tokens[:-1]))
     assert rig.core.stats().preemptions > 0
     assert rig.executor.max_in_flight == depth
 
 
-def test_a_guided_row_waits_for_its_last_token_and_others_go_on_meanwhile(grammar: Grammar) -> None:
+def test_a_guided_row_is_planned_one_step_ahead_and_its_mask_follows_the_token_before(
+    grammar: Grammar,
+) -> None:
     rig = CoreRig(vocab_size=VOCAB_SIZE)
-    rig.add(0, [5, 6], max_tokens=8, structured_outputs=FORM, grammar=grammar)
-    rig.add(1, [7, 8], max_tokens=12, ignore_eos=True)
+    rig.add(0, [5, 6], max_tokens=5, structured_outputs=FORM, grammar=grammar)
+    rig.add(1, [7, 8], max_tokens=6, ignore_eos=True)
     rig.run()
 
-    rows = [[row for launch in plan.launches for row in launch.rows] for plan in rig.plans]
     guided, free = (new.row for new in rig.plans[0].new_rows)
+    named = [[row for launch in plan.launches for row in launch.rows] for plan in rig.plans]
 
-    assert [plan.masked_rows for plan in rig.plans] == [
-        [guided] if guided in named else [] for named in rows
+    assert named == [[guided, free]] * 5 + [[free]]
+    assert [plan.masked_rows for plan in rig.plans] == [[guided], [], [], [], [], []]
+    assert [plan.late_rows for plan in rig.plans] == [[], *[[guided]] * 4, []]
+    assert [(masks.step, masks.rows) for masks in rig.executor.masks] == [
+        (step, [guided]) for step in range(1, 5)
     ]
-    assert [guided in named for named in rows[:12]] == [True, False] * 6
-    assert [free in named for named in rows[:12]] == [True] * 12
+    assert rig.executor.collected_before == [0, 0, 1, 2, 3, 4]
+
+
+def test_a_row_whose_token_is_known_when_it_is_planned_brings_its_mask_along(
+    grammar: Grammar,
+) -> None:
+    rig = CoreRig(vocab_size=VOCAB_SIZE, early_every=1)
+    rig.add(0, [5, 6], max_tokens=5, structured_outputs=FORM, grammar=grammar)
+    rig.run()
+
+    assert len(rig.plans) == 5
+    assert all(plan.masked_rows and not plan.late_rows for plan in rig.plans)
+
+
+@pytest.mark.parametrize("reason", ["stop", "error"])
+def test_a_row_that_ends_with_the_step_before_gets_no_mask_and_harms_no_other(
+    grammar: Grammar, encoder: Tokenizer, reason: str
+) -> None:
+    rig = CoreRig(vocab_size=VOCAB_SIZE)
+    # Letters only, and the pattern wants something else behind nine of them at most.
+    letters = tuple(encoder.encode("".join(pair)).ids[0] for pair in "abcdef")
+    rules = {"stop": {}, "error": {"allowed_token_ids": letters}}[reason]
+    guided = {"structured_outputs": FORM, "grammar": grammar, "max_tokens": 20}
+    rig.add(0, [5, 6], **guided, **rules)
+    rig.add(1, [5, 7], **guided)
+    rig.run()
+
+    (ended,) = [
+        masks.step
+        for masks in rig.executor.masks
+        if len(masks.rows) < len(rig.plans[masks.step].late_rows) > 1
+    ]
+    assert rig.plans[ended].late_rows == [0, 1]
+    assert rig.reason(0) == reason
+    rig.check_output(1)
+
+
+def test_a_row_that_gives_way_in_the_step_it_is_planned_in_still_gets_its_mask(
+    grammar: Grammar,
+) -> None:
+    rig = CoreRig(num_blocks=12, rows=6, budget=6, policy="priority", vocab_size=VOCAB_SIZE)
+    for key in range(2):
+        rules = {"structured_outputs": FORM, "grammar": grammar}
+        rig.add(key, [5, 6, 7], priority=1, max_tokens=30, **rules)
+    rig.run(turns=1)
+    rig.add(2, list(range(10, 38)), max_tokens=2)
+    rig.run()
+
+    assert rig.core.stats().preemptions > 0
+    for key in range(3):
+        rig.check_output(key)
 
 
 def test_an_output_that_is_cut_by_length_ends_with_it(grammar: Grammar, encoder: Tokenizer) -> None:

@@ -2,13 +2,19 @@
 slow model that runs each request alone. Invariants 1, 2, 3, 7, 8 and 10, at every step."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from core_rig import CoreRig
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_model import hashed_token
+from tiny_models import EOS, VOCAB_SIZE, write_tokenizer
+
+from config.grammar import GrammarSpec
+from engine.grammar import Grammar, Vocabulary
 
 VOCABULARY = 50
 PROFILE = settings(derandomize=True, deadline=None, database=None, print_blob=False)
@@ -20,6 +26,11 @@ TALKS = [
 ]
 TALKS.append([*TALKS[0][:9], *TALKS[1][9:]])
 
+FORMS = [
+    GrammarSpec("regex", "[a-c]{2,9};[0-9]{2}"),
+    GrammarSpec("json", '{"type":"array","items":{"type":"integer"}}'),
+]
+
 
 @dataclass(frozen=True)
 class Ask:
@@ -30,6 +41,8 @@ class Ask:
     priority: int
     front_end: int
     sampling: dict[str, Any]
+    form: int | None = None
+    """Of FORMS, where grammars are played."""
 
 
 Move = Ask | int | str
@@ -55,6 +68,7 @@ def random_ask(rng: random.Random) -> Ask:
         rng.randint(-1, 1),
         rng.randint(0, 1),
         sampling,
+        rng.choice([None, *range(len(FORMS))]),
     )
 
 
@@ -92,8 +106,9 @@ schedules = st.tuples(st.integers(0, 2**32 - 1), st.integers(20, 90)).map(
 class Schedule:
     """Makes the moves, and knows which prefixes each salt has ever filled."""
 
-    def __init__(self, rig: CoreRig) -> None:
+    def __init__(self, rig: CoreRig, grammars: list[Grammar]) -> None:
         self.rig = rig
+        self._grammars = grammars
         self.keys: list[int] = []
         self.asks: dict[int, Ask] = {}
 
@@ -102,7 +117,9 @@ class Schedule:
             key = (move.front_end << 48) | len(self.keys)
             self.keys.append(key)
             self.asks[key] = move
-            self.rig.add(key, move.prompt, priority=move.priority, salt=move.salt, **move.sampling)
+            rules = {} if move.form is None else self._rules(move.form)
+            place: dict[str, Any] = {"priority": move.priority, "salt": move.salt}
+            self.rig.add(key, move.prompt, **place, **move.sampling, **rules)
         elif move == "reset":
             self.rig.core.control("reset_prefix_cache", {})
         elif isinstance(move, int) and move < 0:
@@ -114,6 +131,11 @@ class Schedule:
                     self.rig.abort(key)
         elif isinstance(move, int):
             self.rig.run(turns=move)
+
+    def _rules(self, form: int) -> dict[str, Any]:
+        if not self._grammars:
+            return {}
+        return {"structured_outputs": FORMS[form], "grammar": self._grammars[form]}
 
     def check_prefixes(self) -> None:
         """What was found in the cache is what some request with the same salt had filled."""
@@ -131,8 +153,8 @@ class Schedule:
                 ), f"key {key} found {cached} tokens that nobody with its salt had"
 
 
-def play(rig: CoreRig, schedule_moves: list[Move]) -> None:
-    schedule = Schedule(rig)
+def play(rig: CoreRig, schedule_moves: list[Move], grammars: Sequence[Grammar] = ()) -> None:
+    schedule = Schedule(rig, list(grammars))
     for move in schedule_moves:
         schedule.make(move)
     rig.run()
@@ -170,6 +192,22 @@ def test_a_decode_that_reads_a_slice_reaches_the_highest_block_of_its_rows(
     shape: dict[str, Any], schedule_moves: list[Move]
 ) -> None:
     play(CoreRig(**{**shape, "prefix_caching": False, "contiguous": True}), schedule_moves)
+
+
+@pytest.fixture(scope="module")
+def grammars(tmp_path_factory: pytest.TempPathFactory) -> list[Grammar]:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    vocabulary = Vocabulary(str(folder), VOCAB_SIZE, frozenset([EOS]))
+    return [Grammar(form, vocabulary) for form in FORMS]
+
+
+@settings(PROFILE, max_examples=60)
+@given(rigs, st.sampled_from([0, 0, 2, 3]), schedules)
+def test_a_request_with_a_grammar_gets_what_it_gets_alone_with_overlap_and_without(
+    grammars: list[Grammar], shape: dict[str, Any], early_every: int, schedule_moves: list[Move]
+) -> None:
+    play(CoreRig(**shape, vocab_size=VOCAB_SIZE, early_every=early_every), schedule_moves, grammars)
 
 
 def test_blocks_move_down_when_those_before_them_leave() -> None:

@@ -1,6 +1,7 @@
 """Launches against plain transformers, on a tiny model in float32."""
 
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from worker_rig import BLOCK_SIZE, WorkerRig
 
 from config.buckets import BucketConfig
 from hpu.runner import PROMPT_LOGITS
-from hpu.step import Logprobs, RowSampling
+from hpu.step import Logprobs, RowSampling, StepResult
 
 COUNT = 12
 VOCAB = 320
@@ -192,6 +193,79 @@ def test_each_row_gets_as_many_logprobs_as_it_asked_for(rig: WorkerRig, folder: 
     values = np.frombuffer(result.logprobs[1][1].values, "<f4")
     assert ids.tolist() == [result.tokens[2], *np.argsort(-plain)[:3].tolist()]
     np.testing.assert_allclose(values, plain[ids], atol=1e-4)
+
+
+MASKED = RowSampling(temperature=0.0, masked=True, num_logprobs=1)
+
+
+def _masked_step(rig: WorkerRig, *, is_late: bool) -> StepResult:
+    """One plan of two decodes of masked rows, a free one between them, and two prompts."""
+    samplings = (MASKED, RowSampling(temperature=0.0), MASKED)
+    for row, sampling in enumerate(samplings):
+        rig.admit(row, PROMPTS[row], sampling=sampling)
+    rig.prefill(dict.fromkeys(range(3)))
+    rig.submit({0: list(range(30, 60)), 2: list(range(60, 90))})
+    rig.collect()
+    for row in range(3):
+        rig.decode([row])
+    rig.admit(3, PROMPTS[0], sampling=MASKED)
+    rig.prefill({3: None})
+    rig.admit(4, PROMPTS[3])
+    rig.prefill({4: 5})
+    allowed = {0: [100, 101, 102], 2: [200, 201]}
+    if not is_late:
+        rig.submit(allowed | {3: [9]})
+        return rig.collect()
+    rig.submit({3: [9]}, late=(0, 2))
+    assert not rig.worker.has_result() and rig.worker.lacks_masks
+    rig.mask(allowed)
+    assert rig.worker.has_result() and not rig.worker.lacks_masks
+    return rig.collect()
+
+
+@pytest.mark.parametrize("steps", [(1, 1, 1), COARSE], ids=["exact", "coarse"])
+def test_masks_behind_a_plan_do_what_masks_with_it_do(
+    folder: Path, steps: tuple[int, int, int]
+) -> None:
+    results = []
+    for is_late in (False, True):
+        rig = WorkerRig(folder, steps=steps)
+        results.append(_masked_step(rig, is_late=is_late))
+        rig.worker.close()
+
+    early, late = results
+    assert late.tokens == early.tokens
+    assert early.tokens[0] in (100, 101, 102) and early.tokens[2] in (200, 201)
+    assert early.tokens[3] == 9
+    assert [index for index, _ in late.logprobs] == [index for index, _ in early.logprobs]
+    assert len(late.seconds) == 5 and all(seconds > 0 for seconds in late.seconds)
+
+
+def test_the_wait_for_masks_is_no_time_of_the_device(folder: Path) -> None:
+    rig = WorkerRig(folder)
+    rig.admit(0, PROMPTS[0], sampling=MASKED)
+    rig.prefill({0: None})
+    rig.submit({0: [5]})
+    rig.collect()
+    rig.decode([0])
+
+    rig.submit(late=(0,))
+    time.sleep(0.2)
+    rig.mask({0: [7]})
+    result = rig.collect()
+
+    rig.worker.close()
+    assert result.tokens == [7]
+    assert result.seconds[0] < 0.2
+
+
+def test_masks_of_another_step_are_a_bug_of_the_engine(rig: WorkerRig) -> None:
+    rig.admit(0, PROMPTS[0], sampling=MASKED)
+    rig.prefill({0: None})
+    rig.submit({0: [5]})
+
+    with pytest.raises(RuntimeError, match="masks for step 0, the newest plan is 0, which"):
+        rig.mask({0: [7]})
 
 
 def test_a_row_that_samples_nothing_costs_no_place_among_the_tokens(

@@ -45,6 +45,7 @@ class CoreRig:
         num_later: int = 0,
         vocab_size: int = 50,
         next_token: NextToken | None = None,
+        early_every: int = 0,
     ) -> None:
         """`widest_decode`: blocks of the widest decode that is prepared, of those in the table."""
         self.ready = worker_ready(
@@ -81,10 +82,12 @@ class CoreRig:
         self.next_token = next_token or hashed_token(self.ready.vocab_size)
         self.executor = FakeExecutor(self.ready, rows, self.next_token)
         self.executor.table = table
+        self.executor.early_every = early_every
         self.now = 0.0
         self.core = EngineCore(config, self.executor, self.ready, table, self._clock)
         self.ledger = Ledger()
         self.asked: dict[int, tuple[list[int], SamplingParams]] = {}
+        self.grammars: dict[int, Grammar] = {}
         self.turns = 0
 
     def _clock(self) -> float:
@@ -105,6 +108,8 @@ class CoreRig:
         params = SamplingParams(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
         self.ledger.open(key)
         self.asked[key] = (list(prompt), params)
+        if grammar is not None:
+            self.grammars[key] = grammar
         self.send(AddRequest(key, raw(list(prompt)), params, priority, salt), grammar)
 
     def send(self, message: AddRequest, grammar: Grammar | None = None) -> None:
@@ -149,7 +154,8 @@ class CoreRig:
 
     def expected(self, key: int) -> tuple[list[int], str, int | None]:
         prompt, params = self.asked[key]
-        return expected_output(prompt, params, self.ready, self.next_token)
+        grammar = self.grammars.get(key)
+        return expected_output(prompt, params, self.ready, self.next_token, grammar)
 
     def check_output(self, key: int) -> None:
         """A finished request gave what it gives alone; an aborted one a part of that."""

@@ -17,7 +17,7 @@ from engine.executors.multiproc import MultiprocExecutor
 from engine.lifeline import read_orders
 from engine.process import EngineOrders
 from engine.process import run as run_engine
-from hpu.step import RowSampling, StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
+from hpu.step import Masks, RowSampling, StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
 
 REFUSAL = "dtype float16 is not among bfloat16, float32"
 
@@ -50,6 +50,13 @@ class CountingWorker:
         if plan.step >= self._manner("crash_at", float("inf")):
             raise ValueError(f"step {plan.step} is one too many")
         self._executor.submit(plan)
+
+    def mask(self, masks: Masks) -> None:
+        self._executor.mask(masks)
+
+    @property
+    def lacks_masks(self) -> bool:
+        return self._executor.lacks_masks
 
     def has_result(self) -> bool:
         return False
@@ -92,7 +99,8 @@ class CountingExecutor:
     def __init__(self, config: EngineConfig) -> None:
         worker = CountingWorker(config)
         self.start, self.submit, self.collect = worker.start, worker.submit, worker.collect
-        self.has_result, self.call, self.close = worker.has_result, worker.call, worker.close
+        self.mask, self.call, self.close = worker.mask, worker.call, worker.close
+        self.has_result = worker.has_result
         self._prepare = worker.idle
         self._warmed: list[Warmed] = []
 

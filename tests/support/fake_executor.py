@@ -15,6 +15,7 @@ from hpu.step import (
     PREFILL,
     Launch,
     Logprobs,
+    Masks,
     NewRow,
     RowSampling,
     StepPlan,
@@ -64,6 +65,10 @@ class FakeExecutor:
         self.slots: dict[tuple[int, int], int] = {}
         self.max_in_flight = 0
         self.collected = 0
+        self.early_every = 0
+        """If not 0: of so many times that somebody asks, a result is there before the next plan
+        once."""
+        self._asked = 0
         self.warmed: list[Warmed] = []
         self.counters: dict[str, float] = {}
         """What the results to come say of the worker."""
@@ -71,7 +76,11 @@ class FakeExecutor:
         """Results that had been fetched when each plan was submitted."""
         self._masks: dict[int, npt.NDArray[np.uint8]] = {}
         """Of the plan that runs: one for each masked row that samples in it."""
+        self.masks: list[Masks] = []
+        """Those that came behind their plans."""
         self._in_flight: deque[bytes] = deque()
+        self._lacking: StepPlan | None = None
+        """The newest plan, if its late rows have no masks yet."""
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(StepPlan).decode
 
@@ -85,6 +94,8 @@ class FakeExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         assert plan.launches, f"plan {plan.step} has nothing to launch"
+        assert self._lacking is None, f"plan {plan.step} comes before the masks it waits for"
+        self._lacking = plan if plan.late_rows else None
         assert plan.step == len(self.plans), f"plan {plan.step} comes as number {len(self.plans)}"
         self.plans.append(plan)
         self.collected_before.append(self.collected)
@@ -92,11 +103,26 @@ class FakeExecutor:
         self._in_flight.append(self._encode(plan))
         self.max_in_flight = max(self.max_in_flight, len(self._in_flight))
 
+    @property
+    def lacks_masks(self) -> bool:
+        """Whether the oldest plan in flight waits for masks."""
+        return self._lacking is not None and len(self._in_flight) == 1
+
+    def mask(self, masks: Masks) -> None:
+        assert self.lacks_masks, f"masks for {masks.step} when {len(self._in_flight)} are in flight"
+        assert self._lacking is not None and masks.step == self._lacking.step
+        assert set(masks.rows) <= set(self._lacking.late_rows), f"{masks.rows} are not late"
+        self._lacking = None
+        self.masks.append(masks)
+
     def has_result(self) -> bool:
-        """Never early, so that plans are made one step ahead."""
-        return False
+        """Never early, so that plans are made one step ahead; but see `early_every`."""
+        self._asked += 1
+        is_early = self.early_every > 0 and self._asked % self.early_every == 0
+        return is_early and len(self._in_flight) > 0 and not self.lacks_masks
 
     def collect(self) -> StepResult:
+        assert not self.lacks_masks, f"result {self.collected} is asked for, and has no masks"
         self.collected += 1
         return self._run(self._decode(self._in_flight.popleft()))
 
@@ -120,8 +146,14 @@ class FakeExecutor:
             self._enter(new)
         for number, block in zip(plan.grown_rows, plan.grown_blocks, strict=True):
             self._lend(self.rows[number], block)
-        words = np.frombuffer(plan.masks, dtype=np.uint8).reshape(len(plan.masked_rows) or 1, -1)
-        self._masks = dict(zip(plan.masked_rows, words, strict=False))
+        self._masks = _masks(plan.masked_rows, plan.masks)
+        if plan.late_rows:
+            late = self.masks[-1]
+            assert late.step == plan.step and not set(late.rows) & set(plan.masked_rows)
+            self._masks.update(_masks(late.rows, late.masks))
+            # Whoever ended meanwhile may draw anything.
+            anything = np.full(-(-self.ready.vocab_size // 8), 255, np.uint8)
+            self._masks.update(dict.fromkeys(set(plan.late_rows) - set(late.rows), anything))
         used = Counter(row for launch in plan.launches for row in launch.rows)
         assert max(used.values()) == 1, f"a row is launched twice: {used}"
         result = StepResult(plan.step, [], seconds=[0.001] * len(plan.launches))
@@ -246,6 +278,11 @@ class FakeExecutor:
             result.logprobs.append((len(result.tokens), scores))
         result.tokens.append(token)
         row.append(max(token, 0))
+
+
+def _masks(rows: list[int], masks: memoryview) -> dict[int, npt.NDArray[np.uint8]]:
+    words = np.frombuffer(masks, dtype=np.uint8).reshape(len(rows) or 1, -1)
+    return dict(zip(rows, words, strict=False))
 
 
 def _scores(k: int, tokens: list[int], first: int) -> Logprobs:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from fake_executor import NextToken, fingerprint
 
 from config.sampling import SamplingParams
+from engine.grammar import Grammar, Guide
 from engine.messages import Finish, StepTokens
 from hpu.step import RowSampling, WorkerReady
 
@@ -32,9 +33,15 @@ def hashed_token(vocab_size: int, *, bad_every: int = 0) -> NextToken:
 
 
 def expected_output(
-    prompt: list[int], params: SamplingParams, ready: WorkerReady, next_token: NextToken
+    prompt: list[int],
+    params: SamplingParams,
+    ready: WorkerReady,
+    next_token: NextToken,
+    grammar: Grammar | None = None,
 ) -> tuple[list[int], str, int | None]:
     """Tokens, finish reason and stop token of a request that runs alone, one token at a time."""
+    if grammar is not None:
+        return _guided_output(prompt, params, ready, next_token, grammar)
     history = 7
     for token in prompt:
         history = fingerprint(history, token)
@@ -59,6 +66,34 @@ def expected_output(
                 return output, "stop", None
             if token in params.stop_token_ids:
                 return output, "stop", token
+    return output, "length", None
+
+
+def _guided_output(
+    prompt: list[int],
+    params: SamplingParams,
+    ready: WorkerReady,
+    next_token: NextToken,
+    grammar: Grammar,
+) -> tuple[list[int], str, int | None]:
+    """As FakeExecutor draws: of the tokens that may come next, one by the free token's number."""
+    ends = frozenset((*ready.eos_token_ids, *params.stop_token_ids))
+    guide = Guide(grammar, min_tokens=params.min_tokens, end_ids=ends, ignore_eos=params.ignore_eos)
+    history = 7
+    for token in prompt:
+        history = fingerprint(history, token)
+    sampling = RowSampling(temperature=params.temperature, seed=params.seed or 0)
+    room = ready.max_model_len - len(prompt)
+    limit = room if params.max_tokens is None else min(room, params.max_tokens)
+    output: list[int] = []
+    while len(output) < limit:
+        free = next_token(history, len(output), sampling)
+        allowed = sorted(guide.allowed())
+        output.append(allowed[free % len(allowed)])
+        history = fingerprint(history, output[-1])
+        if output[-1] in ends:
+            return output, "stop", None if output[-1] in ready.eos_token_ids else output[-1]
+        guide.advance(output[-1])
     return output, "length", None
 
 

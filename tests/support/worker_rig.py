@@ -14,6 +14,7 @@ from hpu.step import (
     DECODE,
     PREFILL,
     Launch,
+    Masks,
     NewRow,
     RowSampling,
     StepPlan,
@@ -162,8 +163,11 @@ class WorkerRig:
         self._free = [block for block, count in self._held.items() if not count]
         self._next.moves = moves
 
-    def submit(self) -> None:
-        """Send what was asked since the last plan."""
+    def submit(
+        self, allowed: dict[int, list[int]] | None = None, late: tuple[int, ...] = ()
+    ) -> None:
+        """Send what was asked since the last plan: masked rows with the tokens that may come next,
+        or, for those in `late`, without."""
         plan = self._next
         self._next = _Next()
         rows = []
@@ -171,6 +175,7 @@ class WorkerRig:
             samples = launch.samples or [True] * len(launch.rows)
             rows += [row for row, does in zip(launch.rows, samples, strict=True) if does]
         self._waiting.append(rows)
+        allowed = allowed or {}
         self.worker.submit(
             StepPlan(
                 self._step,
@@ -181,9 +186,16 @@ class WorkerRig:
                 plan.freed_rows,
                 list(plan.moves),
                 list(plan.moves.values()),
+                list(allowed),
+                self._bits(allowed),
+                list(late),
             )
         )
         self._step += 1
+
+    def mask(self, allowed: dict[int, list[int]]) -> None:
+        """What may come next in the late rows of the plan sent last."""
+        self.worker.mask(Masks(self._step - 1, list(allowed), self._bits(allowed)))
 
     def collect(self) -> StepResult:
         """The oldest plan's result; its tokens join their rows."""
@@ -203,6 +215,12 @@ class WorkerRig:
         for _ in range(count):
             self.decode(rows)
             self.step()
+
+    def _bits(self, allowed: dict[int, list[int]]) -> memoryview:
+        bits = np.zeros((len(allowed), -(-self.ready.vocab_size // 32) * 32), np.uint8)
+        for place, tokens in enumerate(allowed.values()):
+            bits[place, tokens] = 1
+        return memoryview(np.packbits(bits, axis=1, bitorder="little").tobytes())
 
     def _grow(self, row: int, length: int) -> None:
         state = self.rows[row]
