@@ -236,6 +236,25 @@ SERVER = (
     ),
     Flag(
         "server",
+        "responses_store_max_count",
+        "HTTP",
+        "Responses of /v1/responses that are kept for later, the oldest going first; 0: none",
+    ),
+    Flag(
+        "server",
+        "responses_store_max_bytes",
+        "HTTP",
+        "Size of the responses that are kept, in bytes (1G is 1 GiB)",
+    ),
+    Flag(
+        "server",
+        "responses_store_max_age_s",
+        "HTTP",
+        "Seconds for which a response is kept",
+        name="responses-store-max-age",
+    ),
+    Flag(
+        "server",
         "enable_dev_endpoints",
         "HTTP",
         "Serve the routes for developers: /start_profile, /stop_profile; needs --api-key",

@@ -10,6 +10,7 @@ _AT_LEAST_ONE = (
     "max_queued_requests",
     "max_queued_prompt_tokens",
     "max_stop_strings",
+    "responses_store_max_bytes",
     "stream_interval",
     "tokenizer_threads",
 )
@@ -46,6 +47,11 @@ class ServerConfig:
     """Tokens gathered before a chunk is sent."""
     keep_alive_s: float = 0.0
     """Seconds of silence before a comment is sent on a stream; 0: never."""
+    responses_store_max_count: int = 10_000
+    """Responses that are kept, for each front-end; 0: none."""
+    responses_store_max_bytes: int = 256 * 2**20
+    """Bytes of what is kept, for each front-end."""
+    responses_store_max_age_s: float = 86_400.0
     chat_template: str | None = None
     """A file, or the template itself; None: the model's own."""
     trust_request_chat_template: bool = False
@@ -78,7 +84,10 @@ class ServerConfig:
         for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1")
-        for name in ("shutdown_timeout_s", "keep_alive_s"):
+        for name in (
+            *("shutdown_timeout_s", "keep_alive_s"),
+            *("responses_store_max_count", "responses_store_max_age_s"),
+        ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 0")
         if self.enable_dev_endpoints and not self.api_keys:

@@ -17,6 +17,7 @@ from server.routes.completions import completion_routes
 from server.routes.docs import docs_routes
 from server.routes.messages import messages_routes
 from server.routes.models import model_routes
+from server.routes.responses import response_routes
 from server.routes.tokenize import tokenize_routes
 from server.state import AppState
 
@@ -36,8 +37,8 @@ def create_app(state: AppState) -> FastAPI:
         redirect_slashes=False,
     )
     for routes in (
-        *(chat_routes, completion_routes, messages_routes, model_routes, tokenize_routes),
-        admin_routes,
+        *(chat_routes, completion_routes, response_routes, messages_routes),
+        *(model_routes, tokenize_routes, admin_routes),
     ):
         app.include_router(routes(state))
     if has_docs:

@@ -51,11 +51,12 @@ async def read_object(request: Request, max_bytes: int) -> Sent:
 async def parse(kind: type[B], sent: Sent) -> B:
     """What was sent as a body of this kind; a big one on a thread. Raises UserError."""
     if sent.num_bytes <= MANY_BYTES:
-        return _parse(kind, sent.fields)
-    return await asyncio.to_thread(_parse, kind, sent.fields)
+        return checked(kind, sent.fields)
+    return await asyncio.to_thread(checked, kind, sent.fields)
 
 
-def _parse(kind: type[B], fields: dict[str, Any]) -> B:
+def checked(kind: type[B], fields: dict[str, Any]) -> B:
+    """Fields as a body of this kind. Raises UserError."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:

@@ -4,10 +4,10 @@ Knows neither's body."""
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -28,6 +28,8 @@ from server.serving import Serving, until_gone
 from server.state import AppState
 from server.streaming import Envelope, EventStream
 from server.text.tokenizer import TooManyTokens
+
+T = TypeVar("T")
 
 COMPILE_S = 1.8
 """How long a grammar may take until it is refused, its time in line included."""
@@ -196,11 +198,12 @@ def truncated(ids: list[int], keep: int | None, max_model_len: int, limit: int |
 def answer_stream(job: Job, writer: ChunkWriter) -> Response:
     """The response that sends frames until the generation or the client ends."""
     return EventStream(
-        _frames(job, writer), keep_alive_s=job.state.config.keep_alive_s, on_close=job.end
+        frames(job, writer), keep_alive_s=job.state.config.keep_alive_s, on_close=job.end
     )
 
 
-async def _frames(job: Job, writer: ChunkWriter) -> AsyncIterator[bytes]:
+async def frames(job: Job, writer: ChunkWriter) -> AsyncIterator[bytes]:
+    """What `writer` makes of the job's deltas, to the end; whatever breaks is told by it too."""
     gatherer = Gatherer(job.state.config.stream_interval)
     try:
         async for deltas in job.serving.deltas():
@@ -215,8 +218,14 @@ async def _frames(job: Job, writer: ChunkWriter) -> AsyncIterator[bytes]:
 
 async def gather(job: Job, request: Request) -> list[Gathered]:
     """All choices, whole. Raises ClientGone when nobody waits for them any more."""
+    return await finish(job, request, _gather(job))
+
+
+async def finish(job: Job, request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which reads the job to its end. Raises ClientGone when nobody waits for
+    it any more."""
     try:
-        return await until_gone(request.receive, _gather(job))
+        return await until_gone(request.receive, work)
     except EngineDied as error:
         raise EngineFailed(str(error)) from error
     finally:

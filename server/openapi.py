@@ -10,10 +10,11 @@ from server.schema.admin import DetokenizeBody, TokenizeChatBody, TokenizeTextBo
 from server.schema.chat import ChatBody
 from server.schema.completions import CompletionBody
 from server.schema.messages import CountBody, MessagesBody
+from server.schema.responses import ResponseBody
 
 _REF = "#/components/schemas/{model}"
 _BODIES = (
-    *(ChatBody, CompletionBody, MessagesBody, CountBody),
+    *(ChatBody, CompletionBody, ResponseBody, MessagesBody, CountBody),
     *(TokenizeTextBody, TokenizeChatBody, DetokenizeBody),
 )
 _ERROR = {

@@ -1,0 +1,111 @@
+"""From the body of a response to a chat that asks the same, with all that went before. Knows no
+HTTP and no engine."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from config.errors import NotFound, UserError
+from server.body import MANY_BYTES, checked
+from server.responses.items import Item, number_in, read_items
+from server.responses.messages import messages_of
+from server.responses.store import Entry, ResponseStore, Turn
+from server.schema.chat import ChatBody
+from server.schema.responses import ResponseBody
+
+ID_PREFIX = "resp_"
+_SHOWN = 80
+_NAMES = {
+    "logprobs": "include",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "reasoning_effort": "reasoning",
+    "response_format": "text",
+}
+"""What a chat's fields are called here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A response that is asked for."""
+
+    chat: ChatBody
+    turn: Turn
+    """The items of the input, behind all that went before."""
+
+
+@contextlib.contextmanager
+def as_response_fields() -> Iterator[None]:
+    """Errors about a chat's fields are told of the fields that they have here."""
+    try:
+        yield
+    except UserError as error:
+        error.param = _NAMES.get(error.param or "", error.param)
+        error.message = error.message.replace("].function", "]")
+        error.message = error.message.replace("response_format", "text.format")
+        raise
+
+
+async def ask(store: ResponseStore, body: ResponseBody, num_bytes: int, number: str) -> Asked:
+    """What response `number` is asked for by `body`, which came as so many bytes. Raises UserError,
+    and NotFound for a response or an item that is not kept."""
+    body.check()
+    before = None if body.previous_response_id is None else previous(store, body)
+    if num_bytes <= MANY_BYTES:
+        items = read_items(body.input, number)
+    else:
+        items = await asyncio.to_thread(read_items, body.input, number)
+    turn = Turn(_found(store, items), before)
+    if num_bytes + turn.num_bytes <= MANY_BYTES:
+        return Asked(_chat(body, turn, number), turn)
+    return Asked(await asyncio.to_thread(_chat, body, turn, number), turn)
+
+
+def previous(store: ResponseStore, body: ResponseBody) -> Turn:
+    """The conversation that `body` goes on with. Raises UserError."""
+    given, param = body.previous_response_id or "", "previous_response_id"
+    if not store.is_on:
+        raise UserError("this server keeps no responses", param=param)
+    try:
+        entry = store.get(given)
+    except NotFound as error:
+        raise NotFound(error.message, param=param, code="previous_response_not_found") from None
+    if entry.whole is None:
+        raise UserError(
+            f"response {given[:_SHOWN]!r} is {entry.status}, it must be completed or incomplete",
+            param=param,
+        )
+    return entry.whole
+
+
+def _chat(body: ResponseBody, turn: Turn, number: str) -> ChatBody:
+    messages = messages_of(turn.items(), body.instructions)
+    if not messages:
+        raise UserError("input has no message, it must have at least 1", param="input")
+    with as_response_fields():
+        return checked(ChatBody, {**body.chat_fields, "messages": messages, "request_id": number})
+
+
+def _found(store: ResponseStore, items: list[Item]) -> list[Item]:
+    """`items` with what they refer to in its place."""
+    seen: dict[str, dict[str, Item]] = {}
+    return [
+        _referred(store, item["id"], seen) if item["type"] == "item_reference" else item
+        for item in items
+    ]
+
+
+def _referred(store: ResponseStore, item_id: str, seen: dict[str, dict[str, Item]]) -> Item:
+    number = number_in(item_id) or ""
+    with contextlib.suppress(NotFound):
+        if number not in seen:
+            seen[number] = {item["id"]: item for item in _items_of(store.get(ID_PREFIX + number))}
+        if (item := seen[number].get(item_id)) is not None:
+            return item
+    raise NotFound(f"There is no item {item_id[:_SHOWN]!r}, or no longer.", param="input")
+
+
+def _items_of(entry: Entry) -> list[Item]:
+    return (entry.whole or entry.input).items()

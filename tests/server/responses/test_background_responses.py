@@ -1,0 +1,203 @@
+"""Responses that are made in the background: polled, followed, cancelled, and never left behind."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+from http_rig import Rig, TalkingClient, in_memory, on_port
+
+ROUTE = "/v1/responses"
+TEXT = "What is made in the background."
+
+
+def endless(**config: Any) -> tuple[TalkingClient, Any]:
+    client = TalkingClient("abc", pace_s=0.002)
+    client.endless = True
+    return client, on_port(client, **config)
+
+
+async def begun(rig: Rig, **fields: Any) -> dict[str, Any]:
+    answer = await rig.post(ROUTE, {"input": "hi", "background": True, **fields})
+    assert answer.status_code == 200, answer.text
+    made: dict[str, Any] = answer.json()
+    return made
+
+
+async def get(rig: Rig, response: dict[str, Any]) -> dict[str, Any]:
+    got: dict[str, Any] = (await rig.http.get(f"{ROUTE}/{response['id']}")).json()
+    return got
+
+
+async def until(is_so: Callable[[], Any]) -> None:
+    for _ in range(300):
+        if is_so():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it never came to be so")
+
+
+async def ended(rig: Rig, response: dict[str, Any]) -> dict[str, Any]:
+    await until(lambda: not rig.state.servings)
+    return await get(rig, response)
+
+
+async def test_it_is_queued_then_under_way_then_whole() -> None:
+    async with in_memory(TalkingClient(TEXT, pace_s=0.002)) as rig:
+        first = await begun(rig)
+        await until(lambda: rig.state.servings)
+        await asyncio.sleep(0.01)
+        running = await get(rig, first)
+        whole = await ended(rig, first)
+
+        assert (first["status"], first["output"], first["usage"]) == ("queued", [], None)
+        assert running["status"] == "in_progress"
+        assert TEXT.startswith(running["output"][0]["content"][0]["text"])
+        assert whole["status"] == "completed" and whole["background"] is True
+        assert whole["output"][0]["content"][0]["text"] == TEXT
+        followed = {"input": "go on", "previous_response_id": first["id"]}
+        assert (await rig.post(ROUTE, followed)).status_code == 200
+
+
+async def test_it_is_not_followed_by_another_before_it_has_ended() -> None:
+    _, serving = endless()
+    async with serving as rig:
+        first = await begun(rig)
+
+        refused = await rig.post(ROUTE, {"input": "x", "previous_response_id": first["id"]})
+
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "previous_response_id"
+        await rig.post(f"{ROUTE}/{first['id']}/cancel", {})
+
+
+async def test_cancelling_frees_the_engine_and_keeps_what_was_said() -> None:
+    client, serving = endless()
+    async with serving as rig:
+        first = await begun(rig)
+        await asyncio.sleep(0.05)
+        path = f"{ROUTE}/{first['id']}"
+
+        cancelled = (await rig.post(f"{path}/cancel", {})).json()
+        again = (await rig.post(f"{path}/cancel", {})).json()
+
+        assert cancelled["status"] == "cancelled"
+        assert cancelled["output"][0]["status"] == "incomplete"
+        assert cancelled["output"][0]["content"][0]["text"].startswith("abc")
+        assert cancelled == again == await get(rig, first)
+        assert len(client.aborted) == 1 and not rig.state.servings
+        assert (
+            await rig.metric('vllm:request_success_total{engine="0",finished_reason="abort"') == 1
+        )
+
+
+async def test_deleting_it_ends_it() -> None:
+    client, serving = endless()
+    async with serving as rig:
+        first = await begun(rig, stream=False)
+
+        await rig.http.delete(f"{ROUTE}/{first['id']}")
+
+        assert len(client.aborted) == 1 and not rig.state.servings
+        assert (await rig.http.get(f"{ROUTE}/{first['id']}")).status_code == 404
+
+
+async def test_its_stream_goes_on_without_its_reader_and_can_be_taken_up_again() -> None:
+    async with on_port(TalkingClient(TEXT, pace_s=0.005)) as rig:
+        body = {"input": "hi", "background": True, "stream": True}
+        lines: list[str] = []
+        async with rig.http.stream("POST", ROUTE, json=body) as stream:
+            async for line in stream.aiter_lines():
+                lines.append(line)
+                if len(lines) > 20:
+                    break
+        first = json.loads(lines[1].removeprefix("data: "))["response"]
+        seen = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+
+        path = f"{ROUTE}/{first['id']}?stream=true"
+        rest = await rig.http.get(f"{path}&starting_after={seen[-1]['sequence_number']}")
+        again = await rig.http.get(path)
+
+        events = [json.loads(line[6:]) for line in rest.text.splitlines() if line[:5] == "data:"]
+        whole = [json.loads(line[6:]) for line in again.text.splitlines() if line[:5] == "data:"]
+        assert seen + events == whole
+        assert [event["sequence_number"] for event in whole] == list(range(len(whole)))
+        assert whole[-1]["type"] == "response.completed"
+        assert whole[-1]["response"] == await get(rig, first)
+        for query in ("starting_after=-2&stream=true", "starting_after=1"):
+            assert (await rig.http.get(f"{ROUTE}/{first['id']}?{query}")).status_code == 400
+
+
+async def test_followers_hear_that_it_was_cancelled_or_deleted() -> None:
+    client, serving = endless()
+    async with serving as rig:
+        ends = []
+        for end in ("cancel", "delete"):
+            body = {"input": "hi", "background": True, "stream": True}
+            async with rig.http.stream("POST", ROUTE, json=body) as stream:
+                lines = stream.aiter_lines()
+                await anext(lines)
+                path = f"{ROUTE}/{json.loads((await anext(lines))[6:])['response']['id']}"
+                if end == "cancel":
+                    await rig.post(f"{path}/cancel", {})
+                else:
+                    await rig.http.delete(path)
+                ends.append([line async for line in lines if line.startswith("data:")][-1])
+
+        assert json.loads(ends[0][6:])["response"]["status"] == "cancelled"
+        assert json.loads(ends[0][6:])["type"] == "response.incomplete"
+        assert json.loads(ends[1][6:])["type"] != "response.completed"
+        assert len(client.aborted) == 2
+
+
+async def test_a_stream_that_was_not_asked_for_is_not_kept() -> None:
+    async with in_memory(TalkingClient(TEXT)) as rig:
+        first = await begun(rig)
+        await ended(rig, first)
+
+        refused = await rig.http.get(f"{ROUTE}/{first['id']}?stream=true")
+
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "stream"
+
+
+async def test_as_many_run_as_the_store_holds() -> None:
+    client, serving = endless(responses_store_max_count=2)
+    async with serving as rig:
+        running = [await begun(rig) for _ in range(2)]
+
+        refused = await rig.post(ROUTE, {"input": "hi", "background": True})
+
+        assert refused.status_code == 503 and "retry-after" in refused.headers
+        await until(lambda: len(rig.state.servings) == 2)
+        assert len(client.aborted) == 1
+        for one in running:
+            assert (await get(rig, one))["status"] in ("in_progress", "queued")
+            await rig.http.delete(f"{ROUTE}/{one['id']}")
+
+
+async def test_a_kept_stream_that_outgrows_the_store_fails() -> None:
+    client, serving = endless(responses_store_max_bytes=20_000)
+    async with serving as rig:
+        body = {"input": "hi", "background": True, "stream": True}
+        stream = (await rig.post(ROUTE, body)).text
+
+        last = json.loads(stream.strip().splitlines()[-1][6:])
+        assert last["type"] == "response.failed"
+        assert "20000 bytes" in last["response"]["error"]["message"]
+        await until(lambda: not rig.state.servings)
+        assert len(client.aborted) == 1
+
+
+async def test_a_shutdown_ends_it_as_failed() -> None:
+    _, serving = endless()
+    async with serving as rig:
+        first = await begun(rig)
+        await until(lambda: rig.state.servings)
+
+        for one in list(rig.state.servings):
+            one.cut("The server is shutting down.")
+        await until(lambda: not rig.state.servings)
+
+        failed = await get(rig, first)
+        assert failed["status"] == "failed"
+        assert failed["error"]["message"] == "The server is shutting down."

@@ -1,0 +1,469 @@
+"""/v1/responses over HTTP: whole and streamed answers, what is kept, and what is refused."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from http_rig import (
+    THINKING_TEMPLATE,
+    TOKENIZER,
+    Rig,
+    TalkingClient,
+    ids,
+    in_memory,
+    on_port,
+)
+
+ROUTE = "/v1/responses"
+WEATHER = {
+    "type": "function",
+    "name": "get_weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+THOUGHT = "<think>\nLet me see.\n</think>\n\n"
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+BROKEN = '<tool_call>\n{"name": "get_weather", "arguments": {"city": Oslo'
+
+
+def speaking(reply: str, **config: Any) -> Any:
+    return in_memory(TalkingClient(reply), **{"chat_template": THINKING_TEMPLATE, **config})
+
+
+async def ask(rig: Rig, given: Any = "hi", **fields: Any) -> dict[str, Any]:
+    answer = await rig.post(ROUTE, {"input": given, **fields})
+    assert answer.status_code == 200, answer.text
+    made: dict[str, Any] = answer.json()
+    return made
+
+
+async def streamed(rig: Rig, given: Any = "hi", **fields: Any) -> list[dict[str, Any]]:
+    return told((await rig.post(ROUTE, {"input": given, "stream": True, **fields})).text)
+
+
+def told(stream: str) -> list[dict[str, Any]]:
+    """The events of a stream, each of which must be two lines, numbered one by one."""
+    *frames, end = stream.split("\n\n")
+    assert end == ""
+    made = []
+    for number, frame in enumerate(frames):
+        event, data = frame.split("\n")
+        made.append(json.loads(data.removeprefix("data: ")))
+        assert event == f"event: {made[-1]['type']}"
+        assert made[-1]["sequence_number"] == made[0]["sequence_number"] + number
+    return made
+
+
+def alike(response: dict[str, Any]) -> dict[str, Any]:
+    """Without what differs between two answers to one question."""
+    text = json.dumps({**response, "created_at": 0, "completed_at": 0})
+    for item in response["output"]:
+        text = text.replace(item.get("call_id", "?"), "call")
+    return json.loads(text.replace(response["id"].removeprefix("resp_"), "ID"))  # type: ignore[no-any-return]
+
+
+def error_of(answer: Any) -> tuple[int, str | None, str]:
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return answer.status_code, error["param"], error["message"]
+
+
+async def prompt_of(rig: Rig, place: int = -1) -> str:
+    return TOKENIZER.decode(rig.client.boxes[place].prompt, skip_special_tokens=False)
+
+
+async def test_a_response_has_every_field_and_an_item_for_each_thing_said() -> None:
+    async with speaking(THOUGHT + "One moment.\n" + CALL) as rig:
+        made = await ask(
+            rig, tools=[WEATHER], instructions="Be brief.", metadata={"a": "b"}, temperature=0.5
+        )
+
+        thought, message, call = made.pop("output")
+        number = made["id"].removeprefix("resp_")
+        assert thought == {
+            "id": f"rs_{number}_0",
+            "type": "reasoning",
+            "summary": [],
+            "status": "completed",
+            "content": [{"type": "reasoning_text", "text": "Let me see."}],
+        }
+        part = {"type": "output_text", "text": "One moment.", "annotations": [], "logprobs": []}
+        assert message == {
+            "id": f"msg_{number}_1",
+            "type": "message",
+            "role": "assistant",
+            "status": "completed",
+            "content": [part],
+        }
+        assert call.pop("call_id").startswith("call_")
+        assert call == {
+            "id": f"fc_{number}_2",
+            "type": "function_call",
+            "name": "get_weather",
+            "status": "completed",
+            "arguments": '{"city": "Oslo"}',
+        }
+        usage = made.pop("usage")
+        assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+        assert usage["output_tokens_details"]["reasoning_tokens"] == len(ids(THOUGHT.strip()))
+        expected = {
+            **{"object": "response", "status": "completed", "error": None, "model": "demo"},
+            **{"incomplete_details": None, "instructions": "Be brief.", "metadata": {"a": "b"}},
+            **{"parallel_tool_calls": True, "previous_response_id": None, "temperature": 0.5},
+            **{"top_p": 1.0, "tool_choice": "auto", "truncation": "disabled", "store": True},
+            "text": {"format": {"type": "text"}, "verbosity": "medium"},
+            "tools": [{**WEATHER, "description": None, "strict": None}],
+            "reasoning": {"effort": None, "summary": None},
+        }
+        assert expected.items() <= made.items()
+        assert "Be brief." in await prompt_of(rig)
+
+
+async def test_events_come_in_the_order_of_the_contract() -> None:
+    async with speaking(THOUGHT + "Hi.\n" + CALL) as rig:
+        events = await streamed(rig, tools=[WEATHER])
+
+        kinds: list[str] = []
+        for event in events:
+            if not kinds or kinds[-1] != event["type"]:
+                kinds.append(event["type"])
+        whole = [
+            *("output_item.added", "content_part.added", "{0}.delta", "{0}.done"),
+            *("content_part.done", "output_item.done"),
+        ]
+        call = ("function_call_arguments.delta", "function_call_arguments.done")
+        assert [kind.removeprefix("response.") for kind in kinds] == [
+            *("created", "in_progress"),
+            *(kind.format("reasoning_text") for kind in whole),
+            *(kind.format("output_text") for kind in whole),
+            *("output_item.added", *call, "output_item.done", "completed"),
+        ]
+        assert events[0]["response"]["status"] == "in_progress"
+        assert events[0]["response"]["output"] == []
+        items = events[-1]["response"]["output"]
+        for event in events[2:-1]:
+            item = items[event["output_index"]]
+            assert event.get("item_id", item["id"]) == item["id"]
+            assert event.get("content_index", 0) == 0
+        done = [event["item"] for event in events if event["type"].endswith("output_item.done")]
+        assert done == items
+        texts = [event["delta"] for event in events if event["type"].endswith("text.delta")]
+        assert "".join(texts) == "Let me see.Hi."
+
+
+@pytest.mark.parametrize(
+    ("reply", "fields"),
+    [
+        ("Hello, world.", {}),
+        (THOUGHT + CALL + CALL, {}),
+        ("A " + CALL + " B " + CALL + " C", {"max_tool_calls": 3}),
+        (CALL + CALL, {"parallel_tool_calls": False}),
+        (THOUGHT + "Hi. " + CALL, {"max_output_tokens": 30}),
+        (THOUGHT + "Hi. " + CALL, {"max_output_tokens": 60}),
+        (THOUGHT, {"max_output_tokens": 3}),
+        (THOUGHT + "Hi. " + BROKEN, {}),
+        (THOUGHT + "Hi.", {"include_reasoning": False}),
+        (THOUGHT + "Hi END", {"stop": "END"}),
+        (THOUGHT + "Hi.", {"include": ["message.output_text.logprobs"], "top_logprobs": 2}),
+        ("Hi.", {"include": ["message.output_text.logprobs"], "stop": ["Hi."]}),
+        ("", {}),
+    ],
+    ids=range(13),
+)
+async def test_a_stream_ends_with_the_whole_answer(reply: str, fields: Any) -> None:
+    async with speaking(reply) as rig:
+        whole = await ask(rig, tools=[WEATHER], **fields)
+        events = await streamed(rig, tools=[WEATHER], **fields)
+
+        last = events[-1]
+        assert alike(last["response"]) == alike(whole)
+        assert last["type"] == f"response.{whole['status']}"
+        texts: dict[str, str] = {}
+        logprobs: dict[str, list[Any]] = {}
+        for event in events:
+            if event["type"].endswith(".delta"):
+                texts[event["item_id"]] = texts.get(event["item_id"], "") + event["delta"]
+                logprobs.setdefault(event["item_id"], []).extend(event.get("logprobs", []))
+        for item in last["response"]["output"]:
+            (part,) = item.get("content", [{"text": item.get("arguments")}])
+            assert texts.get(item["id"], "") == part["text"]
+            assert logprobs.get(item["id"], []) == part.get("logprobs", [])
+
+
+async def test_a_text_has_the_log_probabilities_of_its_own_tokens_alone() -> None:
+    async with speaking(THOUGHT + "Ha ha <b> é.\n" + CALL) as rig:
+        asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+        part = (await ask(rig, tools=[WEATHER], **asked))["output"][1]["content"][0]
+
+        data = b"".join(bytes(one["bytes"]) for one in part["logprobs"])
+        assert data.decode() == part["text"] == "Ha ha <b> é."
+        assert all(len(one["top_logprobs"]) == 1 for one in part["logprobs"])
+
+
+async def test_an_answer_cut_by_its_length_is_incomplete() -> None:
+    async with speaking("A long answer.") as rig:
+        made = await ask(rig, max_output_tokens=3)
+
+        assert made["status"] == made["output"][0]["status"] == "incomplete"
+        assert made["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+async def test_a_call_that_is_none_is_text_and_no_item() -> None:
+    async with speaking("Hi. " + BROKEN) as rig:
+        events = await streamed(rig, tools=[WEATHER])
+
+        kinds = [item["type"] for item in events[-1]["response"]["output"]]
+        assert kinds == ["message", "message"]
+        dones = [event for event in events if event["type"] == "response.output_item.done"]
+        assert [(one["item"]["type"], one["item"]["status"]) for one in dones] == [
+            ("message", "completed"),
+            ("function_call", "incomplete"),
+            ("message", "completed"),
+        ]
+
+
+async def test_sampling_form_and_effort_reach_the_engine() -> None:
+    async with speaking("{}") as rig:
+        schema = {"type": "object"}
+        made = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
+        answer = await ask(rig, text={"format": made}, top_k=3, seed=7, max_output_tokens=9)
+        await ask(rig, reasoning={"effort": "none", "summary": "auto"}, temperature=0)
+
+        sampling = rig.client.boxes[0].sampling
+        assert (sampling.top_k, sampling.seed, sampling.max_tokens) == (3, 7, 9)
+        assert sampling.structured_outputs is not None
+        assert answer["text"]["format"] == made
+        assert (await prompt_of(rig)).endswith("<think></think>")
+
+
+async def test_a_response_goes_on_from_the_one_before_without_its_instructions() -> None:
+    async with speaking(THOUGHT + CALL) as rig:
+        first = await ask(rig, "Weather?", tools=[WEATHER], instructions="SECRET")
+        call = first["output"][-1]
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "rain"}
+        rig.client.reply = "It rains."
+        second = await ask(rig, [result], previous_response_id=first["id"], instructions="Rhyme.")
+        carried = await prompt_of(rig)
+        third = await ask(rig, "And now?", previous_response_id=second["id"])
+
+        prompt = await prompt_of(rig)
+        assert "SECRET" not in prompt and "Rhyme." in carried and "Rhyme." not in prompt
+        places = [prompt.index(word) for word in ("Weather?", "rain", "It rains.", "And now?")]
+        assert places == sorted(places)
+        assert third["previous_response_id"] == second["id"]
+        page = (await rig.http.get(f"{ROUTE}/{third['id']}/input_items?order=asc")).json()
+        kinds = ["message", "reasoning", "function_call", "function_call_output"]
+        assert [item["type"] for item in page["data"]] == [*kinds, "message", "message"]
+
+
+async def test_an_item_may_be_referred_to_instead_of_sent() -> None:
+    async with speaking("Forty-two.") as rig:
+        first = await ask(rig, "What is it?")
+        reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+        await ask(rig, [reference, {"role": "user", "content": "Why?"}])
+        gone = await rig.post(ROUTE, {"input": [{"id": "msg_x_0"}]})
+
+        assert "assistant\nForty-two." in await prompt_of(rig)
+        assert error_of(gone)[:2] == (404, "input")
+
+
+async def test_input_items_come_page_by_page() -> None:
+    async with speaking("x") as rig:
+        items = [{"role": "user", "content": str(number)} for number in range(5)]
+        made = await ask(rig, items)
+        path = f"{ROUTE}/{made['id']}/input_items"
+
+        first = (await rig.http.get(path, params={"limit": 3})).json()
+        second = (await rig.http.get(path, params={"limit": 3, "after": first["last_id"]})).json()
+
+        texts = [item["content"][0]["text"] for item in first["data"] + second["data"]]
+        assert texts == ["4", "3", "2", "1", "0"]
+        assert (first["has_more"], second["has_more"]) == (True, False)
+        assert first["first_id"] == first["data"][0]["id"]
+        for query in ("limit=0", "limit=101", "order=up", "after=nothing", "limit=x"):
+            assert (await rig.http.get(f"{path}?{query}")).status_code == 400
+
+
+async def test_a_response_is_kept_until_it_is_deleted() -> None:
+    async with speaking("x") as rig:
+        made = await ask(rig)
+        path = f"{ROUTE}/{made['id']}"
+
+        kept = (await rig.http.get(path)).json()
+        cancelled = await rig.post(f"{path}/cancel", {})
+        deleted = (await rig.http.delete(path)).json()
+        missing = [await rig.http.get(path), await rig.http.delete(path)]
+
+        assert kept == made
+        assert error_of(cancelled)[0] == 400
+        assert deleted == {"id": made["id"], "object": "response", "deleted": True}
+        assert [answer.status_code for answer in missing] == [404, 404]
+        assert missing[0].json()["error"]["code"] == "not_found"
+
+
+async def test_what_is_not_to_be_stored_is_not() -> None:
+    async with speaking("x") as rig:
+        made = await ask(rig, store=False)
+        next_one = await rig.post(ROUTE, {"input": "y", "previous_response_id": made["id"]})
+
+        assert made["store"] is False
+        assert (await rig.http.get(f"{ROUTE}/{made['id']}")).status_code == 404
+        assert error_of(next_one)[:2] == (404, "previous_response_id")
+
+
+async def test_a_server_that_keeps_nothing_says_so() -> None:
+    async with speaking("x", responses_store_max_count=0) as rig:
+        made = await ask(rig)
+
+        assert made["store"] is False
+        for field, value in (("store", True), ("background", True), ("previous_response_id", "r")):
+            refused = await rig.post(ROUTE, {"input": "x", field: value})
+            assert error_of(refused)[:2] == (400, field)
+
+
+async def test_input_tokens_are_those_that_the_response_is_billed() -> None:
+    async with speaking("x") as rig:
+        body = {"input": "Hello", "instructions": "Be kind.", "tools": [WEATHER]}
+        counted = (await rig.post(f"{ROUTE}/input_tokens", body)).json()
+        usage = (await rig.post(ROUTE, body)).json()["usage"]
+
+        assert counted == {
+            "object": "response.input_tokens",
+            "input_tokens": usage["input_tokens"],
+        }
+        assert len(rig.client.boxes) == 1
+
+
+async def test_truncation_drops_the_oldest_turns_and_keeps_the_rules() -> None:
+    turns = [{"role": "user", "content": f"turn {number} " + "x" * 50} for number in range(20)]
+    async with in_memory(TalkingClient("x", max_model_len=400)) as rig:
+        fields = {"input": turns, "instructions": "RULES", "max_output_tokens": 20}
+        refused = await rig.post(ROUTE, fields)
+        taken = await rig.post(ROUTE, {**fields, "truncation": "auto"})
+        hopeless = await rig.post(ROUTE, {"input": "y" * 500, "truncation": "auto"})
+
+        status, param, message = error_of(refused)
+        assert (status, param) == (400, "input")
+        assert "This model's maximum context length is 400 tokens" in message
+        assert taken.status_code == 200, taken.text
+        prompt = await prompt_of(rig)
+        assert "RULES" in prompt and "turn 19" in prompt and "turn 0 " not in prompt
+        assert 300 < len(rig.client.boxes[0].prompt) <= 380
+        assert error_of(hopeless)[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 5000}, "input"),
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"response_format": {"type": "text"}}, "response_format"),
+        ({"temperature": 3}, "temperature"),
+        ({"temperature": "1"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"min_tokens": 9, "max_output_tokens": 3}, "min_tokens"),
+        ({"n": 2}, "n"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
+        ({"include": ["everything"]}, "include"),
+        ({"text": {"format": {"type": "xml"}}}, "text"),
+        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text"),
+        ({"text": {"format": {"type": "json_object"}}, "tools": [WEATHER]}, "text"),
+        ({"reasoning": {"effort": "immense"}}, "reasoning"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tools": [{**WEATHER, "parameters": 5}]}, "tools"),
+        ({"tools": [5]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "web_search"}, "tools": [WEATHER]}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "g"}, "tools": [WEATHER]}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"conversation": "c"}, "conversation"),
+        ({"background": True, "store": False}, "background"),
+        ({"truncation": "middle"}, "truncation"),
+        ({"metadata": {"a": 1}}, "metadata"),
+        ({"previous_response_id": "resp_x"}, "previous_response_id"),
+        ({"model": "other"}, "model"),
+        ({"stop": "x", "use_beam_search": True}, "use_beam_search"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused_by_its_field(fields: Any, param: str) -> None:
+    async with speaking("x") as rig:
+        for stream in (False, True):
+            refused = await rig.post(ROUTE, {"input": "hi", "stream": stream, **fields})
+
+            expected = 404 if param in ("model", "previous_response_id") else 400
+            assert error_of(refused)[:2] == (expected, param)
+            assert refused.headers["content-type"] == "application/json"
+        assert not rig.client.boxes
+
+
+async def test_nulls_strangers_and_harmless_fields_are_taken() -> None:
+    async with speaking("x") as rig:
+        names = (await rig.http.get("/openapi.json")).json()
+        fields = names["components"]["schemas"]["ResponseBody"]["properties"]
+        nulls = {name: None for name in fields if name != "input"}
+        harmless = {
+            **{"user": "u", "service_tier": "auto", "safety_identifier": "s", "tools": []},
+            **{"include": ["reasoning.encrypted_content"], "prompt_cache_key": "k", "what": 1},
+            **{"prompt_cache_retention": "24h", "stream_options": None, "n": 1, "echo": False},
+            **{"text": {"verbosity": "low"}, "max_tool_calls": 3, "top_logprobs": 0},
+        }
+
+        assert (await rig.post(ROUTE, {"input": "hi", **nulls})).status_code == 200
+        assert (await rig.post(ROUTE, {"input": "hi", **harmless})).status_code == 200
+
+
+async def test_only_allowed_tools_are_shown() -> None:
+    async with speaking("x") as rig:
+        other = {**WEATHER, "name": "other"}
+        allowed = {"type": "allowed_tools", "mode": "auto", "tools": [WEATHER]}
+        made = await ask(rig, tools=[WEATHER, other], tool_choice=allowed)
+
+        prompt = await prompt_of(rig)
+        assert "get_weather" in prompt and "other" not in prompt
+        assert made["tool_choice"] == allowed and len(made["tools"]) == 2
+
+
+async def test_a_failure_in_mid_stream_is_a_failed_response() -> None:
+    client = TalkingClient("A long answer")
+    client.before = lambda box: bool(box.say(*ids("Half ")) or box.say(finish="error", error="NaN"))
+    async with in_memory(client) as rig:
+        events = await streamed(rig)
+        whole = await rig.post(ROUTE, {"input": "hi"})
+
+        last = events[-1]
+        assert last["type"] == "response.failed"
+        assert last["response"]["status"] == "failed"
+        assert last["response"]["error"] == {"code": "server_error", "message": "NaN"}
+        assert last["response"]["output"][0]["content"][0]["text"] == "Half "
+        assert whole.status_code == 500
+        path = f"{ROUTE}/{last['response']['id']}"
+        assert (await rig.http.get(path)).json() == last["response"]
+        followed = await rig.post(
+            ROUTE, {"input": "x", "previous_response_id": last["response"]["id"]}
+        )
+        assert error_of(followed)[:2] == (400, "previous_response_id")
+
+
+async def test_a_client_that_hangs_up_ends_its_stream_and_leaves_nothing() -> None:
+    client = TalkingClient("abc", pace_s=0.005)
+    client.endless = True
+    async with on_port(client) as rig:
+        async with rig.http.stream("POST", ROUTE, json={"input": "x", "stream": True}) as stream:
+            async for line in stream.aiter_lines():
+                if "output_text.delta" in line:
+                    break
+        for _ in range(100):
+            await asyncio.sleep(0 if client.aborted else 0.01)
+
+        assert len(client.aborted) == 1
+        assert not rig.state.servings
