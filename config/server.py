@@ -20,11 +20,11 @@ TOOL_CALL_PARSERS = (
     *("llama4_pythonic", "mistral", "granite", "granite-20b-fc", "granite4", "deepseek_v3"),
     *("deepseek_v31", "deepseek_v32", "deepseek_v4", "qwen3_coder", "qwen3_xml", "mimo", "glm45"),
     *("glm47", "kimi_k2", "minimax_m2", "seed_oss", "jamba", "hunyuan_a13b", "internlm"),
-    *("phi4_mini_json", "xlam", "lfm2"),
+    *("phi4_mini_json", "xlam", "lfm2", "hunyuan", "step3", "functiongemma", "gemma4", "openai"),
 )
 REASONING_PARSERS = (
     *("auto", "none", "deepseek_r1", "deepseek_v3", "qwen3", "glm45", "granite", "mistral"),
-    *("hunyuan_a13b", "seed_oss", "kimi_k2", "minimax_m2", "step3"),
+    *("hunyuan_a13b", "seed_oss", "kimi_k2", "minimax_m2", "step3", "gemma4", "openai_gptoss"),
 )
 
 

@@ -11,10 +11,19 @@ from config.grammar import ThinkingSpec
 from config.server import ServerConfig
 from server.outputs import Delta
 from server.parsers.answer import AnswerParser
-from server.parsers.base import CallArguments, CallBegun, CallBroken, Event, Text, Thought, Tools
+from server.parsers.base import (
+    CallArguments,
+    CallBegun,
+    CallBroken,
+    Event,
+    Text,
+    Thought,
+    ThoughtForm,
+    ThoughtParser,
+    Tools,
+)
 from server.parsers.calls import CallParser, Family
 from server.parsers.json_calls import CALLS_ALONE, Arguments
-from server.parsers.reasoning import Thinking, ThinkParser
 from server.parsers.select import (
     FAMILIES,
     THINKING,
@@ -104,7 +113,7 @@ class Forms:
             is_inside = self._is_inside(prompt, begun)
             if begun is not None and not is_inside:
                 return None
-        return ThinkingSpec(marks.opens, marks.closes, is_inside, skips_blanks)
+        return ThinkingSpec(marks.opens, marks.leads, is_inside, skips_blanks)
 
     def held_answers(
         self,
@@ -132,7 +141,7 @@ class Forms:
         )
 
     @property
-    def _marks(self) -> Thinking | None:
+    def _marks(self) -> ThoughtForm | None:
         return THINKING[self.thinking] if self.thinking else None
 
     def _is_inside(self, prompt: str, begun: str | None) -> bool:
@@ -156,7 +165,7 @@ class AnswerReader:
     def __init__(
         self,
         parser: AnswerParser,
-        think: ThinkParser | None,
+        think: ThoughtParser | None,
         closes: Sequence[str],
         tokenizer: Tokenizer,
         *,
@@ -233,7 +242,7 @@ class Answers:
         self,
         tokenizer: Tokenizer,
         family: Family | None,
-        marks: Thinking | None,
+        marks: ThoughtForm | None,
         *,
         tools: Tools | None = None,
         is_inside: bool = False,
@@ -254,7 +263,7 @@ class Answers:
         def make() -> AnswerReader:
             think = None
             if marks is not None:
-                think = ThinkParser(marks, is_inside=is_inside, is_exact=is_exact)
+                think = marks.parser(is_inside=is_inside, is_exact=is_exact)
             calls = None if family is None else CallParser(family, tools or {})
             parser = AnswerParser(think, calls, new_id or partial(new_call_id, ""), max_calls)
             closes = marks.closes if marks is not None else ()

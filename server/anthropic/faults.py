@@ -20,6 +20,7 @@ _WORDS = (
     (".function.parameters", ".input_schema"),
     (".function.", "."),
     (".function ", " "),
+    ("stop has ", "stop_sequences has "),
     ("tool_choice is required", "tool_choice is any"),
     ("response_format", "output_config.format"),
 )

@@ -16,8 +16,9 @@ _ROLES = ("user", "assistant", "system")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def chat_of(body: CountBody) -> ChatBody:
-    """What `body` asks of a chat. Raises UserError for what no chat could mean."""
+def chat_of(body: CountBody, *, may_think: bool) -> ChatBody:
+    """What `body` asks of a chat. Raises UserError for what no chat could mean. `may_think`:
+    the server knows how its model thinks; else there is no thinking that a budget could bound."""
     body.check()
     turns = _Turns()
     turns.add_system(body.system)
@@ -54,6 +55,8 @@ def chat_of(body: CountBody) -> ChatBody:
             "top_p": body.top_p,
             "top_k": body.top_k,
         }
+        if may_think and body.thinking is not None and body.thinking.type == "enabled":
+            fields["thinking_token_budget"] = body.thinking.budget_tokens
     return ChatBody.model_validate(fields)
 
 

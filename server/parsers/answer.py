@@ -11,8 +11,8 @@ from server.parsers.base import (
     Parser,
     Text,
     Thought,
+    ThoughtParser,
 )
-from server.parsers.reasoning import ThinkParser
 
 
 class AnswerParser:
@@ -24,7 +24,7 @@ class AnswerParser:
 
     def __init__(
         self,
-        thinking: ThinkParser | None,
+        thinking: ThoughtParser | None,
         calls: Parser | None,
         new_id: Callable[[], str],
         max_calls: int | None = None,

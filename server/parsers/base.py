@@ -66,6 +66,59 @@ class Parser(Protocol):
         ...
 
 
+class ThoughtParser(Parser, Protocol):
+    """A parser that tells thinking from the rest, which it gives as text."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the answer itself has begun."""
+        ...
+
+    @property
+    def has_thought(self) -> bool:
+        """Whether thinking was begun."""
+        ...
+
+
+class ThoughtForm(Protocol):
+    """How one family of models marks thinking."""
+
+    @property
+    def opens(self) -> tuple[str, ...]:
+        """The marks that begin it."""
+        ...
+
+    @property
+    def closes(self) -> tuple[str, ...]:
+        """The marks that end it."""
+        ...
+
+    @property
+    def leads(self) -> tuple[str, ...]:
+        """The marks that end it and begin the answer, behind which a form may be held."""
+        ...
+
+    def begins_inside(self, prompt: str) -> bool:
+        """Whether an answer to `prompt` goes on with thinking that the prompt began."""
+        ...
+
+    def is_opened_by(self, prompt: str) -> bool:
+        """Whether the end of `prompt` is an opening mark."""
+        ...
+
+    def is_closed_by(self, prompt: str) -> bool:
+        """Whether the end of `prompt` is a mark behind which the answer stands."""
+        ...
+
+    def is_open(self, text: str) -> bool:
+        """Whether `text`, the beginning of an answer, has thinking that it does not close."""
+        ...
+
+    def parser(self, *, is_inside: bool, is_exact: bool = False) -> ThoughtParser:
+        """What reads an answer. `is_exact`: all that follows the thinking is text, blanks too."""
+        ...
+
+
 class Output:
     """Collects events; adjacent pieces are joined."""
 

@@ -1,10 +1,10 @@
 """The frame of every tool parser: text up to a marker, a call, text again. Knows no family."""
 
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from server.parsers.base import Event, Output, Tools
-from server.parsers.source import CutShort, Source, Steps, Unreadable
+from server.parsers.source import CutShort, Reader, Source, Steps, Unreadable
 
 MAX_NAME_CHARACTERS = 256
 
@@ -43,28 +43,18 @@ class CallParser:
         self._source = Source()
         self._output = Output()
         self._is_cut = False
-        self._steps: Generator[None, None, None] | None = self._run()
+        self._reader = Reader(self._source, self._run())
 
     def feed(self, text: str) -> list[Event]:
-        self._source.push(text)
-        self._step()
+        self._reader.push(text)
         return self._output.drain()
 
     def finish(self, *, is_cut: bool) -> list[Event]:
         self._is_cut = is_cut
-        self._source.has_ended = True
-        self._step()
+        self._reader.end()
         return self._output.drain()
 
-    def _step(self) -> None:
-        if self._steps is None:
-            return
-        try:
-            next(self._steps)
-        except StopIteration:
-            self._steps = None
-
-    def _run(self) -> Generator[None, None, None]:
+    def _run(self) -> Steps[None]:
         family, source, output = self._family, self._source, self._output
         if family.begins_bare:
             source.remember()

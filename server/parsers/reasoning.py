@@ -1,10 +1,9 @@
 """Thinking told apart from the answer: blocks between marks, or prose of a known form."""
 
-from collections.abc import Generator
 from dataclasses import dataclass
 
 from server.parsers.base import Event, Output
-from server.parsers.source import Sink, Source, Steps
+from server.parsers.source import Reader, Sink, Source, Steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +32,15 @@ class Thinking:
         """Whether the end of `prompt` is a closing mark."""
         return prompt.rstrip().endswith(self.closes)
 
+    @property
+    def leads(self) -> tuple[str, ...]:
+        """The marks behind which the answer stands."""
+        return self.closes
+
+    def parser(self, *, is_inside: bool, is_exact: bool = False) -> "ThinkParser":
+        """What reads an answer; the arguments are those of ThinkParser."""
+        return ThinkParser(self, is_inside=is_inside, is_exact=is_exact)
+
     def is_open(self, text: str) -> bool:
         """Whether `text`, the beginning of an answer, has thinking that it does not close."""
         opened = max(text.rfind(mark) for mark in self.opens)
@@ -55,27 +63,17 @@ class ThinkParser:
         """Whether no thinking can follow: it was closed, or there was none."""
         self.has_thought = is_inside
         """Whether thinking was begun."""
-        self._steps: Generator[None, None, None] | None = self._run(is_inside)
+        self._reader = Reader(self._source, self._run(is_inside))
 
     def feed(self, text: str) -> list[Event]:
-        self._source.push(text)
-        self._step()
+        self._reader.push(text)
         return self._output.drain()
 
     def finish(self, *, is_cut: bool) -> list[Event]:
-        self._source.has_ended = True
-        self._step()
+        self._reader.end()
         return self._output.drain()
 
-    def _step(self) -> None:
-        if self._steps is None:
-            return
-        try:
-            next(self._steps)
-        except StopIteration:
-            self._steps = None
-
-    def _run(self, is_inside: bool) -> Generator[None, None, None]:
+    def _run(self, is_inside: bool) -> Steps[None]:
         form, source, output = self._form, self._source, self._output
         space = yield from source.blanks()
         opened = yield from source.accept(*form.opens)
@@ -121,4 +119,5 @@ GRANITE = Thinking(
 MISTRAL = Thinking(("[THINK]",), ("[/THINK]",))
 HUNYUAN = Thinking(answer_open="<answer>", answer_close="</answer>")
 SEED = Thinking(("<seed:think>",), ("</seed:think>",))
+GEMMA4 = Thinking(("<|channel>thought",), ("<channel|>",))
 KIMI = Thinking(("\u25c1think\u25b7", "<think>"), ("\u25c1/think\u25b7", "</think>"))

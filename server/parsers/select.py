@@ -6,9 +6,17 @@ import string
 from collections.abc import Mapping
 from dataclasses import fields
 
-from server.parsers import deepseek_calls, json_calls, llama_calls, reasoning, xml_calls
+from server.parsers import (
+    deepseek_calls,
+    gemma_calls,
+    harmony,
+    json_calls,
+    llama_calls,
+    reasoning,
+    xml_calls,
+)
+from server.parsers.base import ThoughtForm
 from server.parsers.calls import Family
-from server.parsers.reasoning import Thinking
 
 FAMILIES: Mapping[str, Family] = {
     "hermes": json_calls.HERMES,
@@ -39,9 +47,14 @@ FAMILIES: Mapping[str, Family] = {
     "phi4_mini_json": json_calls.PHI4_MINI,
     "xlam": json_calls.XLAM,
     "lfm2": llama_calls.LFM2,
+    "hunyuan": xml_calls.HUNYUAN,
+    "step3": xml_calls.STEP3,
+    "functiongemma": gemma_calls.FUNCTIONGEMMA,
+    "gemma4": gemma_calls.GEMMA4,
+    "openai": harmony.CALLS,
 }
 
-THINKING: Mapping[str, Thinking] = {
+THINKING: Mapping[str, ThoughtForm] = {
     "deepseek_r1": reasoning.DEEPSEEK_R1,
     "deepseek_v3": reasoning.THINK,
     "qwen3": reasoning.THINK,
@@ -53,9 +66,16 @@ THINKING: Mapping[str, Thinking] = {
     "kimi_k2": reasoning.KIMI,
     "minimax_m2": reasoning.DEEPSEEK_R1,
     "step3": reasoning.DEEPSEEK_R1,
+    "gemma4": reasoning.GEMMA4,
+    "openai_gptoss": harmony.HARMONY,
 }
 
 _CALLS_BY_TEMPLATE: tuple[tuple[str, str], ...] = (
+    ("<|constrain|>", "openai"),
+    ("<|tool_call>", "gemma4"),
+    ("<start_function_call>", "functiongemma"),
+    ("<steptml:", "step3"),
+    ("<tool_sep>", "hunyuan"),
     ("<\uff5cDSML\uff5c", "deepseek_v32"),
     ("<\uff5ctool\u2581call\u2581begin\uff5c>", "deepseek_v3"),
     ("<|tool_call_begin|>", "kimi_k2"),
@@ -79,6 +99,9 @@ _CALLS_BY_TEMPLATE: tuple[tuple[str, str], ...] = (
 """What only the template of one family says, and its parser; the first that is found counts."""
 
 _THINKING_BY_TEMPLATE: tuple[tuple[str, str], ...] = (
+    ("<|constrain|>", "openai_gptoss"),
+    ("<|channel>", "gemma4"),
+    ("<steptml:", "step3"),
     ("[THINK]", "mistral"),
     ("<seed:think>", "seed_oss"),
     ("\u25c1/think\u25b7", "kimi_k2"),
@@ -103,7 +126,7 @@ def _first(table: tuple[tuple[str, str], ...], template: str) -> str | None:
     return next((name for words, name in table if words in template), None)
 
 
-def words_of(form: Family | Thinking) -> frozenset[str]:
+def words_of(form: Family | ThoughtForm) -> frozenset[str]:
     """Every word by which a parser finds its way, some of which may be special tokens."""
     values = [getattr(form, one.name) for one in fields(form)]  # type: ignore[arg-type]
     words = [word for value in values for word in (value if isinstance(value, tuple) else (value,))]

@@ -178,6 +178,32 @@ class Source:
         return "".join(pieces), word
 
 
+class Reader:
+    """Runs a reader over a source, each time as far as the text goes."""
+
+    def __init__(self, source: Source, steps: Steps[None]) -> None:
+        self._source = source
+        self._steps: Steps[None] | None = steps
+
+    def push(self, text: str) -> None:
+        """More text."""
+        self._source.push(text)
+        self._step()
+
+    def end(self) -> None:
+        """No text can follow."""
+        self._source.has_ended = True
+        self._step()
+
+    def _step(self) -> None:
+        if self._steps is None:
+            return
+        try:
+            next(self._steps)
+        except StopIteration:
+            self._steps = None
+
+
 @lru_cache(maxsize=256)
 def _wanted(words: tuple[str, ...]) -> "tuple[re.Pattern[str], frozenset[str], int]":
     """(finds the first of `words`, all their beginnings, length of the longest)."""

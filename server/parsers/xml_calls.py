@@ -1,4 +1,5 @@
-"""Calls written as tags around each argument: Qwen3-Coder, GLM, MiniMax, DeepSeek V3.2, Seed."""
+"""Calls written as tags around each argument: Qwen3-Coder, GLM, MiniMax, DeepSeek V3.2, Seed,
+Step3, Hunyuan."""
 
 import json
 from dataclasses import dataclass
@@ -225,4 +226,32 @@ GLM = Tags(
     call_end="</tool_call>",
     is_framed=False,
     leaves_name_end=True,
+)
+HUNYUAN = Tags(
+    markers=("<tool_call>",),
+    opening="",
+    name_end=("<tool_sep>",),
+    key="<arg_key>",
+    key_end="</arg_key>",
+    value="<arg_value>",
+    value_end="</arg_value>",
+    call_end="</tool_call>",
+    is_framed=False,
+    silent=("<tool_calls>", "</tool_calls>"),
+)
+STEP3 = Tags(
+    markers=("<steptml:invoke name=",),
+    opening="<steptml:invoke name=",
+    name_end=(">",),
+    key="<steptml:parameter name=",
+    key_end=">",
+    value_end="</steptml:parameter>",
+    call_end="</steptml:invoke>",
+    is_framed=False,
+    silent=(
+        "<\uff5ctool_calls_begin\uff5c>",
+        "<\uff5ctool_call_begin\uff5c>function<\uff5ctool_sep\uff5c>",
+        "<\uff5ctool_call_end\uff5c>",
+        "<\uff5ctool_calls_end\uff5c>",
+    ),
 )

@@ -1,6 +1,7 @@
 """POST /v1/messages and /v1/messages/count_tokens: the Messages API, over the chat's pipeline."""
 
 import asyncio
+from functools import partial
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -33,7 +34,9 @@ def messages_routes(state: AppState) -> APIRouter:
         state.opened()
         sent = await read_object(request, state.config.max_body_bytes)
         body = await parse(MessagesBody, sent)
-        job = await start_conversation(state, request, await _chat(body, sent), id_prefix="msg_")
+        job = await start_conversation(
+            state, request, await _chat(state, body, sent), id_prefix="msg_"
+        )
         shows = body.thinking is None or body.thinking.display != "omitted"
         if body.stream:
             return answer_stream(job, MessageEvents(job, shows_thinking=shows))
@@ -50,13 +53,12 @@ def messages_routes(state: AppState) -> APIRouter:
     async def count_message_tokens(request: Request) -> Response:
         state.opened()
         sent = await read_object(request, state.config.max_body_bytes)
-        chat = await _chat(await parse(CountBody, sent), sent)
+        chat = await _chat(state, await parse(CountBody, sent), sent)
         return answer_whole({"input_tokens": await count_prompt(state, chat)})
 
     return router
 
 
-async def _chat(body: CountBody, sent: Sent) -> ChatBody:
-    if sent.num_bytes <= MANY_BYTES:
-        return chat_of(body)
-    return await asyncio.to_thread(chat_of, body)
+async def _chat(state: AppState, body: CountBody, sent: Sent) -> ChatBody:
+    made = partial(chat_of, body, may_think=state.forms.thinking is not None)
+    return made() if sent.num_bytes <= MANY_BYTES else await asyncio.to_thread(made)

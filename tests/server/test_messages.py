@@ -181,6 +181,8 @@ async def test_thinking_is_off_unless_it_is_asked_for_and_may_be_left_out_of_the
             "signature": "",
         }
         assert hidden["content"][0]["thinking"] == ""
+        budgets = [box.sampling.thinking_token_budget for box in rig.client.boxes]
+        assert budgets == [None, None, 1024, None]
         count = len(ids(THOUGHT.rstrip()))
         assert shown["usage"]["output_tokens_details"] == {"thinking_tokens": count}
 
@@ -340,7 +342,7 @@ def says(*blocks: Any) -> dict[str, Any]:
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "g"}}, "'g'"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "no name"),
         ({"tools": [WEATHER], "tool_choice": {"type": "most"}}, "tool_choice.type"),
-        ({"stop_sequences": ["a", "b", "c", "d", "e"]}, "has 5 strings"),
+        ({"stop_sequences": ["a", "b", "c", "d", "e"]}, "stop_sequences has 5 strings"),
         ({"stop_sequences": ["a", ""]}, "stop_sequences holds an empty string"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not supported"),
         ({"container": "c"}, "container is not supported"),

@@ -263,6 +263,44 @@ async def test_marks_that_are_special_tokens_are_read_and_others_stay_hidden() -
     tokenizer.close()
 
 
+@pytest.mark.parametrize(
+    ("template", "marks", "said", "thinking"),
+    [
+        (
+            "<|constrain|>",
+            ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>"],
+            "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary "
+            "to=functions.now <|constrain|>json<|message|>{}",
+            "<|channel|>analysis<|message|>a<|end|>",
+        ),
+        (
+            "<|tool_call><|channel>",
+            ["<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>", '<|"|>'],
+            "<|channel>thought\na<channel|><|tool_call>call:now{}<tool_call|>",
+            "<|channel>thought\na<channel|>",
+        ),
+    ],
+)
+async def test_a_template_of_channels_has_its_answers_read_in_channels(
+    template: str, marks: list[str], said: str, thinking: str
+) -> None:
+    encoder = text_folders.byte_level()
+    encoder.add_special_tokens(marks)
+    tokenizer = Tokenizer(TextFiles(encoder, {}, None))
+    client = TalkingClient(vocab_size=tokenizer.vocab_size)
+    client.reply_ids = tokenizer.encode_now(said, False)
+    chosen = TOOLS_TEMPLATE.replace("<tool_call>", template)
+    async with in_memory(client, tokenizer=tokenizer, chat_template=chosen) as rig:
+        answer, chunks = await both(rig, tools=[NOW])
+
+        assert without_ids(whole(answer)) == without_ids(joined(chunks))
+        assert (whole(answer)["reasoning"], whole(answer)["content"]) == ("a", None)
+        assert [call[1:] for call in whole(answer)["calls"]] == [["now", "{}"]]
+        count = len(tokenizer.encode_now(thinking, False))
+        assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}
+    tokenizer.close()
+
+
 async def test_parsers_can_be_chosen_and_switched_off() -> None:
     async with with_tools('[TOOL_CALLS]now[ARGS]{"a": 1}', tool_call_parser="mistral") as rig:
         answer = (await rig.chat(tools=[NOW])).json()

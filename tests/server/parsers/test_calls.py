@@ -26,7 +26,72 @@ CODER = (
     "<parameter=days>\n3\n</parameter>\n</function>"
 )
 
+Q = '<|"|>'
+HY = "<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3"
+STEP = (
+    '<steptml:invoke name="get_weather"><steptml:parameter name="city">Oslo</steptml:parameter>\n'
+    '<steptml:parameter name="days">3</steptml:parameter></steptml:invoke>'
+)
+SB, SE = (
+    "<\uff5ctool_call_begin\uff5c>function<\uff5ctool_sep\uff5c>",
+    "<\uff5ctool_call_end\uff5c>",
+)
+
 WHOLE: list[tuple[str, str, str, list[Any]]] = [
+    (
+        "gemma4",
+        f"So:<|tool_call>call:get_weather{{city:{Q}Oslo{Q},days:3}}<tool_call|>",
+        "So:",
+        [OSLO],
+    ),
+    (
+        "gemma4",
+        f"<|tool_call>call:a.b-c{{x:{{y:[1,{Q}}}]{Q},true],{Q}k{Q}:null}},z:-1.5}}<tool_call|>"
+        "<|tool_call>call:now{}<tool_call|><|tool_response>",
+        "",
+        [("a.b-c", {"x": {"y": [1, "}]", True], "k": None}, "z": -1.5}), NOW],
+    ),
+    (
+        "gemma4",
+        '<|tool_call>call:f{"a": "b\\n", c: d e}<tool_call|>',
+        "",
+        [("f", {"a": "b\n", "c": "d e"})],
+    ),
+    (
+        "gemma4",
+        "<|tool_call>call:get_weather{city:7,days:7}",
+        "",
+        [("get_weather", {"city": "7", "days": 7})],
+    ),
+    (
+        "functiongemma",
+        "<start_function_call>call:get_weather{city:<escape>Oslo<escape>,days:3}<end_function_call>"
+        "<start_function_call>call:now{}<end_function_call><start_function_response>",
+        "",
+        [OSLO, NOW],
+    ),
+    (
+        "hunyuan",
+        f"Hm.<tool_calls>\n<tool_call>get_weather<tool_sep>\n{HY}</arg_value>\n</tool_call>\n"
+        "<tool_call>now<tool_sep></tool_call>\n</tool_calls>",
+        "Hm.",
+        [OSLO, NOW],
+    ),
+    (
+        "step3",
+        f'Hm.<\uff5ctool_calls_begin\uff5c>\n{SB}{STEP}{SE}\n{SB}<steptml:invoke name="now">'
+        f"</steptml:invoke>{SE}\n<\uff5ctool_calls_end\uff5c>",
+        "Hm.",
+        [OSLO, NOW],
+    ),
+    (
+        "openai",
+        "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+        '{"city": "Oslo", "days": 3}<|call|>',
+        "",
+        [OSLO],
+    ),
+    ("openai", "<|channel|>commentary to=functions.now<|message|><|call|>", "", [NOW]),
     ("hermes", f"<tool_call>\n{OSLO_JSON}\n</tool_call>", "", [OSLO]),
     ("hermes", f"Let me see.\n<tool_call>{OSLO_JSON}</tool_call>\n", "Let me see.", [OSLO]),
     (
@@ -196,6 +261,11 @@ TEXT = [
     ("glm45", "<tool_call></tool_call>"),
     ("kimi_k2", "<|tool_call_begin|>f"),
     ("xlam", "```json\n{}\n```"),
+    ("gemma4", "<|tool_call>now{}<tool_call|>"),
+    ("functiongemma", "<start_function_call>call:now"),
+    ("hunyuan", "<tool_call>now</tool_call>"),
+    ("step3", "<steptml:invoke name=>"),
+    ("openai", "<|channel|>commentary to=now<|message|>5"),
 ]
 
 BROKEN = [
@@ -212,6 +282,12 @@ BROKEN = [
     ("qwen3_coder", "<tool_call><function=f><parameter=a>x</parameter>oops</function>"),
     ("qwen3_coder", "<tool_call><function=f><parameter=a>x</parameter><parameter=a>y</parameter>"),
     ("glm45", "<tool_call>f<arg_key>a</arg_key>b</tool_call>"),
+    ("gemma4", "<|tool_call>call:now{a:1,a:2}<tool_call|>"),
+    ("gemma4", "<|tool_call>call:now{a:}<tool_call|>"),
+    ("gemma4", "<|tool_call>call:now{a:" + "[" * 70 + "<tool_call|>"),
+    ("functiongemma", "<start_function_call>call:now{a:<escape>b}<end_function_call>"),
+    ("step3", "<steptml:invoke name=now>x</steptml:invoke>"),
+    ("openai", '<|channel|>commentary to=now<|message|>{"a": oops}'),
 ]
 
 

@@ -25,6 +25,8 @@ CASES = [
     ("granite", False, "Here is the answer", "", "Here is the answer"),
     ("hunyuan_a13b", False, "<think>\na\n</think>\n<answer>\nb\n</answer>", "a", "b"),
     ("seed_oss", False, "<seed:think>a</seed:think>b", "a", "b"),
+    ("gemma4", False, "<|channel>thought\nHm.\n<channel|>Yes.", "Hm.", "Yes."),
+    ("gemma4", True, "Hm.<channel|>Yes.", "Hm.", "Yes."),
     ("kimi_k2", False, "\u25c1think\u25b7a\u25c1/think\u25b7b", "a", "b"),
 ]
 
@@ -99,6 +101,11 @@ def test_a_parser_knows_while_the_model_thinks() -> None:
         ("<tool_call><arg_key>", "glm45", None),
         ("<|python_tag|>", "llama3_json", None),
         ("Use [func_name1(a=b), func_name2()]", "pythonic", None),
+        ("<|start|>assistant<|channel|>final <|constrain|>", "openai", "openai_gptoss"),
+        ("<|tool_call>call: <tool_call|> <|channel>thought", "gemma4", "gemma4"),
+        ("<start_function_call>call:", "functiongemma", None),
+        ("<steptml:invoke name=", "step3", "step3"),
+        ("<tool_calls><tool_call>N<tool_sep><arg_key>", "hunyuan", None),
         ("{{ messages }}", None, None),
     ],
 )
