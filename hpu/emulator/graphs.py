@@ -59,6 +59,8 @@ class HPUGraph:
         self._results: list[tuple[int, Tensor]] = []
         """Slots whose values must be found in these tensors after a replay."""
         self._is_static = True
+        self._is_dry = False
+        """Nothing runs while it is captured, so that its intermediates take no room at once."""
 
     def capture_begin(self, dry_run: bool = False) -> None:
         """Start recording; one capture at a time in a process."""
@@ -74,6 +76,7 @@ class HPUGraph:
         if device.sealed:
             device.journal.misuse("capture_after_warmup", "a new graph is captured while serving")
         self._cost = device.memory.take_graph(device.config.graph_bytes)
+        self._is_dry = dry_run
         device.recording = self
 
     def capture_end(self) -> None:
@@ -96,7 +99,8 @@ class HPUGraph:
         for out in outs:
             if id(out.host) not in self._places:
                 self._made[self._place(out.host)] = weakref.ref(out)
-                self._blocks.append(out.block)
+                if not self._is_dry:
+                    self._blocks.append(out.block)
         results = tuple(self._place(out.host) for out in outs)
         constants = None
         if name in rules.RANDOM:

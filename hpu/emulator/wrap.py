@@ -114,7 +114,8 @@ class GraphedFunction:
             )
         graph = HPUGraph(self._device)
         inputs = list(visible_tensors((args, kwargs)))
-        with GraphContext(graph, self._device, self._dry_run):
+        # Without the tensor cache a capture is a dry run, followed by a replay.
+        with GraphContext(graph, self._device, self._dry_run or not self._keeps_tensors):
             outputs = self._function(*args, **kwargs)
         graph.mark_user_inputs(inputs)
         graph.mark_user_outputs(visible_tensors(outputs))

@@ -202,6 +202,22 @@ def test_10_a_capture_beyond_the_card_fails() -> None:
             wrapped(twice)(x)
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+def test_10_a_capture_holds_all_its_intermediates_only_with_the_tensor_cache(keeps: bool) -> None:
+    with emulated(memory_bytes=1 << 20, graph_bytes=1 << 10, workspace_ratio=0.1) as card:
+        x = torch.ones(1 << 16, device="hpu")
+        graphed = wrapped(
+            lambda x: twice(twice(twice(twice(twice(x))))), disable_tensor_cache=not keeps
+        )
+
+        if keeps:
+            with pytest.raises(RuntimeError, match="Allocation failed"):
+                graphed(x)
+        else:
+            assert float(graphed(x).sum()) == 32 * (1 << 16)
+            assert card.memory.peak < 1 << 20
+
+
 def test_10_workspace_grows_at_a_later_larger_shape() -> None:
     with emulated(memory_bytes=1 << 20, workspace_ratio=8.0) as card:
         small, large = torch.ones(1 << 10, device="hpu"), torch.ones(1 << 15, device="hpu")
