@@ -10,6 +10,7 @@ DEVICES = ("auto", "cpu", "cuda", "hpu", "hpu-emulator")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 EXECUTORS = ("auto", "inline", "processes")
 POLICIES = ("fcfs", "priority")
+LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -90,6 +91,9 @@ class EngineConfig:
     executor: str = "auto"
     num_threads: int | None = None
     """Compute threads on CPU; None takes the cores the process may use."""
+    logprobs_mode: str = "raw_logprobs"
+    """What is reported of sampled tokens: before or after masks, penalties, temperature and
+    filters; normalised or not. Of prompt tokens it is always the raw log-probability."""
     enforce_eager: bool = False
     """No captured graphs."""
     cache_dir: str | None = None
@@ -108,6 +112,7 @@ class EngineConfig:
         _one_of("device", self.device, DEVICES)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("executor", self.executor, EXECUTORS)
+        _one_of("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
         _at_least("max_model_len", self.max_model_len, 1)
         _at_least("num_threads", self.num_threads, 1)
         if self.execution.contiguous_pa and self.cache.enable_prefix_caching:

@@ -6,7 +6,7 @@ Types and defaults are those of the dataclass fields. Knows no sources.
 from collections.abc import Mapping
 
 from config.buckets import STRATEGIES
-from config.engine import DEVICES, DTYPES, EXECUTORS, POLICIES
+from config.engine import DEVICES, DTYPES, EXECUTORS, LOGPROBS_MODES, POLICIES
 from config.flag import Flag
 from config.flags_hpu import DIAGNOSTICS, EMULATOR, EXECUTION, WARMUP
 from config.server import REASONING_PARSERS, TOOL_CALL_PARSERS
@@ -58,6 +58,14 @@ MODEL = (
         "max_model_len",
         "Model",
         "Tokens of prompt and output; auto: the checkpoint's, on hpu-emulator 512 at most",
+    ),
+    Flag(
+        "engine",
+        "logprobs_mode",
+        "Model",
+        "What is reported as the log-probability of a sampled token: what the model says, or what "
+        "is left of it after masks, penalties, temperature and filters; normalised, or the logits",
+        choices=LOGPROBS_MODES,
     ),
     Flag("engine", "seed", "Model", "Seed of everything that is drawn without a seed of its own"),
     Flag(
@@ -296,13 +304,6 @@ TEXT = (
         "Text",
         "Sampling defaults: auto takes the checkpoint's, vllm neutral ones",
         choices=("auto", "vllm"),
-    ),
-    Flag(
-        "server",
-        "logprobs_mode",
-        "Text",
-        "Which log-probabilities are reported",
-        choices=("raw_logprobs",),
     ),
     Flag(
         "server",

@@ -59,7 +59,6 @@ class ServerConfig:
     """Take the text of a control token in a message for plain text; a prompt is taken as it is."""
     generation_config: str = "auto"
     """auto: the model's generation_config gives sampling defaults; vllm: neutral ones."""
-    logprobs_mode: str = "raw_logprobs"
     max_stop_strings: int = 4
     """Of one request; every token's text is searched for all of them."""
     enable_log_requests: bool = False
@@ -104,5 +103,3 @@ class ServerConfig:
             raise ConfigError(
                 f"generation_config is {self.generation_config!r}, it must be auto or vllm"
             )
-        if self.logprobs_mode != "raw_logprobs":
-            raise ConfigError(f"logprobs_mode is {self.logprobs_mode!r}, it must be raw_logprobs")

@@ -176,7 +176,7 @@ class EngineLoop:
             # What lives now lives to the end: the collector need not look at it again.
             gc.collect()
             gc.freeze()
-        self._emit(None, make_ready(self._engine, worker))
+        self._emit(None, make_ready(self._engine, worker, self._config))
         num_later = 0
         while True:
             if num_later != core.num_later:
@@ -249,7 +249,7 @@ def make_table(config: EngineConfig, worker: WorkerReady) -> BucketTable:
     return table
 
 
-def make_ready(engine: int, worker: WorkerReady) -> Ready:
+def make_ready(engine: int, worker: WorkerReady, config: EngineConfig) -> Ready:
     """What front-ends are told of a worker that is ready."""
     return Ready(
         engine=engine,
@@ -268,6 +268,7 @@ def make_ready(engine: int, worker: WorkerReady) -> Ready:
         warmup_s=worker.warmup_s,
         driver=worker.driver,
         software=worker.software,
+        logprobs_mode=config.logprobs_mode,
     )
 
 

@@ -185,6 +185,8 @@ class Ready(msgspec.Struct, array_like=True, gc=False, tag=8):
     driver: str = ""
     software: str = ""
     """Versions of the device's driver and runtime."""
+    logprobs_mode: str = "raw_logprobs"
+    """What the log-probabilities of sampled tokens are: one of config.engine.LOGPROBS_MODES."""
     pooling: PoolingFacts | None = None
     """Set when the model gives vectors, and no tokens."""
 

@@ -21,6 +21,7 @@ from hpu.counters import Counters
 from hpu.graphs import Graphs
 from hpu.kv_cache import KVCache, block_bytes, reads_contiguously
 from hpu.loader import load_weights
+from hpu.logprobs import LogprobsMode
 from hpu.measure import largest_buckets, measure_launches
 from hpu.memory import GIB, Found, Split, Wanted, split_memory
 from hpu.model_size import activation_bytes
@@ -141,9 +142,10 @@ def make_sampler(loaded: Loaded) -> AnySampler:
     """Of fixed stages where a new shape means a compilation; one row more than an engine uses."""
     backend, rows = loaded.backend, loaded.config.schedule.max_num_seqs + 1
     vocab_size = loaded.facts.vocab_size
+    mode = LogprobsMode.named(loaded.config.logprobs_mode)
     if loaded.pads and (loaded.captures or backend.compiles):
-        return PaddedSampler(rows, vocab_size, backend)
-    return Sampler(rows, vocab_size, backend.device, backend.index_dtype)
+        return PaddedSampler(rows, vocab_size, backend, mode)
+    return Sampler(rows, vocab_size, backend.device, backend.index_dtype, mode)
 
 
 def make_runner(

@@ -1,9 +1,9 @@
 """The sampler: from logits to tokens on the device, each row by its own rules alone.
 
-Order: log-probabilities of the raw logits; masks of grammars; allowed tokens, min_tokens, logit
-bias, bad words; penalties; temperature; min_p; top_k; top_p; the draw. A stage is left out when no
-row of the batch asks for it, and changes no bit of a row that does not ask. Nothing here waits for
-the device.
+Order: log-probabilities of the raw logits (with a processed mode they come last); masks of
+grammars; allowed tokens, min_tokens, logit bias, bad words; penalties; temperature; min_p; top_k;
+top_p; the draw. A stage is left out when no row of the batch asks for it, and changes no bit of a
+row that does not ask. Nothing here waits for the device.
 """
 
 from typing import NamedTuple, Protocol
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hpu import filters
 from hpu.history import History
-from hpu.logprobs import TopLogprobs, top_logprobs
+from hpu.logprobs import RAW, LogprobsMode, TopLogprobs, processed_logits, top_logprobs
 from hpu.sampling_rows import SamplingBatch, SamplingRows, needs_counts, prefix_length
 from hpu.step import RowSampling
 
@@ -60,8 +60,14 @@ class Sampler:
     """Sampling state of `max_rows` rows and the one function that uses it. Not thread-safe."""
 
     def __init__(
-        self, max_rows: int, vocab_size: int, device: torch.device, index_dtype: torch.dtype
+        self,
+        max_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        index_dtype: torch.dtype,
+        mode: LogprobsMode = RAW,
     ) -> None:
+        self._mode = mode
         # Devices that index with 32 bits have no 64-bit numbers to add up in, either.
         self._wide = torch.float64 if index_dtype == torch.int64 else torch.float32
         self._index_dtype = index_dtype
@@ -106,13 +112,19 @@ class Sampler:
         batch = self._rows.batch(rows, logits.shape[0])
         scores = self._masked(logits, batch)
         best = scores.max(dim=-1, keepdim=True)
-        tokens = best.indices if batch.greedy is None else self._drawn(scores, best, batch)
+        tokens, weights = best.indices, None
+        if batch.greedy is not None:
+            tokens, weights = self._drawn(scores, best, batch)
         tokens = torch.where(best.values.isfinite(), tokens, -1).squeeze(1)
         self._rows.advance(batch)
         self._remember(tokens, batch)
         logprobs = None
         if batch.num_logprobs >= 0:
-            logprobs = top_logprobs(logits, tokens, batch.num_logprobs)
+            if self._mode.is_processed:
+                logits = scores if weights is None else _chosen_from(scores, weights, batch)
+            logprobs = top_logprobs(
+                logits, tokens, batch.num_logprobs, normalises=not self._mode.is_logits
+            )
         return Sampled(tokens.to(self._index_dtype), logprobs)
 
     def _masked(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -140,8 +152,11 @@ class Sampler:
             scores = self._history.penalised(scores, batch.places, batch.penalties)
         return scores
 
-    def _drawn(self, scores: Tensor, best: torch.return_types.max, batch: SamplingBatch) -> Tensor:
-        """(B, 1) tokens: drawn where the row is random, the most likely one where it is greedy."""
+    def _drawn(
+        self, scores: Tensor, best: torch.return_types.max, batch: SamplingBatch
+    ) -> tuple[Tensor, Tensor]:
+        """(B, 1) tokens: drawn where the row is random, the most likely one where it is greedy;
+        (B, V) the weights they were drawn by."""
         assert batch.greedy is not None
         if batch.temperature is not None:
             # Less the best first: tiny temperatures then give -inf and weight 0, never infinity.
@@ -166,7 +181,7 @@ class Sampler:
             least = filters.TINY if threshold is None else 1.0
             weights = filters.cut(weights, nucleus, least)
         drawn = filters.draw(weights, self._rows.numbers(batch))
-        return torch.where(greedy, top, drawn.unsqueeze(1))
+        return torch.where(greedy, top, drawn.unsqueeze(1)), weights
 
     def _nucleus(self, weights: Tensor, mass: Tensor, top_p: Tensor) -> Tensor:
         # A row without top_p keeps everything, whatever rounding says of its mass.
@@ -188,6 +203,25 @@ def _changes_nothing(batch: SamplingBatch) -> bool:
         and batch.bias is None
         and batch.bad_words is None
         and batch.penalties is None
+    )
+
+
+def _chosen_from(scores: Tensor, weights: Tensor, batch: SamplingBatch) -> Tensor:
+    """(B, V) the processed logits of a batch of which some rows draw."""
+    assert batch.greedy is not None
+    greedy = batch.greedy.unsqueeze(1)
+    cuts = torch.zeros_like(greedy)
+    if batch.min_p is not None:
+        cuts = cuts | (batch.min_p > 0)
+    if batch.top_k is not None:
+        cuts = cuts | (batch.top_k > 0)
+    if batch.top_p is not None:
+        cuts = cuts | (batch.top_p < 1)
+    temperature = torch.ones_like(scores[:, :1])
+    if batch.temperature is not None:
+        temperature = batch.temperature
+    return processed_logits(
+        scores.float(), weights, greedy=greedy, temperature=temperature, cuts=cuts
     )
 
 

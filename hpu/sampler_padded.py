@@ -16,7 +16,7 @@ from torch import Tensor
 from config.sampling import MAX_LOGPROBS
 from hpu import filters
 from hpu.backends.base import Backend
-from hpu.logprobs import TopLogprobs, top_logprobs
+from hpu.logprobs import RAW, LogprobsMode, TopLogprobs, processed_logits, top_logprobs
 from hpu.masks import RowMasks
 from hpu.sampler import GREEDY, Sampled
 from hpu.sampling_columns import FEW_PREFIX, Numbers, Places, SamplingColumns, Stages
@@ -83,8 +83,11 @@ class _Width:
 class PaddedSampler:
     """Sampling state of `max_rows` rows and the one function that uses it. Not thread-safe."""
 
-    def __init__(self, max_rows: int, vocab_size: int, backend: Backend) -> None:
+    def __init__(
+        self, max_rows: int, vocab_size: int, backend: Backend, mode: LogprobsMode = RAW
+    ) -> None:
         self._backend = backend
+        self._mode = mode
         self._columns = SamplingColumns(max_rows, vocab_size)
         self._tables = SamplingTables(backend, max_rows, vocab_size)
         self._masks = RowMasks(max_rows, vocab_size)
@@ -145,11 +148,19 @@ class PaddedSampler:
         # What came before belongs to the bucket, not to the first stage.
         self._backend.mark()
         scores = self._masked(logits, width, stages)
+        weights = None
         if stages.draw:
-            tokens = self._drawn(scores, width.numbers, stages)
+            tokens, weights = self._drawn(scores, width.numbers, stages)
         else:
             tokens = self._told(_best(scores))
         self._backend.mark()
+        if self._mode.is_processed:
+            # Whether somebody asked or not, so that the stages before it always keep the same.
+            logits = scores.float()
+            self._backend.mark()
+            if weights is not None:
+                logits = _chosen_from(logits, weights, width.numbers)
+                self._backend.mark()
         self._columns.advance(places)
         self._remember(tokens, width.places, stages)
         return Sampled(tokens, self._logprobs(logits, tokens, stages), kept)
@@ -220,8 +231,11 @@ class PaddedSampler:
             self._backend.mark()
         return scores
 
-    def _drawn(self, scores: Tensor, numbers: Numbers, stages: Stages) -> Tensor:
-        """(B,) tokens: drawn where the row is random, the most likely one where it is greedy."""
+    def _drawn(
+        self, scores: Tensor, numbers: Numbers, stages: Stages
+    ) -> tuple[Tensor, Tensor | None]:
+        """(B,) tokens: drawn where the row is random, the most likely one where it is greedy;
+        (B, V) the weights they were drawn by, where they are reported: kept, they take memory."""
         best = _best(scores)
         weights = torch.softmax((scores - best.values) / numbers.temperature, dim=-1)
         threshold = filters.min_p_threshold(weights, best.tokens, numbers.min_p)
@@ -243,7 +257,8 @@ class PaddedSampler:
             self._backend.mark()
         weights = filters.cut(weights, threshold)
         drawn = filters.draw(weights, numbers.random).unsqueeze(1)
-        return self._told(_Best(best.values, torch.where(greedy, best.tokens, drawn)))
+        tokens = self._told(_Best(best.values, torch.where(greedy, best.tokens, drawn)))
+        return tokens, weights if self._mode.is_processed else None
 
     def _told(self, chosen: _Best) -> Tensor:
         """(B,) tokens of the index type, -1 where the best score is no finite number."""
@@ -269,9 +284,21 @@ class PaddedSampler:
         """Always with MAX_LOGPROBS; a caller that wants fewer takes the first ones."""
         if not stages.logprobs:
             return None
-        found = top_logprobs(logits, tokens, MAX_LOGPROBS)
+        found = top_logprobs(logits, tokens, MAX_LOGPROBS, normalises=not self._mode.is_logits)
         self._backend.mark()
         return found
+
+
+def _chosen_from(scores: Tensor, weights: Tensor, numbers: Numbers) -> Tensor:
+    """(B, V) the processed logits of a batch of which some rows draw."""
+    cuts = (numbers.min_p > 0) | (numbers.top_k > 0.5) | (numbers.top_p < 1)
+    return processed_logits(
+        scores,
+        weights,
+        greedy=numbers.greedy > 0.5,
+        temperature=numbers.temperature,
+        cuts=cuts,
+    )
 
 
 def _best(scores: Tensor) -> _Best:

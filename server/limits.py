@@ -1,4 +1,4 @@
-"""What the tokens of a request must keep to: the vocabulary and the context. Knows no engine."""
+"""What a request must keep to that the engine fixes: vocabulary, context, what is reported."""
 
 from collections.abc import Iterable
 
@@ -62,3 +62,12 @@ def output_limit(
     if params.max_tokens > room:
         raise PromptTooLong(count, params.max_tokens, max_model_len, param=param)
     return params.max_tokens
+
+
+def check_comparable(logprobs_mode: str, param: str) -> None:
+    """Refuse what compares log-probabilities of different places where logits are reported."""
+    if logprobs_mode.endswith("logits"):
+        raise UserError(
+            f"{param} compares log-probabilities, and this server reports {logprobs_mode}",
+            param=param,
+        )

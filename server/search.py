@@ -17,6 +17,7 @@ from engine.client import Update
 from engine.messages import Finish
 from server.beams import Beam, BeamSearch
 from server.generate import Generation, Pipeline
+from server.limits import check_comparable
 from server.outputs import Delta, PositionLogprobs, Prompt
 from server.sequence import Sequence
 
@@ -45,6 +46,7 @@ class Search:
         ends = frozenset() if params.ignore_eos else frozenset(ready.eos_token_ids)
         self._stop_ids = frozenset(params.stop_token_ids) - ends
         check_length_penalty(length_penalty)
+        check_comparable(ready.logprobs_mode, "use_beam_search")
         _check(params, len(ends | self._stop_ids), ready.vocab_size)
         self._params, limits = pipeline.checked(prompts, params, param)
         self._searches = [

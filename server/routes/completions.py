@@ -31,6 +31,7 @@ from server.job import (
     start_job,
     truncated,
 )
+from server.limits import check_comparable
 from server.openapi import GENERATES, takes
 from server.record import log_prompt, record_of
 from server.schema.completions import CompletionBody
@@ -90,9 +91,11 @@ def _params(state: AppState, body: CompletionBody) -> SamplingParams:
     if body.echo and body.logprobs is not None:
         prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
     logprobs, num_choices = body.logprobs, 1 if body.n is None else body.n
-    if logprobs is None and body.num_drawn > num_choices:
-        # What the likeliest are told by.
-        logprobs = 0
+    if body.num_drawn > num_choices:
+        check_comparable(state.opened().ready.logprobs_mode, "best_of")
+        if logprobs is None:
+            # What the likeliest are told by.
+            logprobs = 0
     params = body.sampling(
         state.sampling_defaults,
         max_tokens=body.limit,

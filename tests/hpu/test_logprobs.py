@@ -1,15 +1,22 @@
-"""Log-probabilities are those of the raw logits, in the order that clients rely on."""
+"""Log-probabilities: of the raw logits, or in the mode asked for; in the order clients rely on."""
 
+import random
+
+import msgspec
 import numpy as np
+import pytest
+import slow_sampler
 import torch
+from random_sampling import random_history, random_sampling
 
-from hpu.logprobs import prompt_logprobs, top_logprobs
+from hpu.logprobs import LogprobsMode, prompt_logprobs, top_logprobs
 from hpu.sampler import Sampler
+from hpu.sampling_rows import is_greedy
 from hpu.step import RowSampling
 
 
-def _logits(rows: int, vocab_size: int) -> torch.Tensor:
-    return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(1)) * 3
+def _logits(rows: int, vocab_size: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
 
 
 def test_values_ids_and_ranks_are_those_of_a_sorted_log_softmax() -> None:
@@ -82,6 +89,40 @@ def test_the_samplers_logprobs_come_from_before_masks_penalties_and_temperature(
     assert sampled.tokens[0] == 3 and sampled.logprobs is not None
     wanted = top_logprobs(logits, sampled.tokens, 4)
     assert all(torch.equal(a, b) for a, b in zip(sampled.logprobs, wanted, strict=True))
+
+
+@pytest.mark.parametrize("name", ["raw_logits", "processed_logprobs", "processed_logits"])
+def test_another_mode_reports_what_a_token_was_chosen_from(name: str) -> None:
+    rng, mode = random.Random(5), LogprobsMode.named(name)
+    num_cut = 0
+    for seed in range(60):
+        logits, (history, num_prompt) = _logits(1, 40, seed), random_history(rng, 40)
+        asked = msgspec.structs.replace(
+            random_sampling(rng, 40), num_logprobs=20, masked=False, allowed_token_ids=None
+        )
+        sampler = Sampler(1, 40, torch.device("cpu"), torch.int64, mode)
+        sampler.admit(0, asked, history, num_prompt)
+
+        found = sampler.sample(logits, [0]).logprobs
+
+        row = wanted = logits[0].double().numpy()
+        if mode.is_processed:
+            told = history.tolist()
+            row = wanted = slow_sampler.scores(row, asked, told[:num_prompt], told[num_prompt:])
+            if not is_greedy(asked, 40):
+                kept = slow_sampler.probabilities(row, asked) > 0
+                wanted = np.where(kept, row / asked.temperature, -np.inf)
+                if asked.temperature < 1e-3:
+                    continue  # what is kept is a matter of rounding
+        if not mode.is_logits:
+            wanted = wanted - wanted.max() - np.log(np.exp(wanted - wanted.max()).sum())
+        assert found is not None
+        values, ids = found.values[0].numpy(), found.ids[0].numpy()
+        num_cut += int(np.isinf(values).sum())
+        assert np.allclose(values, wanted[ids], rtol=1e-4, atol=1e-4)
+        assert np.allclose(values[1:], np.sort(wanted)[::-1][:20], rtol=1e-4, atol=1e-4)
+        assert found.ranks[0] == (wanted > wanted[ids[0]]).sum() + 1
+    assert (num_cut > 100) == mode.is_processed
 
 
 def test_no_row_asking_gives_none() -> None:

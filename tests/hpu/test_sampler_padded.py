@@ -8,9 +8,11 @@ import torch
 from random_sampling import random_history, random_mask, random_sampling
 from torch import Tensor
 
+from config.engine import LOGPROBS_MODES
 from config.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from hpu import filters
 from hpu.backends.cpu import CpuBackend
+from hpu.logprobs import RAW, LogprobsMode
 from hpu.sampler import Sampled, Sampler
 from hpu.sampler_padded import PaddedSampler
 from hpu.sampling_tables import table_bytes
@@ -21,13 +23,13 @@ ROWS = 5
 PROMPT = np.array([0], dtype=np.uint32)
 
 
-def _padded(max_rows: int, vocab_size: int) -> PaddedSampler:
-    return PaddedSampler(max_rows, vocab_size, CpuBackend(torch.get_num_threads()))
+def _padded(max_rows: int, vocab_size: int, mode: LogprobsMode = RAW) -> PaddedSampler:
+    return PaddedSampler(max_rows, vocab_size, CpuBackend(torch.get_num_threads()), mode)
 
 
-def _plain(max_rows: int, vocab_size: int) -> Sampler:
+def _plain(max_rows: int, vocab_size: int, mode: LogprobsMode = RAW) -> Sampler:
     # 32-bit indices: sums in float32, as the other's.
-    return Sampler(max_rows, vocab_size, torch.device("cpu"), torch.int32)
+    return Sampler(max_rows, vocab_size, torch.device("cpu"), torch.int32, mode)
 
 
 def _logits(rng: random.Random, width: int, num_rows: int) -> Tensor:
@@ -53,10 +55,10 @@ def _same(wanted: Sampled, found: Sampled, count: int) -> None:
         )
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_every_mix_gives_the_same_tokens_through_padding_and_rows_taken_over(seed: int) -> None:
-    rng = random.Random(seed)
-    plain, padded = _plain(ROWS, VOCAB), _padded(ROWS, VOCAB)
+@pytest.mark.parametrize(("seed", "name"), list(enumerate(LOGPROBS_MODES)))
+def test_every_mix_gives_the_same_through_padding_and_rows_taken_over(seed: int, name: str) -> None:
+    rng, mode = random.Random(seed), LogprobsMode.named(name)
+    plain, padded = _plain(ROWS, VOCAB, mode), _padded(ROWS, VOCAB, mode)
     broken, masked = 0, [False] * ROWS
 
     for step in range(200):

@@ -120,6 +120,16 @@ async def test_what_a_beam_search_cannot_heed_is_a_400(field: str, value: Any) -
         assert rig.client.boxes == []
 
 
+async def test_logits_are_not_compared() -> None:
+    async with in_memory(TalkingClient(logprobs_mode="processed_logits")) as rig:
+        for fields in ({"use_beam_search": True}, {"best_of": 2}):
+            error = (await rig.complete(**fields)).json()["error"]
+
+            (name,) = fields
+            assert error["param"] == name
+            assert "this server reports processed_logits" in error["message"]
+
+
 async def test_a_search_nobody_waits_for_stops() -> None:
     client = BranchingClient(2, {})
     client.pace_s = 0.01

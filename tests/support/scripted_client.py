@@ -17,7 +17,10 @@ from hpu.step import Logprobs
 
 
 def ready(
-    vocab_size: int = 1000, max_model_len: int = 100, pooling: PoolingFacts | None = None
+    vocab_size: int = 1000,
+    max_model_len: int = 100,
+    pooling: PoolingFacts | None = None,
+    logprobs_mode: str = "raw_logprobs",
 ) -> Ready:
     """What an engine says of itself."""
     return Ready(
@@ -36,6 +39,7 @@ def ready(
         load_s=0.0,
         warmup_s=0.0,
         pooling=pooling,
+        logprobs_mode=logprobs_mode,
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from config.execution import HPU_GRAPHS, TORCH_COMPILE, ExecutionConfig, ModeChoice
 from hpu.backends.base import Backend
 from hpu.backends.gaudi import GaudiBackend
+from hpu.logprobs import LogprobsMode
 from hpu.sampler import Sampler
 from hpu.sampler_padded import PaddedSampler
 
@@ -37,15 +38,24 @@ def _warm(backend: Backend, sampler: PaddedSampler) -> None:
     backend.synchronize()
 
 
-@pytest.mark.parametrize(("mode", "calls"), [(HPU_GRAPHS, 200), (TORCH_COMPILE, 50)])
-def test_once_warm_no_mix_of_settings_compiles_waits_or_takes_memory(mode: str, calls: int) -> None:
+@pytest.mark.parametrize(
+    ("mode", "calls", "reports"),
+    [
+        (HPU_GRAPHS, 100, "raw_logprobs"),
+        (HPU_GRAPHS, 50, "processed_logprobs"),
+        (TORCH_COMPILE, 50, "processed_logits"),
+    ],
+)
+def test_once_warm_no_mix_of_settings_compiles_waits_or_takes_memory(
+    mode: str, calls: int, reports: str
+) -> None:
     choice = ModeChoice(mode, "the test's")
     rng, generator = random.Random(2), torch.Generator().manual_seed(2)
     plain = Sampler(ROWS, VOCAB, torch.device("cpu"), torch.int32)
 
     with torch.inference_mode(), emulated(lazy=choice.is_lazy, strict=True) as card:
         backend = GaudiBackend(ExecutionConfig(), choice)
-        sampler = PaddedSampler(ROWS, VOCAB, backend)
+        sampler = PaddedSampler(ROWS, VOCAB, backend, LogprobsMode.named(reports))
         _warm(backend, sampler)
         compiled, in_use = card.journal.counts["compilations"], card.memory.in_use
         card.seal()
