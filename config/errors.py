@@ -39,7 +39,9 @@ class PromptTooLong(UserError):
         *,
         param: str = "messages",
         at_least: bool = False,
+        item: str = "",
     ) -> None:
+        """`item` names one of several inputs that no output belongs to."""
         more = "at least " if at_least else ""
         asked = f"{more}{num_prompt_tokens} tokens in the prompt"
         if max_tokens is not None:
@@ -47,9 +49,12 @@ class PromptTooLong(UserError):
                 f"{more}{num_prompt_tokens + max_tokens} tokens "
                 f"({num_prompt_tokens} in the prompt, {max_tokens} for the output)"
             )
+        shorter = "the prompt or the output"
+        if item:
+            asked, shorter = f"{more}{num_prompt_tokens} tokens in {item}", "it"
         super().__init__(
             f"This model's maximum context length is {max_model_len} tokens. "
-            f"However, you requested {asked}. Please shorten the prompt or the output.",
+            f"However, you requested {asked}. Please shorten {shorter}.",
             param=param,
             code="context_length_exceeded",
         )

@@ -15,9 +15,11 @@ from server.routes.admin import admin_routes
 from server.routes.chat import chat_routes
 from server.routes.completions import completion_routes
 from server.routes.docs import docs_routes
+from server.routes.embeddings import embedding_routes
 from server.routes.messages import messages_routes
 from server.routes.models import model_routes
 from server.routes.responses import response_routes
+from server.routes.scores import score_routes
 from server.routes.tokenize import tokenize_routes
 from server.state import AppState
 
@@ -38,7 +40,7 @@ def create_app(state: AppState) -> FastAPI:
     )
     for routes in (
         *(chat_routes, completion_routes, response_routes, messages_routes),
-        *(model_routes, tokenize_routes, admin_routes),
+        *(embedding_routes, score_routes, model_routes, tokenize_routes, admin_routes),
     ):
         app.include_router(routes(state))
     if has_docs:

@@ -10,7 +10,7 @@ from config.errors import EngineDied, Overloaded, RequestFailed, UserError
 from config.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
 from config.server import ServerConfig
 from engine.client import EngineClient, Mailbox, Update
-from engine.messages import Ready
+from engine.messages import Finish, Ready
 from server.limits import check_ids, check_something_is_left, output_limit
 from server.outputs import Delta, Output, PositionLogprobs, Prompt, TokenLogprob
 from server.sequence import Sequence
@@ -24,6 +24,7 @@ __all__ = [
     "PositionLogprobs",
     "Prompt",
     "TokenLogprob",
+    "check_finish",
     "choice_seed",
 ]
 
@@ -88,12 +89,23 @@ class Pipeline:
             raise Overloaded("the engine is still starting", type="server_error")
         return ready
 
+    def check_generates(self) -> None:
+        """Raise UserError if the model gives vectors and no text."""
+        ready = self.client.ready
+        if ready is not None and ready.pooling is not None:
+            raise UserError(
+                "This model does not generate text, it gives vectors or scores "
+                f"({', '.join(ready.pooling.tasks)}).",
+                param="model",
+            )
+
     def checked(
         self, prompts: list[Prompt], params: SamplingParams, param: str
     ) -> tuple[SamplingParams, list[int]]:
         """`params` as the engine knows them, and how many tokens may follow each prompt. Raises
         like `start`."""
         ready = self.ready
+        self.check_generates()
         check_ids(params, ready.vocab_size)
         params = self._with_bad_words(self._with_checked_stops(params))
         check_something_is_left(params, ready.eos_token_ids)
@@ -271,11 +283,7 @@ class Generation:
         finish = update.finish
         if finish is not None:
             del self._boxes[index]
-            if finish.reason not in ("stop", "length"):
-                why = finish.error or f"the engine ended the request: {finish.reason}"
-                if finish.param is not None:
-                    raise UserError(why, param=finish.param or None)
-                raise RequestFailed(why)
+            check_finish(finish)
         delta = sequence.take(update, time.monotonic() - self._started_s)
         if sequence.is_finished and finish is None:
             # A stop string that only we can see: the engine would go on.
@@ -308,6 +316,16 @@ class Generation:
 
 async def _get(box: Mailbox) -> Update:
     return await box.get()
+
+
+def check_finish(finish: Finish) -> None:
+    """Raise RequestFailed, or UserError if a setting of the caller's is to blame, for a sequence
+    that did not end well."""
+    if finish.reason not in ("stop", "length"):
+        why = finish.error or f"the engine ended the request: {finish.reason}"
+        if finish.param is not None:
+            raise UserError(why, param=finish.param or None)
+        raise RequestFailed(why)
 
 
 def choice_seed(seed: int | None, choice: int) -> int | None:

@@ -90,13 +90,18 @@ class ChunkWriter(Protocol):
         ...
 
 
-def check_admission(state: AppState, body: GenerationBody, num_sequences: int, param: str) -> None:
-    """What no wait could make right. Raises UserError."""
-    if body.priority and not state.has_priorities:
+def check_priority(state: AppState, priority: int | None) -> None:
+    """Raise UserError for a priority on a server that has none."""
+    if priority and not state.has_priorities:
         raise UserError(
-            f"priority is {body.priority}, it must be 0: this server runs first come, first served",
+            f"priority is {priority}, it must be 0: this server runs first come, first served",
             param="priority",
         )
+
+
+def check_admission(state: AppState, body: GenerationBody, num_sequences: int, param: str) -> None:
+    """What no wait could make right. Raises UserError."""
+    check_priority(state, body.priority)
     most = state.config.max_queued_requests
     if num_sequences > most:
         raise UserError(
@@ -221,7 +226,15 @@ async def gather(job: Job, request: Request) -> list[Gathered]:
     return await finish(job, request, _gather(job))
 
 
-async def finish(job: Job, request: Request, work: Coroutine[Any, Any, T]) -> T:
+class Endable(Protocol):
+    """Something with books to close."""
+
+    def end(self) -> None:
+        """Safe twice."""
+        ...
+
+
+async def finish(job: Endable, request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which reads the job to its end. Raises ClientGone when nobody waits for
     it any more."""
     try:

@@ -10,13 +10,26 @@ from server.schema.admin import DetokenizeBody, TokenizeChatBody, TokenizeTextBo
 from server.schema.chat import ChatBody
 from server.schema.completions import CompletionBody
 from server.schema.messages import CountBody, MessagesBody
+from server.schema.pooling import (
+    ClassifyBody,
+    ClassifyChatBody,
+    EmbeddingBody,
+    EmbeddingChatBody,
+    PoolBody,
+    PoolChatBody,
+    RerankBody,
+    ScoreBody,
+)
 from server.schema.responses import ResponseBody
 
 _REF = "#/components/schemas/{model}"
-_BODIES = (
-    *(ChatBody, CompletionBody, ResponseBody, MessagesBody, CountBody),
-    *(TokenizeTextBody, TokenizeChatBody, DetokenizeBody),
+_POOLING = (
+    *(EmbeddingBody, EmbeddingChatBody, PoolBody, PoolChatBody, ClassifyBody, ClassifyChatBody),
+    *(ScoreBody, RerankBody),
 )
+_TOKENS = (TokenizeTextBody, TokenizeChatBody, DetokenizeBody)
+_TALKS = (ChatBody, CompletionBody, ResponseBody, MessagesBody, CountBody)
+_BODIES = (*_TALKS, *_TOKENS, *_POOLING)
 _ERROR = {
     "type": "object",
     "required": ["error"],

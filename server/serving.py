@@ -1,4 +1,5 @@
-"""A generation while it is served: counted, watched, and always ended. Knows no bodies."""
+"""A request in the engine while it is served: counted, watched, and always ended. Knows no
+bodies."""
 
 import asyncio
 import contextlib
@@ -27,11 +28,12 @@ class Serving:
     def __init__(
         self,
         generation: Growing,
-        params: SamplingParams,
+        params: SamplingParams | None,
         num_sequences: int,
         record: Record,
         metrics: Metrics,
     ) -> None:
+        """`params` is None for a request that samples nothing."""
         self.generation = generation
         self._params = params
         self._num_open = num_sequences
@@ -117,6 +119,8 @@ class Serving:
         metrics.decode_time.observe(generation.decode_s)
         metrics.inference_time.observe(generation.prefill_s + generation.decode_s)
         metrics.observe_size("request_prompt_tokens", generation.num_prompt_tokens)
+        if self._params is None:
+            return
         longest = max(self._num_by_choice.values(), default=0)
         metrics.observe_size("request_max_num_generation_tokens", longest)
         metrics.observe_size("request_params_n", self._params.n)

@@ -9,6 +9,7 @@ from config.errors import EngineDied, NotFound, Overloaded, UserError
 from config.server import ServerConfig
 from engine.client import EngineClient
 from server.generate import Pipeline
+from server.inputs import InputReader
 from server.metrics import Metrics
 from server.progress_bar import in_words
 from server.reading import NO_FORMS, Forms
@@ -39,6 +40,8 @@ class AppState:
     pipeline: Pipeline | None = None
     tokenizer: Tokenizer | None = None
     template: ChatTemplate | None = None
+    inputs: InputReader | None = None
+    """Reads the inputs of a pooling model; None: the model generates."""
     forms: Forms = NO_FORMS
     """How answers are read."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
@@ -65,6 +68,14 @@ class AppState:
             self.sampling_defaults = sampling_defaults
         self.forms = Forms.of(self.config, "" if template is None else template.source)
         self.max_model_len = ready.max_model_len
+        if ready.pooling is not None:
+            self.inputs = InputReader(
+                tokenizer,
+                ready.pooling,
+                vocab_size=ready.vocab_size,
+                max_model_len=ready.max_model_len,
+            )
+            self.max_model_len = self.inputs.max_tokens
         self.metrics.add_sizes(ready.max_model_len)
         self.pipeline = Pipeline(self.client, tokenizer, self.config)
 
@@ -88,7 +99,25 @@ class AppState:
         return "ready" if self.pipeline is not None else "starting"
 
     def opened(self) -> Pipeline:
-        """The pipeline. Raises EngineDied or Overloaded while there is none to use."""
+        """The pipeline of a model that generates. Raises what `check_open` does, and UserError."""
+        pipeline = self.check_open()
+        pipeline.check_generates()
+        return pipeline
+
+    def pooling(self) -> InputReader:
+        """What reads the inputs of a pooling model. Raises what `check_open` does, and UserError
+        for a model that generates."""
+        self.check_open()
+        if self.inputs is None:
+            raise UserError(
+                "This model generates text; only a pooling model (of embeddings, scores or "
+                "classes) answers here.",
+                param="model",
+            )
+        return self.inputs
+
+    def check_open(self) -> Pipeline:
+        """Raise EngineDied or Overloaded while no request may come."""
         if self.client.failure is not None:
             raise EngineDied(self.client.failure)
         if self.is_draining:

@@ -19,7 +19,7 @@ def model_routes(state: AppState) -> APIRouter:
         "/v1/models", operation_id="list_models", summary="Models served here", responses=ANSWERS
     )
     async def list_models() -> Response:
-        state.opened()
+        state.check_open()
         data = [_entry(state, name) for name in state.model_names]
         return answer_whole({"object": "list", "data": data})
 
@@ -32,7 +32,7 @@ def model_routes(state: AppState) -> APIRouter:
     async def retrieve_model(id: str) -> Response:
         if not id:
             raise HTTPException(404)
-        state.opened()
+        state.check_open()
         return answer_whole(_entry(state, state.model(id)))
 
     return router

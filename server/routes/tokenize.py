@@ -32,7 +32,7 @@ def tokenize_routes(state: AppState) -> APIRouter:
         responses=ANSWERS,
     )
     async def tokenize(request: Request) -> Response:
-        state.opened()
+        state.check_open()
         sent = await read_object(request, state.config.max_body_bytes)
         body: TokenizeTextBody | TokenizeChatBody
         if sent.fields.get("messages") is not None:
@@ -65,7 +65,7 @@ def tokenize_routes(state: AppState) -> APIRouter:
         responses=ANSWERS,
     )
     async def detokenize(request: Request) -> Response:
-        state.opened()
+        state.check_open()
         sent = await read_object(request, state.config.max_body_bytes)
         body = await parse(DetokenizeBody, sent)
         state.model(body.model)
@@ -83,7 +83,7 @@ def tokenize_routes(state: AppState) -> APIRouter:
         responses=ANSWERS,
     )
     async def tokenizer_info() -> Response:
-        state.opened()
+        state.check_open()
         tokens = state.text_tokenizer("model").special_tokens
         return answer_whole(
             {

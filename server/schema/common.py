@@ -165,8 +165,8 @@ class GenerationBody(Body):
                 param="truncate_prompt_tokens",
             )
         check_beams(self)
-        _check_salt(self.cache_salt)
-        _check_request_id(self.request_id)
+        check_salt(self.cache_salt)
+        check_request_id(self.request_id)
 
     @property
     def grammar(self) -> tuple[str, GrammarSpec] | None:
@@ -249,7 +249,8 @@ def _token_id(word: str) -> int:
     return int(word)
 
 
-def _check_salt(salt: str | None) -> None:
+def check_salt(salt: str | None) -> None:
+    """Raise UserError for a cache_salt that cannot be one."""
     if salt is None:
         return
     if not 1 <= len(salt) <= MAX_SALT_CHARACTERS:
@@ -261,7 +262,8 @@ def _check_salt(salt: str | None) -> None:
         raise UserError("cache_salt must not hold @, /, \\ or NUL", param="cache_salt")
 
 
-def _check_request_id(request_id: str | None) -> None:
+def check_request_id(request_id: str | None) -> None:
+    """Raise UserError for a request_id that cannot be part of an id."""
     if request_id is not None and not is_header_word(request_id):
         raise UserError(
             f"request_id must be 1 to {MAX_REQUEST_ID_CHARACTERS} visible ASCII characters",

@@ -7,22 +7,10 @@ from pydantic import ConfigDict, Field, WithJsonSchema
 from config.errors import UserError
 from config.sampling import MAX_LOGPROBS, MAX_N
 from server.schema.common import UNSUPPORTED, GenerationBody, Integer, Unsupported
+from server.schema.prompts import Texts, TokenLists, given_prompts, most_ids, prompts_schema
 
 MAX_PROMPTS = 1024
 DEFAULT_MAX_TOKENS = 16
-
-Texts = list[str]
-TokenLists = list[list[int]]
-
-_ids = {"type": "array", "items": {"type": "integer", "minimum": 0}}
-_PROMPT = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}, "maxItems": MAX_PROMPTS},
-        _ids,
-        {"type": "array", "items": _ids, "maxItems": MAX_PROMPTS},
-    ]
-}
 
 
 class CompletionBody(GenerationBody):
@@ -37,7 +25,7 @@ class CompletionBody(GenerationBody):
         "thinking_token_budget": (),
     }
 
-    prompt: Annotated[Any, WithJsonSchema(_PROMPT)]
+    prompt: Annotated[Any, WithJsonSchema(prompts_schema(MAX_PROMPTS))]
     max_tokens: Integer | None = Field(None, description=f"null is {DEFAULT_MAX_TOKENS}")
     logprobs: Integer | None = None
     best_of: Integer | None = Field(
@@ -92,57 +80,8 @@ class CompletionBody(GenerationBody):
     @property
     def most_ids(self) -> int:
         """The length of the longest prompt of token ids, if there is one; nothing is checked."""
-        given = self.prompt
-        if not isinstance(given, list) or not given:
-            return 0
-        lists = [given] if _is_id(given[0]) else [one for one in given if isinstance(one, list)]
-        return max(map(len, lists), default=0)
+        return most_ids(self.prompt)
 
     def prompts(self) -> Texts | TokenLists:
         """The prompts, one or many, all of one kind. Raises UserError."""
-        given = self.prompt
-        if isinstance(given, str):
-            return [given]
-        if not isinstance(given, list):
-            raise _bad(f"prompt is {_kind(given)}, it must be a string, a list of strings, a list "
-                       "of token ids, or a list of such lists")  # fmt: skip
-        if not given:
-            raise _bad("prompt is an empty list, it must hold at least 1 prompt or token id")
-        first = given[0]
-        if _is_id(first):
-            return [_token_ids(given)]
-        if len(given) > MAX_PROMPTS:
-            raise _bad(f"prompt has {len(given)} entries, it may have {MAX_PROMPTS}")
-        if isinstance(first, str):
-            for one in given:
-                if not isinstance(one, str):
-                    raise _bad(f"prompt mixes a string with {_kind(one)}")
-            return given
-        return [_token_ids(one) for one in given]
-
-
-def _token_ids(given: Any) -> list[int]:
-    if not isinstance(given, list):
-        raise _bad(f"prompt mixes lists of token ids with {_kind(given)}")
-    if not given:
-        raise _bad("prompt has an empty list of token ids")
-    for token_id in given:
-        if not _is_id(token_id):
-            raise _bad(f"prompt mixes token ids with {_kind(token_id)}")
-        if not 0 <= token_id < 2**32:
-            raise _bad(f"prompt has token id {str(token_id)[:20]}, it is not in the vocabulary")
-    return given
-
-
-def _is_id(value: object) -> bool:
-    return type(value) is int
-
-
-def _kind(value: object) -> str:
-    names = {str: "a string", int: "an integer", float: "a number", bool: "a boolean",
-             list: "a list", dict: "an object", type(None): "null"}  # fmt: skip
-    return names[type(value)]
-
-
-def _bad(message: str) -> UserError:
-    return UserError(message, param="prompt")
+        return given_prompts(self.prompt, "prompt", MAX_PROMPTS)

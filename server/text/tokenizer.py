@@ -3,8 +3,9 @@
 import asyncio
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,6 +17,8 @@ from config.errors import Overloaded
 from server.text.controls import ControlTexts
 from server.text.cover import cover_of
 from server.text.files import TextFiles, read_text_files
+from server.text.inputs import InputRule, InputTokens, InputTooLong, Text, batches, encode_inputs
+from server.text.inputs import num_characters as length_of
 from server.text.pieces import PieceRule, PieceTable, piece_rule
 
 INLINE_CHARACTERS = 2_000
@@ -29,6 +32,7 @@ MAX_PENDING = 1_024
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 Tokens = TypeVar("Tokens", Encoding, list[int])
+Made = TypeVar("Made")
 
 
 class TooManyTokens(Exception):
@@ -103,16 +107,24 @@ class Tokenizer:
             raise TooManyTokens(least, at_least=True)
         if len(text) <= INLINE_CHARACTERS:
             return self.encode_now(text, add_special_tokens, most)
-        if self._pending >= MAX_PENDING:
-            raise Overloaded(f"{self._pending} texts wait to be tokenized, {MAX_PENDING} may")
-        threads = self._short if len(text) <= SHORT_CHARACTERS else self._long
-        self._pending += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(
-                threads, self.encode_now, text, add_special_tokens, most
-            )
-        finally:
-            self._pending -= 1
+        return await self._on_thread(
+            len(text), lambda: self.encode_now(text, add_special_tokens, most)
+        )
+
+    async def encode_inputs(self, texts: Sequence[Text], rule: InputRule) -> list[InputTokens]:
+        """Tokens of many texts or pairs, some of them at a time, so that others get their turn.
+        Raises InputTooLong, Overloaded and UserError."""
+        made: list[InputTokens] = []
+        for batch in batches(texts, SHORT_CHARACTERS):
+            size = sum(map(length_of, batch))
+            try:
+                if size <= INLINE_CHARACTERS:
+                    made += self._inputs_now(batch, rule)
+                else:
+                    made += await self._on_thread(size, partial(self._inputs_now, batch, rule))
+            except InputTooLong as error:
+                raise InputTooLong(len(made) + error.place, error.count) from None
+        return made
 
     def encode_now(self, text: str, add_special_tokens: bool, most: int | None = None) -> list[int]:
         """Token ids; lone surrogates become U+FFFD. Raises TooManyTokens, and UserError for a
@@ -127,6 +139,29 @@ class Tokenizer:
         # Before the list is made: that of 8 million ids holds all threads up for 0.3 s.
         ids: list[int] = _checked(encodings[0], most).ids
         return ids
+
+    async def _on_thread(self, num_characters: int, call: Callable[[], Made]) -> Made:
+        if self._pending >= MAX_PENDING:
+            raise Overloaded(f"{self._pending} texts wait to be tokenized, {MAX_PENDING} may")
+        threads = self._short if num_characters <= SHORT_CHARACTERS else self._long
+        self._pending += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(threads, call)
+        finally:
+            self._pending -= 1
+
+    def _inputs_now(self, texts: Sequence[Text], rule: InputRule) -> list[InputTokens]:
+        def written(text: str) -> str:
+            clean = without_lone_surrogates(text)
+            return clean.lower() if rule.lowers_case else clean
+
+        whole: list[Text] = [
+            written(rule.prefix + text)
+            if isinstance(text, str)
+            else (written(text[0]), written(text[1]))
+            for text in texts
+        ]
+        return encode_inputs(self._encoder, whole, rule)
 
     def unmarked(self, text: str) -> str:
         """A text as it was meant, without the marks of `controls`."""

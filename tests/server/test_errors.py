@@ -250,7 +250,7 @@ async def test_unknown_models_routes_and_methods_have_their_own_errors() -> None
         empty = await rig.chat(model="")
         one = await rig.http.get("/v1/models/no/such")
         route = await rig.http.get("/v1/nothing")
-        later = await rig.post("/v1/embeddings", {"input": "x"})
+        later = await rig.post("/v1/audio/speech", {"input": "x"})
         slash = await rig.http.get("/metrics/")
         nameless = await rig.http.get("/v1/models/")
         method = await rig.http.get("/v1/chat/completions")

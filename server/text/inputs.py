@@ -1,0 +1,133 @@
+"""Texts and pairs of texts as a pooling model's input: special tokens, where the second text
+begins, and what is cut. Knows no threads and no requests."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tokenizers import Encoding
+from tokenizers import Tokenizer as Encoder
+
+from config.errors import UserError
+
+Text = str | tuple[str, str]
+"""One text, or two that are read together."""
+
+MAX_BATCH_TEXTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class InputTokens:
+    """One input, with its special tokens."""
+
+    ids: list[int]
+    num_first: int = 0
+    """Tokens before the first one of type 1; 0: all are of type 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputRule:
+    """How texts become inputs, how long these may be, and what becomes of longer ones."""
+
+    most: int
+    """Tokens, special ones included."""
+    special: bool = True
+    """Whether special tokens are put around a text."""
+    prefix: str = ""
+    """Goes before each text that comes alone."""
+    lowers_case: bool = False
+    cuts: bool = False
+    """Whether it is cut; else it is refused."""
+    keeps_end: bool = False
+    """Whether the end of a text is kept rather than its beginning."""
+    most_first: int | None = None
+    """Tokens of the first of two texts, before special ones; more are always cut."""
+    most_second: int | None = None
+
+
+class InputTooLong(Exception):
+    """Input number `place` has `count` tokens, more than may be."""
+
+    def __init__(self, place: int, count: int) -> None:
+        super().__init__(f"input {place} has {count} tokens")
+        self.place = place
+        self.count = count
+
+
+def num_characters(text: Text) -> int:
+    """Of both texts."""
+    return len(text) if isinstance(text, str) else len(text[0]) + len(text[1])
+
+
+def batches(texts: Sequence[Text], most_characters: int) -> Iterator[Sequence[Text]]:
+    """`texts` in runs of at most so many characters, or of one longer text."""
+    start, size = 0, 0
+    for place, text in enumerate(texts):
+        length = num_characters(text)
+        full = size + length > most_characters or place - start >= MAX_BATCH_TEXTS
+        if full and place > start:
+            yield texts[start:place]
+            start, size = place, 0
+        size += length
+    if start < len(texts):
+        yield texts[start:]
+
+
+def encode_inputs(encoder: Encoder, texts: Sequence[Text], rule: InputRule) -> list[InputTokens]:
+    """The tokens of each text or pair. Raises InputTooLong, and UserError when special tokens alone
+    do not fit."""
+    if rule.most_first is not None or rule.most_second is not None:
+        encodings = [_cut(encoder, text, rule) for text in texts]
+    else:
+        encodings = encoder.encode_batch_fast(list(texts), add_special_tokens=rule.special)
+    made = []
+    for place, (text, encoding) in enumerate(zip(texts, encodings, strict=True)):
+        if len(encoding) > rule.most and rule.cuts:
+            encoding = _cut(encoder, text, rule)
+        if len(encoding) > rule.most:
+            raise InputTooLong(place, len(encoding))
+        made.append(InputTokens(encoding.ids, 0 if isinstance(text, str) else _first(encoding)))
+    return made
+
+
+def _first(encoding: Encoding) -> int:
+    types = encoding.type_ids
+    return types.index(1) if 1 in types else 0
+
+
+def _cut(encoder: Encoder, text: Text, rule: InputRule) -> Encoding:
+    """The encoding with its texts cut, and all of its special tokens."""
+    pair = [text] if isinstance(text, str) else list(text)
+    parts = encoder.encode_batch_fast(pair, add_special_tokens=False)
+    for part, most in zip(parts, (rule.most_first, rule.most_second), strict=False):
+        if most is not None:
+            _shorten(part, most, rule)
+    if rule.cuts:
+        num_special = encoder.num_special_tokens_to_add(len(pair) == 2) if rule.special else 0
+        room = rule.most - num_special
+        if room < len(pair):
+            raise UserError(
+                f"truncate_prompt_tokens is {rule.most}, and {num_special} special tokens "
+                f"stand beside the text: it must be at least {num_special + len(pair)}",
+                param="truncate_prompt_tokens",
+            )
+        for part, most in zip(parts, _shares([len(part) for part in parts], room), strict=True):
+            _shorten(part, most, rule)
+    second = parts[1] if len(pair) == 2 else None
+    return encoder.post_process(parts[0], second, add_special_tokens=rule.special)
+
+
+def _shorten(part: Encoding, most: int, rule: InputRule) -> None:
+    if len(part) > most:
+        part.truncate(most, direction="left" if rule.keeps_end else "right")
+
+
+def _shares(lengths: list[int], room: int) -> list[int]:
+    """How many tokens each text keeps: the longer of two gives up the first ones."""
+    if sum(lengths) <= room or len(lengths) == 1:
+        return [min(length, room) for length in lengths]
+    first, second = lengths
+    if first <= second:
+        kept = min(first, room // 2)
+        return [kept, room - kept]
+    kept = min(second, room // 2)
+    return [room - kept, kept]
