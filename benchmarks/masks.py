@@ -1,0 +1,147 @@
+"""What late masks are worth: guided rows on a device that is a clock, with overlap and without.
+
+No model computes: a decode takes `--device-ms`, of which the host may use all but what comes before
+its masks. The grammars and the engine are real. Run: python benchmarks/masks.py FOLDER
+"""
+
+import argparse
+import sys
+import time
+from array import array
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from config.buckets import BucketConfig
+from config.engine import EngineConfig, ScheduleConfig
+from config.grammar import GrammarSpec
+from config.model import read_model_config
+from config.sampling import SamplingParams
+from engine.core import EngineCore
+from engine.grammar import Grammar, Vocabulary
+from engine.messages import AddRequest
+from hpu.buckets import BucketLimits, BucketTable
+from hpu.step import DECODE, Masks, StepPlan, StepResult, WorkerReady
+
+FORM = GrammarSpec(
+    "json",
+    '{"type":"array","minItems":500,"items":{"type":"object","properties":{"name":'
+    '{"type":"string","maxLength":20},"kind":{"enum":["a","b"]},"size":{"type":"integer"}},'
+    '"required":["name","kind","size"]}}',
+)
+BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 16, 16384, 4096
+WARM_STEPS = 20
+PROMPT = memoryview(array("I", range(10, 42)).tobytes())
+
+
+class ClockExecutor:
+    """A device that takes `step_s` for a plan, one after the other, and draws any allowed token."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+        self._free_at = 0.0
+        self._plans: deque[tuple[StepPlan, dict[int, memoryview]]] = deque()
+        self._done_at: deque[float] = deque()
+        self._random = np.random.default_rng(0)
+
+    def submit(self, plan: StepPlan) -> None:
+        self._free_at = max(self._free_at, time.perf_counter()) + self._step_s
+        self._plans.append((plan, _by_row(plan.masked_rows, plan.masks)))
+        self._done_at.append(self._free_at)
+
+    def mask(self, masks: Masks) -> None:
+        self._plans[-1][1].update(_by_row(masks.rows, masks.masks))
+        # Sampling takes no time, but begins with the masks.
+        self._free_at = self._done_at[-1] = max(self._free_at, time.perf_counter())
+
+    def has_result(self) -> bool:
+        return bool(self._done_at) and time.perf_counter() >= self._done_at[0]
+
+    def collect(self) -> StepResult:
+        plan, masks = self._plans.popleft()
+        time.sleep(max(0.0, self._done_at.popleft() - time.perf_counter()))
+        rows = [
+            row
+            for launch in plan.launches
+            for row, samples in zip(
+                launch.rows, launch.samples or [True] * len(launch.rows), strict=True
+            )
+            if samples or launch.phase == DECODE
+        ]
+        return StepResult(plan.step, [self._draw(masks.get(row)) for row in rows])
+
+    def take_warmed(self) -> list[object]:
+        return []
+
+    def _draw(self, mask: memoryview | None) -> int:
+        """A random allowed token, found quickly: a device would not keep the host busy with it."""
+        if mask is None:
+            return 0
+        words = np.frombuffer(mask, np.uint8)
+        place = int(self._random.choice(np.flatnonzero(words)))
+        return place * 8 + _lowest_bit(int(words[place]))
+
+
+def _lowest_bit(byte: int) -> int:
+    return (byte & -byte).bit_length() - 1
+
+
+def _by_row(rows: list[int], masks: memoryview) -> dict[int, memoryview]:
+    size = masks.nbytes // max(len(rows), 1)
+    return {row: masks[i * size : (i + 1) * size] for i, row in enumerate(rows)}
+
+
+def measure(grammar: Grammar, num_rows: int, step_s: float, depth: int, num_steps: int) -> float:
+    """Milliseconds a step, with all rows guided and decoding."""
+    vocabulary = grammar.vocabulary
+    schedule = ScheduleConfig(max_num_seqs=num_rows, max_num_batched_tokens=8192, depth=depth)
+    limits = BucketLimits(
+        BLOCK_SIZE, MAX_MODEL_LEN, num_rows, 8192, schedule.max_prefill_batch, NUM_BLOCKS, False
+    )
+    table = BucketTable.make(BucketConfig(strategy="exact"), limits)
+    facts = (NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, vocabulary.vocab_size)
+    ready = WorkerReady(
+        *facts, tuple(vocabulary.eos_ids), [], "clock", "none", 0, 0, 0, 0, 0.0, 0.0
+    )
+    config = EngineConfig(model="none", schedule=schedule)
+    executor: Any = ClockExecutor(step_s)
+    core = EngineCore(config, executor, ready, table, time.perf_counter)
+    params = SamplingParams(max_tokens=MAX_MODEL_LEN, structured_outputs=FORM)
+    for key in range(num_rows):
+        core.add(AddRequest(key, PROMPT, params), [], grammar)
+    while core.stats().steps < WARM_STEPS:
+        core.turn()
+    start = time.perf_counter()
+    while core.stats().steps < WARM_STEPS + num_steps:
+        core.turn()
+    assert core.num_open == num_rows, f"{core.num_open} of {num_rows} rows are left"
+    return (time.perf_counter() - start) / num_steps * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", help="a checkpoint folder, for its tokenizer")
+    parser.add_argument("--rows", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--device-ms", type=float, default=10.0)
+    parser.add_argument("--steps", type=int, default=100)
+    arguments = parser.parse_args()
+    facts = read_model_config(arguments.folder)
+    eos_ids = frozenset(facts.eos_token_ids)
+    grammar = Grammar(FORM, Vocabulary(arguments.folder, facts.vocab_size, eos_ids))
+    print(f"Vocabulary {facts.vocab_size}, {arguments.device_ms} ms a step on the device")
+    print("| guided rows | ms a step without overlap | with overlap |")
+    print("| ---: | ---: | ---: |")
+    for num_rows in arguments.rows:
+        apart, ahead = (
+            measure(grammar, num_rows, arguments.device_ms / 1e3, depth, arguments.steps)
+            for depth in (1, 2)
+        )
+        print(f"| {num_rows} | {apart:.1f} | {ahead:.1f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
