@@ -72,14 +72,14 @@ class PendingLaunch:
     resumed: Event | None = None
     """Where the device was given the sampling then."""
 
-    def seconds(self) -> float | None:
-        """Device time of a launch that is done, without the wait; None in a warm-up."""
+    def parts(self) -> list[tuple[Event, Event]]:
+        """Beginning and end of what the device did for a launch that is done: apart where sampling
+        had to wait. Nothing in a warm-up."""
         if self.end is None:
-            return None
-        seconds = self.end.seconds_since(self.start)
-        if self.paused is not None and self.resumed is not None:
-            seconds -= self.resumed.seconds_since(self.paused)
-        return seconds
+            return []
+        if self.paused is None or self.resumed is None:
+            return [(self.start, self.end)]
+        return [(self.start, self.paused), (self.resumed, self.end)]
 
 
 @dataclass(slots=True)
@@ -136,9 +136,9 @@ class PendingStep:
                     if k >= 0
                 )
             result.prompt_logprobs.extend((p.row, p.message()) for p in launch.prompts)
-            seconds = launch.seconds()
-            if seconds is not None:
-                result.seconds.append(seconds)
+            parts = launch.parts()
+            if parts:
+                result.seconds.append(sum(end.seconds_since(begin) for begin, end in parts))
         return result
 
 

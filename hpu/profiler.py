@@ -20,7 +20,8 @@ from hpu.step import PREFILL, START_PROFILE, STOP_PROFILE
 logger = logging.getLogger(__name__)
 
 MAX_EVENTS = 200_000
-"""Events in one trace, some 60 MB; a step takes four, and two for each of its launches."""
+"""Events in one trace, some 60 MB; a step takes four, and two for each of its launches; two
+more where sampling waited for masks."""
 
 STEPS, DEVICE, HOST = 1, 2, 3
 TRACKS = {STEPS: "steps", DEVICE: "device", HOST: "host"}
@@ -68,6 +69,8 @@ class Trace:
         self._submitted: dict[int, tuple[int, float, float]] = {}
         """By step: its number in this trace, and when its submission began and ended. Holds what
         is in flight."""
+        self._masked: dict[int, tuple[float, float]] = {}
+        """In the same way, when masks came behind it."""
         self._write()
 
     def submitted(self, pending: PendingStep, begun_s: float) -> None:
@@ -77,16 +80,24 @@ class Trace:
             self._submitted[pending.step] = times
             self._num_steps += 1
 
+    def masked(self, pending: PendingStep, begun_s: float) -> None:
+        """The rest of a step was launched; the call for it came at `begun_s`."""
+        if pending.step in self._submitted:
+            self._masked[pending.step] = begun_s, time.perf_counter()
+
     def collected(self, pending: PendingStep, seconds: list[float], begun_s: float) -> None:
         """A step is done: device `seconds` of each launch, and when its results began to be
         read. Steps that were launched before the trace began are left out."""
         noted = self._submitted.pop(pending.step, None)
+        masked = self._masked.pop(pending.step, None)
         if noted is None or self.is_over:
             return
         number, submit_s, submitted_s = noted
         if number >= self._first:
             step = {"step": pending.step}
             self._span(HOST, "submit", submit_s, submitted_s - submit_s, step)
+            if masked is not None:
+                self._span(HOST, "mask", masked[0], _length(masked), step)
             self._launches(pending, seconds)
             self._span(HOST, "collect", begun_s, time.perf_counter() - begun_s, step)
         if self._last is not None and number >= self._last:
@@ -101,6 +112,7 @@ class Trace:
             self._write()
             self._events.clear()
             self._submitted.clear()
+            self._masked.clear()
         return self.path
 
     def end_quietly(self, reason: str) -> None:
@@ -114,12 +126,14 @@ class Trace:
         spans: list[tuple[float, float]] = []
         real = padding = 0
         for launch, device_s in zip(pending.launches, seconds, strict=True):
-            start_s = self._anchor.seconds + launch.start.seconds_since(self._anchor.event)
             name, arguments = _described(launch)
             arguments |= {"step": pending.step, "device_ms": _milli(device_s)}
             self._span(HOST, f"fill {name}", launch.filled[0], _length(launch.filled), arguments)
-            self._span(DEVICE, name, start_s, device_s, arguments)
-            spans.append((start_s, start_s + device_s))
+            for begin, end in launch.parts():
+                start_s = self._anchor.seconds + begin.seconds_since(self._anchor.event)
+                spans.append((start_s, start_s + end.seconds_since(begin)))
+                self._span(DEVICE, name, start_s, end.seconds_since(begin), arguments)
+                name = f"sample {name}"
             real += arguments["tokens"]
             padding += arguments["padding"]
         if not spans or pending.end is None:

@@ -120,6 +120,8 @@ class Runner:
         pending.held = None
         pending.late.clear()
         pending.end = self._backend.event()
+        if self.trace is not None:
+            self.trace.masked(pending, start)
 
     def collect(self, pending: PendingStep) -> StepResult:
         """Wait for a submitted plan's results."""

@@ -105,6 +105,34 @@ def test_launches_lie_where_the_device_ran_them_and_say_what_was_padding(tmp_pat
     assert first["args"]["padding"] == 138 and second["args"]["launches"] == 1
 
 
+def test_a_launch_that_waited_for_masks_has_a_gap_and_its_step_reaches_over_all(
+    tmp_path: Path,
+) -> None:
+    trace = Trace(str(tmp_path / "t.json"), "card", Moment(PlannedEvent(7.0), 100.0))
+    pending, seconds = step_at(4, 7.010, DECODES, PROMPTS)
+    late = pending.launches[0]
+    late.start, late.paused = PlannedEvent(7.016), PlannedEvent(7.017)
+    late.resumed, late.end = PlannedEvent(7.020), PlannedEvent(7.021)
+    pending.end = late.end
+
+    trace.submitted(pending, 100.0)
+    trace.masked(pending, 100.0)
+    trace.collected(pending, seconds, 100.0)
+
+    events = events_of(trace.end())
+    assert [e["name"] for e in spans(events, HOST) if "fill" not in e["name"]] == [
+        "submit",
+        "mask",
+        "collect",
+    ]
+    forward, sampling, prompts = ((e["name"], e["ts"], e["dur"]) for e in spans(events, DEVICE))
+    assert forward == ("decode (8, 1, 64)", pytest.approx(16_000), pytest.approx(1000))
+    assert sampling == ("sample decode (8, 1, 64)", pytest.approx(20_000), pytest.approx(1000))
+    assert prompts[1:] == (pytest.approx(13_000), pytest.approx(2000))
+    (step,) = spans(events, STEPS)
+    assert (step["ts"], step["dur"]) == (pytest.approx(13_000), pytest.approx(8000))
+
+
 def test_a_trace_ends_by_itself_when_it_is_full_and_the_file_is_whole(tmp_path: Path) -> None:
     trace = Trace(str(tmp_path / "t.json"), "card", Moment(PlannedEvent(0.0), 100.0), max_events=12)
     empty = events_of(trace.path)
