@@ -1,9 +1,20 @@
 """The public face: `from gaudiserve import LLM, SamplingParams`. Holds nothing else."""
 
 from config.beams import BeamSearchParams
+from config.pooling import PoolingParams
 from config.sampling import SamplingParams
 from config.version import VERSION as __version__
 from server.llm import LLM
+from server.pooling_results import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
 from server.results import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -17,10 +28,19 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "Logprob",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestOutput",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "__version__",
 ]
 

@@ -22,7 +22,7 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     Raises `UserError` for a value that no model takes; the engine refuses what its own does not.
     """
 
-    task: str
+    task: str = EMBED
     """One of TASKS."""
     dimensions: int | None = None
     """The first so many numbers of a vector, cut before it is normalised; None: all."""

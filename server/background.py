@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 
@@ -69,3 +69,23 @@ async def _cancel_all() -> None:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
     await asyncio.get_running_loop().shutdown_default_executor()
+
+
+async def in_turn(
+    call: Callable[[int], Coroutine[Any, Any, None]], places: Iterable[int], workers: int
+) -> None:
+    """Run `call` over `places` in order, `workers` at once. The first error cancels the others."""
+    left: Iterator[int] = iter(places)
+
+    async def work() -> None:
+        for place in left:
+            await call(place)
+
+    tasks = [asyncio.create_task(work()) for _ in range(workers)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        # Waited for, so that every request is out of the engine when the caller hears of it.
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -8,6 +8,7 @@ import msgspec
 
 from config.errors import PromptTooLong, UserError
 from config.pooling import TOKEN_EMBED, PoolingFacts, PoolingParams
+from engine.messages import Ready
 from server.pooling import PoolingInput
 from server.text.inputs import InputRule, InputTooLong, Text
 from server.text.tokenizer import Tokenizer
@@ -40,6 +41,24 @@ class Asked:
     def item(self, place: int) -> str:
         """What an input is called in errors."""
         return f"{self.param}[{place}]" if self.is_list else self.param
+
+
+def reader_of(ready: Ready | None, tokenizer: Tokenizer | None) -> "InputReader | None":
+    """What reads the inputs of a pooling model; None for a model that generates."""
+    if ready is None or ready.pooling is None:
+        return None
+    return InputReader(
+        tokenizer, ready.pooling, vocab_size=ready.vocab_size, max_model_len=ready.max_model_len
+    )
+
+
+def generates_only() -> UserError:
+    """What is wrong with asking a model that generates for vectors."""
+    return UserError(
+        "This model generates text; only a pooling model (of embeddings, scores or classes) does "
+        "this.",
+        param="model",
+    )
 
 
 class InputReader:

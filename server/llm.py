@@ -1,11 +1,8 @@
 """LLM: the text pipeline offline, with the engine in this process. Knows no HTTP."""
 
-import asyncio
-import contextlib
 import dataclasses
-import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -16,23 +13,31 @@ from config.checkpoint import resolve
 from config.errors import UserError
 from config.load import from_keywords
 from config.model import read_model_config
+from config.pooling import CLASSIFY, EMBED, PoolingParams
 from config.sampling import MAX_LOGPROBS, SamplingParams
 from config.startup import check_checkpoint, check_device
-from engine.client import EngineClient
 from engine.inline import InlineClient
-from server.background import STOP_TIMEOUT_S, Background
+from server.background import Background, in_turn
+from server.closing import shut_down
 from server.generate import Pipeline
+from server.inputs import generates_only, reader_of
+from server.offline import PromptInput, conversations, listed, prompt_of
+from server.offline_pooling import OfflinePooling, Params, classes, embeddings
 from server.outputs import Prompt
+from server.pooling_results import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
 from server.results import BeamSearchOutput, RequestOutput, beam_output, request_output
+from server.scores import Pairs
 from server.search import Search
 from server.text.messages import Message
 from server.text.template import ChatTemplate, read_template
 from server.text.tokenizer import Tokenizer
 
-CLOSE_POLL_S = 0.02
-
-PromptInput = str | Mapping[str, Any] | Sequence[int]
-"""A text, {"prompt": text}, {"prompt_token_ids": ids}, or the ids alone."""
 MakePrompt = Callable[[], Coroutine[Any, Any, Prompt]]
 
 
@@ -75,13 +80,17 @@ class LLM:
         self._num_requests = 0
         self._background = Background("llm")
         self._end = weakref.finalize(
-            self, _shut_down, self._background, self._client, self._template, self._tokenizer
+            self, shut_down, self._background, self._client, self._template, self._tokenizer
         )
         try:
             self._background.run(_start(self._client))
         except BaseException:
             self.close()
             raise
+        reader = reader_of(self._client.ready, self._tokenizer)
+        self._pooling: OfflinePooling | None = None
+        if reader is not None:
+            self._pooling = OfflinePooling(self._client, reader, at_once=self._lookahead)
 
     def generate(
         self,
@@ -94,7 +103,7 @@ class LLM:
         One SamplingParams for all or one for each; None takes the model's own defaults. Raises
         UserError when an input is wrong, PromptTooLong when one does not fit.
         """
-        wanted = [_prompt_of(prompt) for prompt in _listed(prompts)]
+        wanted = [prompt_of(prompt) for prompt in listed(prompts)]
         params = self._params(sampling_params, len(wanted))
 
         def maker(text: str | None, ids: list[int] | None, param: SamplingParams) -> MakePrompt:
@@ -122,7 +131,7 @@ class LLM:
             include_stop_str_in_output=params.include_stop_str_in_output,
             logprobs=min(2 * params.beam_width, MAX_LOGPROBS),
         )
-        wanted = [_prompt_of(prompt) for prompt in _listed(prompts)]
+        wanted = [prompt_of(prompt) for prompt in listed(prompts)]
         work = self._beam_search(wanted, sampling, params, use_tqdm, concurrency_limit)
         return self._background.run(work)
 
@@ -140,8 +149,8 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several. Raises like `generate`."""
-        conversations = [list(conversation) for conversation in _conversations(messages)]
-        params = self._params(sampling_params, len(conversations))
+        several = [list(conversation) for conversation in conversations(messages)]
+        params = self._params(sampling_params, len(several))
         controls = None if self._tokenizer is None else self._tokenizer.controls
 
         def maker(conversation: list[Message], param: SamplingParams) -> MakePrompt:
@@ -162,9 +171,101 @@ class LLM:
 
         jobs = [
             (maker(conversation, param), param, "")
-            for conversation, param in zip(conversations, params, strict=True)
+            for conversation, param in zip(several, params, strict=True)
         ]
         return self._background.run(self._generate(jobs, use_tqdm))
+
+    def encode(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        pooling_params: Params = None,
+        *,
+        pooling_task: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """What a pooling model makes of each prompt: vectors, or numbers for its classes.
+
+        `pooling_task` is embed, token_embed, classify or score; the other parameters of
+        `pooling_params` hold for any. Longer prompts are cut to `truncate_prompt_tokens` (-1: to
+        what the model takes), and refused without. Raises UserError, also when the model generates.
+        """
+        if pooling_task is None:
+            if not isinstance(pooling_params, PoolingParams):
+                raise UserError("pooling_task is missing, say what to make", param="pooling_task")
+            pooling_task = pooling_params.task
+        work = self._pools().encode(
+            prompts,
+            pooling_params,
+            pooling_task,
+            truncate=truncate_prompt_tokens,
+            use_tqdm=use_tqdm,
+        )
+        return self._background.run(work)
+
+    def embed(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        pooling_params: Params = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """The vector of each prompt. See `encode`."""
+        return embeddings(
+            self.encode(
+                prompts,
+                pooling_params,
+                pooling_task=EMBED,
+                truncate_prompt_tokens=truncate_prompt_tokens,
+                use_tqdm=use_tqdm,
+            )
+        )
+
+    def classify(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        pooling_params: Params = None,
+    ) -> list[ClassificationRequestOutput]:
+        """How well each of the model's classes fits each prompt. See `encode`."""
+        return classes(
+            self.encode(
+                prompts,
+                pooling_params,
+                pooling_task=CLASSIFY,
+                truncate_prompt_tokens=truncate_prompt_tokens,
+                use_tqdm=use_tqdm,
+            )
+        )
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well the texts of each pair go together: one with each of many, or each with its
+        like. See `encode`."""
+        pairs = Pairs(
+            [data_1] if isinstance(data_1, str) else list(data_1),
+            [data_2] if isinstance(data_2, str) else list(data_2),
+            ("data_1", "data_2"),
+            normalize=None if pooling_params is None else pooling_params.normalize,
+            truncate=truncate_prompt_tokens,
+        )
+        return self._background.run(self._pools().score(pairs, use_tqdm=use_tqdm))
+
+    def _pools(self) -> OfflinePooling:
+        if self._pooling is None:
+            raise generates_only()
+        return self._pooling
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises UserError after skip_tokenizer_init."""
@@ -244,7 +345,7 @@ class LLM:
         most = max((params.n for _, params, _ in jobs), default=1)
         workers = max(2, self._lookahead // most)
         with tqdm(total=len(jobs), desc="Prompts", disable=not use_tqdm) as bar:
-            await _in_turn(one, range(len(jobs)), workers)
+            await in_turn(one, range(len(jobs)), workers)
         return [results[place] for place in range(len(jobs))]
 
     async def _beam_search(
@@ -278,28 +379,8 @@ class LLM:
         if most_at_once is not None:
             workers = max(1, min(workers, most_at_once))
         with tqdm(total=len(wanted), desc="Prompts", disable=not use_tqdm) as bar:
-            await _in_turn(one, range(len(wanted)), workers)
+            await in_turn(one, range(len(wanted)), workers)
         return [results[place] for place in range(len(wanted))]
-
-
-async def _in_turn(
-    call: Callable[[int], Coroutine[Any, Any, None]], places: Iterable[int], workers: int
-) -> None:
-    """Run `call` over `places` in order, `workers` at once. The first error cancels the others."""
-    left: Iterator[int] = iter(places)
-
-    async def work() -> None:
-        for place in left:
-            await call(place)
-
-    tasks = [asyncio.create_task(work()) for _ in range(workers)]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        # Waited for, so that every request is out of the engine when the caller hears of it.
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _start(client: InlineClient) -> None:
@@ -307,70 +388,8 @@ async def _start(client: InlineClient) -> None:
     await client.wait_ready()
 
 
-def _shut_down(
-    background: Background,
-    client: EngineClient,
-    template: ChatTemplate,
-    tokenizer: Tokenizer | None,
-) -> None:
-    """Everything that `LLM` started; holds no reference to it."""
-    if background.is_mine:
-        # The collector may run on any thread; this one cannot wait for itself.
-        threading.Thread(target=_shut_down, args=(background, client, template, tokenizer)).start()
-        return
-    try:
-        background.run(_close(client))
-    finally:
-        background.close()
-        template.close()
-        if tokenizer is not None:
-            tokenizer.close()
-
-
-async def _close(client: EngineClient) -> None:
-    """Close, also while the interpreter ends: then no executor takes work any more, and what waits
-    for the engine's thread through one raises RuntimeError until that thread has gone."""
-    for _ in range(int(STOP_TIMEOUT_S / CLOSE_POLL_S)):
-        with contextlib.suppress(RuntimeError):
-            return await client.close()
-        await asyncio.sleep(CLOSE_POLL_S)
-
-
 def _defaults(recommended: Mapping[str, float]) -> SamplingParams:
     values: dict[str, Any] = dict(recommended)
     if "top_k" in values:
         values["top_k"] = int(values["top_k"])
     return SamplingParams(**values)
-
-
-def _listed(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    if prompts and all(isinstance(entry, int) for entry in prompts):
-        return [prompts]  # type: ignore[list-item] # just seen to be ids
-    return list(prompts)  # type: ignore[arg-type] # ids alone were told apart above
-
-
-def _prompt_of(prompt: PromptInput) -> tuple[str | None, list[int] | None, str]:
-    """(text, ids, cache salt): at least one of text and ids."""
-    if isinstance(prompt, str):
-        return prompt, None, ""
-    if not isinstance(prompt, Mapping):
-        return None, list(prompt), ""
-    unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
-    text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-    if unknown or (text is None and ids is None):
-        raise UserError(
-            f"a prompt has the keys {sorted(prompt)}, it must have prompt or prompt_token_ids, "
-            "and may have cache_salt",
-            param="prompt",
-        )
-    return text, None if ids is None else list(ids), prompt.get("cache_salt") or ""
-
-
-def _conversations(
-    messages: Sequence[Message] | Sequence[Sequence[Message]],
-) -> list[Sequence[Message]]:
-    if messages and isinstance(messages[0], Mapping):
-        return [messages]  # type: ignore[list-item] # one conversation, seen by its first message
-    return list(messages)  # type: ignore[arg-type] # several

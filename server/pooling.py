@@ -54,8 +54,8 @@ class Pooling:
         self._at_once = at_once
         self._boxes: deque[tuple[int, Mailbox]] = deque()
         self._vectors: dict[int, Vectors] = {}
-        self.num_cached_tokens = 0
-        """Prompt tokens found in the prefix cache."""
+        self.cached_tokens = [0] * len(inputs)
+        """Of each input, found in the prefix cache."""
         self.num_preemptions = 0
         self.queue_s = 0.0
         """Seconds until the last input left the waiting line, of those that were there at once."""
@@ -72,6 +72,16 @@ class Pooling:
     def num_prompt_tokens(self) -> int:
         """Of all inputs."""
         return sum(len(one.token_ids) for one in self._inputs)
+
+    @property
+    def num_inputs(self) -> int:
+        """Texts or pairs."""
+        return len(self._inputs)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens found in the prefix cache, of all inputs."""
+        return sum(self.cached_tokens)
 
     @property
     def num_output_tokens(self) -> int:
@@ -110,12 +120,6 @@ class Pooling:
             raise
         return [Delta(place, finish_reason="stop")]
 
-    async def collect(self) -> list[Vectors]:
-        """The vectors of all inputs, in order."""
-        async for _ in self:
-            pass
-        return self.vectors
-
     def abort(self) -> None:
         """Forget what is still open, now. Iteration ends; safe at any moment, and twice."""
         self._unsent.clear()
@@ -145,7 +149,8 @@ class Pooling:
             self._unsent.popleft()
 
     def _take(self, place: int, update: Update) -> None:
-        self.num_cached_tokens += update.num_cached_tokens or 0
+        if update.num_cached_tokens is not None:
+            self.cached_tokens[place] = update.num_cached_tokens
         if update.vectors is not None:
             rows, data = update.vectors
             made = np.frombuffer(data, dtype="<f4").reshape(rows, -1)

@@ -29,6 +29,16 @@ class Pairs:
     most_first: int | None = None
     most_second: int | None = None
 
+    def __post_init__(self) -> None:
+        """Raises UserError unless there are as many of both, or one of the first."""
+        first, second = self.names
+        if not self.seconds or len(self.firsts) not in (1, len(self.seconds)):
+            raise UserError(
+                f"{first} has {len(self.firsts)} texts and {second} has {len(self.seconds)}: it "
+                "must have 1, or as many",
+                param=first,
+            )
+
 
 def scoring_task(facts: PoolingFacts) -> str:
     """The task that the model scores pairs by. Raises UserError if it has none."""

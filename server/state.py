@@ -9,7 +9,7 @@ from config.errors import EngineDied, NotFound, Overloaded, UserError
 from config.server import ServerConfig
 from engine.client import EngineClient
 from server.generate import Pipeline
-from server.inputs import InputReader
+from server.inputs import InputReader, generates_only, reader_of
 from server.metrics import Metrics
 from server.progress_bar import in_words
 from server.reading import NO_FORMS, Forms
@@ -68,13 +68,8 @@ class AppState:
             self.sampling_defaults = sampling_defaults
         self.forms = Forms.of(self.config, "" if template is None else template.source)
         self.max_model_len = ready.max_model_len
-        if ready.pooling is not None:
-            self.inputs = InputReader(
-                tokenizer,
-                ready.pooling,
-                vocab_size=ready.vocab_size,
-                max_model_len=ready.max_model_len,
-            )
+        self.inputs = reader_of(ready, tokenizer)
+        if self.inputs is not None:
             self.max_model_len = self.inputs.max_tokens
         self.metrics.add_sizes(ready.max_model_len)
         self.pipeline = Pipeline(self.client, tokenizer, self.config)
@@ -109,11 +104,7 @@ class AppState:
         for a model that generates."""
         self.check_open()
         if self.inputs is None:
-            raise UserError(
-                "This model generates text; only a pooling model (of embeddings, scores or "
-                "classes) answers here.",
-                param="model",
-            )
+            raise generates_only()
         return self.inputs
 
     def check_open(self) -> Pipeline:

@@ -221,19 +221,9 @@ class ScoreBody(PairBody):
         )
 
     def pairs(self) -> tuple[list[str], list[str]]:
-        """The first texts, one or as many as the second ones, and the second ones."""
+        """The first texts and the second ones. Raises UserError."""
         first, second = self.names
-        firsts, seconds = (
-            texts_of(getattr(self, first), first),
-            texts_of(getattr(self, second), second),
-        )
-        if len(firsts) not in (1, len(seconds)):
-            raise UserError(
-                f"{first} has {len(firsts)} texts and {second} has {len(seconds)}: it must have 1, "
-                "or as many",
-                param=first,
-            )
-        return firsts, seconds
+        return texts_of(getattr(self, first), first), texts_of(getattr(self, second), second)
 
 
 class RerankBody(PairBody):

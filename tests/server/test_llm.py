@@ -43,6 +43,16 @@ def llm(folder: Path) -> Iterator[LLM]:
         yield made
 
 
+def test_a_model_that_generates_gives_no_vectors(llm: LLM) -> None:
+    for call in (llm.embed, llm.classify):
+        with pytest.raises(UserError, match="generates text"):
+            call("Hello")
+    with pytest.raises(UserError, match="generates text"):
+        llm.score("Hello", "world")
+    with pytest.raises(UserError, match="pooling_task is missing"):
+        llm.encode("Hello")
+
+
 def our_threads() -> list[str]:
     names = [thread.name for thread in threading.enumerate()]
     return [name for name in names if name in ("llm", "engine")]
