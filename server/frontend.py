@@ -23,6 +23,7 @@ from server.app import create_app
 from server.metrics import Metrics
 from server.preparation import News
 from server.progress_bar import Reporter
+from server.siblings import Siblings, listen
 from server.state import AppState
 from server.text.template import ChatTemplate, read_template
 from server.text.tokenizer import Tokenizer
@@ -56,6 +57,8 @@ class FrontEndOrders(msgspec.Struct, frozen=True):
     index: int = 0
     metrics_folder: str | None = None
     """Where all front-ends keep their counts, if there are several."""
+    siblings: tuple[str, ...] = ()
+    """Where each front-end, this one too, is asked by the others, if there are several."""
     news_path: str | None = None
     """Where the parent leaves news of the checkpoint, if there are several."""
 
@@ -93,7 +96,9 @@ class FrontEnd:
             root=names[0],
             has_priorities=orders.engine.schedule.policy == "priority",
             created=orders.created,
+            siblings=Siblings(orders.index, orders.siblings),
         )
+        self._app = create_app(self.state)
         self._folder: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._stage = News().stage
         self._stopping = asyncio.Event()
@@ -140,6 +145,9 @@ class FrontEnd:
         loop.add_signal_handler(signal.SIGTERM, self.stop)
         loop.add_signal_handler(signal.SIGINT, self.interrupt)
         await self._client.start()
+        asked = None
+        if siblings := self._orders.siblings:
+            asked = await listen(self._app, siblings[self._orders.index])
         server = Uvicorn(self._uvicorn_config())
         serving = loop.create_task(server.serve(sockets=[listener]))
         opening = loop.create_task(self._open(on_folder))
@@ -151,6 +159,8 @@ class FrontEnd:
             server.force_exit = self._at_once.is_set()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(serving, FAREWELL_S + 1)
+            if asked is not None:
+                asked.close()
             await self._client.close()
             if self.state.template is not None:
                 self.state.template.close()
@@ -159,7 +169,7 @@ class FrontEnd:
 
     def _uvicorn_config(self) -> uvicorn.Config:
         return uvicorn.Config(
-            create_app(self.state),
+            self._app,
             http="httptools",
             ws="none",
             lifespan="off",

@@ -233,6 +233,7 @@ class Fleet:
             self._created,
             index,
             str(folder),
+            siblings_paths(self._directory, self._config.api_server_count),
             self._news_path,
         )
         return Child(
@@ -287,6 +288,12 @@ class Fleet:
                 if self._news.get() == signal.SIGINT:
                     return False
         return True
+
+
+def siblings_paths(directory: str, count: int) -> tuple[str, ...]:
+    """Where front-ends ask each other. The names are no longer than those of their endpoints, which
+    have been found to fit."""
+    return tuple(str(Path(directory, f"by{index}.sock")) for index in range(count))
 
 
 def bind(host: str, port: int, *, shared: bool) -> socket.socket:

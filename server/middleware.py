@@ -56,6 +56,8 @@ class Books:
             self._close_record(scope, record)
 
     def _close_record(self, scope: Scope, record: Record) -> None:
+        if record.is_handed_on:
+            return
         record.status = record.status or CLIENT_CLOSED
         route = scope.get("route")
         if route is not None:

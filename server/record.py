@@ -28,6 +28,8 @@ class Record:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     ttft_s: float | None = None
+    is_handed_on: bool = False
+    """Whether another front-end answers it, and so keeps its books."""
     ending: str = ""
     """How its choices ended: stop, length, abort or error; several are joined."""
 

@@ -14,6 +14,7 @@ from server.metrics import Metrics
 from server.progress_bar import in_words
 from server.reading import NO_FORMS, Forms
 from server.serving import Serving
+from server.siblings import Siblings
 from server.text.template import ChatTemplate
 from server.text.tokenizer import Tokenizer
 
@@ -51,6 +52,7 @@ class AppState:
     """What start-up is busy with before the engine says something itself."""
     servings: set[Serving] = field(default_factory=set)
     """Bounded by the client's limits on the line and the batch."""
+    siblings: Siblings = field(default_factory=Siblings)
     num_open_requests: int = 0
     """Requests of any kind whose answer has not ended, streams included."""
 

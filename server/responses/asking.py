@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from config.errors import NotFound, UserError
 from server.body import MANY_BYTES, checked
-from server.responses.items import Item, number_in, read_items
+from server.responses.items import Item, is_reference, number_in, read_items
 from server.responses.messages import messages_of
 from server.responses.store import Entry, ResponseStore, Turn
 from server.schema.chat import ChatBody
@@ -61,6 +61,18 @@ async def ask(store: ResponseStore, body: ResponseBody, num_bytes: int, number: 
     if num_bytes + turn.num_bytes <= MANY_BYTES:
         return Asked(_chat(body, turn, number), turn)
     return Asked(await asyncio.to_thread(_chat, body, turn, number), turn)
+
+
+def number_before(body: ResponseBody) -> str:
+    """The number of the response that `body` builds on; empty if it does not. What is referred to
+    tells it where nothing is named: a conversation is kept in one place."""
+    if body.previous_response_id is not None:
+        return body.previous_response_id.removeprefix(ID_PREFIX)
+    items = body.input if isinstance(body.input, list) else ()
+    for item in items:
+        if isinstance(item, dict) and is_reference(item) and isinstance(item.get("id"), str):
+            return number_in(item["id"]) or ""
+    return ""
 
 
 def previous(store: ResponseStore, body: ResponseBody) -> Turn:

@@ -31,6 +31,12 @@ def number_in(given_id: str) -> str | None:
     return number if prefix in PREFIXES.values() and number and place else None
 
 
+def is_reference(item: Item) -> bool:
+    """Whether it only names an item that is kept."""
+    kind = item.get("type")
+    return kind == "item_reference" or (kind is None and "role" not in item)
+
+
 def read_items(given: Any, number: str) -> list[Item]:
     """The items that the `input` of response `number` is; references stay what they are. Raises
     UserError."""
@@ -48,9 +54,7 @@ def read_items(given: Any, number: str) -> list[Item]:
 def _read(item: Any, where: str, place: str, number: str) -> Item:
     if not isinstance(item, dict):
         raise _bad(f"{where} is not an object")
-    kind = item.get("type")
-    if kind is None:
-        kind = "message" if "role" in item else "item_reference"
+    kind = "item_reference" if is_reference(item) else item.get("type") or "message"
     made_id = item.get("id")
     if not isinstance(made_id, (str, type(None))):
         raise _bad(f"{where} has an id that is not a string")

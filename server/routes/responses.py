@@ -3,7 +3,6 @@
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
-from uuid import uuid4
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -15,12 +14,13 @@ from server.conversation import count_prompt, start_conversation
 from server.job import Job, answer_whole, finish, frames
 from server.openapi import ANSWERS, GENERATES, takes
 from server.record import keep, record_of
-from server.responses.asking import ID_PREFIX, Asked, as_response_fields, ask
+from server.responses.asking import ID_PREFIX, Asked, as_response_fields, ask, number_before
 from server.responses.background import BackgroundResponse, followed
 from server.responses.fitting import shortened
 from server.responses.store import Entry, ResponseStore
-from server.responses.writer import Fields, ResponseWriter
+from server.responses.writer import Fields, ResponseWriter, number_of
 from server.schema.responses import ResponseBody
+from server.siblings import HandedOn
 from server.state import AppState
 from server.streaming import EventStream
 
@@ -55,8 +55,10 @@ def _add_making(router: APIRouter, state: AppState, store: ResponseStore) -> Non
         state.opened()
         sent = await read_object(request, state.config.max_body_bytes)
         body = await parse(ResponseBody, sent)
+        if (path := state.siblings.path_of(number_before(body))) is not None:
+            return HandedOn(path, request, sent.fields)
         is_stored = _is_stored(store, body)
-        asked = await ask(store, body, sent.num_bytes, uuid4().hex)
+        asked = await ask(store, body, sent.num_bytes, state.siblings.new_number())
         if body.background:
             # Its own books: it goes on when this request is over.
             keep(request.scope, replace(record_of(request.scope)))
@@ -91,7 +93,9 @@ def _add_making(router: APIRouter, state: AppState, store: ResponseStore) -> Non
         state.opened()
         sent = await read_object(request, state.config.max_body_bytes)
         body = await parse(ResponseBody, sent)
-        asked = await ask(store, body, sent.num_bytes, uuid4().hex)
+        if (path := state.siblings.path_of(number_before(body))) is not None:
+            return HandedOn(path, request, sent.fields)
+        asked = await ask(store, body, sent.num_bytes, state.siblings.new_number())
         with as_response_fields():
             count = await count_prompt(state, asked.chat)
         return answer_whole({"object": "response.input_tokens", "input_tokens": count})
@@ -107,8 +111,13 @@ def _add_keeping(router: APIRouter, state: AppState, store: ResponseStore) -> No
         responses=GENERATES,
     )
     async def get_response(
-        response_id: str, stream: bool = False, starting_after: int | None = None
+        request: Request,
+        response_id: str,
+        stream: bool = False,
+        starting_after: int | None = None,
     ) -> Response:
+        if (path := state.siblings.path_of(number_of(response_id))) is not None:
+            return HandedOn(path, request)
         entry = store.get(response_id)
         if not stream:
             if starting_after is not None:
@@ -130,7 +139,9 @@ def _add_keeping(router: APIRouter, state: AppState, store: ResponseStore) -> No
     @router.delete(
         one, operation_id="delete_response", summary="Keep a response no longer", responses=ANSWERS
     )
-    async def delete_response(response_id: str) -> Response:
+    async def delete_response(request: Request, response_id: str) -> Response:
+        if (path := state.siblings.path_of(number_of(response_id))) is not None:
+            return HandedOn(path, request)
         store.drop(store.get(response_id))
         return answer_whole({"id": response_id, "object": "response", "deleted": True})
 
@@ -140,7 +151,9 @@ def _add_keeping(router: APIRouter, state: AppState, store: ResponseStore) -> No
         summary="End a response that is made in the background",
         responses=ANSWERS,
     )
-    async def cancel_response(response_id: str) -> Response:
+    async def cancel_response(request: Request, response_id: str) -> Response:
+        if (path := state.siblings.path_of(number_of(response_id))) is not None:
+            return HandedOn(path, request)
         entry = store.get(response_id)
         if not entry.is_background:
             raise UserError("only a response that was created with background can be cancelled")
@@ -155,8 +168,14 @@ def _add_keeping(router: APIRouter, state: AppState, store: ResponseStore) -> No
         responses=ANSWERS,
     )
     async def list_input_items(
-        response_id: str, limit: int = 20, order: str = "desc", after: str | None = None
+        request: Request,
+        response_id: str,
+        limit: int = 20,
+        order: str = "desc",
+        after: str | None = None,
     ) -> Response:
+        if (path := state.siblings.path_of(number_of(response_id))) is not None:
+            return HandedOn(path, request)
         return answer_whole(_page(store.get(response_id), limit, order, after))
 
 

@@ -86,6 +86,17 @@ def test_the_metrics_of_any_front_end_are_those_of_all(fleet: LiveServer) -> Non
     assert "pid=" not in text
 
 
+def test_a_response_is_found_by_every_front_end(fleet: LiveServer) -> None:
+    made = ask(fleet, "/v1/responses", {"input": "hi", "max_output_tokens": 4}).json()
+
+    got = [ask(fleet, f"/v1/responses/{made['id']}").json() for _ in range(ROUNDS)]
+    body = {"input": "on", "max_output_tokens": 4, "previous_response_id": made["id"]}
+    following = [ask(fleet, "/v1/responses", body) for _ in range(ROUNDS // 2)]
+
+    assert all(one == made for one in got)
+    assert all(answer.status_code == 200 for answer in following)
+
+
 def test_sigterm_lets_every_front_end_finish(fleet: LiveServer) -> None:
     family = children_of(fleet.pid)
     body = {"prompt": "go", "max_tokens": 300, "ignore_eos": True, "stream": True}

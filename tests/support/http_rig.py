@@ -12,6 +12,7 @@ import httpx
 import text_folders
 import uvicorn
 from scripted_client import ScriptedBox, ScriptedClient, columns, ready
+from starlette.types import ASGIApp
 
 from config.server import ServerConfig
 from server.app import create_app
@@ -103,6 +104,7 @@ class Rig:
     state: AppState
     client: ScriptedClient
     http: httpx.AsyncClient
+    app: ASGIApp
     port: int = 0
 
     async def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
@@ -138,9 +140,10 @@ async def in_memory(client: ScriptedClient | None = None, **config: Any) -> Asyn
     """Without sockets: quick, but answers come whole."""
     client = client or TalkingClient()
     state = make_state(client, **config)
-    transport = httpx.ASGITransport(create_app(state))
+    app = create_app(state)
+    transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-        yield Rig(state, client, http)
+        yield Rig(state, client, http, app)
 
 
 @contextlib.asynccontextmanager
@@ -148,18 +151,17 @@ async def on_port(client: ScriptedClient | None = None, **config: Any) -> AsyncI
     """A real server on a free port."""
     client = client or TalkingClient()
     state = make_state(client, **config)
+    app = create_app(state)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        settings = uvicorn.Config(
-            create_app(state), lifespan="off", ws="none", log_config=None, access_log=False
-        )
+        settings = uvicorn.Config(app, lifespan="off", ws="none", log_config=None, access_log=False)
         server = Uvicorn(settings)
         task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
         try:
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http:
-                yield Rig(state, client, http, port)
+                yield Rig(state, client, http, app, port)
         finally:
             server.should_exit = True
             await task

@@ -1,0 +1,120 @@
+"""What one front-end keeps is found through every other one, streams and hang-ups included."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from http_rig import Rig, TalkingClient, on_port
+
+from server.siblings import Siblings, listen
+
+ROUTE = "/v1/responses"
+KEY = {"Authorization": "Bearer k"}
+
+
+@contextlib.asynccontextmanager
+async def two(folder: Path, **config: Any) -> AsyncIterator[tuple[Rig, Rig]]:
+    paths = tuple(str(folder / f"{index}.sock") for index in range(2))
+    async with contextlib.AsyncExitStack() as stack:
+        rigs = []
+        for index, path in enumerate(paths):
+            client = TalkingClient("abc", pace_s=0.002)
+            rig = await stack.enter_async_context(on_port(client, **config))
+            rig.state.siblings = Siblings(index, paths)
+            stack.callback((await listen(rig.app, path)).close)
+            rigs.append(rig)
+        yield rigs[0], rigs[1]
+
+
+async def test_a_response_is_read_followed_and_deleted_through_a_sibling(tmp_path: Path) -> None:
+    async with two(tmp_path, api_keys=("k",)) as (own, other):
+        own.http.headers.update(KEY)
+        other.http.headers.update(KEY)
+        made = (await own.post(ROUTE, {"input": "hi"})).json()
+        path = f"{ROUTE}/{made['id']}"
+
+        got = await other.http.get(path, headers={"X-Request-Id": "asked-for"})
+        items = await other.http.get(f"{path}/input_items", params={"limit": 1})
+        body = {"input": "go on", "previous_response_id": made["id"]}
+        counted = (await other.post(f"{ROUTE}/input_tokens", body)).json()
+        following = (await other.post(ROUTE, body)).json()
+        reference = [{"type": "item_reference", "id": made["output"][0]["id"]}]
+        referring = await other.post(ROUTE, {"input": reference})
+        deleted = await other.http.delete(path)
+
+        assert got.json() == made
+        assert got.headers["x-request-id"] == "asked-for"
+        assert items.json()["data"][0]["content"][0]["text"] == "hi"
+        assert following["usage"]["input_tokens"] == counted["input_tokens"]
+        assert referring.status_code == deleted.status_code == 200
+        assert (await own.http.get(path)).status_code == 404
+        assert (await other.http.get(path)).json()["error"]["code"] == "not_found"
+        assert len(own.client.boxes) == 3 and not other.client.boxes
+
+
+async def test_an_exchange_is_counted_once(tmp_path: Path) -> None:
+    async with two(tmp_path) as (own, other):
+        made = (await own.post(ROUTE, {"input": "hi"})).json()
+
+        await other.http.get(f"{ROUTE}/{made['id']}")
+
+        name = f'http_requests_total{{handler="{ROUTE}/{{response_id}}"'
+        assert await own.metric(name) + await other.metric(name) == 1
+
+
+async def test_a_stream_comes_through_a_sibling_as_it_is_made(tmp_path: Path) -> None:
+    async with two(tmp_path) as (own, other):
+        own.client.endless = True
+        body = {"input": "hi", "background": True, "stream": True}
+        async with own.http.stream("POST", ROUTE, json=body) as stream:
+            lines = stream.aiter_lines()
+            await anext(lines)
+            path = f"{ROUTE}/{json.loads((await anext(lines))[6:])['response']['id']}"
+
+        async with other.http.stream("GET", f"{path}?stream=true") as stream:
+            assert stream.headers["content-type"].startswith("text/event-stream")
+            kinds = []
+            async for line in stream.aiter_lines():
+                if line.startswith("event: "):
+                    kinds.append(line)
+                if len(kinds) == 12:
+                    cancelled = (await other.post(f"{path}/cancel", {})).json()
+
+        assert cancelled["status"] == "cancelled"
+        assert kinds[:2] == ["event: response.created", "event: response.in_progress"]
+        assert kinds[-1] == "event: response.incomplete"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_hang_up_is_handed_on(tmp_path: Path, stream: bool) -> None:
+    async with two(tmp_path) as (own, other):
+        first = (await own.post(ROUTE, {"input": "hi"})).json()
+        own.client.endless = True
+        body = {"input": "hi", "previous_response_id": first["id"], "stream": stream}
+
+        asking = asyncio.ensure_future(other.post(ROUTE, body))
+        for _ in range(200):
+            await asyncio.sleep(0 if len(own.client.boxes) == 2 else 0.01)
+        asking.cancel()
+        for _ in range(200):
+            await asyncio.sleep(0 if own.client.aborted else 0.01)
+
+        assert len(own.client.aborted) == 1
+        assert not own.state.servings
+
+
+async def test_a_sibling_that_is_gone_is_told_as_such(tmp_path: Path) -> None:
+    async with on_port() as rig:
+        gone = Siblings(1, ("", str(tmp_path / "1.sock")))
+        rig.state.siblings = Siblings(0, (str(tmp_path / "0.sock"), str(tmp_path / "1.sock")))
+
+        answer = await rig.http.get(f"{ROUTE}/resp_{gone.new_number()}")
+        unknown = await rig.http.get(f"{ROUTE}/resp_{Siblings(7).new_number()}")
+
+        assert answer.status_code == 503
+        assert "is gone" in answer.json()["error"]["message"]
+        assert unknown.status_code == 404
