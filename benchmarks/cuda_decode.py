@@ -35,7 +35,7 @@ from hpu.pending import PendingStep
 from hpu.rows import Rows
 from hpu.runner import Runner
 from hpu.sampler import Sampler
-from hpu.staging import Staging
+from hpu.staging import BucketInputs, Staging
 from hpu.step import DECODE, PREFILL, Launch, NewRow, RowSampling, StepPlan, StepResult
 
 GIB = 1024**3
@@ -136,7 +136,7 @@ class Decoding:
         blocks_a_row = -(-(context + num_steps + 1) // block_size)
         num_blocks = num_rows * blocks_a_row
         vocab_size, length = model.config.vocab_size, model.config.max_position
-        counters, staging = Counters(), Staging(backend)
+        counters, staging = Counters(), Staging(backend, BucketInputs)
         self._graphs = Graphs(
             model.forward, backend, counters, captures=captures, budget_bytes=GIB * 1024
         )

@@ -11,6 +11,9 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 EXECUTORS = ("auto", "inline", "processes")
 POLICIES = ("fcfs", "priority")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
+RUNNERS = ("auto", "generate", "pooling")
+CONVERSIONS = ("auto", "none", "embed")
+PROMPTS_A_LAUNCH, TEXTS_A_LAUNCH = 4, 16
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -54,8 +57,9 @@ class ScheduleConfig:
 
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 2048
-    max_prefill_batch: int = 4
-    """Prompts merged into one launch at most."""
+    max_prefill_batch: int | None = None
+    """Prompts merged into one launch at most; None: few, or many of the short texts that a pooling
+    model reads."""
     policy: str = "fcfs"
     depth: int = 2
     """Steps in flight; 1 switches the overlap off."""
@@ -75,6 +79,12 @@ class ScheduleConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, it must be at least "
                 f"max_num_seqs, which is {self.max_num_seqs}"
             )
+
+    def prompts_a_launch(self, *, pools: bool = False) -> int:
+        """`max_prefill_batch`, or what it is by default; `pools`: for a pooling model."""
+        if self.max_prefill_batch is not None:
+            return self.max_prefill_batch
+        return min(self.max_num_seqs, TEXTS_A_LAUNCH) if pools else PROMPTS_A_LAUNCH
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +109,12 @@ class EngineConfig:
     cache_dir: str | None = None
     """Where converted checkpoints and compiled code are kept; None: the user's cache folder."""
     revision: str | None = None
+    runner: str = "auto"
+    """Whether the model gives tokens or vectors."""
+    convert: str = "auto"
+    """What a model that gives tokens is made to give by the runner `pooling`."""
+    pooler_config: str = ""
+    """JSON: how hidden states become vectors, where the checkpoint's own files are not meant."""
     cache: CacheConfig = field(default_factory=CacheConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     buckets: BucketConfig = field(default_factory=BucketConfig)
@@ -113,6 +129,8 @@ class EngineConfig:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("executor", self.executor, EXECUTORS)
         _one_of("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
+        _one_of("runner", self.runner, RUNNERS)
+        _one_of("convert", self.convert, CONVERSIONS)
         _at_least("max_model_len", self.max_model_len, 1)
         _at_least("num_threads", self.num_threads, 1)
         if self.execution.contiguous_pa and self.cache.enable_prefix_caching:

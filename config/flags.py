@@ -6,7 +6,15 @@ Types and defaults are those of the dataclass fields. Knows no sources.
 from collections.abc import Mapping
 
 from config.buckets import STRATEGIES
-from config.engine import DEVICES, DTYPES, EXECUTORS, LOGPROBS_MODES, POLICIES
+from config.engine import (
+    CONVERSIONS,
+    DEVICES,
+    DTYPES,
+    EXECUTORS,
+    LOGPROBS_MODES,
+    POLICIES,
+    RUNNERS,
+)
 from config.flag import Flag
 from config.flags_hpu import DIAGNOSTICS, EMULATOR, EXECUTION, WARMUP
 from config.server import REASONING_PARSERS, TOOL_CALL_PARSERS
@@ -66,6 +74,30 @@ MODEL = (
         "What is reported as the log-probability of a sampled token: what the model says, or what "
         "is left of it after masks, penalties, temperature and filters; normalised, or the logits",
         choices=LOGPROBS_MODES,
+    ),
+    Flag(
+        "engine",
+        "runner",
+        "Model",
+        "What the model gives: tokens (generate) or vectors (pooling); auto: as its files say",
+        aliases=("task",),
+        choices=RUNNERS,
+        spellings=dict.fromkeys(("embed", "embedding", "classify", "score"), "pooling"),
+    ),
+    Flag(
+        "engine",
+        "convert",
+        "Model",
+        "embed: take a language model's hidden states for vectors; none: never",
+        choices=CONVERSIONS,
+    ),
+    Flag(
+        "engine",
+        "pooler_config",
+        "Model",
+        'How vectors are made, as JSON: {"pooling_type": "MEAN", "normalize": true}; empty: as the '
+        "model's files say",
+        aliases=("override-pooler-config",),
     ),
     Flag("engine", "seed", "Model", "Seed of everything that is drawn without a seed of its own"),
     Flag(
@@ -127,8 +159,8 @@ SCHEDULE = (
         "schedule",
         "max_prefill_batch",
         "Scheduling",
-        "Prompts merged into one launch, at most; left out, it is --prompt-bs-bucket-max if that "
-        "is given",
+        "Prompts merged into one launch, at most; auto: --prompt-bs-bucket-max if that is given, "
+        "else 4, or 16 for a pooling model",
         aliases=("max-num-prefill-seqs",),
     ),
     Flag(

@@ -1,14 +1,11 @@
 """ModelConfig: what a checkpoint says of itself. Reads config.json once; knows no tensors."""
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
 
+from config.encoder import EncoderConfig, encoder_fields
 from config.errors import ConfigError
-
-T = TypeVar("T")
-Json = dict[str, Any]
+from config.fields import Fields, Json, read_json
 
 GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -71,6 +68,10 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
     """Logits are divided by it."""
+    is_causal: bool = True
+    """Whether a token sees only what comes before it."""
+    encoder: EncoderConfig | None = None
+    """Set for the BERT family: no decoder, and no rotary positions."""
     dtype: str = "bfloat16"
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -83,84 +84,33 @@ def read_model_config(path: str) -> ModelConfig:
 
     Reads the spellings of transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5
     (rope_parameters, dtype). ConfigError for a missing file or field, a value of the wrong type, a
-    quantised checkpoint, and a model that is no plain decoder.
+    quantised checkpoint, and a model that is neither a plain decoder nor an encoder of the BERT
+    family.
     """
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ConfigError(f"{path} holds no config.json, so it is not a model's folder")
-    fields = _Fields(_read_json(file), file)
+    fields = Fields(read_json(file), file)
     generation_file = Path(path) / "generation_config.json"
-    generation = _read_json(generation_file) if generation_file.is_file() else {}
+    generation = read_json(generation_file) if generation_file.is_file() else {}
     architecture = _architecture(fields)
     _refuse_quantised(fields)
     eos = generation.get("eos_token_id", fields.raw.get("eos_token_id"))
+    encoder = encoder_fields(architecture, fields)
+    own = encoder or {**_sizes(fields), **_positions(fields), **_layers(fields)}
     return ModelConfig(
         path=path,
         architecture=architecture,
-        **_sizes(fields),
-        **_positions(fields),
-        **_layers(fields),
-        dtype=_dtype(fields),
+        **own,
+        # Checkpoints that name no type are decoders in 16 bits, and older encoders in 32.
+        dtype=_dtype(fields, "float32" if encoder else "bfloat16"),
         eos_token_ids=_token_ids(eos, file),
         bos_token_id=fields.get("bos_token_id", int, None),
         generation_defaults=_generation_defaults(generation, generation_file),
     )
 
 
-def _read_json(file: Path) -> Json:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{file} holds a {type(value).__name__}, it must be an object")
-    return value
-
-
-class _Fields:
-    """Typed access to a JSON object; an absent and a null field are the same."""
-
-    def __init__(self, raw: Json, file: Path) -> None:
-        self.raw = raw
-        self.file = file
-
-    def get(self, name: str, kind: type[T], default: T | None) -> Any:
-        value = self.raw.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise ConfigError(f"{name} in {self.file} is {value!r}, it must be a {kind.__name__}")
-        return value
-
-    def count(self, name: str, default: int | None = None) -> int:
-        """A whole number of at least 1; without a default it must be there."""
-        value = self.get(name, int, default)
-        if value is None:
-            raise ConfigError(f"{self.file} has no {name}")
-        if value < 1:
-            raise ConfigError(f"{name} in {self.file} is {value}, it must be at least 1")
-        return int(value)
-
-    def number_or_none(self, name: str) -> float | None:
-        value = self.raw.get(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ConfigError(f"{name} in {self.file} is {value!r}, it must be a number")
-        return float(value)
-
-    def number(self, name: str, default: float) -> float:
-        value = self.number_or_none(name)
-        return default if value is None else value
-
-    def numbers(self, name: str) -> tuple[float, ...]:
-        values = self.get(name, list, [])
-        if not all(isinstance(value, (int, float)) for value in values):
-            raise ConfigError(f"{name} in {self.file} must hold numbers only")
-        return tuple(float(value) for value in values)
-
-
-def _architecture(fields: _Fields) -> str:
+def _architecture(fields: Fields) -> str:
     names = fields.get("architectures", list, [])
     if len(names) != 1 or not isinstance(names[0], str):
         raise ConfigError(f"architectures in {fields.file} is {names!r}, it must name one model")
@@ -172,7 +122,7 @@ def _architecture(fields: _Fields) -> str:
     return names[0]
 
 
-def _refuse_quantised(fields: _Fields) -> None:
+def _refuse_quantised(fields: Fields) -> None:
     quantised = fields.raw.get("quantization_config")
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
@@ -182,7 +132,7 @@ def _refuse_quantised(fields: _Fields) -> None:
         )
 
 
-def _sizes(fields: _Fields) -> Json:
+def _sizes(fields: Fields) -> Json:
     """How wide, how deep, and how its heads divide."""
     hidden_size = fields.count("hidden_size")
     num_heads = fields.count("num_attention_heads")
@@ -205,7 +155,7 @@ def _sizes(fields: _Fields) -> Json:
     }
 
 
-def _positions(fields: _Fields) -> Json:
+def _positions(fields: Fields) -> Json:
     """How far it sees, and how it knows where."""
     max_position = fields.count("max_position_embeddings")
     theta, partial, scaling = _rope(fields, max_position)
@@ -220,12 +170,13 @@ def _positions(fields: _Fields) -> Json:
     }
 
 
-def _layers(fields: _Fields) -> Json:
+def _layers(fields: Fields) -> Json:
     """What its layers add and multiply."""
     attention_bias = fields.get("attention_bias", bool, False)
     return {
         "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
         "tie_word_embeddings": fields.get("tie_word_embeddings", bool, False),
+        "is_causal": fields.get("is_causal", bool, True),
         "attention_bias": attention_bias,
         "attention_out_bias": fields.get("attention_out_bias", bool, attention_bias),
         "mlp_bias": fields.get("mlp_bias", bool, False),
@@ -237,15 +188,15 @@ def _layers(fields: _Fields) -> Json:
     }
 
 
-def _dtype(fields: _Fields) -> str:
-    value = fields.get("dtype", str, None) or fields.get("torch_dtype", str, "bfloat16")
+def _dtype(fields: Fields, default: str) -> str:
+    value = fields.get("dtype", str, None) or fields.get("torch_dtype", str, default)
     name = str(value).removeprefix("torch.")
     if name not in DTYPES:
         raise ConfigError(f"dtype in {fields.file} is {name}, it must be {', '.join(DTYPES)}")
     return name
 
 
-def _windows(fields: _Fields, num_layers: int) -> tuple[int | None, tuple[bool, ...]]:
+def _windows(fields: Fields, num_layers: int) -> tuple[int | None, tuple[bool, ...]]:
     """(tokens, which layers): layers are named one by one, or all from max_window_layers on, or
     all."""
     window = fields.get("sliding_window", int, None)
@@ -267,14 +218,14 @@ def _windows(fields: _Fields, num_layers: int) -> tuple[int | None, tuple[bool, 
     return window, tuple(index >= first for index in range(num_layers))
 
 
-def _rope(fields: _Fields, max_position: int) -> tuple[float, float, RopeScaling | None]:
+def _rope(fields: Fields, max_position: int) -> tuple[float, float, RopeScaling | None]:
     """(theta, rotated share of a head, scaling). Version 5 keeps all three in one object."""
     raw = fields.get("rope_parameters", dict, None) or fields.get("rope_scaling", dict, None) or {}
     if any(isinstance(value, dict) for value in raw.values()):
         raise ConfigError(
             f"rope_parameters in {fields.file} differ from layer to layer, which is not supported"
         )
-    rope = _Fields(raw, fields.file)
+    rope = Fields(raw, fields.file)
     theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
     partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     if not 0 < partial <= 1:
@@ -290,7 +241,7 @@ def _rope(fields: _Fields, max_position: int) -> tuple[float, float, RopeScaling
     return theta, partial, _scaling(rope, fields, kind, max_position)
 
 
-def _scaling(rope: _Fields, fields: _Fields, kind: str, max_position: int) -> RopeScaling:
+def _scaling(rope: Fields, fields: Fields, kind: str, max_position: int) -> RopeScaling:
     name = "original_max_position_embeddings"
     original = rope.get(name, int, None) or fields.get(name, int, None)
     factor = rope.number_or_none("factor")
@@ -326,6 +277,6 @@ def _token_ids(value: object, file: Path) -> tuple[int, ...]:
 
 
 def _generation_defaults(generation: Json, file: Path) -> dict[str, float]:
-    fields = _Fields(generation, file)
+    fields = Fields(generation, file)
     values = {name: fields.number_or_none(name) for name in GENERATION_FIELDS}
     return {name: value for name, value in values.items() if value is not None}

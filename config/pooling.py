@@ -78,9 +78,6 @@ class PoolingFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Whether a prompt's tokens are pooled with the others (see PoolingParams.num_skipped)."""
     lowers_case: bool = False
     """Whether texts are written in small letters before they are tokenised."""
-    max_tokens: int | None = None
-    """A longer text was never seen in training, and is cut by sentence-transformers; None: as long
-    as the context."""
 
 
 def _at_least(name: str, value: int, least: int) -> None:

@@ -7,6 +7,7 @@ from config.engine import EngineConfig
 from config.env import is_installed
 from config.errors import ConfigError
 from config.model import ModelConfig, read_model_config
+from config.pooler import PoolerConfig, choose_pooler
 
 EMULATED_CONTEXT = 512
 """Tokens of a context on the emulated card unless more are asked for: its warm-up computes every
@@ -31,7 +32,28 @@ def check_device(device: str) -> None:
 
 def check_checkpoint(config: EngineConfig, folder: str) -> None:
     """Raise ConfigError for a model that cannot be served, or not as `config` asks."""
-    choose_max_model_len(config.max_model_len, read_model_config(folder))
+    facts = read_model_config(folder)
+    choose_context(config, facts, choose_pooler(config, facts))
+
+
+def choose_context(config: EngineConfig, facts: ModelConfig, pooler: PoolerConfig | None) -> int:
+    """Tokens of the longest sequence that is served: what was asked for, or else all that the
+    checkpoint was made for. A pooling model reads a text in one step, so that no more fits than
+    max_num_batched_tokens; of its own it takes no more than sentence-transformers would read.
+    Raises ConfigError."""
+    is_emulated = config.device == "hpu-emulator"
+    longest = choose_max_model_len(config.max_model_len, facts, is_emulated=is_emulated)
+    if pooler is None:
+        return longest
+    budget = config.schedule.max_num_batched_tokens
+    if config.max_model_len is None:
+        return min(longest, budget, pooler.max_tokens or longest)
+    if longest > budget:
+        raise ConfigError(
+            f"max_model_len is {longest} and max_num_batched_tokens is {budget}: a pooling model "
+            "reads a text in one step, so set --max-num-batched-tokens to as many or more"
+        )
+    return longest
 
 
 def choose_max_model_len(

@@ -112,6 +112,8 @@ def _choice(flag: Flag, given: Given) -> str:
     value = given.value
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
+    if isinstance(value, Mapping) and not flag.choices:
+        value = json.dumps(value)
     if not isinstance(value, str):
         raise wrong(given, "text (in quotes)", is_secret=flag.is_secret)
     if not flag.choices:

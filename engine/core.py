@@ -18,6 +18,7 @@ from engine.masking import late_masks
 from engine.messages import FRONT_END_SHIFT, AddRequest, EngineStats, StepTokens
 from engine.outputs import Outputs
 from engine.packing import Packer
+from engine.pooling import PoolingScheduler, pooling_refusal
 from engine.prefix import TOKEN_BYTES
 from engine.request import CORNERED, ModelLimits, Request
 from engine.scheduler import Decision, Scheduler
@@ -66,19 +67,24 @@ class EngineCore:
         )
         self._packer = Packer(
             table,
-            max_prefill_batch=schedule.max_prefill_batch,
+            max_prefill_batch=schedule.prompts_a_launch(pools=ready.pooling is not None),
             max_tokens=schedule.max_num_batched_tokens,
             stats=self._counts,
             on_unwarmed=config.warmup.on_unwarmed_shape,
             contiguous=ready.contiguous,
         )
-        self._scheduler = Scheduler(
-            schedule,
-            self._kv,
-            self._packer,
-            self._counts,
-            defrag_threshold=config.execution.defrag_threshold,
-        )
+        self._pooling = ready.pooling
+        self._scheduler: Scheduler | PoolingScheduler
+        if ready.pooling is not None:
+            self._scheduler = PoolingScheduler(schedule, ready.pooling, self._packer)
+        else:
+            self._scheduler = Scheduler(
+                schedule,
+                self._kv,
+                self._packer,
+                self._counts,
+                defrag_threshold=config.execution.defrag_threshold,
+            )
         self._outputs = Outputs(self._kv)
         self._requests: dict[int, Request] = {}
         self._front_ends: set[int] = set()
@@ -151,6 +157,10 @@ class EngineCore:
         if error is not None:
             self._outputs.refuse(key, error)
             return
+        refusal = pooling_refusal(message.pooling, self._pooling, _num_tokens(message))
+        if refusal is not None:
+            self._outputs.refuse(key, *refusal)
+            return
         params = message.sampling
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed & (2**63 - 1)
         now = self._clock()
@@ -170,7 +180,8 @@ class EngineCore:
         if request.guide is not None and request.is_cornered:
             self._outputs.refuse(key, CORNERED, "structured_outputs")
             return
-        if params.max_tokens == 0 and params.prompt_logprobs is None:
+        asks_nothing = params.max_tokens == 0 and params.prompt_logprobs is None
+        if asks_nothing and message.pooling is None:
             self._outputs.start(request, 0, now)
             self._outputs.finish(request, "length", now)
             return
@@ -182,17 +193,18 @@ class EngineCore:
         num_bytes = message.prompt.nbytes
         if num_bytes % TOKEN_BYTES:
             return f"the prompt has {num_bytes} bytes, which is no multiple of {TOKEN_BYTES}"
-        num_tokens = num_bytes // TOKEN_BYTES
+        num_tokens = _num_tokens(message)
         if num_tokens == 0:
             return "the prompt has 0 tokens, it must have at least 1"
         limits = self._limits
-        most = limits.max_model_len - (0 if message.sampling.max_tokens == 0 else 1)
+        needs_none = message.pooling is not None or message.sampling.max_tokens == 0
+        most = limits.max_model_len - (0 if needs_none else 1)
         if num_tokens > most:
             return (
                 f"the prompt has {num_tokens} tokens, the model's context of "
                 f"{limits.max_model_len} takes at most {most}"
             )
-        num_blocks = self._kv.blocks_for(num_tokens)
+        num_blocks = 0 if self._pooling else self._kv.blocks_for(num_tokens)
         if num_blocks > self._kv.pool.size:
             return (
                 f"the prompt needs {num_blocks} KV blocks of {self._kv.block_size} tokens, "
@@ -367,6 +379,10 @@ def _blocks_to_lend(config: EngineConfig, ready: WorkerReady, table: BucketTable
         return ready.num_blocks
     widest = max((bucket[3] for bucket in table.buckets if bucket[0] == DECODE), default=0)
     return min(ready.num_blocks, widest)
+
+
+def _num_tokens(message: AddRequest) -> int:
+    return message.prompt.nbytes // TOKEN_BYTES
 
 
 def _stray_token(params: SamplingParams, vocab_size: int) -> int | None:

@@ -170,7 +170,7 @@ class EngineLoop:
         core = EngineCore(self._config, executor, worker, table, time.monotonic)
         for front_end in range(self._num_front_ends):
             core.attach(front_end)
-        if self._config.cache.enable_prefix_caching:
+        if self._config.cache.enable_prefix_caching and worker.pooling is None:
             self._block_size = worker.block_size
         if freeze_garbage:
             # What lives now lives to the end: the collector need not look at it again.
@@ -231,22 +231,30 @@ def make_table(config: EngineConfig, worker: WorkerReady) -> BucketTable:
     buckets = config.buckets
     if buckets.strategy == "auto":
         buckets = replace(buckets, strategy="exponential" if worker.buckets else "exact")
-    limits = BucketLimits(
-        block_size=worker.block_size,
-        max_model_len=worker.max_model_len,
-        max_num_seqs=config.schedule.max_num_seqs,
-        max_num_batched_tokens=config.schedule.max_num_batched_tokens,
-        max_prefill_batch=config.schedule.max_prefill_batch,
-        num_blocks=worker.num_blocks,
-        prefix_caching=config.cache.enable_prefix_caching,
-    )
-    table = BucketTable.make(buckets, limits)
+    table = BucketTable.make(buckets, _limits(config, worker))
     strange = set(worker.buckets) - set(table.buckets)
     assert not strange, f"the worker prepared {sorted(strange)}, which the engine does not know"
     if not table.is_exact:
         table.keep(worker.buckets)
     table.prefers_prepared = config.warmup.on_unwarmed_shape == "pad"
     return table
+
+
+def _limits(config: EngineConfig, worker: WorkerReady) -> BucketLimits:
+    schedule = config.schedule
+    if worker.pooling is not None:
+        return BucketLimits.of_texts(
+            schedule, block_size=worker.block_size, max_model_len=worker.max_model_len
+        )
+    return BucketLimits(
+        block_size=worker.block_size,
+        max_model_len=worker.max_model_len,
+        max_num_seqs=schedule.max_num_seqs,
+        max_num_batched_tokens=schedule.max_num_batched_tokens,
+        max_prefill_batch=schedule.prompts_a_launch(),
+        num_blocks=worker.num_blocks,
+        prefix_caching=config.cache.enable_prefix_caching,
+    )
 
 
 def make_ready(engine: int, worker: WorkerReady, config: EngineConfig) -> Ready:
@@ -269,6 +277,7 @@ def make_ready(engine: int, worker: WorkerReady, config: EngineConfig) -> Ready:
         driver=worker.driver,
         software=worker.software,
         logprobs_mode=config.logprobs_mode,
+        pooling=worker.pooling,
     )
 
 

@@ -67,6 +67,8 @@ class Outputs:
         """
         assert result.step == decision.step, f"result {result.step} for plan {decision.step}"
         self._step = result.step
+        if decision.plan is not None and decision.plan.texts:
+            return self._accept_vectors(decision, result, now)
         tokens = result.tokens
         decodes = decision.decodes
         sampling = [chunk.request for chunk in decision.prefills if chunk.samples]
@@ -81,6 +83,23 @@ class Outputs:
         ended = self._accept(decodes, tokens[: len(decodes)], now)
         if decision.prefills:
             ended += self._accept_prefills(decision, tokens[len(decodes) :], now)
+        return ended
+
+    def _accept_vectors(self, decision: Decision, result: StepResult, now: float) -> list[Request]:
+        """A pooling model's requests end with their first step."""
+        ended = []
+        for chunk, (num_rows, data) in zip(decision.prefills, result.vectors, strict=True):
+            request = chunk.request
+            if request.state == ENDED:
+                continue
+            request.first_token_at = now
+            ended.append(request)
+            if num_rows < 0:
+                self.finish(request, "error", now, error="the model's vectors were not numbers")
+                continue
+            message = self._message(request.front_end)
+            message.vectors.append((request.key, num_rows, data))
+            self.finish(request, "stop", now)
         return ended
 
     def _accept_prefills(self, decision: Decision, tokens: list[int], now: float) -> list[Request]:

@@ -63,6 +63,7 @@ class Request:
         "num_scored",
         "outputs",
         "pause_at",
+        "pooling",
         "promised",
         "prompt",
         "rank",
@@ -93,6 +94,8 @@ class Request:
         self.num_prompt = len(self.prompt) // TOKEN_BYTES
         self.outputs = array("I")
         self.name = message.name or f"key {message.key}"
+        self.pooling = message.pooling
+        """What is wanted of it instead of tokens."""
         self.cache_salt = message.cache_salt
         self.adapter = message.adapter
         self.hashes = hashes

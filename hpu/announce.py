@@ -67,6 +67,8 @@ def tell_buckets(table: BucketTable, strategy: str) -> None:
         (DECODE, ("batch", "query", "blocks")),
     ):
         shapes = [bucket[1:] for bucket in table.buckets if bucket[0] == phase]
+        if not shapes:
+            continue
         sizes = ", ".join(
             f"{name} {_span([shape[place] for shape in shapes])}"
             for place, name in enumerate(names)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from config.buckets import BucketConfig
+from config.engine import ScheduleConfig
 from config.errors import ConfigError
 from config.traffic import Lengths
 from hpu.bucket_cost import launch_cost, launch_overhead
@@ -33,6 +34,25 @@ class BucketLimits:
     max_prefill_batch: int
     num_blocks: int
     prefix_caching: bool
+    pools: bool = False
+    """Whole texts are read, without a cache: there are no decodes and no context blocks."""
+
+    @classmethod
+    def of_texts(
+        cls, schedule: ScheduleConfig, *, block_size: int, max_model_len: int
+    ) -> "BucketLimits":
+        """What bounds a pooling model, whose `block_size` is the step between lengths alone."""
+        return cls(
+            block_size=block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=schedule.max_num_seqs,
+            max_num_batched_tokens=schedule.max_num_batched_tokens,
+            max_prefill_batch=schedule.prompts_a_launch(pools=True),
+            # Of a cache that is never made: some strategies ask before they know.
+            num_blocks=schedule.max_num_seqs * math.ceil(max_model_len / block_size),
+            prefix_caching=False,
+            pools=True,
+        )
 
     @property
     def max_query(self) -> int:
@@ -77,9 +97,15 @@ class BucketTable:
         self._prepared = {phase: set(shapes) for phase, shapes in self._shapes.items()}
         self._memo: dict[tuple[int, int, int, int], Lookup] = {}
         if not exact:
-            for phase, name in ((PREFILL, "prompt"), (DECODE, "decode")):
+            for phase in self.phases:
                 if not self._shapes[phase]:
+                    name = "prompt" if phase == PREFILL else "decode"
                     raise ConfigError(f"the bucket table holds 0 {name} buckets, it needs 1")
+
+    @property
+    def phases(self) -> tuple[int, ...]:
+        """Those that have launches."""
+        return (PREFILL,) if self.limits.pools else (PREFILL, DECODE)
 
     @classmethod
     def make(cls, config: BucketConfig, limits: BucketLimits) -> "BucketTable":
@@ -89,6 +115,9 @@ class BucketTable:
             return cls([], [], limits, exact=True)
         prompts, decodes = generate(config, limits)
         prompts = [shape for shape in prompts if _fits_budget(shape, limits)]
+        if limits.pools:
+            prompts, decodes = [shape for shape in prompts if shape[2] == 0], []
+            return cls(_cover_texts(prompts, limits), [], limits, exact=False)
         if not limits.prefix_caching:
             # None can hold more than there are, and a slice of the cache cannot be longer than it.
             decodes = [(batch, 1, min(blocks, limits.num_blocks)) for batch, _, blocks in decodes]
@@ -231,6 +260,14 @@ def _cover_prompts(shapes: list[Shape], limits: BucketLimits) -> list[Shape]:
         if not any(s[0] >= 1 and s[1] >= query and s[2] >= most for s in shapes):
             added.append((1, query, most))
     return shapes + added
+
+
+def _cover_texts(shapes: list[Shape], limits: BucketLimits) -> list[Shape]:
+    """Make sure that a single text always finds a bucket."""
+    longest = limits.max_model_len
+    if not any(query >= longest for _, query, _ in shapes):
+        shapes.append((1, limits.block_size * math.ceil(longest / limits.block_size), 0))
+    return shapes
 
 
 def _cover_decodes(shapes: list[Shape], limits: BucketLimits) -> list[Shape]:

@@ -6,14 +6,16 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from config.buckets import BucketConfig
 from config.engine import EngineConfig
 from config.errors import ConfigError
-from config.model import ModelConfig, read_model_config
-from config.startup import choose_max_model_len
+from config.model import ModelConfig
+from config.pooling import PoolingFacts
+from config.startup import choose_context
 from hpu import announce
 from hpu.backends.base import Backend
 from hpu.buckets import BucketLimits, BucketTable
@@ -31,8 +33,9 @@ from hpu.rows import Rows
 from hpu.runner import Runner
 from hpu.sampler import AnySampler, Sampler
 from hpu.sampler_padded import PaddedSampler
-from hpu.staging import Staging
+from hpu.staging import BucketInputs, Staging
 from hpu.step import WarmupProgress
+from hpu.steps import Steps
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +62,7 @@ class Loaded:
     @property
     def buckets(self) -> BucketConfig:
         """How the table is made, with the device's own strategy where none was named."""
-        buckets = self.config.buckets
-        if buckets.strategy == "auto":
-            return replace(buckets, strategy=self.backend.default_strategy)
-        return buckets
+        return named_strategy(self.config, self.backend)
 
     @property
     def pads(self) -> bool:
@@ -92,23 +92,86 @@ class Loaded:
             max_model_len=self.max_model_len,
             max_num_seqs=schedule.max_num_seqs,
             max_num_batched_tokens=schedule.max_num_batched_tokens,
-            max_prefill_batch=schedule.max_prefill_batch,
+            max_prefill_batch=schedule.prompts_a_launch(),
             num_blocks=num_blocks,
             prefix_caching=self.config.cache.enable_prefix_caching,
         )
         return BucketTable.make(self.buckets, limits)
 
 
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a worker needs for its life, whatever its model gives."""
+
+    runner: Steps
+    graphs: Graphs
+    staging: Staging[Any]
+    cache: KVCache | None
+    """None where nothing is cached."""
+    table: BucketTable
+    strategy: str
+    facts: ModelConfig
+    dtype: torch.dtype
+    max_model_len: int
+    block_size: int
+    weight_bytes: int
+    load_s: float
+    contiguous: bool = False
+    """Whether decodes read the cache as one slice."""
+    pooling: PoolingFacts | None = None
+
+
+def build_generating(
+    config: EngineConfig,
+    facts: ModelConfig,
+    backend: Backend,
+    counters: Counters,
+    on_progress: Callable[[WarmupProgress], None],
+) -> Built:
+    """Everything up to the warm-up. Raises ConfigError when the checkpoint, the device and the
+    settings do not fit each other."""
+    loaded = load(config, facts, backend, on_progress)
+    sampler = make_sampler(loaded)
+    found = find_memory(loaded, sampler)
+    parts = split(loaded, found)
+    runner, graphs, staging, cache = make_runner(
+        loaded,
+        sampler,
+        counters,
+        num_blocks=parts.num_blocks,
+        captures=loaded.captures,
+        graph_bytes=parts.graph_bytes,
+    )
+    # More blocks may have been asked for than were planned.
+    left = max(0, backend.memory()[0] - found.reserve)
+    graphs.budget_bytes = min(graphs.budget_bytes, left)
+    return Built(
+        runner=runner,
+        graphs=graphs,
+        staging=staging,
+        cache=cache,
+        table=loaded.table(parts.num_blocks),
+        strategy=loaded.buckets.strategy,
+        facts=facts,
+        dtype=loaded.dtype,
+        max_model_len=loaded.max_model_len,
+        block_size=loaded.block_size,
+        weight_bytes=loaded.weight_bytes,
+        load_s=loaded.load_s,
+        contiguous=loaded.contiguous,
+    )
+
+
 def load(
-    config: EngineConfig, backend: Backend, on_progress: Callable[[WarmupProgress], None]
+    config: EngineConfig,
+    facts: ModelConfig,
+    backend: Backend,
+    on_progress: Callable[[WarmupProgress], None],
 ) -> Loaded:
     """The model with its weights. Raises ConfigError when the checkpoint, the device and the
     settings do not fit each other."""
-    facts = read_model_config(config.model)
     dtype = choose_dtype(config.dtype, facts.dtype, backend)
-    max_model_len = choose_max_model_len(
-        config.max_model_len, facts, is_emulated=config.device == "hpu-emulator"
-    )
+    max_model_len = choose_context(config, facts, None)
     logger.info("Device %s, %s, context %d", backend.name, name_of(dtype), max_model_len)
     start = time.perf_counter()
     model = build_model(facts, dtype=dtype, device=backend.device, max_model_len=max_model_len)
@@ -156,7 +219,7 @@ def make_runner(
     num_blocks: int,
     captures: bool,
     graph_bytes: int,
-) -> tuple[Runner, Graphs, Staging, KVCache]:
+) -> tuple[Runner, Graphs, Staging[BucketInputs], KVCache]:
     """A runner over a cache of so many blocks, and the parts of it that a warm-up works on. The
     last row is the runner's own."""
     backend, model = loaded.backend, loaded.model
@@ -164,7 +227,7 @@ def make_runner(
         model, backend, num_blocks=num_blocks, block_size=loaded.block_size, dtype=loaded.dtype
     )
     graphs = Graphs(model, backend, counters, captures=captures, budget_bytes=graph_bytes)
-    staging = Staging(backend)
+    staging = Staging(backend, BucketInputs)
     rows = Rows(
         loaded.config.schedule.max_num_seqs + 1,
         loaded.max_model_len,
@@ -207,7 +270,7 @@ def find_memory(loaded: Loaded, sampler: AnySampler) -> Found:
     runner, *_ = make_runner(
         loaded, sampler, Counters(), num_blocks=1, captures=False, graph_bytes=0
     )
-    reserve = measure_launches(runner, sampler, backend, buckets)
+    reserve = measure_launches(runner, backend, buckets)
     del runner
     gc.collect()
     logger.info(
@@ -234,6 +297,13 @@ def split(loaded: Loaded, found: Found) -> Split:
         announce.tell_memory(parts, config.cache, found, config.warmup)
     announce.tell_cache(parts, config.cache, wanted)
     return parts
+
+
+def named_strategy(config: EngineConfig, backend: Backend) -> BucketConfig:
+    """How the table is made, with the device's own strategy where none was named."""
+    if config.buckets.strategy == "auto":
+        return replace(config.buckets, strategy=backend.default_strategy)
+    return config.buckets
 
 
 def choose_dtype(asked: str, checkpoint: str, backend: Backend) -> torch.dtype:

@@ -5,13 +5,14 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from hpu.backends.base import Backend, Graph
 from hpu.counters import Counters, phase_name
 from hpu.layers.context import LaunchContext
-from hpu.staging import Bucket, BucketInputs
+from hpu.staging import Bucket, Inputs
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class Graphs:
         """Whether the bucket has a graph."""
         return bucket in self._graphs
 
-    def run(self, inputs: BucketInputs, rows: Sequence[int] = ()) -> Tensor:
+    def run(self, inputs: Inputs[Any], rows: Sequence[int] = ()) -> Tensor:
         """Hidden states (B, Q, hidden) of the uploaded inputs; the next run may overwrite them.
         `rows` are those of the launch, for the log."""
         graph = self._graphs.get(inputs.bucket)
@@ -65,7 +66,7 @@ class Graphs:
             return self._run_first(inputs, rows)
         return self._forward(inputs.tokens, inputs.context)
 
-    def capture(self, inputs: BucketInputs) -> int | None:
+    def capture(self, inputs: Inputs[Any]) -> int | None:
         """Make the bucket's graph. Bytes that it took, or None when memory is full: then all is as
         it was before."""
         free, _ = self._backend.memory()
@@ -85,7 +86,7 @@ class Graphs:
         self._counters.add("graph_bytes", taken)
         return taken
 
-    def _capture(self, inputs: BucketInputs) -> Graph | None:
+    def _capture(self, inputs: Inputs[Any]) -> Graph | None:
         try:
             graph = self._backend.capture(self._forward, (inputs.tokens, inputs.context))
             self._backend.synchronize()
@@ -95,7 +96,7 @@ class Graphs:
             return None
         return graph
 
-    def _run_first(self, inputs: BucketInputs, rows: Sequence[int]) -> Tensor:
+    def _run_first(self, inputs: Inputs[Any], rows: Sequence[int]) -> Tensor:
         """A bucket that has never run before, and has no graph."""
         self._seen.add(inputs.bucket)
         if self.stage == "serving":

@@ -42,6 +42,10 @@ class Loadable(Protocol):
         """Each name with its Place."""
         ...
 
+    def own_name(self, name: str) -> str:
+        """What `places` calls the tensor that a checkpoint calls `name`."""
+        ...
+
     def may_skip(self, name: str) -> bool: ...
 
 
@@ -57,7 +61,8 @@ def load_weights(model: Loadable, path: str, *, on_progress: Callable[[int, int]
     done: set[str] = set()
     with _bar(len(places)) as bar:
         for file in files:
-            for name, tensor in _tensors(file):
+            for stored, tensor in _tensors(file):
+                name = model.own_name(stored)
                 place = places.get(name)
                 if place is None:
                     if model.may_skip(name):

@@ -3,35 +3,21 @@ made. Knows no sequences."""
 
 import gc
 
-import numpy as np
-
 from config.errors import ConfigError
 from hpu.backends.base import Backend
 from hpu.buckets import BucketTable
 from hpu.memory import GIB
-from hpu.runner import Runner
-from hpu.sampler import AnySampler
 from hpu.staging import Bucket
 from hpu.step import DECODE, PREFILL
+from hpu.steps import Steps
 
 
-def measure_launches(
-    runner: Runner, sampler: AnySampler, backend: Backend, buckets: list[Bucket]
-) -> int:
+def measure_launches(runner: Steps, backend: Backend, buckets: list[Bucket]) -> int:
     """Most bytes that any of `buckets` takes beyond what lies in memory when it is done, with every
     kind of sampling. `runner` must not capture. Raises ConfigError when one does not fit."""
     backend.reset_peak()
     for bucket in buckets:
-        for sampling in sampler.warmup_settings:
-            sampler.admit(runner.own_row, sampling, np.zeros(1, np.uint32), 1)
-            try:
-                runner.warm(bucket, prompts=True)
-            except (RuntimeError, MemoryError) as error:
-                if not backend.is_out_of_memory(error):
-                    raise
-                raise ConfigError(_too_large(bucket, backend)) from error
-            finally:
-                sampler.release(runner.own_row)
+        _run(runner, backend, bucket)
     peak = backend.peak_memory()
     gc.collect()
     backend.reset_peak()
@@ -40,12 +26,24 @@ def measure_launches(
     return max(0, peak - rest)
 
 
+def _run(runner: Steps, backend: Backend, bucket: Bucket) -> None:
+    try:
+        for kind in runner.kinds:
+            runner.warm(bucket, kind, prompts=True)
+    except (RuntimeError, MemoryError) as error:
+        if not backend.is_out_of_memory(error):
+            raise
+        raise ConfigError(_too_large(bucket, backend)) from error
+
+
 def largest_buckets(table: BucketTable, num_blocks: int) -> list[Bucket]:
-    """The most expensive prompt, and the widest decode, of at most `num_blocks` blocks: its true
-    number of blocks depends on the cache, whose size is yet to be decided."""
+    """The most expensive prompt, and the widest decode, if there are any, of at most `num_blocks`
+    blocks: its true number of blocks depends on the cache, whose size is yet to be decided."""
     prompts = [bucket for bucket in table.buckets if bucket[0] == PREFILL]
     largest = max(prompts, key=lambda bucket: table.cost(PREFILL, bucket[1:]))
     limits = table.limits
+    if DECODE not in table.phases:
+        return [largest]
     blocks = max(1, min(limits.max_decode_blocks, num_blocks))
     return [largest, (DECODE, limits.max_num_seqs, 1, blocks)]
 

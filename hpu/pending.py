@@ -1,6 +1,7 @@
 """PendingStep: what a step left on its way to the host, and how it becomes a StepResult; and what
 waits in it for masks."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -51,6 +52,29 @@ class PendingPrompt:
 
 
 @dataclass(slots=True)
+class PendingVectors:
+    """A launch of texts: `whole` (B, width) and `by_token` (B, Q, hidden), float32 on the host."""
+
+    whole: Tensor | None = None
+    by_token: Tensor | None = None
+    wanted: list[tuple[int, int]] = field(default_factory=list)
+    """Of each text: tokens whose own vectors are wanted, 0 for the one of all; and how many
+    numbers of a vector, 0 for all."""
+
+    def messages(self) -> Iterator[tuple[int, memoryview]]:
+        """As in StepResult.vectors."""
+        for row, (count, dimensions) in enumerate(self.wanted):
+            found = self.by_token if count else self.whole
+            assert found is not None
+            part = found[row, :count] if count else found[row : row + 1]
+            part = part[:, : dimensions or part.shape[1]]
+            if bool(part.isfinite().all()):
+                yield len(part), _bytes(part, "<f4")
+            else:
+                yield -1, memoryview(b"")
+
+
+@dataclass(slots=True)
 class PendingLaunch:
     """One launch: its sampling rows, and their tokens (at least len(rows),) on the host."""
 
@@ -61,6 +85,7 @@ class PendingLaunch:
     tokens: Tensor | None = None
     logprobs: PendingLogprobs | None = None
     prompts: list[PendingPrompt] = field(default_factory=list)
+    vectors: PendingVectors | None = None
     launch: Launch | None = None
     """What was asked; None in a warm-up."""
     filled: tuple[float, float] = (0.0, 0.0)
@@ -136,6 +161,8 @@ class PendingStep:
                     if k >= 0
                 )
             result.prompt_logprobs.extend((p.row, p.message()) for p in launch.prompts)
+            if launch.vectors is not None:
+                result.vectors.extend(launch.vectors.messages())
             parts = launch.parts()
             if parts:
                 result.seconds.append(sum(end.seconds_since(begin) for begin, end in parts))

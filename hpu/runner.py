@@ -15,16 +15,15 @@ from torch import Tensor
 from config.sampling import MAX_LOGPROBS
 from hpu.backends.base import Backend
 from hpu.counters import Counters
-from hpu.diagnostics import Diagnostics
 from hpu.graphs import Graphs
 from hpu.kv_cache import KVCache
 from hpu.logprobs import prompt_logprobs
 from hpu.pending import Forward, PendingLaunch, PendingLogprobs, PendingPrompt, PendingStep
-from hpu.profiler import Trace
 from hpu.rows import Rows, Tokens
 from hpu.sampler import AnySampler
 from hpu.staging import Bucket, BucketInputs, PrefillFields, Staging
-from hpu.step import PREFILL, Launch, Masks, StepPlan, StepResult
+from hpu.step import PREFILL, Launch, Masks, RowSampling, StepPlan, StepResult
+from hpu.steps import Steps
 
 PROMPT_LOGITS = 1 << 24
 """Logits held at once for prompt log-probabilities: 64 MiB in float32."""
@@ -38,9 +37,8 @@ class HasLogits(Protocol):
         ...
 
 
-class Runner:
-    """Runs plans on one device. Plans are collected in the order of their submission; one may be
-    submitted while those before it are not collected yet."""
+class Runner(Steps):
+    """Steps of sequences that live in rows, over a KV cache."""
 
     def __init__(
         self,
@@ -50,38 +48,29 @@ class Runner:
         sampler: AnySampler,
         cache: KVCache,
         graphs: Graphs,
-        staging: Staging,
+        staging: Staging[BucketInputs],
         counters: Counters,
         *,
         vocab_size: int,
         pads: bool,
     ) -> None:
+        super().__init__(backend, counters)
         self._model = model
-        self._backend = backend
         self._rows = rows
         self._sampler = sampler
         self._cache = cache
         self._graphs = graphs
         self._staging = staging
-        self._counters = counters
         self._vocab_size = vocab_size
         self._pads = pads
         """Whether every shape must come from the bucket; if not, it may follow the real rows."""
-        self.trace: Trace | None = None
-        """Where steps are noted; set and taken away between steps."""
-        self.diagnostics: Diagnostics | None = None
-        """Set where the device's runtime counts."""
         self._broken: set[int] = set()
         """Rows whose logits were not numbers, until they are freed."""
         # One place more than rows: padding reads and writes there.
         self._last_tokens = backend.zeros((rows.max_rows + 1,), backend.index_dtype)
 
-    def submit(self, plan: StepPlan) -> PendingStep:
-        """Apply a plan's changes and launch it, without waiting for the device. What samples late
-        rows is left for `mask`, which must come before the next plan."""
-        start = time.perf_counter()
-        self._apply(plan)
-        pending = PendingStep(plan.step, host_s=time.perf_counter() - start)
+    def _launch_all(self, plan: StepPlan, pending: PendingStep) -> None:
+        """What samples late rows is left for `mask`, which must come before the next plan."""
         late = set(plan.late_rows)
         for place, launch in enumerate(plan.launches):
             if late.isdisjoint(launch.rows):
@@ -96,9 +85,6 @@ class Runner:
             pending.held.launch.paused = self._backend.event()
         else:
             pending.end = self._backend.event()
-        if self.trace is not None:
-            self.trace.submitted(pending, start)
-        return pending
 
     def mask(self, pending: PendingStep, masks: Masks) -> None:
         """Take the masks of the late rows of a plan, the newest, and launch what waited for them,
@@ -123,31 +109,25 @@ class Runner:
         if self.trace is not None:
             self.trace.masked(pending, start)
 
-    def collect(self, pending: PendingStep) -> StepResult:
-        """Wait for a submitted plan's results."""
-        pending.wait()
-        start = time.perf_counter()
-        result = pending.result()
-        if -1 in result.tokens:
-            sampled = [row for launch in pending.launches for row in launch.rows]
-            tokens = zip(sampled, result.tokens, strict=True)
-            self._broken.update(row for row, token in tokens if token < 0)
-        if self.diagnostics is not None:
-            self.diagnostics.collected(pending)
-        result.counters = self._counters.take_changed()
-        result.host_s = pending.host_s + time.perf_counter() - start
-        if self.trace is not None:
-            self.trace.collected(pending, result.seconds, start)
-        return result
-
     @property
     def own_row(self) -> int:
         """The last row, in which no plan puts a sequence: for a warm-up."""
         return self._rows.max_rows - 1
 
-    def warm(self, bucket: Bucket, *, prompts: bool = False) -> None:
-        """Run a bucket once on nothing, sampling included; `own_row` must be admitted to the
-        sampler. With `prompts`, a prefill's prompt log-probabilities too. Waits for the device."""
+    @property
+    def kinds(self) -> tuple[RowSampling, ...]:
+        """Every kind of sampling."""
+        return self._sampler.warmup_settings
+
+    def warm(self, bucket: Bucket, kind: RowSampling, *, prompts: bool = False) -> None:
+        """As Steps.warm, sampling included."""
+        self._sampler.admit(self.own_row, kind, np.zeros(1, np.uint32), 1)
+        try:
+            self._warm(bucket, prompts)
+        finally:
+            self._sampler.release(self.own_row)
+
+    def _warm(self, bucket: Bucket, prompts: bool) -> None:
         inputs = self._staging.inputs(bucket)
         self._rows.fill_idle(inputs.fields())
         inputs.upload()
@@ -163,6 +143,12 @@ class Runner:
         self._backend.synchronize()
         if self.diagnostics is not None:
             self.diagnostics.warmed(bucket[0])
+
+    def _take_in(self, pending: PendingStep, result: StepResult) -> None:
+        if -1 in result.tokens:
+            sampled = [row for launch in pending.launches for row in launch.rows]
+            tokens = zip(sampled, result.tokens, strict=True)
+            self._broken.update(row for row, token in tokens if token < 0)
 
     def _apply(self, plan: StepPlan) -> None:
         for row in plan.freed_rows:

@@ -2,7 +2,8 @@
 Knows shapes, not what is written into them."""
 
 from collections import OrderedDict
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +17,10 @@ Array = np.ndarray[tuple[int, ...], np.dtype[np.int64] | np.dtype[np.int32]]
 
 Bucket = tuple[int, int, int, int]
 """(phase, batch, query, blocks)"""
+
+F = TypeVar("F")
+Made = TypeVar("Made", bound="Inputs[Any]")
+Made_co = TypeVar("Made_co", bound="Inputs[Any]", covariant=True)
 
 MAX_PASSING = 16
 """Inputs kept for shapes that were not prepared; the one unused for longest is dropped."""
@@ -70,68 +75,50 @@ def _shapes(bucket: Bucket) -> list[tuple[int, ...]]:
     return [(batch,), (batch, 1), (batch,), (blocks,), (blocks,), (blocks,), (blocks,)]
 
 
-class _HostSet:
+class _HostSet(Generic[F]):
     """Host memory for one launch, in one piece so that one copy carries it over."""
 
-    def __init__(self, bucket: Bucket, backend: Backend) -> None:
-        shapes = _shapes(bucket)
+    def __init__(
+        self, shapes: list[tuple[int, ...]], make: Callable[..., F], backend: Backend
+    ) -> None:
         sizes = [int(np.prod(shape)) for shape in shapes]
         self.flat = backend.host_tensor(sum(sizes), backend.index_dtype)
         self.read: Event | None = None
         """Done once the device has read the set."""
         pieces = np.split(self.flat.numpy(), np.cumsum(sizes)[:-1])
         views = [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
-        self.fields: PrefillFields | DecodeFields
-        if bucket[0] == PREFILL:
-            self.fields = PrefillFields(*views)
-        else:
-            self.fields = DecodeFields(*views)
+        self.fields = make(*views)
 
 
-class BucketInputs:
-    """Static inputs of one bucket. `fields()`, write, `upload()`, launch: once for each launch."""
+class Inputs(Generic[F]):
+    """Static inputs of one bucket, in `shapes`, which the host writes as what `make` makes of
+    them. `fields()`, write, `upload()`, launch: once for each launch."""
 
-    def __init__(self, bucket: Bucket, backend: Backend, *, is_static: bool) -> None:
-        phase, batch, query, _ = bucket
+    tokens: Tensor
+    """(B, Q): what the forward pass reads; a decode's come from the device."""
+    context: LaunchContext
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        shapes: list[tuple[int, ...]],
+        make: Callable[..., F],
+        backend: Backend,
+        *,
+        is_static: bool,
+    ) -> None:
         self.bucket = bucket
         self.is_static = is_static
         """Whether they are kept for good, so that a graph may hold on to them."""
         self._backend = backend
-        self._sets = (_HostSet(bucket, backend), _HostSet(bucket, backend))
+        self._sets = tuple(_HostSet(shapes, make, backend) for _ in range(2))
         self._turn = 0
         self._flat = backend.zeros((self._sets[0].flat.numel(),), backend.index_dtype)
-        shapes = _shapes(bucket)
-        sizes = [int(np.prod(shape)) for shape in shapes]
-        pieces = torch.split(self._flat, sizes)
-        views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
-        self.tokens: Tensor
-        """(B, Q): what the forward pass reads; a decode's come from the device."""
-        self.last: Tensor | None
-        """(B,): where a prefill's sampling rows end in the flattened (B * Q); None for a decode."""
-        self.rows: Tensor
-        """(B,): the sampling rows."""
-        self.context: LaunchContext
-        if phase == PREFILL:
-            (
-                self.tokens,
-                positions,
-                slots,
-                query_lens,
-                context_lens,
-                blocks,
-                self.last,
-                self.rows,
-            ) = views
-            self.context = PrefillContext(
-                positions, slots.view(-1), query_lens, context_lens, blocks.view(-1)
-            )
-        else:
-            self.tokens = backend.zeros((batch, query), backend.index_dtype)
-            self.rows = views[0]
-            self.last = None
-            self.context = DecodeContext(*views[1:])
+        pieces = torch.split(self._flat, [int(np.prod(shape)) for shape in shapes])
+        self.views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        """The device's side of the fields."""
 
-    def fields(self) -> PrefillFields | DecodeFields:
+    def fields(self) -> F:
         """The host set whose turn it is, free to write. Waits only if the launch before last of
         this bucket has not read its inputs yet."""
         mine = self._sets[self._turn]
@@ -147,27 +134,67 @@ class BucketInputs:
         self._turn ^= 1
 
 
-class Staging:
+class BucketInputs(Inputs[PrefillFields | DecodeFields]):
+    """Of a launch of rows that live in a KV cache."""
+
+    last: Tensor | None
+    """(B,): where a prefill's sampling rows end in the flattened (B * Q); None for a decode."""
+    rows: Tensor
+    """(B,): the sampling rows."""
+
+    def __init__(self, bucket: Bucket, backend: Backend, *, is_static: bool) -> None:
+        phase, batch, query, _ = bucket
+        make = PrefillFields if phase == PREFILL else DecodeFields
+        super().__init__(bucket, _shapes(bucket), make, backend, is_static=is_static)
+        if phase == PREFILL:
+            (
+                self.tokens,
+                positions,
+                slots,
+                query_lens,
+                context_lens,
+                blocks,
+                self.last,
+                self.rows,
+            ) = self.views
+            self.context = PrefillContext(
+                positions, slots.view(-1), query_lens, context_lens, blocks.view(-1)
+            )
+        else:
+            self.tokens = backend.zeros((batch, query), backend.index_dtype)
+            self.rows = self.views[0]
+            self.last = None
+            self.context = DecodeContext(*self.views[1:])
+
+
+class MakesInputs(Protocol[Made_co]):
+    """The class of a model's inputs."""
+
+    def __call__(self, bucket: Bucket, backend: Backend, *, is_static: bool) -> Made_co: ...
+
+
+class Staging(Generic[Made]):
     """Inputs by bucket: made at start for prepared buckets and kept, made on demand for others."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, make: MakesInputs[Made]) -> None:
         self._backend = backend
-        self._prepared: dict[Bucket, BucketInputs] = {}
-        self._passing: OrderedDict[Bucket, BucketInputs] = OrderedDict()
+        self._make = make
+        self._prepared: dict[Bucket, Made] = {}
+        self._passing: OrderedDict[Bucket, Made] = OrderedDict()
 
     def prepare(self, bucket: Bucket) -> None:
         """Make the bucket's inputs for good."""
         if bucket not in self._prepared:
-            self._prepared[bucket] = BucketInputs(bucket, self._backend, is_static=True)
+            self._prepared[bucket] = self._make(bucket, self._backend, is_static=True)
 
-    def inputs(self, bucket: Bucket) -> BucketInputs:
+    def inputs(self, bucket: Bucket) -> Made:
         """The bucket's inputs."""
         found = self._prepared.get(bucket)
         if found is not None:
             return found
         found = self._passing.pop(bucket, None)
         if found is None:
-            found = BucketInputs(bucket, self._backend, is_static=False)
+            found = self._make(bucket, self._backend, is_static=False)
         self._passing[bucket] = found
         if len(self._passing) > MAX_PASSING:
             self._passing.popitem(last=False)

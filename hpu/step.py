@@ -7,6 +7,8 @@ other.
 
 import msgspec
 
+from config.pooling import PoolingFacts
+
 PREFILL = 0
 DECODE = 1
 
@@ -52,12 +54,30 @@ class NewRow(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     sampling: RowSampling
 
 
+class Text(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """What a pooling model reads at once, and what is wanted of it."""
+
+    tokens: memoryview
+    """uint32, little-endian."""
+    by_token: bool = False
+    """Whether a vector for each token is wanted, rather than one for all."""
+    normalizes: bool = False
+    """Vectors of length 1; of a model with a head, numbers between 0 and 1."""
+    dimensions: int = 0
+    """Numbers of each vector that are wanted, cut before it is normalised; 0: all."""
+    num_first: int = 0
+    """Tokens of type 0; those behind have type 1. 0: all have type 0."""
+    num_skipped: int = 0
+    """Tokens at the front that are read and not pooled."""
+
+
 class Launch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """One forward pass in one bucket. Rows keep their order; a result's tokens follow it.
 
     A prefill row takes `counts[i]` further tokens of its known ones and samples when none is left
     (`samples[i]`). A decode row takes the one token it sampled last, and always samples: its
-    `counts` and `samples` stay empty.
+    `counts` and `samples` stay empty. Of a pooling model every launch is a prefill, and `rows` are
+    places among the plan's `texts`; nothing samples.
     """
 
     phase: int
@@ -91,6 +111,8 @@ class StepPlan(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, ta
     late_rows: list[int] = []
     """The other masked rows that sample in it. A launch with one of them runs forward at once and
     samples when `Masks` has come: behind this plan, before the next one."""
+    texts: list[Text] = []
+    """For a pooling model, and nothing else is: what the launches read, whole."""
 
 
 class Masks(msgspec.Struct, array_like=True, gc=False, tag=9):
@@ -137,6 +159,9 @@ class StepResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     host_s: float = 0.0
     counters: dict[str, float] = {}
     """Changed counters of the worker (see engine/stats.py)."""
+    vectors: list[tuple[int, memoryview]] = []
+    """Of a pooling model, in the order of the launches' texts: (rows, float32 little-endian); a
+    number of rows of -1 says that its vectors were not numbers."""
 
 
 class WorkerFailed(msgspec.Struct, array_like=True, gc=False, tag=3):
@@ -185,6 +210,8 @@ class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
     """As in StepResult: what warm-up counted."""
     contiguous: bool = False
     """Whether a decode's blocks are all blocks up to the highest of its rows."""
+    pooling: PoolingFacts | None = None
+    """Set when the model gives vectors: there are no blocks then, and no decodes."""
 
 
 class Warmed(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=8):

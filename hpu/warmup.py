@@ -5,8 +5,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-
-import numpy as np
+from typing import Any
 
 from config.errors import ConfigError
 from config.execution import WarmupConfig
@@ -18,10 +17,10 @@ from hpu.capture_order import CaptureBudget, cell_of, order_buckets
 from hpu.graphs import Graphs
 from hpu.memory import GIB
 from hpu.memory_plan import split_graphs
-from hpu.runner import Runner
-from hpu.sampler import GREEDY, AnySampler
+from hpu.sampler import GREEDY
 from hpu.staging import Bucket, Staging
 from hpu.step import DECODE, PREFILL, RowSampling, WarmupProgress
+from hpu.steps import Steps
 from hpu.warmup_order import largest_first, split_buckets
 
 logger = logging.getLogger(__name__)
@@ -44,16 +43,14 @@ class Warmup:
 
     def __init__(
         self,
-        runner: Runner,
-        sampler: AnySampler,
+        runner: Steps,
         graphs: Graphs,
-        staging: Staging,
+        staging: Staging[Any],
         backend: Backend,
         config: WarmupConfig,
         block_size: int,
     ) -> None:
         self._runner = runner
-        self._sampler = sampler
         self._graphs = graphs
         self._staging = staging
         self._backend = backend
@@ -94,7 +91,7 @@ class Warmup:
                 len(first),
                 len(later),
             )
-        usable = self._run(first, on_progress)
+        usable = self._run(first, on_progress, table.phases)
         self._settle()
         return usable
 
@@ -130,18 +127,18 @@ class Warmup:
         if not self._later:
             self._backend.settled()
 
-    def _run(self, buckets: list[Bucket], on_progress: Progress) -> list[Bucket]:
-        """Without buckets (an exact table) one small prefill and one decode run."""
+    def _run(
+        self, buckets: list[Bucket], on_progress: Progress, phases: tuple[int, ...]
+    ) -> list[Bucket]:
+        """Without buckets (an exact table) one small launch of each phase runs."""
         start, free = time.perf_counter(), self._backend.memory()[0]
         self._pads = bool(buckets)
-        order = largest_first(
-            buckets or [(PREFILL, 1, FIRST_QUERY, 0), (DECODE, 1, 1, 1)], self._block_size
-        )
-        kinds = _sampling(order, self._sampler.warmup_settings)
+        order = largest_first(buckets or _first_of(phases), self._block_size)
+        kinds = _sampling(order, self._runner.kinds)
         num_graphs = len(buckets) if self._graphs.captures else 0
         progress = _Steps(len(order) + len(kinds) + num_graphs, on_progress)
         usable = self._run_all(order, progress)
-        self._sample_all(_sampling(usable, self._sampler.warmup_settings), progress)
+        self._sample_all(_sampling(usable, self._runner.kinds), progress)
         if num_graphs:
             self._capture_all(usable, progress)
         progress.finish()
@@ -160,7 +157,7 @@ class Warmup:
             announce.tell_unfit(bucket)
             return False
         if bucket[1] not in self._widths:
-            self._sample_all(_sampling([bucket], self._sampler.warmup_settings), None)
+            self._sample_all(_sampling([bucket], self._runner.kinds), None)
         if self._graphs.captures:
             self._left_out += self._capture([bucket], None, is_pooled=True)[1]
         return True
@@ -184,7 +181,7 @@ class Warmup:
             (PREFILL, "prompt", "--max-num-batched-tokens"),
             (DECODE, "decode", "--max-num-seqs"),
         ):
-            if all(bucket[0] != phase for bucket in usable):
+            if counts[phase] and all(bucket[0] != phase for bucket in usable):
                 raise ConfigError(
                     f"0 of {counts[phase]} {name} buckets fit into the device's memory: lower "
                     "--gpu-memory-utilization, the number of KV blocks where it was given, or "
@@ -274,18 +271,14 @@ class Warmup:
 
     def _try(self, bucket: Bucket, sampling: RowSampling) -> bool:
         """Run a bucket with one row of this sampling; False when memory is full."""
-        row = self._runner.own_row
         try:
             if self._graphs.captures and self._pads:
                 self._staging.prepare(bucket)
-            self._sampler.admit(row, sampling, np.zeros(1, np.uint32), 1)
-            self._runner.warm(bucket, prompts=self._pads and sampling == GREEDY)
+            self._runner.warm(bucket, sampling, prompts=self._pads and sampling == GREEDY)
         except (RuntimeError, MemoryError) as error:
             if not self._backend.is_out_of_memory(error):
                 raise
             return False
-        finally:
-            self._sampler.release(row)
         return True
 
 
@@ -311,6 +304,11 @@ class _Steps:
         if self._done < self._total:
             self._done = self._total
             self._on_progress(WarmupProgress("warmup", self._done, self._total))
+
+
+def _first_of(phases: tuple[int, ...]) -> list[Bucket]:
+    small = {PREFILL: (PREFILL, 1, FIRST_QUERY, 0), DECODE: (DECODE, 1, 1, 1)}
+    return [small[phase] for phase in phases]
 
 
 def _sampling(

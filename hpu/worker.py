@@ -8,16 +8,20 @@ import torch
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
+from config.model import read_model_config
+from config.pooler import choose_pooler
 from hpu import announce
 from hpu.backends.base import Backend
 from hpu.backends.select import select_backend
-from hpu.build import find_memory, load, make_runner, make_sampler, name_of, split
+from hpu.build import build_generating, name_of
 from hpu.counters import Counters
 from hpu.diagnostics import diagnostics_of
 from hpu.pending import PendingStep
+from hpu.pooling_build import build_pooling
 from hpu.profiler import Profiler
 from hpu.runner import Runner
 from hpu.step import Masks, StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
+from hpu.steps import Steps
 from hpu.warmup import Warmup
 
 Progress = Callable[[WarmupProgress], None]
@@ -31,7 +35,7 @@ class Worker:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._backend: Backend | None = None
-        self._runner: Runner | None = None
+        self._runner: Steps | None = None
         self._profiler: Profiler | None = None
         self._warmup: Warmup | None = None
         self._counters = Counters()
@@ -61,7 +65,7 @@ class Worker:
     def mask(self, masks: Masks) -> None:
         """What may come next in the late rows of the newest plan: launch what waited for it. Does
         not wait for the device."""
-        assert self._runner is not None and self._pending, "mask without a plan"
+        assert isinstance(self._runner, Runner) and self._pending, "mask without a plan"
         with torch.inference_mode():
             self._runner.mask(self._pending[-1], masks)
 
@@ -108,62 +112,52 @@ class Worker:
             self._backend = None
 
     def _start(self, on_progress: Progress) -> WorkerReady:
-        config = self._config
+        config, counters = self._config, self._counters
         backend = select_backend(config)
         self._backend = backend
-        loaded = load(config, backend, on_progress)
-        sampler = make_sampler(loaded)
-        found = find_memory(loaded, sampler)
-        parts = split(loaded, found)
-        table = loaded.table(parts.num_blocks)
-        announce.tell_buckets(table, loaded.buckets.strategy)
-        counters = self._counters
-        self._runner, graphs, staging, cache = make_runner(
-            loaded,
-            sampler,
-            counters,
-            num_blocks=parts.num_blocks,
-            captures=loaded.captures,
-            graph_bytes=parts.graph_bytes,
-        )
-        # More blocks may have been asked for than were planned.
-        left = max(0, backend.memory()[0] - found.reserve)
-        graphs.budget_bytes = min(graphs.budget_bytes, left)
-        diagnostics = diagnostics_of(backend, config.execution, counters, captures=loaded.captures)
-        self._runner.diagnostics = diagnostics
-        if backend.compiles:
+        facts = read_model_config(config.model)
+        pooler = choose_pooler(config, facts)
+        if pooler is None:
+            built = build_generating(config, facts, backend, counters, on_progress)
+        else:
+            built = build_pooling(config, facts, pooler, backend, counters, on_progress)
+        announce.tell_buckets(built.table, built.strategy)
+        runner, graphs, cache = built.runner, built.graphs, built.cache
+        self._runner = runner
+        diagnostics = diagnostics_of(backend, config.execution, counters, captures=graphs.captures)
+        runner.diagnostics = diagnostics
+        if cache is not None and backend.compiles:
             cache.warm_scrub()
-        if loaded.contiguous:
+        if cache is not None and built.contiguous:
             cache.warm_moves()
-        warmup = Warmup(
-            self._runner, sampler, graphs, staging, backend, config.warmup, loaded.block_size
-        )
+        warmup = Warmup(runner, graphs, built.staging, backend, config.warmup, built.block_size)
         self._warmup = warmup
         start = time.perf_counter()
-        prepared = warmup.start(table, on_progress)
+        prepared = warmup.start(built.table, on_progress)
         warmup_s = time.perf_counter() - start
         if diagnostics is not None:
             diagnostics.forget()
-        self._profiler = Profiler(self._runner, backend, config.execution, config.cache_dir)
+        self._profiler = Profiler(runner, backend, config.execution, config.cache_dir)
         self._profiler.begin_with_server()
         return WorkerReady(
-            num_blocks=parts.num_blocks,
-            block_size=loaded.block_size,
-            max_model_len=loaded.max_model_len,
-            vocab_size=loaded.facts.vocab_size,
-            eos_token_ids=loaded.facts.eos_token_ids,
+            num_blocks=0 if cache is None else cache.num_blocks,
+            block_size=built.block_size,
+            max_model_len=built.max_model_len,
+            vocab_size=facts.vocab_size,
+            eos_token_ids=facts.eos_token_ids,
             buckets=prepared,
             device=backend.name,
-            dtype=name_of(loaded.dtype),
-            weight_bytes=loaded.weight_bytes,
-            kv_bytes=cache.bytes,
+            dtype=name_of(built.dtype),
+            weight_bytes=built.weight_bytes,
+            kv_bytes=0 if cache is None else cache.bytes,
             graph_bytes=graphs.bytes,
             total_bytes=backend.memory()[1],
-            load_s=loaded.load_s,
+            load_s=built.load_s,
             warmup_s=warmup_s,
             num_later=warmup.num_later,
             counters=counters.take_changed(),
             driver=backend.driver,
             software=backend.software,
-            contiguous=loaded.contiguous,
+            contiguous=built.contiguous,
+            pooling=built.pooling,
         )

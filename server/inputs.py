@@ -73,7 +73,7 @@ class InputReader:
         max_model_len: int,
     ) -> None:
         self.facts = facts
-        self.max_tokens = min(max_model_len, facts.max_tokens or max_model_len)
+        self.max_tokens = max_model_len
         """Of one input."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size

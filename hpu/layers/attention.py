@@ -1,4 +1,4 @@
-"""Attention: one layer's cache writes and reads, and what all layers of a launch share.
+"""Attention: one layer's cache writes and reads. Knows launches by their plan alone.
 
 Caches are (blocks * block_size, kv_heads, head_dim), so a slot is a row of the cache: one index op
 writes a launch's keys, and a decode reads a gathered list of blocks, or all blocks up to
@@ -7,14 +7,13 @@ some number as one slice.
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hpu.layers.context import DecodeContext, LaunchContext, PrefillContext
+from hpu.layers.launch_plan import DecodePlan, LaunchPlan, PrefillPlan
 from hpu.layers.linear import Linear
-from hpu.ops.attention import as_mask, attend, causal_mask, join, paged_decode
+from hpu.ops.attention import attend, join, paged_decode
 from hpu.ops.kernels import Kernels
 from hpu.ops.norm import rms_norm
 from hpu.ops.rope import Rotation, rotate
@@ -36,148 +35,6 @@ class HeadShape:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
-
-
-class PrefillPlan(NamedTuple):
-    """What the layers of a prefill share; masks for layers without and with a window."""
-
-    slots: Tensor
-    query_lens: Tensor
-    """(B): at least 1."""
-    block_list: Tensor
-    """(B * C); empty when nothing is cached."""
-    new_masks: tuple[Tensor | None, Tensor | None]
-    """Among the new tokens, (1, 1, Q, Q); None: plainly causal."""
-    context_masks: tuple[Tensor | None, Tensor | None]
-    """Over the cached ones, (B, 1, 1 or Q, C * block_size)."""
-    joint_masks: tuple[Tensor | None, Tensor | None]
-    """For fused kernels, in place of both: over cached and new tokens, (B or 1, 1, Q, S), in the
-    model's dtype; None: plainly causal."""
-
-
-class DecodePlan(NamedTuple):
-    """What the layers of a decode share; masks for layers without and with a window."""
-
-    slots: Tensor
-    block_list: Tensor | None
-    """(N): the blocks to gather; None: the first N of the cache, as they lie."""
-    groups: Tensor
-    """(N): the row of each block, -1 for padding."""
-    rows: Tensor
-    """(N) int64: the row of each block, 0 for padding."""
-    mapping: Tensor
-    """(B, N) float32, for fused kernels the model's dtype: 1 where the block is the row's."""
-    masks: tuple[Tensor | None, Tensor | None]
-    """(N, 1, 1, block_size)."""
-
-
-LaunchPlan = PrefillPlan | DecodePlan
-
-
-@dataclass(frozen=True, slots=True)
-class Windows:
-    """Which kinds of layers a model has: the masks of other kinds are not made."""
-
-    size: int | None
-    """Tokens a windowed layer sees, itself included."""
-    layers: tuple[bool, ...]
-    """Whether each layer is windowed."""
-
-    @property
-    def any_windowed(self) -> bool:
-        return any(self.layers)
-
-    @property
-    def any_full(self) -> bool:
-        return not all(self.layers)
-
-
-def plan_launch(
-    context: LaunchContext,
-    block_size: int,
-    windows: Windows,
-    fused: torch.dtype | None = None,
-    *,
-    contiguous: bool = False,
-) -> LaunchPlan:
-    """Derive masks and mappings from a launch's inputs, once for all layers and on the device, so
-    that a captured graph contains it. `fused`: the model's dtype if it runs on fused kernels;
-    `contiguous`: whether entry i of a decode describes block i of the cache."""
-    if isinstance(context, PrefillContext):
-        plan = _plan_prefill(context, block_size, windows)
-        return plan if fused is None else _joined(plan, context, windows, fused)
-    decode = _plan_decode(context, block_size, windows, fused or torch.float32)
-    return decode._replace(block_list=None) if contiguous else decode
-
-
-def _joined(
-    plan: PrefillPlan, context: PrefillContext, windows: Windows, dtype: torch.dtype
-) -> PrefillPlan:
-    """The plan with its two masks of each kind as one, over [cached, new]."""
-    batch, length = context.positions.shape
-
-    def join(new: Tensor | None, cached: Tensor | None) -> Tensor | None:
-        if cached is None:
-            return None if new is None else new.to(dtype)
-        if new is None:
-            new = causal_mask(length, None, cached.device)
-        wide = cached.expand(batch, 1, length, cached.shape[-1])
-        return torch.cat((wide, new.expand(batch, 1, length, length)), dim=-1).to(dtype)
-
-    kinds = zip(plan.new_masks, plan.context_masks, strict=True)
-    full, near = (join(new, cached) for new, cached in kinds)
-    return plan._replace(
-        joint_masks=(full if windows.any_full else None, near if windows.any_windowed else None)
-    )
-
-
-def _plan_prefill(context: PrefillContext, block_size: int, windows: Windows) -> PrefillPlan:
-    batch, length = context.positions.shape
-    device, window = context.positions.device, windows.size
-    near = None
-    if windows.any_windowed and window is not None and window < length:
-        near = causal_mask(length, window, device)
-    span = context.block_list.shape[0] // batch * block_size
-    cached_full = cached_near = None
-    if span > 0:
-        places = torch.arange(span, device=device)
-        # (B, 1, 1, 1) against (S): the cached tokens of each row.
-        cached = context.context_lens.view(batch, 1, 1, 1)
-        seen = places < cached
-        if windows.any_full:
-            cached_full = as_mask(seen)
-        if windows.any_windowed and window is not None:
-            # Counted from the cached length, not from `positions`: those are 0 for padded tokens.
-            own = cached + torch.arange(length, device=device).view(1, 1, length, 1)
-            cached_near = as_mask(seen & (own - places < window))
-    return PrefillPlan(
-        context.slots,
-        context.query_lens.clamp_min(1),
-        context.block_list,
-        (None, near),
-        (cached_full, cached_near),
-        (None, None),
-    )
-
-
-def _plan_decode(
-    context: DecodeContext, block_size: int, windows: Windows, dtype: torch.dtype
-) -> DecodePlan:
-    batch = context.positions.shape[0]
-    device, window = context.positions.device, windows.size
-    groups = context.block_groups
-    rows = groups.clamp_min(0).long()
-    places = torch.arange(block_size, device=device)
-    seen = (places < context.block_usage.unsqueeze(1)) & (groups >= 0).unsqueeze(1)
-    full = near = None
-    if windows.any_full:
-        full = as_mask(seen).view(-1, 1, 1, block_size)
-    if windows.any_windowed and window is not None:
-        own = context.positions.view(-1).index_select(0, rows)
-        first = own - window + 1 - context.block_starts
-        near = as_mask(seen & (places >= first.unsqueeze(1))).view(-1, 1, 1, block_size)
-    mapping = (groups == torch.arange(batch, device=device).unsqueeze(1)).to(dtype)
-    return DecodePlan(context.slots, context.block_list, groups, rows, mapping, (full, near))
 
 
 class HeadNorm(nn.Module):
@@ -238,17 +95,21 @@ class Attention(nn.Module):
         which add each block to its own row, unless slices of the cache are read."""
         self._isolates = True
 
-    def forward(self, hidden: Tensor, rotation: Rotation, plan: LaunchPlan) -> Tensor:
-        """(B, Q, hidden) to the same; writes the keys and values of all B * Q tokens."""
+    def forward(self, hidden: Tensor, rotation: Rotation | None, plan: LaunchPlan) -> Tensor:
+        """(B, Q, hidden) to the same; writes the keys and values of all B * Q tokens where a launch
+        has a cache. Without `rotation` nothing is turned."""
         shape = self.shape
         batch, length, _ = hidden.shape
         turning, value = self._projected(hidden)
         if self._isolates:
             turning, value = _finite(turning), _finite(value)
-        turned = rotate(self.head_norm(turning), rotation, self._kernels)
+        turned = self.head_norm(turning)
+        if rotation is not None:
+            turned = rotate(turned, rotation, self._kernels)
         query, key = turned.split_with_sizes([shape.num_heads, shape.num_kv_heads], dim=2)
-        self._keys.index_copy_(0, plan.slots, key.flatten(0, 1))
-        self._values.index_copy_(0, plan.slots, value.flatten(0, 1))
+        if plan.slots is not None:
+            self._keys.index_copy_(0, plan.slots, key.flatten(0, 1))
+            self._values.index_copy_(0, plan.slots, value.flatten(0, 1))
         if isinstance(plan, DecodePlan):
             out = self._decode(query.flatten(0, 1), plan)
         else:

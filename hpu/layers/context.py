@@ -45,4 +45,15 @@ class DecodeContext(NamedTuple):
     """(N): valid slots of the block, the new token included; padding has 1."""
 
 
-LaunchContext = PrefillContext | DecodeContext
+class TextContext(NamedTuple):
+    """Whole texts of `batch` rows (right-padded), for a pooling model: nothing is cached."""
+
+    positions: Tensor
+    """(B, Q): 0 for padding."""
+    types: Tensor
+    """(B, Q): 0, or 1 for the second text of a pair."""
+    lengths: Tensor
+    """(B): real tokens of each row; 0 for a padded row."""
+
+
+LaunchContext = PrefillContext | DecodeContext | TextContext

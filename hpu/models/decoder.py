@@ -6,7 +6,6 @@ Embedding; per layer x = x + m * attention(norm(x)) and x = x + m * mlp(norm(x))
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +13,12 @@ from torch.nn import functional
 
 from config.errors import ConfigError
 from config.model import ModelConfig
-from hpu.layers.attention import Attention, HeadNorm, HeadShape, LaunchPlan, Windows, plan_launch
+from hpu.layers.attention import Attention, HeadNorm, HeadShape
 from hpu.layers.context import LaunchContext
 from hpu.layers.embedding import Embedding
+from hpu.layers.launch_plan import LaunchPlan, Windows, plan_launch
 from hpu.layers.linear import Linear, can_pack
+from hpu.models.places import Place, parts, whole
 from hpu.ops.kernels import Kernels
 from hpu.ops.norm import mirrored_rms_norm, rms_norm
 from hpu.ops.rope import Rotary, Rotation
@@ -28,6 +29,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "swish": functional.silu,
     "gelu": functional.gelu,
+    "gelu_new": lambda x: functional.gelu(x, approximate="tanh"),
     "gelu_pytorch_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "relu": functional.relu,
 }
@@ -61,14 +63,6 @@ def layer_windows(config: ModelConfig) -> Windows:
         return Windows(None, (False,) * config.num_layers)
     layers = config.window_layers or (True,) * config.num_layers
     return Windows(config.sliding_window, layers)
-
-
-class Place(NamedTuple):
-    """Where a checkpoint's tensor goes: a view of a parameter, and the shape the tensor must have
-    (the view's own, or one that is repeated along its first dimension)."""
-
-    target: Tensor
-    shape: tuple[int, ...]
 
 
 class MLP(nn.Module):
@@ -156,8 +150,10 @@ class Decoder(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         length: int,
+        has_head: bool = True,
     ) -> None:
-        """`length`: tokens of the longest sequence that will be served."""
+        """`length`: tokens of the longest sequence that will be served. Without a head it gives
+        hidden states and no logits."""
         super().__init__()
         self.config = config
         self.spec = spec
@@ -178,8 +174,10 @@ class Decoder(nn.Module):
         )
         self.layers = nn.ModuleList(self._layer(i) for i in range(config.num_layers))
         self.norm = self._norm()
-        self.head = self._linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
+        self.head: Linear | None = None
+        if has_head:
+            self.head = self._linear(config.hidden_size, config.vocab_size, bias=False)
+        if self.head is not None and config.tie_word_embeddings:
             self.head.weight = self.embedding.weight
         self.rotary = Rotary(config, length=length, dtype=dtype, device=device)
         self._block_size = 0
@@ -224,6 +222,7 @@ class Decoder(nn.Module):
             self.spec.windows,
             self._fused,
             contiguous=self._contiguous,
+            causal=self.config.is_causal,
         )
         total: Tensor = self.embedding(tokens)
         for layer in self.layers:
@@ -232,6 +231,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(M, hidden) to (M, vocab), in the model's dtype."""
+        assert self.head is not None, "a decoder without a head gives no logits"
         logits: Tensor = self.head(hidden)
         divisor = self.spec.logits_divisor
         return logits if divisor == 1 else logits / divisor
@@ -289,11 +289,11 @@ class Decoder(nn.Module):
 
     def places(self) -> Iterator[tuple[str, Place]]:
         """Every tensor a checkpoint must hold: its name and where it goes."""
-        yield "model.embed_tokens.weight", _whole(self.embedding.weight)
-        yield "model.norm.weight", _whole(self.norm.weight)
-        if not self.config.tie_word_embeddings:
+        yield "model.embed_tokens.weight", whole(self.embedding.weight)
+        yield "model.norm.weight", whole(self.norm.weight)
+        if self.head is not None and not self.config.tie_word_embeddings:
             assert self.head.weight is not None
-            yield "lm_head.weight", _whole(self.head.weight)
+            yield "lm_head.weight", whole(self.head.weight)
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
             for name, place in self._layer_places(layer):
@@ -302,16 +302,16 @@ class Decoder(nn.Module):
     def _layer_places(self, layer: Layer) -> Iterator[tuple[str, Place]]:
         shape, inner = self.shape, self.config.intermediate_size
         attention, mlp = layer.attention, layer.mlp
-        yield "input_layernorm.weight", _whole(layer.attention_norm.weight)
-        yield "post_attention_layernorm.weight", _whole(layer.mlp_norm.weight)
-        parts = {"q_proj": shape.query_size, "k_proj": shape.kv_size, "v_proj": shape.kv_size}
+        yield "input_layernorm.weight", whole(layer.attention_norm.weight)
+        yield "post_attention_layernorm.weight", whole(layer.mlp_norm.weight)
+        thirds = {"q_proj": shape.query_size, "k_proj": shape.kv_size, "v_proj": shape.kv_size}
         halves = {"gate_proj": inner, "up_proj": inner}
         if self.spec.merged_names:
-            parts, halves = {"qkv_proj": sum(parts.values())}, {"gate_up_proj": 2 * inner}
-        yield from _parts("self_attn", attention.qkv, parts)
-        yield from _parts("self_attn", attention.out, {"o_proj": self.config.hidden_size})
-        yield from _parts("mlp", mlp.gate_up, halves)
-        yield from _parts("mlp", mlp.down, {"down_proj": self.config.hidden_size})
+            thirds, halves = {"qkv_proj": sum(thirds.values())}, {"gate_up_proj": 2 * inner}
+        yield from parts("self_attn", attention.qkv, thirds)
+        yield from parts("self_attn", attention.out, {"o_proj": self.config.hidden_size})
+        yield from parts("mlp", mlp.gate_up, halves)
+        yield from parts("mlp", mlp.down, {"down_proj": self.config.hidden_size})
         if isinstance(attention.head_norm, HeadNorm):
             queries, keys = attention.head_norm.weight.split_with_sizes(
                 [shape.num_heads, shape.num_kv_heads]
@@ -319,25 +319,15 @@ class Decoder(nn.Module):
             yield "self_attn.q_norm.weight", Place(queries, (shape.head_dim,))
             yield "self_attn.k_norm.weight", Place(keys, (shape.head_dim,))
 
+    def own_name(self, name: str) -> str:
+        """What `places` calls a checkpoint's tensor: those of a model without a head have no
+        prefix."""
+        return name if name.startswith(("model.", "lm_head.", "score.")) else f"model.{name}"
+
     def may_skip(self, name: str) -> bool:
         """Whether a checkpoint may hold `name` though we have no place for it."""
-        is_tied_head = name == "lm_head.weight" and self.config.tie_word_embeddings
-        return is_tied_head or name.endswith(".rotary_emb.inv_freq")
-
-
-def _whole(parameter: Tensor) -> Place:
-    return Place(parameter, tuple(parameter.shape))
-
-
-def _parts(prefix: str, linear: Linear, sizes: dict[str, int]) -> Iterator[tuple[str, Place]]:
-    """The places of projections that lie one below the other in `linear`."""
-    assert linear.weight is not None
-    for name, weight in zip(
-        sizes, linear.weight.split_with_sizes(list(sizes.values())), strict=True
-    ):
-        yield f"{prefix}.{name}.weight", _whole(weight)
-    if linear.bias is not None:
-        for name, bias in zip(
-            sizes, linear.bias.split_with_sizes(list(sizes.values())), strict=True
-        ):
-            yield f"{prefix}.{name}.bias", _whole(bias)
+        is_headless = self.head is None or self.config.tie_word_embeddings
+        is_unused = name.startswith("score.") and self.head is None
+        if (name == "lm_head.weight" and is_headless) or is_unused:
+            return True
+        return name.endswith(".rotary_emb.inv_freq")

@@ -63,7 +63,7 @@ def test_the_set_a_launch_may_still_read_is_not_the_one_written_next() -> None:
 
 
 def test_the_device_tensors_stay_in_place_from_launch_to_launch() -> None:
-    staging = Staging(CpuBackend(num_threads=1))
+    staging = Staging(CpuBackend(num_threads=1), BucketInputs)
     staging.prepare((PREFILL, 1, 4, 2))
 
     places = set()
@@ -78,7 +78,7 @@ def test_the_device_tensors_stay_in_place_from_launch_to_launch() -> None:
 
 
 def test_inputs_of_passing_shapes_are_dropped_and_prepared_ones_are_kept() -> None:
-    staging = Staging(CpuBackend(num_threads=1))
+    staging = Staging(CpuBackend(num_threads=1), BucketInputs)
     staging.prepare((PREFILL, 1, 4, 2))
     kept = staging.inputs((PREFILL, 1, 4, 2))
     dropped = staging.inputs((DECODE, 1, 1, 1))

@@ -12,11 +12,13 @@ from config.buckets import BucketConfig, Range
 from config.engine import CacheConfig, EngineConfig, ScheduleConfig
 from config.errors import ConfigError
 from config.execution import WarmupConfig
+from config.model import read_model_config
 from hpu.build import load, make_runner, make_sampler
 from hpu.capture_order import order_buckets
 from hpu.counters import Counters
 from hpu.graphs import Graphs
 from hpu.runner import Runner
+from hpu.sampler import GREEDY
 from hpu.step import DECODE, PREFILL, WarmupProgress
 from hpu.warmup import Warmup
 
@@ -62,13 +64,13 @@ def warmed(folder: Path, card: CapturedCard, *, graph_bytes: int = 1 << 20, **se
     counters = Counters()
     progress: list[WarmupProgress] = []
     with torch.inference_mode():
-        loaded = load(config, card, lambda _: None)
+        loaded = load(config, read_model_config(config.model), card, lambda _: None)
         loaded.model.register_forward_pre_hook(card.refuse)
         sampler, table = make_sampler(loaded), loaded.table(40)
         runner, graphs, staging, _ = make_runner(
             loaded, sampler, counters, num_blocks=40, captures=True, graph_bytes=graph_bytes
         )
-        warmup = Warmup(runner, sampler, graphs, staging, card, config.warmup, 8)
+        warmup = Warmup(runner, graphs, staging, card, config.warmup, 8)
         ready = warmup.start(table, progress.append)
     return Rig(warmup, graphs, runner, card, counters, table.buckets, ready, progress)
 
@@ -115,7 +117,7 @@ def test_what_the_budget_leaves_out_is_named_with_the_flags_and_runs_without_a_g
     left_out = [bucket for bucket in rig.ready if not rig.graphs.holds(bucket)]
     caplog.clear()
     with torch.inference_mode():
-        rig.runner.warm(left_out[0])
+        rig.runner.warm(left_out[0], GREEDY)
     assert not caplog.messages  # nothing is compiled: it has run before
     assert rig.counters.total("compilations.prefill.serving") == 0
 

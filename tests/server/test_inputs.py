@@ -88,14 +88,6 @@ def test_a_long_input_is_named_by_its_place_over_all_batches() -> None:
     assert (refusal.value.param, refusal.value.code) == ("input", "context_length_exceeded")
 
 
-def test_a_model_may_take_less_than_its_context() -> None:
-    facts = PoolingFacts(tasks=("embed",), width=8, token_width=8, max_tokens=4)
-
-    assert len(read(["hello world"], reader(facts))[0].token_ids) == 4
-    with pytest.raises(PromptTooLong, match="length is 4 tokens"):
-        read(["hello world ."], reader(facts))
-
-
 def test_special_tokens_alone_do_not_make_an_input() -> None:
     with pytest.raises(UserError, match=r"is 2, and 2 special tokens .* at least 3") as refusal:
         read(["hello world"], reader(), truncate=2)

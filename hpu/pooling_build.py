@@ -1,0 +1,129 @@
+"""A pooling worker's parts, each made from what was made before it. As hpu/build.py, without rows,
+sampler and KV cache; knows no plans."""
+
+import gc
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from config.engine import EngineConfig
+from config.model import ModelConfig
+from config.pooler import PoolerConfig
+from config.startup import choose_context
+from hpu.backends.base import Backend
+from hpu.buckets import BucketLimits, BucketTable
+from hpu.build import Built, choose_dtype, name_of, named_strategy
+from hpu.counters import Counters
+from hpu.graphs import Graphs
+from hpu.measure import largest_buckets, measure_launches
+from hpu.memory import GIB
+from hpu.memory_plan import plan_memory
+from hpu.models.pooling import PoolingModel, load_pooling_model
+from hpu.pooling_runner import PoolingRunner
+from hpu.staging import Staging
+from hpu.step import WarmupProgress
+from hpu.texts import TextInputs
+
+logger = logging.getLogger(__name__)
+
+MOST_STEP = 32
+"""Tokens between the lengths of buckets, at most: texts are shorter than prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A pooling model on its device, and the facts that everything else is made by."""
+
+    config: EngineConfig
+    backend: Backend
+    model: PoolingModel
+    captures: bool
+    table: BucketTable
+
+    def runner(
+        self, counters: Counters, *, captures: bool, graph_bytes: int
+    ) -> tuple[PoolingRunner, Graphs, Staging[TextInputs]]:
+        """A runner, and the parts of it that a warm-up works on."""
+        backend, model = self.backend, self.model
+        graphs = Graphs(model.body, backend, counters, captures=captures, budget_bytes=graph_bytes)
+        staging = Staging(backend, TextInputs)
+        return PoolingRunner(model.pooler, backend, graphs, staging, counters), graphs, staging
+
+    def graph_bytes(self) -> int:
+        """What graphs may take: of what is free beside the largest launch, the configured share."""
+        backend = self.backend
+        reserve = 0
+        if backend.peak_memory() is not None and not self.table.is_exact:
+            runner, *_ = self.runner(Counters(), captures=False, graph_bytes=0)
+            reserve = measure_launches(runner, backend, largest_buckets(self.table, 0))
+            del runner
+            gc.collect()
+        free = max(0, backend.memory()[0] - reserve)
+        share = self.config.cache.memory_utilization
+        return int(plan_memory(free, utilization=share, graph_reserved=1.0).graphs)
+
+
+def build_pooling(
+    config: EngineConfig,
+    facts: ModelConfig,
+    pooler: PoolerConfig,
+    backend: Backend,
+    counters: Counters,
+    on_progress: Callable[[WarmupProgress], None],
+) -> Built:
+    """Everything up to the warm-up. Raises ConfigError when the checkpoint, the device and the
+    settings do not fit each other."""
+    dtype = choose_dtype(config.dtype, facts.dtype, backend)
+    max_model_len = choose_context(config, facts, pooler)
+    logger.info(
+        "Device %s, %s, texts of %d tokens for %s",
+        backend.name,
+        name_of(dtype),
+        max_model_len,
+        " and ".join(pooler.facts.tasks),
+    )
+    if config.max_model_len is None and max_model_len < facts.max_position:
+        logger.info(
+            "The checkpoint was made for %d tokens: --max-model-len asks for more, within "
+            "--max-num-batched-tokens",
+            facts.max_position,
+        )
+    start = time.perf_counter()
+    model = load_pooling_model(
+        facts,
+        pooler,
+        dtype=dtype,
+        device=backend.device,
+        max_model_len=max_model_len,
+        on_progress=lambda done, total: on_progress(WarmupProgress("load", done, total)),
+    )
+    weight_bytes = model.weight_bytes
+    backend.prepare(model.body)
+    seconds = time.perf_counter() - start
+    logger.info("Weights: %.2f GiB in %.1f s", weight_bytes / GIB, seconds)
+    block_size = config.cache.block_size or min(backend.default_block_size, MOST_STEP)
+    limits = BucketLimits.of_texts(
+        config.schedule, block_size=block_size, max_model_len=max_model_len
+    )
+    buckets = named_strategy(config, backend)
+    captures = backend.captures and not config.enforce_eager
+    loaded = _Loaded(config, backend, model, captures, BucketTable.make(buckets, limits))
+    runner, graphs, staging = loaded.runner(
+        counters, captures=captures, graph_bytes=loaded.graph_bytes() if captures else 0
+    )
+    return Built(
+        runner=runner,
+        graphs=graphs,
+        staging=staging,
+        cache=None,
+        table=loaded.table,
+        strategy=buckets.strategy,
+        facts=facts,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        weight_bytes=weight_bytes,
+        load_s=seconds,
+        pooling=pooler.facts,
+    )
