@@ -1,5 +1,6 @@
 """Deltas to OpenAI choices: log-probabilities, usage, and whole answers. Knows no sockets."""
 
+import codecs
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -58,11 +59,12 @@ class TextLogprobs:
         """`hidden` are ids that have no text (skipped special tokens)."""
         self._name = name
         self._hidden = hidden
-        self._offset = offset
+        self.move_to(offset)
 
     def move_to(self, offset: int) -> None:
-        """The next token starts at character `offset`."""
+        """The next token starts at character `offset`, and a character with it."""
         self._offset = offset
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, positions: Sequence[PositionLogprobs]) -> Choice:
         """Generated tokens."""
@@ -93,25 +95,27 @@ class TextLogprobs:
 
     def _one(self, position: PositionLogprobs, width: int, made: Choice) -> None:
         chosen = position.chosen
+        name = self._name(chosen)
         top: dict[str, float] = {}
         for token in position.top[:width]:
-            # Two tokens may look alike (halves of characters): the likelier one keeps the name.
-            top.setdefault(self._name(token), token.logprob)
-        top[self._name(chosen)] = chosen.logprob
-        made["tokens"].append(self._name(chosen))
+            label = self._name(token)
+            # Two tokens may look alike (halves of characters). Harnesses find the likeliest by the
+            # values, so none may be lost, and the chosen one goes by the name it has in `tokens`.
+            if label in top or (label == name and token.token_id != chosen.token_id):
+                label = f"token_id:{token.token_id}"
+            top[label] = token.logprob
+        top[name] = chosen.logprob
+        made["tokens"].append(name)
         made["token_logprobs"].append(chosen.logprob)
         made["top_logprobs"].append(top)
         made["text_offset"].append(self._take(chosen))
 
     def _take(self, token: TokenLogprob) -> int:
-        """Where `token` starts, in characters; one that goes on with a character starts there."""
+        """Where `token` starts, in characters; one that goes on with a character starts there.
+        Bytes that are no text count as they are shown: as one replacement character or several."""
         start = self._offset
-        if token.token_id in self._hidden:
-            return start
-        data = token.bytes
-        if data and data[0] & 0xC0 == 0x80:
-            start = max(0, start - 1)
-        self._offset += len(data) if data.isascii() else sum(b & 0xC0 != 0x80 for b in data)
+        if token.token_id not in self._hidden:
+            self._offset += len(self._decoder.decode(token.bytes))
         return start
 
 

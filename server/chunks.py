@@ -133,10 +133,22 @@ class TextChunks:
         self._counts = job.body.counts_continuously
         num_choices = len(job.prompts) * job.params.n
         self._begun: set[int] = set()
+        self._held: list[Delta] = []
+        """Of choices that came before the log-probabilities of the prompt they are to echo, which
+        come with the prompt's first choice; at most until that one's first delta."""
         self._writers = [TextLogprobs(job.name, hidden) for _ in range(num_choices)]
 
     def feed(self, deltas: list[Delta]) -> bytes:
-        return b"".join([self._one(delta) for delta in deltas])
+        if self._prompt_texts is None or not self._has_logprobs:
+            return b"".join([self._one(delta) for delta in deltas])
+        deltas, self._held = self._held + deltas, []
+        frames = []
+        for delta in deltas:
+            if delta.index in self._begun or self._is_scored(delta.index // self._job.params.n):
+                frames.append(self._one(delta))
+            else:
+                self._held.append(delta)
+        return b"".join(frames)
 
     def ending(self) -> bytes:
         if not self._job.body.includes_usage:
@@ -145,6 +157,11 @@ class TextChunks:
 
     def failing(self, fault: Fault) -> bytes:
         return frame(fault.body()) + DONE
+
+    def _is_scored(self, place: int) -> bool:
+        """Whether the log-probabilities of a prompt are all there."""
+        positions = self._job.generation.prompt_logprobs[place] or []
+        return len(positions) == len(self._job.prompts[place].token_ids)
 
     def _one(self, delta: Delta) -> bytes:
         is_first = delta.index not in self._begun
