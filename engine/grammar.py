@@ -80,7 +80,7 @@ class Grammar:
         if not self.binds:
             return
         limits = LLParserLimits(max_grammar_size=MAX_GRAMMAR_SIZE, max_items_in_row=MAX_ROW_ITEMS)
-        source = _SOURCES[spec.kind](spec.text)
+        source = _SOURCES[spec.kind](spec.text, vocabulary)
         self._matcher = LLMatcher(vocabulary.tokens, source, log_level=0, limits=limits)
         if self._matcher.is_error():
             raise _bad(f"the {spec.kind} cannot be compiled: {_shown(self._matcher.get_error())}")
@@ -279,16 +279,17 @@ def _grammar(text: str) -> str:
         raise _bad(f"the grammar cannot be read: {_shown(str(error))}") from None
 
 
-def _structural_tag(text: str) -> str:
-    return LLMatcher.grammar_from_lark(lark_of_tags(json.loads(text), JSON_FORM))
+def _structural_tag(text: str, vocabulary: Vocabulary) -> str:
+    special_ids = vocabulary.lexicon.special_ids
+    return LLMatcher.grammar_from_lark(lark_of_tags(json.loads(text), JSON_FORM, special_ids))
 
 
-_SOURCES: dict[str, Callable[[str], Any]] = {
-    "json": _json,
-    "json_object": lambda text: _json(_JSON_OBJECT),
-    "regex": LLMatcher.grammar_from_regex,
-    "choice": _choice,
-    "grammar": _grammar,
+_SOURCES: dict[str, Callable[[str, Vocabulary], Any]] = {
+    "json": lambda text, _: _json(text),
+    "json_object": lambda text, _: _json(_JSON_OBJECT),
+    "regex": lambda text, _: LLMatcher.grammar_from_regex(text),
+    "choice": lambda text, _: _choice(text),
+    "grammar": lambda text, _: _grammar(text),
     "structural_tag": _structural_tag,
 }
 

@@ -22,6 +22,12 @@ class Lexicon:
         self.tokens = tokens
         self.vocab_size = vocab_size
         self.texts = [tokens.decode_bytes([token]) for token in range(tokens.vocab_size)]
+        self.special_ids = {
+            text.decode(): token
+            for token, text in enumerate(self.texts)
+            if tokens.is_special_token(token) and is_text(text)
+        }
+        """Words that are special tokens."""
         self._ordered = sorted((text, token) for token, text in enumerate(self.texts) if text)
 
     def beginning_with(self, start: bytes) -> Iterator[tuple[bytes, int]]:
@@ -31,6 +37,14 @@ class Lexicon:
             if not text.startswith(start):
                 return
             yield text, token
+
+
+def is_text(data: bytes) -> bool:
+    """Whether it is whole characters, at least one."""
+    try:
+        return bool(data.decode())
+    except UnicodeDecodeError:
+        return False
 
 
 class Marks:

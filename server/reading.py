@@ -23,6 +23,7 @@ from server.parsers.base import (
     Tools,
 )
 from server.parsers.calls import CallParser, Family
+from server.parsers.forms import CallForm, Functions, call_form
 from server.parsers.json_calls import CALLS_ALONE, Arguments
 from server.parsers.select import (
     FAMILIES,
@@ -83,7 +84,7 @@ class Forms:
     ) -> "Answers | None":
         """What reads the answers to `prompt`; calls only with `tools`. None: an answer is text.
         `begun` is the text of the prompt's last message, where the answer goes on with that."""
-        family = FAMILIES[self.calls] if tools is not None and self.calls else None
+        family = None if tools is None else self.family
         if family is None and self._marks is None:
             return None
         return Answers(
@@ -97,10 +98,16 @@ class Forms:
         )
 
     def thinking_before(
-        self, prompt: str, begun: str | None, *, is_wanted: bool, skips_blanks: bool
+        self,
+        prompt: str,
+        begun: str | None,
+        *,
+        is_wanted: bool,
+        skips_blanks: bool,
+        is_free: bool = False,
     ) -> ThinkingSpec | None:
         """The thinking that an answer to `prompt` has before a form, or may have; `begun` as in
-        `answers`. `is_wanted`: the caller did not switch it off."""
+        `answers`. `is_wanted`: the caller did not switch it off. `is_free`: no form follows."""
         marks = self._marks
         if marks is None:
             return None
@@ -113,20 +120,21 @@ class Forms:
             is_inside = self._is_inside(prompt, begun)
             if begun is not None and not is_inside:
                 return None
-        return ThinkingSpec(marks.opens, marks.leads, is_inside, skips_blanks)
+        ends = marks.closes if is_free else marks.leads
+        return ThinkingSpec(marks.opens, ends, is_inside, skips_blanks)
 
     def held_answers(
         self,
         tokenizer: Tokenizer,
         thinking: ThinkingSpec | None,
-        tools: Tools | None,
-        forced_name: str | None,
+        family: Family | None,
+        tools: Tools,
+        *,
+        max_calls: int | None,
+        is_named: bool,
     ) -> "Answers | None":
-        """What reads answers that a grammar holds to a form behind `thinking`: to text; with
-        `tools` to calls, or to the arguments alone of the function `forced_name`."""
-        family: Family | None = None
-        if tools is not None:
-            family = CALLS_ALONE if forced_name is None else Arguments(forced_name)
+        """What reads answers that a grammar holds to a form behind `thinking`: to text, and to
+        calls of `family` with `tools`. `is_named` as in `AnswerReader`."""
         marks = None if thinking is None else self._marks
         if family is None and marks is None:
             return None
@@ -137,8 +145,20 @@ class Forms:
             tools=tools,
             is_inside=thinking is not None and thinking.is_inside,
             is_exact=thinking is not None and not thinking.skips_blanks,
-            is_named=forced_name is not None,
+            is_named=is_named,
+            new_id=partial(new_call_id, self.calls or ""),
+            max_calls=max_calls,
         )
+
+    @property
+    def family(self) -> Family | None:
+        """How its model writes calls, as far as is known."""
+        return FAMILIES[self.calls] if self.calls else None
+
+    def call_form(self, functions: Functions) -> CallForm:
+        """How the model writes calls of `functions`. Raises UserError."""
+        assert self.calls is not None, "choosing was checked"
+        return call_form(self.calls, FAMILIES[self.calls], functions)
 
     @property
     def _marks(self) -> ThoughtForm | None:
@@ -150,6 +170,12 @@ class Forms:
         if begun is not None:
             return self._marks.is_open(begun)
         return self._marks.begins_inside(prompt[-PROMPT_CHARACTERS:])
+
+
+def forced_family(name: str | None) -> Family:
+    """How calls are written that a grammar holds an answer to: the arguments alone of the function
+    `name`, or a list of calls."""
+    return CALLS_ALONE if name is None else Arguments(name)
 
 
 NO_FORMS = Forms(None, None, False)
@@ -244,12 +270,12 @@ class Answers:
         family: Family | None,
         marks: ThoughtForm | None,
         *,
-        tools: Tools | None = None,
-        is_inside: bool = False,
+        tools: Tools | None,
+        is_inside: bool,
         is_exact: bool = False,
         is_named: bool = False,
-        new_id: Callable[[], str] | None = None,
-        max_calls: int | None = None,
+        new_id: Callable[[], str],
+        max_calls: int | None,
     ) -> None:
         """Calls of `family` with `tools`; thinking between `marks`, in which an answer may begin.
         `is_exact`: what follows it is the answer, blanks and all. `is_named`: as in
@@ -265,7 +291,7 @@ class Answers:
             if marks is not None:
                 think = marks.parser(is_inside=is_inside, is_exact=is_exact)
             calls = None if family is None else CallParser(family, tools or {})
-            parser = AnswerParser(think, calls, new_id or partial(new_call_id, ""), max_calls)
+            parser = AnswerParser(think, calls, new_id, max_calls)
             closes = marks.closes if marks is not None else ()
             return AnswerReader(parser, think, closes, tokenizer, is_named=is_named)
 

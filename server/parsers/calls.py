@@ -56,10 +56,15 @@ class CallParser:
 
     def _run(self) -> Steps[None]:
         family, source, output = self._family, self._source, self._output
-        if family.begins_bare:
-            source.remember()
-            yield from self._read("")
         words = (*family.markers, *family.silent)
+        if family.begins_bare:
+            space = yield from source.blanks()
+            if marker := (yield from source.accept(*family.markers)):
+                output.text(space)
+                source.remember(marker)
+            else:
+                source.remember(space)
+            yield from self._read(marker)
         while word := (yield from source.upto(words, output.text)):
             if word in family.markers:
                 source.remember(word)

@@ -21,6 +21,7 @@ class DeepSeek:
     silent: tuple[str, ...] = (_CALLS, _CALLS_END, _CALL_END)
     begins_bare: bool = False
     separator: str = "<\uff5ctool\u2581sep\uff5c>"
+    end: str = _CALL_END
 
     def read(self, marker: str, source: Source, output: Output, tools: Tools) -> Steps[None]:
         name, _ = yield from source.collect((self.separator,), most=MAX_NAME_CHARACTERS)
@@ -33,7 +34,7 @@ class DeepSeek:
         yield from _read_arguments(source, output, name, None)
         yield from source.accept("```")
         yield from source.blanks()
-        yield from source.accept(_CALL_END)
+        yield from source.accept(self.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class Kimi:
     )
     begins_bare: bool = False
     separator: str = "<|tool_call_argument_begin|>"
+    end: str = "<|tool_call_end|>"
 
     def read(self, marker: str, source: Source, output: Output, tools: Tools) -> Steps[None]:
         head, _ = yield from source.collect((self.separator,), most=MAX_NAME_CHARACTERS)
@@ -55,7 +57,7 @@ class Kimi:
         name = call_id.rpartition(":")[0] or call_id
         yield from source.blanks()
         yield from _read_arguments(source, output, name.removeprefix("functions."), call_id)
-        yield from source.accept("<|tool_call_end|>")
+        yield from source.accept(self.end)
 
 
 def _read_arguments(source: Source, output: Output, name: str, call_id: str | None) -> Steps[None]:

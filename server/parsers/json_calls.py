@@ -128,6 +128,8 @@ class TaggedJson:
     separators: str = ""
     """Between calls that follow each other."""
     silent: tuple[str, ...] = ()
+    key: str = "arguments"
+    """Where the model writes a call's arguments; either of ARGUMENTS is read."""
 
     def read(self, marker: str, source: Source, output: Output, tools: Tools) -> Steps[None]:
         known = tools if not marker or marker in self.must_be_known else None
@@ -203,10 +205,16 @@ HERMES = TaggedJson(("<tool_call>",), ("</tool_call>",))
 GRANITE = TaggedJson(("<|tool_call|>", "<tool_call>"), ("</tool_call>", "<|tool_call|>"))
 GRANITE_20B = TaggedJson(("<function_call>",))
 LLAMA3_JSON = TaggedJson(
-    ("<|python_tag|>",), begins_bare=True, must_be_known=("<|python_tag|>",), separators=";,"
+    ("<|python_tag|>",),
+    begins_bare=True,
+    must_be_known=("<|python_tag|>",),
+    separators=";,",
+    key="parameters",
 )
 JAMBA = TaggedJson(("<tool_calls>",), ("</tool_calls>",))
-INTERNLM = TaggedJson(("<|action_start|>",), ("<|action_end|>",), after="<|plugin|>")
+INTERNLM = TaggedJson(
+    ("<|action_start|>",), ("<|action_end|>",), after="<|plugin|>", key="parameters"
+)
 PHI4_MINI = TaggedJson(("functools", "<|tool_call|>"), ("<|/tool_call|>",))
 XLAM = TaggedJson(
     ("```json", "[TOOL_CALLS]", "<tool_call>"),

@@ -157,10 +157,10 @@ class ChatBody(ConversationBody, GenerationBody):
     def check(self) -> None:
         super().check()
         check_tools(self.tools, self.tool_choice)
-        if self.shown_tools is not None and (form := super().grammar) is not None:
+        if self.must_call and (form := super().grammar) is not None:
             raise UserError(
-                f"{form[0]} and tools cannot be had in one answer; set tool_choice to none, or "
-                f"leave out {form[0]}",
+                f"{form[0]} cannot be had where tool_choice asks for a call: its arguments are the "
+                f"answer; leave out {form[0]}, or set tool_choice to auto",
                 param=form[0],
             )
         budget = self.thinking_token_budget
@@ -193,6 +193,21 @@ class ChatBody(ConversationBody, GenerationBody):
             if forced is not None:
                 return "tools", spec_of_schema(forced)
         return super().grammar
+
+    @property
+    def must_call(self) -> bool:
+        """Whether tool_choice asks for a call."""
+        return self.shown_tools is not None and self.tool_choice not in (None, "auto")
+
+    @property
+    def max_calls(self) -> int | None:
+        """How many calls an answer may make, if that is bounded."""
+        return 1 if self.parallel_tool_calls is False else None
+
+    @property
+    def begun_text(self) -> str | None:
+        """What the answer goes on with, if it is not a new message."""
+        return self.last_text if self.continue_final_message else None
 
     @property
     def wants_thinking(self) -> bool:

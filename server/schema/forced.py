@@ -1,6 +1,7 @@
 """The form of an answer that must call: a JSON schema made from a request's tools. Knows no
 parser."""
 
+from collections.abc import Mapping
 from typing import Any
 
 MOST_CALLS = 32
@@ -23,35 +24,45 @@ def forced_schema(tools: list[Any], choice: Any, *, is_parallel: bool) -> dict[s
     functions = {tool["function"]["name"]: tool["function"] for tool in tools}
     named = name_of(choice)
     if named is not None:
-        return _object_schema(functions[named].get("parameters"))
+        return object_schema(functions[named].get("parameters"))
     if choice != "required":
         return None
-    schemas = [_object_schema(one.get("parameters")) for one in functions.values()]
+    return {
+        "type": "array",
+        "minItems": 1,
+        "maxItems": MOST_CALLS if is_parallel else 1,
+        **calls_schema({name: one.get("parameters") for name, one in functions.items()}),
+    }
+
+
+def calls_schema(
+    functions: Mapping[str, Mapping[str, Any] | None], key: str = "arguments"
+) -> dict[str, Any]:
+    """Keywords of an array of calls, as objects with a name and, at `key`, arguments that fit the
+    function's schema; any object without one."""
     calls = [
         {
             "type": "object",
             "properties": {
                 "name": {"const": name},
-                "arguments": {"$ref": f"#/$defs/arguments{place}"},
+                key: {"$ref": f"#/$defs/arguments{place}"},
             },
-            "required": ["name", "arguments"],
+            "required": ["name", key],
             "additionalProperties": False,
         }
         for place, name in enumerate(functions)
     ]
     return {
-        "type": "array",
-        "minItems": 1,
-        "maxItems": MOST_CALLS if is_parallel else 1,
         "items": {"anyOf": calls},
         "$defs": {
-            f"arguments{place}": _moved(schema, f"#/$defs/arguments{place}")
-            for place, schema in enumerate(schemas)
+            f"arguments{place}": _moved(object_schema(schema), f"#/$defs/arguments{place}")
+            for place, schema in enumerate(functions.values())
         },
     }
 
 
-def _object_schema(schema: Any) -> dict[str, Any]:
+def object_schema(schema: Any) -> dict[str, Any]:
+    """The schema of a function's arguments, which are an object always."""
     return {"type": "object", **(schema or {})}
 
 

@@ -1,6 +1,7 @@
 """The fields that give an output a form, of which one may be set: response_format,
 structured_outputs, and its older names. Knows no route."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,6 +43,33 @@ def spec_of_schema(schema: Mapping[str, Any]) -> GrammarSpec:
     spec = grammar_spec({"json": dict(schema)})
     assert spec is not None
     return spec
+
+
+def spec_of_tags(part: Mapping[str, Any]) -> GrammarSpec:
+    """The form that a part of our own is, whose words may be special tokens."""
+    asked = {"special_tokens": True, "format": dict(part)}
+    spec = grammar_spec({"structural_tag": asked})
+    assert spec is not None
+    return spec
+
+
+def part_of(field: str, spec: GrammarSpec) -> dict[str, Any]:
+    """The part that says the same as `spec`. Raises UserError, which names `field`, where there is
+    none."""
+    if spec.kind in ("json", "json_object"):
+        schema = json.loads(spec.text) if spec.kind == "json" else {"type": "object"}
+        if isinstance(schema, dict):
+            return {"type": "json_schema", "json_schema": schema}
+    if spec.kind == "regex" and "\n" not in spec.text:
+        return {"type": "regex", "pattern": spec.text}
+    if spec.kind == "choice":
+        words = [{"type": "const_string", "value": word} for word in json.loads(spec.text)]
+        return {"type": "or", "elements": words}
+    raise UserError(
+        f"{field} asks for a {spec.kind} that cannot be had beside tools; set tool_choice to none, "
+        "or leave out one of the two",
+        param=field,
+    )
 
 
 def _of_format(given: Mapping[str, Any] | None) -> GrammarSpec | None:

@@ -62,8 +62,6 @@ def check_tools(tools: list[Any] | None, choice: Any) -> None:
         raise _bad("tools is an empty list, it must be absent or hold at least 1")
     names = {_checked(tool, f"tools[{place}]") for place, tool in enumerate(tools or ())}
     if choice is None or choice in _CHOICES:
-        if choice != "none":
-            _refuse_strict(tools or [])
         return
     named = name_of(choice)
     if choice != "required" and named is None:
@@ -75,15 +73,6 @@ def check_tools(tools: list[Any] | None, choice: Any) -> None:
         raise _bad_choice("tool_choice asks for a call, and there are no tools")
     if named is not None and named not in names:
         raise _bad_choice(f"tool_choice names {named[:_SHOWN]!r}, which is not in tools")
-
-
-def _refuse_strict(tools: list[Any]) -> None:
-    for place, tool in enumerate(tools):
-        if tool["function"].get("strict"):
-            raise _bad(
-                f"tools[{place}].function.strict is true: arguments are held to their schema when "
-                "tool_choice is required or names the function, not when the model may choose"
-            )
 
 
 def _checked(tool: Any, where: str) -> str:

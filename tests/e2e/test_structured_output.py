@@ -3,13 +3,14 @@
 import json
 import re
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
-from live import LiveServer
+from live import LiveServer, running
 from pydantic import BaseModel
 
 SCHEMA: Any = {
@@ -148,3 +149,65 @@ def test_forced_calls_fit_their_schemas(client: openai.OpenAI, choice: Any) -> N
         jsonschema.validate(json.loads(call.function.arguments), tool["parameters"])
         assert one.message.content is None
         assert one.finish_reason == ("tool_calls" if choice == "required" else "stop")
+
+
+@pytest.fixture(scope="module")
+def thinker(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """Reads thinking, which its prompts begin, and calls in the way of Hermes."""
+    log = tmp_path_factory.mktemp("thinker") / "log"
+    template = log.with_name("template")
+    template.write_text(
+        "{{ tools | tojson }}{{ messages[-1].content }}{% if enable_thinking is not false %}<think>"
+        "{% endif %}"
+    )
+    flags = ("--reasoning-parser=qwen3", "--tool-call-parser=hermes", f"--chat-template={template}")
+    with running(tiny_model, log, "--served-model-name=tiny", "--dtype=float32", *flags) as live:
+        yield live
+
+
+def asked(thinker: LiveServer, **fields: Any) -> Any:
+    answer = thinker.http.post("/v1/chat/completions", json={**ASK, "seed": 4, **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_forms_and_calls_come_behind_thinking_that_a_budget_closes(thinker: LiveServer) -> None:
+    budget: Any = {"thinking_token_budget": 9, "n": 2, "parallel_tool_calls": False}
+    must: Any = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 1200}
+
+    formed = asked(thinker, response_format=STRICT, **budget)
+    forced = asked(thinker, **must, **budget)
+    free = asked(thinker, **budget)
+    closing = thinker.http.post("/tokenize", json={"prompt": "</think>"}).json()["count"]
+
+    for choice in formed["choices"]:
+        jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+    for choice in forced["choices"]:
+        check_call(choice["message"]["tool_calls"][0])
+    for answer in (formed, forced, free):
+        assert all(choice["message"]["reasoning"] for choice in answer["choices"])
+        details = answer["usage"]["completion_tokens_details"]
+        assert details["reasoning_tokens"] == 2 * (9 + closing)
+
+
+def check_call(call: Any) -> None:
+    tool = next(t["function"] for t in TOOLS if t["function"]["name"] == call["function"]["name"])
+    jsonschema.validate(json.loads(call["function"]["arguments"]), tool["parameters"])
+
+
+def test_beside_a_form_a_call_that_the_model_chooses_is_held_to_its_schema(
+    thinker: LiveServer,
+) -> None:
+    strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    (mark,) = thinker.http.post("/tokenize", json={"prompt": "<"}).json()["tokens"]
+    ask: Any = {"tools": strict, "response_format": STRICT, "parallel_tool_calls": False, "n": 3}
+    ask.update(reasoning_effort="none", max_tokens=900)
+
+    texts = asked(thinker, **ask, logit_bias={str(mark): -100})
+    calls = asked(thinker, **ask, logit_bias={str(mark): 100})
+
+    for choice in texts["choices"]:
+        jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+    for choice in calls["choices"]:
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+        check_call(choice["message"]["tool_calls"][0])

@@ -1,5 +1,6 @@
 """What chats are held to: forms behind thinking, budgets of it, and what reads such answers."""
 
+import json
 from typing import Any
 
 import pytest
@@ -90,6 +91,48 @@ async def test_blanks_behind_the_thinking_belong_to_a_form_that_may_begin_with_t
         message = (await rig.chat(**fields)).json()["choices"][0]["message"]
 
         assert (message["reasoning"], message["content"]) == ("a", content)
+
+
+CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+STRICT: Any = {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}
+
+
+@pytest.mark.parametrize(
+    ("reply", "content", "num_calls", "reason"),
+    [("Hi.", "Hi.", 0, "stop"), (f"{SILENT}So. {CALL}", "So.", 1, "tool_calls")],
+)
+async def test_with_a_strict_tool_text_is_free_and_calls_are_held(
+    reply: str, content: str, num_calls: int, reason: str
+) -> None:
+    async with in_memory(TalkingClient(reply), **MAY_THINK) as rig:
+        choice = (await rig.chat(**STRICT)).json()["choices"][0]
+
+        assert choice["message"]["content"] == content
+        assert len(choice["message"].get("tool_calls", ())) == num_calls
+        assert choice["finish_reason"] == reason
+        spec = rig.client.boxes[0].sampling.structured_outputs
+        assert spec.kind == "structural_tag" and spec.thinking == thinking(is_inside=False)
+        part = json.loads(spec.text)["format"]
+        assert (part["type"], part["tags"][0]["begin"]) == ("calls", "<tool_call>")
+
+
+@pytest.mark.parametrize(
+    "form", [JSON, {"guided_regex": "a/b"}, {"guided_choice": ["a", "{}"]}], ids=str
+)
+@pytest.mark.parametrize(
+    ("reply", "content", "reason"), [("{}", "{}", "stop"), (CALL, None, "tool_calls")]
+)
+async def test_beside_tools_an_answer_has_its_form_or_is_a_call(
+    form: Any, reply: str, content: str | None, reason: str
+) -> None:
+    async with in_memory(TalkingClient(SILENT.rstrip() + reply), **MAY_THINK) as rig:
+        choice = (await rig.chat(**TOOLS, **form)).json()["choices"][0]
+
+        assert choice["message"]["content"] == content
+        assert choice["message"]["reasoning"] == "a"
+        assert choice["finish_reason"] == reason
+        spec = rig.client.boxes[0].sampling.structured_outputs
+        assert json.loads(spec.text)["format"]["type"] == "or"
 
 
 async def test_a_budget_of_thinking_goes_to_the_engine_with_a_form_or_none() -> None:

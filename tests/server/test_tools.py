@@ -344,7 +344,14 @@ async def test_forced_calls_are_read_from_what_a_grammar_lets_through(
 
 
 STRICT_WEATHER = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
-STRICT = {"type": "function", "function": {"name": "f", "strict": True}}
+UNHELD = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "strict": True,
+        "parameters": {"properties": {"a": {"type": "string", "maxLength": 3}}},
+    },
+}
 
 
 @pytest.mark.parametrize(
@@ -359,7 +366,13 @@ STRICT = {"type": "function", "function": {"name": "f", "strict": True}}
             "tools",
             "no place",
         ),
-        ({"tools": [NOW], "guided_regex": "a"}, {}, "guided_regex", "tools"),
+        ({"tools": [NOW], "guided_grammar": "start: A"}, {}, "guided_grammar", "tools"),
+        (
+            {"tools": [NOW], "guided_regex": "a"},
+            {"tool_call_parser": "llama3_json"},
+            "guided_regex",
+            "begin without a mark",
+        ),
         ({"tools": [NOW], "tool_choice": "any"}, {}, "tool_choice", "'any'"),
         ({"tool_choice": "required"}, {}, "tool_choice", "no tools"),
         (
@@ -378,9 +391,9 @@ STRICT = {"type": "function", "function": {"name": "f", "strict": True}}
             {"tools": [NOW], "tool_choice": "required", "guided_regex": "a"},
             {},
             "guided_regex",
-            "tools",
+            "tool_choice",
         ),
-        ({"tools": [STRICT]}, {}, "tools", "strict"),
+        ({"tools": [UNHELD]}, {"tool_call_parser": "qwen3_coder"}, "tools", "strict"),
         ({"tools": [5]}, {}, "tools", "tools[0]"),
         ({"tools": [{"type": "web_search"}]}, {}, "tools", "tools[0]"),
         ({"tools": [{"type": "function", "function": {}}]}, {}, "tools", "name"),
