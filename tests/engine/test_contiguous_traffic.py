@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from slow_model import Ledger, raw
 from tiny_models import VOCAB_SIZE, make_tiny
+from watched_executor import WATCHED, WatchedExecutor
 
 from config.buckets import BucketConfig, Range
 from config.engine import CacheConfig, EngineConfig, ScheduleConfig
 from config.execution import EmulatorSettings, ExecutionConfig
 from config.sampling import SamplingParams
 from engine.core import EngineCore
-from engine.executors.inline import InlineExecutor
 from engine.loop import make_table
 from engine.messages import AddRequest
-from hpu.step import DECODE, StepPlan
+from hpu.step import DECODE
 
 REQUESTS = 40
 TABLE = BucketConfig(
@@ -32,27 +32,6 @@ TABLE = BucketConfig(
     decode_blocks=Range(8, 8, 40),
 )
 MOST_TURNS = 3000
-WATCHED = ("compilations", "captures", "fallbacks", "host_sync", "ungraphed")
-
-
-class WatchedExecutor(InlineExecutor):
-    """Keeps the plans; tells an emulated card when a step is made: waiting for it is a misuse."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self.plans: list[StepPlan] = []
-
-    def submit(self, plan: StepPlan) -> None:
-        self.plans.append(plan)
-        card = getattr(getattr(torch, "hpu", None), "emulated", None)
-        if card is None:
-            super().submit(plan)
-            return
-        card.in_step = True
-        try:
-            super().submit(plan)
-        finally:
-            card.in_step = False
 
 
 @contextmanager

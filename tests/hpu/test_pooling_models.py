@@ -1,5 +1,6 @@
 """Pooling models against the plain forward of transformers in float32."""
 
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,14 @@ import pytest
 import torch
 from tiny_encoders import ENCODERS, Reader, make_pooling
 from tiny_models import VOCAB_SIZE
-from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+)
+
+from config.errors import ConfigError
 
 TOLERANCE = 1e-5
 LENGTHS = (9, 1, 40, 17, 40, 3)
@@ -50,3 +58,106 @@ def test_hidden_states_are_those_of_transformers_whatever_the_neighbours(
     for text, one, other in zip(texts(), together, alone, strict=True):
         np.testing.assert_allclose(one, hidden_states(folder, text), atol=TOLERANCE)
         np.testing.assert_allclose(one, other, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", [*ENCODERS, "llama", "qwen3"])
+def test_a_heads_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    folder = make_pooling(family, tmp_path, num_labels=3)
+    reader = Reader(folder)
+
+    found = reader.read(texts(), normalizes=False)
+    shares = reader.read(texts(), normalizes=True)
+
+    reader.worker.close()
+    assert reader.ready.pooling is not None
+    assert (reader.ready.pooling.tasks, reader.ready.pooling.width) == (("classify",), 3)
+    for text, one, share in zip(texts(), found, shares, strict=True):
+        expected = logits(folder, text)
+        np.testing.assert_allclose(one, [expected], atol=TOLERANCE)
+        exponentials = np.exp(expected - expected.max())
+        np.testing.assert_allclose(share, [exponentials / exponentials.sum()], atol=TOLERANCE)
+
+
+def test_the_second_text_of_a_pair_has_a_type_of_its_own(tmp_path: Path) -> None:
+    folder = make_pooling("bert", tmp_path, num_labels=1)
+    (text,) = texts([12])
+    types = torch.tensor([[0] * 5 + [1] * 7])
+    reader = Reader(folder)
+
+    (found,) = reader.read([text], num_first=5, normalizes=True)
+    (one_text,) = reader.read([text], normalizes=True)
+
+    reader.worker.close()
+    assert reader.ready.pooling is not None
+    assert reader.ready.pooling.tasks == ("score", "classify")
+    expected = logits(folder, text, token_type_ids=types)
+    np.testing.assert_allclose(found, [1 / (1 + np.exp(-expected))], atol=TOLERANCE)
+    assert abs(found - one_text) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"), [(AutoModelForMaskedLM, "bert"), (AutoModelForCausalLM, "qwen3")]
+)
+def test_a_model_with_another_head_gives_its_hidden_states(
+    kind: Any, family: str, tmp_path: Path
+) -> None:
+    folder = make_pooling(family, tmp_path)
+    with torch.no_grad():
+        kind.from_pretrained(folder).save_pretrained(folder)
+    reader = Reader(folder, runner="pooling")
+
+    (found,) = reader.read(texts([7]), by_token=True)
+
+    reader.worker.close()
+    np.testing.assert_allclose(found, hidden_states(folder, texts([7])[0]), atol=TOLERANCE)
+
+
+def test_a_decoder_may_look_both_ways(tmp_path: Path) -> None:
+    folder = make_pooling("llama", tmp_path)
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "is_causal": False}))
+    one, other = texts([20, 8])
+    reader = Reader(folder)
+
+    together = reader.read([one, other], by_token=True)[1]
+    changed = reader.read([[*other[:-1], 7]], by_token=True)[0]
+
+    reader.worker.close()
+    model: Any = AutoModel.from_pretrained(folder).eval()
+    open_mask = torch.zeros(1, 1, len(other), len(other))
+    with torch.no_grad():
+        expected = model(torch.tensor([other]), attention_mask=open_mask).last_hidden_state[0]
+    np.testing.assert_allclose(together, expected.numpy(), atol=TOLERANCE)
+    assert np.abs(together[0] - changed[0]).max() > 1e-3
+
+
+def test_a_text_whose_vector_is_no_numbers_harms_no_other(tmp_path: Path) -> None:
+    folder = make_pooling("bert", tmp_path)
+    model: Any = AutoModel.from_pretrained(folder)
+    model.embeddings.word_embeddings.weight.data[4] = float("nan")
+    model.save_pretrained(folder)
+    good, bad = texts([9, 6])
+    reader = Reader(folder)
+
+    (broken, _), (rows, data) = reader.run([[*bad, 4], good])
+
+    (alone,) = reader.read([good])
+    reader.worker.close()
+    assert (broken, rows) == (-1, 1)
+    np.testing.assert_allclose(np.frombuffer(data, "<f4"), alone[0], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"position_embedding_type": "relative_key"}, "relative_key"),
+        ({"is_decoder": True}, "is_decoder"),
+    ],
+)
+def test_other_encoders_are_refused(overrides: dict[str, Any], words: str, tmp_path: Path) -> None:
+    folder = make_pooling("bert", tmp_path)
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **overrides}))
+
+    with pytest.raises(ConfigError, match=words):
+        Reader(folder)

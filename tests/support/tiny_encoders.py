@@ -100,20 +100,19 @@ class Reader:
         self.ready = self.worker.start(lambda progress: None)
         self._step = 0
 
-    def read(self, texts: Sequence[Sequence[int]], **wanted: Any) -> list[Vectors]:
-        """All in one launch; `wanted` are fields of each Text. (rows, width) for each."""
+    def run(self, texts: Sequence[Sequence[int]], **wanted: Any) -> list[tuple[int, memoryview]]:
+        """All in one launch; `wanted` are fields of each Text. As in StepResult.vectors."""
         lengths = [len(text) for text in texts]
-        launch = Launch(
-            PREFILL,
-            (len(texts), max(lengths), 0),
-            list(range(len(texts))),
-            lengths,
-            [False] * len(texts),
-        )
-        plan = StepPlan(
-            self._step, [launch], texts=[Text(raw(list(text)), **wanted) for text in texts]
-        )
+        bucket = (len(texts), max(lengths), 0)
+        launch = Launch(PREFILL, bucket, list(range(len(texts))), lengths, [False] * len(texts))
+        asked = [Text(raw(list(text)), **wanted) for text in texts]
+        plan = StepPlan(self._step, [launch], texts=asked)
         self._step += 1
         self.worker.submit(plan)
-        vectors = self.worker.collect().vectors
-        return [np.frombuffer(data, "<f4").reshape(rows, -1) for rows, data in vectors]
+        return self.worker.collect().vectors
+
+    def read(self, texts: Sequence[Sequence[int]], **wanted: Any) -> list[Vectors]:
+        """The same as arrays: (rows, width) for each."""
+        return [
+            np.frombuffer(data, "<f4").reshape(rows, -1) for rows, data in self.run(texts, **wanted)
+        ]

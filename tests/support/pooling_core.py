@@ -1,0 +1,129 @@
+"""A real EngineCore over workers of plain Python that read texts, and fail on any that is cut, read
+twice or too long for its bucket."""
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+from fake_executor import worker_ready
+from slow_model import raw
+
+from config.buckets import BucketConfig
+from config.engine import EngineConfig, ScheduleConfig
+from config.execution import WarmupConfig
+from config.pooling import PoolingFacts, PoolingParams
+from config.sampling import SamplingParams
+from engine.core import EngineCore
+from engine.loop import make_table
+from engine.messages import AddRequest, Finish
+from hpu.buckets import BucketLimits, BucketTable
+from hpu.step import PREFILL, StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
+
+FACTS = PoolingFacts(
+    tasks=("embed", "token_embed"), width=3, token_width=3, normalizes=True, dimensions=(2,)
+)
+
+
+def vector(tokens: Sequence[int], cut: int = 0) -> bytes:
+    """One that tells of which tokens it is, and how it was asked for."""
+    return array("f", [sum(tokens), len(tokens), cut]).tobytes()
+
+
+class PoolingExecutor:
+    """An Executor that reads texts when it is collected from."""
+
+    def __init__(self, ready: WorkerReady) -> None:
+        self.ready = ready
+        self.plans: list[StepPlan] = []
+        self.max_in_flight = 0
+        self._in_flight: deque[bytes] = deque()
+
+    def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
+        return self.ready
+
+    def submit(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        self._in_flight.append(msgspec.msgpack.encode(plan))
+        self.max_in_flight = max(self.max_in_flight, len(self._in_flight))
+
+    def has_result(self) -> bool:
+        """Never early, so that plans are made one step ahead."""
+        return False
+
+    def collect(self) -> StepResult:
+        plan = msgspec.msgpack.decode(self._in_flight.popleft(), type=StepPlan)
+        result = StepResult(plan.step, [], seconds=[0.001] * len(plan.launches))
+        read = [place for launch in plan.launches for place in launch.rows]
+        assert sorted(read) == list(range(len(plan.texts))), f"{read} of {len(plan.texts)} texts"
+        for launch in plan.launches:
+            batch, query, blocks = launch.bucket
+            assert (launch.phase, blocks) == (PREFILL, 0) and len(launch.rows) <= batch
+            assert not any(launch.samples)
+            for place, count in zip(launch.rows, launch.counts, strict=True):
+                text = plan.texts[place]
+                tokens = array("I", bytes(text.tokens))
+                assert len(tokens) == count <= query
+                rows = [[token] for token in tokens] if text.by_token else [list(tokens)]
+                data = b"".join(vector(row, text.dimensions) for row in rows)
+                # A text that ends with 13 is one that no number comes of.
+                found = (-1, b"") if tokens[-1] == 13 else (len(rows), data)
+                result.vectors.append((found[0], memoryview(found[1])))
+        return result
+
+    def idle(self) -> bool:
+        return False
+
+    def take_warmed(self) -> list[Warmed]:
+        return []
+
+    def close(self) -> None:
+        self._in_flight.clear()
+
+
+class PoolingRig:
+    """An engine of a pooling model without processes. Checks the books after every turn."""
+
+    def __init__(
+        self, facts: PoolingFacts | None = FACTS, *, unwarmed: str = "run", **schedule: Any
+    ) -> None:
+        self.ready = worker_ready(num_blocks=0 if facts else 64, block_size=4, max_model_len=32)
+        self.ready.pooling = facts
+        config = EngineConfig(
+            model="none",
+            schedule=ScheduleConfig(
+                **{"max_num_seqs": 4, "max_num_batched_tokens": 32, **schedule}
+            ),
+            buckets=BucketConfig(strategy="exponential"),
+            warmup=WarmupConfig(on_unwarmed_shape=unwarmed),
+        )
+        limits = BucketLimits.of_texts(config.schedule, block_size=4, max_model_len=32)
+        self.ready.buckets = BucketTable.make(config.buckets, limits).buckets if facts else []
+        self.table = make_table(config, self.ready)
+        self.executor = PoolingExecutor(self.ready)
+        self.core = EngineCore(config, self.executor, self.ready, self.table, lambda: 1.0)
+        self.vectors: dict[int, tuple[int, bytes]] = {}
+        self.finished: dict[int, Finish] = {}
+
+    def add(self, key: int, tokens: Sequence[int], **asked: Any) -> None:
+        params = PoolingParams(**{"task": "embed", **asked})
+        self.send(AddRequest(key, raw(list(tokens)), SamplingParams(), pooling=params))
+
+    def send(self, message: AddRequest) -> None:
+        self.core.add(message, [])
+
+    def turn(self) -> None:
+        for _, message in self.core.turn():
+            for key, rows, data in message.vectors:
+                assert key not in self.vectors, f"the vectors of {key} came twice"
+                self.vectors[key] = (rows, bytes(data))
+            self.finished.update((finish.key, finish) for finish in message.finished)
+        self.core.check_books()
+
+    def run(self) -> None:
+        for _ in range(200):
+            if not self.core.has_work:
+                return
+            self.turn()
+        raise AssertionError("200 turns were not enough")
