@@ -9,6 +9,7 @@ from pydantic.json_schema import models_json_schema
 from server.schema.admin import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from server.schema.chat import ChatBody
 from server.schema.completions import CompletionBody
+from server.schema.meanings import explain
 from server.schema.messages import CountBody, MessagesBody
 from server.schema.pooling import (
     ClassifyBody,
@@ -29,7 +30,7 @@ _POOLING = (
 )
 _TOKENS = (TokenizeTextBody, TokenizeChatBody, DetokenizeBody)
 _TALKS = (ChatBody, CompletionBody, ResponseBody, MessagesBody, CountBody)
-_BODIES = (*_TALKS, *_TOKENS, *_POOLING)
+BODIES = (*_TALKS, *_TOKENS, *_POOLING)
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -62,7 +63,7 @@ _GENERATED = {
     "description": "The answer; with `stream`, server-sent events",
     "content": {
         "application/json": {"schema": {"type": "object"}},
-        "text/event-stream": {"schema": {"type": "string"}},
+        "text/event-stream": {},
     },
 }
 Answers = dict[int | str, dict[str, Any]]
@@ -77,6 +78,13 @@ def _fault(model: str) -> dict[str, Any]:
 
 ANSWERS: Answers = {"default": _fault("Error")}
 GENERATES: Answers = {200: _GENERATED, **ANSWERS}
+PAGE_OF_METRICS: Answers = {
+    200: {
+        "description": "Every metric",
+        "content": {"text/plain": {}, "application/openmetrics-text": {}},
+    },
+    **ANSWERS,
+}
 MESSAGES_ANSWERS: Answers = {"default": _fault("MessagesError")}
 MESSAGES_GENERATES: Answers = {200: _GENERATED, **MESSAGES_ANSWERS}
 
@@ -101,9 +109,10 @@ class DescribedApi(FastAPI):
                 routes=self.routes,
             )
             _, definitions = models_json_schema(
-                [(body, "validation") for body in _BODIES], ref_template=_REF
+                [(body, "validation") for body in BODIES], ref_template=_REF
             )
             schemas = made.setdefault("components", {}).setdefault("schemas", {})
+            explain(definitions["$defs"])
             schemas.update(definitions["$defs"])
             schemas["Error"] = _ERROR
             schemas["MessagesError"] = _MESSAGES_ERROR

@@ -1,4 +1,4 @@
-"""What the documents say is so: links, flags, manifests, and every example of the README."""
+"""What the documents say is so: links, flags, manifests, every example of README and API."""
 
 import json
 import os
@@ -6,7 +6,8 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -23,10 +24,13 @@ from server.buckets_command import parser as buckets_parser
 from server.plan_command import parser as plan_parser
 
 ROOT = Path(__file__).parents[1]
+API = ROOT / "docs" / "api.md"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MANIFESTS = ("compose.yaml", "kubernetes.yaml", "prometheus.yaml")
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NEXT = re.compile(r"^```(\w+)\n(.*?)^```\n(.*?)(?=^```|\Z)", re.MULTILINE | re.DOTALL)
+"""Fences, each with what stands between it and the next."""
 COMMANDS = [
     (page.name, text)
     for page in PAGES
@@ -35,7 +39,17 @@ COMMANDS = [
     for kind, text in FENCE.findall(page.read_text(encoding="utf-8"))
     if kind == "console" and "gaudiserve " in text
 ]
-EXAMPLES = [(kind, text) for kind, text in FENCE.findall(README) if kind in ("bash", "python")]
+EXAMPLES = [
+    (name, kind, text)
+    for name, page in (("README", README), ("api", API.read_text(encoding="utf-8")))
+    for kind, text in FENCE.findall(page)
+    if kind in ("bash", "python")
+]
+ANSWERS = [
+    (asked, shown)
+    for (_, asked, gap), (kind, shown, _) in pairwise(NEXT.findall(API.read_text(encoding="utf-8")))
+    if gap == "\n" and kind == "json"
+]
 
 
 def test_the_reference_is_what_the_code_says() -> None:
@@ -57,7 +71,8 @@ def test_flags_that_the_documents_name_exist() -> None:
     known |= set(buckets_parser("fit")._option_string_actions)
     known |= set(plan_parser()._option_string_actions)
     known |= {"--no-NAME", "--max_model_len", "--version"}
-    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+    # Whose flags are those of other programs.
+    texts = [page.read_text(encoding="utf-8") for page in PAGES if page.name != "clients.md"]
     texts += [(ROOT / "deploy" / name).read_text(encoding="utf-8") for name in MANIFESTS[:2]]
 
     named = set(re.findall(r"(?<![\w-])(--[a-zA-Z][\w-]+)", "\n".join(texts)))
@@ -185,16 +200,36 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
         yield live.url, str(folder)
 
 
-@pytest.mark.parametrize(
-    ("kind", "example"), EXAMPLES, ids=[f"{kind} {i}" for i, (kind, _) in enumerate(EXAMPLES)]
-)
-def test_an_example_of_the_readme_runs(kind: str, example: str, served: tuple[str, str]) -> None:
+@pytest.fixture(scope="module")
+def embedding_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of a tiny model that makes vectors."""
+    from live import running
+    from tiny_encoders import make_pooling
+
+    folder = make_pooling("bert", tmp_path_factory.mktemp("docs") / "tiny")
+    with running(str(folder), tmp_path_factory.mktemp("log") / "log") as live:
+        yield live.url
+
+
+@pytest.fixture
+def run_example(
+    request: pytest.FixtureRequest, served: tuple[str, str]
+) -> Callable[[str, str], str]:
+    def run(kind: str, example: str) -> str:
+        if ":8001" in example:
+            embedding_url = request.getfixturevalue("embedding_url")
+            example = example.replace("http://localhost:8001", embedding_url)
+        return printed_by(kind, example, served)
+
+    return run
+
+
+def printed_by(kind: str, example: str, served: tuple[str, str]) -> str:
     url, folder = served
     text = example.replace("http://localhost:8000", url)
     # Offline there is no served name: the folder itself.
     text = text.replace('LLM(model="demo"', f"LLM(model={folder!r}")
     program = [sys.executable, "-c"] if kind == "python" else ["bash", "-euo", "pipefail", "-c"]
-
     done = subprocess.run(
         [*program, text],
         cwd=ROOT,
@@ -203,11 +238,42 @@ def test_an_example_of_the_readme_runs(kind: str, example: str, served: tuple[st
         text=True,
         timeout=120,
     )
-
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
-    if kind == "bash" and "/v1/" in text:
-        assert json.loads(done.stdout)["choices"][0]["message"]["role"] == "assistant"
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "example"),
+    EXAMPLES,
+    ids=[f"{name} {kind} {i}" for i, (name, kind, _) in enumerate(EXAMPLES)],
+)
+def test_an_example_runs(
+    name: str, kind: str, example: str, run_example: Callable[[str, str], str]
+) -> None:
+    printed = run_example(kind, example)
+
+    assert printed.strip()
+    if name == "README" and kind == "bash" and "/v1/" in example:
+        assert json.loads(printed)["choices"][0]["message"]["role"] == "assistant"
+
+
+def shape(value: Any) -> Any:
+    """The keys of an answer, of lists those of the first entry; null stands for any value."""
+    if isinstance(value, dict):
+        # The texts of tokens are keys, too.
+        return {key: shape(inner) for key, inner in value.items() if key != "top_logprobs"}
+    if isinstance(value, list):
+        return [shape(value[0])] if value and isinstance(value[0], dict) else []
+    return None
+
+
+@pytest.mark.parametrize(("example", "shown"), ANSWERS, ids=range(len(ANSWERS)))
+def test_an_answer_that_is_shown_has_the_keys_of_the_real_one(
+    example: str, shown: str, run_example: Callable[[str, str], str]
+) -> None:
+    printed = run_example("bash", example)
+
+    assert shape(json.loads(printed)) == shape(json.loads(shown))
 
 
 @pytest.mark.parametrize(("page", "example"), COMMANDS, ids=[page for page, _ in COMMANDS])
@@ -250,7 +316,7 @@ def test_the_example_of_a_file_is_read(tmp_path: Path) -> None:
 
 
 def test_the_readme_has_an_example_of_each_kind() -> None:
-    text = "\n".join(example for _, example in EXAMPLES)
+    text = "\n".join(example for name, _, example in EXAMPLES if name == "README")
 
     for word in ("curl", "OpenAI(", "stream=True", "LLM(", "/metrics"):
         assert word in text

@@ -4,12 +4,12 @@ from functools import partial
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from engine.messages import LATER
 from server.errors import Fault
 from server.job import answer_whole
-from server.openapi import ANSWERS
+from server.openapi import ANSWERS, PAGE_OF_METRICS
 from server.state import DRAINING_RETRY_S, STARTING_RETRY_S, AppState
 
 
@@ -64,7 +64,14 @@ def _add_facts(router: APIRouter, state: AppState) -> None:
     async def get_is_sleeping() -> Response:
         return answer_whole({"is_sleeping": False})
 
-    @get("/metrics", operation_id="metrics", summary="Prometheus metrics, as OpenMetrics if asked")
+    @router.get(
+        "/metrics",
+        operation_id="metrics",
+        summary="Prometheus metrics, as OpenMetrics if asked",
+        # Or application/json would be described beside what is sent.
+        response_class=PlainTextResponse,
+        responses=PAGE_OF_METRICS,
+    )
     async def get_metrics(request: Request) -> Response:
         page, content_type = state.metrics.page(request.headers.get("accept", ""))
         return Response(page, headers={"content-type": content_type})

@@ -1,0 +1,61 @@
+"""schemathesis over our own description: whatever is sent, nothing breaks and nothing hangs."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from live import LiveServer, running
+from tiny_encoders import make_pooling
+from tiny_models import make_tiny
+
+pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
+
+SECONDS = 45
+HANG_S = 30
+CHECKS = (
+    *("not_a_server_error", "status_code_conformance", "content_type_conformance"),
+    *("response_schema_conformance", "negative_data_rejection", "unsupported_method"),
+)
+
+
+@pytest.fixture(params=["generating", "pooling"])
+def every_route(
+    request: pytest.FixtureRequest, pytestconfig: pytest.Config, tmp_path: Path
+) -> Iterator[LiveServer]:
+    """A server whose routes for developers are open too."""
+    make = make_tiny if request.param == "generating" else make_pooling
+    folder = make("llama" if request.param == "generating" else "bert", tmp_path / "tiny")
+    flags = ("--api-key=key", "--enable-dev-endpoints", "--tool-call-parser=hermes")
+    python = pytestconfig.getoption("--server-python")
+    with running(str(folder), tmp_path / "log", *flags, python=python) as live:
+        yield live
+
+
+def test_no_request_breaks_or_hangs_the_server(every_route: LiveServer, tmp_path: Path) -> None:
+    options = {
+        "header": "Authorization: Bearer key",
+        "phases": "examples,coverage,fuzzing",
+        "checks": ",".join(CHECKS),
+        "max-examples": "30",
+        "max-time": str(SECONDS),
+        "request-timeout": str(HANG_S),
+        "suppress-health-check": "all",
+        "seed": "1",
+    }
+    words = [f"--{name}={value}" for name, value in options.items()]
+
+    done = subprocess.run(
+        [sys.executable, "-m", "schemathesis.cli", "run", *words, "--continue-on-failure",
+         f"{every_route.url}/openapi.json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS + 120,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    log = every_route.log.read_text(errors="replace")
+    assert "status=5" not in log and "Traceback" not in log
+    assert every_route.http.get("/ready").status_code == 200
