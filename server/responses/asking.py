@@ -57,10 +57,10 @@ async def ask(store: ResponseStore, body: ResponseBody, num_bytes: int, number: 
         items = read_items(body.input, number)
     else:
         items = await asyncio.to_thread(read_items, body.input, number)
-    turn = Turn(_found(store, items), before)
-    if num_bytes + turn.num_bytes <= MANY_BYTES:
-        return Asked(_chat(body, turn, number), turn)
-    return Asked(await asyncio.to_thread(_chat, body, turn, number), turn)
+    items = _found(store, items)
+    if num_bytes + (0 if before is None else before.num_bytes) <= MANY_BYTES:
+        return _asked(body, items, before, number)
+    return await asyncio.to_thread(_asked, body, items, before, number)
 
 
 def number_before(body: ResponseBody) -> str:
@@ -92,12 +92,14 @@ def previous(store: ResponseStore, body: ResponseBody) -> Turn:
     return entry.whole
 
 
-def _chat(body: ResponseBody, turn: Turn, number: str) -> ChatBody:
+def _asked(body: ResponseBody, items: list[Item], before: Turn | None, number: str) -> Asked:
+    turn = Turn(items, before)
     messages = messages_of(turn.items(), body.instructions)
     if not messages:
         raise UserError("input has no message, it must have at least 1", param="input")
     with as_response_fields():
-        return checked(ChatBody, {**body.chat_fields, "messages": messages, "request_id": number})
+        fields = {**body.chat_fields, "messages": messages, "request_id": number}
+        return Asked(checked(ChatBody, fields), turn)
 
 
 def _found(store: ResponseStore, items: list[Item]) -> list[Item]:
