@@ -50,6 +50,7 @@ class Request:
         "file_at",
         "first_token_at",
         "front_end",
+        "goes_on",
         "guide",
         "hashes",
         "key",
@@ -99,6 +100,7 @@ class Request:
         self.cache_salt = message.cache_salt
         self.adapter = message.adapter
         self.hashes = hashes
+        self.goes_on = message.goes_on
         self.rank = rank
         """(priority, arrival): smaller runs first, greater gives way first."""
         self.state = WAITING

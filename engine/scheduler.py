@@ -1,6 +1,7 @@
 """Scheduler: who runs this step, with how many tokens. Knows no executor, no messages, no clock."""
 
 from bisect import insort
+from collections import deque
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -18,6 +19,8 @@ _rank = attrgetter("rank")
 WATERMARK_SHARE = 100
 """One block in so many stays free when a request is admitted beside others, so that those who run
 can grow a little before anyone has to give way."""
+KEPT_STEPS = 8
+"""How long a beam's row is kept for its next token: more than a front-end takes to ask for it."""
 
 
 @dataclass(slots=True)
@@ -76,6 +79,8 @@ class Scheduler:
         self._prefilling: list[Request] = []
         self._leaving: list[Request] = []
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self._kept: deque[int] = deque()
+        """A step for each free row that is kept for what goes on: it is anybody's from then on."""
         self._freed_rows: list[int] = []
         """Given back since the last plan, which has yet to say so."""
         self._defrag_threshold = defrag_threshold
@@ -124,6 +129,8 @@ class Scheduler:
     def plan(self, step: int) -> Decision:
         """Decide this step. Counts on the decision's plan, if it has one, being submitted."""
         decision = Decision(step)
+        while self._kept and self._kept[0] <= step:
+            self._kept.popleft()
         self._sort_out()
         if self._kv.contiguous and not self._moves:
             self._moves = self._kv.pack(self.holders, self._defrag_threshold)
@@ -204,6 +211,8 @@ class Scheduler:
         """
         kv = self._kv
         while budget > 0 and self._free_rows and (request := self.line.first()) is not None:
+            if not self._has_seat(request):
+                break
             prefix = kv.find_prefix(request)
             if kv.pays_to_wait(request, prefix):
                 break
@@ -227,7 +236,17 @@ class Scheduler:
             self._add_chunk(request, count, decision)
             budget -= count
 
+    def _has_seat(self, request: Request) -> bool:
+        """Whether a free row is its to take: as long as others run, those that beams have just left
+        are kept for their next tokens. In a full batch a search would else lose its rows with every
+        token, and wait for all who came in between."""
+        is_busy = self._decoding or self._prefilling or self._leaving
+        kept = len(self._kept) if is_busy and not request.goes_on else 0
+        return len(self._free_rows) > kept
+
     def _seat(self, request: Request, cached: int, decision: Decision) -> None:
+        if request.goes_on and self._kept:
+            self._kept.popleft()
         request.row = self._free_rows.pop()
         request.state = RUNNING
         request.decode_from = request.known
@@ -291,6 +310,8 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self._kv.release(request)
+        if request.goes_on and request.state == ENDED:
+            self._kept.append(self._collected + KEPT_STEPS)
         self._free_rows.append(request.row)
         self._freed_rows.append(request.row)
         request.row = -1

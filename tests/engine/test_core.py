@@ -13,6 +13,7 @@ from config.errors import UserError
 from config.sampling import SamplingParams
 from engine.core import EngineCore
 from engine.messages import AddRequest
+from engine.scheduler import KEPT_STEPS
 
 LONG = {"max_tokens": 30, "ignore_eos": True}
 
@@ -55,6 +56,39 @@ def test_what_goes_on_with_a_sequence_stands_before_all_who_wait() -> None:
         1,
         2,
     ]
+
+
+def test_a_full_batch_keeps_the_row_of_what_goes_on_for_a_while() -> None:
+    rig = CoreRig(rows=2)
+    rig.add(0, [1, 2, 3], **LONG)
+
+    def go_on(key: int) -> None:
+        rig.ledger.open(key)
+        rig.send(AddRequest(key, raw([key] * 3), SamplingParams(max_tokens=1), goes_on=True))
+
+    go_on(1)
+    rig.add(2, [4, 5], max_tokens=1)
+    rig.run(turns=6)
+    go_on(3)
+    rig.run(turns=6)
+    waited = (rig.reason(1), rig.reason(2), rig.reason(3))
+    rig.run(turns=KEPT_STEPS)
+
+    assert waited == ("length", None, "length")
+    assert (rig.reason(2), rig.reason(0)) == ("length", None)
+    rig.run()
+    rig.check_output(0)
+
+
+def test_a_row_is_kept_only_beside_others() -> None:
+    rig = CoreRig(rows=1)
+    rig.ledger.open(0)
+    rig.send(AddRequest(0, raw([1, 2]), SamplingParams(max_tokens=1), goes_on=True))
+    rig.add(1, [4, 5], max_tokens=1)
+
+    rig.run(turns=5)
+
+    assert rig.reason(1) == "length"
 
 
 def test_a_step_with_nothing_to_launch_is_not_submitted_and_freed_rows_ride_later() -> None:
