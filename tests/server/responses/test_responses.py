@@ -375,7 +375,6 @@ async def test_truncation_drops_the_oldest_turns_and_keeps_the_rules() -> None:
         ({"include": ["everything"]}, "include"),
         ({"text": {"format": {"type": "xml"}}}, "text"),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text"),
-        ({"text": {"format": {"type": "json_object"}}, "tools": [WEATHER]}, "text"),
         ({"reasoning": {"effort": "immense"}}, "reasoning"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
