@@ -1,0 +1,162 @@
+"""Any text, in any cut, through every parser: nothing is raised, and nothing said is lost."""
+
+import json
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from parsing import TOOLS, good_calls, read
+from written_calls import BROKEN, TEXT, WHOLE
+
+from server.parsers.answer import AnswerParser
+from server.parsers.base import Parser, ThoughtForm
+from server.parsers.calls import CallParser, Family
+from server.parsers.harmony import HARMONY
+from server.parsers.json_calls import CALLS_ALONE, Arguments
+from server.parsers.select import FAMILIES, THINKING, words_of
+
+PLAIN = st.text("abxyzÅé\u03b1\u2028\U0001f600 \n.!?-=0189", min_size=1, max_size=12)
+"""Text that no family takes for anything else."""
+
+
+def without_blanks(text: str) -> str:
+    return "".join(text.split())
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    ends = sorted({place % (len(text) + 1) for place in places})
+    return [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
+
+
+def texts_of(words: frozenset[str]) -> st.SearchStrategy[str]:
+    """Marks, halves of marks, things that may stand between them, and anything else."""
+    marks = st.sampled_from(sorted(words) or ["["])
+    halves = st.builds(lambda word, end: word[: end % len(word)], marks, st.integers(1, 30))
+    known = [text for _, text, *_ in (*WHOLE, *TEXT, *BROKEN)]
+    pieces = st.sampled_from([text[i : i + 11] for text in known for i in range(0, len(text), 11)])
+    return st.lists(st.one_of(marks, halves, pieces, st.text(max_size=8)), max_size=12).map("".join)
+
+
+FORMS = {family: name for name, family in FAMILIES.items()}
+"""Each family once, and those of calls that a grammar forces."""
+FORMS |= {Arguments("now"): "named", CALLS_ALONE: "required"}
+CUTS = st.lists(st.integers(0, 400), max_size=6)
+
+
+@pytest.mark.parametrize("family", FORMS, ids=FORMS.values())
+def test_any_text_can_be_searched_for_calls(family: Family) -> None:
+    @settings(max_examples=40)
+    @given(texts_of(words_of(family)), CUTS, st.booleans())
+    def check(text: str, places: list[int], is_cut: bool) -> None:
+        make = partial(CallParser, family, TOOLS)
+        whole = read(make, [text], is_cut=is_cut)
+
+        assert read(make, cut(text, places), is_cut=is_cut) == whole
+        assert read(make, list(text), is_cut=is_cut) == whole
+        if not is_cut:
+            assert all(isinstance(arguments, dict) for _, arguments in good_calls(whole))
+        _, said, calls, broken = whole
+        if len(calls) == len(broken):
+            assert bare(said, family.silent) == bare(text, family.silent)
+
+    check()
+
+
+def bare(text: str, words: tuple[str, ...]) -> str:
+    """`text` without these words, however they are nested."""
+    before = ""
+    while before != text:
+        before = text
+        for word in words:
+            text = text.replace(word, "")
+    return text
+
+
+SAMPLES = {
+    name: [
+        (text, calls)
+        for family, text, content, calls in WHOLE
+        if family == name
+        and not content
+        and text.startswith((*FAMILIES[name].markers, *FAMILIES[name].silent))
+    ]
+    for name in {name for name, *_ in WHOLE}
+}
+
+
+@pytest.mark.parametrize("name", sorted(name for name, samples in SAMPLES.items() if samples))
+def test_text_around_calls_is_kept_and_so_are_the_calls(name: str) -> None:
+    @settings(max_examples=15)
+    @given(st.lists(st.tuples(PLAIN, st.sampled_from(SAMPLES[name])), min_size=1, max_size=4), CUTS)
+    def check(parts: list[tuple[str, tuple[str, list[Any]]]], places: list[int]) -> None:
+        text = "".join(f"{plain}.{call}" for plain, (call, _) in parts)
+
+        found = read(partial(CallParser, FAMILIES[name], TOOLS), cut(text, places))
+
+        said = "".join(f"{plain}." for plain, _ in parts)
+        assert without_blanks(found[1]) == without_blanks(said)
+        wanted = [call for _, (_, calls) in parts for call in calls]
+        assert json.dumps(good_calls(found)) == json.dumps(wanted)
+
+    check()
+
+
+@pytest.mark.parametrize("form", set(THINKING.values()))
+def test_any_text_can_be_searched_for_thinking(form: ThoughtForm) -> None:
+    words = words_of(form)
+
+    @settings(max_examples=40)
+    @given(texts_of(words), CUTS, st.booleans(), st.booleans(), st.sampled_from(sorted(FAMILIES)))
+    def check(text: str, places: list[int], is_inside: bool, is_exact: bool, family: str) -> None:
+        def make() -> Parser:
+            return form.parser(is_inside=is_inside, is_exact=is_exact)
+
+        def both() -> Parser:
+            return AnswerParser(make(), CallParser(FAMILIES[family], TOOLS), lambda: "ID", 2)  # type: ignore[arg-type]
+
+        whole = read(make, [text])
+        assert read(make, cut(text, places)) == whole
+        assert read(make, list(text)) == whole
+        assert read(both, cut(text, places)) == read(both, [text])
+        if form is not HARMONY:  # a header of a channel is not said
+            said = without_blanks(whole[0] + whole[1])
+            assert lost_of(without_blanks(text), said, [*map(without_blanks, words)]) is not None
+
+    check()
+
+
+def lost_of(text: str, said: str, marks: list[str]) -> list[str] | None:
+    """The marks that `said` leaves out of `text`; None if it leaves out anything else."""
+    if text == said:
+        return []
+    place = next(
+        (i for i, (a, b) in enumerate(zip(text, said, strict=False)) if a != b),
+        min(len(text), len(said)),
+    )
+    for mark in marks:
+        # What is left out may begin before the first difference, with the same characters.
+        for start in range(max(0, place - len(mark)), place + 1):
+            if text.startswith(mark, start):
+                rest = lost_of(text[start + len(mark) :], said[start:], marks)
+                if rest is not None:
+                    return [mark, *rest]
+    return None
+
+
+CHANNELS = {"analysis": 0, "final": 1, "commentary": 1}
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.sampled_from(sorted(CHANNELS)), PLAIN), min_size=1, max_size=5), CUTS)
+def test_what_is_said_in_channels_is_kept(parts: list[tuple[str, str]], places: list[int]) -> None:
+    messages = [f"<|channel|>{channel}<|message|>{text}" for channel, text in parts]
+    found = read(
+        lambda: HARMONY.parser(is_inside=False),
+        cut("<|end|><|start|>assistant".join(messages), places),
+    )
+
+    for kind in (0, 1):
+        said = "".join(text for channel, text in parts if CHANNELS[channel] == kind)
+        assert without_blanks(found[kind]) == without_blanks(said)
