@@ -55,15 +55,18 @@ def _chat_token(token: TokenLogprob, name: Naming) -> dict[str, Any]:
 class TextLogprobs:
     """The logprobs object of a completion choice, piece by piece; offsets run on."""
 
-    def __init__(self, name: Naming, hidden: frozenset[int] = frozenset(), offset: int = 0) -> None:
+    def __init__(self, name: Naming, hidden: frozenset[int] = frozenset()) -> None:
         """`hidden` are ids that have no text (skipped special tokens)."""
         self._name = name
         self._hidden = hidden
-        self.move_to(offset)
+        self._start_at(0)
 
-    def move_to(self, offset: int) -> None:
+    def _start_at(self, offset: int) -> None:
         """The next token starts at character `offset`, and a character with it."""
         self._offset = offset
+        self._text = ""
+        """The prompt as it is echoed, while its tokens are written: control tokens of a text that
+        was sent are shown there, those that the tokenizer adds to it are not."""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, positions: Sequence[PositionLogprobs]) -> Choice:
@@ -79,9 +82,11 @@ class TextLogprobs:
         first_bytes: bytes,
         positions: Sequence[PositionLogprobs | None],
         width: int,
+        text: str,
     ) -> Choice:
         """Prompt tokens with their `width` rivals; the first, which follows on nothing, has null
-        for both."""
+        for both. `text` is the prompt as it is echoed; what comes next starts behind it."""
+        self._text = text
         first = TokenLogprob(first_id, first_bytes.decode("utf-8", "replace"), first_bytes, 0.0, 0)
         made = _empty()
         made["tokens"].append(self._name(first))
@@ -91,6 +96,7 @@ class TextLogprobs:
         for position in positions:
             if position is not None:
                 self._one(position, width, made)
+        self._start_at(len(text))
         return made
 
     def _one(self, position: PositionLogprobs, width: int, made: Choice) -> None:
@@ -114,8 +120,16 @@ class TextLogprobs:
         """Where `token` starts, in characters; one that goes on with a character starts there.
         Bytes that are no text count as they are shown: as one replacement character or several."""
         start = self._offset
-        if token.token_id not in self._hidden:
-            self._offset += len(self._decoder.decode(token.bytes))
+        if token.token_id in self._hidden:
+            if token.token and self._text.startswith(token.token, start):
+                self._offset += len(token.token)
+            return start
+        piece = self._decoder.decode(token.bytes)
+        bare = piece.removeprefix(" ")
+        if self._text.startswith((piece, bare), start) and not self._text.startswith(piece, start):
+            # A space that only the tokenizer puts before a text.
+            piece = bare
+        self._offset += len(piece)
         return start
 
 

@@ -212,6 +212,4 @@ def prompt_part(job: Job, place: int, writer: TextLogprobs, text: str) -> dict[s
     data = tokenizer.token_bytes(first_id) if tokenizer else b""
     positions = job.generation.prompt_logprobs[place] or []
     width = job.params.logprobs or 0
-    part = writer.write_prompt(first_id, data, positions, width)
-    writer.move_to(len(text))
-    return part
+    return writer.write_prompt(first_id, data, positions, width, text)

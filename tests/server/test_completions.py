@@ -4,6 +4,9 @@ import pytest
 from http_rig import EOS, TOKENIZER, TalkingClient, events, ids, in_memory
 from scripted_client import ScriptedBox, columns
 
+from server.choices import Naming, TextLogprobs
+from server.outputs import PositionLogprobs, TokenLogprob
+
 
 async def test_an_answer_has_every_key_of_the_contract() -> None:
     async with in_memory(TalkingClient("abc")) as rig:
@@ -116,6 +119,32 @@ async def test_offsets_count_characters_when_tokens_split_them() -> None:
         made = (await rig.complete(logprobs=0)).json()["choices"][0]["logprobs"]
 
         assert made["text_offset"] == [0, *[1] * (len(halves) - 2), 2, 3]
+
+
+async def test_offsets_in_an_echo_are_those_of_the_text_that_was_sent() -> None:
+    async with in_memory(TalkingClient("ab")) as rig:
+        fields = {"echo": True, "logprobs": 0}
+        sent = (await rig.complete("x</s>y", **fields)).json()["choices"][0]
+        told = (await rig.complete(ids("x</s>y"), **fields)).json()["choices"][0]
+
+        assert sent["text"] == "x</s>yab"
+        assert sent["logprobs"]["text_offset"] == [0, 1, 5, 6, 7, 8]
+        # Of token ids control tokens are not shown.
+        assert told["text"] == "xyab"
+        assert told["logprobs"]["text_offset"] == [0, 1, 1, 2, 3, 4]
+
+
+def test_a_space_that_only_the_tokenizer_puts_before_a_text_moves_no_offset() -> None:
+    def token(text: str) -> TokenLogprob:
+        return TokenLogprob(1, text, text.encode(), -1.0, 1)
+
+    writer = TextLogprobs(Naming(as_ids=False))
+    rest = [PositionLogprobs(token(text), []) for text in (" b", "c")]
+
+    made = writer.write_prompt(1, b" a", [None, *rest], 0, "a bc")
+
+    assert made["text_offset"] == [0, 1, 3]
+    assert writer.write([PositionLogprobs(token("d"), [])])["text_offset"] == [4]
 
 
 async def test_streamed_logprobs_joined_are_the_whole_ones() -> None:
