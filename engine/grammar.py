@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
 
 from config.errors import UserError
 from config.grammar import FREE, GrammarSpec
 from engine.json_bounds import check_bounds
+from engine.json_ends import check_ends
 from engine.structural_tag import lark_of_tags
 from engine.thinking import BEHIND, INSIDE, OPENING, OVER, Lexicon, Marks, Thinking
 from engine.token_words import Words, has, tokens_of, without, words_of
@@ -258,7 +259,9 @@ def _overdue(spent_s: float, count: int) -> str | None:
 
 def _json(text: str) -> str:
     try:
-        check_bounds(json.loads(text))
+        schema = json.loads(text)
+        check_bounds(schema)
+        check_ends(schema)
         return LLMatcher.grammar_from_json_schema(text, overrides=JSON_FORM)
     except (ValueError, RecursionError) as error:
         raise _bad(f"the json cannot be compiled: {_shown(str(error))}") from None
@@ -275,7 +278,7 @@ def _grammar(text: str) -> str:
     """Lark, or EBNF with `root ::=`."""
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(text) if "::=" in text else text)
-    except (GbnfToLarkError, ValueError, KeyError, IndexError, RecursionError) as error:
+    except Exception as error:  # the library's reader of EBNF raises this very class
         raise _bad(f"the grammar cannot be read: {_shown(str(error))}") from None
 
 

@@ -1,15 +1,18 @@
-"""Bounds of numbers in a JSON schema that the grammar library would not keep. Pure."""
+"""What of a JSON schema the grammar library would not keep, or would be kept busy by: bounds of
+numbers, and too many properties. Pure."""
 
 from typing import Any
 
 from config.errors import UserError
 
+MAX_PROPERTIES = 2_000
+"""Of one object: what the library does with them grows with their square."""
 _VALUES = ("const", "enum", "default", "examples")
 
 
 def check_bounds(schema: Any) -> None:
     """Raise UserError for an exclusive bound that is a whole number, with the other bound less than
-    1 away: the library (1.9) lets the bound itself through."""
+    1 away: the library (1.9) lets the bound itself through. And for too many properties."""
     left = [schema]
     while left:
         part = left.pop()
@@ -21,6 +24,13 @@ def check_bounds(schema: Any) -> None:
 
 
 def _check(part: dict[str, Any]) -> None:
+    count = len(part["properties"]) if isinstance(part.get("properties"), dict) else 0
+    if count > MAX_PROPERTIES:
+        raise UserError(
+            f"the json cannot be compiled: an object has {count} properties, at most "
+            f"{MAX_PROPERTIES} are taken",
+            param="structured_outputs",
+        )
     lows = [_number(part, name) for name in ("minimum", "exclusiveMinimum")]
     highs = [_number(part, name) for name in ("maximum", "exclusiveMaximum")]
     low = max((value for value in lows if value is not None), default=None)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from config.errors import UserError
+from engine.json_bounds import check_bounds
+from engine.json_ends import check_ends
 
 MAX_TAGS = 256
 MAX_DEPTH = 32
@@ -121,6 +123,8 @@ class _Writer:
         kind = part.get("type")
         if kind == "json_schema":
             schema = _object(part.get("json_schema"))
+            check_bounds(schema)
+            check_ends(schema)
             return f"%json {json.dumps({**schema, 'x-guidance': self._json_form})}"
         if kind == "const_string":
             return self._literal(_string(part, "value"))

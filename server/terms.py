@@ -44,7 +44,7 @@ def terms_of(forms: Forms, tokenizer: Tokenizer, body: ChatBody, prompt: str) ->
             "--reasoning-parser NAME",
             param="thinking_token_budget",
         )
-    asked = body.grammar
+    asked = body.form
     if asked is None:
         return _of_text(forms, tokenizer, body, prompt)
     return _of_form(forms, tokenizer, body, prompt, *asked)

@@ -72,7 +72,7 @@ async def _start(state: AppState, request: Request) -> Job:
     if state.config.enable_log_requests:
         for prompt in prompts:
             log_prompt(record_of(request.scope), prompt.text or repr(prompt.token_ids))
-    if (form := body.grammar) is not None:
+    if (form := body.form) is not None:
         await check_grammar(state, *form)
     return start_job(
         state,

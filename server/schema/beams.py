@@ -44,6 +44,6 @@ def check_beams(body: "GenerationBody") -> None:
         if value is not None and value not in neutral:
             hint = "; use stop_token_ids" if name == "stop" else ""
             raise UserError(f"{name} cannot be had with use_beam_search{hint}", param=name)
-    form = body.grammar
+    form = body.form
     if form is not None:
         raise UserError(f"{form[0]} cannot be had with use_beam_search", param=form[0])

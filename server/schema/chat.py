@@ -157,7 +157,7 @@ class ChatBody(ConversationBody, GenerationBody):
     def check(self) -> None:
         super().check()
         check_tools(self.tools, self.tool_choice)
-        if self.must_call and (form := super().grammar) is not None:
+        if self.must_call and (form := super().form) is not None:
             raise UserError(
                 f"{form[0]} cannot be had where tool_choice asks for a call: its arguments are the "
                 f"answer; leave out {form[0]}, or set tool_choice to auto",
@@ -185,14 +185,14 @@ class ChatBody(ConversationBody, GenerationBody):
             raise UserError("modalities must be ['text']: only text is made", param="modalities")
 
     @property
-    def grammar(self) -> tuple[str, GrammarSpec] | None:
+    def form(self) -> tuple[str, GrammarSpec] | None:
         """The form of a call that must be made, or that of the text."""
         if self.shown_tools is not None:
             parallel = self.parallel_tool_calls is not False
             forced = forced_schema(self.shown_tools, self.tool_choice, is_parallel=parallel)
             if forced is not None:
                 return "tools", spec_of_schema(forced)
-        return super().grammar
+        return super().form
 
     @property
     def must_call(self) -> bool:

@@ -12,7 +12,7 @@ from config.errors import UserError
 from config.grammar import GrammarSpec
 from config.sampling import MAX_LOGPROBS, SamplingParams
 from server.schema.beams import check_beams
-from server.schema.structured import spec_of
+from server.schema.structured import FIELDS, spec_of
 
 MAX_SALT_CHARACTERS = 128
 MAX_REQUEST_ID_CHARACTERS = 512
@@ -50,17 +50,12 @@ Unsupported = Mapping[str, tuple[object, ...]]
 UNSUPPORTED: Unsupported = {
     "audio": (),
     "early_stopping": (False,),
-    "ebnf": (),
-    "grammar": (),
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
-    "json_schema": (),
     "kv_transfer_params": ({},),
     "logits_processors": ([],),
     "lora_path": (),
     "prompt_embeds": (),
-    "regex": (),
-    "structural_tag": (),
     "vllm_xargs": ({},),
 }
 """Fields that ask for what we cannot do, and their values that ask for nothing (null always does).
@@ -118,6 +113,11 @@ class GenerationBody(Body):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    json_schema: dict[str, Any] | str | bool | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
+    structural_tag: dict[str, Any] | str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -169,13 +169,10 @@ class GenerationBody(Body):
         check_request_id(self.request_id)
 
     @property
-    def grammar(self) -> tuple[str, GrammarSpec] | None:
+    def form(self) -> tuple[str, GrammarSpec] | None:
         """The field that gives the output a form, and the form. Raises UserError."""
-        return spec_of(self.response_format, self.structured_outputs, self._guided())
-
-    def _guided(self) -> dict[str, Any]:
-        names = ("json", "json_object", "regex", "choice", "grammar")
-        return {name: getattr(self, f"guided_{name}") for name in names}
+        others = {name: getattr(self, name) for name in FIELDS}
+        return spec_of(self.response_format, self.structured_outputs, others)
 
     @property
     def includes_usage(self) -> bool:
@@ -209,7 +206,7 @@ class GenerationBody(Body):
                 chosen[name] = value
         if self.logit_bias is not None:
             chosen["logit_bias"] = {_token_id(k): v for k, v in self.logit_bias.items()}
-        if (form := self.grammar) is not None:
+        if (form := self.form) is not None:
             chosen["structured_outputs"] = form[1]
         return SamplingParams(
             **chosen, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs

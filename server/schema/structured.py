@@ -1,5 +1,5 @@
 """The fields that give an output a form, of which one may be set: response_format,
-structured_outputs, and its older names. Knows no route."""
+structured_outputs, and other servers' names for it. Knows no route."""
 
 import json
 from collections.abc import Mapping
@@ -11,15 +11,28 @@ from config.grammar import GrammarSpec, grammar_spec
 NAME_CHARACTERS_SHOWN = 40
 _HINTS = ("disable_any_whitespace", "disable_fallback")
 """Of structured_outputs: both are so in any case."""
+FIELDS = {
+    "guided_json": "json",
+    "guided_json_object": "json_object",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "grammar": "grammar",
+    "structural_tag": "structural_tag",
+}
+"""Fields of other servers, and the kinds of the forms that they ask for."""
 
 
 def spec_of(
     response_format: Mapping[str, Any] | None,
     structured_outputs: Mapping[str, Any] | None,
-    guided: Mapping[str, Any],
+    others: Mapping[str, Any],
 ) -> tuple[str, GrammarSpec] | None:
-    """The field that asks for a form, and the form; `guided` holds guided_json and so on by their
-    kinds. Raises UserError."""
+    """The field that asks for a form, and the form; `others` holds those of FIELDS. Raises
+    UserError."""
     found = {"response_format": _of_format(response_format)}
     if structured_outputs is not None:
         asked = {name: v for name, v in structured_outputs.items() if name not in _HINTS}
@@ -29,8 +42,8 @@ def spec_of(
                 "structured_outputs sets no form, it must set one", param="structured_outputs"
             )
         found["structured_outputs"] = spec
-    for kind, value in guided.items():
-        found[f"guided_{kind}"] = _renamed(f"guided_{kind}", {kind: value})
+    for name, value in others.items():
+        found[name] = _renamed(name, {FIELDS[name]: value})
     fields = [(name, spec) for name, spec in found.items() if spec is not None]
     if len(fields) > 1:
         names = " and ".join(name for name, _ in fields)

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from config.errors import UserError
 from config.grammar import GrammarSpec, grammar_spec
 from engine.grammar import Grammar, Guide, Vocabulary
+from engine.json_ends import check_ends
 
 NUM_GENERATED = 190
 MOST_TOKENS = 600
@@ -104,10 +105,20 @@ def _nested(depth: int) -> Any:
         {"regex": "(a|aa)*" * 500},
         {"regex": "(a?){5000}a{5000}"},
         {"regex": "a(?=b)"},
+        {"json": _nested(101)},
         {"json": _nested(400)},
+        {"json": {"anyOf": [_nested(1) | {"title": str(i)} for i in range(7000)]}},
+        {"json": {"type": "integer", "multipleOf": 99_991, "maximum": 10**15, "minimum": 1}},
+        {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}},
+        {"json": {"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"allOf": [{"$ref": "#"}]}}}},
+        {"regex": "a{1000000}"},
         {"json": {"properties": {f"k{i}": {"type": "null"} for i in range(6000)}}},
         {"grammar": "start: undefined"},
         {"grammar": 'root ::= "a" ('},
+        {"grammar": "root ::= undefined"},
+        {"grammar": "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000},
+        {"grammar": "root ::= " + " | ".join(f'"w{place}"' for place in range(9000))},
+        {"grammar": "start: " + "(" * 3_000 + '"a"' + ")" * 3_000},
         {"grammar": 'start: s\ns: s s s | s s | "a" | "b" | ""'},
         {"grammar": "start: start"},
         {"structural_tag": {"format": {"type": "strange"}}},
@@ -126,6 +137,34 @@ def test_what_is_broken_or_hostile_is_refused_in_under_two_seconds(
 
     assert time.monotonic() - start < 2
     assert len(refused.value.message) < 500
+
+
+HOLDS_ITSELF: Any = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "ends"),
+    [
+        (HOLDS_ITSELF, False),
+        ({**HOLDS_ITSELF, "required": []}, True),
+        ({**HOLDS_ITSELF, "type": ["object", "null"]}, True),
+        ({"type": "array", "items": {"$ref": "#"}}, True),
+        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, False),
+        ({"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 1}, False),
+        ({"type": "array", "prefixItems": [{}, {"$ref": "#"}], "minItems": 1}, True),
+        ({"anyOf": [{"$ref": "#/anyOf/1"}, HOLDS_ITSELF["properties"]["a"]]}, False),
+        ({"anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#"}}]}, True),
+        ({"$defs": {"a/b": {"const": 1}}, "$ref": "#/$defs/a~1b"}, True),
+        ({"$defs": {"a": {**HOLDS_ITSELF, "required": ["b"]}}, "$ref": "#/$defs/a"}, True),
+    ],
+    ids=str,
+)
+def test_a_schema_that_only_endless_values_fit_is_told_apart(schema: Any, ends: bool) -> None:
+    if ends:
+        check_ends(schema)
+        return
+    with pytest.raises(UserError, match="without end"):
+        check_ends(schema)
 
 
 @pytest.mark.parametrize(

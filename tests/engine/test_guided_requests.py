@@ -160,3 +160,24 @@ def test_a_grammar_that_leaves_nothing_allowed_ends_the_request_and_says_why(
     assert len(rig.tokens(0)) == after
     finish = rig.ledger.requests[0].finish
     assert finish is not None and finish.param == "structured_outputs"
+
+
+def test_an_output_that_costs_too_much_to_follow_ends_alone(
+    grammar: Grammar, encoder: Tokenizer
+) -> None:
+    rig = CoreRig(vocab_size=VOCAB_SIZE, depth=2)
+    for key in (0, 1):
+        rig.add(key, [5, key], max_tokens=30, structured_outputs=FORM, grammar=grammar)
+    rig.add(2, [7, 8], max_tokens=12, ignore_eos=True)
+    rig.run(turns=4)
+    guide = next(r for r in rig.core._requests.values() if r.key == 1).guide
+    assert guide is not None
+
+    guide._spent_s = 3.0
+    rig.run()
+
+    assert re.fullmatch(PATTERN, encoder.decode(rig.tokens(0)[:-1]))
+    rig.check_output(2)
+    assert "took 3.0" in rig.error(1)
+    finish = rig.ledger.requests[1].finish
+    assert finish is not None and finish.param == "structured_outputs"

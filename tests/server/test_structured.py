@@ -11,6 +11,7 @@ from config.grammar import GrammarSpec
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
 TEXT = '{"type":"object","properties":{"b":{},"a":{}}}'
+TAGS_TEXT = '{"structures":[{"begin":"<","schema":{},"end":">"}],"triggers":["<"]}'
 TAGS = {"structures": [{"begin": "<", "schema": {}, "end": ">"}], "triggers": ["<"]}
 
 
@@ -52,6 +53,12 @@ class CompilingClient(TalkingClient):
         ({"guided_regex": "a+"}, GrammarSpec("regex", "a+")),
         ({"guided_choice": ["y"]}, GrammarSpec("choice", '["y"]')),
         ({"guided_grammar": "root ::= x"}, GrammarSpec("grammar", "root ::= x")),
+        ({"json_schema": SCHEMA}, GrammarSpec("json", TEXT)),
+        ({"json_schema": TEXT}, GrammarSpec("json", TEXT)),
+        ({"regex": "a+"}, GrammarSpec("regex", "a+")),
+        ({"ebnf": "root ::= x"}, GrammarSpec("grammar", "root ::= x")),
+        ({"grammar": "root ::= x"}, GrammarSpec("grammar", "root ::= x")),
+        ({"structural_tag": TAGS}, GrammarSpec("structural_tag", TAGS_TEXT)),
         ({"response_format": {"type": "text"}, "guided_json_object": False}, None),
     ],
     ids=str,
@@ -98,6 +105,11 @@ async def test_a_structural_tag_keeps_its_own_fields() -> None:
         ({"guided_regex": "("}, "guided_regex"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_regex": "a", "guided_json": {}}, "guided_regex"),
+        ({"regex": "("}, "regex"),
+        ({"ebnf": ""}, "ebnf"),
+        ({"grammar": 5}, "grammar"),
+        ({"json_schema": "no JSON"}, "json_schema"),
+        ({"regex": "a", "structured_outputs": {"regex": "a"}}, "regex"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
     ],
     ids=str,
