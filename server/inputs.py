@@ -15,6 +15,8 @@ from server.text.tokenizer import Tokenizer
 
 MANY_IDS = 10_000
 """Token ids that are checked on the event loop: a millisecond."""
+MAX_NUMBERS = 2**24
+"""In one answer: 64 MiB, or five times that as JSON; 2048 vectors of 8192 numbers."""
 _NAMES_SHOWN = 10
 
 
@@ -102,6 +104,21 @@ class InputReader:
             raise UserError(
                 f"dimensions is {params.dimensions}, it must be at most {self._width(params)}",
                 param="dimensions",
+            )
+
+    def check_size(self, inputs: Sequence[PoolingInput]) -> None:
+        """Raise UserError if what comes of `inputs`, all for one task, has more numbers than one
+        answer may hold."""
+        params = inputs[0].params
+        rows = len(inputs)
+        if params.task == TOKEN_EMBED:
+            rows = sum(len(one.token_ids) for one in inputs)
+        count = rows * (params.dimensions or self._width(params))
+        if count > MAX_NUMBERS:
+            raise UserError(
+                f"the answer would have {count} numbers, at most {MAX_NUMBERS} may be asked for at "
+                "once: send fewer or shorter inputs",
+                param="input",
             )
 
     async def texts(self, texts: Sequence[Text], asked: Asked) -> list[PoolingInput]:

@@ -28,6 +28,7 @@ from server.schema.pooling import (
     PoolBody,
     PoolChatBody,
 )
+from server.serving import until_gone
 from server.state import AppState
 
 BY_CHOICE = (EMBED, CLASSIFY, SCORE, TOKEN_EMBED)
@@ -129,9 +130,11 @@ async def _start(
         keeps_end=body.truncation_side == "left",
     )
     if isinstance(body, ConversationBody):
-        inputs = await _read_conversation(state, request, body, asked)
+        reading = _read_conversation(state, request, body, asked)
     else:
-        inputs = await _read_inputs(state, request, body, asked)
+        reading = _read_inputs(state, request, body, asked)
+    inputs = await until_gone(request.receive, reading)
+    reader.check_size(inputs)
     return start_pooling(state, request, body, inputs, id_prefix=id_prefix, model=model)
 
 

@@ -13,6 +13,7 @@ from server.pooling_job import PoolingJob, gather_vectors, off_loop, start_pooli
 from server.record import log_prompt, record_of
 from server.schema.pooling import RerankBody, ScoreBody
 from server.scores import Pairs, pair_inputs, pair_scores
+from server.serving import until_gone
 from server.state import AppState
 
 SCORE_PATHS = ("/score", "/v1/score")
@@ -89,7 +90,7 @@ async def _scores(
         most_first=body.max_tokens_per_query or None,
         most_second=body.max_tokens_per_doc or None,
     )
-    inputs = await pair_inputs(reader, pairs)
+    inputs = await until_gone(request.receive, pair_inputs(reader, pairs))
     job = start_pooling(state, request, body, inputs, id_prefix=id_prefix, model=model)
     vectors = await gather_vectors(job, request)
     return job, await off_loop(vectors, lambda: pair_scores(reader.facts, vectors, len(firsts)))

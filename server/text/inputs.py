@@ -75,14 +75,12 @@ def batches(texts: Sequence[Text], most_characters: int) -> Iterator[Sequence[Te
 def encode_inputs(encoder: Encoder, texts: Sequence[Text], rule: InputRule) -> list[InputTokens]:
     """The tokens of each text or pair. Raises InputTooLong, and UserError when special tokens alone
     do not fit."""
-    if rule.most_first is not None or rule.most_second is not None:
-        encodings = [_cut(encoder, text, rule) for text in texts]
+    if rule.cuts or rule.most_first is not None or rule.most_second is not None:
+        encodings = _cut(encoder, texts, rule)
     else:
         encodings = encoder.encode_batch_fast(list(texts), add_special_tokens=rule.special)
     made = []
     for place, (text, encoding) in enumerate(zip(texts, encodings, strict=True)):
-        if len(encoding) > rule.most and rule.cuts:
-            encoding = _cut(encoder, text, rule)
         if len(encoding) > rule.most:
             raise InputTooLong(place, len(encoding))
         made.append(InputTokens(encoding.ids, 0 if isinstance(text, str) else _first(encoding)))
@@ -94,26 +92,40 @@ def _first(encoding: Encoding) -> int:
     return types.index(1) if 1 in types else 0
 
 
-def _cut(encoder: Encoder, text: Text, rule: InputRule) -> Encoding:
-    """The encoding with its texts cut, and all of its special tokens."""
-    pair = [text] if isinstance(text, str) else list(text)
-    parts = encoder.encode_batch_fast(pair, add_special_tokens=False)
-    for part, most in zip(parts, (rule.most_first, rule.most_second), strict=False):
+def _cut(encoder: Encoder, texts: Sequence[Text], rule: InputRule) -> list[Encoding]:
+    """The encodings with their texts cut, and all of their special tokens."""
+    pairs = [(text,) if isinstance(text, str) else text for text in texts]
+    parts = iter(
+        encoder.encode_batch_fast(
+            [text for pair in pairs for text in pair], add_special_tokens=False
+        )
+    )
+    made = []
+    for pair in pairs:
+        first = next(parts)
+        second = next(parts) if len(pair) == 2 else None
+        _cut_one(encoder, first, second, rule)
+        made.append(encoder.post_process(first, second, add_special_tokens=rule.special))
+    return made
+
+
+def _cut_one(encoder: Encoder, first: Encoding, second: Encoding | None, rule: InputRule) -> None:
+    both = [first] if second is None else [first, second]
+    for part, most in zip(both, (rule.most_first, rule.most_second), strict=False):
         if most is not None:
             _shorten(part, most, rule)
-    if rule.cuts:
-        num_special = encoder.num_special_tokens_to_add(len(pair) == 2) if rule.special else 0
-        room = rule.most - num_special
-        if room < len(pair):
-            raise UserError(
-                f"truncate_prompt_tokens is {rule.most}, and {num_special} special tokens "
-                f"stand beside the text: it must be at least {num_special + len(pair)}",
-                param="truncate_prompt_tokens",
-            )
-        for part, most in zip(parts, _shares([len(part) for part in parts], room), strict=True):
-            _shorten(part, most, rule)
-    second = parts[1] if len(pair) == 2 else None
-    return encoder.post_process(parts[0], second, add_special_tokens=rule.special)
+    if not rule.cuts:
+        return
+    num_special = encoder.num_special_tokens_to_add(len(both) == 2) if rule.special else 0
+    room = rule.most - num_special
+    if room < len(both):
+        raise UserError(
+            f"truncate_prompt_tokens is {rule.most}, and {num_special} special tokens "
+            f"stand beside the text: it must be at least {num_special + len(both)}",
+            param="truncate_prompt_tokens",
+        )
+    for part, most in zip(both, _shares([len(part) for part in both], room), strict=True):
+        _shorten(part, most, rule)
 
 
 def _shorten(part: Encoding, most: int, rule: InputRule) -> None:

@@ -224,6 +224,17 @@ async def test_bad_requests_are_refused_by_field(path, body, param, words) -> No
     assert not engine.boxes
 
 
+async def test_an_answer_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.inputs.MAX_NUMBERS", 8 * 4)
+    async with in_memory(client()) as rig:
+        fits = await rig.post("/pooling", {"input": ["abc", "d"], "task": "token_embed"})
+        found = error(await rig.post("/pooling", {"input": "abcde", "task": "token_embed"}))
+
+    assert fits.status_code == 200
+    assert found["param"] == "input"
+    assert "would have 40 numbers, at most 32" in found["message"]
+
+
 async def test_what_is_too_long_is_told_in_the_words_that_clients_know() -> None:
     async with in_memory(client()) as rig:
         found = error(await embed(rig, ["a", "b" * 65]))
