@@ -88,7 +88,9 @@ class _Prompts(Body):
     """Texts or token ids."""
 
     input: Annotated[Any, WithJsonSchema(prompts_schema(MAX_INPUTS))]
-    add_special_tokens: bool | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="Whether special tokens are put around a text; null is true."
+    )
     prompt_name: str | None = Field(
         None, description="Which of the model's prompts goes before each text; null: its default."
     )
