@@ -65,7 +65,7 @@ def make_core(num_rows: int) -> tuple[EngineCore, NullExecutor]:
         max_num_seqs=num_rows, max_num_batched_tokens=2048, max_waiting=200_000
     )
     limits = BucketLimits(
-        BLOCK_SIZE, MAX_MODEL_LEN, num_rows, 2048, schedule.max_prefill_batch, num_blocks, True
+        BLOCK_SIZE, MAX_MODEL_LEN, num_rows, 2048, schedule.prompts_a_launch(), num_blocks, True
     )
     ready = WorkerReady(
         num_blocks, BLOCK_SIZE, MAX_MODEL_LEN, 1000, (2,), [], "null", "none", 0, 0, 0, 0, 0.0, 0.0

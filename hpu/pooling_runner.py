@@ -2,6 +2,7 @@
 on the device, start the copies. Nothing in it waits for the device."""
 
 import time
+from collections.abc import Sequence
 
 from hpu.backends.base import Backend
 from hpu.counters import Counters
@@ -70,7 +71,9 @@ class PoolingRunner(Steps):
         begun = self._backend.event()
         by_token = [text.by_token for text in texts]
         done = PendingLaunch([], [], begun)
-        done.vectors = self._pool(inputs, whole=not all(by_token), by_token=any(by_token))
+        done.vectors = self._pool(
+            inputs, launch.rows, whole=not all(by_token), by_token=any(by_token)
+        )
         done.vectors.wanted = [
             (num_tokens(text) if text.by_token else 0, text.dimensions) for text in texts
         ]
@@ -78,9 +81,11 @@ class PoolingRunner(Steps):
         done.launch, done.filled = launch, (start, filled)
         return done
 
-    def _pool(self, inputs: TextInputs, *, whole: bool, by_token: bool) -> PendingVectors:
-        """Run uploaded inputs and start the copies of what is wanted."""
-        hidden = self._graphs.run(inputs)
+    def _pool(
+        self, inputs: TextInputs, rows: Sequence[int] = (), *, whole: bool, by_token: bool
+    ) -> PendingVectors:
+        """Run uploaded inputs, which are those of `rows`, and start the copies of what is wanted."""
+        hidden = self._graphs.run(inputs, rows)
         # On a lazy device the recipe ends here, and so it does behind either sort of vectors.
         self._backend.mark()
         done = PendingVectors()

@@ -166,7 +166,9 @@ class Encoder(nn.Module):
         places = context.positions + self.facts.first_position
         hidden: Tensor = self.embedding(tokens) + self.positions(places)
         if self.types is not None:
-            hidden = hidden + self.types(context.types)
+            # A table of one row knows no pairs: both of their texts are of its kind.
+            knows_pairs = self.facts.num_types > 1
+            hidden = hidden + (self.types(context.types) if knows_pairs else self.types.weight[0])
         hidden = self.norm(hidden)
         plan = plan_texts(
             context, Windows(None, (False,)), self._fused, causal=self.config.is_causal

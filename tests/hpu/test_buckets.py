@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config.buckets import BucketConfig, Range
+from config.engine import ScheduleConfig
 from config.errors import ConfigError
 from hpu.bucket_lists import (
     exponential_decodes,
@@ -103,6 +104,24 @@ def test_without_shared_blocks_no_decode_is_wider_than_the_cache(strategy: str) 
     widest = [blocks for phase, _, _, blocks in table.buckets if phase == DECODE]
     assert max(widest) == 61
     assert table.find(DECODE, 8, 1, 61).result == "hit"
+
+
+@pytest.mark.parametrize(
+    "strategy", ["exponential", "exponential-v3", "linear", "padding-aware", "fitted"]
+)
+def test_every_text_of_a_pooling_model_finds_a_prepared_bucket(
+    strategy: str, tmp_path: Path
+) -> None:
+    traffic = tmp_path / "traffic.jsonl"
+    traffic.write_text('{"prompt_tokens": 40, "output_tokens": 1}\n')
+    file = str(traffic) if strategy == "fitted" else None
+    schedule = ScheduleConfig(max_num_seqs=8, max_num_batched_tokens=300)
+    texts = BucketLimits.of_texts(schedule, block_size=32, max_model_len=250)
+
+    table = BucketTable.make(BucketConfig(strategy=strategy, traffic=file), texts)
+
+    assert {(phase, blocks) for phase, _, _, blocks in table.buckets} == {(PREFILL, 0)}
+    assert {table.find(PREFILL, 1, count, 0).result for count in range(1, 251)} == {"hit"}
 
 
 def test_an_exact_table_pads_nothing() -> None:

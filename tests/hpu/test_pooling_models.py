@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_encoders import ENCODERS, Reader, make_pooling
+from safetensors.torch import save_file
+from tiny_encoders import ENCODERS, Reader, make_pooling, write_json, write_modules
 from tiny_models import VOCAB_SIZE
 from transformers import (
     AutoModel,
@@ -93,6 +94,36 @@ def test_the_second_text_of_a_pair_has_a_type_of_its_own(tmp_path: Path) -> None
     expected = logits(folder, text, token_type_ids=types)
     np.testing.assert_allclose(found, [1 / (1 + np.exp(-expected))], atol=TOLERANCE)
     assert abs(found - one_text) > 1e-3
+
+
+@pytest.mark.parametrize("family", ["roberta", "distilbert", "qwen3"])
+def test_where_a_model_knows_no_pairs_two_texts_are_one(family: str, tmp_path: Path) -> None:
+    reader = Reader(make_pooling(family, tmp_path))
+
+    (pair,) = reader.read(texts([12]), num_first=5)
+    (one,) = reader.read(texts([12]))
+
+    reader.worker.close()
+    np.testing.assert_array_equal(pair, one)
+
+
+def test_dense_modules_come_between_the_pooling_and_the_normalisation(tmp_path: Path) -> None:
+    folder = make_pooling("bert", tmp_path)
+    pooling = {"pooling_mode": "mean"}
+    write_modules(folder, "Transformer", "Pooling", "Dense", "Normalize", pooling=pooling)
+    write_json(folder / "2_Dense" / "config.json", {"in_features": 64, "out_features": 10})
+    weight, bias = torch.randn(10, 64), torch.randn(10)
+    tensors = {"linear.weight": weight, "linear.bias": bias}
+    save_file(tensors, folder / "2_Dense" / "model.safetensors")
+    reader = Reader(folder)
+
+    found = reader.read(texts(), normalizes=True)
+
+    reader.worker.close()
+    for text, one in zip(texts(), found, strict=True):
+        mean = torch.from_numpy(hidden_states(folder, text)).mean(dim=0)
+        expected = torch.tanh(weight @ mean + bias)
+        np.testing.assert_allclose(one, [expected / expected.norm()], atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(
