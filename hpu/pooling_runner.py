@@ -84,7 +84,7 @@ class PoolingRunner(Steps):
     def _pool(
         self, inputs: TextInputs, rows: Sequence[int] = (), *, whole: bool, by_token: bool
     ) -> PendingVectors:
-        """Run uploaded inputs, which are those of `rows`, and start the copies of what is wanted."""
+        """Run uploaded inputs, those of `rows`, and start the copies of what is wanted."""
         hidden = self._graphs.run(inputs, rows)
         # On a lazy device the recipe ends here, and so it does behind either sort of vectors.
         self._backend.mark()
