@@ -352,6 +352,20 @@ async def test_numbers_that_are_not_finite_are_never_an_answer() -> None:
     assert engine.aborted == [engine.boxes[1].key]
 
 
+async def test_a_server_that_shuts_down_says_so_to_who_still_waits() -> None:
+    engine = client()
+    engine.answers = False
+    async with in_memory(engine) as rig:
+        asking = asyncio.ensure_future(embed(rig, ["a", "b"]))
+        await sent(engine, 2)
+        for serving in list(rig.state.servings):
+            serving.cut("The server is shutting down.")
+        found = error(await asking, 503)
+
+    assert found["message"] == "The server is shutting down."
+    assert len(engine.aborted) == 2
+
+
 async def test_an_engine_that_dies_is_a_500() -> None:
     engine = client()
     engine.answers = False
