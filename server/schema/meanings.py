@@ -57,6 +57,11 @@ SHARED: Mapping[str, str] = {
     "guided_regex": "As structured_outputs.regex.",
     "guided_choice": "As structured_outputs.choice.",
     "guided_grammar": "As structured_outputs.grammar.",
+    "json_schema": "As structured_outputs.json.",
+    "regex": "As structured_outputs.regex.",
+    "ebnf": "As structured_outputs.grammar.",
+    "grammar": "As structured_outputs.grammar.",
+    "structural_tag": "As structured_outputs.structural_tag.",
     # What is told.
     "stream": "Server-sent events instead of one answer; default false.",
     "stream_options": "Only with stream.",
