@@ -302,6 +302,9 @@ async def test_an_output_format_holds_the_answer_to_a_schema() -> None:
         assert spec is not None and json.loads(spec.text) == schema
 
 
+FORM = {"type": "json_schema", "schema": {}}
+
+
 def result(**fields: Any) -> list[Any]:
     block = {"type": "tool_result", "tool_use_id": "t1", **fields}
     return [*HI, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [block]}]
@@ -347,7 +350,11 @@ def says(*blocks: Any) -> dict[str, Any]:
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not supported"),
         ({"container": "c"}, "container is not supported"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
-        ({"output_format": {"type": "json_schema", "schema": {"not": {}}}, "tools": [WEATHER]}, ""),
+        (
+            {"output_format": FORM, "tools": [WEATHER], "tool_choice": {"type": "any"}},
+            "output_config.format cannot be had",
+        ),
+        ({"output_format": FORM, "output_config": {"format": FORM}}, "only one of them"),
     ],
 )
 async def test_what_cannot_be_honoured_is_refused_in_its_own_words(

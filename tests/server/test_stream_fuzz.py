@@ -22,7 +22,7 @@ SAID = st.lists(
     max_size=8,
 ).map("".join)
 PHASES = [phase for phase in Phase if phase is not Phase.explain]
-"""To explain a failure, every line that runs is traced: with a server in the loop that never ends."""
+"""To explain a failure, every line that runs is traced: with a server in the loop, without end."""
 BODIES = {
     "/v1/chat/completions": {
         "messages": MESSAGES,
