@@ -22,6 +22,7 @@ _WORDS = (
     (".function ", " "),
     ("stop has ", "stop_sequences has "),
     ("tool_choice is required", "tool_choice is any"),
+    ("tool_choice to required", "tool_choice to any"),
     ("response_format", "output_config.format"),
 )
 """What requests have been turned into on their way, and how it is called here."""

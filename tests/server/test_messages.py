@@ -373,6 +373,14 @@ async def test_what_cannot_be_honoured_is_refused_in_its_own_words(
         assert not rig.client.boxes
 
 
+async def test_strict_tools_of_a_model_whose_calls_have_no_form_are_refused_in_its_words() -> None:
+    async with talking(tool_call_parser="openai") as rig:
+        response = await ask(rig, tools=[{**WEATHER, "strict": True}])
+
+        assert response.status_code == 400
+        assert "set tool_choice to any, or strict to false" in response.json()["error"]["message"]
+
+
 async def test_unknown_fields_nulls_and_hints_are_taken() -> None:
     taken = {
         **{"metadata": {"user_id": "u"}, "service_tier": "auto", "cache_control": None},
