@@ -212,7 +212,9 @@ class Warmup:
         for phase, is_pooled in ((PREFILL, False), (DECODE, True)):
             own = [bucket for bucket in buckets if bucket[0] == phase]
             order = order_buckets(own, orders[phase], self._block_size)
-            left[phase] = self._capture_phase(phase, order, progress, is_pooled=is_pooled)
+            left[phase] = []
+            if order:
+                left[phase] = self._capture_phase(phase, order, progress, is_pooled=is_pooled)
         if left[PREFILL] and PREFILL not in self._full and self._admits(left[PREFILL][0], True):
             left[PREFILL] = self._capture_phase(PREFILL, left[PREFILL], progress, is_pooled=True)
         self._tell_left_out(left[PREFILL] + left[DECODE])
