@@ -10,6 +10,7 @@ from tiny_models import COMMON
 
 from config.engine import EngineConfig, ScheduleConfig
 from config.errors import ConfigError
+from config.load import from_keywords, load
 from config.model import read_model_config
 from config.pooler import PoolerConfig, choose_pooler
 from config.startup import check_checkpoint, choose_context
@@ -210,3 +211,11 @@ def test_a_text_has_to_fit_into_one_step(tmp_path: Path) -> None:
     assert (context(), context(max_model_len=120)) == (64, 120)
     with pytest.raises(ConfigError, match="is 101 and max_num_batched_tokens is 100"):
         check_checkpoint(EngineConfig(str(folder), max_model_len=101, schedule=small), str(folder))
+
+
+def test_the_flags_carry_vllms_names_old_and_new() -> None:
+    settings = load(["some/model", "--task", "embed"], environ={}).engine
+    keywords = from_keywords(model="some/model", override_pooler_config={"pooling_type": "MEAN"})
+
+    assert settings.runner == "pooling"
+    assert json.loads(keywords.engine.pooler_config) == {"pooling_type": "MEAN"}
