@@ -14,8 +14,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from config.errors import UserError
 from config.grammar import FREE, GrammarSpec
-from engine.json_bounds import check_bounds
-from engine.json_ends import check_ends
+from engine.json_schema import prepared
 from engine.structural_tag import lark_of_tags
 from engine.thinking import BEHIND, INSIDE, OPENING, OVER, Lexicon, Marks, Thinking
 from engine.token_words import Words, has, tokens_of, without, words_of
@@ -259,10 +258,8 @@ def _overdue(spent_s: float, count: int) -> str | None:
 
 def _json(text: str) -> str:
     try:
-        schema = json.loads(text)
-        check_bounds(schema)
-        check_ends(schema)
-        return LLMatcher.grammar_from_json_schema(text, overrides=JSON_FORM)
+        schema = json.dumps(prepared(json.loads(text)), ensure_ascii=False)
+        return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_FORM)
     except (ValueError, RecursionError) as error:
         raise _bad(f"the json cannot be compiled: {_shown(str(error))}") from None
 

@@ -91,7 +91,7 @@ def _items(node: dict[str, Any]) -> list[Any]:
 
 def _target(root: Any, reference: str) -> Any:
     """What a reference into the schema itself leads to; None for any other."""
-    if not reference.startswith("#"):
+    if reference != "#" and not reference.startswith("#/"):
         return None
     found = root
     for word in reference[1:].split("/")[1:]:

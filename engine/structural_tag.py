@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from config.errors import UserError
-from engine.json_bounds import check_bounds
-from engine.json_ends import check_ends
+from engine.json_schema import prepared
 
 MAX_TAGS = 256
 MAX_DEPTH = 32
@@ -122,9 +121,7 @@ class _Writer:
         part = _object(part)
         kind = part.get("type")
         if kind == "json_schema":
-            schema = _object(part.get("json_schema"))
-            check_bounds(schema)
-            check_ends(schema)
+            schema = prepared(_object(part.get("json_schema")))
             return f"%json {json.dumps({**schema, 'x-guidance': self._json_form})}"
         if kind == "const_string":
             return self._literal(_string(part, "value"))

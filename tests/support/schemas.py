@@ -52,6 +52,35 @@ BY_HAND: list[Any] = [
     {"$defs": {"a": {"type": "string"}}, "$ref": "#/$defs/a", "minLength": 3},
     {"type": "string", "minLength": 2, "maxLength": 5},
     {"type": "string", "pattern": "^[A-Z]{3}-\\d{2,4}$"},
+    {
+        "type": "object",
+        "properties": {
+            "uniqueItems": {"type": "array", "uniqueItems": False, "maxItems": 1},
+            "extends": {"propertyNames": {"type": "string"}, "type": "object", "maxProperties": 1},
+        },
+        "required": ["uniqueItems", "extends"],
+        "unevaluatedProperties": True,
+        "dependentRequired": {},
+        "maxProperties": 2,
+    },
+    {
+        "type": "array",
+        "prefixItems": [{"type": "null"}],
+        "minItems": 3,
+        "maxItems": 3,
+        "items": {"type": "boolean"},
+    },
+    {"type": "string", "pattern": "b", "minLength": 3, "maxLength": 4},
+    {"allOf": [{"pattern": "^[ab]"}, {"pattern": "[bc]$"}], "type": "string", "maxLength": 6},
+    {
+        "type": "object",
+        "patternProperties": {"^x": {"minimum": 5}},
+        "properties": {"x1": {"type": "integer"}},
+        "required": ["x1"],
+        "additionalProperties": False,
+        "maxProperties": 1,
+    },
+    {"type": ["integer", "string"], "minimum": 3, "maxLength": 2},
     *(
         {"type": "string", "format": name}
         for name in ("date", "time", "date-time", "uuid", "ipv4", "email")
@@ -69,6 +98,10 @@ REFUSED: list[Any] = [
     {"type": "object", "dependentRequired": {"a": ["b"]}},
     {"type": "object", "dependentSchemas": {"a": {"required": ["b"]}}},
     {"type": "object", "unevaluatedProperties": False},
+    {"type": "object", "properties": {"a": {"extends": {"type": "null"}}}},
+    {"divisibleBy": 2},
+    {"$ref": "#nowhere"},
+    {"type": "object", "minProperties": 2, "properties": {"a": {}, "b": {}, "c": {}}},
     {"type": "string", "format": "no-such-format"},
     {"type": "string", "pattern": "a(?=b)"},
     {"$ref": "#/$defs/nowhere"},
