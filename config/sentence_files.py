@@ -22,6 +22,9 @@ _OLDER = {
     WEIGHTED_MEAN: "pooling_mode_weightedmean_tokens",
     LAST: "pooling_mode_lasttoken",
 }
+_MODELS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+"""What the file of lengths was named after in the first releases; always bert since."""
+
 SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid", "SiLU")
 """Of a dense module: names in torch.nn."""
@@ -64,7 +67,10 @@ def read_sentence_config(folder: str) -> SentenceConfig | None:
     pooling = next(
         _fields(path / place / "config.json") for kind, place in kinds if kind == "Pooling"
     )
-    lengths = _fields(path / "sentence_bert_config.json")
+    named = [path / f"sentence_{model}_config.json" for model in _MODELS]
+    lengths = _fields(next((file for file in named if file.is_file()), named[0]))
+    # Where that file says nothing, the tokenizer's own limit counts.
+    tokenizer = _fields(path / "tokenizer_config.json")
     own = _fields(path / "config_sentence_transformers.json")
     prompts = own.get("prompts", dict, {})
     if not all(isinstance(text, str) for text in prompts.values()):
@@ -77,7 +83,7 @@ def read_sentence_config(folder: str) -> SentenceConfig | None:
         includes_prompt=pooling.get("include_prompt", bool, True),
         dense=tuple(_dense(path / place) for kind, place in kinds if kind == "Dense"),
         normalizes=any(kind == "Normalize" for kind, _ in kinds),
-        max_tokens=lengths.get("max_seq_length", int, None),
+        max_tokens=lengths.get("max_seq_length", int, tokenizer.get("model_max_length", int, None)),
         lowers_case=lengths.get("do_lower_case", bool, False),
         similarity=_similarity(own),
         default_prompt=default,

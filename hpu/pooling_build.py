@@ -38,7 +38,6 @@ class _Loaded:
     config: EngineConfig
     backend: Backend
     model: PoolingModel
-    captures: bool
     table: BucketTable
 
     def runner(
@@ -108,7 +107,7 @@ def build_pooling(
     )
     buckets = named_strategy(config, backend)
     captures = backend.captures and not config.enforce_eager
-    loaded = _Loaded(config, backend, model, captures, BucketTable.make(buckets, limits))
+    loaded = _Loaded(config, backend, model, BucketTable.make(buckets, limits))
     runner, graphs, staging = loaded.runner(
         counters, captures=captures, graph_bytes=loaded.graph_bytes() if captures else 0
     )

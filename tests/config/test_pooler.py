@@ -213,6 +213,31 @@ def test_a_text_has_to_fit_into_one_step(tmp_path: Path) -> None:
         check_checkpoint(EngineConfig(str(folder), max_model_len=101, schedule=small), str(folder))
 
 
+@pytest.mark.parametrize(
+    ("files", "longest"),
+    [
+        ({"sentence_roberta_config": {"max_seq_length": 40}}, 40),
+        ({"tokenizer_config": {"model_max_length": 50}}, 50),
+        ({"tokenizer_config": {"model_max_length": 10**30}}, 130),
+        (
+            {
+                "sentence_bert_config": {"max_seq_length": 60},
+                "tokenizer_config": {"model_max_length": 50},
+            },
+            60,
+        ),
+    ],
+)
+def test_the_longest_text_stands_in_one_of_several_files(
+    files: dict[str, Any], longest: int, tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path, "BertModel")
+    write_modules(folder, "Transformer", "Pooling", **files)
+    config, model = EngineConfig(str(folder)), read_model_config(str(folder))
+
+    assert choose_context(config, model, choose_pooler(config, model)) == longest
+
+
 def test_the_flags_carry_vllms_names_old_and_new() -> None:
     settings = load(["some/model", "--task", "embed"], environ={}).engine
     keywords = from_keywords(model="some/model", override_pooler_config={"pooling_type": "MEAN"})
