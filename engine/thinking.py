@@ -65,9 +65,9 @@ class Marks:
             token
             for token, text in enumerate(lexicon.texts)
             if lexicon.tokens.is_special_token(token)
-            and not any(mark in text for mark in (*self._opens, *self._closes))
+            and not any(mark in text or text in mark for mark in (*self._opens, *self._closes))
         )
-        """Special tokens: nobody reads their text."""
+        """Special tokens that are no part of a mark: nobody reads their text."""
         self.line_breaks = tuple(
             token for one in _LINE_BREAKS for text, token in lexicon.beginning_with(one)
             if text == one

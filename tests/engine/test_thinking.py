@@ -15,6 +15,11 @@ from engine.grammar import Grammar, Guide, Vocabulary
 THINK = (("<think>",), ("</think>",))
 PROSE = (("Here is my thought:", "Here's my thought:"), ("Here is my answer:", "Here's my answer:"))
 SPECIAL = (("[T]",), ("[/T]",))
+CHANNELS = (
+    ("<|channel|>analysis<|message|>",),
+    ("<|end|><|start|>assistant<|channel|>final<|message|>",),
+)
+CHANNEL_TOKENS = ["<|channel|>", "<|message|>", "<|end|>", "<|start|>"]
 AWKWARD = ["</", "think", ">\n", ">\n\n", "\n\n", ">a", "k>b", "</think>a", "<th", "ink>\nH", ":b"]
 """Tokens that begin, cross and end the marks in the middle."""
 
@@ -22,7 +27,7 @@ AWKWARD = ["</", "think", ">\n", ">\n\n", "\n\n", ">a", "k>b", "</think>a", "<th
 @pytest.fixture(scope="module")
 def encoder() -> Tokenizer:
     made = text_folders.byte_level()
-    made.add_special_tokens(["[T]", "[/T]"])
+    made.add_special_tokens(["[T]", "[/T]", *CHANNEL_TOKENS])
     made.add_tokens(AWKWARD)
     return made
 
@@ -72,7 +77,7 @@ def walk(guide: Guide, encoder: Tokenizer, rng: random.Random, likely: set[int])
 
 @pytest.mark.parametrize("skips_blanks", [False, True])
 @pytest.mark.parametrize("is_inside", [False, True])
-@pytest.mark.parametrize("marks", [THINK, PROSE, SPECIAL])
+@pytest.mark.parametrize("marks", [THINK, PROSE, SPECIAL, CHANNELS])
 def test_every_output_is_thinking_to_its_mark_and_then_the_form(
     vocabulary: Vocabulary, encoder: Tokenizer, marks: Any, is_inside: bool, skips_blanks: bool
 ) -> None:
@@ -121,7 +126,7 @@ def test_the_end_token_cannot_come_in_thinking_before_a_form(
 
 
 @pytest.mark.parametrize("budget", [0, 1, 7])
-@pytest.mark.parametrize("marks", [THINK, SPECIAL])
+@pytest.mark.parametrize("marks", [THINK, SPECIAL, CHANNELS])
 def test_thinking_is_closed_when_its_budget_is_spent_and_the_answer_goes_on(
     vocabulary: Vocabulary, encoder: Tokenizer, marks: Any, budget: int
 ) -> None:
@@ -129,7 +134,7 @@ def test_thinking_is_closed_when_its_budget_is_spent_and_the_answer_goes_on(
     (letter,) = encoder.encode("x").ids
     tokens = []
 
-    for _ in range(budget + 12):
+    for _ in range(budget + 30):
         token = letter if letter in guide.allowed() else min(guide.allowed())
         assert guide.advance(token) is None
         tokens.append(token)
