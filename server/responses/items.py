@@ -54,7 +54,10 @@ def read_items(given: Any, number: str) -> list[Item]:
 def _read(item: Any, where: str, place: str, number: str) -> Item:
     if not isinstance(item, dict):
         raise _bad(f"{where} is not an object")
-    kind = "item_reference" if is_reference(item) else item.get("type") or "message"
+    # Only a type that is not there means a message: {} or "" is no type.
+    kind = "message" if item.get("type") is None else item["type"]
+    if is_reference(item):
+        kind = "item_reference"
     made_id = item.get("id")
     if not isinstance(made_id, (str, type(None))):
         raise _bad(f"{where} has an id that is not a string")
@@ -131,7 +134,7 @@ def _output(item: Item, where: str) -> Item:
 def _reasoning(item: Item, where: str) -> Item:
     made = {}
     for name, kind in (("summary", "summary_text"), ("content", "reasoning_text")):
-        parts = item.get(name) or []
+        parts = [] if item.get(name) is None else item[name]
         if not isinstance(parts, list):
             raise _bad(f"{where}.{name} must be a list of parts")
         for i, part in enumerate(parts):

@@ -33,6 +33,7 @@ _TEXTS = {"anyOf": [*_TEXT["anyOf"], {"type": "array", "items": _TEXT, "maxItems
 
 TextField = Annotated[Any, WithJsonSchema(_TEXT)]
 TextsField = Annotated[Any, WithJsonSchema(_TEXTS)]
+OptionalTexts = Annotated[Any, WithJsonSchema({"anyOf": [*_TEXTS["anyOf"], {"type": "null"}]})]
 
 
 class PoolingBody(Body):
@@ -195,13 +196,13 @@ class ScoreBody(PairBody):
         ("data_1", "data_2"),
     )
 
-    text_1: TextsField = None
-    text_2: TextsField = None
-    queries: TextsField = None
-    documents: TextsField = None
-    items: TextsField = None
-    data_1: TextsField = None
-    data_2: TextsField = None
+    text_1: OptionalTexts = None
+    text_2: OptionalTexts = None
+    queries: OptionalTexts = None
+    documents: OptionalTexts = None
+    items: OptionalTexts = None
+    data_1: OptionalTexts = None
+    data_2: OptionalTexts = None
 
     @property
     def names(self) -> tuple[str, str]:

@@ -358,6 +358,8 @@ async def test_truncation_drops_the_oldest_turns_and_keeps_the_rules() -> None:
         ({"input": None}, "input"),
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
+        ({"input": [{"type": {}, "role": "user", "content": ""}]}, "input"),
+        ({"input": [{"type": "reasoning", "summary": {}}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
         ({"input": [{"type": "reasoning", "summary": []}]}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
