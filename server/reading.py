@@ -157,8 +157,8 @@ class Forms:
 
     def call_form(self, functions: Functions) -> CallForm:
         """How the model writes calls of `functions`. Raises UserError."""
-        assert self.calls is not None, "choosing was checked"
-        return call_form(self.calls, FAMILIES[self.calls], functions)
+        assert self.family is not None, "choosing was checked"
+        return call_form(self.family, functions)
 
     @property
     def _marks(self) -> ThoughtForm | None:

@@ -57,7 +57,11 @@ def _of_text(forms: Forms, tokenizer: Tokenizer, body: ChatBody, prompt: str) ->
     budget = body.thinking_token_budget
     field, form = "thinking_token_budget", GrammarSpec(FREE)
     if any(tool["function"].get("strict") for tool in body.shown_tools or ()):
-        field, form = "tools", spec_of_tags(_calls(forms, body).part())
+        calls = _calls(forms, body)
+        field, form = "tools", spec_of_tags(calls.part())
+        if calls.whole is not None:
+            _refuse_budget(budget)
+            return Terms(field, form, answers)
     elif budget is None:
         return Terms(field, None, answers)
     thinking = forms.thinking_before(
@@ -96,6 +100,15 @@ def _of_form(
     )
     budget = None if thinking is None else body.thinking_token_budget
     return Terms(field, _behind(thinking, form), answers, budget)
+
+
+def _refuse_budget(budget: int | None) -> None:
+    if budget is not None:
+        raise UserError(
+            "thinking_token_budget and strict tools cannot be had together with this model; set "
+            "strict to false, or tool_choice to required",
+            param="thinking_token_budget",
+        )
 
 
 def _behind(thinking: ThinkingSpec | None, form: GrammarSpec) -> GrammarSpec:

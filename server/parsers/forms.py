@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from config.errors import UserError
+from server.parsers import harmony
 from server.parsers.calls import Family
 from server.parsers.deepseek_calls import DeepSeek, Kimi
 from server.parsers.gemma_calls import Gemma
@@ -47,9 +47,13 @@ class CallForm:
     bare: Part | None = None
     """What an answer that begins with one of `bare_starts` must be."""
     bare_starts: str = ""
+    whole: Part | None = None
+    """All that an answer may be, its thinking too, where calls stand in no text."""
 
     def part(self) -> Part:
         """The part that is text and calls."""
+        if self.whole is not None:
+            return self.whole
         made: Part = {
             "type": "calls",
             "tags": [{"begin": marker, "content": one} for marker, one in self.by_marker.items()],
@@ -69,17 +73,10 @@ class CallForm:
         return any_of(form, row(one, repeat(row(_GAP, one))) if is_parallel else one)
 
 
-def call_form(name: str, family: Family, functions: Functions) -> CallForm:
-    """The form of the calls that the parser `name` reads. Raises UserError where it has none, or
-    cannot hold arguments to what their schema says."""
-    write = _WRITERS.get(type(family))
-    if write is None:
-        raise UserError(
-            f"calls of the parser {name} cannot be held to schemas unless they must be made: set "
-            "tool_choice to required, or strict to false",
-            param="tools",
-        )
-    return write(family, functions)
+def call_form(family: Family, functions: Functions) -> CallForm:
+    """The form of the calls of `family`. Raises UserError where it cannot hold arguments to what
+    their schema says."""
+    return _WRITERS[type(family)](family, functions)
 
 
 def _tagged(family: TaggedJson, functions: Functions) -> CallForm:
@@ -198,6 +195,23 @@ def _is_flat(schema: Any) -> bool:
     return all(one in ("string", "integer", "number", "boolean", "null") for one in kinds)
 
 
+def _channels(family: harmony.Calls, functions: Functions) -> CallForm:
+    """Messages one after the other, of which a call is the last."""
+    start, begin = harmony.HARMONY.begins
+    end, call = harmony.HARMONY.ends[:2]
+    constrain = optional(text(f" {family.constrain}json"))
+    calls, channel, message = [], text(begin), text(family.head_end)
+    for name, schema in functions.items():
+        recipient, said = text(f" to=functions.{name}"), json_of(object_schema(schema))
+        head = row(channel, text("commentary"), recipient, constrain, message)
+        other = row(recipient, channel, text("commentary"), constrain, message)
+        calls.append(row(any_of(head, other), said))
+    plain = row(channel, regex("analysis|commentary|final"), message, regex("(.|\\n)*"))
+    between = text(f"{end}{start}assistant")
+    last = any_of(row(any_of(*calls), optional(text(call))), plain)
+    return CallForm({}, whole=row(repeat(row(plain, between)), last))
+
+
 def _tags(family: Tags, functions: Functions) -> CallForm:
     content = tags_part(family, functions)
     return CallForm({marker: content(marker) for marker in family.markers}, family.silent)
@@ -211,4 +225,5 @@ _WRITERS: Mapping[type, Callable[[Any, Functions], CallForm]] = {
     Pythonic: _pythonic,
     Tags: _tags,
     Gemma: _gemma,
+    harmony.Calls: _channels,
 }

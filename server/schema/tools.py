@@ -26,6 +26,7 @@ TOOLS_SCHEMA = {
                             "name": {"type": "string"},
                             "description": {"type": "string"},
                             "parameters": {"type": "object"},
+                            "strict": {"type": "boolean"},
                         },
                     },
                 },

@@ -116,6 +116,18 @@ async def test_with_a_strict_tool_text_is_free_and_calls_are_held(
         assert (part["type"], part["tags"][0]["begin"]) == ("calls", "<tool_call>")
 
 
+async def test_where_calls_stand_in_channels_the_form_is_of_the_thinking_too() -> None:
+    config = {"tool_call_parser": "openai", "reasoning_parser": "openai_gptoss"}
+    async with in_memory(TalkingClient("x"), **MAY_THINK, **config) as rig:
+        await rig.chat(**STRICT)
+        refused = await rig.chat(**STRICT, thinking_token_budget=5)
+
+        spec = rig.client.boxes[0].sampling.structured_outputs
+        assert spec.thinking is None and "<|channel|>" in spec.text
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "thinking_token_budget"
+
+
 @pytest.mark.parametrize(
     "form", [JSON, {"guided_regex": "a/b"}, {"guided_choice": ["a", "{}"]}], ids=str
 )

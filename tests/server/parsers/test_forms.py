@@ -15,9 +15,10 @@ from tokenizers import Tokenizer
 from config.errors import UserError
 from config.grammar import GrammarSpec
 from engine.grammar import Grammar, Guide, Vocabulary
+from server.parsers.answer import AnswerParser
 from server.parsers.calls import CallParser
 from server.parsers.forms import call_form
-from server.parsers.select import FAMILIES, words_of
+from server.parsers.select import FAMILIES, THINKING, words_of
 
 SCHEMA: Any = {
     "type": "object",
@@ -59,8 +60,12 @@ NAMES = sorted(FAMILIES.keys() - {"openai"})
 def encoder_of(name: str, is_special: bool) -> Tokenizer:
     """Its words are tokens, as far as they are more than a character."""
     encoder = text_folders.byte_level()
-    words = sorted(word for word in words_of(FAMILIES[name]) if len(word) > 1 and word != "```")
-    marks = [word for word in words if "<" in word or "[" in word]
+    forms = [FAMILIES[name], *([THINKING["openai_gptoss"]] if name == "openai" else [])]
+    found = {word for form in forms for word in words_of(form)}
+    words = sorted(word for word in found if len(word) > 1 and word != "```")
+    marks = [
+        word for word in words if word[0] in "<[`" and word.count("<") < 2 and " to=" not in word
+    ]
     if is_special:
         encoder.add_special_tokens(marks)
     else:
@@ -73,7 +78,7 @@ def guide_of(name: str, is_special: bool, folder: Path) -> Guide:
     saved = text_folders.save(encoder, folder)
     (end,) = encoder.encode("</s>").ids
     vocabulary = Vocabulary(saved, encoder.get_vocab_size(), frozenset([end]))
-    part = call_form(name, FAMILIES[name], functions_of(name)).part()
+    part = call_form(FAMILIES[name], functions_of(name)).part()
     asked = {"special_tokens": True, "format": part}
     grammar = Grammar(GrammarSpec("structural_tag", json.dumps(asked)), vocabulary)
     return lambda: Guide(grammar, min_tokens=0, end_ids=frozenset(), ignore_eos=False)  # type: ignore
@@ -153,11 +158,42 @@ def test_text_without_a_marker_is_free(name: str, tmp_path: Path) -> None:
 )
 def test_what_a_way_of_writing_cannot_hold_is_refused(name: str, schema: Any) -> None:
     with pytest.raises(UserError, match="cannot be enforced") as refused:
-        call_form(name, FAMILIES[name], {"f": schema})
+        call_form(FAMILIES[name], {"f": schema})
 
     assert refused.value.param == "tools"
 
 
-def test_calls_that_are_told_by_the_channel_they_stand_in_cannot_be_held() -> None:
-    with pytest.raises(UserError, match="parser openai cannot be held"):
-        call_form("openai", FAMILIES["openai"], {"f": None})
+ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        ANALYSIS + "<|channel|>commentary to=functions.measure <|constrain|>json<|message|>",
+        " to=functions.loose<|channel|>commentary",
+        "<|channel|>commentary<|message|>Wait.<|end|><|start|>assistant<|channel|>commentary to=",
+    ],
+)
+def test_calls_in_channels_of_their_own_are_held_and_other_channels_are_free(
+    start: str, tmp_path: Path
+) -> None:
+    encoder, rng = encoder_of("openai", True), random.Random(3)
+    new_guide, num_calls = guide_of("openai", True, tmp_path), 0
+
+    for _ in range(5):
+        text = written(new_guide(), encoder, start, rng)
+        if text is None:
+            continue
+        thinking = THINKING["openai_gptoss"].parser(is_inside=False)
+        calls = CallParser(FAMILIES["openai"], TOOLS)
+        found = read(lambda t=thinking, c=calls: AnswerParser(t, c, lambda: "ID"), [text])  # type: ignore[misc]
+        ((called, arguments),) = good_calls(found)
+        jsonschema.validate(arguments, TOOLS[called])
+        num_calls += 1
+
+    assert num_calls >= 3
+    guide = new_guide()
+    for token in encoder.encode(ANALYSIS + "<|channel|>final<|message|>x to=5 {").ids:
+        assert token in guide.allowed()
+        guide.advance(token)
+    assert encoder.encode("</s>").ids[0] in guide.allowed()
