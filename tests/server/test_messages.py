@@ -373,12 +373,13 @@ async def test_what_cannot_be_honoured_is_refused_in_its_own_words(
         assert not rig.client.boxes
 
 
-async def test_strict_tools_of_a_model_whose_calls_have_no_form_are_refused_in_its_words() -> None:
-    async with talking(tool_call_parser="openai") as rig:
-        response = await ask(rig, tools=[{**WEATHER, "strict": True}])
+async def test_strict_tools_that_the_models_calls_cannot_keep_to_are_refused_in_its_words() -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}}
+    async with talking(tool_call_parser="qwen3_coder") as rig:
+        response = await ask(rig, tools=[{**WEATHER, "strict": True, "input_schema": schema}])
 
         assert response.status_code == 400
-        assert "set tool_choice to any, or strict to false" in response.json()["error"]["message"]
+        assert "set strict to false, or tool_choice to any" in response.json()["error"]["message"]
 
 
 async def test_unknown_fields_nulls_and_hints_are_taken() -> None:
