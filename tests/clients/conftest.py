@@ -5,6 +5,8 @@ These tests run in an environment of their own, `make test-clients`; the server 
 
 import os
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 
 HERE = Path(__file__).parent
 TEMPLATE = HERE / "hermes.jinja"
+OLDEST_NODE = 20
 ASKED_FOR = re.compile(r"(?<!not )\bclients\b")
 
 
@@ -48,3 +51,18 @@ def server(
 def base_url(server: LiveServer) -> str:
     """As SDKs want it."""
     return f"{server.url}/v1"
+
+
+@pytest.fixture(scope="session")
+def node() -> tuple[str, Path]:
+    """Node, as new as openai-node wants it, and the folder that has that; else a skip."""
+    folder = HERE / "node"
+    found = shutil.which("node")
+    if found is None:
+        pytest.skip("node is not installed")
+    shown = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=30).stdout
+    if int(shown.strip().lstrip("v").split(".")[0]) < OLDEST_NODE:
+        pytest.skip(f"node is {shown.strip()}, openai-node needs {OLDEST_NODE} or newer")
+    if not (folder / "node_modules").is_dir():
+        pytest.skip("npm is not installed: `make test-clients` gets openai-node with it")
+    return found, folder

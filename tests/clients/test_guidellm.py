@@ -12,7 +12,7 @@ from live import LiveServer
 
 pytestmark = pytest.mark.clients
 
-ROUTES = ["/v1/chat/completions", "/v1/completions"]
+ROUTES = ["/v1/chat/completions", "/v1/completions", "/v1/responses"]
 NUM_REQUESTS = 8
 
 

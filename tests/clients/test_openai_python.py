@@ -130,8 +130,15 @@ def test_tools_are_called_with_arguments_that_the_helper_parses(client: openai.O
     assert isinstance(call.function.parsed_arguments, GetWeather)
     result = {"role": "tool", "tool_call_id": call.id, "content": "Rain, 7 degrees."}
     history: Any = [*messages, answer.choices[0].message, result]
-    after = client.chat.completions.create(**{**ASK, "messages": history})
-    assert after.choices[0].message.content
+    after = client.chat.completions.parse(**{**ask, "messages": history})
+    assert after.choices[0].message.content or after.choices[0].message.tool_calls
+
+
+def test_a_strict_tool_may_be_called_or_not(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(**{**ASK, "max_tokens": 100}, tools=[WEATHER])
+
+    message = answer.choices[0].message
+    assert message.content or message.tool_calls
 
 
 def test_a_streamed_call_comes_in_pieces(client: openai.OpenAI) -> None:
@@ -158,3 +165,49 @@ def test_errors_are_of_the_kinds_that_the_sdk_has(client: openai.OpenAI) -> None
 
     assert unknown.value.code == "model_not_found"
     assert long.value.code == "context_length_exceeded"
+
+
+def test_responses_are_made_parsed_kept_and_followed(client: openai.OpenAI) -> None:
+    ask: Any = {"model": "demo", "temperature": 0, "max_output_tokens": 100}
+    first = client.responses.create(**ask, input="What is the capital of France?")
+
+    second = client.responses.parse(
+        **ask, input="Tell me of it.", previous_response_id=first.id, text_format=City
+    )
+    items = client.responses.input_items.list(second.id, order="asc").data
+    client.responses.delete(first.id)
+
+    assert "Paris" in first.output_text
+    assert isinstance(second.output_parsed, City)
+    assert [item.role for item in items] == ["user", "assistant", "user"]
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+
+
+async def test_a_streamed_response_is_the_whole_one(async_client: openai.AsyncOpenAI) -> None:
+    ask: Any = {
+        "model": "demo",
+        "input": "What is the capital of France?",
+        "temperature": 0,
+        "max_output_tokens": 24,
+    }
+    whole = await async_client.responses.create(**ask, store=False)
+
+    async with async_client.responses.stream(**ask) as stream:
+        events = [event async for event in stream]
+        final = await stream.get_final_response()
+
+    assert final.output_text == whole.output_text
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[-1].type in ("response.completed", "response.incomplete")
+
+
+def test_a_response_is_made_in_the_background_and_cancelled(client: openai.OpenAI) -> None:
+    job = client.responses.create(
+        model="demo", input="Hi", background=True, extra_body={"ignore_eos": True}
+    )
+
+    cancelled = client.responses.cancel(job.id)
+
+    assert job.status in ("queued", "in_progress")
+    assert cancelled.status == "cancelled"

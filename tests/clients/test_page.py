@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from live import LiveServer
-from test_openai_node import FOLDER, node
 
 pytestmark = pytest.mark.clients
 
@@ -22,13 +21,18 @@ EXAMPLES = FENCE.findall(PAGE.read_text(encoding="utf-8"))
     ("kind", "example"), EXAMPLES, ids=[f"{kind} {i}" for i, (kind, _) in enumerate(EXAMPLES)]
 )
 def test_an_example_of_the_page_runs(
-    kind: str, example: str, server: LiveServer, tmp_path: Path
+    kind: str,
+    example: str,
+    server: LiveServer,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
     text = example.replace("http://localhost:8000", server.url)
     if kind == "python":
         command, folder = [sys.executable, "-c", text], tmp_path
     elif kind == "javascript":
-        command, folder = [node(), "--input-type=module", "--eval", text], FOLDER
+        node, folder = request.getfixturevalue("node")
+        command = [node, "--input-type=module", "--eval", text]
     else:
         program, *words = shlex.split(text.replace("\\\n", ""))
         command, folder = [str(Path(sys.executable).parent / program), *words], tmp_path
