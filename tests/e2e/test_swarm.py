@@ -28,7 +28,7 @@ PROBE = {"prompt": "The same as ever", "max_tokens": 24, "temperature": 0}
 def server(tiny_model: str, tmp_path: Path) -> Iterator[LiveServer]:
     # Fewer blocks than the batch may want: some are taken back from requests that run.
     flags = ("--served-model-name=tiny", "--dtype=float32", "--num-gpu-blocks-override=160")
-    more = ("--max-num-seqs=64", "--tool-call-parser=hermes")
+    more = ("--max-num-seqs=64", "--tool-call-parser=hermes", "--responses-store-max-count=50")
     with running(tiny_model, tmp_path / "log", *flags, *more) as live:
         yield live
 

@@ -29,6 +29,8 @@ SCHEMA: Any = {
 TOOLS: Any = [
     {"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")
 ]
+ENDS = (b"[DONE]", b"message_stop", b"response.completed", b"response.incomplete")
+"""Of streams that are whole."""
 GRAMMAR = 'root ::= "yes" | "no" | "maybe " root'
 
 
@@ -63,6 +65,11 @@ def _message(rng: random.Random) -> Ask:
     return Ask("/v1/messages", _streamed(rng, body))
 
 
+def _response(rng: random.Random) -> Ask:
+    body = {"input": _words(rng), "max_output_tokens": 20, "store": rng.random() < 0.5}
+    return Ask("/v1/responses", _streamed(rng, body))
+
+
 def _formed(rng: random.Random) -> Ask:
     form = rng.choice(
         [
@@ -82,7 +89,7 @@ def _calling(rng: random.Random) -> Ask:
 
 
 def _bad(rng: random.Random) -> Ask:
-    path = rng.choice(["/v1/chat/completions", "/v1/completions", "/v1/messages", "/tokenize"])
+    path = rng.choice(["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"])
     body = rng.choice(
         [
             "{",
@@ -95,12 +102,11 @@ def _bad(rng: random.Random) -> Ask:
             {"prompt": [[]], "messages": [{"role": "user", "content": [{}]}], "max_tokens": 2},
         ]
     )
-    # A long text is a good one for /tokenize.
-    return Ask(path, body, (400,) if path != "/tokenize" else (200, 400))
+    return Ask(path, body, (400,))
 
 
 KINDS: tuple[Callable[[random.Random], Ask], ...] = (
-    *(_chat, _text, _scored, _message, _formed, _calling, _bad),
+    *(_chat, _text, _scored, _message, _response, _formed, _calling, _bad),
     lambda rng: Ask("/v1/completions", {"prompt": _words(rng), "use_beam_search": True, "n": 3}),
     lambda rng: Ask("/tokenize", {"prompt": _words(rng)}),
 )
@@ -168,8 +174,10 @@ class Swarm:
         if response.status_code not in ask.right:
             self.faults.append(f"{response.status_code} {raw[:300]!r} to {ask}")
         elif response.headers["content-type"].startswith("text/event-stream"):
-            last = raw.rstrip().rsplit(b"\n\n", 1)[-1]
-            if b'"error"' in raw or not (b"[DONE]" in last or b"message_stop" in last):
+            events = raw.rstrip().split(b"\n\n")
+            is_whole = any(end in events[-1] for end in ENDS)
+            # Of which the last one but [DONE] tells a failure.
+            if not is_whole or any(b'{"error"' in event for event in events[-2:]):
                 self.faults.append(f"a stream that ends with {raw[-300:]!r} to {ask}")
         else:
             with contextlib.suppress(ValueError):
