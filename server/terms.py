@@ -58,7 +58,7 @@ def _of_text(forms: Forms, tokenizer: Tokenizer, body: ChatBody, prompt: str) ->
     field, form = "thinking_token_budget", GrammarSpec(FREE)
     if any(tool["function"].get("strict") for tool in body.shown_tools or ()):
         calls = _calls(forms, body)
-        field, form = "tools", spec_of_tags(calls.part())
+        field, form = "tools", spec_of_tags("tools", calls.part())
         if calls.whole is not None:
             _refuse_budget(budget)
             return Terms(field, form, answers)
@@ -135,4 +135,4 @@ def _or_calls(forms: Forms, body: ChatBody, field: str, form: GrammarSpec) -> Gr
             "that tells them from text; set tool_choice, or leave out one of the two",
             param=field,
         )
-    return spec_of_tags(part)
+    return spec_of_tags(field, part)

@@ -191,7 +191,7 @@ class ChatBody(ConversationBody, GenerationBody):
             parallel = self.parallel_tool_calls is not False
             forced = forced_schema(self.shown_tools, self.tool_choice, is_parallel=parallel)
             if forced is not None:
-                return "tools", spec_of_schema(forced)
+                return "tools", spec_of_schema("tools", forced)
         return super().form
 
     @property

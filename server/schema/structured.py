@@ -51,17 +51,17 @@ def spec_of(
     return fields[0] if fields else None
 
 
-def spec_of_schema(schema: Mapping[str, Any]) -> GrammarSpec:
-    """The form that a schema of our own is."""
-    spec = grammar_spec({"json": dict(schema)})
+def spec_of_schema(field: str, schema: Mapping[str, Any]) -> GrammarSpec:
+    """The form that a schema of our own is, made from `field`, which errors name."""
+    spec = _renamed(field, {"json": dict(schema)})
     assert spec is not None
     return spec
 
 
-def spec_of_tags(part: Mapping[str, Any]) -> GrammarSpec:
-    """The form that a part of our own is, whose words may be special tokens."""
+def spec_of_tags(field: str, part: Mapping[str, Any]) -> GrammarSpec:
+    """The form that a part of our own is, made from `field`; its words may be special tokens."""
     asked = {"special_tokens": True, "format": dict(part)}
-    spec = grammar_spec({"structural_tag": asked})
+    spec = _renamed(field, {"structural_tag": asked})
     assert spec is not None
     return spec
 

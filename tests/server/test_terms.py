@@ -116,6 +116,19 @@ async def test_with_a_strict_tool_text_is_free_and_calls_are_held(
         assert (part["type"], part["tags"][0]["begin"]) == ("calls", "<tool_call>")
 
 
+async def test_schemas_of_tools_that_are_too_large_are_an_error_of_tools() -> None:
+    huge = {"description": "x" * 300_000}
+    function = {"name": "f", "strict": True, "parameters": huge}
+    async with in_memory(TalkingClient("x"), **MAY_THINK) as rig:
+        answer = await rig.chat(
+            tools=[{"type": "function", "function": function}], tool_choice="required"
+        )
+
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "tools"
+        assert "262144" in answer.json()["error"]["message"]
+
+
 async def test_where_calls_stand_in_channels_the_form_is_of_the_thinking_too() -> None:
     config = {"tool_call_parser": "openai", "reasoning_parser": "openai_gptoss"}
     async with in_memory(TalkingClient("x"), **MAY_THINK, **config) as rig:
