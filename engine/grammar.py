@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from config.errors import UserError
-from config.grammar import FREE, GrammarSpec
+from config.grammar import FREE, GrammarSpec, ThinkingSpec
 from engine.json_schema import prepared
 from engine.structural_tag import lark_of_tags
 from engine.thinking import BEHIND, INSIDE, OPENING, OVER, Lexicon, Marks, Thinking
@@ -28,6 +28,7 @@ START_S, STEP_S = 0.1, 0.002
 """What it may cost to follow an output: at first, and for each token. Ordinary grammars take a
 twentieth; a very ambiguous one would hold up everybody's step."""
 MAX_MESSAGE_CHARACTERS = 300
+MAX_MARKS = 16
 
 JSON_FORM: Any = {
     # One blank at most where JSON allows any number: with free choice small models write blanks
@@ -59,6 +60,16 @@ class Vocabulary:
         self.eos_ids = eos_ids
         self.all = words_of(range(vocab_size), vocab_size)
         """(W,) uint32: every token."""
+        self._marks: dict[ThinkingSpec, Marks] = {}
+
+    def marks(self, spec: ThinkingSpec) -> Marks:
+        """The marks of `spec` in these tokens; looked for once, as a server has only a few."""
+        found = self._marks.get(spec)
+        if found is None:
+            if len(self._marks) >= MAX_MARKS:
+                self._marks = {}
+            found = self._marks[spec] = Marks(spec, self.lexicon)
+        return found
 
     @cached_property
     def lexicon(self) -> Lexicon:
@@ -75,7 +86,7 @@ class Grammar:
         self.vocabulary = vocabulary
         self.binds = spec.kind != FREE
         """Whether there is a form: else any text may follow the thinking, and end anywhere."""
-        self.marks = None if spec.thinking is None else Marks(spec.thinking, vocabulary.lexicon)
+        self.marks = None if spec.thinking is None else vocabulary.marks(spec.thinking)
         """Of the thinking before the form; None where there is none."""
         if not self.binds:
             return
