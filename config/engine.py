@@ -6,6 +6,7 @@ from config.buckets import BucketConfig
 from config.errors import ConfigError
 from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
 
+CPU_KERNELS = ("auto", "torch")
 DEVICES = ("auto", "cpu", "cuda", "hpu", "hpu-emulator")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 EXECUTORS = ("auto", "inline", "processes")
@@ -101,6 +102,8 @@ class EngineConfig:
     executor: str = "auto"
     num_threads: int | None = None
     """Compute threads on CPU; None takes the cores the process may use."""
+    cpu_kernels: str = "auto"
+    """What computes on CPU: kernels compiled for it where that is possible, or torch's own."""
     logprobs_mode: str = "raw_logprobs"
     """What is reported of sampled tokens: before or after masks, penalties, temperature and
     filters; normalised or not. Of prompt tokens it is always the raw log-probability."""
@@ -132,6 +135,7 @@ class EngineConfig:
         _one_of("runner", self.runner, RUNNERS)
         _one_of("convert", self.convert, CONVERSIONS)
         _at_least("max_model_len", self.max_model_len, 1)
+        _one_of("cpu_kernels", self.cpu_kernels, CPU_KERNELS)
         _at_least("num_threads", self.num_threads, 1)
         if self.execution.contiguous_pa and self.cache.enable_prefix_caching:
             raise ConfigError(

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from config.buckets import STRATEGIES
 from config.engine import (
     CONVERSIONS,
+    CPU_KERNELS,
     DEVICES,
     DTYPES,
     EXECUTORS,
@@ -123,6 +124,14 @@ DEVICE = (
         "Device",
         "Compute threads on CPU; auto: the cores the process may use",
         variables=("OMP_NUM_THREADS",),
+    ),
+    Flag(
+        "engine",
+        "cpu_kernels",
+        "Device",
+        "What computes on CPU in bfloat16; auto: kernels that are compiled at the first start, "
+        "where a C++ compiler and AVX512-BF16 are there; torch: its own",
+        choices=CPU_KERNELS,
     ),
     Flag("engine", "enforce_eager", "Device", "Capture no graphs"),
 )

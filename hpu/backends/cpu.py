@@ -5,6 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hpu.backends.host import has_fast_bfloat16, usable_cores, usable_memory
+from hpu.native.library import Library, open_library
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +23,7 @@ ALIGNMENT = 64
 
 @runtime_checkable
 class _Packs(Protocol):
-    def pack_weights(self) -> None: ...
+    def pack_weights(self, library: Library | None) -> bool: ...
 
 
 class CpuEvent:
@@ -53,7 +55,8 @@ class CallGraph:
 
 
 class CpuBackend:
-    """The CPU, with `num_threads` compute threads (None: one for each core it may use)."""
+    """The CPU, with `num_threads` compute threads (None: one for each core it may use). `kernels`:
+    folder of the compiled kernels, which are built if they are not there; None: torch's own."""
 
     name = "cpu"
     driver = software = ""
@@ -64,7 +67,7 @@ class CpuBackend:
     reads_contiguously = False
     shares_host_memory = True
 
-    def __init__(self, num_threads: int | None = None) -> None:
+    def __init__(self, num_threads: int | None = None, kernels: Path | None = None) -> None:
         self.device = torch.device("cpu")
         self.index_dtype = torch.int64
         fast = has_fast_bfloat16()
@@ -77,6 +80,9 @@ class CpuBackend:
         if threads != torch.get_num_threads():
             torch.set_num_threads(threads)
         logger.info("CPU: %d compute threads on %d usable cores", threads, cores)
+        self._library: Library | None = None
+        if kernels is not None and fast:
+            self._library = open_library(kernels, threads)
 
     def memory(self) -> tuple[int, int]:
         return usable_memory()
@@ -123,7 +129,7 @@ class CpuBackend:
 
     def prepare(self, model: torch.nn.Module) -> None:
         if isinstance(model, _Packs):
-            cast(_Packs, model).pack_weights()
+            cast(_Packs, model).pack_weights(self._library)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor

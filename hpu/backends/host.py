@@ -47,15 +47,20 @@ def usable_memory(root: Path = ROOT) -> tuple[int, int]:
 
 def has_fast_bfloat16(root: Path = ROOT) -> bool:
     """Whether the CPU multiplies bfloat16 in hardware (AMX, AVX512-BF16, or Arm's BF16)."""
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(cpu_flags(root))
+
+
+def cpu_flags(root: Path = ROOT) -> frozenset[str]:
+    """What the CPU can do, in the kernel's words; empty where nobody tells."""
     try:
         text = (root / "proc/cpuinfo").read_text()
     except OSError:
-        return False
+        return frozenset()
     for line in text.splitlines():
         name, _, flags = line.partition(":")
         if name.strip() in ("flags", "Features"):
-            return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags.split())
-    return False
+            return frozenset(flags.split())
+    return frozenset()
 
 
 def _group_folders(root: Path, controller: str) -> Iterator[Path]:

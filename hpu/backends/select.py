@@ -1,5 +1,7 @@
 """Device name to Backend. Imports only the chosen one, so that what is not used is not loaded."""
 
+from pathlib import Path
+
 from config import env
 from config.engine import EngineConfig
 from hpu.backends.base import Backend
@@ -22,7 +24,10 @@ def select_backend(config: EngineConfig) -> Backend:
         return CudaBackend()
     from hpu.backends.cpu import CpuBackend
 
-    return CpuBackend(config.num_threads)
+    folder = None
+    if config.cpu_kernels == "auto":
+        folder = Path(config.cache_dir or env.cache_home()) / "kernels"
+    return CpuBackend(config.num_threads, folder)
 
 
 def _gaudi(config: EngineConfig) -> Backend:

@@ -84,6 +84,16 @@ class Attention(nn.Module):
         self._keys, self._values = keys, values
         self._block_size = block_size
 
+    @property
+    def caches(self) -> tuple[Tensor, Tensor]:
+        """Of keys and values, as bound."""
+        return self._keys, self._values
+
+    @property
+    def is_windowed(self) -> bool:
+        """Whether it sees a window of its sequence only."""
+        return bool(self._kind)
+
     def fuse(self, kernels: Kernels, *, split_qkv: bool) -> None:
         """Run on fused kernels from now on; with `split_qkv` as three products."""
         self._kernels = kernels

@@ -14,11 +14,13 @@ from torch.nn import functional
 from config.errors import ConfigError
 from config.model import ModelConfig
 from hpu.layers.attention import Attention, HeadNorm, HeadShape
-from hpu.layers.context import LaunchContext
+from hpu.layers.context import DecodeContext, LaunchContext
 from hpu.layers.embedding import Embedding
 from hpu.layers.launch_plan import LaunchPlan, Windows, plan_launch
 from hpu.layers.linear import Linear, can_pack
 from hpu.models.places import Place, parts, whole
+from hpu.native.decoder import LayerWeights, NativeDecoder, Sizes
+from hpu.native.library import Library, PackedLinear, packer
 from hpu.ops.kernels import Kernels
 from hpu.ops.norm import mirrored_rms_norm, rms_norm
 from hpu.ops.rope import Rotary, Rotation
@@ -138,6 +140,27 @@ class Layer(nn.Module):
         delta = self.mlp(self.mlp_norm(total))
         return torch.add(total, delta, alpha=self._multiplier)
 
+    def native(self, windows: Windows) -> LayerWeights | None:
+        """What the compiled library reads; None unless all products are its own."""
+        attention, mlp = self.attention, self.mlp
+        qkv, out = attention.qkv.product, attention.out.product
+        gate_up, down = mlp.gate_up.product, mlp.down.product
+        if not (
+            isinstance(qkv, PackedLinear)
+            and isinstance(out, PackedLinear)
+            and isinstance(gate_up, PackedLinear)
+            and isinstance(down, PackedLinear)
+        ):
+            return None
+        head_norm, (keys, values) = attention.head_norm, attention.caches
+        return LayerWeights(
+            *(qkv, out, gate_up, down),
+            *(self.attention_norm.weight, self.mlp_norm.weight),
+            head_norm.weight if isinstance(head_norm, HeadNorm) else None,
+            *(keys, values),
+            (windows.size or 0) if attention.is_windowed else 0,
+        )
+
 
 class Decoder(nn.Module):
     """A dense decoder. Parameters are allocated, not filled: hpu/loader.py does that."""
@@ -183,6 +206,8 @@ class Decoder(nn.Module):
         self._block_size = 0
         self._fused: torch.dtype | None = None
         self._contiguous = False
+        self._library: Library | None = None
+        self._native: NativeDecoder | None = None
 
     def _linear(self, in_size: int, out_size: int, *, bias: bool) -> Linear:
         return Linear(in_size, out_size, bias=bias, dtype=self.dtype, device=self.device)
@@ -215,6 +240,9 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, context: LaunchContext) -> Tensor:
         """Hidden states (B, Q, hidden) of `tokens` (B, Q), normed and ready for `logits`."""
+        if self._native is not None and isinstance(context, DecodeContext):
+            rows = self.rotary.table.index_select(0, context.positions.view(-1))
+            return self._native(self.embedding(tokens), rows, context)
         rotation: Rotation = self.rotary(context.positions)
         plan = plan_launch(
             context,
@@ -250,6 +278,7 @@ class Decoder(nn.Module):
             assert isinstance(layer, Layer)
             layer.attention.bind_caches(keys, values, block_size)
         self._block_size = block_size
+        self._native = None if self._library is None else self._made_native(self._library)
 
     def read_contiguously(self) -> None:
         """From now on entry i of a decode describes block i of the caches, which are then read as
@@ -271,8 +300,9 @@ class Decoder(nn.Module):
                 # Their products sum over all blocks of a launch, with zeros for other rows'.
                 module.isolate()
 
-    def pack_weights(self) -> bool:
-        """Reorder the weights of all products for a CPU that gains by it; whether it was done.
+    def pack_weights(self, library: Library | None = None) -> bool:
+        """Reorder the weights of all products for a CPU that gains by it; whether it was done. With
+        `library` decodes run on it where it has all that they need.
 
         Afterwards nothing can be loaded. A tied embedding keeps its own copy beside the head's.
         """
@@ -284,8 +314,36 @@ class Decoder(nn.Module):
                 module.pack()
             elif isinstance(module, Linear):
                 shared = module is self.head and self.config.tie_word_embeddings
-                module.pack(keep_weight=shared)
+                module.pack(keep_weight=shared, pack=packer(library, module))
+        self._library = library
         return True
+
+    @property
+    def has_native(self) -> bool:
+        """Whether decodes run on a compiled library."""
+        return self._native is not None
+
+    def _made_native(self, library: Library) -> NativeDecoder | None:
+        """The decoder's steps on `library`; None where it lacks something."""
+        config, spec, shape = self.config, self.spec, self.shape
+        sizes = Sizes(
+            config.hidden_size,
+            config.intermediate_size,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            self.rotary.table.shape[1] // 2,
+            config.rms_norm_eps,
+            shape.scale,
+            spec.residual_multiplier,
+        )
+        if not sizes.fit or config.hidden_act not in ("silu", "swish"):
+            return None
+        layers = [layer.native(spec.windows) for layer in self.layers if isinstance(layer, Layer)]
+        found = [weights for weights in layers if weights is not None]
+        if len(found) < len(layers):
+            return None
+        return NativeDecoder(library, sizes, found, self.norm.weight, self._block_size)
 
     def places(self) -> Iterator[tuple[str, Place]]:
         """Every tensor a checkpoint must hold: its name and where it goes."""

@@ -21,6 +21,7 @@ from hpu.layers.launch_plan import LaunchPlan, Windows, plan_texts
 from hpu.layers.linear import Linear, can_pack
 from hpu.models.decoder import ACTIVATIONS
 from hpu.models.places import Place, parts, whole
+from hpu.native.library import Library, packer
 from hpu.ops.kernels import Kernels
 
 PREFIXES = ("bert.", "roberta.", "distilbert.")
@@ -184,13 +185,13 @@ class Encoder(nn.Module):
             assert isinstance(layer, EncoderLayer)
             layer.attention.fuse(kernels, split_qkv=split_qkv)
 
-    def pack_weights(self) -> bool:
+    def pack_weights(self, library: Library | None = None) -> bool:
         """As hpu.models.decoder.Decoder.pack_weights."""
         if not can_pack(self.dtype, self.device):
             return False
         for module in self.modules():
             if isinstance(module, Linear):
-                module.pack()
+                module.pack(pack=packer(library, module))
         return True
 
     def places(self) -> Iterator[tuple[str, Place]]:

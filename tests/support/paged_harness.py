@@ -52,7 +52,8 @@ class PagedHarness:
         while len(table) * self.block_size < length:
             table.append(next(self._free))
 
-    def _slot(self, row: int, position: int) -> int:
+    def slot(self, row: int, position: int) -> int:
+        """Where the row's token of that position lies in the caches."""
         block = self._tables[row][position // self.block_size]
         return block * self.block_size + position % self.block_size
 
@@ -81,7 +82,7 @@ class PagedHarness:
             tokens[index, : len(ids)] = torch.tensor(ids)
             positions[index, : len(ids)] = torch.arange(start, end)
             for place in range(start, end):
-                slots[index, place - start] = self._slot(row, place)
+                slots[index, place - start] = self.slot(row, place)
             used = -(-start // self.block_size)
             block_list[index, :used] = torch.tensor(self._tables[row][:used]).long()
             query_lens[index], context_lens[index] = len(ids), start
@@ -109,7 +110,7 @@ class PagedHarness:
             position = self._lengths[row]
             self._grow(row, position + 1)
             tokens[index, 0], positions[index, 0] = token, position
-            slots[index] = self._slot(row, position)
+            slots[index] = self.slot(row, position)
             for place, block in enumerate(self._tables[row]):
                 start = place * self.block_size
                 usage = min(self.block_size, position + 1 - start)

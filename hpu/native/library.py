@@ -1,0 +1,171 @@
+"""The compiled half of the CPU back end: decode.cpp, built once for this machine and kept on disk.
+Knows no models."""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hpu.backends.host import cpu_flags
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("decode.cpp")
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC")
+NEEDED = frozenset(("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"))
+COMPILE_TIMEOUT_S = 120.0
+PANEL = 16
+"""Outputs that lie side by side in a packed weight."""
+
+
+class Product(ctypes.Structure):
+    """A packed weight as decode.cpp sees it."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("outputs", ctypes.c_int64),
+        ("inputs", ctypes.c_int64),
+    )
+
+
+class PackedLinear:
+    """y = x W^T + b in bfloat16, as one call of the library."""
+
+    def __init__(self, library: "Library", weight: Tensor, bias: Tensor | None) -> None:
+        """`weight` (out, in), of which `packer` takes the shape; it may be dropped afterwards."""
+        self._library = library
+        self._kept = (library.pack(weight), bias)
+        self.product = Product(
+            self._kept[0].data_ptr(), None if bias is None else bias.data_ptr(), *weight.shape
+        )
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """(..., in) to (..., out)."""
+        given = hidden.contiguous()
+        out = hidden.new_empty((*hidden.shape[:-1], self.product.outputs))
+        self._library.multiply(self.product, given, given.numel() // self.product.inputs, out)
+        return out
+
+
+class Library:
+    """decode.cpp, loaded. Calls run on `num_threads` threads of torch's own pool."""
+
+    def __init__(self, path: Path, num_threads: int) -> None:
+        """Raises OSError when `path` cannot be loaded."""
+        self._code = ctypes.CDLL(str(path))
+        self._code.use_tiles.restype = ctypes.c_int64
+        self._threads = ctypes.c_int64(num_threads)
+        self.has_tiles = self.use_tiles(True)
+        """Whether the machine multiplies in tiles (AMX)."""
+
+    def use_tiles(self, wanted: bool) -> bool:
+        """Whether products run in tiles from now on, in this process: where the machine has them,
+        if they are wanted."""
+        return bool(self._code.use_tiles(ctypes.c_int64(wanted)))
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """A copy of `weight` (out, in) in panels."""
+        packed = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        given = weight.contiguous()
+        rows, columns = map(ctypes.c_int64, weight.shape)
+        self._code.pack(_at(given), rows, columns, _at(packed), self._threads)
+        return packed
+
+    def multiply(self, by: Product, hidden: Tensor, rows: int, out: Tensor) -> None:
+        """`hidden` (rows, in) times `by` into `out` (rows, out), both contiguous."""
+        count = ctypes.c_int64(rows)
+        self._code.multiply_all(ctypes.byref(by), _at(hidden), count, _at(out), self._threads)
+
+    def decode(self, model: ctypes.Structure, step: ctypes.Structure) -> None:
+        """One step of a model; the structures are those of hpu/native/decoder.py."""
+        self._code.decode(ctypes.byref(model), ctypes.byref(step), self._threads)
+
+
+class Shaped(Protocol):
+    """A linear layer, as far as its shape goes."""
+
+    out_size: int
+    in_size: int
+
+
+def packer(
+    library: Library | None, linear: Shaped
+) -> Callable[[Tensor, Tensor | None], PackedLinear] | None:
+    """What packs the layer's weight for `library`; None if it cannot."""
+    if library is None or linear.out_size % PANEL or linear.in_size % 2:
+        return None
+    return partial(PackedLinear, library)
+
+
+def _at(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def open_library(folder: Path, num_threads: int) -> Library | None:
+    """The library for this machine, from `folder` or compiled into it; None, with a line in the
+    log, where it cannot be had: then torch's own operators do all."""
+    flags = cpu_flags()
+    missing = sorted(NEEDED - flags)
+    if platform.system() != "Linux" or missing:
+        why = f"the CPU has no {', '.join(missing)}" if missing else "this is not Linux"
+        logger.info("Kernels: torch's own, since %s", why)
+        return None
+    try:
+        path = _build(folder, flags)
+        if path is None:
+            return None
+        library = Library(path, num_threads)
+    except OSError as error:
+        logger.warning("Kernels: torch's own, since ours cannot be loaded: %s", error)
+        return None
+    logger.info("Kernels: compiled for this CPU%s", " (AMX)" if library.has_tiles else "")
+    return library
+
+
+def _build(folder: Path, flags: frozenset[str]) -> Path | None:
+    """The compiled file. Two processes may both build it: the last one's is kept."""
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    runtime = _openmp()
+    identity = (SOURCE.read_bytes(), sorted(flags), FLAGS, str(runtime), torch.__version__)
+    key = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
+    path = folder / f"decode-{key}.so"
+    if path.is_file():
+        return path
+    if compiler is None:
+        logger.info("Kernels: torch's own, since there is no C++ compiler (g++ would do)")
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = folder / f"{path.name}.{os.getpid()}"
+    start = time.perf_counter()
+    command = [compiler, *FLAGS, "-shared", str(SOURCE), "-o", str(unfinished), *runtime]
+    try:
+        subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S)
+    except subprocess.SubprocessError as error:
+        said = (getattr(error, "stderr", None) or b"").decode(errors="replace")
+        logger.warning(
+            "Kernels: torch's own, since %s failed: %s", compiler, said.strip()[:300] or error
+        )
+        unfinished.unlink(missing_ok=True)
+        return None
+    unfinished.replace(path)
+    logger.info("Kernels: compiled in %.1f s", time.perf_counter() - start)
+    return path
+
+
+def _openmp() -> list[str]:
+    """Torch's own OpenMP runtime, so that both share one pool of threads; empty if it has none
+    beside it: then the system's is the one that torch uses too."""
+    return [str(path) for path in sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))[:1]]

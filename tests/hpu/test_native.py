@@ -1,0 +1,172 @@
+"""The compiled kernels of the CPU against torch's own operators, which they must equal up to the
+rounding of bfloat16."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paged_harness import PagedHarness, load_decoder
+from tiny_models import make_tiny
+from torch import Tensor
+
+from hpu.models.decoder import Decoder
+from hpu.native import library as library_module
+from hpu.native.library import Library, PackedLinear, open_library
+
+PROMPTS = {0: list(range(10, 60)), 1: list(range(70, 77)), 2: [9]}
+NEXT = [{0: 5, 1: 6, 2: 7}, {0: 8, 1: 9, 2: 10}]
+HEADS = {"head_dim": 32, "hidden_size": 128, "num_attention_heads": 4}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    library = open_library(tmp_path_factory.mktemp("kernels"), 2)
+    if library is None:
+        pytest.skip("no compiler, or a CPU without AVX512-BF16")
+    return library
+
+
+@pytest.fixture(params=["tiles", "dots"])
+def library(built: Library, request: pytest.FixtureRequest) -> Iterator[Library]:
+    if request.param == "tiles" and not built.has_tiles:
+        pytest.skip("this CPU has no AMX")
+    built.use_tiles(request.param == "tiles")
+    yield built
+    built.use_tiles(True)
+
+
+def packed(folder: Path, library: Library | None) -> Decoder:
+    model = load_decoder(folder, dtype=torch.bfloat16)
+    if library is not None:
+        assert model.pack_weights(library)
+    return model
+
+
+def decoded(model: Decoder, **padding: int) -> Tensor:
+    """Logits of two decodes of three rows, behind prompts that were computed by the same model."""
+    harness = PagedHarness(model)
+    harness.prefill(PROMPTS)
+    steps = [harness.decode(last, **padding) for last in NEXT]
+    return torch.stack([step[row] for step in steps for row in PROMPTS]).float()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("llama", HEADS),
+        ("llama", {**HEADS, "num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
+        ("llama", {"hidden_size": 288, "num_attention_heads": 9, "num_key_value_heads": 3}),
+        ("mistral", {**HEADS, "sliding_window": 9}),
+        ("qwen2", {**HEADS, "tie_word_embeddings": True}),
+        ("qwen3", {**HEADS, "num_key_value_heads": 1}),
+        ("granite", HEADS),
+        ("phi3", {**HEADS, "hidden_size": 256, "head_dim": 64}),
+    ],
+)
+def test_a_decode_is_as_near_to_float32_as_torchs_own(
+    family: str, overrides: dict[str, Any], library: Library, tmp_path: Path
+) -> None:
+    folder = make_tiny(family, tmp_path, **overrides)
+    exact = decoded(load_decoder(folder))
+    own = (decoded(packed(folder, None)) - exact).square().mean().sqrt()
+    model = packed(folder, library)
+
+    found = decoded(model)
+
+    assert model.has_native
+    error = (found - exact).square().mean().sqrt()
+    assert error < 1.5 * own + 1e-3, f"{error} is not near {own}"
+    assert error < 0.1 * exact.std()
+
+
+@torch.inference_mode()
+def test_padding_neighbours_and_threads_change_no_bit(library: Library, tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path, **HEADS)
+    together = decoded(packed(folder, library))
+
+    padded = decoded(packed(folder, library), pad_rows=3, pad_blocks=5)
+    alone = PagedHarness(packed(folder, library))
+    alone.prefill(PROMPTS)
+    ones = [alone.decode({row: token})[row].float() for last in NEXT for row, token in last.items()]
+
+    assert torch.equal(padded, together)
+    assert torch.equal(torch.stack(ones), together)
+
+
+@torch.inference_mode()
+def test_a_row_that_is_not_a_number_stays_alone(library: Library, tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path, **HEADS)
+    expected = decoded(packed(folder, library))[:3]
+    harness = PagedHarness(packed(folder, library))
+    harness.prefill(PROMPTS)
+    slot = harness.slot(0, 3)
+    for keys, _ in harness.caches:
+        keys[slot] = float("nan")
+
+    found = harness.decode(NEXT[0])
+
+    assert found[0].isnan().all()
+    assert torch.equal(found[1].float(), expected[1])
+    assert torch.equal(found[2].float(), expected[2])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("rows", [1, 2, 6, 7, 16, 17, 33, 500])
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (112, 64), (48, 34), (2048, 1536)])
+def test_a_product_is_that_of_the_weight(
+    outputs: int, inputs: int, rows: int, library: Library
+) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    weight, bias, hidden = (
+        torch.randn(*shape, generator=generator).bfloat16()
+        for shape in ((outputs, inputs), (outputs,), (rows, inputs))
+    )
+
+    found = PackedLinear(library, weight, bias)(hidden)
+
+    exact = hidden.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(found.double(), exact, atol=1e-2, rtol=8e-3)
+
+
+def test_a_shape_without_a_kernel_runs_on_torch(built: Library, tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path)
+
+    model = packed(folder, built)
+    decoded(model)
+
+    assert not model.has_native
+
+
+def test_a_second_start_compiles_nothing(built: Library, tmp_path: Path) -> None:
+    first = open_library(tmp_path, 1)
+    (file,) = tmp_path.iterdir()
+    made = file.stat().st_mtime_ns
+
+    second = open_library(tmp_path, 1)
+
+    assert first is not None and second is not None
+    assert [path.stat().st_mtime_ns for path in tmp_path.iterdir()] == [made]
+
+
+def test_without_a_compiler_or_with_a_broken_one_torch_does_all(
+    built: Library,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho out of luck >&2\nexit 1\n")
+    broken.chmod(0o755)
+
+    with caplog.at_level("INFO", logger="hpu.native.library"):
+        monkeypatch.setattr(library_module, "COMPILERS", (str(broken),))
+        assert open_library(tmp_path / "one", 1) is None
+        monkeypatch.setattr(library_module, "COMPILERS", ("no-such-compiler",))
+        assert open_library(tmp_path / "two", 1) is None
+
+    assert "failed: out of luck" in caplog.text
+    assert "there is no C++ compiler" in caplog.text
+    assert not list((tmp_path / "one").iterdir())
