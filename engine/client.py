@@ -11,6 +11,8 @@ from config.sampling import SamplingParams
 from engine.mailroom import Box, Mailroom
 from engine.mailroom import Update as Update  # part of this contract
 from engine.messages import (
+    SLEEP,
+    WAKE_UP,
     Abort,
     AddRequest,
     Control,
@@ -28,6 +30,8 @@ from engine.prefix import TOKEN_BYTES
 from engine.wire import HIGH_WATER, Switchboard, Wires
 
 CONTROL_TIMEOUT_S = 30.0
+SLOW_CONTROLS_S = {SLEEP: 600.0, WAKE_UP: 7200.0}
+"""Of those that move weights, and warm up."""
 
 UNASKED = SamplingParams()
 """Of a request that samples nothing."""
@@ -189,17 +193,18 @@ class MailroomClient:
 
     async def control(self, name: str, **arguments: Any) -> Any:
         """See EngineClient.control. Raises UserError when the engine refuses, RequestFailed when it
-        fails or does not answer within CONTROL_TIMEOUT_S, Overloaded before it is ready, EngineDied
-        when it is gone."""
+        fails or does not answer within CONTROL_TIMEOUT_S (or SLOW_CONTROLS_S), Overloaded before it
+        is ready, EngineDied when it is gone."""
         self._room.check_ready()
+        timeout_s = SLOW_CONTROLS_S.get(name, CONTROL_TIMEOUT_S)
         call = next(self._call_numbers)
         answer = self._calls[call] = asyncio.get_running_loop().create_future()
         try:
             self._send(Control(call, name, arguments))
-            return await asyncio.wait_for(answer, CONTROL_TIMEOUT_S)
+            return await asyncio.wait_for(answer, timeout_s)
         except asyncio.TimeoutError:
             raise RequestFailed(
-                f"the engine did not answer {name} within {CONTROL_TIMEOUT_S:g} s"
+                f"the engine did not answer {name} within {timeout_s:g} s"
             ) from None
         finally:
             del self._calls[call]

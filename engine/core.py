@@ -3,30 +3,41 @@
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-
-import numpy as np
 
 from config.engine import EngineConfig
 from config.errors import UserError
-from config.sampling import SamplingParams
+from engine.admission import num_prompt_tokens, what_is_wrong
 from engine.executors.base import Executor
 from engine.grammar import Grammar
 from engine.kv_manager import KvManager
 from engine.masking import late_masks
-from engine.messages import FRONT_END_SHIFT, AddRequest, EngineStats, StepTokens
+from engine.messages import (
+    AWAKE,
+    FRONT_END_SHIFT,
+    SLEEP,
+    WAKE_UP,
+    AddRequest,
+    EngineStats,
+    StepTokens,
+)
 from engine.outputs import Outputs
 from engine.packing import Packer
 from engine.pooling import PoolingScheduler, pooling_refusal
-from engine.prefix import TOKEN_BYTES
 from engine.request import CORNERED, ModelLimits, Request
 from engine.scheduler import Decision, Scheduler
+from engine.sleeping import Sleeping
 from engine.stats import PHASES, StepStats
 from hpu.buckets import BucketTable
-from hpu.step import DECODE, WORKER_CALLS, StepResult, WorkerReady
+from hpu.step import DECODE, PROFILE_CALLS, StepResult, WarmupProgress, WorkerReady
 
 logger = logging.getLogger(__name__)
+
+SLEEPS = "the engine sleeps"
+
+_ARGUMENTS = {SLEEP: ("level", "mode"), WAKE_UP: ("tags",)}
+"""Of controls that take any."""
 
 
 class EngineCore:
@@ -43,7 +54,9 @@ class EngineCore:
         ready: WorkerReady,
         table: BucketTable,
         clock: Callable[[], float],
+        on_progress: Callable[[WarmupProgress], None] = lambda progress: None,
     ) -> None:
+        """`on_progress` hears of warm-ups that follow a sleep."""
         schedule = config.schedule
         self._executor = executor
         self._clock = clock
@@ -86,6 +99,7 @@ class EngineCore:
                 defrag_threshold=config.execution.defrag_threshold,
             )
         self._outputs = Outputs(self._kv)
+        self._sleeping = Sleeping(executor, on_progress)
         self._requests: dict[int, Request] = {}
         self._front_ends: set[int] = set()
         self._in_flight: deque[Decision] = deque()
@@ -111,6 +125,7 @@ class EngineCore:
             or self._scheduler.has_work
             or self._has_news
             or not self._outputs.is_empty
+            or (self._sleeping.is_falling and not self._requests)
         )
 
     def idle(self) -> bool:
@@ -153,11 +168,15 @@ class EngineCore:
             self._outputs.refuse(key, f"key {key} was already open; both requests are ended")
             return
         assert (grammar is None) == (message.sampling.structured_outputs is None)
+        may_go_on = message.goes_on and not self._sleeping.is_asleep
+        if self._sleeping.state != AWAKE and not may_go_on:
+            self._outputs.refuse(key, SLEEPS, is_late=True)
+            return
         error = self._what_is_wrong(message)
         if error is not None:
             self._outputs.refuse(key, error)
             return
-        refusal = pooling_refusal(message.pooling, self._pooling, _num_tokens(message))
+        refusal = pooling_refusal(message.pooling, self._pooling, num_prompt_tokens(message))
         if refusal is not None:
             self._outputs.refuse(key, *refusal)
             return
@@ -190,35 +209,10 @@ class EngineCore:
         self._has_news = True
 
     def _what_is_wrong(self, message: AddRequest) -> str | None:
-        num_bytes = message.prompt.nbytes
-        if num_bytes % TOKEN_BYTES:
-            return f"the prompt has {num_bytes} bytes, which is no multiple of {TOKEN_BYTES}"
-        num_tokens = _num_tokens(message)
-        if num_tokens == 0:
-            return "the prompt has 0 tokens, it must have at least 1"
-        limits = self._limits
-        needs_none = message.pooling is not None or message.sampling.max_tokens == 0
-        most = limits.max_model_len - (0 if needs_none else 1)
-        if num_tokens > most:
-            return (
-                f"the prompt has {num_tokens} tokens, the model's context of "
-                f"{limits.max_model_len} takes at most {most}"
-            )
-        num_blocks = 0 if self._pooling else self._kv.blocks_for(num_tokens)
-        if num_blocks > self._kv.pool.size:
-            return (
-                f"the prompt needs {num_blocks} KV blocks of {self._kv.block_size} tokens, "
-                f"the cache has {self._kv.pool.size}"
-            )
-        greatest = int(np.frombuffer(message.prompt, dtype="<u4").max())
-        if greatest >= limits.vocab_size:
-            return f"the prompt has token {greatest}, the vocabulary has {limits.vocab_size}"
-        token = _stray_token(message.sampling, limits.vocab_size)
-        if token is not None:
-            return f"the sampling names token {token}, the vocabulary has {limits.vocab_size}"
-        if len(self._scheduler.line) >= self._max_waiting:
-            return f"{len(self._scheduler.line)} requests wait, at most {self._max_waiting} may"
-        return None
+        error = what_is_wrong(message, self._limits, None if self._pooling else self._kv)
+        if error is None and len(self._scheduler.line) >= self._max_waiting:
+            error = f"{len(self._scheduler.line)} requests wait, at most {self._max_waiting} may"
+        return error
 
     def abort(self, keys: Iterable[int]) -> None:
         """Forget these; unknown keys are ignored. Nothing more is sent for them."""
@@ -232,20 +226,68 @@ class EngineCore:
     def control(self, name: str, arguments: dict[str, Any]) -> Any:
         """Answer a call. Raises UserError for a name or argument that it does not know, and what
         `Executor.call` raises."""
-        calls: dict[str, Callable[[], Any]] = {
+        calls: dict[str, Callable[..., Any]] = {
             "ping": lambda: "pong",
             "reset_prefix_cache": self._reset_prefix_cache,
-            **dict.fromkeys(WORKER_CALLS, lambda: self._executor.call(name)),
+            "shapes": lambda: self._counts.shapes,
+            "sleep_state": lambda: self._sleeping.state,
+            SLEEP: self._sleep,
+            WAKE_UP: self._wake_up,
+            **dict.fromkeys(PROFILE_CALLS, lambda: self._executor.call(name)),
         }
         if name not in calls:
             raise UserError(f"control {name!r} is not one of {', '.join(calls)}")
-        if arguments:
-            raise UserError(f"control {name!r} takes 0 arguments, it got {len(arguments)}")
-        return calls[name]()
+        known = _ARGUMENTS.get(name, ())
+        if not set(arguments) <= set(known):
+            raise UserError(
+                f"control {name!r} takes {len(known)} arguments, it got {len(arguments)}"
+            )
+        return calls[name](**arguments)
 
     def _reset_prefix_cache(self) -> bool:
         self._kv.forget_prefixes(self._scheduler.holders)
         return True
+
+    def _sleep(self, level: int = 1, mode: str = "abort") -> str:
+        """Give the device's memory back, as hpu.worker.Worker.sleep does: by mode abort at once,
+        where requests that are open end with an error; by mode wait when the last of them has
+        ended, where none is taken from now on. Gives the state. Raises UserError."""
+        if level not in (1, 2):
+            raise UserError(f"level is {level}, it must be 1 or 2", param="level")
+        if mode not in ("abort", "wait"):
+            raise UserError(f"mode is {mode!r}, it must be abort or wait", param="mode")
+        self._has_news = True
+        self._sleeping.fall(level)
+        if mode == "abort" or not self._requests:
+            self._fall_asleep()
+        return self._sleeping.state
+
+    def _fall_asleep(self) -> None:
+        now = self._clock()
+        for request in list(self._requests.values()):
+            self._scheduler.drop(request)
+            self._outputs.finish(request, "error", now, error=SLEEPS, is_late=True)
+        self._requests.clear()
+        while self._in_flight:
+            self._apply(self._executor.collect())
+        self._sleeping.begin()
+        self._scheduler.start_afresh()
+        self._kv.forget_prefixes(())
+        self._counts.graphs = self._counts.graph_bytes = self.num_later = 0
+        self._has_news = True
+
+    def _wake_up(self, tags: Sequence[str] = ()) -> str:
+        """Take requests again, or only take memory again for what the tags name. Gives the state.
+        Raises UserError and RequestFailed."""
+        self._has_news = True
+        ready = self._sleeping.end(tags)
+        if ready is not None:
+            if not self._table.is_exact:
+                self._table.keep(ready.buckets)
+            self._packer.forget()
+            self._counts.take_counters(ready.counters)
+            self.num_later = ready.num_later
+        return self._sleeping.state
 
     def turn(self) -> list[tuple[int, StepTokens]]:
         """Submit one plan if there is room for it, then collect the oldest if no more fit. A result
@@ -255,6 +297,8 @@ class EngineCore:
         """
         if self.num_later:
             self._hear_warmed()
+        if self._sleeping.is_falling and not self._requests:
+            self._fall_asleep()
         if self._in_flight and self._executor.has_result():
             self._apply(self._executor.collect())
             return self._send()
@@ -344,6 +388,7 @@ class EngineCore:
             waiting_prompt_tokens=line.num_tokens,
             blocks_used=pool.size - pool.free,
             blocks_total=pool.size,
+            sleep=self._sleeping.state,
             with_samples=with_samples,
         )
 
@@ -379,15 +424,3 @@ def _blocks_to_lend(config: EngineConfig, ready: WorkerReady, table: BucketTable
         return ready.num_blocks
     widest = max((bucket[3] for bucket in table.buckets if bucket[0] == DECODE), default=0)
     return min(ready.num_blocks, widest)
-
-
-def _num_tokens(message: AddRequest) -> int:
-    return message.prompt.nbytes // TOKEN_BYTES
-
-
-def _stray_token(params: SamplingParams, vocab_size: int) -> int | None:
-    """A token id that the sampler would look up and not find."""
-    named = [*params.logit_bias, *(params.allowed_token_ids or ())]
-    for word in params.bad_words_token_ids:
-        named.extend(word)
-    return next((token for token in named if not 0 <= token < vocab_size), None)

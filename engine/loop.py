@@ -167,7 +167,9 @@ class EngineLoop:
         ends = frozenset(worker.eos_token_ids)
         self._compiler.start(self._config.model, worker.vocab_size, ends)
         table = make_table(self._config, worker)
-        core = EngineCore(self._config, executor, worker, table, time.monotonic)
+        core = EngineCore(
+            self._config, executor, worker, table, time.monotonic, on_progress=self._report
+        )
         for front_end in range(self._num_front_ends):
             core.attach(front_end)
         if self._config.cache.enable_prefix_caching and worker.pooling is None:

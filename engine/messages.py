@@ -20,6 +20,15 @@ COMPILE_GRAMMAR = "compile_grammar"
 """Control with a `spec`, a GrammarSpec as a list: refused when it cannot be compiled."""
 
 
+SLEEP, WAKE_UP = "sleep", "wake_up"
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+"""What wakes up: the tags of WAKE_UP."""
+
+AWAKE, FALLING_ASLEEP = "awake", "falling_asleep"
+ASLEEP = ("weights_offloaded", "discard_all")
+"""Levels 1 and 2, in the words of vLLM's metric."""
+
+
 class AddRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=1):
     """One sequence to generate (a request with n choices sends n, with derived seeds)."""
 
@@ -48,7 +57,8 @@ class Abort(msgspec.Struct, array_like=True, gc=False, tag=2):
 
 class Control(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=3):
     """A call answered by one Reply. Names: reset_prefix_cache, ping, start_profile and
-    stop_profile (each answers with the name of the trace's file), and COMPILE_GRAMMAR."""
+    stop_profile (each answers with the name of the trace's file), shapes (of launches, see
+    engine.stats.StepStats.shapes), SLEEP and WAKE_UP (see engine/core.py), and COMPILE_GRAMMAR."""
 
     call: int
     name: str
@@ -74,6 +84,8 @@ class Finish(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     param: str | None = None
     """The caller's own setting that `error` is about, empty for the request as a whole; None when
     the fault is ours."""
+    is_late: bool = False
+    """`error` says that the engine sleeps: later the same request may be taken."""
 
 
 class EngineStats(msgspec.Struct, omit_defaults=True, gc=False):
@@ -84,6 +96,8 @@ class EngineStats(msgspec.Struct, omit_defaults=True, gc=False):
     waiting_prompt_tokens: int = 0
     blocks_used: int = 0
     blocks_total: int = 0
+    sleep: str = AWAKE
+    """AWAKE, FALLING_ASLEEP (nothing new is taken, what is open may end) or one of ASLEEP."""
     preemptions: int = 0
     steps: int = 0
     lookups: dict[str, int] = {}

@@ -28,9 +28,11 @@ class Outputs:
         message.started.append(request.key)
         message.started_cached.append(num_cached)
 
-    def refuse(self, key: int, error: str, param: str | None = None) -> None:
+    def refuse(
+        self, key: int, error: str, param: str | None = None, *, is_late: bool = False
+    ) -> None:
         """The last word on a request that never got in line."""
-        finish = Finish(key, "error", error=error, param=param)
+        finish = Finish(key, "error", error=error, param=param, is_late=is_late)
         self._message(key >> FRONT_END_SHIFT).finished.append(finish)
 
     def finish(
@@ -42,6 +44,7 @@ class Outputs:
         stop_token: int | None = None,
         error: str | None = None,
         param: str | None = None,
+        is_late: bool = False,
     ) -> None:
         """The last word on a request."""
         started = request.started_at if request.started_at >= 0 else now
@@ -57,6 +60,7 @@ class Outputs:
                 decode_s=now - first,
                 num_preemptions=request.num_preemptions,
                 param=param,
+                is_late=is_late,
             )
         )
 

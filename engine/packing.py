@@ -92,7 +92,7 @@ class Packer:
     def decode(self, rows: list[int], num_blocks: int) -> Launch:
         """One launch for all decoding rows, which read `num_blocks` together."""
         lookup = self._table.find(DECODE, len(rows), 1, num_blocks)
-        self._stats.count_launch("decode", lookup.result, len(rows), lookup.bucket[0])
+        self._count(DECODE, lookup, len(rows))
         return Launch(DECODE, lookup.bucket, rows)
 
     def prefill(self, chunks: list[Chunk]) -> list[tuple[Launch, list[Chunk]]]:
@@ -147,8 +147,19 @@ class Packer:
         lookup: Lookup = self._table.find(
             PREFILL, len(chunks), max(counts), max(chunk.context for chunk in chunks)
         )
-        batch, query, _ = lookup.bucket
-        self._stats.count_launch("prefill", lookup.result, sum(counts), batch * query)
+        self._count(PREFILL, lookup, sum(counts))
         rows = [chunk.request.row for chunk in chunks]
         samples = [chunk.samples for chunk in chunks]
         return Launch(PREFILL, lookup.bucket, rows, counts, samples), chunks
+
+    def _count(self, phase: int, lookup: Lookup, useful: int) -> None:
+        batch, query, blocks = shape = lookup.bucket
+        if self._table.is_exact:
+            # Of as many shapes as there are launches, those that are alike are told together.
+            shape = (_rounded(batch), _rounded(query), _rounded(blocks))
+        self._stats.count_launch(PHASES[phase], lookup.result, useful, batch * query, shape)
+
+
+def _rounded(size: int) -> int:
+    """Up to a power of two; 0 stays."""
+    return 1 << (size - 1).bit_length() if size else 0

@@ -51,6 +51,9 @@ class PoolingScheduler:
     def collected(self, step: int) -> None:
         """All plans up to `step` have run: nothing is left of them."""
 
+    def start_afresh(self) -> None:
+        """The worker never knows anything of the steps before."""
+
     def plan(self, step: int) -> Decision:
         """Decide this step. Counts on the decision's plan, if it has one, being submitted."""
         decision = Decision(step)

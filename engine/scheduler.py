@@ -126,6 +126,12 @@ class Scheduler:
                 for request in gone:
                     self._release(request)
 
+    def start_afresh(self) -> None:
+        """The worker has forgotten every row and block; nobody is left who had any."""
+        assert not self._leaving, f"{len(self._leaving)} are on their way out"
+        self._freed_rows.clear()
+        self._moves.clear()
+
     def plan(self, step: int) -> Decision:
         """Decide this step. Counts on the decision's plan, if it has one, being submitted."""
         decision = Decision(step)

@@ -17,6 +17,11 @@ MAX_SAMPLES = 4096
 PHASES = ("prefill", "decode")
 """By number: hpu.step.PREFILL and DECODE."""
 
+MAX_SHAPES = 512
+"""Shapes of launches that are told apart; what comes beyond them is counted as one."""
+
+OTHERS = (0, 0, 0)
+
 
 class StepStats:
     """Counts since the start, and samples since the last snapshot."""
@@ -36,10 +41,19 @@ class StepStats:
         self._compile_seconds: dict[str, float] = {}
         self._step_tokens: list[int] = []
         self._step_seconds: list[tuple[int, float]] = []
+        self._shapes: dict[tuple[str, tuple[int, int, int]], list[int]] = {}
 
-    def count_launch(self, phase: str, result: str, useful: int, padded: int) -> None:
-        """A launch of `padded` tokens, `useful` of them real, whose bucket was a hit or not."""
-        name = f"{phase}.{result}"
+    def count_launch(
+        self, phase: str, result: str, useful: int, padded: int, shape: tuple[int, int, int]
+    ) -> None:
+        """A launch of `padded` tokens, `useful` of them real, whose bucket was a hit or not; it is
+        told under `shape`."""
+        name, place = f"{phase}.{result}", (phase, shape)
+        if place not in self._shapes and len(self._shapes) >= MAX_SHAPES:
+            place = (phase, OTHERS)
+        counts = self._shapes.setdefault(place, [0, 0, 0, 0])
+        for index, count in enumerate((1, result == "hit", useful, padded - useful)):
+            counts[index] += count
         self._lookups[name] = self._lookups.get(name, 0) + 1
         self._useful[phase] = self._useful.get(phase, 0) + useful
         self._padding[phase] = self._padding.get(phase, 0) + padded - useful
@@ -78,6 +92,15 @@ class StepStats:
                 self.graph_bytes = int(value)
 
     @property
+    def shapes(self) -> list[tuple[str, int, int, int, int, int, int, int]]:
+        """(phase, batch, query, blocks; launches, hits, useful tokens, padding) of each shape that
+        was launched, as hpu.step.Launch has it; zeros for the sizes of all beyond MAX_SHAPES."""
+        return [
+            (phase, *shape, counts[0], counts[1], counts[2], counts[3])
+            for (phase, shape), counts in self._shapes.items()
+        ]
+
+    @property
     def num_compiled(self) -> int:
         """Compilations after warm-up, as the device's runtime counts them, or else the worker."""
         told = sum(n for name, n in self._compilations.items() if name.endswith(".serving"))
@@ -91,6 +114,7 @@ class StepStats:
         waiting_prompt_tokens: int,
         blocks_used: int,
         blocks_total: int,
+        sleep: str,
         with_samples: bool,
     ) -> EngineStats:
         """A struct of its own, since another thread may encode it while the engine counts on.
@@ -103,6 +127,7 @@ class StepStats:
             waiting_prompt_tokens=waiting_prompt_tokens,
             blocks_used=blocks_used,
             blocks_total=blocks_total,
+            sleep=sleep,
             preemptions=self.preemptions,
             steps=self.steps,
             lookups=self._lookups.copy(),

@@ -6,9 +6,10 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from config.buckets import BucketConfig
 from config.engine import EngineConfig
@@ -21,6 +22,7 @@ from hpu.backends.base import Backend
 from hpu.buckets import BucketLimits, BucketTable
 from hpu.counters import Counters
 from hpu.graphs import Graphs
+from hpu.kept_weights import Kept, put_back
 from hpu.kv_cache import KVCache, block_bytes, reads_contiguously
 from hpu.loader import load_weights
 from hpu.logprobs import LogprobsMode
@@ -40,9 +42,24 @@ from hpu.steps import Steps
 logger = logging.getLogger(__name__)
 
 
+class OnDevice(Protocol):
+    """A model on its device, from which a worker's other parts are built: at start, and again each
+    time it has slept."""
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """What holds the weights."""
+        ...
+
+    def build(self, counters: Counters, *, num_blocks: int | None = None) -> "Built":
+        """Everything up to the warm-up. `num_blocks` of a KV cache, if there is one; None: as the
+        settings say, or what fits. Raises ConfigError when it does not fit."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model on its device, and the facts that everything else is made by."""
+    """A generating model on its device, and the facts that everything else is made by."""
 
     config: EngineConfig
     backend: Backend
@@ -53,6 +70,16 @@ class Loaded:
     block_size: int
     weight_bytes: int
     load_s: float
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return (self.model,)
+
+    def build(self, counters: Counters, *, num_blocks: int | None = None) -> "Built":
+        if num_blocks is None:
+            return _build(self, counters)
+        cache = replace(self.config.cache, num_blocks=num_blocks)
+        return _build(replace(self, config=replace(self.config, cache=cache)), counters)
 
     @property
     def captures(self) -> bool:
@@ -121,16 +148,8 @@ class Built:
     pooling: PoolingFacts | None = None
 
 
-def build_generating(
-    config: EngineConfig,
-    facts: ModelConfig,
-    backend: Backend,
-    counters: Counters,
-    on_progress: Callable[[WarmupProgress], None],
-) -> Built:
-    """Everything up to the warm-up. Raises ConfigError when the checkpoint, the device and the
-    settings do not fit each other."""
-    loaded = load(config, facts, backend, on_progress)
+def _build(loaded: Loaded, counters: Counters) -> Built:
+    backend = loaded.backend
     sampler = make_sampler(loaded)
     found = find_memory(loaded, sampler)
     parts = split(loaded, found)
@@ -152,7 +171,7 @@ def build_generating(
         cache=cache,
         table=loaded.table(parts.num_blocks),
         strategy=loaded.buckets.strategy,
-        facts=facts,
+        facts=loaded.facts,
         dtype=loaded.dtype,
         max_model_len=loaded.max_model_len,
         block_size=loaded.block_size,
@@ -167,19 +186,23 @@ def load(
     facts: ModelConfig,
     backend: Backend,
     on_progress: Callable[[WarmupProgress], None],
+    kept: Kept | None = None,
 ) -> Loaded:
-    """The model with its weights. Raises ConfigError when the checkpoint, the device and the
-    settings do not fit each other."""
+    """The model with its weights, from the checkpoint unless they were `kept`. Raises ConfigError
+    when the checkpoint, the device and the settings do not fit each other."""
     dtype = choose_dtype(config.dtype, facts.dtype, backend)
     max_model_len = choose_context(config, facts, None)
     logger.info("Device %s, %s, context %d", backend.name, name_of(dtype), max_model_len)
     start = time.perf_counter()
     model = build_model(facts, dtype=dtype, device=backend.device, max_model_len=max_model_len)
-    load_weights(
-        model,
-        config.model,
-        on_progress=lambda done, total: on_progress(WarmupProgress("load", done, total)),
-    )
+    if kept is None:
+        load_weights(
+            model,
+            config.model,
+            on_progress=lambda done, total: on_progress(WarmupProgress("load", done, total)),
+        )
+    else:
+        put_back(kept, (model,))
     weight_bytes = sum(
         tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers())
     )

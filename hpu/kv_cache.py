@@ -94,8 +94,16 @@ class KVCache:
             for keys, values in model.cache_shapes(num_blocks + 1, block_size)
         ]
         model.bind_caches(self._layers, block_size)
+        self._model = model
         self._moves: dict[int, _BlockLists] = {}
         self._scrubbed = _BlockLists(SCRUBBED, 1, backend)
+
+    def close(self) -> None:
+        """Give the memory back; the model may not run until another cache is bound."""
+        none = torch.empty(0)
+        self._model.bind_caches([(none, none)] * len(self._layers), self.block_size)
+        self._layers = []
+        self._moves.clear()
 
     def warm_moves(self) -> None:
         """Prepare `move` in every size that it takes: nothing new is compiled later. Where memory

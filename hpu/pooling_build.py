@@ -7,6 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+from torch import nn
+
 from config.engine import EngineConfig
 from config.model import ModelConfig
 from config.pooler import PoolerConfig
@@ -16,6 +19,7 @@ from hpu.buckets import BucketLimits, BucketTable
 from hpu.build import Built, choose_dtype, name_of, named_strategy
 from hpu.counters import Counters
 from hpu.graphs import Graphs
+from hpu.kept_weights import Kept
 from hpu.measure import largest_buckets, measure_launches
 from hpu.memory import GIB
 from hpu.memory_plan import plan_memory
@@ -32,13 +36,46 @@ MOST_STEP = 32
 
 
 @dataclass(frozen=True, slots=True)
-class _Loaded:
+class LoadedPooling:
     """A pooling model on its device, and the facts that everything else is made by."""
 
     config: EngineConfig
     backend: Backend
+    facts: ModelConfig
+    pooler: PoolerConfig
     model: PoolingModel
     table: BucketTable
+    strategy: str
+    dtype: torch.dtype
+    max_model_len: int
+    block_size: int
+    weight_bytes: int
+    load_s: float
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return self.model.modules
+
+    def build(self, counters: Counters, *, num_blocks: int | None = None) -> Built:
+        captures = self.backend.captures and not self.config.enforce_eager
+        runner, graphs, staging = self.runner(
+            counters, captures=captures, graph_bytes=self.graph_bytes() if captures else 0
+        )
+        return Built(
+            runner=runner,
+            graphs=graphs,
+            staging=staging,
+            cache=None,
+            table=self.table,
+            strategy=self.strategy,
+            facts=self.facts,
+            dtype=self.dtype,
+            max_model_len=self.max_model_len,
+            block_size=self.block_size,
+            weight_bytes=self.weight_bytes,
+            load_s=self.load_s,
+            pooling=self.pooler.facts,
+        )
 
     def runner(
         self, counters: Counters, *, captures: bool, graph_bytes: int
@@ -63,16 +100,16 @@ class _Loaded:
         return int(plan_memory(free, utilization=share, graph_reserved=1.0).graphs)
 
 
-def build_pooling(
+def load_pooling(
     config: EngineConfig,
     facts: ModelConfig,
     pooler: PoolerConfig,
     backend: Backend,
-    counters: Counters,
     on_progress: Callable[[WarmupProgress], None],
-) -> Built:
-    """Everything up to the warm-up. Raises ConfigError when the checkpoint, the device and the
-    settings do not fit each other."""
+    kept: Kept | None = None,
+) -> LoadedPooling:
+    """The model with its weights, from the checkpoint unless they were `kept`. Raises ConfigError
+    when the checkpoint, the device and the settings do not fit each other."""
     dtype = choose_dtype(config.dtype, facts.dtype, backend)
     max_model_len = choose_context(config, facts, pooler)
     logger.info(
@@ -96,6 +133,7 @@ def build_pooling(
         device=backend.device,
         max_model_len=max_model_len,
         on_progress=lambda done, total: on_progress(WarmupProgress("load", done, total)),
+        kept=kept,
     )
     weight_bytes = model.weight_bytes
     backend.prepare(model.body)
@@ -106,23 +144,17 @@ def build_pooling(
         config.schedule, block_size=block_size, max_model_len=max_model_len
     )
     buckets = named_strategy(config, backend)
-    captures = backend.captures and not config.enforce_eager
-    loaded = _Loaded(config, backend, model, BucketTable.make(buckets, limits))
-    runner, graphs, staging = loaded.runner(
-        counters, captures=captures, graph_bytes=loaded.graph_bytes() if captures else 0
-    )
-    return Built(
-        runner=runner,
-        graphs=graphs,
-        staging=staging,
-        cache=None,
-        table=loaded.table,
-        strategy=buckets.strategy,
-        facts=facts,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        block_size=block_size,
-        weight_bytes=weight_bytes,
-        load_s=seconds,
-        pooling=pooler.facts,
+    return LoadedPooling(
+        config,
+        backend,
+        facts,
+        pooler,
+        model,
+        BucketTable.make(buckets, limits),
+        buckets.strategy,
+        dtype,
+        max_model_len,
+        block_size,
+        weight_bytes,
+        seconds,
     )

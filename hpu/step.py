@@ -226,15 +226,20 @@ class Warmed(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=
 
 
 START_PROFILE, STOP_PROFILE = "start_profile", "stop_profile"
-WORKER_CALLS = (START_PROFILE, STOP_PROFILE)
+PROFILE_CALLS = (START_PROFILE, STOP_PROFILE)
+SLEEP, WAKE_WEIGHTS, WAKE_UP = "sleep", "wake_weights", "wake_up"
 
 
-class WorkerCall(msgspec.Struct, array_like=True, gc=False, tag=6):
+class WorkerCall(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=6):
     """Something asked beside the plans. Gets one WorkerAnswer, which may overtake the results of
-    plans in flight."""
+    plans in flight; only WAKE_UP that succeeds gets a WorkerReady, as a start does, with progress
+    before it."""
 
     name: str
-    """One of WORKER_CALLS."""
+    """One of PROFILE_CALLS, or with no plan in flight SLEEP (give back memory), WAKE_WEIGHTS (have
+    the weights on the device again) or WAKE_UP (be as before)."""
+    level: int = 0
+    """Of SLEEP: 1 keeps the weights in host memory, 2 drops them."""
 
 
 class WorkerAnswer(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=7):

@@ -14,6 +14,7 @@ from server.openapi import DescribedApi
 from server.routes.admin import admin_routes
 from server.routes.chat import chat_routes
 from server.routes.completions import completion_routes
+from server.routes.development import development_routes
 from server.routes.docs import docs_routes
 from server.routes.embeddings import embedding_routes
 from server.routes.messages import messages_routes
@@ -41,6 +42,7 @@ def create_app(state: AppState) -> FastAPI:
     for routes in (
         *(chat_routes, completion_routes, response_routes, messages_routes),
         *(embedding_routes, score_routes, model_routes, tokenize_routes, admin_routes),
+        development_routes,
     ):
         app.include_router(routes(state))
     if has_docs:

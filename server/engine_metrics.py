@@ -17,7 +17,7 @@ from prometheus_client.core import (
 from prometheus_client.utils import floatToGoString
 
 from engine.client import EngineClient
-from engine.messages import LATER, EngineStats
+from engine.messages import ASLEEP, AWAKE, LATER, EngineStats
 
 WARMUP = "warmup"
 """Stage of the progress before Ready that counts buckets."""
@@ -89,6 +89,7 @@ class EngineCollector:
     def collect(self) -> Iterator[Metric]:
         stats = self._client.stats
         yield from self._queue(stats)
+        yield self._sleep(stats)
         yield from self._cache(stats)
         yield from self._launches(stats)
         yield from self._device(stats)
@@ -120,6 +121,17 @@ class EngineCollector:
         )
         self._iteration_tokens.add_to(tokens, self._values)
         yield tokens
+
+    def _sleep(self, stats: EngineStats) -> Metric:
+        family = GaugeMetricFamily(
+            "vllm:engine_sleep_state",
+            "1 for the state that the engine is in: awake, or asleep at level 1 or 2.",
+            labels=[*self._names, "sleep_state"],
+        )
+        state = stats.sleep if stats.sleep in ASLEEP else AWAKE
+        for name in (AWAKE, *ASLEEP):
+            family.add_metric([*self._values, name], state == name)
+        return family
 
     def _cache(self, stats: EngineStats) -> Iterator[Metric]:
         usage = stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0
@@ -214,6 +226,10 @@ class EngineCollector:
         if ready is not None:
             weights, kv, total = ready.weight_bytes, ready.kv_bytes, ready.total_bytes
             device, driver, software = ready.device, ready.driver, ready.software
+        if stats.sleep in ASLEEP:
+            kv = 0
+            keeps_weights = device == "cpu" and stats.sleep == ASLEEP[0]
+            weights = weights if keeps_weights else 0
         yield self._gauge("hpu_graphs_cached", "Captured graphs.", stats.graphs)
         yield self._gauge("hpu_graph_memory_bytes", "Held by graphs.", stats.graph_bytes)
         for name, text, value in (

@@ -94,6 +94,7 @@ class FrontEnd:
             VERSION,
             names,
             root=names[0],
+            engine_config=orders.engine,
             has_priorities=orders.engine.schedule.policy == "priority",
             created=orders.created,
             siblings=Siblings(orders.index, orders.siblings),

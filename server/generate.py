@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 MAX_BAD_WORDS_CHARACTERS = 5_000
+ASLEEP_RETRY_S = 10
 """Tokenized on the event loop, twice: a few milliseconds."""
 
 
@@ -319,13 +320,24 @@ async def _get(box: Mailbox) -> Update:
 
 
 def check_finish(finish: Finish) -> None:
-    """Raise RequestFailed, or UserError if a setting of the caller's is to blame, for a sequence
-    that did not end well."""
+    """Raise RequestFailed, or UserError if a setting of the caller's is to blame, or Overloaded if
+    the engine went to sleep, for a sequence that did not end well."""
     if finish.reason not in ("stop", "length"):
         why = finish.error or f"the engine ended the request: {finish.reason}"
+        if finish.is_late:
+            raise asleep()
         if finish.param is not None:
             raise UserError(why, param=finish.param or None)
         raise RequestFailed(why)
+
+
+def asleep() -> Overloaded:
+    """Why nothing is taken by an engine that sleeps."""
+    return Overloaded(
+        "The model sleeps: POST /wake_up ends that, and requests are taken again.",
+        retry_after_s=ASLEEP_RETRY_S,
+        type="server_error",
+    )
 
 
 def choice_seed(seed: int | None, choice: int) -> int | None:

@@ -5,10 +5,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from config.engine import EngineConfig
 from config.errors import EngineDied, NotFound, Overloaded, UserError
 from config.server import ServerConfig
 from engine.client import EngineClient
-from server.generate import Pipeline
+from engine.messages import AWAKE
+from server.generate import Pipeline, asleep
 from server.inputs import InputReader, generates_only, reader_of
 from server.metrics import Metrics
 from server.progress_bar import in_words
@@ -35,6 +37,8 @@ class AppState:
     """At least one; the first is the default."""
     root: str
     """What the operator asked to serve."""
+    engine_config: EngineConfig | None = None
+    """What the engine was told, where it was told here."""
     has_priorities: bool = False
     """Whether the engine runs under the priority policy."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -84,7 +88,12 @@ class AppState:
 
     @property
     def is_ready(self) -> bool:
-        return self.pipeline is not None and self.client.failure is None and not self.is_draining
+        return (
+            self.pipeline is not None
+            and self.client.failure is None
+            and not self.is_draining
+            and self.client.stats.sleep == AWAKE
+        )
 
     @property
     def status(self) -> str:
@@ -93,18 +102,20 @@ class AppState:
             return "failed"
         if self.is_draining:
             return "draining"
+        if self.client.stats.sleep != AWAKE:
+            return "sleeping"
         return "ready" if self.pipeline is not None else "starting"
 
     def opened(self) -> Pipeline:
-        """The pipeline of a model that generates. Raises what `check_open` does, and UserError."""
-        pipeline = self.check_open()
+        """The pipeline of a model that generates. Raises what `check_awake` does, and UserError."""
+        pipeline = self.check_awake()
         pipeline.check_generates()
         return pipeline
 
     def pooling(self) -> InputReader:
-        """What reads the inputs of a pooling model. Raises what `check_open` does, and UserError
+        """What reads the inputs of a pooling model. Raises what `check_awake` does, and UserError
         for a model that generates."""
-        self.check_open()
+        self.check_awake()
         if self.inputs is None:
             raise generates_only()
         return self.inputs
@@ -124,6 +135,13 @@ class AppState:
                 type="server_error",
             )
         return self.pipeline
+
+    def check_awake(self) -> Pipeline:
+        """As `check_open`, for what the model itself has to do: Overloaded while it sleeps too."""
+        pipeline = self.check_open()
+        if self.client.stats.sleep != AWAKE:
+            raise asleep()
+        return pipeline
 
     @property
     def progress(self) -> str:

@@ -34,9 +34,15 @@ class Executor(Protocol):
         """Wait for the oldest plan's result. Raises EngineDied when a worker is gone."""
         ...
 
-    def call(self, name: str) -> str:
-        """Ask every worker something beside the plans, one of hpu.step.WORKER_CALLS, and wait for
-        the answer. Raises UserError or RequestFailed in the worker's words, or EngineDied."""
+    def call(self, name: str, level: int = 0) -> str:
+        """Ask every worker something beside the plans, a call of hpu.step.WorkerCall but WAKE_UP,
+        and wait for the answer. Raises UserError or RequestFailed in the worker's words, or
+        EngineDied."""
+        ...
+
+    def wake_up(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
+        """End the sleep that a call of SLEEP began. Raises RequestFailed in the worker's words,
+        which sleeps on then, or EngineDied."""
         ...
 
     def idle(self) -> bool:

@@ -24,6 +24,7 @@ from engine.lifeline import (
 )
 from engine.wire import Line, Waiter, Wires
 from hpu.step import (
+    WAKE_UP,
     Masks,
     StepPlan,
     StepResult,
@@ -66,7 +67,9 @@ class StepWorker(Protocol):
 
     def collect(self) -> StepResult: ...
 
-    def call(self, name: str) -> str: ...
+    def call(self, name: str, level: int) -> str: ...
+
+    def wake_up(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady: ...
 
     def idle(self) -> Warmed | None: ...
 
@@ -127,7 +130,8 @@ def _serve(worker: StepWorker, line: Line[Any, ToWorker]) -> None:
         # A plan that has arrived is launched before the running one's result is awaited.
         message = line.receive()
         if isinstance(message, WorkerCall):
-            line.send(_answer(worker, message))
+            line.send(_answer(worker, message, lambda progress: _tell(line, progress)))
+            may_idle = may_idle or message.name == WAKE_UP
         elif isinstance(message, Masks):
             worker.mask(message)
         elif message is not None:
@@ -149,9 +153,13 @@ def _serve(worker: StepWorker, line: Line[Any, ToWorker]) -> None:
             is_quiet = not in_flight
 
 
-def _answer(worker: StepWorker, call: WorkerCall) -> WorkerAnswer:
+def _answer(
+    worker: StepWorker, call: WorkerCall, on_progress: Callable[[WarmupProgress], None]
+) -> WorkerAnswer | WorkerReady:
     try:
-        return WorkerAnswer(worker.call(call.name))
+        if call.name == WAKE_UP:
+            return worker.wake_up(on_progress)
+        return WorkerAnswer(worker.call(call.name, call.level))
     except UserError as error:
         return WorkerAnswer(error=error.message, is_refusal=True, code=error.code)
     except RequestFailed as error:

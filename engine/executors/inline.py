@@ -33,8 +33,11 @@ class InlineExecutor:
     def collect(self) -> StepResult:
         return self._worker.collect()
 
-    def call(self, name: str) -> str:
-        return self._worker.call(name)
+    def call(self, name: str, level: int = 0) -> str:
+        return self._worker.call(name, level)
+
+    def wake_up(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
+        return self._worker.wake_up(on_progress)
 
     def idle(self) -> bool:
         warmed = self._worker.idle()

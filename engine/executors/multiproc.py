@@ -12,6 +12,7 @@ from engine.executors.child import WorkerOrders
 from engine.lifeline import Child
 from engine.wire import Line, Waiter, Wires, endpoint
 from hpu.step import (
+    WAKE_UP,
     FromWorker,
     Masks,
     StepPlan,
@@ -64,6 +65,7 @@ class MultiprocExecutor:
         self._early: deque[FromWorker] = deque()
         """Messages that `has_result` or `call` found; at most as many as plans are in flight."""
         self._warmed: list[Warmed] = []
+        self._on_progress: Callable[[WarmupProgress], None] = lambda progress: None
 
     @property
     def pid(self) -> int:
@@ -71,12 +73,10 @@ class MultiprocExecutor:
         return self._child.pid
 
     def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
-        while True:
-            message = self._receive()
-            if isinstance(message, WorkerReady):
-                return message
-            assert isinstance(message, WarmupProgress), f"{message} before the worker was ready"
-            on_progress(message)
+        self._on_progress = on_progress
+        ready = self._receive()
+        assert isinstance(ready, WorkerReady), f"{ready} before the worker was ready"
+        return ready
 
     def submit(self, plan: StepPlan) -> None:
         if not self._line.send(plan):
@@ -91,7 +91,7 @@ class MultiprocExecutor:
             message = self._line.receive()
             if message is None:
                 return False
-            if not self._is_warmed(message):
+            if not self._is_aside(message):
                 self._early.append(message)
         return True
 
@@ -100,18 +100,32 @@ class MultiprocExecutor:
         assert isinstance(result, StepResult), f"{result} in place of a step's result"
         return result
 
-    def call(self, name: str) -> str:
-        if not self._line.send(WorkerCall(name)):
+    def call(self, name: str, level: int = 0) -> str:
+        answer = self._ask(WorkerCall(name, level))
+        assert isinstance(answer, WorkerAnswer), f"{answer} in place of an answer to {name}"
+        return answer.value
+
+    def wake_up(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
+        self._on_progress = on_progress
+        ready = self._ask(WorkerCall(WAKE_UP))
+        assert isinstance(ready, WorkerReady), f"{ready} in place of a worker that is ready"
+        return ready
+
+    def _ask(self, call: WorkerCall) -> WorkerAnswer | WorkerReady:
+        """What the worker answers, unless that is an error."""
+        if not self._line.send(call):
             raise self._unread("calls")
         answer = self._arrived()
-        while not isinstance(answer, WorkerAnswer):
+        while not isinstance(answer, WorkerAnswer | WorkerReady):
             self._early.append(answer)
             answer = self._arrived()
+        if isinstance(answer, WorkerReady):
+            return answer
         if answer.is_refusal:
-            raise UserError(answer.error or name, code=answer.code)
+            raise UserError(answer.error or call.name, code=answer.code)
         if answer.error is not None:
             raise RequestFailed(answer.error)
-        return answer.value
+        return answer
 
     def idle(self) -> bool:
         """The worker sees by itself that no plan comes."""
@@ -143,10 +157,14 @@ class MultiprocExecutor:
             return EngineDied(self._child.obituary)
         return EngineDied(f"{self._name} does not read its {what}")
 
-    def _is_warmed(self, message: FromWorker) -> bool:
-        """Whether the message is of the kind that only `take_warmed` gives; it is kept for that."""
+    def _is_aside(self, message: FromWorker) -> bool:
+        """Whether the message answers nobody: of the kind that only `take_warmed` gives, which is
+        kept for that, or progress, which is told."""
         if isinstance(message, Warmed):
             self._warmed.append(message)
+            return True
+        if isinstance(message, WarmupProgress):
+            self._on_progress(message)
             return True
         return False
 
@@ -170,7 +188,7 @@ class MultiprocExecutor:
                     raise EngineDied(self._child.obituary)
             if isinstance(message, WorkerFailed):
                 raise _failure(message)
-            if message is not None and not self._is_warmed(message):
+            if message is not None and not self._is_aside(message):
                 return message
 
 

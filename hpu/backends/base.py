@@ -131,6 +131,10 @@ class Backend(Protocol):
         """Warm-up is over: from now on nothing should be compiled."""
         ...
 
+    def unsettled(self) -> None:
+        """What was captured is not run again and gives its memory back; another warm-up follows."""
+        ...
+
     def close(self) -> None:
         """Give the device back."""
         ...

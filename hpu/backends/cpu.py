@@ -137,5 +137,8 @@ class CpuBackend:
     def settled(self) -> None:
         return
 
+    def unsettled(self) -> None:
+        return
+
     def close(self) -> None:
         return

@@ -189,6 +189,9 @@ class CudaBackend:
     def settled(self) -> None:
         return
 
+    def unsettled(self) -> None:
+        return
+
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()

@@ -108,10 +108,10 @@ class GaudiBackend:
     """One card of this process; the runtime gives each process at most one.
 
     `choice` is the mode; the runtime's variables have been set accordingly by now. `driver` is the
-    driver's version, where it is known. `on_settled` is called when warm-up is over, `on_close`
-    when the card is given back. `guards_off`: compiled code checks no guards after warm-up, and a
-    new shape is an error. Raises ConfigError when the runtime cannot be used: `explain` turns its
-    error texts into plain words.
+    driver's version, where it is known. `on_settled` is called when warm-up is over,
+    `on_unsettled` when another one is to come, `on_close` when the card is given back.
+    `guards_off`: compiled code checks no guards after warm-up, and a new shape is an error. Raises
+    ConfigError when the runtime cannot be used: `explain` turns its error texts into plain words.
     """
 
     name = "hpu"
@@ -135,6 +135,7 @@ class GaudiBackend:
         guards_off: bool = False,
         explain: Callable[[str], str | None] = lambda text: None,
         on_settled: Callable[[], None] = lambda: None,
+        on_unsettled: Callable[[], None] = lambda: None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.driver = driver
@@ -143,6 +144,7 @@ class GaudiBackend:
         self._mode = choice.mode
         self._explain = explain
         self._on_settled = on_settled
+        self._on_unsettled = on_unsettled
         self._on_close = on_close
         self._guards_off = guards_off
         self._graphed: Callable[..., Any] | None = None
@@ -303,6 +305,16 @@ class GaudiBackend:
             torch.compiler.set_stance("fail_on_recompile", skip_guard_eval_unsafe=True)
         self._on_settled()
 
+    def unsettled(self) -> None:
+        self._forget()
+        self._on_unsettled()
+
+    def _forget(self) -> None:
+        # The runtime's cache of graphs belongs to the wrapped function, and goes with it.
+        self._graphed = self._function = None
+        if self._guards_off:
+            torch.compiler.set_stance("default")
+
     def compilations(self) -> int:
         return int(dict(self._metrics.metric_global("graph_compilation").stats())["TotalNumber"])
 
@@ -326,9 +338,7 @@ class GaudiBackend:
         return self._group.all_reduce(tensor)
 
     def close(self) -> None:
-        self._graphed = self._function = None
-        if self._guards_off:
-            torch.compiler.set_stance("default")
+        self._forget()
         self._group.leave()
         self._on_close()
 

@@ -76,6 +76,7 @@ def _emulated(config: EngineConfig) -> Backend:
             seed=config.seed,
             guards_off=config.warmup.full_guards_off,
             on_settled=emulator.seal,
+            on_unsettled=emulator.unseal,
             on_close=emulator.uninstall,
         )
     except BaseException:

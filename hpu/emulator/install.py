@@ -53,6 +53,11 @@ class Emulator:
         self.device.close_segment()
         self.device.sealed = True
 
+    def unseal(self) -> None:
+        """Another warm-up begins."""
+        self.device.close_segment()
+        self.device.sealed = False
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """A step of the engine: host syncs inside are misuses."""

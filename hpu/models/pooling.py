@@ -4,9 +4,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from config.model import ModelConfig
 from config.pooler import PoolerConfig
+from hpu.kept_weights import Kept, put_back
 from hpu.layers.linear import Linear
 from hpu.loader import load_weights
 from hpu.models.decoder import Decoder
@@ -35,11 +37,15 @@ class PoolingModel:
         return self.body.may_skip(name)
 
     @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return (self.body, self.pooler)
+
+    @property
     def weight_bytes(self) -> int:
         """Of all parameters and tables."""
         return sum(
             tensor.numel() * tensor.element_size()
-            for module in (self.body, self.pooler)
+            for module in self.modules
             for tensor in (*module.parameters(), *module.buffers())
         )
 
@@ -68,10 +74,15 @@ def load_pooling_model(
     device: torch.device,
     max_model_len: int,
     on_progress: Callable[[int, int], None],
+    kept: Kept | None = None,
 ) -> PoolingModel:
-    """The model with its weights, and those of the modules behind it. Raises ConfigError."""
+    """The model with its weights, and those of the modules behind it, from their files unless they
+    were `kept`. Raises ConfigError."""
     body = build_body(config, dtype=dtype, device=device, max_model_len=max_model_len)
     model = PoolingModel(body, Pooler(pooler, config, device))
+    if kept is not None:
+        put_back(kept, model.modules)
+        return model
     load_weights(model, config.path, on_progress=on_progress)
     for dense, linear in zip(pooler.dense, model.pooler.dense, strict=True):
         assert isinstance(linear, Linear)

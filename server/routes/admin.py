@@ -6,8 +6,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from engine.messages import LATER
-from server.errors import Fault
+from engine.messages import ASLEEP, AWAKE, LATER
+from server.errors import Fault, fault_of
+from server.generate import asleep
 from server.job import answer_whole
 from server.openapi import ANSWERS, PAGE_OF_METRICS
 from server.state import DRAINING_RETRY_S, STARTING_RETRY_S, AppState
@@ -18,8 +19,6 @@ def admin_routes(state: AppState) -> APIRouter:
     router = APIRouter(tags=["Operations"])
     _add_probes(router, state)
     _add_facts(router, state)
-    if state.config.enable_dev_endpoints:
-        _add_profile(router, state)
     return router
 
 
@@ -58,11 +57,18 @@ def _add_facts(router: APIRouter, state: AppState) -> None:
     async def get_version() -> Response:
         return answer_whole({"version": state.version})
 
-    @get(
-        "/is_sleeping", operation_id="is_sleeping", summary="Routers ask; this server never sleeps"
-    )
+    @get("/is_sleeping", operation_id="is_sleeping", summary="Whether the model sleeps")
     async def get_is_sleeping() -> Response:
-        return answer_whole({"is_sleeping": False})
+        return answer_whole({"is_sleeping": state.client.stats.sleep in ASLEEP})
+
+    @get(
+        "/load",
+        operation_id="load",
+        summary="Sequences that run or wait in the engine, of all front-ends",
+    )
+    async def get_load() -> Response:
+        stats = state.client.stats
+        return answer_whole({"server_load": stats.running + stats.waiting})
 
     @router.get(
         "/metrics",
@@ -75,28 +81,6 @@ def _add_facts(router: APIRouter, state: AppState) -> None:
     async def get_metrics(request: Request) -> Response:
         page, content_type = state.metrics.page(request.headers.get("accept", ""))
         return Response(page, headers={"content-type": content_type})
-
-
-def _add_profile(router: APIRouter, state: AppState) -> None:
-    """Routes for developers; only on a server that has keys, see ServerConfig."""
-
-    @router.post(
-        "/start_profile",
-        operation_id="start_profile",
-        summary="Begin a trace of every step, in a file of the worker's choosing",
-        responses=ANSWERS,
-    )
-    async def start_profile() -> Response:
-        return answer_whole({"file": await state.client.control("start_profile")})
-
-    @router.post(
-        "/stop_profile",
-        operation_id="stop_profile",
-        summary="End the trace and name its file",
-        responses=ANSWERS,
-    )
-    async def stop_profile() -> Response:
-        return answer_whole({"file": await state.client.control("stop_profile")})
 
 
 def _health(state: AppState) -> Response:
@@ -120,6 +104,8 @@ def _not_ready(state: AppState) -> Fault:
         return _engine_gone(state.client.failure)
     if state.is_draining:
         message, retry_s = "The server is shutting down.", DRAINING_RETRY_S
+    elif state.client.stats.sleep != AWAKE:
+        return fault_of(asleep())
     else:
         message, retry_s = f"The server is starting: {state.progress}.", STARTING_RETRY_S
     return Fault(503, message, "server_error", headers={"Retry-After": str(retry_s)})

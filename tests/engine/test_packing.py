@@ -107,8 +107,10 @@ def test_useful_and_padding_tokens_are_counted_by_phase() -> None:
         waiting_prompt_tokens=0,
         blocks_used=0,
         blocks_total=0,
+        sleep="awake",
         with_samples=True,
     )
+    assert stats.shapes == [("prefill", 2, 32, 0, 1, 1, 42, 2), ("decode", 2, 1, 4, 1, 1, 2, 0)]
     assert sent.useful_tokens == {"prefill": 42, "decode": 2}
     assert sent.padding_tokens == {"prefill": 2, "decode": 0}
     assert sent.lookups == {"prefill.hit": 1, "decode.hit": 1}

@@ -12,6 +12,7 @@ GAUGES: dict[str, Any] = {
     "waiting_prompt_tokens": 3,
     "blocks_used": 4,
     "blocks_total": 5,
+    "sleep": "awake",
 }
 
 
@@ -22,9 +23,9 @@ def snapshot(stats: StepStats, *, with_samples: bool = True) -> EngineStats:
 def test_launches_are_counted_by_phase_and_lookup() -> None:
     stats = StepStats()
 
-    stats.count_launch("prefill", "hit", useful=10, padded=16)
-    stats.count_launch("prefill", "fallback", useful=3, padded=3)
-    stats.count_launch("decode", "hit", useful=2, padded=4)
+    stats.count_launch("prefill", "hit", useful=10, padded=16, shape=(1, 16, 0))
+    stats.count_launch("prefill", "fallback", useful=3, padded=3, shape=(1, 3, 0))
+    stats.count_launch("decode", "hit", useful=2, padded=4, shape=(1, 4, 0))
 
     sent = snapshot(stats)
     assert sent.lookups == {"prefill.hit": 1, "prefill.fallback": 1, "decode.hit": 1}
@@ -49,10 +50,10 @@ def test_samples_go_up_once_and_counters_stay() -> None:
 
 def test_a_snapshot_does_not_change_when_counting_goes_on() -> None:
     stats = StepStats()
-    stats.count_launch("decode", "hit", useful=1, padded=1)
+    stats.count_launch("decode", "hit", useful=1, padded=1, shape=(1, 1, 0))
 
     sent = snapshot(stats)
-    stats.count_launch("decode", "hit", useful=1, padded=1)
+    stats.count_launch("decode", "hit", useful=1, padded=1, shape=(1, 1, 0))
 
     assert sent.lookups == {"decode.hit": 1}
 

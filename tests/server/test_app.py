@@ -48,6 +48,7 @@ ROUTES = {
     "/ping": {"get", "post"},
     "/version": {"get"},
     "/is_sleeping": {"get"},
+    "/load": {"get"},
     "/metrics": {"get"},
 }
 

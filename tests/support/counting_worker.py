@@ -10,15 +10,26 @@ from pathlib import Path
 from fake_executor import FakeExecutor, worker_ready
 
 from config.engine import EngineConfig
-from config.errors import ConfigError, UserError
+from config.errors import ConfigError, RequestFailed, UserError
 from engine.executors import child
 from engine.executors.base import Executor
 from engine.executors.multiproc import MultiprocExecutor
 from engine.lifeline import read_orders
 from engine.process import EngineOrders
 from engine.process import run as run_engine
-from hpu.step import Masks, RowSampling, StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
+from hpu.step import (
+    SLEEP,
+    WAKE_WEIGHTS,
+    Masks,
+    RowSampling,
+    StepPlan,
+    StepResult,
+    Warmed,
+    WarmupProgress,
+    WorkerReady,
+)
 
+NO_MEMORY = "no memory is left"
 REFUSAL = "dtype float16 is not among bfloat16, float32"
 
 ROOT = Path(__file__).parents[2]
@@ -73,12 +84,21 @@ class CountingWorker:
         self._left -= 1
         return Warmed([], self._left)
 
-    def call(self, name: str) -> str:
-        """Refused when it is asked a second time."""
+    def call(self, name: str, level: int = 0) -> str:
+        """Refused when it is asked a second time, but for sleep."""
+        if name in (SLEEP, WAKE_WEIGHTS):
+            return self._executor.call(name, level)
         if name in self._calls:
             raise UserError(f"{name} was called before", code="twice")
         self._calls.append(name)
         return f"{name} after {len(self._executor.plans)} plans"
+
+    def wake_up(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
+        """With `no_memory` it cannot."""
+        on_progress(WarmupProgress("warmup", 1, 2))
+        if self._manner("no_memory"):
+            raise RequestFailed(NO_MEMORY)
+        return self._executor.wake_up(on_progress)
 
     def close(self) -> None:
         self._executor.close()
@@ -100,6 +120,7 @@ class CountingExecutor:
         worker = CountingWorker(config)
         self.start, self.submit, self.collect = worker.start, worker.submit, worker.collect
         self.mask, self.call, self.close = worker.mask, worker.call, worker.close
+        self.wake_up = worker.wake_up
         self.has_result = worker.has_result
         self._prepare = worker.idle
         self._warmed: list[Warmed] = []

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from hpu.buckets import BucketTable
 from hpu.step import (
     PREFILL,
+    SLEEP,
     Launch,
     Logprobs,
     Masks,
@@ -81,6 +82,8 @@ class FakeExecutor:
         self._in_flight: deque[bytes] = deque()
         self._lacking: StepPlan | None = None
         """The newest plan, if its late rows have no masks yet."""
+        self.calls: list[tuple[str, int]] = []
+        self.sleeps = False
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(StepPlan).decode
 
@@ -93,6 +96,7 @@ class FakeExecutor:
         return self.ready
 
     def submit(self, plan: StepPlan) -> None:
+        assert not self.sleeps, f"plan {plan.step} comes while it sleeps"
         assert plan.launches, f"plan {plan.step} has nothing to launch"
         assert self._lacking is None, f"plan {plan.step} comes before the masks it waits for"
         self._lacking = plan if plan.late_rows else None
@@ -125,6 +129,21 @@ class FakeExecutor:
         assert not self.lacks_masks, f"result {self.collected} is asked for, and has no masks"
         self.collected += 1
         return self._run(self._decode(self._in_flight.popleft()))
+
+    def call(self, name: str, level: int = 0) -> str:
+        """Kept in `calls`. One that sleeps forgets everything, and takes no plan."""
+        assert not self._in_flight, f"{name} with {len(self._in_flight)} plans in flight"
+        self.calls.append((name, level))
+        if name == SLEEP:
+            self.rows.clear()
+            self.slots.clear()
+            self.sleeps = True
+        return ""
+
+    def wake_up(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
+        assert self.sleeps, "it is awake"
+        self.sleeps = False
+        return self.start(on_progress)
 
     def idle(self) -> bool:
         return False

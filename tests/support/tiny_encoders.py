@@ -94,9 +94,8 @@ class Reader:
     def __init__(self, folder: Path, **settings: Any) -> None:
         settings.setdefault("schedule", ScheduleConfig(8, 512))
         settings.setdefault("cache", CacheConfig())
-        self.worker = Worker(
-            EngineConfig(str(folder), dtype="float32", num_threads=1, device="cpu", **settings)
-        )
+        settings.setdefault("device", "cpu")
+        self.worker = Worker(EngineConfig(str(folder), dtype="float32", num_threads=1, **settings))
         self.ready = self.worker.start(lambda progress: None)
         self._step = 0
 

@@ -151,6 +151,12 @@ class WorkerRig:
         batch, _, blocks = self._bucket(len(rows), 1, total)
         self._next.launches.append(Launch(DECODE, (batch, 1, blocks), list(rows)))
 
+    def sleep(self, level: int) -> None:
+        """With every row freed: a worker that sleeps forgets what it was not yet told to free."""
+        assert not self.rows, f"rows {list(self.rows)} are live"
+        self.worker.sleep(level)
+        self._next.freed_rows.clear()
+
     def pack(self) -> None:
         """Move the blocks in use down as far as they go, first thing in the next plan."""
         held = sorted((block for block, count in self._held.items() if count), reverse=True)
