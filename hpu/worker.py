@@ -145,7 +145,7 @@ class Worker:
         gc.collect()
         free = self._backend.memory()[0]
         logger.info(
-            "Asleep at level %d: %.3f GiB of memory given back", level, (free - before) / GIB
+            "Asleep at level %d: %.3f GiB of memory given back", level, max(0, free - before) / GIB
         )
 
     def wake_weights(self) -> None:
