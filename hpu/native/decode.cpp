@@ -26,7 +26,7 @@ constexpr int PANEL = 16;
 constexpr int TILE_INPUTS = 32;
 constexpr int MOST_HEAD = 256;   // numbers of a head
 constexpr int MOST_GROUP = 16;   // query heads that share a key head
-constexpr int64_t CHUNK = 1 << 19;  // bytes of x that stay in the second cache while weights pass
+constexpr int64_t CHUNK = 1 << 20;  // bytes of weights that stay in the second cache
 
 inline __m512 load(const bf16* from) {
   return _mm512_castsi512_ps(
@@ -81,6 +81,15 @@ struct Product {
 inline void finish(const Product& by, const float* sums, int64_t row_stride, int64_t panel_stride,
                    int64_t row, int64_t rows, int64_t panel, int width, bf16* out, bf16* total,
                    float alpha) {
+  if (width == 2 && !by.bias && !total) {
+    for (int64_t r = 0; r < rows; ++r) {
+      const float* from = sums + r * row_stride;
+      const __m512bh both =
+          _mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + panel_stride), _mm512_loadu_ps(from));
+      _mm512_storeu_si512(out + (row + r) * by.outputs + panel * PANEL, (__m512i)both);
+    }
+    return;
+  }
   for (int64_t r = 0; r < rows; ++r)
     for (int q = 0; q < width; ++q) {
       __m512 sum = _mm512_loadu_ps(sums + r * row_stride + q * panel_stride);
@@ -111,78 +120,77 @@ void configure(int first, int second) {
   _tile_loadconfig(&config);
 }
 
+// Up to 32 rows times `wide` panels: 4 panels for up to 16 rows, else 2 or 1.
+void multiply_block(const Product& by, const bf16* x, int64_t row, int64_t count, int64_t p,
+                    int wide, bf16* out, bf16* total, float alpha) {
+  const int64_t steps = by.inputs / TILE_INPUTS, panel = by.inputs * PANEL;
+  const int64_t stride = by.inputs * sizeof(bf16);
+  const bf16 *a = x + row * by.inputs, *a1 = a + 16 * by.inputs, *w = by.weight + p * panel;
+  alignas(64) float sums[32 * 32];
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  if (wide == 4) {
+    for (int64_t k = 0; k < steps; ++k) {
+      const bf16* at = w + k * 512;
+      _tile_loadd(4, a + k * 32, stride);
+      _tile_loadd(6, at, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, at + panel, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_loadd(6, at + 2 * panel, 64);
+      _tile_dpbf16ps(2, 4, 6);
+      _tile_loadd(7, at + 3 * panel, 64);
+      _tile_dpbf16ps(3, 4, 7);
+    }
+    _tile_stored(0, sums, 64);
+    _tile_stored(1, sums + 256, 64);
+    _tile_stored(2, sums + 512, 64);
+    _tile_stored(3, sums + 768, 64);
+    return finish(by, sums, 16, 256, row, count, p, 4, out, total, alpha);
+  }
+  for (int64_t k = 0; k < steps; ++k) {
+    const bf16* at = w + k * 512;
+    _tile_loadd(4, a + k * 32, stride);
+    _tile_loadd(6, at, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    if (wide == 2) {
+      _tile_loadd(7, at + panel, 64);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if (count > 16) {
+      _tile_loadd(5, a1 + k * 32, stride);
+      _tile_dpbf16ps(2, 5, 6);
+      if (wide == 2) _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, sums, 128);
+  _tile_stored(1, sums + 16, 128);
+  if (count > 16) {
+    _tile_stored(2, sums + 512, 128);
+    _tile_stored(3, sums + 528, 128);
+  }
+  finish(by, sums, 32, 16, row, count, p, wide, out, total, alpha);
+}
+
 void multiply_tiles(const Product& by, const bf16* x, int64_t rows, bf16* out, bf16* total,
                     float alpha, int64_t first, int64_t last) {
-  const int64_t steps = by.inputs / 32, panel = by.inputs * PANEL, stride = by.inputs * 2;
-  alignas(64) float sums[32 * 32];
+  // So many panels stay in the second cache while the rows pass by.
+  const int64_t most = std::max<int64_t>(4, CHUNK / (by.inputs * PANEL * sizeof(bf16)) / 4 * 4);
   int shape = 0;
-  const int64_t most = std::max<int64_t>(32, CHUNK / stride / 32 * 32);
-  for (int64_t chunk = 0; chunk < rows; chunk += most)
-  for (int64_t p = first; p < last;) {
-    const bf16* w = by.weight + p * panel;
-    const int64_t end = std::min(rows, chunk + most);
-    const int wide = end - chunk <= 16 && last - p >= 4 ? 4 : last - p >= 2 ? 2 : 1;
-    for (int64_t row = chunk; row < end; row += 32) {
-      const int64_t count = std::min<int64_t>(end - row, 32);
-      const bf16* a = x + row * by.inputs;
-      const int r0 = std::min<int64_t>(count, 16), r1 = count > 16 ? count - 16 : r0;
+  for (int64_t begin = first; begin < last; begin += most) {
+    const int64_t end = std::min(last, begin + most);
+    for (int64_t row = 0; row < rows; row += 32) {
+      const int count = std::min<int64_t>(rows - row, 32);
+      const int r0 = std::min(count, 16), r1 = count > 16 ? count - 16 : r0;
       if (shape != r0 * 32 + r1) configure(r0, r1), shape = r0 * 32 + r1;
-      _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
-      if (wide == 4) {
-        for (int64_t k = 0; k < steps; ++k) {
-          const bf16* at = w + k * 512;
-          _tile_loadd(4, a + k * 32, stride);
-          _tile_loadd(6, at, 64);
-          _tile_dpbf16ps(0, 4, 6);
-          _tile_loadd(7, at + panel, 64);
-          _tile_dpbf16ps(1, 4, 7);
-          _tile_loadd(6, at + 2 * panel, 64);
-          _tile_dpbf16ps(2, 4, 6);
-          _tile_loadd(7, at + 3 * panel, 64);
-          _tile_dpbf16ps(3, 4, 7);
-        }
-        _tile_stored(0, sums, 64);
-        _tile_stored(1, sums + 256, 64);
-        _tile_stored(2, sums + 512, 64);
-        _tile_stored(3, sums + 768, 64);
-        finish(by, sums, 16, 256, row, count, p, 4, out, total, alpha);
-      } else if (count > 16) {
-        const bf16* a1 = a + 16 * by.inputs;
-        for (int64_t k = 0; k < steps; ++k) {
-          const bf16* at = w + k * 512;
-          _tile_loadd(4, a + k * 32, stride);
-          _tile_loadd(5, a1 + k * 32, stride);
-          _tile_loadd(6, at, 64);
-          _tile_dpbf16ps(0, 4, 6);
-          _tile_dpbf16ps(2, 5, 6);
-          if (wide == 2) {
-            _tile_loadd(7, at + panel, 64);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_dpbf16ps(3, 5, 7);
-          }
-        }
-        _tile_stored(0, sums, 128);
-        _tile_stored(1, sums + 16, 128);
-        _tile_stored(2, sums + 512, 128);
-        _tile_stored(3, sums + 528, 128);
-        finish(by, sums, 32, 16, row, count, p, wide, out, total, alpha);
-      } else {
-        for (int64_t k = 0; k < steps; ++k) {
-          const bf16* at = w + k * 512;
-          _tile_loadd(4, a + k * 32, stride);
-          _tile_loadd(6, at, 64);
-          _tile_dpbf16ps(0, 4, 6);
-          if (wide == 2) {
-            _tile_loadd(7, at + panel, 64);
-            _tile_dpbf16ps(1, 4, 7);
-          }
-        }
-        _tile_stored(0, sums, 128);
-        _tile_stored(1, sums + 16, 128);
-        finish(by, sums, 32, 16, row, count, p, wide, out, total, alpha);
+      for (int64_t p = begin; p < end;) {
+        const int wide = count <= 16 && end - p >= 4 ? 4 : end - p >= 2 ? 2 : 1;
+        multiply_block(by, x, row, count, p, wide, out, total, alpha);
+        p += wide;
       }
     }
-    p += wide;
   }
   _tile_release();
 }
