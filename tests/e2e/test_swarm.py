@@ -60,7 +60,7 @@ def said(server: LiveServer) -> str:
 
 async def test_every_gauge_is_zero_after_many_clients(server: LiveServer) -> None:
     before = said(server)
-    swarm = Swarm(server.url, NUM_CLIENTS)
+    swarm = Swarm(("127.0.0.1", server.port), NUM_CLIENTS)
 
     await swarm.run(BRIEFLY_S)
 
@@ -75,7 +75,7 @@ async def test_every_gauge_is_zero_after_many_clients(server: LiveServer) -> Non
 async def test_memory_stays_flat_under_many_clients(server: LiveServer) -> None:
     before = said(server)
     parts = 6
-    swarm = Swarm(server.url, NUM_CLIENTS)
+    swarm = Swarm(("127.0.0.1", server.port), NUM_CLIENTS)
     sizes: list[int] = []
 
     for part in range(parts):
