@@ -6,6 +6,7 @@ Embedding; per layer x = x + m * attention(norm(x)) and x = x + m * mlp(norm(x))
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,9 @@ from torch.nn import functional
 from config.errors import ConfigError
 from config.model import ModelConfig
 from hpu.layers.attention import Attention, HeadNorm, HeadShape
-from hpu.layers.context import DecodeContext, LaunchContext
+from hpu.layers.context import DecodeContext, LaunchContext, PrefillContext, TextContext
 from hpu.layers.embedding import Embedding
-from hpu.layers.launch_plan import LaunchPlan, Windows, plan_launch
+from hpu.layers.launch_plan import LaunchPlan, PrefillPlan, Windows, plan_launch
 from hpu.layers.linear import Linear, can_pack
 from hpu.models.places import Place, parts, whole
 from hpu.native.decoder import LayerWeights, NativeDecoder, Sizes
@@ -240,9 +241,8 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, context: LaunchContext) -> Tensor:
         """Hidden states (B, Q, hidden) of `tokens` (B, Q), normed and ready for `logits`."""
-        if self._native is not None and isinstance(context, DecodeContext):
-            rows = self.rotary.table.index_select(0, context.positions.view(-1))
-            return self._native(self.embedding(tokens), rows, context)
+        if self._native is not None and not isinstance(context, TextContext):
+            return self._run_native(self._native, tokens, context)
         rotation: Rotation = self.rotary(context.positions)
         plan = plan_launch(
             context,
@@ -256,6 +256,22 @@ class Decoder(nn.Module):
         for layer in self.layers:
             total = layer(total, rotation, plan)
         return self.norm(total)  # type: ignore[no-any-return]
+
+    def _run_native(
+        self, native: NativeDecoder, tokens: Tensor, context: DecodeContext | PrefillContext
+    ) -> Tensor:
+        total: Tensor = self.embedding(tokens)
+        rows = self.rotary.table.index_select(0, context.positions.reshape(-1))
+        if isinstance(context, DecodeContext):
+            return native(total, rows, context)
+        plan = plan_launch(context, self._block_size, self.spec.windows)
+        assert isinstance(plan, PrefillPlan)
+        attend = [
+            partial(layer.attention.attend_prompt, plan=plan)
+            for layer in self.layers
+            if isinstance(layer, Layer)
+        ]
+        return native.prompt(total, rows, context.slots, attend)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(M, hidden) to (M, vocab), in the model's dtype."""

@@ -14,7 +14,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <memory>
 #include <vector>
 
 namespace {
@@ -378,9 +377,9 @@ void turn(const Model& m, const Layer& layer, const Step& s, int64_t row, int64_
   std::memcpy(x, turned, m.rotated * sizeof(bf16));
 }
 
-// One key head of one row: turns it and the queries that share it, files key and value, attends.
-void attend_group(const Model& m, const Layer& layer, const Step& s, int64_t row, Span span,
-                  int64_t kv, bf16* heads, bf16* out) {
+// One key head of one row: turns it and the queries that share it, and files key and value.
+void file_group(const Model& m, const Layer& layer, const Step& s, int64_t row, int64_t kv,
+                bf16* heads) {
   const int64_t size = m.head_dim, group = m.heads / m.kv_heads;
   bf16 *queries = heads + kv * group * size, *key = heads + (m.heads + kv) * size;
   for (int64_t g = 0; g < group; ++g) turn(m, layer, s, row, kv * group + g, queries + g * size);
@@ -388,7 +387,6 @@ void attend_group(const Model& m, const Layer& layer, const Step& s, int64_t row
   const int64_t place = (s.slots[row] * m.kv_heads + kv) * size;
   std::memcpy(layer.keys + place, key, size * sizeof(bf16));
   std::memcpy(layer.values + place, key + m.kv_heads * size, size * sizeof(bf16));
-  attend(m, layer, s, row, span, kv, queries, out + kv * group * size);
 }
 
 // silu(gate) * up, 16 at a time.
@@ -398,6 +396,43 @@ inline void gate(const bf16* gates, const bf16* ups, bf16* out) {
   alignas(64) bf16 opened[16];
   store(opened, _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1), grown)));
   store(out, _mm512_mul_ps(load(opened), load(ups)));
+}
+
+// Scratch of one call, kept for the next one of this thread.
+bf16* scratch(std::vector<bf16>& kept, int64_t size) {
+  if (int64_t(kept.size()) < size) kept.resize(size);
+  return kept.data();
+}
+
+// What follows is called by all threads of a region.
+
+void norm_rows(const Model& m, const Step& s, const bf16* weight) {
+#pragma omp for
+  for (int64_t r = 0; r < s.rows; ++r)
+    rms_norm(s.total + r * m.hidden, weight, s.hidden + r * m.hidden, m.hidden, m.eps);
+}
+
+void project(const Model& m, const Layer& layer, const Step& s, bf16* heads) {
+  norm_rows(m, s, layer.attention_norm);
+  multiply(layer.qkv, s.hidden, s.rows, heads, nullptr, 0);
+#pragma omp barrier
+}
+
+// The output of the attention, and then that of the MLP, added to the residual stream.
+void add(const Model& m, const Layer& layer, const Step& s, const bf16* attended, bf16* wide,
+         bf16* inside) {
+  multiply(layer.out, attended, s.rows, nullptr, s.total, m.multiplier);
+#pragma omp barrier
+  norm_rows(m, s, layer.mlp_norm);
+  multiply(layer.gate_up, s.hidden, s.rows, wide, nullptr, 0);
+#pragma omp barrier
+#pragma omp for
+  for (int64_t i = 0; i < s.rows * m.inner; i += 16) {
+    const bf16* gates = wide + i / m.inner * 2 * m.inner + i % m.inner;
+    gate(gates, gates + m.inner, inside + i);
+  }
+  multiply(layer.down, inside, s.rows, nullptr, s.total, m.multiplier);
+#pragma omp barrier
 }
 
 std::vector<Span> spans_of(const Step& s) {
@@ -446,43 +481,62 @@ void multiply_all(const Product* by, const bf16* x, int64_t rows, bf16* out, int
 void decode(const Model* model, const Step* step, int64_t threads) {
   const Model& m = *model;
   const Step& s = *step;
-  const int64_t rows = s.rows, hidden = m.hidden, inner = m.inner;
   const int64_t query = m.heads * m.head_dim, heads = query + 2 * m.kv_heads * m.head_dim;
+  const int64_t group = m.heads / m.kv_heads * m.head_dim;
   const std::vector<Span> spans = spans_of(s);
-  const std::unique_ptr<bf16[]> wide(new bf16[rows * std::max(heads, 2 * inner)]);
-  const std::unique_ptr<bf16[]> inside(new bf16[rows * std::max(query, inner)]);
-  bf16* normed = s.hidden;
+  static thread_local std::vector<bf16> first, second;
+  bf16* wide = scratch(first, s.rows * std::max(heads, 2 * m.inner));
+  bf16* inside = scratch(second, s.rows * std::max(query, m.inner));
 #pragma omp parallel num_threads(threads)
-  for (int64_t l = 0; l <= m.num_layers; ++l) {
-    const bf16* norm = l < m.num_layers ? m.layers[l].attention_norm : m.norm;
-#pragma omp for
-    for (int64_t r = 0; r < rows; ++r)
-      rms_norm(s.total + r * hidden, norm, normed + r * hidden, hidden, m.eps);
-    if (l == m.num_layers) break;
-    const Layer& layer = m.layers[l];
-    multiply(layer.qkv, normed, rows, wide.get(), nullptr, 0);
-#pragma omp barrier
+  {
+    for (int64_t l = 0; l < m.num_layers; ++l) {
+      const Layer& layer = m.layers[l];
+      project(m, layer, s, wide);
 #pragma omp for schedule(dynamic)
-    for (int64_t i = 0; i < rows * m.kv_heads; ++i) {
-      const int64_t row = i / m.kv_heads;
-      attend_group(m, layer, s, row, spans[row], i % m.kv_heads, wide.get() + row * heads,
-                   inside.get() + row * query);
+      for (int64_t i = 0; i < s.rows * m.kv_heads; ++i) {
+        const int64_t row = i / m.kv_heads, kv = i % m.kv_heads;
+        bf16* mine = wide + row * heads;
+        file_group(m, layer, s, row, kv, mine);
+        attend(m, layer, s, row, spans[row], kv, mine + kv * group,
+               inside + row * query + kv * group);
+      }
+      add(m, layer, s, inside, wide, inside);
     }
-    multiply(layer.out, inside.get(), rows, nullptr, s.total, m.multiplier);
-#pragma omp barrier
-#pragma omp for
-    for (int64_t r = 0; r < rows; ++r)
-      rms_norm(s.total + r * hidden, layer.mlp_norm, normed + r * hidden, hidden, m.eps);
-    multiply(layer.gate_up, normed, rows, wide.get(), nullptr, 0);
-#pragma omp barrier
-#pragma omp for
-    for (int64_t i = 0; i < rows * inner; i += 16) {
-      const bf16* gates = wide.get() + i / inner * 2 * inner + i % inner;
-      gate(gates, gates + inner, inside.get() + i);
-    }
-    multiply(layer.down, inside.get(), rows, nullptr, s.total, m.multiplier);
-#pragma omp barrier
+    norm_rows(m, s, m.norm);
   }
+}
+
+// The two halves of layer `l` around an attention that the caller computes: step->total to `heads`
+// (rows, heads + 2 * kv_heads, head_dim), turned and filed; `attended` (rows, heads * head_dim)
+// through the rest of the layer into step->total.
+void before_attention(const Model* model, int64_t l, const Step* step, bf16* heads,
+                      int64_t threads) {
+  const Model& m = *model;
+  const int64_t size = (m.heads + 2 * m.kv_heads) * m.head_dim;
+#pragma omp parallel num_threads(threads)
+  {
+    project(m, m.layers[l], *step, heads);
+#pragma omp for
+    for (int64_t i = 0; i < step->rows * m.kv_heads; ++i)
+      file_group(m, m.layers[l], *step, i / m.kv_heads, i % m.kv_heads,
+                 heads + i / m.kv_heads * size);
+  }
+}
+
+void after_attention(const Model* model, int64_t l, const Step* step, const bf16* attended,
+                     int64_t threads) {
+  const Model& m = *model;
+  static thread_local std::vector<bf16> first, second;
+  bf16* wide = scratch(first, step->rows * 2 * m.inner);
+  bf16* inside = scratch(second, step->rows * m.inner);
+#pragma omp parallel num_threads(threads)
+  add(m, m.layers[l], *step, attended, wide, inside);
+}
+
+// The last norm of step->total, into step->hidden.
+void finish_rows(const Model* model, const Step* step, int64_t threads) {
+#pragma omp parallel num_threads(threads)
+  norm_rows(*model, *step, model->norm);
 }
 
 }  // extern "C"

@@ -2,7 +2,7 @@
 it computes is what hpu/models/decoder.py does, which is its reference."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -117,6 +117,29 @@ class NativeDecoder:
             total.shape[0], context.block_list.shape[0], *(tensor.data_ptr() for tensor in given)
         )
         self._library.decode(self._model, step)
+        return hidden
+
+    def prompt(
+        self,
+        total: Tensor,
+        rotation: Tensor,
+        slots: Tensor,
+        attend: Sequence[Callable[[Tensor], Tensor]],
+    ) -> Tensor:
+        """(B, Q, hidden) to the same, normed: the tokens of prompts, whose keys and values go to
+        `slots` (B * Q). `attend` has one function a layer, from the turned heads (B, Q, heads + 2 *
+        kv_heads, head_dim) to the output (B, Q, heads, head_dim); the rest is as for a decode."""
+        batch, length, _ = total.shape
+        model, library, hidden = self._model, self._library, torch.empty_like(total)
+        step = _Step(rows=batch * length, slots=slots.data_ptr(), rotation=rotation.data_ptr())
+        step.total, step.hidden = total.data_ptr(), hidden.data_ptr()
+        all_heads = model.heads + 2 * model.kv_heads
+        heads = total.new_empty(batch, length, all_heads, model.head_dim)
+        for number, attention in enumerate(attend):
+            library.before_attention(model, number, step, heads)
+            attended = attention(heads).contiguous()
+            library.after_attention(model, number, step, attended)
+        library.finish_rows(model, step)
         return hidden
 
 

@@ -89,9 +89,29 @@ class Library:
         count = ctypes.c_int64(rows)
         self._code.multiply_all(ctypes.byref(by), _at(hidden), count, _at(out), self._threads)
 
+    # The structures of what follows are those of hpu/native/decoder.py.
+
     def decode(self, model: ctypes.Structure, step: ctypes.Structure) -> None:
-        """One step of a model; the structures are those of hpu/native/decoder.py."""
+        """One token a row through the whole model."""
         self._code.decode(ctypes.byref(model), ctypes.byref(step), self._threads)
+
+    def before_attention(
+        self, model: ctypes.Structure, layer: int, step: ctypes.Structure, heads: Tensor
+    ) -> None:
+        """The first half of a layer, into `heads`."""
+        call, number = self._code.before_attention, ctypes.c_int64(layer)
+        call(ctypes.byref(model), number, ctypes.byref(step), _at(heads), self._threads)
+
+    def after_attention(
+        self, model: ctypes.Structure, layer: int, step: ctypes.Structure, attended: Tensor
+    ) -> None:
+        """The second half of a layer, behind an attention."""
+        call, number = self._code.after_attention, ctypes.c_int64(layer)
+        call(ctypes.byref(model), number, ctypes.byref(step), _at(attended), self._threads)
+
+    def finish_rows(self, model: ctypes.Structure, step: ctypes.Structure) -> None:
+        """The last norm."""
+        self._code.finish_rows(ctypes.byref(model), ctypes.byref(step), self._threads)
 
 
 class Shaped(Protocol):

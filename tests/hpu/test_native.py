@@ -47,7 +47,7 @@ def packed(folder: Path, library: Library | None) -> Decoder:
 def decoded(model: Decoder, **padding: int) -> Tensor:
     """Logits of two decodes of three rows, behind prompts that were computed by the same model."""
     harness = PagedHarness(model)
-    harness.prefill(PROMPTS)
+    harness.prefill(PROMPTS, **({"pad_query": 3} if padding else {}))
     steps = [harness.decode(last, **padding) for last in NEXT]
     return torch.stack([step[row] for step in steps for row in PROMPTS]).float()
 
@@ -80,6 +80,29 @@ def test_a_decode_is_as_near_to_float32_as_torchs_own(
     error = (found - exact).square().mean().sqrt()
     assert error < 1.5 * own + 1e-3, f"{error} is not near {own}"
     assert error < 0.1 * exact.std()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_a_prompt_in_chunks_is_as_near_to_float32_as_torchs_own(
+    family: str, library: Library, tmp_path: Path
+) -> None:
+    folder = make_tiny(family, tmp_path, **HEADS)
+
+    def chunks(model: Decoder) -> Tensor:
+        harness = PagedHarness(model)
+        first = harness.prefill(PROMPTS, pad_rows=1, pad_query=2, pad_blocks=1)
+        then = harness.prefill({0: [4, 5, 6], 2: [7]}, pad_blocks=2)
+        return torch.cat([*first.values(), *then.values()]).float()
+
+    exact, own = chunks(load_decoder(folder)), chunks(packed(folder, None))
+    model = packed(folder, library)
+
+    found = chunks(model)
+
+    error, allowed = (found - exact).square().mean(), (own - exact).square().mean()
+    assert model.has_native
+    assert error.sqrt() < 1.5 * allowed.sqrt() + 1e-3
 
 
 @torch.inference_mode()
