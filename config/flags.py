@@ -306,7 +306,8 @@ SERVER = (
         "server",
         "enable_dev_endpoints",
         "HTTP",
-        "Serve the routes for developers: /start_profile, /stop_profile; needs --api-key",
+        "Serve the routes for developers: /start_profile, /stop_profile, /server_info, "
+        "/reset_prefix_cache, /sleep, /wake_up; needs --api-key",
         variables=("VLLM_SERVER_DEV_MODE",),
     ),
     Flag(
@@ -315,6 +316,12 @@ SERVER = (
         "HTTP",
         "Serve /docs and /openapi.json",
         switches={"disable-fastapi-docs": (False, True)},
+    ),
+    Flag(
+        "server",
+        "enable_page",
+        "HTTP",
+        "Serve the page at /: the server's figures, and a box to chat with the model",
     ),
 )
 TEXT = (

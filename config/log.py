@@ -11,7 +11,7 @@ TIME = "%Y-%m-%d %H:%M:%S"
 CHATTY = ("asyncio", "filelock", "httpcore", "httpx", "huggingface_hub", "transformers", "urllib3")
 """Libraries whose INFO lines tell an operator nothing about this server."""
 UVICORN = ("uvicorn", "uvicorn.error", "uvicorn.access")
-PROBES = ("/health", "/ready", "/ping", "/metrics", "/is_sleeping")
+PROBES = ("/health", "/ready", "/ping", "/metrics", "/is_sleeping", "/load", "/page/state")
 """Paths that are asked every few seconds for ever: no access line for them."""
 
 

@@ -65,8 +65,10 @@ class ServerConfig:
     """Log prompts too; the one line a request is always logged."""
     disable_access_log: bool = False
     enable_docs: bool = True
+    enable_page: bool = True
+    """The page at /, with figures and a box to chat."""
     enable_dev_endpoints: bool = False
-    """Routes for developers (profiles); they are never open without a key."""
+    """Routes for developers (profiles, settings, sleep); they are never open without a key."""
     tool_call_parser: str = "auto"
     """How calls are written; auto: as the chat template says."""
     enable_auto_tool_choice: bool = True

@@ -19,6 +19,7 @@ from server.routes.docs import docs_routes
 from server.routes.embeddings import embedding_routes
 from server.routes.messages import messages_routes
 from server.routes.models import model_routes
+from server.routes.page import page_routes
 from server.routes.responses import response_routes
 from server.routes.scores import score_routes
 from server.routes.tokenize import tokenize_routes
@@ -42,7 +43,7 @@ def create_app(state: AppState) -> FastAPI:
     for routes in (
         *(chat_routes, completion_routes, response_routes, messages_routes),
         *(embedding_routes, score_routes, model_routes, tokenize_routes, admin_routes),
-        development_routes,
+        *(development_routes, page_routes),
     ):
         app.include_router(routes(state))
     if has_docs:

@@ -7,7 +7,10 @@ from starlette.types import Scope
 
 from server.errors import BadKey
 
-OPEN_PATHS = frozenset(("/health", "/ready", "/ping", "/version", "/metrics"))
+OPEN_PATHS = frozenset(
+    ("/health", "/ready", "/ping", "/version", "/metrics", "/", "/page/page.css", "/page/page.js")
+)
+"""Probes, facts, and the files of the page, which tell nothing of this server."""
 
 
 class Keys:

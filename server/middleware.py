@@ -65,6 +65,8 @@ class Books:
         self._state.metrics.http_answered(
             record.route, record.method, record.status, record.seconds
         )
+        if record.model is not None:
+            self._state.recent.append(record.told())
         access_log = not self._state.config.disable_access_log and record.path not in PROBES
         record.write(access_log=access_log)
 

@@ -3,6 +3,7 @@
 import logging
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.types import Scope
 
@@ -36,6 +37,19 @@ class Record:
     @property
     def seconds(self) -> float:
         return time.perf_counter() - self.started_s
+
+    def told(self) -> dict[str, Any]:
+        """Its figures now that it has ended, without a word of what was asked or answered."""
+        return {
+            "ended": round(time.time(), 3),
+            "route": self.route,
+            "status": self.status,
+            "ttft_s": self.ttft_s,
+            "seconds": self.seconds,
+            "prompt_tokens": self.num_prompt_tokens,
+            "output_tokens": self.num_output_tokens,
+            "end": self.ending,
+        }
 
     def write(self, *, access_log: bool) -> None:
         """One line: always for a request that generates, else only with the access log."""

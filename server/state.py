@@ -2,8 +2,10 @@
 
 import hashlib
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from config.engine import EngineConfig
 from config.errors import EngineDied, NotFound, Overloaded, UserError
@@ -23,6 +25,7 @@ from server.text.tokenizer import Tokenizer
 STARTING_RETRY_S = 5
 DRAINING_RETRY_S = 30
 NAME_CHARACTERS_SHOWN = 200
+MAX_RECENT = 100
 
 
 @dataclass(slots=True)
@@ -56,6 +59,8 @@ class AppState:
     """What start-up is busy with before the engine says something itself."""
     servings: set[Serving] = field(default_factory=set)
     """Bounded by the client's limits on the line and the batch."""
+    recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_RECENT))
+    """Figures of the requests that this front-end answered last (see server.record.Record.told)."""
     siblings: Siblings = field(default_factory=Siblings)
     num_open_requests: int = 0
     """Requests of any kind whose answer has not ended, streams included."""

@@ -1,65 +1,69 @@
-"""The examples of docs/clients.md, run as they are written."""
+"""The page at / in a real browser: somebody talks to the model and sees the figures move."""
 
-import os
 import re
-import shlex
-import subprocess
-import sys
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from live import LiveServer
+from playwright.sync_api import Page, expect, sync_playwright
 
 pytestmark = pytest.mark.clients
 
-PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
-FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-EXAMPLES = FENCE.findall(PAGE.read_text(encoding="utf-8"))
-
-
-@pytest.mark.parametrize(
-    ("kind", "example"), EXAMPLES, ids=[f"{kind} {i}" for i, (kind, _) in enumerate(EXAMPLES)]
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+SWITCHES = (
+    *("--no-sandbox", "--disable-gpu", "--disable-background-networking"),
+    *("--no-first-run", "--disable-dev-shm-usage"),
 )
-def test_an_example_of_the_page_runs(
-    kind: str,
-    example: str,
-    server: LiveServer,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
+PATIENCE_MS = 30_000
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        pytest.skip(f"none of {', '.join(BROWSERS)} is installed")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found, args=SWITCHES)
+        opened = browser.new_page(viewport={"width": 1200, "height": 900})
+        opened.set_default_timeout(PATIENCE_MS)
+        yield opened
+        browser.close()
+
+
+def test_somebody_talks_to_the_model_and_sees_the_figures_move(
+    server: LiveServer, page: Page, tmp_path: Path
 ) -> None:
-    text = example.replace("http://localhost:8000", server.url)
-    if kind == "python":
-        command, folder = [sys.executable, "-c", text], tmp_path
-    elif kind == "javascript":
-        node, folder = request.getfixturevalue("node")
-        command = [node, "--input-type=module", "--eval", text]
-    else:
-        program, *words = shlex.split(text.replace("\\\n", ""))
-        command, folder = [str(Path(sys.executable).parent / program), *words], tmp_path
-        (tmp_path / "prompts.jsonl").write_text('{"prompt": "Hi", "output_tokens_count": 8}\n' * 8)
-        # Its task comes from the internet; ours beside it is of the same kind.
-        command = [word.replace("arc_easy", str(local_task(tmp_path))) for word in command]
+    said: list[str] = []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    foreign: list[str] = []
+    page.on("request", lambda request: foreign.append(request.url))
+    page.goto(f"{server.url}/")
+    expect(page.locator("#status")).to_have_text("ready", timeout=PATIENCE_MS)
 
-    done = subprocess.run(
-        command, cwd=folder, env=dict(os.environ), capture_output=True, text=True, timeout=120
-    )
+    page.fill("#question", "Tell me a long story about the sea.")
+    page.press("#question", "Enter")
 
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip()
-
-
-def local_task(folder: Path) -> Path:
-    task = folder / "arc_easy.yaml"
-    task.write_text(
-        f"""\
-task: arc_easy
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {Path(__file__).parent / "capitals.jsonl"}}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: answer
-"""
-    )
-    return task
+    answer = page.locator(".talk div:not(.mine)")
+    expect(answer).to_have_text(re.compile(r"\w+ \w+"), timeout=PATIENCE_MS)
+    if page.locator("#send").inner_text() == "Stop":
+        page.click("#send")
+    expect(page.locator("#send")).to_have_text("Send", timeout=PATIENCE_MS)
+    expect(page.locator("#recent")).to_contain_text("/v1/chat/completions", timeout=PATIENCE_MS)
+    expect(page.locator("#hits")).to_have_text(re.compile(r"\d %"))
+    assert page.locator("#decode td[data-share]").count() > 0
+    assert page.locator("#prefill td[data-share]").first.get_attribute("title")
+    assert page.locator("#bars span").count() > 0
+    page.click("[data-shows=padding]")
+    expect(page.locator("#decode td[data-share]").first).to_have_text(re.compile("%$"))
+    page.screenshot(path=tmp_path / "wide.png", full_page=True)
+    page.emulate_media(color_scheme="dark")
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.screenshot(path=tmp_path / "phone.png", full_page=True)
+    is_wider = page.locator("body").evaluate("body => body.scrollWidth > window.innerWidth")
+    assert not is_wider
+    assert (tmp_path / "wide.png").stat().st_size > 20_000
+    assert said == []
+    assert all(url.startswith(server.url) or url.startswith("data:") for url in foreign)
