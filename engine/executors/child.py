@@ -5,6 +5,7 @@ Its environment was set by the parent, before torch or a vendor's runtime could 
 
 import logging
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -40,6 +41,13 @@ from hpu.step import (
 logger = logging.getLogger(__name__)
 
 LINGER_S = 2.0
+
+PLAN_DUE_S = 0.02
+"""So long behind a plan or a result the next plan may come, if another fits in flight: many times
+what an engine needs."""
+
+GLANCE_S = 50e-6
+"""How often a worker looks meanwhile for a plan and for a result."""
 
 
 class WorkerOrders(msgspec.Struct, frozen=True):
@@ -100,7 +108,7 @@ def run(orders: WorkerOrders, make_worker: Callable[[EngineConfig], StepWorker])
     try:
         try:
             line.send(worker.start(lambda progress: _tell(line, progress)))
-            _serve(worker, line)
+            _serve(worker, line, orders.config.schedule.depth)
         except ConfigError as error:
             code = 2
             line.send(WorkerFailed(str(error), is_config=True))
@@ -119,14 +127,17 @@ def run(orders: WorkerOrders, make_worker: Callable[[EngineConfig], StepWorker])
     return code
 
 
-def _serve(worker: StepWorker, line: Line[Any, ToWorker]) -> None:
+def _serve(worker: StepWorker, line: Line[Any, ToWorker], depth: int) -> None:
+    """`depth`: plans that the engine keeps in flight."""
     waiter = Waiter([line])
     in_flight = 0
     may_idle, is_quiet = True, False
+    plan_is_due = 0.0
     while True:
         if in_flight and worker.has_result():
             line.send(worker.collect())
             in_flight -= 1
+            plan_is_due = time.monotonic() + PLAN_DUE_S
         # A plan that has arrived is launched before the running one's result is awaited.
         message = line.receive()
         if isinstance(message, WorkerCall):
@@ -138,9 +149,15 @@ def _serve(worker: StepWorker, line: Line[Any, ToWorker]) -> None:
             worker.submit(message)
             in_flight += 1
             is_quiet = False
+            plan_is_due = time.monotonic() + PLAN_DUE_S
         elif in_flight and not worker.lacks_masks:
+            if in_flight < depth and time.monotonic() < plan_is_due:
+                # Who waits for the device now would launch the next plan when it has run dry.
+                time.sleep(GLANCE_S)
+                continue
             line.send(worker.collect())
             in_flight -= 1
+            plan_is_due = time.monotonic() + PLAN_DUE_S
         elif may_idle and is_quiet:
             warmed = worker.idle()
             if warmed is not None:
