@@ -33,29 +33,38 @@ def every_route(
         yield live
 
 
-def test_no_request_breaks_or_hangs_the_server(every_route: LiveServer, tmp_path: Path) -> None:
+def tried(server: LiveServer, folder: Path, seconds: int, *words: str) -> None:
+    """What schemathesis finds in so many seconds; nothing may be wrong with the answers."""
     options = {
         "header": "Authorization: Bearer key",
         "phases": "examples,coverage,fuzzing",
         "checks": ",".join(CHECKS),
         "max-examples": "30",
-        "max-time": str(SECONDS),
+        "max-time": str(seconds),
         "request-timeout": str(HANG_S),
         "suppress-health-check": "all",
         "seed": "1",
     }
-    words = [f"--{name}={value}" for name, value in options.items()]
-
+    words = (*words, *(f"--{name}={value}" for name, value in options.items()))
     done = subprocess.run(
         [sys.executable, "-m", "schemathesis.cli", "run", *words, "--continue-on-failure",
-         f"{every_route.url}/openapi.json"],
-        cwd=tmp_path,
+         f"{server.url}/openapi.json"],
+        cwd=folder,
         capture_output=True,
         text=True,
-        timeout=SECONDS + 120,
+        timeout=seconds + 120,
     )  # fmt: skip
-
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    log = every_route.log.read_text(errors="replace")
+    log = server.log.read_text(errors="replace")
     assert "status=5" not in log and "Traceback" not in log
+
+
+def test_no_request_breaks_or_hangs_the_server(every_route: LiveServer, tmp_path: Path) -> None:
+    # A model that sleeps answers 503 to all the others.
+    tried(every_route, tmp_path, SECONDS, "--exclude-path=/sleep")
+    tried(every_route, tmp_path, SECONDS // 5, "--include-path-regex=^/(sleep|wake_up)$")
+
+    woken = every_route.http.post("/wake_up", headers={"x-api-key": "key"})
+
+    assert woken.status_code == 200
     assert every_route.http.get("/ready").status_code == 200
