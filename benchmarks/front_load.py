@@ -1,0 +1,157 @@
+"""A load client that costs a tenth of what it measures: raw sockets, events counted and not parsed.
+Knows HTTP as far as these answers need it."""
+
+import json
+import select
+import socket
+import time
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+READ_BYTES = 1 << 18
+EVENT = b"data: "
+TAIL_BYTES = 1000
+LAST = b"0\r\n\r\n"
+"""The end of a chunked answer."""
+
+
+@dataclass(slots=True)
+class Stream:
+    """One connection, and what came on it. Seconds on the client's monotonic clock."""
+
+    socket: socket.socket
+    asked_s: float = 0.0
+    first_byte_s: float = 0.0
+    events: int = 0
+    reads_s: list[float] = field(default_factory=list)
+    """When bytes came."""
+    tail: bytes = b""
+    """The last bytes, and of an answer that is not streamed all."""
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Between two deliveries, the headers and the first event left out."""
+        times = self.reads_s[2:]
+        return [later - sooner for sooner, later in zip(times, times[1:])]
+
+
+class Server:
+    """Where requests go. Raises RuntimeError for anything but a 200."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._address = (parts.hostname or "127.0.0.1", parts.port or 80)
+
+    def connect(self) -> Stream:
+        return Stream(socket.create_connection(self._address))
+
+    def request(self, path: str, body: dict[str, object]) -> bytes:
+        """A request to the byte."""
+        data = json.dumps(body).encode()
+        return (
+            f"POST {path} HTTP/1.1\r\nhost: {self._address[0]}\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+        ).encode() + data
+
+    def get(self, path: str) -> dict[str, object]:
+        """A small JSON answer."""
+        with socket.create_connection(self._address) as one:
+            one.sendall(f"GET {path} HTTP/1.0\r\nhost: x\r\n\r\n".encode())
+            answer = b"".join(iter(lambda: one.recv(READ_BYTES), b""))
+        made: dict[str, object] = json.loads(answer.partition(b"\r\n\r\n")[2])
+        return made
+
+
+def ask(stream: Stream, request: bytes) -> None:
+    """Send a request on an idle connection."""
+    stream.asked_s, stream.first_byte_s, stream.events, stream.tail = time.perf_counter(), 0, 0, b""
+    stream.reads_s = []
+    stream.socket.setblocking(True)
+    stream.socket.sendall(request)
+    stream.socket.setblocking(False)
+
+
+def read_streams(streams: list[Stream], timeout_s: float = 120.0) -> None:
+    """Until every stream has ended."""
+    epoll = select.epoll()
+    by_number = {stream.socket.fileno(): stream for stream in streams}
+    for number in by_number:
+        epoll.register(number, select.EPOLLIN)
+    buffer = bytearray(READ_BYTES)
+    left, end_s = len(by_number), time.perf_counter() + timeout_s
+    while left:
+        ready = epoll.poll(timeout_s)
+        now = time.perf_counter()
+        if now > end_s:
+            raise RuntimeError(f"{left} streams had no end after {timeout_s:g} s")
+        for number, _ in ready:
+            stream = by_number[number]
+            size = stream.socket.recv_into(buffer)
+            data = bytes(memoryview(buffer)[:size])
+            stream.tail = stream.tail[-TAIL_BYTES:] + data
+            stream.events += data.count(EVENT)
+            stream.reads_s.append(now)
+            if len(stream.reads_s) == 1:
+                _check(stream, data, now)
+            if data.endswith(LAST):
+                epoll.unregister(number)
+                left -= 1
+            elif not size:
+                raise RuntimeError("the server hung up")
+    epoll.close()
+
+
+def _check(stream: Stream, data: bytes, now: float) -> None:
+    stream.first_byte_s = now
+    if not data.startswith((b"HTTP/1.1 200", b"HTTP/1.0 200")):
+        raise RuntimeError(data[:600].decode(errors="replace"))
+
+
+def usage_of(stream: Stream) -> int:
+    """Output tokens, as the last chunk of a stream says."""
+    for line in reversed(stream.tail.split(b"\n")):
+        if line.startswith(EVENT) and b'"usage"' in line:
+            return int(json.loads(line[len(EVENT) :])["usage"]["completion_tokens"])
+    raise RuntimeError(f"no usage in {stream.tail[-300:]!r}")
+
+
+def closed_loop(streams: list[Stream], request: bytes, seconds: float) -> list[float]:
+    """The same short request on every connection, again and again; the seconds of each answer."""
+    epoll = select.epoll()
+    by_number = {stream.socket.fileno(): stream for stream in streams}
+    for number, stream in by_number.items():
+        epoll.register(number, select.EPOLLIN)
+        ask(stream, request)
+    times: list[float] = []
+    end_s = time.perf_counter() + seconds
+    open_streams = len(streams)
+    while open_streams:
+        for number, _ in epoll.poll(60):
+            stream = by_number[number]
+            data = stream.socket.recv(READ_BYTES)
+            if not data:
+                raise RuntimeError("the server hung up")
+            stream.tail += data
+            if not _is_whole(stream.tail):
+                continue
+            now = time.perf_counter()
+            times.append(now - stream.asked_s)
+            if now < end_s:
+                stream.asked_s, stream.tail = now, b""
+                stream.socket.sendall(request)
+            else:
+                open_streams -= 1
+    epoll.close()
+    return times
+
+
+def _is_whole(answer: bytes) -> bool:
+    head, blank, body = answer.partition(b"\r\n\r\n")
+    if not blank:
+        return False
+    if not head.startswith(b"HTTP/1.1 200"):
+        raise RuntimeError(answer[:600].decode(errors="replace"))
+    place = head.lower().find(b"content-length:")
+    if place < 0:
+        return body.endswith(LAST)
+    return len(body) >= int(head[place + 15 :].split(b"\r\n", 1)[0])

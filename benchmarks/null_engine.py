@@ -1,0 +1,112 @@
+"""An engine process without a model: the real one around a device that is a clock. Every row that
+samples gets the next token of one sentence. Holds the server around it too, for a front end alone.
+
+    python benchmarks/null_engine.py --step-ms 5 -- --port 8000 --max-num-seqs 256
+"""
+
+import argparse
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tokenizers import Tokenizer
+
+from config.engine import EngineConfig
+from config.model import read_model_config
+from engine.executors.base import Executor
+from engine.lifeline import read_orders
+from engine.process import EngineOrders, run
+from hpu.step import DECODE, Masks, StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
+from server import cli, frontends
+
+BLOCK_SIZE = 128
+MAX_MODEL_LEN = 131_072
+SENTENCE = (
+    " The miller's youngest daughter, who had never seen the sea, walked for three days along the"
+    " river and asked everyone she met how much further it could possibly be to the harbour."
+)
+
+
+class NullExecutor:
+    """A device that takes `step_s` for a plan, one after the other."""
+
+    def __init__(self, ready: WorkerReady, tokens: list[int], step_s: float) -> None:
+        self._ready = ready
+        self._tokens = tokens
+        self._step_s = step_s
+        self._free_at = 0.0
+        self._running: deque[tuple[float, StepResult]] = deque()
+
+    def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
+        return self._ready
+
+    def submit(self, plan: StepPlan) -> None:
+        count = 0
+        for launch in plan.launches:
+            count += len(launch.rows) if launch.phase == DECODE else sum(launch.samples)
+        token = self._tokens[plan.step % len(self._tokens)]
+        self._free_at = max(self._free_at, time.perf_counter()) + self._step_s
+        result = StepResult(plan.step, [token] * count, seconds=[self._step_s])
+        self._running.append((self._free_at, result))
+
+    def mask(self, masks: Masks) -> None:
+        return
+
+    def has_result(self) -> bool:
+        return bool(self._running) and time.perf_counter() >= self._running[0][0]
+
+    def collect(self) -> StepResult:
+        done_at, result = self._running.popleft()
+        time.sleep(max(0.0, done_at - time.perf_counter()))
+        return result
+
+    def call(self, name: str) -> str:
+        return name
+
+    def idle(self) -> bool:
+        return False
+
+    def take_warmed(self) -> list[Warmed]:
+        return []
+
+    def close(self) -> None:
+        self._running.clear()
+
+
+def make_null_executor(
+    step_s: float, config: EngineConfig, directory: str, on_death: Callable[[str], None]
+) -> Executor:
+    """As engine.executors.select: the clock with the vocabulary of the model's folder, and blocks
+    for 256 rows of 512 tokens beside one full context."""
+    facts = read_model_config(config.model)
+    num_blocks = (256 * 512 + MAX_MODEL_LEN) // BLOCK_SIZE
+    ready = WorkerReady(
+        *(num_blocks, BLOCK_SIZE, config.max_model_len or MAX_MODEL_LEN, facts.vocab_size),
+        *(facts.eos_token_ids, [], "clock", "none", 0, 0, 0, 0, 0.0, 0.0),
+    )
+    tokenizer = Tokenizer.from_file(str(Path(config.model, "tokenizer.json")))
+    tokens = tokenizer.encode(SENTENCE, add_special_tokens=False).ids
+    return NullExecutor(ready, tokens, step_s)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--step-ms", type=float, default=0.0)
+    parser.add_argument("--engine", action="store_true", help="be the engine's process")
+    parser.add_argument("flags", nargs="*", help="flags of `gaudiserve serve`, after --")
+    arguments = parser.parse_args()
+    if arguments.engine:
+        return run(read_orders(EngineOrders), partial(make_null_executor, arguments.step_ms / 1e3))
+    # The server as it ships, but for the command that starts its engine.
+    command = [sys.executable, __file__, "--engine", f"--step-ms={arguments.step_ms}"]
+    frontends.launch = partial(frontends.launch, command=command)
+    return cli.main(["serve", *arguments.flags])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
