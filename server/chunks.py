@@ -101,7 +101,7 @@ class ChatChunks:
             index,
             json_text(text),
         )
-        return self._envelope.chunk(choice, self._extra())
+        return self._envelope.chunk(choice, self._extra() if self._counts else None)
 
     def _full(self, delta: Delta) -> bytes:
         choice: dict[str, Any] = {

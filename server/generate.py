@@ -174,6 +174,8 @@ class Generation:
         self._prompts = prompts
         self._choices = choices
         self._sequences: list[Sequence] = []
+        self._instant: list[Sequence] = []
+        """Those that there is nothing to wait for, until they are told."""
         self._boxes: dict[int, Mailbox] = {}
         """By index: the sequences that may still give something."""
         self._gets: dict[int, asyncio.Task[Update]] = {}
@@ -184,6 +186,8 @@ class Generation:
     def open(self, sequence: Sequence, mailbox: Mailbox | None) -> None:
         """Add the next choice; None when there is nothing for the engine to do."""
         self._sequences.append(sequence)
+        if sequence.is_instant:
+            self._instant.append(sequence)
         if mailbox is not None:
             self._boxes[sequence.index] = mailbox
 
@@ -200,7 +204,9 @@ class Generation:
     @property
     def num_output_tokens(self) -> int:
         """All tokens sampled so far, end tokens and matched stops included."""
-        return sum(sequence.num_output_tokens for sequence in self._sequences)
+        if len(self._sequences) == 1:
+            return self._sequences[0].num_output_tokens
+        return sum([sequence.num_output_tokens for sequence in self._sequences])
 
     @property
     def prompt_logprobs(self) -> list[list[PositionLogprobs | None] | None]:
@@ -232,9 +238,9 @@ class Generation:
         return self
 
     async def __anext__(self) -> list[Delta]:
-        unsent = [s.take_nothing() for s in self._sequences if s.is_instant and not s.is_finished]
-        if unsent and not self._aborted:
-            return unsent
+        if self._instant and not self._aborted:
+            unsent, self._instant = self._instant, []
+            return [sequence.take_nothing() for sequence in unsent]
         try:
             while self._boxes and not self._aborted:
                 updates = await self._next_updates()

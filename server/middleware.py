@@ -14,7 +14,7 @@ from config.log import PROBES
 from server.anthropic.faults import is_messages, refusal
 from server.auth import Keys
 from server.errors import CLIENT_CLOSED, ClientGone, Fault, fault_of
-from server.record import Record, keep, record_of
+from server.record import Record, keep, keep_send, record_of
 from server.schema.common import MAX_REQUEST_ID_CHARACTERS, is_header_word
 from server.state import AppState
 
@@ -36,6 +36,7 @@ class Books:
             return
         record = _open_record(scope)
         keep(scope, record)
+        keep_send(scope, send)
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -84,20 +85,13 @@ class Gate:
             await self._app(scope, receive, send)
             return
         record = record_of(scope)
-        started = False
-
-        async def watched_send(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
         try:
             self._keys.check(scope)
-            await self._app(scope, receive, watched_send)
+            await self._app(scope, receive, send)
         except ClientGone:
             record.status = CLIENT_CLOSED
         except Exception as error:  # the border: one answer, one log line
-            if started:
+            if record.status:
                 logger.exception("request %s broke in the middle of its answer", record.id)
                 return
             if isinstance(error, Overloaded):

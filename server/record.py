@@ -5,11 +5,12 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from starlette.types import Scope
+from starlette.types import Scope, Send
 
 logger = logging.getLogger(__name__)
 
 _KEY = "gaudiserve.record"
+_SEND = "gaudiserve.send"
 
 
 @dataclass(slots=True)
@@ -85,6 +86,17 @@ class Record:
 def keep(scope: Scope, record: Record) -> None:
     """Lay `record` where the handlers of this request find it."""
     scope[_KEY] = record
+
+
+def keep_send(scope: Scope, send: Send) -> None:
+    """Lay the server's own `send` where a stream finds it."""
+    scope[_SEND] = send
+
+
+def straight_send(scope: Scope) -> Send:
+    """What sends pieces of a body past all layers, which look at nothing but an answer's start."""
+    send: Send = scope[_SEND]
+    return send
 
 
 def record_of(scope: Scope) -> Record:

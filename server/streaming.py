@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from server.errors import ClientGone
+from server.record import straight_send
 from server.serving import until_gone
 
 DONE = b"data: [DONE]\n\n"
@@ -110,7 +111,7 @@ class EventStream(Response):
                 }
             )
             with contextlib.suppress(ClientGone):
-                await until_gone(receive, self._send_all(send))
+                await until_gone(receive, self._send_all(straight_send(scope)))
         finally:
             self._on_close()
 
