@@ -32,7 +32,7 @@ class Stream:
     def gaps_s(self) -> list[float]:
         """Between two deliveries, the headers and the first event left out."""
         times = self.reads_s[2:]
-        return [later - sooner for sooner, later in zip(times, times[1:])]
+        return [later - sooner for sooner, later in zip(times, times[1:], strict=False)]
 
 
 class Server:

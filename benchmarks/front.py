@@ -1,0 +1,287 @@
+"""What a front end can do, alone: the real server before an engine whose device is a clock.
+
+    python benchmarks/front.py --out benchmarks/results/front-DATE
+    python benchmarks/front.py --peer 'other=http://127.0.0.1:9000' --out ...
+
+Tokens out over many streams, short requests in, time to the first byte, what a long prompt does to
+the other streams, memory of idle streams; a peer is asked the same, but for the last two. CPU
+seconds are the main figure: they stand still when neighbours share the cores. Writes OUT.json and
+OUT.md. Run nothing else meanwhile.
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+from front_load import Server, Stream, ask, closed_loop, read_streams, usage_of
+
+Row = dict[str, object]
+CHAT = "/v1/chat/completions"
+STORY = [{"role": "user", "content": "Tell me a short story about the sea."}]
+
+
+class Watched:
+    """A server under load: its address, and the processes whose time counts as the front end's."""
+
+    def __init__(self, name: str, url: str, fronts: list[psutil.Process]) -> None:
+        self.name, self.server, self._fronts = name, Server(url), fronts
+        listed = self.server.get("/v1/models")["data"]
+        assert isinstance(listed, list)
+        self.model = listed[0]["id"]
+
+    def body(self, max_tokens: int, *, stream: bool = True, **more: object) -> dict[str, object]:
+        usage = {"stream_options": {"include_usage": True}} if stream else {}
+        fields = {"messages": STORY, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
+        return {"model": self.model, "stream": stream, **fields, **usage, **more}
+
+    def cpu_s(self) -> float:
+        return sum(sum(one.cpu_times()[:2]) for one in self._fronts)
+
+    def memory_bytes(self) -> int:
+        return sum(one.memory_full_info().uss for one in self._fronts)
+
+    def streams(self, count: int) -> list[Stream]:
+        return [self.server.connect() for _ in range(count)]
+
+
+@contextlib.contextmanager
+def our_server(step_ms: float, *flags: str, num_fronts: int = 1) -> Iterator[Watched]:
+    """The server as it ships before a null engine, stopped at the end."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, str(Path(__file__).with_name("null_engine.py"))]
+    command += [f"--step-ms={step_ms}", "--", f"--port={port}", "--max-num-seqs=256"]
+    command += [f"--api-server-count={num_fronts}", "--log-level=warning", *flags]
+    process = subprocess.Popen(command)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait_ready(process, url)
+        children = psutil.Process(process.pid).children()
+        fronts = [psutil.Process(process.pid)]
+        if num_fronts > 1:
+            fronts = [one for one in children if any("frontends" in w for w in one.cmdline())]
+        yield Watched("gaudiserve", url, fronts)
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _wait_ready(process: "subprocess.Popen[bytes]", url: str, timeout_s: float = 60) -> None:
+    end_s = time.monotonic() + timeout_s
+    while time.monotonic() < end_s and process.poll() is None:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            if Server(url).get("/ready").get("status") == "ready":
+                return
+        time.sleep(0.1)
+    raise SystemExit("the server did not start")
+
+
+def tokens_out(watched: Watched, count: int, max_tokens: int) -> Row:
+    """`count` streams at once, the second of two rounds."""
+    streams = watched.streams(count)
+    request = watched.server.request(CHAT, watched.body(max_tokens))
+    for _ in range(2):
+        cpu_s, own_s, begun_s = watched.cpu_s(), time.process_time(), time.perf_counter()
+        for stream in streams:
+            ask(stream, request)
+        read_streams(streams)
+        wall_s = time.perf_counter() - begun_s
+        cpu_s, own_s = watched.cpu_s() - cpu_s, time.process_time() - own_s
+    tokens = sum(usage_of(stream) for stream in streams)
+    gaps = sorted(gap for stream in streams for gap in stream.gaps_s)
+    _close(streams)
+    return {
+        "tokens_per_s": tokens / wall_s,
+        "tokens_per_event": tokens / (sum(stream.events for stream in streams) or 1),
+        "front_cpu_us_per_token": cpu_s / tokens * 1e6,
+        "tokens_per_front_cpu_s": tokens / cpu_s if cpu_s else 0.0,
+        "client_share_of_a_core": own_s / wall_s,
+        "gap_ms_p50": _at(gaps, 0.5) * 1e3,
+        "gap_ms_p99": _at(gaps, 0.99) * 1e3,
+    }
+
+
+def first_byte(watched: Watched, count: int) -> Row:
+    """One stream of one token after the other, on an idle server."""
+    (stream,) = watched.streams(1)
+    request = watched.server.request(CHAT, watched.body(1))
+    firsts, tokens = [], []
+    for _ in range(count):
+        ask(stream, request)
+        read_streams([stream])
+        firsts.append(stream.first_byte_s - stream.asked_s)
+        tokens.append(stream.reads_s[-1] - stream.asked_s)
+    _close([stream])
+    firsts.sort()
+    tokens.sort()
+    return {
+        "first_byte_ms_p50": _at(firsts, 0.5) * 1e3,
+        "first_byte_ms_p99": _at(firsts, 0.99) * 1e3,
+        "whole_answer_ms_p50": _at(tokens, 0.5) * 1e3,
+    }
+
+
+def requests_in(watched: Watched, count: int, seconds: float) -> Row:
+    """Short chats of one token, as fast as they are answered."""
+    streams = watched.streams(count)
+    request = watched.server.request(CHAT, watched.body(1, stream=False))
+    closed_loop(streams, request, seconds / 4)
+    cpu_s, own_s, begun_s = watched.cpu_s(), time.process_time(), time.perf_counter()
+    times = sorted(closed_loop(streams, request, seconds))
+    wall_s = time.perf_counter() - begun_s
+    cpu_s, own_s = watched.cpu_s() - cpu_s, time.process_time() - own_s
+    _close(streams)
+    return {
+        "requests_per_s": len(times) / wall_s,
+        "front_cpu_us_per_request": cpu_s / len(times) * 1e6,
+        "requests_per_front_cpu_s": len(times) / cpu_s if cpu_s else 0.0,
+        "client_share_of_a_core": own_s / wall_s,
+        "answer_ms_p50": _at(times, 0.5) * 1e3,
+        "answer_ms_p99": _at(times, 0.99) * 1e3,
+    }
+
+
+def long_prompt(watched: Watched, step_ms: float, num_tokens: int) -> Row:
+    """64 streams, alone and beside one prompt of `num_tokens`: what their gaps become."""
+    request = watched.server.request(CHAT, watched.body(300))
+    long = watched.body(1, messages=[{"role": "user", "content": " sea" * num_tokens}])
+    made: Row = {"step_ms": step_ms}
+    for name in ("alone", "beside"):
+        streams = watched.streams(64)
+        for stream in streams:
+            ask(stream, request)
+        guests = watched.streams(1) if name == "beside" else []
+        for guest in guests:
+            ask(guest, watched.server.request(CHAT, long))
+        read_streams(streams + guests)
+        gaps = sorted(gap for stream in streams for gap in stream.gaps_s)
+        made[f"gap_ms_p99_{name}"] = _at(gaps, 0.99) * 1e3
+        made[f"gap_ms_most_{name}"] = gaps[-1] * 1e3
+        _close(streams + guests)
+    return made
+
+
+def idle_streams(watched: Watched, count: int) -> Row:
+    """`count` streams that wait for a token: the memory of each, and the time of all."""
+    warm = watched.streams(100)
+    request = watched.server.request(CHAT, watched.body(4))
+    for stream in warm:
+        ask(stream, request)
+    time.sleep(3)
+    before = watched.memory_bytes()
+    streams = watched.streams(count)
+    for stream in streams:
+        ask(stream, request)
+    time.sleep(5)
+    after, cpu_s = watched.memory_bytes(), watched.cpu_s()
+    time.sleep(4)
+    idle = (watched.cpu_s() - cpu_s) / 4
+    _close(streams + warm)
+    return {"kb_per_stream": (after - before) / count / 1e3, "share_of_a_core": idle}
+
+
+def _close(streams: list[Stream]) -> None:
+    for stream in streams:
+        stream.socket.close()
+
+
+def _at(values: list[float], share: float) -> float:
+    return values[min(len(values) - 1, int(len(values) * share))] if values else 0.0
+
+
+def _ours(options: argparse.Namespace) -> dict[str, Row]:
+    made: dict[str, Row] = {}
+    with our_server(0) as watched:
+        made["idle: first byte"] = first_byte(watched, 300)
+        made["requests in, 64 connections"] = requests_in(watched, 64, options.seconds)
+        made["256 streams, no device time"] = tokens_out(watched, 256, 400)
+    for step_ms in options.step_ms:
+        with our_server(step_ms) as watched:
+            name = f"256 streams, {step_ms:g} ms a step"
+            made[name] = tokens_out(watched, 256, options.tokens)
+    with our_server(10) as watched:
+        made["a long prompt beside 64 streams"] = long_prompt(watched, 10, 100_000)
+    with our_server(60_000, "--max-num-seqs=4096", "--max-num-batched-tokens=8192") as watched:
+        made["idle streams"] = idle_streams(watched, options.idle)
+    if options.fronts > 1:
+        with our_server(0, num_fronts=options.fronts) as watched:
+            made[f"{options.fronts} front ends, 256 streams"] = tokens_out(watched, 256, 400)
+    return made
+
+
+def _peers(options: argparse.Namespace) -> dict[str, dict[str, Row]]:
+    made = {}
+    for given in options.peer:
+        name, _, rest = given.partition("=")
+        url, _, pids = rest.partition(",")
+        fronts = [psutil.Process(int(pid)) for pid in pids.split(",") if pid]
+        watched = Watched(name, url, fronts)
+        made[name] = {
+            "idle: first byte": first_byte(watched, 100),
+            "requests in, 64 connections": requests_in(watched, 64, options.seconds),
+            "256 streams, no device time": tokens_out(watched, 256, 200),
+        }
+    return made
+
+
+def _markdown(results: dict[str, dict[str, Row]]) -> str:
+    names = list(results)
+    lines = [
+        f"{datetime.date.today()}, {_machine()}; in brackets the ratio to {names[0]}.",
+        "",
+        "| what | figure | " + " | ".join(names) + " |",
+        "| --- | --- |" + " ---: |" * len(names),
+    ]
+    for what, row in results[names[0]].items():
+        for figure, value in row.items():
+            cells = [f"{value:.4g}"]
+            for name in names[1:]:
+                other = results[name].get(what, {}).get(figure)
+                shown = isinstance(other, float) and isinstance(value, float) and value
+                cells.append(f"{other:.4g} ({other / value:.2f})" if shown else "-")  # type: ignore[operator]
+            lines.append(f"| {what} | {figure} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _machine() -> str:
+    facts = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next(line.split(":")[1].strip() for line in facts if line.startswith("model name"))
+    return f"{model}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {platform.system()}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", required=True, metavar="PATH")
+    parser.add_argument("--step-ms", type=float, nargs="+", default=[4.0, 6.0])
+    parser.add_argument("--tokens", type=int, default=800, help="of a stream")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of short requests")
+    parser.add_argument("--idle", type=int, default=2000, help="idle streams")
+    parser.add_argument("--fronts", type=int, default=4, help="front ends of the last part")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=URL[,PID...]")
+    options = parser.parse_args()
+    results = {"gaudiserve": _ours(options), **_peers(options)}
+    report = _markdown(results)
+    print(report)
+    out = Path(options.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    Path(f"{out}.md").write_text(report)
+    facts = {"machine": _machine(), "date": str(datetime.date.today()), "results": results}
+    Path(f"{out}.json").write_text(json.dumps(facts, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
