@@ -6,6 +6,7 @@ import select
 import socket
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from urllib.parse import urlsplit
 
 READ_BYTES = 1 << 18
@@ -32,7 +33,7 @@ class Stream:
     def gaps_s(self) -> list[float]:
         """Between two deliveries, the headers and the first event left out."""
         times = self.reads_s[2:]
-        return [later - sooner for sooner, later in zip(times, times[1:], strict=False)]
+        return [later - sooner for sooner, later in pairwise(times)]
 
 
 class Server:
