@@ -1,116 +1,165 @@
-"""Host time of one engine turn, without any model: microseconds a decode step for several numbers
-of rows, with an empty and a long waiting line. Run: python benchmarks/host.py"""
+"""What the engine costs beside its device, which is a clock here: from a result to the next plan,
+by rows, waiting line and context; how busy the device is kept; admission; a long run.
+
+    python benchmarks/host.py --json host.json --markdown host.md
+"""
 
 import argparse
-import statistics
+import asyncio
+import datetime
+import json
+import os
+import platform
 import sys
-import time
-from array import array
-from collections import deque
-from collections.abc import Callable
 from pathlib import Path
+from statistics import mean, median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config.buckets import BucketConfig
-from config.engine import EngineConfig, ScheduleConfig
-from config.sampling import SamplingParams
-from engine.core import EngineCore
-from engine.messages import AddRequest
-from engine.prefix import block_hashes
-from hpu.buckets import BucketLimits, BucketTable
-from hpu.step import DECODE, Masks, StepPlan, StepResult, WarmupProgress, WorkerReady
+from benchmarks.host_processes import step_seconds
+from benchmarks.host_rig import watch_admission, watch_decodes, watch_growth
 
-BLOCK_SIZE = 16
-MAX_MODEL_LEN = 8192
-PROMPT_TOKENS = 64
+ROWS = (1, 8, 64, 256, 1024)
+LINES = (0, 1_000, 100_000)
+CONTEXTS = (1_024, 8_192, 32_768, 131_072)
+MOST_US = {256: 400, 1024: 1500}
+LEAST_BUSY = {5.0: 0.99, 1.0: 0.90}
+Numbers = dict[str, float]
 
 
-class NullExecutor:
-    """Answers every plan at once, with token 7 for each sampling row."""
-
-    def __init__(self, ready: WorkerReady) -> None:
-        self.seconds = 0.0
-        """Spent in here, which is not the engine's."""
-        self._ready = ready
-        self._results: deque[StepResult] = deque()
-
-    def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
-        return self._ready
-
-    def submit(self, plan: StepPlan) -> None:
-        start = time.perf_counter()
-        count = 0
-        for launch in plan.launches:
-            count += len(launch.rows) if launch.phase == DECODE else sum(launch.samples)
-        self._results.append(StepResult(plan.step, [7] * count, seconds=[0.001]))
-        self.seconds += time.perf_counter() - start
-
-    def mask(self, masks: Masks) -> None:
-        return
-
-    def has_result(self) -> bool:
-        return False
-
-    def collect(self) -> StepResult:
-        return self._results.popleft()
-
-    def close(self) -> None:
-        self._results.clear()
+def cases() -> list[tuple[int, int, int]]:
+    """(rows, waiting, context): each alone, beside an empty line and 1,024 tokens."""
+    found = [(rows, 0, CONTEXTS[0]) for rows in ROWS]
+    for rows in MOST_US:
+        found += [(rows, line, CONTEXTS[0]) for line in LINES[1:]]
+        found += [(rows, 0, context) for context in CONTEXTS[1:]]
+    return found
 
 
-def make_core(num_rows: int) -> tuple[EngineCore, NullExecutor]:
-    num_blocks = 2 * num_rows * MAX_MODEL_LEN // BLOCK_SIZE // 8
-    schedule = ScheduleConfig(
-        max_num_seqs=num_rows, max_num_batched_tokens=2048, max_waiting=200_000
-    )
-    limits = BucketLimits(
-        BLOCK_SIZE, MAX_MODEL_LEN, num_rows, 2048, schedule.prompts_a_launch(), num_blocks, True
-    )
-    ready = WorkerReady(
-        num_blocks, BLOCK_SIZE, MAX_MODEL_LEN, 1000, (2,), [], "null", "none", 0, 0, 0, 0, 0.0, 0.0
-    )
-    table = BucketTable.make(BucketConfig(strategy="exact"), limits)
-    config = EngineConfig(model="none", schedule=schedule)
-    executor = NullExecutor(ready)
-    return EngineCore(config, executor, ready, table, time.perf_counter), executor
+def measure_steps(num_steps: int, repeats: int) -> list[Numbers]:
+    """Microseconds from a result to the next plan: of all repeats the one that cost least, since
+    others may use the machine; and how many times what the same rows cost without line and context
+    that is."""
+    found: list[Numbers] = []
+    for rows, line, context in cases():
+        runs = [watch_decodes(rows, line, context, num_steps) for _ in range(repeats)]
+        best = min(runs, key=lambda times: median(times.cpu))
+        cpu = sorted(best.cpu)
+        numbers: Numbers = {"rows": rows, "waiting": line, "context": context}
+        numbers["wall_us"] = min(median(times.wall) for times in runs) * 1e6
+        numbers["cpu_us"] = median(cpu) * 1e6
+        numbers["cpu_p99_us"] = cpu[len(cpu) * 99 // 100] * 1e6
+        plain = next((one for one in found if one["rows"] == rows), numbers)
+        numbers["ratio"] = numbers["cpu_us"] / plain["cpu_us"]
+        found.append(numbers)
+        _tell(f"{rows} rows, {line} waiting, context {context}: {numbers['cpu_us']:.0f} us")
+    return found
 
 
-def measure(num_rows: int, num_waiting: int, num_steps: int) -> tuple[float, float]:
-    """Median and 99th percentile of a turn, in microseconds, with all rows decoding."""
-    core, executor = make_core(num_rows)
-    for key in range(num_rows + num_waiting):
-        prompt = memoryview(array("I", [key % 997] * PROMPT_TOKENS).tobytes())
-        core.add(
-            AddRequest(key, prompt, SamplingParams(max_tokens=num_steps + 1000, ignore_eos=True)),
-            block_hashes(prompt, BLOCK_SIZE),
+def measure_overlap(repeats: int) -> list[Numbers]:
+    """The share of the time that the device of real processes computes, best of all repeats."""
+    found: list[Numbers] = []
+    for rows, step_ms in ((256, 5.0), (256, 1.0), (1024, 5.0)):
+        runs = [
+            asyncio.run(step_seconds(rows, step_ms / 1e3, int(4000 / step_ms)))
+            for _ in range(repeats)
+        ]
+        least = min(mean(seconds) for seconds in runs)
+        numbers: Numbers = {"rows": rows, "step_ms": step_ms}
+        numbers["busy"] = step_ms / 1e3 / least
+        numbers["busy_median_step"] = step_ms / 1e3 / min(median(seconds) for seconds in runs)
+        found.append(numbers)
+        _tell(f"{rows} rows, {step_ms} ms a step: busy {numbers['busy']:.1%}")
+    return found
+
+
+def measure_rest(growth_steps: int) -> Numbers:
+    """Admission of 10,000 requests of 1,000 tokens, and a run of so many steps."""
+    admission = watch_admission(10_000, 1_000)
+    _tell(f"10,000 requests queued in {admission.queue_s:.2f} s, gone in {admission.abort_s:.2f} s")
+    growth = watch_growth(growth_steps)
+    return {
+        "queue_s": admission.queue_s,
+        "abort_s": admission.abort_s,
+        "growth_steps": growth_steps,
+        "early_us": growth.early_s * 1e6,
+        "late_us": growth.late_s * 1e6,
+        "growth_mib": growth.resident / 2**20,
+    }
+
+
+def markdown(steps: list[Numbers], overlap: list[Numbers], rest: Numbers) -> str:
+    """All tables, with date and machine."""
+    lines = [
+        f"# The host's part, {datetime.date.today().isoformat()}",
+        "",
+        f"`python benchmarks/host.py`, {machine()}. The device is a clock; prefix cache on.",
+        "",
+        "From a result to the next plan, messages to worker and front end encoded: medians.",
+        "",
+        "| rows | waiting | context | us | us of the processor | 99th percentile "
+        "| times the plain case | goal |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for one in steps:
+        most = MOST_US.get(int(one["rows"]))
+        lines.append(
+            f"| {one['rows']:.0f} | {one['waiting']:.0f} | {one['context']:.0f} | "
+            f"{one['wall_us']:.0f} | {one['cpu_us']:.0f} | {one['cpu_p99_us']:.0f} | "
+            f"{one['ratio']:.2f} | {f'under {most} us' if most else ''} |"
         )
-    while core.stats().running < num_rows:
-        core.turn()
-    for _ in range(50):
-        core.turn()
-    times = []
-    for _ in range(num_steps):
-        executor.seconds = 0.0
-        start = time.perf_counter()
-        core.turn()
-        times.append(time.perf_counter() - start - executor.seconds)
-    times.sort()
-    return statistics.median(times) * 1e6, times[int(len(times) * 0.99)] * 1e6
+    lines += ["", "| rows | device's step | busy | in the median step | goal |"]
+    lines += ["| ---: | ---: | ---: | ---: | --- |"]
+    for one in overlap:
+        least = LEAST_BUSY[one["step_ms"]] if one["rows"] == 256 else None
+        lines.append(
+            f"| {one['rows']:.0f} | {one['step_ms']:g} ms | {one['busy']:.1%} | "
+            f"{one['busy_median_step']:.1%} | {f'at least {least:.0%}' if least else ''} |"
+        )
+    lines += [
+        "",
+        "| what | measured | goal |",
+        "| --- | ---: | --- |",
+        f"| 10,000 requests of 1,000 tokens decoded, hashed and queued | {rest['queue_s']:.2f} s "
+        "| under 2 s |",
+        f"| all of them aborted | {rest['abort_s']:.3f} s | under 1 s |",
+        f"| a step in the first and last tenth of {rest['growth_steps']:,.0f} | "
+        f"{rest['early_us']:.0f} us, {rest['late_us']:.0f} us | no growth |",
+        f"| resident memory meanwhile | {rest['growth_mib']:+.1f} MiB | no growth |",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def machine() -> str:
+    """Processor, cores and Python."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), "unknown")
+    return f"{model}, {os.cpu_count()} cores, Python {platform.python_version()}"
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256])
-    parser.add_argument("--waiting", type=int, nargs="+", default=[0, 100_000])
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=500, help="steps watched of each case")
+    parser.add_argument("--repeats", type=int, default=3, help="of which the cheapest counts")
+    parser.add_argument("--growth-steps", type=int, default=1_000_000)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()
-    print("| rows | waiting | median us a turn | 99th percentile us |")
-    print("| ---: | ---: | ---: | ---: |")
-    for num_waiting in arguments.waiting:
-        for num_rows in arguments.rows:
-            median, high = measure(num_rows, num_waiting, arguments.steps)
-            print(f"| {num_rows} | {num_waiting} | {median:.0f} | {high:.0f} |", flush=True)
+    steps = measure_steps(arguments.steps, arguments.repeats)
+    overlap = measure_overlap(arguments.repeats)
+    rest = measure_rest(arguments.growth_steps)
+    table = markdown(steps, overlap, rest)
+    print(table, end="")
+    if arguments.markdown:
+        arguments.markdown.write_text(table)
+    if arguments.json:
+        found = {"date": datetime.date.today().isoformat(), "machine": machine()}
+        text = json.dumps({**found, "steps": steps, "overlap": overlap, "rest": rest}, indent=1)
+        arguments.json.write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,52 @@
+"""A device that is a clock behind the real processes of a server without its front end: how much of
+the time it is busy. Knows no tables and no command."""
+
+import asyncio
+
+from benchmarks.host_rig import make_config
+from benchmarks.null_device import null_engine_command
+from config.sampling import SamplingParams
+from engine.client import ZmqClient
+from engine.launch import launch
+from engine.messages import EngineStats
+from engine.process import front_end_endpoint
+from engine.wire import SocketDirectory
+
+WARM_STEPS = 200
+PROMPT_TOKENS = 128
+
+
+async def step_seconds(num_rows: int, step_s: float, num_steps: int) -> list[float]:
+    """Of steps in which all rows decode on a device of `step_s` a step: how long each took it,
+    with the time before that it had nothing to do. `step_s` is the least there can be."""
+    config = make_config(num_rows, PROMPT_TOKENS + 3 * num_rows + WARM_STEPS + 2 * num_steps)
+    directory = SocketDirectory()
+    client = ZmqClient(
+        front_end_endpoint(directory.path, 0),
+        0,
+        max_queued_requests=num_rows,
+        max_queued_prompt_tokens=num_rows * PROMPT_TOKENS,
+    )
+    found: list[float] = []
+    enough = asyncio.Event()
+
+    def hear(stats: EngineStats) -> None:
+        if stats.running == num_rows:
+            found.extend(seconds for _, seconds in stats.step_seconds)
+        if len(found) >= WARM_STEPS + num_steps:
+            enough.set()
+
+    client.on_stats(hear)
+    await client.start()
+    engine = launch(config, directory.path, 1, command=null_engine_command(step_s))
+    try:
+        await asyncio.wait_for(client.wait_ready(), 60)
+        params = SamplingParams(max_tokens=config.max_model_len, ignore_eos=True)
+        for row in range(num_rows):
+            client.add(bytes(4 * PROMPT_TOKENS), params, cache_salt=str(row))
+        await asyncio.wait_for(enough.wait(), 60 + 4 * num_steps * step_s)
+        return found[WARM_STEPS : WARM_STEPS + num_steps]
+    finally:
+        engine.close()
+        await client.close()
+        directory.close()

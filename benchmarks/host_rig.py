@@ -1,0 +1,235 @@
+"""What benchmarks/host.py measures with: the engine's own loop before a null device, and a watch
+that stands between a result and the next plan. Knows no tables and no command."""
+
+import gc
+import resource
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator, MutableSequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import msgspec
+
+from benchmarks.null_device import NullDevice
+from config.buckets import BucketConfig
+from config.engine import CacheConfig, EngineConfig, ScheduleConfig
+from config.sampling import SamplingParams
+from engine.core import EngineCore
+from engine.loop import EngineLoop, make_table
+from engine.messages import AddRequest, FromEngine, StepTokens
+from engine.prefix import block_hashes
+from hpu.step import FromWorker, StepPlan, StepResult
+
+BUDGET = 8192
+"""Tokens a step, as a card has."""
+PREFILL_STEPS = 64
+"""Long contexts get a larger budget: as much as it takes to be computed in so many steps."""
+WAITING_TOKENS = 64
+WARM_STEPS = 32
+
+encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(FromWorker).decode
+
+
+class Measured(Exception):
+    """Enough steps were seen; how a loop is ended."""
+
+
+@dataclass
+class Times:
+    """Of each step that was watched, in seconds: from a result's arrival until the next plan was
+    encoded; by the wall's clock, and the processor's time of the engine's thread."""
+
+    wall: MutableSequence[float] = field(default_factory=lambda: array("d"))
+    cpu: MutableSequence[float] = field(default_factory=lambda: array("d"))
+
+
+class Watched(NullDevice):
+    """A device that is never done before it has its next plan, reached by messages as a worker's
+    process is: every plan is encoded, every result decoded. The watch runs meanwhile.
+
+    Watches `num_steps` steps of those behind `WARM_STEPS` plans that `counts` says yes to.
+    """
+
+    def __init__(
+        self, config: EngineConfig, num_steps: int, counts: Callable[[StepPlan], bool]
+    ) -> None:
+        super().__init__(config)
+        self.times = Times()
+        self._left = num_steps
+        self._warm_left = WARM_STEPS
+        self._counts = counts
+        self._since: tuple[float, float] | None = None
+
+    def submit(self, plan: StepPlan) -> None:
+        encode(plan)
+        if self._counts(plan):
+            self._take_time()
+        super().submit(plan)
+
+    def _take_time(self) -> None:
+        if self._warm_left:
+            self._warm_left -= 1
+        elif self._since is not None:
+            self.times.wall.append(time.perf_counter() - self._since[0])
+            self.times.cpu.append(time.thread_time() - self._since[1])
+            self._left -= 1
+            if not self._left:
+                raise Measured
+
+    def has_result(self) -> bool:
+        return False
+
+    def collect(self) -> StepResult:
+        frame = encode(super().collect())
+        self._since = (time.perf_counter(), time.thread_time())
+        result = _decode(frame)
+        assert isinstance(result, StepResult)
+        return result
+
+
+def make_config(
+    num_rows: int,
+    longest: int,
+    *,
+    block_size: int = 128,
+    strategy: str = "exponential",
+) -> EngineConfig:
+    """An engine for so many rows of so many tokens, with a little more KV cache than they need."""
+    num_blocks = int(1.02 * num_rows * -(-longest // block_size)) + 2
+    return EngineConfig(
+        model="none",
+        max_model_len=longest,
+        cache=CacheConfig(block_size=block_size, num_blocks=num_blocks),
+        schedule=ScheduleConfig(
+            max_num_seqs=num_rows,
+            max_num_batched_tokens=max(BUDGET, num_rows * longest // PREFILL_STEPS),
+            max_waiting=1_000_000,
+        ),
+        buckets=BucketConfig(strategy=strategy),
+    )
+
+
+def prompts(lengths: Iterable[int], *, max_tokens: int, first_key: int = 0) -> Iterator[AddRequest]:
+    """Requests that share no prefix and never stop by themselves; their prompts share memory."""
+    lengths = list(lengths)
+    whole = memoryview(bytes(4 * max(lengths, default=0)))
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    for key, length in enumerate(lengths, first_key):
+        yield AddRequest(key, whole[: 4 * length], params, cache_salt=str(key))
+
+
+def spread(count: int, length: int, block_size: int) -> list[int]:
+    """So many lengths from `length` on, so that not all rows fill their blocks at once."""
+    return [length + 37 * i % block_size for i in range(count)]
+
+
+def run(
+    config: EngineConfig,
+    device: NullDevice,
+    requests: Iterable[AddRequest],
+    on_tokens: Callable[[EngineLoop, StepTokens], None] = lambda loop, tokens: None,
+) -> None:
+    """Serve `requests` with the loop of an engine's process until the device has measured enough.
+
+    What goes to the front end is encoded as in that process, on the thread that is watched.
+    """
+
+    def emit(front_end: int | None, message: FromEngine) -> None:
+        encode(message)
+        if isinstance(message, StepTokens):
+            on_tokens(loop, message)
+
+    loop = EngineLoop(config, emit, num_front_ends=1)
+    loop._block_size = config.cache.block_size
+    for request in requests:
+        loop.receive(0, request)
+    try:
+        loop.run(device, freeze_garbage=True)
+    except Measured:
+        pass
+    finally:
+        gc.unfreeze()
+
+
+def watch_decodes(num_rows: int, num_waiting: int, context: int, num_steps: int) -> Times:
+    """Times of steps in which all rows decode behind `context` tokens or more."""
+    config = make_config(num_rows, context + num_steps + 1024)
+    block_size = config.cache.block_size or 0
+    device = Watched(config, num_steps, lambda plan: len(plan.launches[0].rows) == num_rows)
+    lengths = spread(num_rows, context, block_size) + [WAITING_TOKENS] * num_waiting
+    run(config, device, prompts(lengths, max_tokens=num_steps + 512))
+    return device.times
+
+
+@dataclass
+class Admission:
+    """Seconds of the processor, on one thread: what a queue's requests cost from the first frame
+    until they stand in line, and what it costs to forget them all."""
+
+    queue_s: float
+    abort_s: float
+
+
+def watch_admission(num_requests: int, num_tokens: int) -> Admission:
+    """Decode, hash and queue so many requests, then abort all: those in rows, those in line."""
+    config = make_config(256, num_tokens + 512)
+    device = NullDevice(config)
+    ready = device.start(lambda progress: None)
+    core = EngineCore(config, device, ready, make_table(config, ready), time.monotonic)
+    frames = [encode(one) for one in prompts([num_tokens] * num_requests, max_tokens=500)]
+    take = msgspec.msgpack.Decoder(AddRequest).decode
+    start = time.thread_time()
+    for frame in frames:
+        request = take(frame)
+        core.add(request, block_hashes(request.prompt, ready.block_size, request.cache_salt))
+    queue_s = time.thread_time() - start
+    while core.stats().running < config.schedule.max_num_seqs:
+        core.turn()
+    assert core.num_open == num_requests, f"{core.num_open} of {num_requests} are in line"
+    start = time.thread_time()
+    core.abort(range(num_requests))
+    abort_s = time.thread_time() - start
+    assert core.num_open == 0, f"{core.num_open} are left"
+    return Admission(queue_s, abort_s)
+
+
+@dataclass
+class Growth:
+    """The processor's time of a step early and late in a long run, and memory in bytes."""
+
+    early_s: float
+    late_s: float
+    resident: int
+
+
+def watch_growth(num_steps: int, num_rows: int = 8) -> Growth:
+    """Requests come and end, so many at once, for so many steps: medians of the first and of the
+    last tenth, and what resident memory grew by from the end of the first tenth on."""
+    config = make_config(num_rows, 256, block_size=16)
+    tenth = num_steps // 10
+    device = Watched(config, num_steps, lambda plan: True)
+    lengths = [32 + 11 * index % 61 for index in range(97)]
+    resident: list[int] = []
+    made = num_rows
+
+    def refill(loop: EngineLoop, tokens: StepTokens) -> None:
+        nonlocal made
+        if not resident and len(device.times.cpu) >= tenth:
+            resident.append(_resident())
+        for _ in tokens.finished:
+            for request in prompts([lengths[made % 97]], max_tokens=made % 59 + 5, first_key=made):
+                loop.receive(0, request)
+            made += 1
+
+    run(config, device, prompts(lengths[:num_rows], max_tokens=40), refill)
+    cpu = device.times.cpu
+    held = 2 * 8 * (num_steps - tenth)
+    return Growth(median(cpu[:tenth]), median(cpu[-tenth:]), _resident() - resident[0] - held)
+
+
+def _resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()

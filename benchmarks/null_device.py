@@ -1,0 +1,133 @@
+"""A device that is a clock: tokens after a chosen time, zero included, and no model. As an
+executor, as a worker in a process of its own, and as an engine around that. Knows no benchmark."""
+
+import argparse
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from config.engine import EngineConfig
+from engine.executors import child
+from engine.executors.base import Executor
+from engine.executors.multiproc import MultiprocExecutor
+from engine.lifeline import read_orders
+from engine.process import EngineOrders
+from engine.process import run as run_engine
+from hpu.buckets import BucketLimits, BucketTable
+from hpu.step import DECODE, Masks, StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
+
+VOCAB_SIZE, END_TOKEN, TOKEN = 50_000, 2, 7
+
+
+class NullDevice:
+    """Takes `step_s` for a plan, one after the other, and gives every sampling row token 7.
+
+    The seconds that a result tells are those of its step and those that the device had nothing to
+    do before it.
+    """
+
+    lacks_masks = False
+
+    def __init__(self, config: EngineConfig, step_s: float = 0.0) -> None:
+        self._ready = null_ready(config)
+        self._step_s = step_s
+        self._free_at = 0.0
+        self._running: deque[tuple[float, StepResult]] = deque()
+
+    def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
+        return self._ready
+
+    def submit(self, plan: StepPlan) -> None:
+        begin = max(self._free_at, time.perf_counter())
+        seconds = begin - self._free_at + self._step_s
+        self._free_at = begin + self._step_s
+        result = StepResult(plan.step, [TOKEN] * num_sampling(plan), seconds=[seconds])
+        self._running.append((self._free_at, result))
+
+    def mask(self, masks: Masks) -> None:
+        return
+
+    def has_result(self) -> bool:
+        return bool(self._running) and time.perf_counter() >= self._running[0][0]
+
+    def collect(self) -> StepResult:
+        done_at, result = self._running.popleft()
+        if (left := done_at - time.perf_counter()) > 0:
+            time.sleep(left)
+        return result
+
+    def call(self, name: str) -> str:
+        return name
+
+    def idle(self) -> None:
+        return None
+
+    def take_warmed(self) -> list[Warmed]:
+        return []
+
+    def close(self) -> None:
+        self._running.clear()
+
+
+def num_sampling(plan: StepPlan) -> int:
+    """Rows that sample in a plan."""
+    return sum(
+        len(launch.rows) if launch.phase == DECODE else sum(launch.samples)
+        for launch in plan.launches
+    )
+
+
+def null_ready(config: EngineConfig) -> WorkerReady:
+    """A worker with the cache and the context that `config` asks for, which must be set, and with
+    every bucket of the strategy that it names."""
+    cache, schedule, longest = config.cache, config.schedule, config.max_model_len
+    assert cache.num_blocks and cache.block_size and longest, "a null device measures nothing"
+    limits = BucketLimits(
+        block_size=cache.block_size,
+        max_model_len=longest,
+        max_num_seqs=schedule.max_num_seqs,
+        max_num_batched_tokens=schedule.max_num_batched_tokens,
+        max_prefill_batch=schedule.prompts_a_launch(),
+        num_blocks=cache.num_blocks,
+        prefix_caching=cache.enable_prefix_caching,
+    )
+    buckets = BucketTable.make(config.buckets, limits).buckets
+    return WorkerReady(
+        *(cache.num_blocks, cache.block_size, longest, VOCAB_SIZE, (END_TOKEN,), buckets),
+        *("null", "none", 0, 0, 0, 0, 0.0, 0.0),
+    )
+
+
+def null_engine_command(step_s: float) -> list[str]:
+    """How to start an engine's process, which starts a worker's with a NullDevice."""
+    return _command("engine", step_s)
+
+
+def _command(process: str, step_s: float) -> list[str]:
+    return [sys.executable, __file__, process, str(step_s)]
+
+
+def _make_executor(
+    step_s: float, config: EngineConfig, directory: str, on_death: Callable[[str], None]
+) -> Executor:
+    return MultiprocExecutor(config, directory, on_death, command=_command("worker", step_s))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("process", choices=("engine", "worker"))
+    parser.add_argument("step_s", type=float)
+    arguments = parser.parse_args()
+    step_s: float = arguments.step_s
+    if arguments.process == "engine":
+        return run_engine(read_orders(EngineOrders), partial(_make_executor, step_s))
+    return child.run(read_orders(child.WorkerOrders), partial(NullDevice, step_s=step_s))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
