@@ -318,6 +318,10 @@ class EngineCore:
             return []
         return self._send()
 
+    def news(self) -> list[tuple[int, StepTokens]]:
+        """What front-ends must hear by now, as of `turn`."""
+        return self._send() if self._has_news else []
+
     def _tell(self, decision: Decision) -> None:
         now = self._clock()
         for request, num_cached in decision.started:

@@ -224,7 +224,11 @@ class EngineLoop:
         elif isinstance(message, Abort):
             core.abort(message.keys)
         else:
-            self._emit(front_end, _answer(core, message))
+            reply = _answer(core, message)
+            # Whoever hears the answer knows what it changed: that the engine is awake, say.
+            for other, tokens in core.news():
+                self._emit(other, tokens)
+            self._emit(front_end, reply)
 
 
 def make_table(config: EngineConfig, worker: WorkerReady) -> BucketTable:

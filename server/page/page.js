@@ -2,7 +2,7 @@
 // to the model. Texts stay in this page; an API key stays in this tab's session storage.
 "use strict";
 
-const EVERY_MS = 2000, MOST_ROWS = 12, MOST_TOKENS = 1024, KEY = "gaudiserve-key";
+const EVERY_MS = 2000, MOST_ROWS = 12, KEY = "gaudiserve-key";
 const at = (id) => document.getElementById(id);
 const talk = [];
 let shown = "launches", shapes = [], answering = null, model = null;
@@ -164,7 +164,7 @@ async function ask(question) {
     const answer = await fetch("v1/chat/completions", {
       method: "POST",
       headers: { "Content-Type": "application/json", ...headers() },
-      body: JSON.stringify({ model, messages: talk, stream: true, max_completion_tokens: MOST_TOKENS }),
+      body: JSON.stringify({ model, messages: talk, stream: true }),
       signal: answering.signal,
     });
     if (!answer.ok) throw new Error((await answer.json()).error.message);
