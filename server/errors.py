@@ -1,6 +1,7 @@
 """Exceptions to OpenAI error bodies, and nothing else on the wire. Knows no route."""
 
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,9 @@ MAX_MESSAGE_CHARACTERS = 900
 """With the rest of the body and multi-byte characters cut to ASCII, under 1 kB."""
 MAX_PROBLEMS = 3
 CLIENT_CLOSED = 499
+_KIND = re.compile(r"str|int|float|bool|(list|dict)\[.*")
+_OBJECT = re.compile(r"a valid dictionary( or instance of \w+)?")
+"""Words for types that only we can know, in what pydantic says."""
 
 
 class RequestTooLarge(UserError):
@@ -133,10 +137,12 @@ def problem_with(error: ValidationError) -> UserError:
 
 
 def _problem(problem: Any) -> str:
-    name = ".".join(str(step)[:40] for step in problem["loc"][:4]) or "the body"
+    steps = [str(step)[:40] for step in problem["loc"][:4]]
+    # Which kind of several that a field may have was tried is a step too.
+    name = ".".join(step for step in steps if not _KIND.fullmatch(step)) or "the body"
     if problem["type"] == "missing":
         return f"{name} is missing"
-    message = problem["msg"].removeprefix("Value error, ")
+    message = _OBJECT.sub("an object", problem["msg"].removeprefix("Value error, "))
     given = problem["input"]
     shown = f" (it is {given!r:.40})" if isinstance(given, (bool, int, float)) else ""
     if isinstance(given, str):

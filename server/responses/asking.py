@@ -25,6 +25,12 @@ _NAMES = {
     "response_format": "text",
 }
 """What a chat's fields are called here."""
+_WORDS = (
+    ("].function", "]"),
+    ("reasoning_effort", "reasoning.effort"),
+    ("response_format", "text.format"),
+)
+"""And in what is said of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +49,8 @@ def as_response_fields() -> Iterator[None]:
         yield
     except UserError as error:
         error.param = _NAMES.get(error.param or "", error.param)
-        error.message = error.message.replace("].function", "]")
-        error.message = error.message.replace("response_format", "text.format")
+        for word, shown in _WORDS:
+            error.message = error.message.replace(word, shown)
         raise
 
 

@@ -407,6 +407,13 @@ async def test_what_cannot_be_done_is_refused_by_its_field(fields: Any, param: s
         assert not rig.client.boxes
 
 
+async def test_a_refusal_calls_a_field_by_the_name_it_has_here() -> None:
+    async with speaking("x") as rig:
+        refused = await rig.post(ROUTE, {"input": "hi", "reasoning": {"effort": "immense"}})
+
+        assert error_of(refused)[2].startswith("reasoning.effort: ")
+
+
 async def test_nulls_strangers_and_harmless_fields_are_taken() -> None:
     async with speaking("x") as rig:
         names = (await rig.http.get("/openapi.json")).json()
