@@ -93,7 +93,8 @@ def markdown(steps: list[Numbers], overlap: list[Numbers], rest: Numbers) -> str
     lines = [
         f"# The host's part, {datetime.date.today().isoformat()}",
         "",
-        f"`python benchmarks/host.py`, {machine()}. The device is a clock; prefix cache on.",
+        f"`python benchmarks/host.py`, {machine()}.",
+        "The device is a clock; prefix cache on.",
         "",
         "From a result to the next plan, messages to worker and front end encoded: medians.",
         "",
