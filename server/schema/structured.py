@@ -43,7 +43,8 @@ def spec_of(
             )
         found["structured_outputs"] = spec
     for name, value in others.items():
-        found[name] = _renamed(name, {FIELDS[name]: value})
+        if value is not None:
+            found[name] = _renamed(name, {FIELDS[name]: value})
     fields = [(name, spec) for name, spec in found.items() if spec is not None]
     if len(fields) > 1:
         names = " and ".join(name for name, _ in fields)
