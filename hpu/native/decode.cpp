@@ -2,8 +2,8 @@
 // AMX where it is there. Knows no tensors: pointers come from hpu/native/library.py.
 //
 // What torch does in some six hundred operators a step is one call here, in one parallel region.
-// Everything rounds to bfloat16 where the torch path does; sums are float32. Weights lie in panels
-// of 16 outputs, two inputs side by side, which both the dot products and the tiles read.
+// What lies in memory between two operations is bfloat16, as on the torch path; sums are float32.
+// Weights lie in panels of 16 outputs, two inputs side by side, as dot products and tiles read them.
 
 #include <immintrin.h>
 #include <omp.h>
@@ -95,11 +95,7 @@ inline void finish(const Product& by, const float* sums, int64_t row_stride, int
       const int64_t at = (panel + q) * PANEL;
       if (by.bias) sum = _mm512_add_ps(sum, load(by.bias + at));
       bf16* place = (total ? total : out) + (row + r) * by.outputs + at;
-      if (total) {
-        bf16 rounded[PANEL];
-        store(rounded, sum);
-        sum = _mm512_fmadd_ps(_mm512_set1_ps(alpha), load(rounded), load(place));
-      }
+      if (total) sum = _mm512_fmadd_ps(_mm512_set1_ps(alpha), sum, load(place));
       store(place, sum);
     }
 }
@@ -369,10 +365,8 @@ void turn(const Model& m, const Layer& layer, const Step& s, int64_t row, int64_
   const int64_t half = m.rotated / 2;
   alignas(64) bf16 turned[MOST_HEAD];
   for (int64_t d = 0; d < m.rotated; d += 16) {
-    alignas(64) bf16 straight[16], crossed[16];
-    store(straight, _mm512_mul_ps(load(x + d), load(cos + d)));
-    store(crossed, _mm512_mul_ps(load(x + (d < half ? d + half : d - half)), load(sin + d)));
-    store(turned + d, _mm512_add_ps(load(straight), load(crossed)));
+    const __m512 crossed = _mm512_mul_ps(load(x + (d < half ? d + half : d - half)), load(sin + d));
+    store(turned + d, _mm512_fmadd_ps(load(x + d), load(cos + d), crossed));
   }
   std::memcpy(x, turned, m.rotated * sizeof(bf16));
 }
@@ -393,9 +387,8 @@ void file_group(const Model& m, const Layer& layer, const Step& s, int64_t row, 
 inline void gate(const bf16* gates, const bf16* ups, bf16* out) {
   const __m512 x = load(gates);
   const __m512 grown = exponential(_mm512_sub_ps(_mm512_setzero_ps(), x));
-  alignas(64) bf16 opened[16];
-  store(opened, _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1), grown)));
-  store(out, _mm512_mul_ps(load(opened), load(ups)));
+  const __m512 opened = _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1), grown));
+  store(out, _mm512_mul_ps(opened, load(ups)));
 }
 
 // Scratch of one call, kept for the next one of this thread.
