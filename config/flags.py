@@ -280,7 +280,7 @@ SERVER = (
         "server",
         "keep_alive_s",
         "HTTP",
-        "Seconds of silence before a comment is sent on a stream; 0: never",
+        "Seconds between comments that keep a stream alive through proxies; 0: never",
         name="keep-alive",
     ),
     Flag(

@@ -46,7 +46,7 @@ class ServerConfig:
     stream_interval: int = 1
     """Tokens gathered before a chunk is sent."""
     keep_alive_s: float = 0.0
-    """Seconds of silence before a comment is sent on a stream; 0: never."""
+    """Seconds between comments that keep a stream alive through proxies; 0: never."""
     responses_store_max_count: int = 10_000
     """Responses that are kept, for each front-end; 0: none."""
     responses_store_max_bytes: int = 256 * 2**20
