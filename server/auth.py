@@ -25,7 +25,9 @@ class Keys:
             return
         offered = _offered(scope)
         if not offered:
-            raise BadKey("No API key was given; send it as 'Authorization: Bearer KEY'.")
+            raise BadKey(
+                "No API key was given; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
+            )
         # Every pair is compared, so that the time says nothing of which one came near.
         matches = [hmac.compare_digest(one, key) for one in offered for key in self._keys]
         if not any(matches):

@@ -54,6 +54,7 @@ class Pooling:
         self._at_once = at_once
         self._boxes: deque[tuple[int, Mailbox]] = deque()
         self._vectors: dict[int, Vectors] = {}
+        self._is_cut = False
         self.cached_tokens = [0] * len(inputs)
         """Of each input, found in the prefix cache."""
         self.num_preemptions = 0
@@ -70,7 +71,9 @@ class Pooling:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of all inputs."""
+        """Of all inputs; once it was cut short, of those that were done by then."""
+        if self._is_cut:
+            return sum(len(self._inputs[place].token_ids) for place in self._vectors)
         return sum(len(one.token_ids) for one in self._inputs)
 
     @property
@@ -122,6 +125,7 @@ class Pooling:
 
     def abort(self) -> None:
         """Forget what is still open, now. Iteration ends; safe at any moment, and twice."""
+        self._is_cut = self._is_cut or bool(self._boxes or self._unsent)
         self._unsent.clear()
         boxes, self._boxes = self._boxes, deque()
         if boxes:

@@ -36,7 +36,7 @@ class Serving:
         """`params` is None for a request that samples nothing."""
         self.generation = generation
         self._params = params
-        self._num_open = num_sequences
+        self._num_sequences = self._num_open = num_sequences
         self._record = record
         self._metrics = metrics
         self._cut: str | None = None
@@ -77,7 +77,7 @@ class Serving:
             self._metrics.sequence_ended(reason, self._num_open)
             self._reasons[reason] = None
         self._write_record()
-        if self._num_by_choice or not self._num_open:
+        if self._num_by_choice or self._num_open < self._num_sequences:
             self._observe_request()
 
     def _observe(self, deltas: list[Delta]) -> None:

@@ -366,6 +366,22 @@ async def test_a_server_that_shuts_down_says_so_to_who_still_waits() -> None:
     assert len(engine.aborted) == 2
 
 
+async def test_a_request_that_is_cut_counts_the_tokens_of_what_was_done() -> None:
+    engine = client()
+    engine.answers = False
+    async with in_memory(engine) as rig:
+        asking = asyncio.ensure_future(embed(rig, ["hello", "b"]))
+        await sent(engine, 2)
+        engine.boxes[0].say(finish="stop", vectors=np.ones((1, 8), "<f4"))
+        await asyncio.sleep(0.05)
+        for serving in list(rig.state.servings):
+            serving.cut("The server is shutting down.")
+        error(await asking, 503)
+
+        assert await rig.metric("vllm:prompt_tokens_total") == len(ids("hello"))
+        assert await rig.metric("vllm:request_success_total") == 2
+
+
 async def test_an_engine_that_dies_is_a_500() -> None:
     engine = client()
     engine.answers = False
