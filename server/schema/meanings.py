@@ -144,7 +144,8 @@ OWN: Mapping[str, Mapping[str, str]] = {
     "MessagesBody": {
         "max_tokens": "Tokens that may be generated, at least 1.",
         "metadata": _NO_EFFECT,
-        "stop_sequences": "Texts that end the answer, which then does not hold them.",
+        "stop_sequences": "Texts that end the answer, which then does not hold them; as many as "
+        "`--max-stop-strings` allows.",
     },
     "CountBody": {
         "output_config": "effort, and format: a JSON schema that the answer is held to.",
