@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from live import LiveServer
 from playwright.sync_api import Page, expect, sync_playwright
@@ -40,6 +41,10 @@ def test_somebody_talks_to_the_model_and_sees_the_figures_move(
     page.on("pageerror", lambda error: said.append(str(error)))
     foreign: list[str] = []
     page.on("request", lambda request: foreign.append(request.url))
+    # As many as the page shows, so that its bars are all there.
+    for _ in range(100):
+        asked = {"prompt": "a", "max_tokens": 1}
+        httpx.post(f"{server.url}/v1/completions", json=asked, timeout=30).raise_for_status()
     page.goto(f"{server.url}/")
     expect(page.locator("#status")).to_have_text("ready", timeout=PATIENCE_MS)
 
