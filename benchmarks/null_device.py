@@ -5,7 +5,7 @@ import argparse
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +25,8 @@ VOCAB_SIZE, END_TOKEN, TOKEN = 50_000, 2, 7
 
 
 class NullDevice:
-    """Takes `step_s` for a plan, one after the other, and gives every sampling row token 7.
+    """Takes `step_s` for a plan, one after the other, and gives every sampling row of a step the
+    next of `tokens`. `ready` is what it says of itself; None: what `config` asks for.
 
     The seconds that a result tells are those of its step and those that the device had nothing to
     do before it.
@@ -33,8 +34,16 @@ class NullDevice:
 
     lacks_masks = False
 
-    def __init__(self, config: EngineConfig, step_s: float = 0.0) -> None:
-        self._ready = null_ready(config)
+    def __init__(
+        self,
+        config: EngineConfig,
+        step_s: float = 0.0,
+        *,
+        tokens: Sequence[int] = (TOKEN,),
+        ready: WorkerReady | None = None,
+    ) -> None:
+        self._ready = ready or null_ready(config)
+        self._tokens = tokens
         self._step_s = step_s
         self._free_at = 0.0
         self._running: deque[tuple[float, StepResult]] = deque()
@@ -46,7 +55,8 @@ class NullDevice:
         begin = max(self._free_at, time.perf_counter())
         seconds = begin - self._free_at + self._step_s
         self._free_at = begin + self._step_s
-        result = StepResult(plan.step, [TOKEN] * num_sampling(plan), seconds=[seconds])
+        token = self._tokens[plan.step % len(self._tokens)]
+        result = StepResult(plan.step, [token] * num_sampling(plan), seconds=[seconds])
         self._running.append((self._free_at, result))
 
     def mask(self, masks: Masks) -> None:

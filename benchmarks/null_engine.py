@@ -6,8 +6,6 @@ samples gets the next token of one sentence. Holds the server around it too, for
 
 import argparse
 import sys
-import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,12 +14,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tokenizers import Tokenizer
 
+from benchmarks.null_device import NullDevice
 from config.engine import EngineConfig
 from config.model import read_model_config
 from engine.executors.base import Executor
 from engine.lifeline import read_orders
 from engine.process import EngineOrders, run
-from hpu.step import DECODE, Masks, StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
+from hpu.step import WorkerReady
 from server import cli, frontends
 
 BLOCK_SIZE = 128
@@ -30,52 +29,6 @@ SENTENCE = (
     " The miller's youngest daughter, who had never seen the sea, walked for three days along the"
     " river and asked everyone she met how much further it could possibly be to the harbour."
 )
-
-
-class NullExecutor:
-    """A device that takes `step_s` for a plan, one after the other."""
-
-    def __init__(self, ready: WorkerReady, tokens: list[int], step_s: float) -> None:
-        self._ready = ready
-        self._tokens = tokens
-        self._step_s = step_s
-        self._free_at = 0.0
-        self._running: deque[tuple[float, StepResult]] = deque()
-
-    def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
-        return self._ready
-
-    def submit(self, plan: StepPlan) -> None:
-        count = 0
-        for launch in plan.launches:
-            count += len(launch.rows) if launch.phase == DECODE else sum(launch.samples)
-        token = self._tokens[plan.step % len(self._tokens)]
-        self._free_at = max(self._free_at, time.perf_counter()) + self._step_s
-        result = StepResult(plan.step, [token] * count, seconds=[self._step_s])
-        self._running.append((self._free_at, result))
-
-    def mask(self, masks: Masks) -> None:
-        return
-
-    def has_result(self) -> bool:
-        return bool(self._running) and time.perf_counter() >= self._running[0][0]
-
-    def collect(self) -> StepResult:
-        done_at, result = self._running.popleft()
-        time.sleep(max(0.0, done_at - time.perf_counter()))
-        return result
-
-    def call(self, name: str) -> str:
-        return name
-
-    def idle(self) -> bool:
-        return False
-
-    def take_warmed(self) -> list[Warmed]:
-        return []
-
-    def close(self) -> None:
-        self._running.clear()
 
 
 def make_null_executor(
@@ -91,7 +44,7 @@ def make_null_executor(
     )
     tokenizer = Tokenizer.from_file(str(Path(config.model, "tokenizer.json")))
     tokens = tokenizer.encode(SENTENCE, add_special_tokens=False).ids
-    return NullExecutor(ready, tokens, step_s)
+    return NullDevice(config, step_s, tokens=tokens, ready=ready)
 
 
 def main() -> int:
