@@ -12,7 +12,6 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import shlex
 import signal
 import socket
@@ -25,6 +24,8 @@ import urllib.error
 import urllib.request
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from machine import machine
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def main() -> int:
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".md").write_text(report)
-    facts = {"machine": _machine(), "date": _today(), "servers": [asdict(m) for m in measured]}
+    facts = {"machine": machine(), "date": _today(), "servers": [asdict(m) for m in measured]}
     out.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
     return 0
 
@@ -212,7 +213,7 @@ def _markdown(measured: list[Measured], workloads: list[Workload], rounds: int) 
     head = "| workload (prompt/output tokens) | " + " | ".join(m.name for m in measured) + " |"
     lines = [
         f"Output tokens a second, median of {rounds}; in brackets the ratio to {first.name}.",
-        f"{_today()}, {_machine()}.",
+        f"{_today()}, {machine()}.",
         "",
         head,
         "| --- |" + " --- |" * len(measured),
@@ -226,13 +227,6 @@ def _markdown(measured: list[Measured], workloads: list[Workload], rounds: int) 
     lines += [f"| start to first answer | {starts} |", f"| memory, idle | {idle} |", ""]
     lines += [f"- {m.name}: `{m.command}`" for m in measured]
     return "\n".join(lines) + "\n"
-
-
-def _machine() -> str:
-    flags = Path("/proc/cpuinfo").read_text()
-    model = next(x.split(":")[1].strip() for x in flags.splitlines() if x.startswith("model name"))
-    extensions = [x for x in ("avx512_bf16", "amx_bf16") if f" {x}" in flags]
-    return f"{model}, {os.cpu_count()} cores ({', '.join(extensions)}), {platform.system()}"
 
 
 def _today() -> str:

@@ -13,8 +13,6 @@ import argparse
 import contextlib
 import datetime
 import json
-import os
-import platform
 import socket
 import subprocess
 import sys
@@ -24,6 +22,7 @@ from pathlib import Path
 
 import psutil
 from front_load import Server, Stream, ask, closed_loop, read_streams, usage_of
+from machine import machine
 
 Row = dict[str, object]
 CHAT = "/v1/chat/completions"
@@ -238,7 +237,7 @@ def _peers(options: argparse.Namespace) -> dict[str, dict[str, Row]]:
 def _markdown(results: dict[str, dict[str, Row]]) -> str:
     names = list(results)
     lines = [
-        f"{datetime.date.today()}, {_machine()}; in brackets the ratio to {names[0]}.",
+        f"{datetime.date.today()}, {machine()}; in brackets the ratio to {names[0]}.",
         "",
         "| what | figure | " + " | ".join(names) + " |",
         "| --- | --- |" + " ---: |" * len(names),
@@ -252,12 +251,6 @@ def _markdown(results: dict[str, dict[str, Row]]) -> str:
                 cells.append(f"{other:.4g} ({other / value:.2f})" if shown else "-")  # type: ignore[operator]
             lines.append(f"| {what} | {figure} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
-
-
-def _machine() -> str:
-    facts = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next(line.split(":")[1].strip() for line in facts if line.startswith("model name"))
-    return f"{model}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {platform.system()}"
 
 
 def main() -> int:
@@ -278,7 +271,7 @@ def main() -> int:
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     Path(f"{out}.md").write_text(report)
-    facts = {"machine": _machine(), "date": str(datetime.date.today()), "results": results}
+    facts = {"machine": machine(), "date": str(datetime.date.today()), "results": results}
     Path(f"{out}.json").write_text(json.dumps(facts, indent=1) + "\n")
     return 0
 

@@ -8,8 +8,6 @@ import argparse
 import asyncio
 import datetime
 import json
-import os
-import platform
 import sys
 from pathlib import Path
 from statistics import mean, median
@@ -18,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.host_processes import step_seconds
 from benchmarks.host_rig import watch_admission, watch_decodes, watch_growth
+from benchmarks.machine import machine
 
 ROWS = (1, 8, 64, 256, 1024)
 LINES = (0, 1_000, 100_000)
@@ -129,13 +128,6 @@ def markdown(steps: list[Numbers], overlap: list[Numbers], rest: Numbers) -> str
         f"| resident memory meanwhile | {rest['growth_mib']:+.1f} MiB | no growth |",
     ]
     return "\n".join(lines) + "\n"
-
-
-def machine() -> str:
-    """Processor, cores and Python."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), "unknown")
-    return f"{model}, {os.cpu_count()} cores, Python {platform.python_version()}"
 
 
 def _tell(text: str) -> None:

@@ -277,6 +277,12 @@ class LLM:
         """What the checkpoint recommends, and neutral values for the rest."""
         return self._defaults
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of the model's weights, in the form in which they are held."""
+        ready = self._client.ready
+        return 0 if ready is None else ready.weight_bytes
+
     def close(self) -> None:
         """Stop the engine and every thread. Safe to call twice."""
         self._end()

@@ -1,0 +1,235 @@
+"""What a form of the weights costs in accuracy and gives in speed: perplexity on a text, and the
+tokens a second of one stream, for each form in a process of its own.
+
+    python benchmarks/perplexity.py demo --variants none int8 int4 --markdown OUT.md
+    python benchmarks/perplexity.py demo --variants none --dtype float32 bfloat16
+
+The first of the table is what the others are measured against. For the speed, run nothing else.
+"""
+
+import argparse
+import datetime
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.machine import machine
+from config.errors import ConfigError
+from gaudiserve import LLM, SamplingParams
+
+TEXT = Path(__file__).resolve().parent.parent / "tests/data/perplexity.txt"
+WINDOW = 512
+PROMPT_TOKENS = 16
+NONE = "none"
+VARIANTS = (NONE, "int8", "int4", "gguf")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a model makes of a text, token by token; the same tokens for any form of its weights."""
+
+    logprobs: list[float]
+    likeliest: list[int]
+    """The token that it held most likely in each place."""
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean of -log p."""
+        return math.exp(-statistics.fmean(self.logprobs))
+
+    def agreement(self, other: "Reading") -> float:
+        """The share of places in which both hold the same token most likely."""
+        pairs = zip(self.likeliest, other.likeliest, strict=True)
+        return statistics.fmean(one == another for one, another in pairs)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One form of a model's weights."""
+
+    variant: str
+    dtype: str
+    reading: Reading
+    weight_bytes: int
+    tokens_per_s: float
+
+
+def windows(llm: LLM, text: str, size: int) -> list[list[int]]:
+    """The text's tokens, at most `size` at a time.
+
+    A window begins with the token that the tokenizer puts before a text, or, where it puts none,
+    with the last one of the window before: so all tokens that follow on something, in all but the
+    text's first, are predicted exactly once, from 1 to `size` - 1 others.
+    """
+    tokenizer = llm.get_tokenizer()
+    tokens = tokenizer.encode_now(text, add_special_tokens=False)
+    begin = tokenizer.encode_now(text, add_special_tokens=True)[:1]
+    stride = size - 1
+    if begin != tokens[:1]:
+        return [begin + tokens[at : at + stride] for at in range(0, len(tokens), stride)]
+    return [tokens[at : at + size] for at in range(0, len(tokens) - 1, stride)]
+
+
+def read(llm: LLM, text: str, window: int = WINDOW) -> Reading:
+    """What `llm` makes of `text`, in windows of so many tokens; see `windows`."""
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+    outputs = llm.generate(windows(llm, text, window), params, use_tqdm=False)
+    logprobs, likeliest = [], []
+    for output in outputs:
+        assert output.prompt_logprobs is not None, "they were asked for"
+        following = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        for token, entries in following:
+            assert entries is not None, "only a prompt's first token follows on nothing"
+            logprobs.append(entries[token].logprob)
+            likeliest.append(min(entries, key=lambda one: entries[one].rank))
+    return Reading(logprobs, likeliest)
+
+
+def perplexity(llm: LLM, text: str, window: int = WINDOW) -> float:
+    """exp of the mean of -log p over the tokens of `text`, in windows of so many; see `windows`."""
+    return read(llm, text, window).perplexity
+
+
+def tokens_per_s(llm: LLM, text: str, num_tokens: int, rounds: int) -> float:
+    """Of one greedy stream behind a short prompt, the prompt's time included: the median of some
+    rounds after one that does not count."""
+    prompt = windows(llm, text, PROMPT_TOKENS)[0]
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    seconds = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        llm.generate([prompt], params, use_tqdm=False)
+        seconds.append(time.perf_counter() - start)
+    return num_tokens / statistics.median(seconds[1:])
+
+
+def measure(
+    variant: str, dtype: str, text: str, options: argparse.Namespace, flags: dict[str, Any]
+) -> Measured:
+    """One form, with a model of its own. Raises ConfigError where it cannot be had."""
+    if variant != NONE:
+        flags = {**flags, "quantization": variant}
+    length = max(options.window + 1, PROMPT_TOKENS + options.tokens)
+    with LLM(options.model, dtype=dtype, max_model_len=length, **flags) as llm:
+        reading = read(llm, text, options.window)
+        rate = tokens_per_s(llm, text, options.tokens, options.rounds)
+        return Measured(variant, dtype, reading, llm.weight_bytes, rate)
+
+
+def measure_all(options: argparse.Namespace, text: str) -> list[Measured]:
+    """Each in a process of its own, so that it finds the memory free; what cannot be had is told
+    and left out."""
+    found = []
+    for dtype in options.dtype:
+        for variant in options.variants:
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
+                work = alone.submit(measure, variant, dtype, text, options, dict(options.set))
+                try:
+                    one = work.result()
+                except ConfigError as error:
+                    _tell(f"{variant}, {dtype}: {error}")
+                    continue
+            found.append(one)
+            _tell(f"{variant}, {dtype}: perplexity {one.reading.perplexity:.4f}")
+    return found
+
+
+def rows(found: Sequence[Measured]) -> list[dict[str, Any]]:
+    """The table's figures; ratios are to the first of `found`."""
+    made = []
+    for one in found:
+        numbers = asdict(one)
+        del numbers["reading"]
+        numbers["perplexity"] = one.reading.perplexity
+        numbers["ratio"] = one.reading.perplexity / found[0].reading.perplexity
+        numbers["agreement"] = one.reading.agreement(found[0].reading)
+        made.append(numbers)
+    return made
+
+
+def markdown(found: Sequence[Measured], options: argparse.Namespace) -> str:
+    """The table, with date and machine."""
+    num_tokens = len(found[0].reading.logprobs)
+    lines = [
+        f"# Perplexity of {options.model}, {datetime.date.today().isoformat()}",
+        "",
+        f"`python benchmarks/perplexity.py`, {machine()}.",
+        f"{num_tokens} tokens of `{options.text.name}` in windows of {options.window}; speed of "
+        f"one stream of {options.tokens} tokens, median of {options.rounds}.",
+        "",
+        "| weights | dtype | perplexity | times the first | same likeliest token | MB of weights "
+        "| tokens/s | times the first |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    lines += [
+        f"| {one['variant']} | {one['dtype']} | {one['perplexity']:.3f} | {one['ratio']:.4f} | "
+        f"{one['agreement']:.1%} | {one['weight_bytes'] / 1e6:.1f} | {one['tokens_per_s']:.1f} | "
+        f"{one['tokens_per_s'] / found[0].tokens_per_s:.2f} |"
+        for one in rows(found)
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _setting(given: str) -> tuple[str, str]:
+    name, equals, value = given.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{given!r} is not NAME=VALUE")
+    return name.replace("-", "_"), value
+
+
+def options_of(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", nargs="?", default="demo", help="folder, .gguf file or hub id")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--dtype", nargs="+", default=["bfloat16"])
+    parser.add_argument("--text", type=Path, default=TEXT)
+    parser.add_argument("--window", type=int, default=WINDOW, help="tokens read at once")
+    parser.add_argument("--tokens", type=int, default=64, help="of the stream that is timed")
+    parser.add_argument("--rounds", type=int, default=3, help="of that stream")
+    parser.add_argument(
+        "--set",
+        type=_setting,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="any flag of the server, for all variants; may be repeated",
+    )
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = options_of(arguments)
+    found = measure_all(options, options.text.read_text(encoding="utf-8"))
+    if not found:
+        return 1
+    table = markdown(found, options)
+    print(table, end="")
+    if options.markdown:
+        options.markdown.write_text(table)
+    if options.json:
+        facts = {"date": datetime.date.today().isoformat(), "machine": machine()}
+        facts |= {"model": options.model, "window": options.window}
+        options.json.write_text(json.dumps({**facts, "variants": rows(found)}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
