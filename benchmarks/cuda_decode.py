@@ -34,7 +34,8 @@ from hpu.models.select import build_model
 from hpu.pending import PendingStep
 from hpu.rows import Rows
 from hpu.runner import Runner
-from hpu.sampler import Sampler
+from hpu.sampler import AnySampler, Sampler
+from hpu.sampler_padded import PaddedSampler
 from hpu.staging import BucketInputs, Staging
 from hpu.step import DECODE, PREFILL, Launch, NewRow, RowSampling, StepPlan, StepResult
 
@@ -137,6 +138,10 @@ class Decoding:
         num_blocks = num_rows * blocks_a_row
         vocab_size, length = model.config.vocab_size, model.config.max_position
         counters, staging = Counters(), Staging(backend, BucketInputs)
+        # As hpu/build.py chooses.
+        sampler: AnySampler = Sampler(num_rows, vocab_size, backend.device, backend.index_dtype)
+        if captures or backend.compiles:
+            sampler = PaddedSampler(num_rows, vocab_size, backend)
         self._graphs = Graphs(
             model.forward, backend, counters, captures=captures, budget_bytes=GIB * 1024
         )
@@ -146,7 +151,7 @@ class Decoding:
             model,
             backend,
             Rows(num_rows, length, block_size, pad_block=num_blocks),
-            Sampler(num_rows, vocab_size, backend.device, backend.index_dtype),
+            sampler,
             KVCache(
                 model, backend, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype
             ),

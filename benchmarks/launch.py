@@ -1,0 +1,240 @@
+"""What a decode step costs the worker's thread: its own logic apart from launching, on a device
+with captured graphs. All rows decode; a tiny model of random weights, hand-made plans.
+
+    python benchmarks/launch.py --json launch.json --markdown launch.md   (--device cuda: a GPU)
+
+On the emulator every call of the runtime is Python that stands in for the vendor's, and a replay
+computes on the CPU. Both are told apart from what is ours and say nothing about a card; each number
+of rows is measured a second time with replays that return at once. On another device a call of the
+runtime is part of the line that it is made from.
+"""
+
+import argparse
+import datetime
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from statistics import median
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.cuda_decode import SHAPES, Decoding, random_model
+from benchmarks.host import machine
+from benchmarks.stopwatch import Stopwatch
+from config.engine import EngineConfig
+from config.errors import ConfigError
+from hpu.backends.base import Backend
+from hpu.backends.cuda import CudaBackend, CudaGraph
+from hpu.backends.gaudi import GaudiBackend, HpuGraph
+from hpu.backends.select import select_backend
+from hpu.emulator.device import Device
+from hpu.emulator.graphs import HPUGraph
+from hpu.emulator.queue import PendingWork
+from hpu.emulator.segments import Recipes
+from hpu.emulator.streams import CardEvent
+from hpu.emulator.wrap import GraphedFunction
+from hpu.graphs import Graphs
+from hpu.models.decoder import Decoder
+from hpu.pending import PendingStep
+from hpu.rows import Rows
+from hpu.runner import Runner
+from hpu.sampler_padded import PaddedSampler
+from hpu.staging import Inputs, Staging
+
+LOGIC, GRAPH, CALLS, SAMPLING, REST = "logic", "graph", "calls", "sampling", "rest"
+RUNTIME, COMPUTED, WAITING = "runtime", "computed", "waiting"
+REPLAY = "replayV3"
+LAUNCH = (GRAPH, CALLS, SAMPLING, REST)
+OURS = (LOGIC, *LAUNCH)
+
+WATCHED: tuple[tuple[type, str, str], ...] = (
+    (Runner, "_apply", LOGIC),
+    (Staging, "inputs", LOGIC),
+    (Inputs, "fields", LOGIC),
+    (Rows, "fill_decode", LOGIC),
+    (Inputs, "upload", LOGIC),
+    (Runner, "collect", LOGIC),
+    (Graphs, "run", GRAPH),
+    (HpuGraph, "replay", GRAPH),
+    (CudaGraph, "replay", GRAPH),
+    *(
+        (backend, name, CALLS)
+        for backend in (GaudiBackend, CudaBackend)
+        for name in ("upload", "event", "mark", "to_host")
+    ),
+    (Decoder, "logits", SAMPLING),
+    (PaddedSampler, "sample", SAMPLING),
+    (Runner, "_sample", SAMPLING),
+    (Runner, "submit", REST),
+    (PendingStep, "wait", WAITING),
+    (GraphedFunction, "__call__", RUNTIME),
+    (HPUGraph, REPLAY, RUNTIME),
+    (Device, "run", RUNTIME),
+    (Device, "close_segment", RUNTIME),
+    (Recipes, "launch", RUNTIME),
+    (CardEvent, "record", RUNTIME),
+    (CardEvent, "query", RUNTIME),
+    (CardEvent, "synchronize", RUNTIME),
+    (PendingWork, "reach", RUNTIME),
+    (Device, "kernel", COMPUTED),
+)
+"""What is timed, and as part of what."""
+
+WARM_STEPS = 4
+MICROSECONDS = 1e6
+COUNTED = {
+    "HpuGraph.replay": "graphs replayed",
+    "CudaGraph.replay": "graphs replayed",
+    "Device.run": "operators beside the graph, views included",
+    "Recipes.launch": "recipes launched for them",
+    "GaudiBackend.upload": "copies to the device",
+    "CudaBackend.upload": "copies to the device",
+    "GaudiBackend.to_host": "copies to the host",
+    "CudaBackend.to_host": "copies to the host",
+    "CardEvent.record": "events recorded",
+    "CudaBackend.event": "events recorded",
+}
+Numbers = dict[str, float]
+
+
+@contextmanager
+def returning_at_once() -> Iterator[None]:
+    """Replays of the emulated card do nothing meanwhile: outputs stay what they were."""
+    before = getattr(HPUGraph, REPLAY)
+    setattr(HPUGraph, REPLAY, lambda graph, tensors: None)
+    try:
+        yield
+    finally:
+        setattr(HPUGraph, REPLAY, before)
+
+
+def measure(
+    backend: Backend, num_rows: int, context: int, num_steps: int, *, computes: bool
+) -> tuple[Numbers, Numbers]:
+    """Microseconds of a step by part, medians, with StepResult.host_s as `reported`; and how many
+    of what a step makes. `num_rows` rows of `context` tokens. Where `computes` is off, replays do
+    nothing: for the emulator."""
+    total = WARM_STEPS + num_steps
+    model = random_model(SHAPES["tiny"], backend, torch.float32, context + total + 2)
+    decoding = Decoding(
+        model, backend, num_rows=num_rows, context=context, num_steps=total, captures=True
+    )
+    for _ in decoding.steps(WARM_STEPS):
+        pass
+    if not decoding.is_captured:
+        raise SystemExit(f"a decode of {num_rows} rows was not captured: no memory is left")
+    steps: list[Numbers] = []
+    calls: Counter[str] = Counter()
+    with nullcontext() if computes else returning_at_once(), Stopwatch() as stopwatch:
+        for owner, name, _ in WATCHED:
+            stopwatch.watch(owner, name)
+        for result in decoding.steps(num_steps):
+            seconds, called = stopwatch.take()
+            steps.append({**by_part(seconds), "reported": result.host_s})
+            calls += called
+    # Another decoding captures anew.
+    backend.unsettled()
+    # Before the first result there were two plans, behind the last there is none.
+    middle = steps[1:-1]
+    found = {part: median(step[part] for step in middle) * MICROSECONDS for part in middle[0]}
+    found["launch"] = median(sum(step[part] for part in LAUNCH) for step in middle) * MICROSECONDS
+    counts = {COUNTED[name]: count / num_steps for name, count in calls.items() if name in COUNTED}
+    return {"rows": num_rows, "computes": computes, **found}, counts
+
+
+def by_part(seconds: dict[str, float]) -> Numbers:
+    """Seconds of every part, of those by method."""
+    parts = {f"{owner.__name__}.{name}": part for owner, name, part in WATCHED}
+    found = dict.fromkeys(parts.values(), 0.0)
+    for name, taken in seconds.items():
+        found[parts[name]] += taken
+    return found
+
+
+def markdown(device: str, lines: list[Numbers], counts: Numbers) -> str:
+    """Both tables, with date and machine."""
+    emulated = device == "hpu-emulator"
+    columns = {
+        "logic": "host logic",
+        "launch": "launching",
+        "graph": "lookup, replay",
+        "calls": "copies, events, marks",
+        "sampling": "head, sampling",
+        "rest": "else",
+    }
+    if emulated:
+        columns |= {"runtime": "emulated runtime", "computed": "computed"}
+    columns["reported"] = "StepResult.host_s"
+    found = [
+        f"# Launching apart from host logic, {datetime.date.today().isoformat()}",
+        "",
+        f"`python benchmarks/launch.py --device {device}`, {machine()}, torch {torch.__version__}.",
+        "",
+        "Microseconds of the worker's thread in a decode step: medians, of the cheapest of several "
+        "runs. Launching is the sum of the four columns behind it.",
+        "",
+        f"| rows | a replay | {' | '.join(columns.values())} |",
+        f"| ---: | --- | {' | '.join(['---:'] * len(columns))} |",
+    ]
+    for one in lines:
+        replay = "computes" if one["computes"] else "returns at once"
+        cells = " | ".join(f"{one[column]:.0f}" for column in columns)
+        found.append(f"| {one['rows']:.0f} | {replay} | {cells} |")
+    found += ["", "| of a step | |", "| --- | ---: |"]
+    found += [f"| {name} | {count:g} |" for name, count in sorted(counts.items())]
+    return "\n".join(found) + "\n"
+
+
+def open_device(name: str) -> Backend:
+    """The back end of `name` as a worker opens it; ends the program with one sentence if it cannot
+    be."""
+    try:
+        return select_backend(EngineConfig("none", device=name, seed=0))
+    except ConfigError as error:
+        raise SystemExit(str(error)) from error
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("hpu-emulator", "cuda", "hpu"), default="hpu-emulator")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--context", type=int, default=1024, help="tokens of each row")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=3, help="of which the cheapest counts")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    options = parser.parse_args(words)
+    backend = open_device(options.device)
+    ways = (False, True) if options.device == "hpu-emulator" else (True,)
+    lines: list[Numbers] = []
+    counts: Numbers = {}
+    with torch.inference_mode():
+        for num_rows in options.rows:
+            for computes in ways:
+                runs = [
+                    measure(backend, num_rows, options.context, options.steps, computes=computes)
+                    for _ in range(options.repeats)
+                ]
+                found, counts = min(runs, key=lambda run: run[0][LOGIC] + run[0]["launch"])
+                lines.append(found)
+                print(json.dumps(found), file=sys.stderr, flush=True)
+    backend.close()
+    table = markdown(options.device, lines, counts)
+    print(table, end="")
+    if options.markdown:
+        options.markdown.write_text(table)
+    if options.json:
+        about = {"date": datetime.date.today().isoformat(), "machine": machine()}
+        text = json.dumps({**about, "steps": lines, "counts": counts}, indent=1)
+        options.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

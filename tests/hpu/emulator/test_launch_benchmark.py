@@ -1,0 +1,51 @@
+"""The benchmark of launching: what it counts, and that it leaves everything as it was."""
+
+import time
+
+import torch
+
+from benchmarks.launch import OURS, measure, open_device
+from benchmarks.stopwatch import Stopwatch
+from hpu.emulator.graphs import HPUGraph
+from hpu.runner import Runner
+
+
+class Dinner:
+    def cook(self) -> None:
+        time.sleep(0.01)
+        self.wash()
+
+    def wash(self) -> None:
+        time.sleep(0.03)
+
+
+class Supper(Dinner):
+    pass
+
+
+def test_a_watched_method_has_only_the_time_that_is_no_other_ones() -> None:
+    with Stopwatch() as stopwatch:
+        stopwatch.watch(Supper, "cook")
+        stopwatch.watch(Dinner, "wash")
+        Supper().cook()
+        seconds, calls = stopwatch.take()
+
+    assert 0.01 <= seconds["Supper.cook"] < 0.03 <= seconds["Dinner.wash"]
+    assert calls == {"Supper.cook": 1, "Dinner.wash": 1}
+    assert "cook" not in vars(Supper) and not hasattr(Dinner.wash, "__wrapped__")
+
+
+def test_a_step_is_one_replay_and_one_copy_each_way() -> None:
+    before = HPUGraph.replayV3
+    backend = open_device("hpu-emulator")
+    try:
+        with torch.inference_mode():
+            runs = [measure(backend, 2, 40, 4, computes=way) for way in (False, True)]
+    finally:
+        backend.close()
+
+    for numbers, counts in runs:
+        assert counts["graphs replayed"] == 1
+        assert counts["copies to the device"] == counts["copies to the host"] == 1
+        assert all(numbers[part] > 0 for part in OURS)
+    assert HPUGraph.replayV3 is before and not hasattr(Runner.submit, "__wrapped__")
