@@ -11,21 +11,16 @@ next begins. Run nothing else meanwhile. Writes OUT.json and OUT.md.
 import argparse
 import datetime
 import json
-import os
 import shlex
-import signal
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from machine import machine
+from started import started
 
 
 @dataclass(frozen=True)
@@ -106,68 +101,18 @@ def _options() -> argparse.Namespace:
 def _measure(
     name: str, command: str, extra: list[str], workloads: list[Workload], rounds: int
 ) -> Measured:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     result = Measured(name, command)
-    begun = time.monotonic()
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            shlex.split(command.format(port=port)),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            _wait(process, port, extra)
-            result.start_s = time.monotonic() - begun
-            result.idle_mib = _resident_mib(process.pid)
-            for _ in range(rounds):
-                for workload in workloads:
-                    result.runs.append(_load(name, port, workload, extra))
-        finally:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+    named = [flag.partition("=")[2] for flag in extra if flag.startswith("--model=")]
+    with started(command, named[0] if named else None) as server:
+        result.start_s = server.start_s
+        result.idle_mib = _resident_mib(server.pid)
+        for _ in range(rounds):
+            for workload in workloads:
+                result.runs.append(_load(name, server.port, workload, extra))
     for workload in workloads:
         rates = [run["rate"] for run in result.runs if run["workload"] == workload.name]
         result.output_tokens_s[workload.name] = statistics.median(rates)  # type: ignore[type-var]
     return result
-
-
-def _wait(
-    process: subprocess.Popen[bytes], port: int, extra: list[str], timeout_s: float = 600
-) -> None:
-    """Until the server has answered a request."""
-    messages = [{"role": "user", "content": "Hello"}]
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        if process.poll() is not None:
-            raise SystemExit(f"the server ended with {process.returncode}")
-        try:
-            model = _model(port, extra)
-            request = urllib.request.Request(
-                f"http://127.0.0.1:{port}/v1/chat/completions",
-                json.dumps({"model": model, "messages": messages, "max_tokens": 1}).encode(),
-                {"content-type": "application/json"},
-            )
-            urllib.request.urlopen(request, timeout=300).read()
-            return
-        except (OSError, urllib.error.URLError, KeyError, IndexError, ValueError):
-            time.sleep(0.1)
-    raise SystemExit(f"the server did not answer within {timeout_s:g} s")
-
-
-def _model(port: int, extra: list[str]) -> str:
-    """The model's name: as given to the load client, else the first that the server lists."""
-    for flag in extra:
-        if flag.startswith("--model="):
-            return flag.partition("=")[2]
-    models = json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models"))
-    return str(models["data"][0]["id"])
 
 
 def _load(name: str, port: int, workload: Workload, extra: list[str]) -> dict[str, object]:

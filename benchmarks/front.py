@@ -2,9 +2,11 @@
 
     python benchmarks/front.py --out benchmarks/results/front-DATE
     python benchmarks/front.py --peer 'other=http://127.0.0.1:9000' --out ...
+    python benchmarks/front.py --server 'NAME=COMMAND with {port}' --server ... --out ...
 
 Tokens out over many streams, short requests in, time to the first byte, what a long prompt does to
-the other streams, memory of idle streams; a peer is asked the same, but for the last two. CPU
+the other streams, memory of idle streams; a peer is asked the same, but for the last two, and so
+are servers with a model of their own, started one after the other in place of the null engine. CPU
 seconds are the main figure: they stand still when neighbours share the cores. Writes OUT.json and
 OUT.md. Run nothing else meanwhile.
 """
@@ -23,6 +25,7 @@ from pathlib import Path
 import psutil
 from front_load import Server, Stream, ask, closed_loop, read_streams, usage_of
 from machine import machine
+from started import started
 
 Row = dict[str, object]
 CHAT = "/v1/chat/completions"
@@ -99,9 +102,12 @@ def tokens_out(watched: Watched, count: int, max_tokens: int) -> Row:
         cpu_s, own_s = watched.cpu_s() - cpu_s, time.process_time() - own_s
     tokens = sum(usage_of(stream) for stream in streams)
     gaps = sorted(gap for stream in streams for gap in stream.gaps_s)
+    firsts = sorted(stream.first_text_s - stream.asked_s for stream in streams)
     _close(streams)
     return {
         "tokens_per_s": tokens / wall_s,
+        "first_token_ms_p50": _at(firsts, 0.5) * 1e3,
+        "first_token_ms_p99": _at(firsts, 0.99) * 1e3,
         "tokens_per_event": tokens / (sum(stream.events for stream in streams) or 1),
         "front_cpu_us_per_token": cpu_s / tokens * 1e6,
         "tokens_per_front_cpu_s": tokens / cpu_s if cpu_s else 0.0,
@@ -115,18 +121,20 @@ def first_byte(watched: Watched, count: int) -> Row:
     """One stream of one token after the other, on an idle server."""
     (stream,) = watched.streams(1)
     request = watched.server.request(CHAT, watched.body(1))
-    firsts, tokens = [], []
+    firsts, texts, tokens = [], [], []
     for _ in range(count):
         ask(stream, request)
         read_streams([stream])
         firsts.append(stream.first_byte_s - stream.asked_s)
+        texts.append(stream.first_text_s - stream.asked_s)
         tokens.append(stream.reads_s[-1] - stream.asked_s)
     _close([stream])
-    firsts.sort()
-    tokens.sort()
+    for times in (firsts, texts, tokens):
+        times.sort()
     return {
         "first_byte_ms_p50": _at(firsts, 0.5) * 1e3,
         "first_byte_ms_p99": _at(firsts, 0.99) * 1e3,
+        "first_token_ms_p50": _at(texts, 0.5) * 1e3,
         "whole_answer_ms_p50": _at(tokens, 0.5) * 1e3,
     }
 
@@ -226,12 +234,28 @@ def _peers(options: argparse.Namespace) -> dict[str, dict[str, Row]]:
         url, _, pids = rest.partition(",")
         fronts = [psutil.Process(int(pid)) for pid in pids.split(",") if pid]
         watched = Watched(name, url, fronts)
-        made[name] = {
-            "idle: first byte": first_byte(watched, 100),
-            "requests in, 64 connections": requests_in(watched, 64, options.seconds),
-            "256 streams, no device time": tokens_out(watched, 256, 200),
-        }
+        made[name] = _asked_of_all(watched, options.seconds, "256 streams, no device time")
     return made
+
+
+def _started(options: argparse.Namespace) -> dict[str, dict[str, Row]]:
+    """The process that a command becomes counts as its front end."""
+    made = {}
+    for given in options.server:
+        name, _, command = given.partition("=")
+        with started(command) as server:
+            url = f"http://127.0.0.1:{server.port}"
+            watched = Watched(name, url, [psutil.Process(server.pid)])
+            made[name] = _asked_of_all(watched, options.seconds, "256 streams")
+    return made
+
+
+def _asked_of_all(watched: Watched, seconds: float, streams: str) -> dict[str, Row]:
+    return {
+        "idle: first byte": first_byte(watched, 100),
+        "requests in, 64 connections": requests_in(watched, 64, seconds),
+        streams: tokens_out(watched, 256, 200),
+    }
 
 
 def _markdown(results: dict[str, dict[str, Row]]) -> str:
@@ -264,8 +288,10 @@ def main() -> int:
     parser.add_argument("--idle", type=int, default=2000, help="idle streams")
     parser.add_argument("--fronts", type=int, default=4, help="front ends of the last part")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=URL[,PID...]")
+    parser.add_argument("--server", action="append", default=[], metavar="NAME=COMMAND")
     options = parser.parse_args()
-    results = {"gaudiserve": _ours(options), **_peers(options)}
+    ours = _started(options) if options.server else {"gaudiserve": _ours(options)}
+    results = {**ours, **_peers(options)}
     report = _markdown(results)
     print(report)
     out = Path(options.out)

@@ -2,6 +2,7 @@
 Knows HTTP as far as these answers need it."""
 
 import json
+import re
 import select
 import socket
 import time
@@ -11,6 +12,7 @@ from urllib.parse import urlsplit
 
 READ_BYTES = 1 << 18
 EVENT = b"data: "
+TEXT = re.compile(rb'"content": ?"[^"]')
 TAIL_BYTES = 1000
 LAST = b"0\r\n\r\n"
 """The end of a chunked answer."""
@@ -23,6 +25,7 @@ class Stream:
     socket: socket.socket
     asked_s: float = 0.0
     first_byte_s: float = 0.0
+    first_text_s: float = 0.0
     events: int = 0
     reads_s: list[float] = field(default_factory=list)
     """When bytes came."""
@@ -65,8 +68,8 @@ class Server:
 
 def ask(stream: Stream, request: bytes) -> None:
     """Send a request on an idle connection."""
-    stream.asked_s, stream.first_byte_s, stream.events, stream.tail = time.perf_counter(), 0, 0, b""
-    stream.reads_s = []
+    stream.asked_s, stream.first_byte_s, stream.first_text_s = time.perf_counter(), 0, 0
+    stream.events, stream.tail, stream.reads_s = 0, b"", []
     stream.socket.setblocking(True)
     stream.socket.sendall(request)
     stream.socket.setblocking(False)
@@ -94,6 +97,8 @@ def read_streams(streams: list[Stream], timeout_s: float = 120.0) -> None:
             stream.reads_s.append(now)
             if len(stream.reads_s) == 1:
                 _check(stream, data, now)
+            if not stream.first_text_s and TEXT.search(data):
+                stream.first_text_s = now
             if data.endswith(LAST):
                 epoll.unregister(number)
                 left -= 1

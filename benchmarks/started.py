@@ -1,0 +1,86 @@
+"""A server under test: started by its command, awaited, stopped with all that it started. Knows
+what an OpenAI-compatible server answers and nothing of loads."""
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+READY_S = 600.0
+
+
+@dataclass(frozen=True)
+class Started:
+    """A server that has answered a request, `start_s` seconds after its command was run."""
+
+    pid: int
+    port: int
+    start_s: float
+
+
+@contextlib.contextmanager
+def started(command: str, model: str | None = None) -> Iterator[Started]:
+    """The server of a command, `{port}` in it replaced by a free one. The first request names
+    `model`, or else the first model that the server lists. Raises SystemExit where none answers."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    begun_s = time.monotonic()
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            shlex.split(command.format(port=port)),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            _wait(process, port, model)
+            yield Started(process.pid, port, time.monotonic() - begun_s)
+        finally:
+            _stop(process)
+
+
+def _wait(process: "subprocess.Popen[bytes]", port: int, model: str | None) -> None:
+    """Until the server has answered a request."""
+    messages = [{"role": "user", "content": "Hello"}]
+    end_s = time.monotonic() + READY_S
+    while time.monotonic() < end_s:
+        if process.poll() is not None:
+            raise SystemExit(f"the server ended with {process.returncode}")
+        try:
+            request = urllib.request.Request(
+                f"http://127.0.0.1:{port}/v1/chat/completions",
+                json.dumps(
+                    {"model": model or _listed(port), "messages": messages, "max_tokens": 1}
+                ).encode(),
+                {"content-type": "application/json"},
+            )
+            urllib.request.urlopen(request, timeout=300).read()
+            return
+        except (OSError, KeyError, IndexError, ValueError):
+            time.sleep(0.1)
+    raise SystemExit(f"the server did not answer within {READY_S:g} s")
+
+
+def _listed(port: int) -> str:
+    models = json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models"))
+    return str(models["data"][0]["id"])
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    """The process and its group; what a server's first process leaves behind ends with it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+        time.sleep(2)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
