@@ -26,12 +26,14 @@ def resolve(
     cache_dir: str | None = None,
     progress: bool = True,
     dtype: str = "bfloat16",
+    keep_blocks: bool = False,
     report: Report = unreported,
 ) -> str:
     """A local folder with config.json, *.safetensors and tokenizer files.
 
     `model` is the demo model's name, a folder, a `.gguf` file (converted once into `cache_dir`, its
     matrices rounded to `dtype`; float32 is exact) or a hub id, downloaded at `revision`.
+    With `keep_blocks` the folder of a GGUF file holds its packed weights as well.
     `dtype` may be the engine's: auto means bfloat16. `progress` shows bars, `report` hears of the
     same. ConfigError says what is missing or wrong.
     """
@@ -45,7 +47,16 @@ def resolve(
             raise ConfigError(f"there is no file {path}")
         cache = Path(cache_dir or cache_home())
         stored = "bfloat16" if dtype == "auto" else dtype
-        return str(converted(path, cache, dtype=stored, progress=progress, report=report))
+        return str(
+            converted(
+                path,
+                cache,
+                dtype=stored,
+                keep_blocks=keep_blocks,
+                progress=progress,
+                report=report,
+            )
+        )
     if path.exists():
         raise ConfigError(f"{path} is neither a folder nor a .gguf file")
     if _HUB_ID.match(model):

@@ -7,6 +7,7 @@ from config.errors import ConfigError
 from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
 
 CPU_KERNELS = ("auto", "torch")
+QUANTIZATIONS = ("none", "int8", "int4", "gguf")
 DEVICES = ("auto", "cpu", "cuda", "hpu", "hpu-emulator")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 EXECUTORS = ("auto", "inline", "processes")
@@ -104,6 +105,8 @@ class EngineConfig:
     """Compute threads on CPU; None takes the cores the process may use."""
     cpu_kernels: str = "auto"
     """What computes on CPU: kernels compiled for it where that is possible, or torch's own."""
+    quantization: str | None = None
+    """How many bits the weights of products have on CPU: int8, int4, or those of the GGUF file."""
     logprobs_mode: str = "raw_logprobs"
     """What is reported of sampled tokens: before or after masks, penalties, temperature and
     filters; normalised or not. Of prompt tokens it is always the raw log-probability."""
@@ -136,6 +139,16 @@ class EngineConfig:
         _one_of("convert", self.convert, CONVERSIONS)
         _at_least("max_model_len", self.max_model_len, 1)
         _one_of("cpu_kernels", self.cpu_kernels, CPU_KERNELS)
+        _one_of("quantization", self.quantization or "none", QUANTIZATIONS)
+        if self.quantization is not None and self.dtype not in ("auto", "bfloat16"):
+            raise ConfigError(
+                f"quantization is {self.quantization} and dtype {self.dtype}: weights in few bits "
+                "are multiplied in bfloat16"
+            )
+        if self.quantization is not None and self.device not in ("auto", "cpu"):
+            raise ConfigError(
+                f"quantization is {self.quantization} and device {self.device}: it is there on cpu"
+            )
         _at_least("num_threads", self.num_threads, 1)
         if self.execution.contiguous_pa and self.cache.enable_prefix_caching:
             raise ConfigError(

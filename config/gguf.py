@@ -15,7 +15,7 @@ from config.errors import ConfigError
 from config.gguf_config import generation_config, model_config
 from config.gguf_metadata import open_gguf
 from config.gguf_tokenizer import tokenizer_files
-from config.gguf_weights import DTYPES, write_safetensors
+from config.gguf_weights import DTYPES, write_blocks, write_safetensors
 from config.progress import Report, unreported
 
 logger = logging.getLogger(__name__)
@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 _FORMAT = 1
 """Raised whenever a conversion comes out otherwise than before: older copies are then passed by."""
 _SAMPLE_BYTES = 2**20
+BLOCKS = "blocks.gguf.safetensors"
 
 
 def converted(
@@ -30,16 +31,19 @@ def converted(
     cache: Path,
     *,
     dtype: str = "bfloat16",
+    keep_blocks: bool = False,
     progress: bool = True,
     report: Report = unreported,
 ) -> Path:
-    """The folder of `source` converted, under `cache`; made if it is not there yet.
+    """The folder of `source` converted, under `cache`; made if it is not there yet. With
+    `keep_blocks` it has a file BLOCKS beside the weights.
 
     A folder that exists is complete. Two processes may ask at once: one converts, one waits.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}, it must be one of {', '.join(DTYPES)}")
-    target = cache / "converted" / f"{source.stem}-{dtype}-{_fingerprint(source)}"
+    kept = "-blocks" if keep_blocks else ""
+    target = cache / "converted" / f"{source.stem}-{dtype}{kept}-{_fingerprint(source)}"
     if target.is_dir():
         return target
     report("convert", 0, 0)
@@ -51,7 +55,7 @@ def converted(
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
             try:
-                _convert(source, partial, dtype, progress, report)
+                _convert(source, partial, dtype, keep_blocks, progress, report)
                 partial.rename(target)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -84,7 +88,9 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _convert(source: Path, folder: Path, dtype: str, progress: bool, report: Report) -> None:
+def _convert(
+    source: Path, folder: Path, dtype: str, keep_blocks: bool, progress: bool, report: Report
+) -> None:
     file = open_gguf(source)
     config = model_config(file, dtype)
     _check_room(folder, file.tensors.values(), DTYPES[dtype][1])
@@ -92,6 +98,8 @@ def _convert(source: Path, folder: Path, dtype: str, progress: bool, report: Rep
         _write_json(folder / name, content)
     _write_json(folder / "generation_config.json", generation_config(file))
     write_safetensors(file, folder / "model.safetensors", dtype, progress, report)
+    if keep_blocks:
+        write_blocks(file, folder / BLOCKS)
     _write_json(folder / "config.json", config)
 
 

@@ -10,14 +10,21 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import ReaderTensor
+from gguf import GGMLQuantizationType, ReaderTensor
 from gguf.quants import dequantize
+from safetensors.numpy import save_file
 
 from config.errors import ConfigError
 from config.gguf_metadata import GgufFile
 from config.progress import Bar, Report, unreported
 
 DTYPES = {"float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}
+BLOCK_TYPES = (
+    GGMLQuantizationType.Q4_0,
+    GGMLQuantizationType.Q4_1,
+    GGMLQuantizationType.Q8_0,
+)
+"""Types that are multiplied as they are: a scale by 32 inputs, and with Q4_1 a least value."""
 _PIECE_BYTES = 64 * 2**20
 """Float32 bytes dequantised at a time."""
 
@@ -140,13 +147,8 @@ def _heads(file: GgufFile, name: str) -> int:
 
 def _pieces(file: GgufFile, entry: _Entry) -> Iterator[npt.NDArray[Any]]:
     """The bytes of one tensor, some rows at a time."""
-    rows = entry.shape[0]
-    data = entry.tensor.data.reshape(rows, -1)
-    if entry.heads:
-        # A head's rows come as (first half, second half) pairs; wanted are the halves one after
-        # the other. Whole rows move, so this works on quantised ones too.
-        order = np.arange(rows).reshape(entry.heads, rows // entry.heads // 2, 2)
-        data = data[order.swapaxes(1, 2).reshape(-1)]
+    data = _rows(entry)
+    rows = len(data)
     row_bytes = 4 * int(np.prod(entry.shape[1:]))
     step = max(1, _PIECE_BYTES // row_bytes)
     for start in range(0, rows, step):
@@ -156,6 +158,36 @@ def _pieces(file: GgufFile, entry: _Entry) -> Iterator[npt.NDArray[Any]]:
             kind = entry.tensor.tensor_type.name
             raise ConfigError(f"{file.path}: {entry.name} is stored as {kind}: {error}") from error
         yield _as_stored(np.ascontiguousarray(values, dtype=np.float32), entry.dtype)
+
+
+def _rows(entry: _Entry) -> npt.NDArray[Any]:
+    """A tensor as it is stored, in the order of the checkpoint's rows."""
+    rows = entry.shape[0]
+    data: npt.NDArray[Any] = entry.tensor.data.reshape(rows, -1)
+    if not entry.heads:
+        return data
+    # A head's rows come as (first half, second half) pairs; wanted are the halves one after the
+    # other. Whole rows move, so this works on quantised ones too.
+    order = np.arange(rows).reshape(entry.heads, rows // entry.heads // 2, 2)
+    ordered: npt.NDArray[Any] = data[order.swapaxes(1, 2).reshape(-1)]
+    return ordered
+
+
+def write_blocks(file: GgufFile, target: Path) -> None:
+    """Write the blocks of all matrices of BLOCK_TYPES to `target`: as bytes (rows, bytes of a row),
+    each under its name and type, such as `lm_head.weight Q8_0`."""
+    kept = [
+        entry
+        for entry in _entries(file, "bfloat16")
+        if entry.tensor.tensor_type in BLOCK_TYPES and len(entry.shape) == 2
+    ]
+    save_file(
+        {
+            f"{entry.name} {entry.tensor.tensor_type.name}": np.ascontiguousarray(_rows(entry))
+            for entry in kept
+        },
+        target,
+    )
 
 
 def _as_stored(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[Any]:

@@ -2,10 +2,12 @@
 what the checkpoint says. Loads no torch and touches no device."""
 
 import importlib.metadata
+from pathlib import Path
 
 from config.engine import EngineConfig
 from config.env import is_installed
 from config.errors import ConfigError
+from config.gguf import BLOCKS
 from config.model import ModelConfig, read_model_config
 from config.pooler import PoolerConfig, choose_pooler
 
@@ -33,7 +35,17 @@ def check_device(device: str) -> None:
 def check_checkpoint(config: EngineConfig, folder: str) -> None:
     """Raise ConfigError for a model that cannot be served, or not as `config` asks."""
     facts = read_model_config(folder)
-    choose_context(config, facts, choose_pooler(config, facts))
+    pooler = choose_pooler(config, facts)
+    choose_context(config, facts, pooler)
+    if config.quantization is not None and pooler is not None:
+        raise ConfigError(
+            f"quantization is {config.quantization}, and {folder} is served for pooling, where "
+            "weights keep their bits"
+        )
+    if config.quantization == "gguf" and not (Path(folder) / BLOCKS).is_file():
+        raise ConfigError(
+            f"quantization is gguf, and {folder} was made from no GGUF file: give one as the model"
+        )
 
 
 def choose_context(config: EngineConfig, facts: ModelConfig, pooler: PoolerConfig | None) -> int:

@@ -31,6 +31,7 @@ from hpu.memory import GIB, Found, Split, Wanted, split_memory
 from hpu.model_size import activation_bytes
 from hpu.models.decoder import Decoder
 from hpu.models.select import build_model
+from hpu.quantize import quantize
 from hpu.rows import Rows
 from hpu.runner import Runner
 from hpu.sampler import AnySampler, Sampler
@@ -190,7 +191,9 @@ def load(
 ) -> Loaded:
     """The model with its weights, from the checkpoint unless they were `kept`. Raises ConfigError
     when the checkpoint, the device and the settings do not fit each other."""
-    dtype = choose_dtype(config.dtype, facts.dtype, backend)
+    # Few bits are multiplied in bfloat16.
+    asked = config.dtype if config.quantization is None else "bfloat16"
+    dtype = choose_dtype(asked, facts.dtype, backend)
     max_model_len = choose_context(config, facts, None)
     logger.info("Device %s, %s, context %d", backend.name, name_of(dtype), max_model_len)
     start = time.perf_counter()
@@ -203,7 +206,8 @@ def load(
         )
     else:
         put_back(kept, (model,))
-    weight_bytes = sum(
+    weight_bytes = 0 if config.quantization is None else quantize(model, config)
+    weight_bytes += sum(
         tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers())
     )
     backend.prepare(model)

@@ -114,6 +114,7 @@ def _prepare(engine: EngineConfig, server: ServerConfig, report: Report) -> str:
         revision=engine.revision,
         cache_dir=engine.cache_dir,
         dtype=engine.dtype,
+        keep_blocks=engine.quantization == "gguf",
         report=report,
     )
     check_checkpoint(engine, folder)

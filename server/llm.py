@@ -54,7 +54,11 @@ class LLM:
         engine, server = loaded.engine, loaded.server
         check_device(engine.device)
         path = resolve(
-            engine.model, revision=engine.revision, cache_dir=engine.cache_dir, dtype=engine.dtype
+            engine.model,
+            revision=engine.revision,
+            cache_dir=engine.cache_dir,
+            dtype=engine.dtype,
+            keep_blocks=engine.quantization == "gguf",
         )
         check_checkpoint(engine, path)
         self._tokenizer: Tokenizer | None = None

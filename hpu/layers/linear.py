@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-Packer = Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
+from hpu.layers.quantized import Quantized, torchs_product
+
+Packer = Callable[[Tensor | Quantized, Tensor | None], Callable[[Tensor], Tensor]]
 """(weight, bias) to the product with both."""
 
 
@@ -23,7 +25,9 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     return bool(supported)
 
 
-def _packed_by_torch(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+def _packed_by_torch(weight: Tensor | Quantized, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    if isinstance(weight, Quantized):
+        return torchs_product(weight, bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
 
     def multiply(hidden: Tensor) -> Tensor:
@@ -58,14 +62,28 @@ class Linear(nn.Module):
         if bias:
             empty = torch.empty(out_size, dtype=dtype, device=device)
             self.bias = nn.Parameter(empty, requires_grad=False)
+        self.quantized: Quantized | None = None
+        """What `quantize` was given, until `pack`."""
         self._product: Callable[[Tensor], Tensor] | None = None
+
+    def quantize(self, weight: Quantized, *, keep_weight: bool = False) -> None:
+        """Have `weight` instead of the layer's own. `pack` has to follow."""
+        self.quantized = weight
+        if not keep_weight:
+            self.weight = None
 
     def pack(self, *, keep_weight: bool = False, pack: Packer | None = None) -> None:
         """Reorder the weight for the CPU's product, torch's or the one that `pack` makes of weight
         and bias. `keep_weight` if another module reads it too. The caller has asked `can_pack`.
         Once only."""
-        assert self.weight is not None and self._product is None
-        self._product = (pack or _packed_by_torch)(self.weight.detach(), self.bias)
+        assert self._product is None
+        pack = pack or _packed_by_torch
+        if self.quantized is not None:
+            self._product = pack(self.quantized, self.bias)
+            self.quantized = None
+        else:
+            assert self.weight is not None
+            self._product = pack(self.weight.detach(), self.bias)
         if not keep_weight:
             self.weight = None
 

@@ -316,6 +316,20 @@ class Decoder(nn.Module):
                 # Their products sum over all blocks of a launch, with zeros for other rows'.
                 module.isolate()
 
+    def linears(self) -> Iterator[tuple[Linear, list[str]]]:
+        """Every product, and the checkpoint's names of the matrices in it, from the top."""
+        names: dict[int, list[str]] = {}
+        for name, place in self.places():
+            names.setdefault(place.target.untyped_storage().data_ptr(), []).append(name)
+        for module in self.modules():
+            if isinstance(module, Linear) and module.weight is not None:
+                found = names[module.weight.untyped_storage().data_ptr()]
+                yield module, [name for name in found if name.endswith(".weight")]
+
+    def shares_weight(self, linear: Linear) -> bool:
+        """Whether the layer is the head and the embedding reads its weight too."""
+        return linear is self.head and self.config.tie_word_embeddings
+
     def pack_weights(self, library: Library | None = None) -> bool:
         """Reorder the weights of all products for a CPU that gains by it; whether it was done. With
         `library` decodes run on it where it has all that they need.
@@ -329,8 +343,7 @@ class Decoder(nn.Module):
             if isinstance(module, Norm):
                 module.pack()
             elif isinstance(module, Linear):
-                shared = module is self.head and self.config.tie_word_embeddings
-                module.pack(keep_weight=shared, pack=packer(library, module))
+                module.pack(keep_weight=self.shares_weight(module), pack=packer(library, module))
         self._library = library
         return True
 

@@ -18,16 +18,17 @@ import torch
 from torch import Tensor
 
 from hpu.backends.host import cpu_flags
+from hpu.layers.quantized import Quantized
+from hpu.native.quantized import INT8_ROWS, PANEL, kind_of, panels
 
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("decode.cpp")
+SOURCES = (SOURCE, SOURCE.with_name("products.h"))
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC")
 NEEDED = frozenset(("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"))
 COMPILE_TIMEOUT_S = 120.0
-PANEL = 16
-"""Outputs that lie side by side in a packed weight."""
 
 
 class Product(ctypes.Structure):
@@ -38,19 +39,27 @@ class Product(ctypes.Structure):
         ("bias", ctypes.c_void_p),
         ("outputs", ctypes.c_int64),
         ("inputs", ctypes.c_int64),
+        ("kind", ctypes.c_int64),
+        ("scales", ctypes.c_void_p),
     )
 
 
 class PackedLinear:
     """y = x W^T + b in bfloat16, as one call of the library."""
 
-    def __init__(self, library: "Library", weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, library: "Library", weight: Tensor | Quantized, bias: Tensor | None) -> None:
         """`weight` (out, in), of which `packer` takes the shape; it may be dropped afterwards."""
         self._library = library
-        self._kept = (library.pack(weight), bias)
-        self.product = Product(
-            self._kept[0].data_ptr(), None if bias is None else bias.data_ptr(), *weight.shape
-        )
+        kind, scales = 0, None
+        if isinstance(weight, Quantized):
+            kind = kind_of(weight) or 0
+            packed, shape = panels(weight), weight.values.shape
+            scales = weight.scales.flatten() if kind == INT8_ROWS else None
+        else:
+            packed, shape = library.pack(weight), weight.shape
+        self._kept = (packed, bias, scales)
+        given = (packed.data_ptr(), _start(bias), *shape, kind, _start(scales))
+        self.product = Product(*given)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """(..., in) to (..., out)."""
@@ -119,15 +128,22 @@ class Shaped(Protocol):
 
     out_size: int
     in_size: int
+    quantized: Quantized | None
 
 
 def packer(
     library: Library | None, linear: Shaped
-) -> Callable[[Tensor, Tensor | None], PackedLinear] | None:
+) -> Callable[[Tensor | Quantized, Tensor | None], PackedLinear] | None:
     """What packs the layer's weight for `library`; None if it cannot."""
     if library is None or linear.out_size % PANEL or linear.in_size % 2:
         return None
+    if linear.quantized is not None and kind_of(linear.quantized) is None:
+        return None
     return partial(PackedLinear, library)
+
+
+def _start(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _at(tensor: Tensor) -> ctypes.c_void_p:
@@ -159,7 +175,8 @@ def _build(folder: Path, flags: frozenset[str]) -> Path | None:
     """The compiled file. Two processes may both build it: the last one's is kept."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     runtime = _openmp()
-    identity = (SOURCE.read_bytes(), sorted(flags), FLAGS, str(runtime), torch.__version__)
+    source = b"".join(file.read_bytes() for file in SOURCES)
+    identity = (source, sorted(flags), FLAGS, str(runtime), torch.__version__)
     key = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
     path = folder / f"decode-{key}.so"
     if path.is_file():
