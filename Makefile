@@ -34,6 +34,8 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@if test -f $(VENV)/vendor.txt; then exec $(MAKE) --no-print-directory install-hpu; fi; \
 	echo "Installing gaudiserve and its dependencies into $(VENV); the first time takes some minutes"; \
 	$(PIP) install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --editable '.[cpu,dev]'
+	@# Where a compiler is there, the first start has nothing left to compile.
+	@$(BIN)/python -m hpu.native.library
 	@touch $@
 
 install-hpu: ## On a Gaudi machine: a .venv over the system's packages that keeps the vendor's torch

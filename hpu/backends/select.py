@@ -1,7 +1,5 @@
 """Device name to Backend. Imports only the chosen one, so that what is not used is not loaded."""
 
-from pathlib import Path
-
 from config import env
 from config.engine import EngineConfig
 from hpu.backends.base import Backend
@@ -23,10 +21,9 @@ def select_backend(config: EngineConfig) -> Backend:
 
         return CudaBackend()
     from hpu.backends.cpu import CpuBackend
+    from hpu.native.library import kernel_folder
 
-    folder = None
-    if config.cpu_kernels == "auto":
-        folder = Path(config.cache_dir or env.cache_home()) / "kernels"
+    folder = kernel_folder(config.cache_dir) if config.cpu_kernels == "auto" else None
     return CpuBackend(config.num_threads, folder)
 
 

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from config.env import cache_home
 from hpu.backends.host import cpu_flags
 from hpu.layers.quantized import Quantized
 from hpu.native.quantized import INT8_ROWS, PANEL, kind_of, panels
@@ -150,6 +151,11 @@ def _at(tensor: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr())
 
 
+def kernel_folder(cache_dir: str | None) -> Path:
+    """Where the compiled file is kept."""
+    return Path(cache_dir or cache_home()) / "kernels"
+
+
 def open_library(folder: Path, num_threads: int) -> Library | None:
     """The library for this machine, from `folder` or compiled into it; None, with a line in the
     log, where it cannot be had: then torch's own operators do all."""
@@ -206,3 +212,7 @@ def _openmp() -> list[str]:
     """Torch's own OpenMP runtime, so that both share one pool of threads; empty if it has none
     beside it: then the system's is the one that torch uses too."""
     return [str(path) for path in sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))[:1]]
+
+
+if __name__ == "__main__":
+    open_library(kernel_folder(None), 1)
