@@ -234,7 +234,8 @@ def _peers(options: argparse.Namespace) -> dict[str, dict[str, Row]]:
         url, _, pids = rest.partition(",")
         fronts = [psutil.Process(int(pid)) for pid in pids.split(",") if pid]
         watched = Watched(name, url, fronts)
-        made[name] = _asked_of_all(watched, options.seconds, "256 streams, no device time")
+        streams = "256 streams" if options.server else "256 streams, no device time"
+        made[name] = _asked_of_all(watched, options.seconds, streams)
     return made
 
 

@@ -5,7 +5,9 @@ this row alone, bit for bit: sums over a row go through fixed chunks, because a 
 single row to one number may be split among threads where that of several rows is not.
 """
 
+import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +17,34 @@ TINY = 2.0**-100
 """The threshold of rows that cut nothing. A power of two: dividing by it is exact."""
 
 CHUNK = 256
+MIN_PART, MAX_PART = 64, 512
 _JUST_BELOW_ONE = 1.0 - 2.0**-24
 _TOPK_LADDER = (256, 4096)
 _EXPONENTS = (64, 64, 64, 32, 16, 8, 4, 2, 1)
 """Powers of two whose product leads from TINY to any float32 above it, and beyond to infinity."""
 _SIGNIFICAND_BITS = 23
+
+
+class Best(NamedTuple):
+    """The largest of each row, (B, 1), and the first place that has it."""
+
+    values: Tensor
+    indices: Tensor
+
+
+def best_by_parts(scores: Tensor) -> Best:
+    """Of (B, V), what `max` finds, NaN included: first the largest of each part of a row, then the
+    place inside the first part that has the row's. On a CPU the values alone come in vectors,
+    values with their places one by one."""
+    rows, vocab_size = scores.shape
+    size = math.gcd(vocab_size, MAX_PART)
+    if size < MIN_PART or scores.device.type != "cpu":
+        return Best(*scores.max(dim=-1, keepdim=True))
+    parts = scores.reshape(rows, vocab_size // size, size)
+    part = parts.amax(dim=-1).max(dim=-1, keepdim=True).indices
+    within = parts.gather(1, part.unsqueeze(2).expand(-1, -1, size)).squeeze(1)
+    values, places = within.max(dim=-1, keepdim=True)
+    return Best(values, part * size + places)
 
 
 def min_p_threshold(weights: Tensor, top: Tensor, min_p: Tensor) -> Tensor:

@@ -111,7 +111,7 @@ class Sampler:
         """
         batch = self._rows.batch(rows, logits.shape[0])
         scores = self._masked(logits, batch)
-        best = scores.max(dim=-1, keepdim=True)
+        best = filters.best_by_parts(scores)
         tokens, weights = best.indices, None
         if batch.greedy is not None:
             tokens, weights = self._drawn(scores, best, batch)
@@ -153,7 +153,7 @@ class Sampler:
         return scores
 
     def _drawn(
-        self, scores: Tensor, best: torch.return_types.max, batch: SamplingBatch
+        self, scores: Tensor, best: filters.Best, batch: SamplingBatch
     ) -> tuple[Tensor, Tensor]:
         """(B, 1) tokens: drawn where the row is random, the most likely one where it is greedy;
         (B, V) the weights they were drawn by."""
