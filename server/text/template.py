@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,11 @@ MAX_COMPILED = 32
 """Templates kept compiled: the model's own, and the latest that requests brought."""
 MAX_PENDING = 1_024
 """Conversations that may wait for a thread."""
+SHORT_CHARACTERS = 2_000
+SHORT_MESSAGES = 32
+QUICK_S = 0.002
+"""Where the server's own template took less for the last short conversation, the next one is
+rendered where it is asked for: a thread costs several times what the rendering does."""
 STOP_GRACE_S = 1.0
 """How long a stopped template may take to notice, before its thread is given up for the request."""
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
@@ -64,7 +70,8 @@ class TextTooLong(UserError):
 
 
 class ChatTemplate:
-    """Renders conversations on threads, within `time_limit_s` and `max_characters`."""
+    """Renders conversations within `time_limit_s` and `max_characters`: on threads, but for short
+    ones under a template of the server's own that was seen to be quick."""
 
     def __init__(
         self,
@@ -130,14 +137,19 @@ class ChatTemplate:
         source = self._source(template, tools)
         given = {**(kwargs or {}), "tools": tools, "documents": documents}
         options = {**self._special_tokens, "add_generation_prompt": add_generation_prompt}
+        is_short = not (template or tools or documents or kwargs) and _is_short(messages)
+        call = partial(
+            *(self._render, source, messages, given, options, continue_final_message, mark),
+            is_short=is_short,
+        )
+        known = self._compiled.get(source)
+        if is_short and known is not None and known.is_quick:
+            return call()
         if self._pending >= MAX_PENDING:
             raise Overloaded(f"{self._pending} conversations wait for their template")
         self._pending += 1
         try:
-            job = _Job(
-                lambda: self._render(source, messages, given, options, continue_final_message, mark)
-            )
-            return await self._run(job)
+            return await self._run(_Job(call))
         finally:
             self._pending -= 1
 
@@ -197,6 +209,8 @@ class ChatTemplate:
         options: dict[str, Any],
         carries_on: bool,
         mark: Mark | None,
+        *,
+        is_short: bool,
     ) -> str:
         try:
             compiled = self._compile(source)
@@ -210,7 +224,10 @@ class ChatTemplate:
             if mark is not None:
                 conversation, given = mark(conversation), mark(given)
             final = continued(conversation, source) if carries_on else None
+            began_s = time.thread_time()
             text = compiled.template.render(messages=conversation, **{**options, **given})
+            if is_short:
+                compiled.is_quick = time.thread_time() - began_s < QUICK_S
         except UserError:
             raise
         except TooMuchText as error:
@@ -238,11 +255,22 @@ class ChatTemplate:
         return compiled
 
 
+def _is_short(messages: list[Message]) -> bool:
+    """Whether these are a few messages with little text and nothing else."""
+    if len(messages) > SHORT_MESSAGES:
+        return False
+    texts = [message.get("content") for message in messages if len(message) == 2]
+    are_plain = len(texts) == len(messages) and all(isinstance(text, str) for text in texts)
+    return are_plain and sum(map(len, texts)) <= SHORT_CHARACTERS
+
+
 class _Compiled:
     """A template, and how it wants the content of each role: found out by trying, once."""
 
     def __init__(self, template: Template) -> None:
         self.template = template
+        self.is_quick = False
+        """Whether the last short conversation took less than QUICK_S."""
         self._takes: dict[str, tuple[bool, bool]] = {}
         self._shows_tools: bool | None = None
 

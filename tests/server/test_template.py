@@ -359,6 +359,22 @@ async def test_the_loop_runs_on_while_a_template_is_slow() -> None:
     assert max(gaps_s) < 0.2
 
 
+async def test_a_short_conversation_waits_for_no_thread_once_its_template_was_quick() -> None:
+    template = ours(CHATML, time_limit_s=0.5, threads=1)
+    for _ in range(3):
+        await template.render(HELLO)
+    slow = asyncio.create_task(template.render(HELLO, template=SLOW))
+    await asyncio.sleep(0)
+
+    rendered = await template.render(HELLO)
+    was_slow = slow.done()
+
+    assert "Hello" in rendered
+    assert not was_slow
+    with pytest.raises(UserError):
+        await slow
+
+
 async def test_time_in_line_does_not_count() -> None:
     template = ours(CHATML, time_limit_s=0.3, threads=1)
     slow = [asyncio.create_task(template.render(HELLO, template=SLOW)) for _ in range(2)]
