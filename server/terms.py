@@ -31,6 +31,8 @@ class Terms:
 
     def sampling(self, params: SamplingParams) -> SamplingParams:
         """`params` under these terms."""
+        if self.form is None and self.thinking_budget is None:
+            return params
         return params.replace(
             structured_outputs=self.form, thinking_token_budget=self.thinking_budget
         )

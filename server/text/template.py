@@ -139,7 +139,13 @@ class ChatTemplate:
         options = {**self._special_tokens, "add_generation_prompt": add_generation_prompt}
         is_short = not (template or tools or documents or kwargs) and _is_short(messages)
         call = partial(
-            *(self._render, source, messages, given, options, continue_final_message, mark),
+            self._render,
+            source,
+            messages,
+            given,
+            options,
+            continue_final_message,
+            mark,
             is_short=is_short,
         )
         known = self._compiled.get(source)
@@ -260,8 +266,8 @@ def _is_short(messages: list[Message]) -> bool:
     if len(messages) > SHORT_MESSAGES:
         return False
     texts = [message.get("content") for message in messages if len(message) == 2]
-    are_plain = len(texts) == len(messages) and all(isinstance(text, str) for text in texts)
-    return are_plain and sum(map(len, texts)) <= SHORT_CHARACTERS
+    words = [text for text in texts if isinstance(text, str)]
+    return len(words) == len(messages) and sum(map(len, words)) <= SHORT_CHARACTERS
 
 
 class _Compiled:
