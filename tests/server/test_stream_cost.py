@@ -1,4 +1,5 @@
-"""What a streamed token costs beside something known: a ratio of CPU time in one process."""
+"""What a streamed token and a short request cost beside something known: ratios of CPU time in one
+process."""
 
 import json
 import time
@@ -9,6 +10,10 @@ TOKENS = 1500
 MOST = 7
 """Encodings of one chunk by the standard library that a token may cost, the double's share
 included: twice of what it does."""
+
+REQUESTS = 200
+MOST_OF_A_REQUEST = 450
+"""The same for a short chat, the client's share included: twice of what it does."""
 
 
 def encoding_s() -> float:
@@ -38,3 +43,23 @@ async def test_a_streamed_token_costs_a_few_encodings() -> None:
     encoding = min([encoding_s() for _ in range(5)])
 
     assert streaming / encoding < MOST
+
+
+async def asking_s() -> float:
+    """CPU seconds of REQUESTS short chats, one after the other."""
+    async with in_memory(TalkingClient("H")) as rig:
+        for _ in range(5):
+            await rig.chat(max_tokens=1)
+        begun_s = time.process_time()
+        for _ in range(REQUESTS):
+            answer = await rig.chat(max_tokens=1)
+        spent_s = time.process_time() - begun_s
+    assert answer.status_code == 200, answer.text
+    return spent_s
+
+
+async def test_a_short_request_costs_some_hundred_encodings() -> None:
+    asking = min([await asking_s() for _ in range(3)]) / REQUESTS
+    encoding = min([encoding_s() for _ in range(5)]) / TOKENS
+
+    assert asking / encoding < MOST_OF_A_REQUEST
