@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import httpx
+from engine_rig import eventually
 from http_rig import EOS, Rig, TalkingClient, events, ids, in_memory, on_port
 
 from server.choices import Gatherer
@@ -228,7 +229,7 @@ async def test_a_stream_that_is_cut_by_a_shutdown_says_so() -> None:
     async with on_port(client) as rig:
 
         async def cut() -> None:
-            await asyncio.sleep(0.1)
+            assert await eventually(lambda: len(rig.state.servings) == 2, 10)
             for serving in list(rig.state.servings):
                 serving.cut("The server is shutting down.")
 
