@@ -16,6 +16,7 @@ from config.gguf_config import generation_config, model_config
 from config.gguf_metadata import open_gguf
 from config.gguf_tokenizer import tokenizer_files
 from config.gguf_weights import DTYPES, write_blocks, write_safetensors
+from config.model import BLOCKS
 from config.progress import Report, unreported
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,6 @@ logger = logging.getLogger(__name__)
 _FORMAT = 1
 """Raised whenever a conversion comes out otherwise than before: older copies are then passed by."""
 _SAMPLE_BYTES = 2**20
-BLOCKS = "blocks.gguf.safetensors"
 
 
 def converted(
@@ -93,7 +93,7 @@ def _convert(
 ) -> None:
     file = open_gguf(source)
     config = model_config(file, dtype)
-    _check_room(folder, file.tensors.values(), DTYPES[dtype][1])
+    _check_room(folder, file.tensors.values(), DTYPES[dtype][1], keep_blocks)
     for name, content in (tokenizer_files(file) or {}).items():
         _write_json(folder / name, content)
     _write_json(folder / "generation_config.json", generation_config(file))
@@ -103,8 +103,10 @@ def _convert(
     _write_json(folder / "config.json", config)
 
 
-def _check_room(folder: Path, tensors: Any, width: int) -> None:
-    needed = sum(int(tensor.n_elements) for tensor in tensors) * width
+def _check_room(folder: Path, tensors: Any, width: int, keep_blocks: bool) -> None:
+    needed = sum(int(tensor.n_elements) * width for tensor in tensors)
+    if keep_blocks:
+        needed += sum(int(tensor.n_bytes) for tensor in tensors)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise ConfigError(

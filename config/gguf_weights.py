@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, ReaderTensor
 from gguf.quants import dequantize
-from safetensors.numpy import save_file
 
 from config.errors import ConfigError
 from config.gguf_metadata import GgufFile
@@ -95,26 +94,37 @@ def write_safetensors(
     """
     # Wider numbers first, so that every tensor starts at a multiple of its own width.
     entries = sorted(_entries(file, dtype), key=lambda entry: entry.dtype != "float32")
+    look = {"desc": f"Converting {file.path.name}", "disable": not progress}
+    with Bar("convert", report, total=sum(entry.num_bytes for entry in entries), **look) as bar:
+        _write(
+            target,
+            [(e.name, DTYPES[e.dtype][0], e.shape, e.num_bytes) for e in entries],
+            (piece for entry in entries for piece in _pieces(file, entry)),
+            bar.update,
+        )
+
+
+def _write(
+    target: Path,
+    tensors: list[tuple[str, str, tuple[int, ...], int]],
+    pieces: Iterable[npt.NDArray[Any]],
+    written: Callable[[int], object],
+) -> None:
+    """A safetensors file of `tensors` (name, dtype, shape, bytes), whose bytes come in `pieces`.
+    The format: https://github.com/huggingface/safetensors#format"""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for entry in entries:
-        start, end = end, end + entry.num_bytes
-        header[entry.name] = {
-            "dtype": DTYPES[entry.dtype][0],
-            "shape": list(entry.shape),
-            "data_offsets": [start, end],
-        }
+    for name, dtype, shape, num_bytes in tensors:
+        start, end = end, end + num_bytes
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    look = {"desc": f"Converting {file.path.name}", "disable": not progress}
-    bar = Bar("convert", report, total=end, **look)
-    with bar, target.open("wb") as out:
+    with target.open("wb") as out:
         out.write(len(encoded).to_bytes(8, "little"))
         out.write(encoded)
-        for entry in entries:
-            for piece in _pieces(file, entry):
-                out.write(piece.data)
-                bar.update(piece.nbytes)
+        for piece in pieces:
+            out.write(piece.data)
+            written(piece.nbytes)
         out.flush()
         os.fsync(out.fileno())
 
@@ -175,18 +185,17 @@ def _rows(entry: _Entry) -> npt.NDArray[Any]:
 
 def write_blocks(file: GgufFile, target: Path) -> None:
     """Write the blocks of all matrices of BLOCK_TYPES to `target`: as bytes (rows, bytes of a row),
-    each under its name and type, such as `lm_head.weight Q8_0`."""
+    each under its name and type, such as `lm_head.weight Q8_0`. On disk when this returns."""
     kept = [
-        entry
+        (entry, entry.tensor.data.reshape(entry.shape[0], -1))
         for entry in _entries(file, "bfloat16")
         if entry.tensor.tensor_type in BLOCK_TYPES and len(entry.shape) == 2
     ]
-    save_file(
-        {
-            f"{entry.name} {entry.tensor.tensor_type.name}": np.ascontiguousarray(_rows(entry))
-            for entry in kept
-        },
+    _write(
         target,
+        [(f"{e.name} {e.tensor.tensor_type.name}", "U8", raw.shape, raw.nbytes) for e, raw in kept],
+        (np.ascontiguousarray(_rows(entry)) for entry, _ in kept),
+        lambda _: None,
     )
 
 

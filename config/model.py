@@ -9,6 +9,8 @@ from config.fields import Fields, Json, read_json
 
 GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 DTYPES = ("bfloat16", "float16", "float32")
+BLOCKS = "blocks.gguf.safetensors"
+"""The file beside the weights that keeps a GGUF file's own blocks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ from pathlib import Path
 from config.engine import EngineConfig
 from config.env import is_installed
 from config.errors import ConfigError
-from config.gguf import BLOCKS
-from config.model import ModelConfig, read_model_config
+from config.model import BLOCKS, ModelConfig, read_model_config
 from config.pooler import PoolerConfig, choose_pooler
 
 EMULATED_CONTEXT = 512

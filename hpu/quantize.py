@@ -11,7 +11,7 @@ from torch import Tensor
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
-from config.gguf import BLOCKS
+from config.model import BLOCKS
 from hpu.layers.linear import Linear, can_pack
 from hpu.layers.quantized import GROUP, Quantized, quantized, stacked
 from hpu.models.decoder import Decoder

@@ -5,7 +5,6 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from config.engine import EngineConfig
@@ -27,11 +26,6 @@ STARTING_RETRY_S = 5
 DRAINING_RETRY_S = 30
 NAME_CHARACTERS_SHOWN = 200
 MAX_RECENT = 100
-
-
-@cache
-def _fingerprint(name: str) -> str:
-    return f"fp_{hashlib.sha256(name.encode()).hexdigest()[:10]}"
 
 
 @dataclass(slots=True)
@@ -94,7 +88,8 @@ class AppState:
     @property
     def fingerprint(self) -> str:
         """Constant for one model and version."""
-        return _fingerprint(f"{self.version}:{self.root}")
+        digest = hashlib.sha256(f"{self.version}:{self.root}".encode()).hexdigest()
+        return f"fp_{digest[:10]}"
 
     @property
     def is_ready(self) -> bool:

@@ -53,8 +53,8 @@ class PackedLinear:
         self._library = library
         kind, scales = 0, None
         if isinstance(weight, Quantized):
-            kind = kind_of(weight) or 0
-            packed, shape = panels(weight), weight.values.shape
+            kind, packed = panels(weight)
+            shape = weight.values.shape
             scales = weight.scales.flatten() if kind == INT8_ROWS else None
         else:
             packed, shape = library.pack(weight), weight.shape

@@ -21,11 +21,13 @@ def kind_of(weight: Quantized) -> int | None:
     return INT8_ROWS if weight.by_output else INT8_GROUPS
 
 
-def panels(weight: Quantized) -> Tensor:
-    """The bytes: by panel and group the scales (and mins) of 16 outputs in float16, then values.
-    Eight bits lie as (pair, output, 2); of four bits each 16-bit word holds one value of four
-    pairs, the first lowest."""
+def panels(weight: Quantized) -> tuple[int, Tensor]:
+    """The kind, which there must be, and the bytes: by panel and group the scales (and mins) of 16
+    outputs in float16, then values. Eight bits lie as (pair, output, 2); of four bits each 16-bit
+    word holds one value of four pairs, the first lowest."""
     kind, (out, size) = kind_of(weight), weight.values.shape
+    if kind is None:
+        raise ValueError(f"no kernel takes {weight.bits} bits of shape ({out}, {size})")
     groups = size // GROUP
     by_panel = weight.values.view(out // PANEL, PANEL, groups, GROUP // 8, 4, 2)
     if kind == INT4_GROUPS:
@@ -37,11 +39,11 @@ def panels(weight: Quantized) -> Tensor:
         values = by_panel.permute(0, 2, 3, 4, 1, 5).contiguous().view(torch.uint8)
     values = values.reshape(out // PANEL, groups, -1)
     if kind == INT8_ROWS:
-        return values
+        return kind, values
     heads = [_numbers(weight.scales)]
     if weight.mins is not None:
         heads.append(_numbers(weight.mins))
-    return torch.cat([*heads, values], dim=-1).contiguous()
+    return kind, torch.cat([*heads, values], dim=-1).contiguous()
 
 
 def _numbers(numbers: Tensor) -> Tensor:

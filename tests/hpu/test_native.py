@@ -1,7 +1,6 @@
 """The compiled kernels of the CPU against torch's own operators, which they must equal up to the
 rounding of bfloat16."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +17,6 @@ from hpu.native.library import Library, PackedLinear, open_library
 PROMPTS = {0: list(range(10, 60)), 1: list(range(70, 77)), 2: [9]}
 NEXT = [{0: 5, 1: 6, 2: 7}, {0: 8, 1: 9, 2: 10}]
 HEADS = {"head_dim": 32, "hidden_size": 128, "num_attention_heads": 4}
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    library = open_library(tmp_path_factory.mktemp("kernels"), 2)
-    if library is None:
-        pytest.skip("no compiler, or a CPU without AVX512-BF16")
-    return library
-
-
-@pytest.fixture(params=["tiles", "dots"])
-def library(built: Library, request: pytest.FixtureRequest) -> Iterator[Library]:
-    if request.param == "tiles" and not built.has_tiles:
-        pytest.skip("this CPU has no AMX")
-    built.use_tiles(request.param == "tiles")
-    yield built
-    built.use_tiles(True)
 
 
 def packed(folder: Path, library: Library | None) -> Decoder:

@@ -1,6 +1,5 @@
 """Weights in few bits: how they are rounded, the products with them, and those of a GGUF file."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,30 +19,13 @@ from hpu.layers.quantized import GROUP, Quantized, quantized, stacked, torchs_pr
 from hpu.loader import load_weights
 from hpu.models.decoder import Decoder
 from hpu.models.select import build_model
-from hpu.native.library import Library, PackedLinear, open_library
+from hpu.native.library import Library, PackedLinear
 from hpu.native.quantized import kind_of
 from hpu.quantize import quantize
 
 OUT, SIZE = 176, 160
 KINDS = ["int8", "int4", "Q8_0"]
 FEW_AND_MANY_ROWS = [1, 2, 3, 4, 5, 33]
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    library = open_library(tmp_path_factory.mktemp("kernels"), 2)
-    if library is None:
-        pytest.skip("no compiler, or a CPU without AVX512-BF16")
-    return library
-
-
-@pytest.fixture(params=["tiles", "dots"])
-def library(built: Library, request: pytest.FixtureRequest) -> Iterator[Library]:
-    if request.param == "tiles" and not built.has_tiles:
-        pytest.skip("this CPU has no AMX")
-    built.use_tiles(request.param == "tiles")
-    yield built
-    built.use_tiles(True)
 
 
 def weight_of(kind: str) -> Quantized:
