@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -17,7 +18,9 @@ TINY = 2.0**-100
 """The threshold of rows that cut nothing. A power of two: dividing by it is exact."""
 
 CHUNK = 256
-MIN_PART, MAX_PART = 64, 512
+PIECE_BYTES = 1 << 19
+"""Of scores that are looked at twice: what a cache near the core holds."""
+_INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 _JUST_BELOW_ONE = 1.0 - 2.0**-24
 _TOPK_LADDER = (256, 4096)
 _EXPONENTS = (64, 64, 64, 32, 16, 8, 4, 2, 1)
@@ -32,19 +35,35 @@ class Best(NamedTuple):
     indices: Tensor
 
 
-def best_by_parts(scores: Tensor) -> Best:
-    """Of (B, V), what `max` finds, NaN included: first the largest of each part of a row, then the
-    place inside the first part that has the row's. On a CPU the values alone come in vectors,
-    values with their places one by one."""
-    rows, vocab_size = scores.shape
-    size = math.gcd(vocab_size, MAX_PART)
-    if size < MIN_PART or scores.device.type != "cpu":
+def best_of(scores: Tensor) -> Best:
+    """Of (B, V), what `max` finds, NaN included. On a CPU by the bits read as integers, which order
+    positive numbers in the same way, and are compared many at a time, their places with them."""
+    integers = _INTEGERS.get(scores.dtype)
+    if integers is None or scores.device.type != "cpu":
         return Best(*scores.max(dim=-1, keepdim=True))
-    parts = scores.reshape(rows, vocab_size // size, size)
-    part = parts.amax(dim=-1).max(dim=-1, keepdim=True).indices
-    within = parts.gather(1, part.unsqueeze(2).expand(-1, -1, size)).squeeze(1)
-    values, places = within.max(dim=-1, keepdim=True)
-    return Best(values, part * size + places)
+    signed = scores.view(integers).numpy()
+    bits = signed.view(f"u{signed.itemsize}")
+    rows, vocab_size = signed.shape
+    places = np.empty(rows, np.int64)
+    most = np.empty(rows, bits.dtype)
+    some = max(1, PIECE_BYTES // (vocab_size * signed.itemsize))
+    for start in range(0, rows, some):
+        piece = slice(start, start + some)
+        signed[piece].argmax(axis=1, out=places[piece])
+        bits[piece].max(axis=1, out=most[piece])
+    best = signed[np.arange(rows), places]
+    infinity = int(torch.tensor(math.inf, dtype=scores.dtype).view(integers))
+    # A NaN with a sign is, read without one, beyond all else; negative numbers are ordered
+    # backwards; and zero may have come before as its negative, which is as large.
+    is_odd = most > (infinity | 1 << (8 * signed.itemsize - 1))
+    negative = np.flatnonzero((best < 0) & ~is_odd)
+    if len(negative):
+        places[negative] = signed[negative].argmin(axis=1)
+    odd = np.flatnonzero(is_odd | (best == 0) | (best > infinity))
+    if len(odd):
+        places[odd] = scores[torch.from_numpy(odd)].max(dim=-1).indices.numpy()
+    indices = torch.from_numpy(places).unsqueeze(1)
+    return Best(scores.gather(1, indices), indices)
 
 
 def min_p_threshold(weights: Tensor, top: Tensor, min_p: Tensor) -> Tensor:

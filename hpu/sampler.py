@@ -111,7 +111,7 @@ class Sampler:
         """
         batch = self._rows.batch(rows, logits.shape[0])
         scores = self._masked(logits, batch)
-        best = filters.best_by_parts(scores)
+        best = filters.best_of(scores)
         tokens, weights = best.indices, None
         if batch.greedy is not None:
             tokens, weights = self._drawn(scores, best, batch)
