@@ -117,8 +117,10 @@ def openmp_environment() -> dict[str, str]:
     that sleep soon. Beside two busy processes on two cores, steps took 20 times as long without."""
     wanted = {
         # Idle compute threads spin before they sleep, by default for longer than the whole host
-        # side of a step takes: on few cores they would hold up the engine and the front-end.
-        "GOMP_SPINCOUNT": "10000",
+        # side of a step takes. On few cores they would hold up the engine and the front-end, and
+        # themselves: who spins keeps the core that the thread waited for could run on, once a
+        # neighbour has the other. So many rounds take about as long as to sleep and to be woken.
+        "GOMP_SPINCOUNT": "1000",
         # The same for Intel's OpenMP, in milliseconds; its default is 200.
         "KMP_BLOCKTIME": "1",
     }

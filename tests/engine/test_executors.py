@@ -162,7 +162,7 @@ def test_where_a_runtime_is_installed_auto_gives_the_worker_a_process_and_says_w
 
 @pytest.mark.parametrize(
     ("device", "variable", "word"),
-    [("hpu", "PT_HPU_LAZY_MODE", "0"), ("cpu", "GOMP_SPINCOUNT", "10000")],
+    [("hpu", "PT_HPU_LAZY_MODE", "0"), ("cpu", "GOMP_SPINCOUNT", "1000")],
 )
 def test_a_worker_in_this_process_finds_its_runtimes_variables_when_torch_is_imported(
     device: str, variable: str, word: str
