@@ -1,15 +1,15 @@
-"""The FastAPI application over an AppState: routes, errors, and the layers around them."""
+"""The application over an AppState: FastAPI's routes and errors, and our own layers around them."""
 
-from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from config.errors import UserError
 from server.anthropic.faults import refusal
 from server.errors import fault_of
-from server.middleware import REQUEST_ID, Books, Cors, Gate
+from server.middleware import REQUEST_ID, Books, Cors, Gate, Shortcut
 from server.openapi import DescribedApi
 from server.routes.admin import admin_routes
 from server.routes.chat import chat_routes
@@ -28,10 +28,10 @@ from server.state import AppState
 PREFLIGHT_SECONDS = 600
 
 
-def create_app(state: AppState) -> FastAPI:
+def create_app(state: AppState) -> ASGIApp:
     """Everything a front-end answers."""
     has_docs = state.config.enable_docs
-    app = DescribedApi(
+    api = DescribedApi(
         title="gaudiserve",
         version=state.version,
         description="OpenAI-compatible serving.",
@@ -40,29 +40,34 @@ def create_app(state: AppState) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    for routes in (
-        *(chat_routes, completion_routes, response_routes, messages_routes),
-        *(embedding_routes, score_routes, model_routes, tokenize_routes, admin_routes),
-        *(development_routes, page_routes),
-    ):
-        app.include_router(routes(state))
+    routers = [
+        routes(state)
+        for routes in (
+            *(chat_routes, completion_routes, response_routes, messages_routes),
+            *(embedding_routes, score_routes, model_routes, tokenize_routes, admin_routes),
+            *(development_routes, page_routes),
+        )
+    ]
+    for router in routers:
+        api.include_router(router)
     if has_docs:
-        app.include_router(docs_routes(app.title))
-    app.add_exception_handler(HTTPException, _answer_http)
-    app.add_exception_handler(RequestValidationError, _answer_invalid)
-    # The last one added is the outermost.
-    app.add_middleware(Gate, state=state)
+        api.include_router(docs_routes(api.title))
+    api.add_exception_handler(HTTPException, _answer_http)
+    api.add_exception_handler(RequestValidationError, _answer_invalid)
+    api.add_exception_handler(Exception, _leave)
+    # Around the library and not among its own layers, which a short request need not pass then.
+    app: ASGIApp = Shortcut(api, [route for router in routers for route in router.routes])
+    app = Gate(app, state)
     if state.config.allowed_origins:
-        app.add_middleware(
-            Cors,
+        app = Cors(
+            app,
             allow_origins=state.config.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=[REQUEST_ID],
             max_age=PREFLIGHT_SECONDS,
         )
-    app.add_middleware(Books, state=state)
-    return app
+    return Books(app, state)
 
 
 async def _answer_http(request: Request, error: Exception) -> Response:
@@ -72,3 +77,15 @@ async def _answer_http(request: Request, error: Exception) -> Response:
 async def _answer_invalid(request: Request, error: Exception) -> Response:
     fault = fault_of(UserError("the path or query of this request is not valid"))
     return refusal(fault, request.url.path)
+
+
+class _Left(Response):
+    """Nothing."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        return
+
+
+async def _leave(request: Request, error: Exception) -> Response:
+    """The library answers in plain text and then raises `error` again: it is for the gate."""
+    return _Left()

@@ -19,12 +19,13 @@ from config.sampling import SamplingParams
 from engine.messages import COMPILE_GRAMMAR
 from server.choices import Gathered, Gatherer, Naming, usage_of
 from server.errors import EngineFailed, Fault, fault_of
+from server.hangup import UntilGone
 from server.outputs import Delta, Growing, Prompt
 from server.reading import Answers
 from server.record import record_of
 from server.schema.common import GenerationBody
 from server.search import Search
-from server.serving import Serving, until_gone
+from server.serving import Serving
 from server.state import AppState
 from server.streaming import Envelope, EventStream
 from server.text.tokenizer import TooManyTokens
@@ -238,7 +239,8 @@ async def finish(job: Endable, request: Request, work: Coroutine[Any, Any, T]) -
     """The result of `work`, which reads the job to its end. Raises ClientGone when nobody waits for
     it any more."""
     try:
-        return await until_gone(request.receive, work)
+        with UntilGone(request.receive):
+            return await work
     except EngineDied as error:
         raise EngineFailed(str(error)) from error
     finally:

@@ -1,14 +1,10 @@
 """The OpenAPI description: bodies that handlers read themselves are described here by name."""
 
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from fastapi.routing import APIRoute
 from pydantic.json_schema import models_json_schema
-from starlette.requests import Request
-from starlette.responses import Response
 
 from server.schema.admin import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from server.schema.chat import ChatBody
@@ -98,14 +94,6 @@ def takes(*names: str) -> dict[str, Any]:
     refs = [{"$ref": _REF.format(model=name)} for name in names]
     schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-class Direct(APIRoute):
-    """A route whose handler takes the request alone and gives the answer itself: there is nothing
-    to look up for it, to validate or to write out."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        return self.endpoint
 
 
 class DescribedApi(FastAPI):

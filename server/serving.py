@@ -1,22 +1,14 @@
 """A request in the engine while it is served: counted, watched, and always ended. Knows no
 bodies."""
 
-import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Coroutine
-from typing import Any, TypeVar
-
-from starlette.types import Receive
+from collections.abc import AsyncIterator
 
 from config.errors import Overloaded
 from config.sampling import SamplingParams
-from server.errors import ClientGone
 from server.metrics import Metrics
 from server.outputs import Delta, Growing
 from server.record import Record
-
-T = TypeVar("T")
 
 
 class Serving:
@@ -133,25 +125,3 @@ class Serving:
             # Tokens that came all at once (beams, a step that was read late) say nothing of pace.
             if seconds:
                 metrics.time_per_output_token.observe(seconds / (longest - 1))
-
-
-async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; when the client hangs up first, `work` is cancelled and ClientGone
-    raised. The body must have been read."""
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_hang_up(receive))
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGone
-    finally:
-        for one in (task, watch):
-            one.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await one
-
-
-async def _hang_up(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -16,8 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from config.errors import Overloaded
 from server.errors import ClientGone
+from server.hangup import UntilGone
 from server.record import record_of
-from server.serving import until_gone
 
 _NUMBER = re.compile(r"[0-9a-f]{34}")
 _SIZE_BYTES = 4
@@ -86,7 +86,8 @@ class HandedOn(Response):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await until_gone(receive, self._pass_on(send))
+        with UntilGone(receive):
+            await self._pass_on(send)
 
     async def _pass_on(self, send: Send) -> None:
         try:

@@ -1,19 +1,29 @@
 """Server-sent events: frames to the byte, and a stream that ends its work when it closes.
 Knows no choices."""
 
+import asyncio
+import contextlib
 import re
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
-from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from server.errors import ClientGone
+from server.hangup import UntilGone
 from server.record import straight_send
 
 DONE = b"data: [DONE]\n\n"
-NEVER_S = 10_000_000
-"""Longer than any stream."""
+PING = b": keep-alive\n\n"
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"connection", b"keep-alive"),
+    # Or a proxy may hold tokens back until it has a bufferful.
+    (b"x-accel-buffering", b"no"),
+]
 
 _encoder = msgspec.json.Encoder()
 # Some clients split a stream with text tools, for which these characters end a line as well.
@@ -70,41 +80,43 @@ class Envelope:
         return b"%b%b],%b\n\n" % (self.head, choice, json_line(extra)[1:])
 
 
-class EventStream(EventSourceResponse):
+class EventStream(Response):
     """Frames as they come. `on_close` is called once nothing more is sent, whoever ended it."""
 
     def __init__(
         self, frames: AsyncIterator[bytes], *, keep_alive_s: float, on_close: Callable[[], None]
     ) -> None:
-        super().__init__(
-            frames,
-            headers={"Cache-Control": "no-cache"},
-            # The library's own default is a comment every 15 s, and CRLF. Zero means endless pings
-            # in its older versions.
-            ping=keep_alive_s or NEVER_S,
-            sep="\n",
-            ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
-        )
+        """A comment goes out every `keep_alive_s`; never if that is 0."""
+        self.status_code, self.raw_headers, self.background = 200, HEADERS, None
         self._frames = frames
+        self._keep_alive_s = keep_alive_s
         self._on_close = on_close
-        self._send_piece: Send | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._send_piece = straight_send(scope)
         # A stream that is cut before its first frame never starts the generator, so a `finally`
         # there would not run.
         try:
-            await super().__call__(scope, receive, send)
+            with contextlib.suppress(ClientGone), UntilGone(receive):
+                await self._send_all(send, straight_send(scope))
         finally:
             self._on_close()
 
-    async def _stream_response(self, send: Send) -> None:
-        """In place of the library's loop, which looks at a cancel scope with every frame: that is
-        half as much again for each token."""
+    async def _send_all(self, send: Send, send_piece: Send) -> None:
         head = {"status": self.status_code, "headers": self.raw_headers}
         await send({"type": "http.response.start", **head})
-        send_piece = self._send_piece or send
-        async for data in self._frames:
-            await send_piece({"type": "http.response.body", "body": data, "more_body": True})
-        self.active = False
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        pings = None
+        if self._keep_alive_s:
+            pings = asyncio.ensure_future(_ping(send_piece, self._keep_alive_s))
+        try:
+            async for data in self._frames:
+                await send_piece({"type": "http.response.body", "body": data, "more_body": True})
+        finally:
+            if pings is not None:
+                pings.cancel()
+        await send_piece({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _ping(send_piece: Send, interval_s: float) -> None:
+    while True:
+        await asyncio.sleep(interval_s)
+        await send_piece({"type": "http.response.body", "body": PING, "more_body": True})

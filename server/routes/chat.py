@@ -11,14 +11,14 @@ from server.choices import Gathered, chat_logprobs, prompt_logprobs_of
 from server.chunks import ChatChunks
 from server.conversation import count_prompt, start_conversation
 from server.job import Job, answer_stream, answer_whole, gather
-from server.openapi import ANSWERS, GENERATES, Direct, takes
+from server.openapi import ANSWERS, GENERATES, takes
 from server.schema.chat import ChatBody
 from server.state import AppState
 
 
 def chat_routes(state: AppState) -> APIRouter:
     """The routes, over `state`."""
-    router = APIRouter(tags=["OpenAI"], route_class=Direct)
+    router = APIRouter(tags=["OpenAI"])
 
     @router.post(
         "/v1/chat/completions",

@@ -13,6 +13,7 @@ from config.errors import UserError
 from config.pooling import CLASSIFY, EMBED, SCORE, TOKEN_EMBED, PoolingParams
 from server.body import parse, read_object
 from server.conversation import render
+from server.hangup import UntilGone
 from server.inputs import Asked
 from server.job import answer_whole
 from server.openapi import ANSWERS, takes
@@ -28,7 +29,6 @@ from server.schema.pooling import (
     PoolBody,
     PoolChatBody,
 )
-from server.serving import until_gone
 from server.state import AppState
 
 BY_CHOICE = (EMBED, CLASSIFY, SCORE, TOKEN_EMBED)
@@ -133,7 +133,8 @@ async def _start(
         reading = _read_conversation(state, request, body, asked)
     else:
         reading = _read_inputs(state, request, body, asked)
-    inputs = await until_gone(request.receive, reading)
+    with UntilGone(request.receive):
+        inputs = await reading
     reader.check_size(inputs)
     return start_pooling(state, request, body, inputs, id_prefix=id_prefix, model=model)
 

@@ -7,13 +7,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.body import parse, read_object
+from server.hangup import UntilGone
 from server.job import answer_whole
 from server.openapi import ANSWERS, takes
 from server.pooling_job import PoolingJob, gather_vectors, off_loop, start_pooling
 from server.record import log_prompt, record_of
 from server.schema.pooling import RerankBody, ScoreBody
 from server.scores import Pairs, pair_inputs, pair_scores
-from server.serving import until_gone
 from server.state import AppState
 
 SCORE_PATHS = ("/score", "/v1/score")
@@ -90,7 +90,8 @@ async def _scores(
         most_first=body.max_tokens_per_query or None,
         most_second=body.max_tokens_per_doc or None,
     )
-    inputs = await until_gone(request.receive, pair_inputs(reader, pairs))
+    with UntilGone(request.receive):
+        inputs = await pair_inputs(reader, pairs)
     job = start_pooling(state, request, body, inputs, id_prefix=id_prefix, model=model)
     vectors = await gather_vectors(job, request)
     return job, await off_loop(vectors, lambda: pair_scores(reader.facts, vectors, len(firsts)))

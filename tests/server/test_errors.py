@@ -371,6 +371,15 @@ async def test_a_bug_is_a_500_that_says_nothing_of_it() -> None:
         assert "object" not in message and "Traceback" not in message
 
 
+async def test_a_bug_in_a_route_that_the_library_finds_is_the_same_500() -> None:
+    async with in_memory() as rig:
+        rig.state.model_names = None  # type: ignore[assignment]  # what no code of ours does
+        response = await rig.http.get("/v1/models")
+
+        check(response, 500, type="server_error", param=None, code=None)
+        assert response.headers["x-request-id"]
+
+
 async def test_a_body_over_the_limit_is_refused_before_and_while_it_is_read() -> None:
     async def endless() -> Any:
         for _ in range(100):
