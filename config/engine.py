@@ -61,7 +61,7 @@ class ScheduleConfig:
     max_num_batched_tokens: int = 2048
     max_prefill_batch: int | None = None
     """Prompts merged into one launch at most; None: few, or many of the short texts that a pooling
-    model reads."""
+    model reads, where each number of them is a bucket; else as many as a step has."""
     policy: str = "fcfs"
     depth: int = 2
     """Steps in flight; 1 switches the overlap off."""
@@ -82,10 +82,13 @@ class ScheduleConfig:
                 f"max_num_seqs, which is {self.max_num_seqs}"
             )
 
-    def prompts_a_launch(self, *, pools: bool = False) -> int:
-        """`max_prefill_batch`, or what it is by default; `pools`: for a pooling model."""
+    def prompts_a_launch(self, *, pools: bool = False, exact: bool = False) -> int:
+        """`max_prefill_batch`, or what it is by default; `pools`: for a pooling model; `exact`:
+        where launches are not padded to buckets."""
         if self.max_prefill_batch is not None:
             return self.max_prefill_batch
+        if exact:
+            return self.max_num_seqs
         return min(self.max_num_seqs, TEXTS_A_LAUNCH) if pools else PROMPTS_A_LAUNCH
 
 

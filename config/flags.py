@@ -179,7 +179,8 @@ SCHEDULE = (
         "max_prefill_batch",
         "Scheduling",
         "Prompts merged into one launch, at most; auto: --prompt-bs-bucket-max if that is given, "
-        "else 4, or 16 for a pooling model",
+        "else 4, or 16 for a pooling model; on CPU, where no bucket has to be prepared for each "
+        "number, all that a step has tokens for",
         aliases=("max-num-prefill-seqs",),
     ),
     Flag(

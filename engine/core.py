@@ -80,7 +80,9 @@ class EngineCore:
         )
         self._packer = Packer(
             table,
-            max_prefill_batch=schedule.prompts_a_launch(pools=ready.pooling is not None),
+            max_prefill_batch=schedule.prompts_a_launch(
+                pools=ready.pooling is not None, exact=table.is_exact
+            ),
             max_tokens=schedule.max_num_batched_tokens,
             stats=self._counts,
             on_unwarmed=config.warmup.on_unwarmed_shape,

@@ -10,6 +10,10 @@ from hpu.step import DECODE, PREFILL, Launch
 
 MAX_MEMO = 4096
 
+FULL_PROMPTS = 4
+"""Prompts and contexts may be as large together, in a launch that no bucket bounds, as so many of
+full length."""
+
 
 class Chunk(NamedTuple):
     """The next `num_tokens` known tokens of a request, behind `context` cached blocks."""
@@ -46,6 +50,7 @@ class Packer:
         self._max_tokens = max_tokens
         self._stats = stats
         self._launch_cost = table.overhead
+        self._most_positions = FULL_PROMPTS * table.limits.max_model_len
         self._memo: dict[tuple[int, int, int], int | None] = {}
 
     def forget(self) -> None:
@@ -98,17 +103,22 @@ class Packer:
     def prefill(self, chunks: list[Chunk]) -> list[tuple[Launch, list[Chunk]]]:
         """Launches for all chunks, each with its own in launch order; together as cheap as
         neighbours in length can be merged."""
-        if len(chunks) == 1:
-            return [self._launch(chunks)]
-        chunks = sorted(chunks, key=lambda chunk: (chunk.num_tokens, chunk.context))
+        chunks = sorted(chunks, key=_shape)
+        if self._table.is_exact and _shape(chunks[0]) == _shape(chunks[-1]):
+            most = self._most_rows(*_shape(chunks[0]))
+            size = -(-len(chunks) // -(-len(chunks) // most))
+            starts = range(0, len(chunks), size)
+            return [self._launch(chunks[start : start + size]) for start in starts]
         # cheapest[i]: the first i chunks in launches, and where the last of those begins.
         cheapest: list[tuple[int, int]] = [(0, 0)]
         for stop in range(1, len(chunks) + 1):
             best: tuple[int, int] | None = None
-            context = 0
+            query, context = chunks[stop - 1].num_tokens, 0
             for start in range(stop - 1, max(stop - 1 - self._max_batch, -1), -1):
                 context = max(context, chunks[start].context)
-                cost = self._cost(stop - start, chunks[stop - 1].num_tokens, context)
+                if self._table.is_exact and stop - start > self._most_rows(query, context):
+                    break
+                cost = self._cost(stop - start, query, context)
                 if cost is not None:
                     option = (cheapest[start][0] + cost, start)
                     best = option if best is None else min(best, option)
@@ -122,6 +132,12 @@ class Packer:
             stop = start
         launches.reverse()
         return launches
+
+    def _most_rows(self, query: int, context: int) -> int:
+        """Rows that may go together where every launch is its own bucket."""
+        positions = query + context * self._table.limits.block_size
+        fit = min(self._max_tokens // query, self._most_positions // positions)
+        return max(1, min(self._max_batch, fit))
 
     def _cost(self, batch: int, query: int, context: int) -> int | None:
         """Modelled cost of one launch, or None where several rows may not go together."""
@@ -158,6 +174,10 @@ class Packer:
             # Of as many shapes as there are launches, those that are alike are told together.
             shape = (_rounded(batch), _rounded(query), _rounded(blocks))
         self._stats.count_launch(PHASES[phase], lookup.result, useful, batch * query, shape)
+
+
+def _shape(chunk: Chunk) -> tuple[int, int]:
+    return chunk.num_tokens, chunk.context
 
 
 def _rounded(size: int) -> int:

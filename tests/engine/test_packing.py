@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from slow_model import raw
 
 from config.buckets import BucketConfig
+from config.engine import ScheduleConfig
 from config.sampling import SamplingParams
 from engine.messages import AddRequest
 from engine.packing import Chunk, Packer
@@ -67,6 +68,30 @@ def test_a_launch_never_pads_beyond_the_token_budget() -> None:
     launches = pack(make_packer(make_table("exact")), [(600, 0)] * 4)
 
     assert all(batch * query <= BUDGET for batch, query, _ in (x.bucket for x in launches))
+
+
+def test_where_no_bucket_is_prepared_a_launch_takes_all_that_the_budget_holds() -> None:
+    table = make_table("exact")
+    most = ScheduleConfig(max_num_seqs=64).prompts_a_launch(exact=table.is_exact)
+    packer = Packer(table, max_prefill_batch=most, max_tokens=BUDGET, stats=StepStats())
+
+    alike = pack(packer, [(40, 0)] * 60)
+    mixed = pack(packer, [(40 + row % 3, 0) for row in range(40)])
+
+    assert [len(launch.rows) for launch in alike] == [30, 30]
+    assert [len(launch.rows) for launch in mixed] == [40]
+
+
+def test_contexts_in_one_launch_take_no_more_than_four_full_ones() -> None:
+    packer = Packer(make_table("exact"), max_prefill_batch=64, max_tokens=BUDGET, stats=StepStats())
+    blocks = 2048 // 16 - 1
+
+    alike = pack(packer, [(16, blocks)] * 9)
+    mixed = pack(packer, [(15 + row % 2, blocks) for row in range(9)])
+
+    for launches in (alike, mixed):
+        assert max(len(launch.rows) for launch in launches) in (3, 4)
+        assert sum(len(launch.rows) for launch in launches) == 9
 
 
 def test_context_is_padded_to_the_largest_of_the_group() -> None:
