@@ -64,6 +64,8 @@ class Graphs:
             return hidden
         if self._watches and inputs.bucket not in self._seen:
             return self._run_first(inputs, rows)
+        _, batch, query, _ = inputs.bucket
+        self._backend.expect(batch * query, batch)
         return self._forward(inputs.tokens, inputs.context)
 
     def capture(self, inputs: Inputs[Any]) -> int | None:

@@ -123,6 +123,11 @@ class Backend(Protocol):
         """Last touch to a loaded model (packing of weights, compilation of layers)."""
         ...
 
+    def expect(self, num_tokens: int, num_rows: int) -> None:
+        """The forward pass to come has so many tokens, and at most so many rows are sampled: a
+        hint of how much it computes."""
+        ...
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over the tensor-parallel group; the tensor itself when the group is one."""
         ...

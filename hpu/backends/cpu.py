@@ -20,10 +20,22 @@ logger = logging.getLogger(__name__)
 ALIGNMENT = 64
 """Bytes of a cache line, and of the widest load."""
 
+WEIGHTS_A_SECOND, MULTIPLICATIONS_A_SECOND = 5e9, 75e9
+"""What one thread reads and does, in bfloat16: of a coarse estimate."""
+
+QUICK_S = 2e-3
+"""What one thread does within such a time is not split: on a busy machine, each time that threads
+meet costs up to a twentieth of it."""
+
 
 @runtime_checkable
 class _Packs(Protocol):
     def pack_weights(self, library: Library | None) -> bool: ...
+
+    @property
+    def multiplications(self) -> tuple[int, int]:
+        """By a token, and by a row that is sampled."""
+        ...
 
 
 class CpuEvent:
@@ -80,6 +92,8 @@ class CpuBackend:
         if threads != torch.get_num_threads():
             torch.set_num_threads(threads)
         logger.info("CPU: %d compute threads on %d usable cores", threads, cores)
+        self._threads = self._threads_in_use = threads
+        self._multiplications: tuple[int, int] | None = None
         self._library: Library | None = None
         if kernels is not None and fast:
             self._library = open_library(kernels, threads)
@@ -129,7 +143,22 @@ class CpuBackend:
 
     def prepare(self, model: torch.nn.Module) -> None:
         if isinstance(model, _Packs):
-            cast(_Packs, model).pack_weights(self._library)
+            packs = cast(_Packs, model)
+            packs.pack_weights(self._library)
+            self._multiplications = packs.multiplications
+
+    def expect(self, num_tokens: int, num_rows: int) -> None:
+        if self._multiplications is None:
+            return
+        by_token, by_row = self._multiplications
+        work = num_tokens * by_token + num_rows * by_row
+        seconds = (by_token + by_row) / WEIGHTS_A_SECOND + work / MULTIPLICATIONS_A_SECOND
+        threads = 1 if seconds < QUICK_S else self._threads
+        if threads != self._threads_in_use:
+            self._threads_in_use = threads
+            torch.set_num_threads(threads)
+            if self._library is not None:
+                self._library.use_threads(threads)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor

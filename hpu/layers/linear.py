@@ -1,6 +1,6 @@
 """Linear: a weight, an optional bias, and on CPUs a packed form of the weight that reads faster."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,11 @@ def _packed_by_torch(weight: Tensor | Quantized, bias: Tensor | None) -> Callabl
         return product
 
     return multiply
+
+
+def multiplications(modules: Iterable[nn.Module]) -> int:
+    """Of one token, by the linear layers among `modules`."""
+    return sum(one.in_size * one.out_size for one in modules if isinstance(one, Linear))
 
 
 class Linear(nn.Module):

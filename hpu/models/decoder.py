@@ -18,7 +18,7 @@ from hpu.layers.attention import Attention, HeadNorm, HeadShape
 from hpu.layers.context import DecodeContext, LaunchContext, PrefillContext, TextContext
 from hpu.layers.embedding import Embedding
 from hpu.layers.launch_plan import LaunchPlan, PrefillPlan, Windows, plan_launch
-from hpu.layers.linear import Linear, can_pack
+from hpu.layers.linear import Linear, can_pack, multiplications
 from hpu.models.places import Place, parts, whole
 from hpu.native.decoder import LayerWeights, NativeDecoder, Sizes
 from hpu.native.library import Library, PackedLinear, packer
@@ -346,6 +346,12 @@ class Decoder(nn.Module):
                 module.pack(keep_weight=self.shares_weight(module), pack=packer(library, module))
         self._library = library
         return True
+
+    @property
+    def multiplications(self) -> tuple[int, int]:
+        """Of a token, and of a row that is sampled."""
+        head = [] if self.head is None else [self.head]
+        return multiplications(self.layers.modules()), multiplications(head)
 
     @property
     def has_native(self) -> bool:

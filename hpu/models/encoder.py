@@ -18,7 +18,7 @@ from hpu.layers.attention import Attention, HeadShape
 from hpu.layers.context import LaunchContext, TextContext
 from hpu.layers.embedding import Embedding
 from hpu.layers.launch_plan import LaunchPlan, Windows, plan_texts
-from hpu.layers.linear import Linear, can_pack
+from hpu.layers.linear import Linear, can_pack, multiplications
 from hpu.models.decoder import ACTIVATIONS
 from hpu.models.places import Place, parts, whole
 from hpu.native.library import Library, packer
@@ -193,6 +193,11 @@ class Encoder(nn.Module):
             if isinstance(module, Linear):
                 module.pack(pack=packer(library, module))
         return True
+
+    @property
+    def multiplications(self) -> tuple[int, int]:
+        """As hpu.models.decoder.Decoder.multiplications."""
+        return multiplications(self.modules()), 0
 
     def places(self) -> Iterator[tuple[str, Place]]:
         """Every tensor a checkpoint must hold: its name and where it goes."""

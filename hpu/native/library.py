@@ -86,6 +86,10 @@ class Library:
         if they are wanted."""
         return bool(self._code.use_tiles(ctypes.c_int64(wanted)))
 
+    def use_threads(self, num_threads: int) -> None:
+        """Let the calls from now on run on so many."""
+        self._threads = ctypes.c_int64(num_threads)
+
     def pack(self, weight: Tensor) -> Tensor:
         """A copy of `weight` (out, in) in panels."""
         packed = torch.empty_like(weight, memory_format=torch.contiguous_format)

@@ -2,9 +2,11 @@
 
 import resource
 
+import pytest
 import torch
 
 from hpu.backends.cpu import CpuBackend
+from hpu.native.library import Library
 
 
 def test_zeros_that_nobody_writes_take_no_memory() -> None:
@@ -50,3 +52,35 @@ def test_as_many_threads_compute_as_were_asked_for() -> None:
     after = torch.get_num_threads()
     torch.set_num_threads(before)
     assert after == before + 1
+
+
+@pytest.mark.parametrize(
+    ("by_token", "by_row", "num_tokens", "threads"),
+    [(10**5, 10**6, 40, 1), (10**5, 10**6, 4000, 2), (10**8, 10**7, 1, 2)],
+)
+def test_a_quick_launch_is_not_split_among_threads(
+    by_token: int, by_row: int, num_tokens: int, threads: int
+) -> None:
+    before = torch.get_num_threads()
+    backend = CpuBackend(num_threads=2)
+    backend.prepare(_Model(by_token, by_row))
+
+    for _ in range(2):
+        backend.expect(num_tokens, 1)
+        backend.expect(10**6, 1)
+    backend.expect(num_tokens, 1)
+
+    used = torch.get_num_threads()
+    torch.set_num_threads(before)
+    assert used == threads
+
+
+class _Model(torch.nn.Module):
+    """As large as it says."""
+
+    def __init__(self, by_token: int, by_row: int) -> None:
+        super().__init__()
+        self.multiplications = by_token, by_row
+
+    def pack_weights(self, library: Library | None) -> bool:
+        return False
