@@ -5,7 +5,6 @@ this row alone, bit for bit: sums over a row go through fixed chunks, because a 
 single row to one number may be split among threads where that of several rows is not.
 """
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,7 +19,12 @@ TINY = 2.0**-100
 CHUNK = 256
 PIECE_BYTES = 1 << 19
 """Of scores that are looked at twice: what a cache near the core holds."""
-_INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+_INTEGERS = {
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float16: (torch.int16, 0x7C00),
+    torch.float32: (torch.int32, 0x7F800000),
+}
+"""Integers as wide, and the bits of infinity."""
 _JUST_BELOW_ONE = 1.0 - 2.0**-24
 _TOPK_LADDER = (256, 4096)
 _EXPONENTS = (64, 64, 64, 32, 16, 8, 4, 2, 1)
@@ -38,9 +42,9 @@ class Best(NamedTuple):
 def best_of(scores: Tensor) -> Best:
     """Of (B, V), what `max` finds, NaN included. On a CPU by the bits read as integers, which order
     positive numbers in the same way, and are compared many at a time, their places with them."""
-    integers = _INTEGERS.get(scores.dtype)
-    if integers is None or scores.device.type != "cpu":
+    if scores.dtype not in _INTEGERS or scores.device.type != "cpu":
         return Best(*scores.max(dim=-1, keepdim=True))
+    integers, infinity = _INTEGERS[scores.dtype]
     signed = scores.view(integers).numpy()
     bits = signed.view(f"u{signed.itemsize}")
     rows, vocab_size = signed.shape
@@ -50,9 +54,8 @@ def best_of(scores: Tensor) -> Best:
     for start in range(0, rows, some):
         piece = slice(start, start + some)
         signed[piece].argmax(axis=1, out=places[piece])
-        bits[piece].max(axis=1, out=most[piece])
+        np.maximum.reduce(bits[piece], axis=1, out=most[piece])
     best = signed[np.arange(rows), places]
-    infinity = int(torch.tensor(math.inf, dtype=scores.dtype).view(integers))
     # A NaN with a sign is, read without one, beyond all else; negative numbers are ordered
     # backwards; and zero may have come before as its negative, which is as large.
     is_odd = most > (infinity | 1 << (8 * signed.itemsize - 1))

@@ -43,7 +43,6 @@ class SamplingBatch:
     """Whether some row has a mask of its own at each step"""
     greedy: Tensor | None
     """(B,) bool: rows that take the most likely token; None when all do"""
-    any_greedy: bool
     temperature: Tensor | None
     top_k: Tensor | None
     largest_k: int
@@ -74,6 +73,8 @@ class SamplingRows:
         self._rows: list[RowSampling] = [_NOTHING] * max_rows
         self._seeds = np.zeros(max_rows, dtype=np.uint64)
         self._generated = np.zeros(max_rows, dtype=np.int64)
+        self._is_plain = np.ones(max_rows, dtype=np.bool_)
+        """Rows whose most likely token is all that is asked."""
         self._masks = RowMasks(max_rows, vocab_size)
         self._batches: dict[tuple[int, tuple[int, ...]], SamplingBatch] = {}
 
@@ -82,12 +83,14 @@ class SamplingRows:
         self._rows[row] = sampling
         self._seeds[row] = sampling.seed & (2**64 - 1)
         self._generated[row] = num_generated
+        self._is_plain[row] = self._wants_nothing(sampling)
         self._masks.open(row)
         self._batches.clear()
 
     def release(self, row: int) -> None:
         """Forget `row`."""
         self._rows[row] = _NOTHING
+        self._is_plain[row] = True
         self._batches.clear()
 
     def mask(self, rows: list[int], words: npt.NDArray[np.int32]) -> None:
@@ -132,7 +135,42 @@ class SamplingRows:
     def _upload(self, values: npt.NDArray[Any]) -> Tensor:
         return to_device(values, self._device)
 
+    def _wants_nothing(self, sampling: RowSampling) -> bool:
+        return (
+            is_greedy(sampling, self._vocab_size)
+            and sampling.num_logprobs < 0
+            and not (sampling.masked or sampling.logit_bias or sampling.bad_words)
+            and sampling.allowed_token_ids is None
+            and not (sampling.min_tokens > 0 and sampling.end_token_ids)
+            and not needs_counts(sampling)
+        )
+
     def _make(self, rows: list[int], size: int) -> SamplingBatch:
+        numbers = np.array(rows, dtype=np.int64)
+        if not self._is_plain[numbers].all():
+            return self._make_mixed(rows, size)
+        # What most batches are, without a look at each row.
+        places = self._upload(_padded(numbers, size, self._max_rows))
+        return SamplingBatch(
+            rows=numbers,
+            places=places,
+            min_tokens=np.zeros(len(rows), dtype=np.int64),
+            num_logprobs=-1,
+            masked=False,
+            greedy=None,
+            temperature=None,
+            top_k=None,
+            largest_k=0,
+            top_p=None,
+            min_p=None,
+            allowed=None,
+            bias=None,
+            ends=None,
+            penalties=None,
+            bad_words=None,
+        )
+
+    def _make_mixed(self, rows: list[int], size: int) -> SamplingBatch:
         params = [self._rows[row] for row in rows]
         padded = params + [_NOTHING] * (size - len(params))
         greedy = np.array([is_greedy(p, self._vocab_size) for p in padded], dtype=bool)
@@ -156,7 +194,6 @@ class SamplingRows:
             num_logprobs=max((p.num_logprobs for p in params), default=-1),
             masked=any(p.masked for p in params),
             greedy=self._upload(greedy) if drawn else None,
-            any_greedy=bool(greedy[: len(params)].any()),
             temperature=numbers(divisor, 1.0, drawn),
             # Greedy rows carry their k along unused: at most the largest asked, so that it indexes.
             top_k=self._upload(np.minimum(np.array(top_k), largest_k)[:, None])

@@ -1,8 +1,11 @@
 """The static inputs of a bucket: one block of integers on the device, two on the host used in turn.
 Knows shapes, not what is written into them."""
 
+import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -81,12 +84,15 @@ class _HostSet(Generic[F]):
     def __init__(
         self, shapes: list[tuple[int, ...]], make: Callable[..., F], backend: Backend
     ) -> None:
-        sizes = [int(np.prod(shape)) for shape in shapes]
+        sizes = [math.prod(shape) for shape in shapes]
         self.flat = backend.host_tensor(sum(sizes), backend.index_dtype)
         self.read: Event | None = None
         """Done once the device has read the set."""
-        pieces = np.split(self.flat.numpy(), np.cumsum(sizes)[:-1])
-        views = [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        flat, ends = self.flat.numpy(), itertools.accumulate(sizes)
+        views = [
+            flat[end - size : end].reshape(shape)
+            for shape, size, end in zip(shapes, sizes, ends, strict=True)
+        ]
         self.fields = make(*views)
 
 
@@ -111,16 +117,20 @@ class Inputs(Generic[F]):
         self.is_static = is_static
         """Whether they are kept for good, so that a graph may hold on to them."""
         self._backend = backend
-        self._sets = tuple(_HostSet(shapes, make, backend) for _ in range(2))
+        self._make_set = partial(_HostSet, shapes, make, backend)
+        # Of a shape that may never come again, the second is made when it does.
+        self._sets = [self._make_set() for _ in range(2 if is_static else 1)]
         self._turn = 0
         self._flat = backend.zeros((self._sets[0].flat.numel(),), backend.index_dtype)
-        pieces = torch.split(self._flat, [int(np.prod(shape)) for shape in shapes])
+        pieces = torch.split(self._flat, [math.prod(shape) for shape in shapes])
         self.views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
         """The device's side of the fields."""
 
     def fields(self) -> F:
         """The host set whose turn it is, free to write. Waits only if the launch before last of
         this bucket has not read its inputs yet."""
+        if self._turn == len(self._sets):
+            self._sets.append(self._make_set())
         mine = self._sets[self._turn]
         if mine.read is not None:
             mine.read.wait()
