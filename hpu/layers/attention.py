@@ -168,14 +168,6 @@ class Attention(nn.Module):
             scale=self.shape.scale,
         )
 
-    def attend_prompt(self, heads: Tensor, plan: PrefillPlan) -> Tensor:
-        """(B, Q, heads + 2 * kv_heads, D), turned and already in the cache, to (B, Q, heads, D)."""
-        shape = self.shape
-        query, key, value = heads.split_with_sizes(
-            [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=2
-        )
-        return self._prefill(query, key, value, plan)
-
     def _prefill(self, query: Tensor, key: Tensor, value: Tensor, plan: PrefillPlan) -> Tensor:
         query, scale = query.transpose(1, 2), self.shape.scale
         if self._kernels is not None:

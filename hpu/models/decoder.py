@@ -6,7 +6,6 @@ Embedding; per layer x = x + m * attention(norm(x)) and x = x + m * mlp(norm(x))
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from config.model import ModelConfig
 from hpu.layers.attention import Attention, HeadNorm, HeadShape
 from hpu.layers.context import DecodeContext, LaunchContext, PrefillContext, TextContext
 from hpu.layers.embedding import Embedding
-from hpu.layers.launch_plan import LaunchPlan, PrefillPlan, Windows, plan_launch
+from hpu.layers.launch_plan import LaunchPlan, Windows, plan_launch
 from hpu.layers.linear import Linear, can_pack, multiplications
 from hpu.models.places import Place, parts, whole
 from hpu.native.decoder import LayerWeights, NativeDecoder, Sizes
@@ -264,14 +263,7 @@ class Decoder(nn.Module):
         rows = self.rotary.table.index_select(0, context.positions.reshape(-1))
         if isinstance(context, DecodeContext):
             return native(total, rows, context)
-        plan = plan_launch(context, self._block_size, self.spec.windows)
-        assert isinstance(plan, PrefillPlan)
-        attend = [
-            partial(layer.attention.attend_prompt, plan=plan)
-            for layer in self.layers
-            if isinstance(layer, Layer)
-        ]
-        return native.prompt(total, rows, context.slots, attend)
+        return native.prompt(total, rows, context)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(M, hidden) to (M, vocab), in the model's dtype."""

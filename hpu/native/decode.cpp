@@ -4,12 +4,9 @@
 // What torch does in some six hundred operators a step is one call here, in one parallel region.
 // What lies in memory between two operations is bfloat16, as on the torch path; sums are float32.
 
-#include "products.h"
+#include "prompt.h"
 
 namespace {
-
-constexpr int MOST_HEAD = 256;   // numbers of a head
-constexpr int MOST_GROUP = 16;   // query heads that share a key head
 
 void rms_norm(const bf16* x, const bf16* weight, bf16* out, int64_t size, float eps) {
   __m512 squares = _mm512_setzero_ps();
@@ -25,53 +22,6 @@ void rms_norm(const bf16* x, const bf16* weight, bf16* out, int64_t size, float 
     store(out + i, weight ? _mm512_mul_ps(scaled, load(weight + i)) : scaled);
   }
 }
-
-inline __m512 exponential(__m512 x) {
-  // 2^(x / ln 2): a polynomial of the fraction, to some 2 ulp of float32; the order of max keeps NaN.
-  const __m512 t = _mm512_mul_ps(_mm512_max_ps(_mm512_set1_ps(-87.0f), x), _mm512_set1_ps(1.44269504f));
-  const __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT);
-  const __m512 f = _mm512_sub_ps(t, whole);
-  __m512 p = _mm512_set1_ps(1.535336188e-4f);
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.339887440e-3f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.618437357e-3f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.550332548e-2f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.402264791e-1f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.931472028e-1f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
-  return _mm512_scalef_ps(p, whole);
-}
-
-}  // namespace
-
-extern "C" {
-
-struct Layer {
-  Product qkv, out, gate_up, down;
-  const bf16 *attention_norm, *mlp_norm;
-  const bf16* head_norm;  // (heads + kv_heads, head_dim), or none
-  bf16 *keys, *values;    // (blocks * block_size, kv_heads, head_dim)
-  int64_t window;         // tokens that a query sees, itself included; 0: all
-};
-
-struct Model {
-  const Layer* layers;
-  const bf16* norm;
-  int64_t num_layers, hidden, inner, heads, kv_heads, head_dim, rotated, block_size;
-  float eps, scale, multiplier;
-};
-
-// As hpu/layers/context.py has it; rotation (rows, 2 * rotated) is cos, then sin with its first
-// half negated; total (rows, hidden) the embedded tokens, which become the residual stream.
-struct Step {
-  int64_t rows, blocks;
-  const int64_t *positions, *slots, *block_list, *groups, *starts, *usage;
-  const bf16* rotation;
-  bf16 *total, *hidden;
-};
-
-}  // extern "C"
-
-namespace {
 
 // A row's blocks in the list.
 struct Span {
@@ -90,9 +40,8 @@ void attend(const Model& m, const Layer& layer, const Step& s, int64_t row, Span
             const bf16* queries, bf16* out) {
   const int64_t size = m.head_dim, group = m.heads / m.kv_heads, stride = m.kv_heads * size;
   const int64_t room = (span.end - span.begin) * m.block_size + 16;
-  thread_local std::vector<float> kept;
-  if (int64_t(kept.size()) < room * group) kept.resize(room * group);
-  float *scores = kept.data(), top[MOST_GROUP], sums[MOST_GROUP];
+  thread_local Scratch kept;
+  float *scores = kept.room<float>(room * group), top[MOST_GROUP], sums[MOST_GROUP];
   std::fill(top, top + group, -INFINITY);
   int64_t n = 0;
   for (int64_t b = span.begin; b < span.end; ++b) {
@@ -175,20 +124,6 @@ void file_group(const Model& m, const Layer& layer, const Step& s, int64_t row, 
   std::memcpy(layer.values + place, key + m.kv_heads * size, size * sizeof(bf16));
 }
 
-// silu(gate) * up, 16 at a time.
-inline void gate(const bf16* gates, const bf16* ups, bf16* out) {
-  const __m512 x = load(gates);
-  const __m512 grown = exponential(_mm512_sub_ps(_mm512_setzero_ps(), x));
-  const __m512 opened = _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1), grown));
-  store(out, _mm512_mul_ps(opened, load(ups)));
-}
-
-// Scratch of one call, kept for the next one of this thread.
-bf16* scratch(std::vector<bf16>& kept, int64_t size) {
-  if (int64_t(kept.size()) < size) kept.resize(size);
-  return kept.data();
-}
-
 // What follows is called by all threads of a region.
 
 void norm_rows(const Model& m, const Step& s, const bf16* weight) {
@@ -199,24 +134,19 @@ void norm_rows(const Model& m, const Step& s, const bf16* weight) {
 
 void project(const Model& m, const Layer& layer, const Step& s, bf16* heads) {
   norm_rows(m, s, layer.attention_norm);
-  multiply(layer.qkv, s.hidden, s.rows, heads, nullptr, 0);
+  multiply(layer.qkv, s.hidden, s.rows, End{heads});
 #pragma omp barrier
 }
 
 // The output of the attention, and then that of the MLP, added to the residual stream.
-void add(const Model& m, const Layer& layer, const Step& s, const bf16* attended, bf16* wide,
-         bf16* inside) {
-  multiply(layer.out, attended, s.rows, nullptr, s.total, m.multiplier);
+void add(const Model& m, const Layer& layer, const Step& s, const bf16* attended, bf16* inside) {
+  const End total{nullptr, s.total, m.multiplier};
+  multiply(layer.out, attended, s.rows, total);
 #pragma omp barrier
   norm_rows(m, s, layer.mlp_norm);
-  multiply(layer.gate_up, s.hidden, s.rows, wide, nullptr, 0);
+  multiply(layer.gate_up, s.hidden, s.rows, End{inside, nullptr, 0, true});
 #pragma omp barrier
-#pragma omp for
-  for (int64_t i = 0; i < s.rows * m.inner; i += 16) {
-    const bf16* gates = wide + i / m.inner * 2 * m.inner + i % m.inner;
-    gate(gates, gates + m.inner, inside + i);
-  }
-  multiply(layer.down, inside, s.rows, nullptr, s.total, m.multiplier);
+  multiply(layer.down, inside, s.rows, total);
 #pragma omp barrier
 }
 
@@ -259,7 +189,7 @@ void pack(const bf16* weight, int64_t outputs, int64_t inputs, bf16* packed, int
 // (rows, inputs) to (rows, outputs).
 void multiply_all(const Product* by, const bf16* x, int64_t rows, bf16* out, int64_t threads) {
 #pragma omp parallel num_threads(threads)
-  multiply(*by, x, rows, out, nullptr, 0);
+  multiply(*by, x, rows, End{out});
 }
 
 // One token a row through all layers and the last norm, into step->hidden.
@@ -269,9 +199,9 @@ void decode(const Model* model, const Step* step, int64_t threads) {
   const int64_t query = m.heads * m.head_dim, heads = query + 2 * m.kv_heads * m.head_dim;
   const int64_t group = m.heads / m.kv_heads * m.head_dim;
   const std::vector<Span> spans = spans_of(s);
-  static thread_local std::vector<bf16> first, second;
-  bf16* wide = scratch(first, s.rows * std::max(heads, 2 * m.inner));
-  bf16* inside = scratch(second, s.rows * std::max(query, m.inner));
+  static thread_local Scratch first, second;
+  bf16* wide = first.room<bf16>(s.rows * heads);
+  bf16* inside = second.room<bf16>(s.rows * std::max(query, m.inner));
 #pragma omp parallel num_threads(threads)
   {
     for (int64_t l = 0; l < m.num_layers; ++l) {
@@ -285,43 +215,34 @@ void decode(const Model* model, const Step* step, int64_t threads) {
         attend(m, layer, s, row, spans[row], kv, mine + kv * group,
                inside + row * query + kv * group);
       }
-      add(m, layer, s, inside, wide, inside);
+      add(m, layer, s, inside, inside);
     }
     norm_rows(m, s, m.norm);
   }
 }
 
-// The two halves of layer `l` around an attention that the caller computes: step->total to `heads`
-// (rows, heads + 2 * kv_heads, head_dim), turned and filed; `attended` (rows, heads * head_dim)
-// through the rest of the layer into step->total.
-void before_attention(const Model* model, int64_t l, const Step* step, bf16* heads,
-                      int64_t threads) {
+// The tokens of prompts, the step's rows, through all layers and the last norm, into step->hidden.
+void prompt(const Model* model, const Step* step, const Prompts* prompts, int64_t threads) {
   const Model& m = *model;
-  const int64_t size = (m.heads + 2 * m.kv_heads) * m.head_dim;
+  const Step& s = *step;
+  const int64_t query = m.heads * m.head_dim, heads = query + 2 * m.kv_heads * m.head_dim;
+  static thread_local Scratch first, second, third;
+  bf16* wide = first.room<bf16>(s.rows * heads);
+  bf16* inside = second.room<bf16>(s.rows * std::max(query, m.inner));
+  Scratch& laid = third;
 #pragma omp parallel num_threads(threads)
   {
-    project(m, m.layers[l], *step, heads);
+    for (int64_t l = 0; l < m.num_layers; ++l) {
+      const Layer& layer = m.layers[l];
+      project(m, layer, s, wide);
 #pragma omp for
-    for (int64_t i = 0; i < step->rows * m.kv_heads; ++i)
-      file_group(m, m.layers[l], *step, i / m.kv_heads, i % m.kv_heads,
-                 heads + i / m.kv_heads * size);
+      for (int64_t i = 0; i < s.rows * m.kv_heads; ++i)
+        file_group(m, layer, s, i / m.kv_heads, i % m.kv_heads, wide + i / m.kv_heads * heads);
+      attend_prompts(m, layer, s, *prompts, wide, inside, laid);
+      add(m, layer, s, inside, inside);
+    }
+    norm_rows(m, s, m.norm);
   }
-}
-
-void after_attention(const Model* model, int64_t l, const Step* step, const bf16* attended,
-                     int64_t threads) {
-  const Model& m = *model;
-  static thread_local std::vector<bf16> first, second;
-  bf16* wide = scratch(first, step->rows * 2 * m.inner);
-  bf16* inside = scratch(second, step->rows * m.inner);
-#pragma omp parallel num_threads(threads)
-  add(m, m.layers[l], *step, attended, wide, inside);
-}
-
-// The last norm of step->total, into step->hidden.
-void finish_rows(const Model* model, const Step* step, int64_t threads) {
-#pragma omp parallel num_threads(threads)
-  norm_rows(*model, *step, model->norm);
 }
 
 }  // extern "C"

@@ -2,13 +2,13 @@
 it computes is what hpu/models/decoder.py does, which is its reference."""
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hpu.layers.context import DecodeContext
+from hpu.layers.context import DecodeContext, PrefillContext
 from hpu.native.library import Library, PackedLinear, Product
 
 MOST_HEAD = 256
@@ -38,6 +38,13 @@ class _Step(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("rows", "blocks")),
         *((name, ctypes.c_void_p) for name in ("positions", "slots", "block_list", "groups")),
         *((name, ctypes.c_void_p) for name in ("starts", "usage", "rotation", "total", "hidden")),
+    )
+
+
+class _Prompts(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("batch", "length", "context")),
+        *((name, ctypes.c_void_p) for name in ("query_lens", "context_lens")),
     )
 
 
@@ -119,27 +126,20 @@ class NativeDecoder:
         self._library.decode(self._model, step)
         return hidden
 
-    def prompt(
-        self,
-        total: Tensor,
-        rotation: Tensor,
-        slots: Tensor,
-        attend: Sequence[Callable[[Tensor], Tensor]],
-    ) -> Tensor:
-        """(B, Q, hidden) to the same, normed: the tokens of prompts, whose keys and values go to
-        `slots` (B * Q). `attend` has one function a layer, from the turned heads (B, Q, heads + 2 *
-        kv_heads, head_dim) to the output (B, Q, heads, head_dim); the rest is as for a decode."""
+    def prompt(self, total: Tensor, rotation: Tensor, context: PrefillContext) -> Tensor:
+        """(B, Q, hidden) to the same, normed: the new tokens of prompts, over what is cached of
+        them. The rest is as for a decode, with B * Q rows."""
+        hidden = torch.empty_like(total)
         batch, length, _ = total.shape
-        model, library, hidden = self._model, self._library, torch.empty_like(total)
-        step = _Step(rows=batch * length, slots=slots.data_ptr(), rotation=rotation.data_ptr())
-        step.total, step.hidden = total.data_ptr(), hidden.data_ptr()
-        all_heads = model.heads + 2 * model.kv_heads
-        heads = total.new_empty(batch, length, all_heads, model.head_dim)
-        for number, attention in enumerate(attend):
-            library.before_attention(model, number, step, heads)
-            attended = attention(heads).contiguous()
-            library.after_attention(model, number, step, attended)
-        library.finish_rows(model, step)
+        blocks = context.block_list.shape[0] // batch
+        columns = [context.slots, context.block_list, context.query_lens, context.context_lens]
+        assert all(column.dtype == torch.int64 for column in columns)
+        slots, block_list, query_lens, context_lens = (column.contiguous() for column in columns)
+        step = _Step(rows=batch * length, slots=slots.data_ptr(), block_list=block_list.data_ptr())
+        step.rotation, step.total = rotation.data_ptr(), total.data_ptr()
+        step.hidden = hidden.data_ptr()
+        lengths = (query_lens.data_ptr(), context_lens.data_ptr())
+        self._library.prompt(self._model, step, _Prompts(batch, length, blocks, *lengths))
         return hidden
 
 

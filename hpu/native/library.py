@@ -25,7 +25,7 @@ from hpu.native.quantized import INT8_ROWS, PANEL, kind_of, panels
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("decode.cpp")
-SOURCES = (SOURCE, SOURCE.with_name("products.h"))
+SOURCES = (SOURCE, *sorted(SOURCE.parent.glob("*.h")))
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC")
 NEEDED = frozenset(("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"))
@@ -109,23 +109,12 @@ class Library:
         """One token a row through the whole model."""
         self._code.decode(ctypes.byref(model), ctypes.byref(step), self._threads)
 
-    def before_attention(
-        self, model: ctypes.Structure, layer: int, step: ctypes.Structure, heads: Tensor
+    def prompt(
+        self, model: ctypes.Structure, step: ctypes.Structure, prompts: ctypes.Structure
     ) -> None:
-        """The first half of a layer, into `heads`."""
-        call, number = self._code.before_attention, ctypes.c_int64(layer)
-        call(ctypes.byref(model), number, ctypes.byref(step), _at(heads), self._threads)
-
-    def after_attention(
-        self, model: ctypes.Structure, layer: int, step: ctypes.Structure, attended: Tensor
-    ) -> None:
-        """The second half of a layer, behind an attention."""
-        call, number = self._code.after_attention, ctypes.c_int64(layer)
-        call(ctypes.byref(model), number, ctypes.byref(step), _at(attended), self._threads)
-
-    def finish_rows(self, model: ctypes.Structure, step: ctypes.Structure) -> None:
-        """The last norm."""
-        self._code.finish_rows(ctypes.byref(model), ctypes.byref(step), self._threads)
+        """The tokens of prompts through the whole model."""
+        given = (ctypes.byref(model), ctypes.byref(step), ctypes.byref(prompts))
+        self._code.prompt(*given, self._threads)
 
 
 class Shaped(Protocol):

@@ -88,6 +88,60 @@ def test_a_prompt_in_chunks_is_as_near_to_float32_as_torchs_own(
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("llama", {"head_dim": 64, "hidden_size": 384, "num_attention_heads": 6}),
+        ("qwen3", {"head_dim": 256, "num_attention_heads": 2, "num_key_value_heads": 1}),
+        ("mistral", {**HEADS, "sliding_window": 9}),
+        ("mistral", {**HEADS, "sliding_window": 170}),
+    ],
+)
+def test_long_prompts_and_their_second_chunks_are_as_near_to_float32(
+    family: str, overrides: dict[str, Any], library: Library, tmp_path: Path
+) -> None:
+    folder = make_tiny(family, tmp_path, **overrides)
+    tokens = torch.randint(8, 90, (800,), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def chunks(model: Decoder) -> Tensor:
+        harness = PagedHarness(model)
+        first = harness.prefill({0: tokens[:333], 1: tokens[333:370], 2: [5]}, pad_rows=1)
+        then = harness.prefill({0: tokens[400:540], 1: tokens[540:740]}, pad_blocks=3)
+        return torch.cat([*first.values(), *then.values()]).float()
+
+    exact, own = chunks(load_decoder(folder)), chunks(packed(folder, None))
+    model = packed(folder, library)
+
+    found = chunks(model)
+
+    error, allowed = (found - exact).square().mean(1), (own - exact).square().mean(1)
+    assert model.has_native
+    assert error.mean().sqrt() < 1.5 * allowed.mean().sqrt() + 1e-3
+    assert error.max().sqrt() < 3 * allowed.max().sqrt() + 1e-3
+
+
+@torch.inference_mode()
+def test_prompts_are_laid_out_some_at_a_time_to_the_same_end(
+    library: Library, tmp_path: Path
+) -> None:
+    folder = make_tiny("llama", tmp_path, head_dim=256, num_attention_heads=4)
+    generator = torch.Generator().manual_seed(0)
+    # Keys and values of one layer take 12 MiB a prompt: more than two do not go in at once.
+    prompts = {
+        row: torch.randint(8, 90, (3000,), generator=generator).tolist()[:length]
+        for row, length in enumerate((40, 3, 64, 17, 50))
+    }
+    alone = PagedHarness(packed(folder, library), num_blocks=2048)
+    expected = {
+        row: alone.prefill({row: ids}, pad_blocks=1500)[row] for row, ids in prompts.items()
+    }
+
+    found = PagedHarness(packed(folder, library), num_blocks=2048).prefill(prompts, pad_blocks=1500)
+
+    assert all(torch.equal(found[row], expected[row]) for row in prompts)
+
+
+@torch.inference_mode()
 def test_padding_neighbours_and_threads_change_no_bit(library: Library, tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path, **HEADS)
     together = decoded(packed(folder, library))

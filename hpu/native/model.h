@@ -1,0 +1,47 @@
+// A model and a step as hpu/native/decoder.py describes them: pointers and sizes. Part of decode.cpp.
+
+#pragma once
+
+#include "narrow.h"
+
+extern "C" {
+
+struct Layer {
+  Product qkv, out, gate_up, down;
+  const bf16 *attention_norm, *mlp_norm;
+  const bf16* head_norm;  // (heads + kv_heads, head_dim), or none
+  bf16 *keys, *values;    // (blocks * block_size, kv_heads, head_dim)
+  int64_t window;         // tokens that a query sees, itself included; 0: all
+};
+
+struct Model {
+  const Layer* layers;
+  const bf16* norm;
+  int64_t num_layers, hidden, inner, heads, kv_heads, head_dim, rotated, block_size;
+  float eps, scale, multiplier;
+};
+
+// As hpu/layers/context.py has it; rotation (rows, 2 * rotated) is cos, then sin with its first
+// half negated; total (rows, hidden) the embedded tokens, which become the residual stream.
+struct Step {
+  int64_t rows, blocks;
+  const int64_t *positions, *slots, *block_list, *groups, *starts, *usage;
+  const bf16* rotation;
+  bf16 *total, *hidden;
+};
+
+// Of prompts, right-padded, whose tokens are the rows of a step and whose cached blocks its list: as
+// hpu/layers/context.py has it.
+struct Prompts {
+  int64_t batch, length, context;  // prompts, new tokens and cached blocks of each
+  const int64_t *query_lens, *context_lens;
+};
+
+}  // extern "C"
+
+namespace {
+
+constexpr int MOST_HEAD = 256;   // numbers of a head
+constexpr int MOST_GROUP = 16;   // query heads that share a key head
+
+}  // namespace

@@ -1,0 +1,79 @@
+// Sixteen numbers at a time: bfloat16 in memory, float32 in registers. Part of decode.cpp.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+using bf16 = uint16_t;
+
+namespace {
+
+// Memory that is kept from one use to the next. It begins where a line of the cache does: from any
+// other place each row of a tile would be read from two lines.
+class Scratch {
+ public:
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  ~Scratch() { std::free(start_); }
+
+  // Room for `count` numbers, of which nothing is known.
+  template <typename T>
+  T* room(int64_t count) {
+    const int64_t bytes = (count * int64_t(sizeof(T)) + 63) / 64 * 64;
+    if (bytes > bytes_) {
+      std::free(start_);
+      start_ = std::aligned_alloc(64, bytes);
+      if (!start_) std::abort();
+      bytes_ = bytes;
+    }
+    return static_cast<T*>(start_);
+  }
+
+ private:
+  void* start_ = nullptr;
+  int64_t bytes_ = 0;
+};
+
+inline __m512 load(const bf16* from) {
+  return _mm512_castsi512_ps(
+      _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16));
+}
+
+inline void store(bf16* to, __m512 value) {
+  _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(value));
+}
+
+inline __m512 exponential(__m512 x) {
+  // 2^(x / ln 2): a polynomial of the fraction, to some 2 ulp of float32; the order of max keeps NaN.
+  const __m512 t = _mm512_mul_ps(_mm512_max_ps(_mm512_set1_ps(-87.0f), x), _mm512_set1_ps(1.44269504f));
+  const __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT);
+  const __m512 f = _mm512_sub_ps(t, whole);
+  __m512 p = _mm512_set1_ps(1.535336188e-4f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.339887440e-3f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.618437357e-3f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.550332548e-2f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.402264791e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.931472028e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
+  return _mm512_scalef_ps(p, whole);
+}
+
+inline __m512 rounded(__m512 value) {
+  const __m256i narrow = (__m256i)_mm512_cvtneps_pbh(value);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+}
+
+// silu(x) * up
+inline __m512 gate(__m512 x, __m512 up) {
+  const __m512 grown = exponential(_mm512_sub_ps(_mm512_setzero_ps(), x));
+  return _mm512_mul_ps(_mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1), grown)), up);
+}
+
+}  // namespace

@@ -1,0 +1,299 @@
+// Attention of prompts: new tokens over the cached ones of their sequence and over each other, by
+// blocks of keys with a running softmax (FlashAttention, arXiv 2205.14135). Knows no layers beyond
+// their caches. Part of decode.cpp.
+//
+// Keys and values, the new ones included, are read from the cache where they lie and laid out once as
+// the panels of a product, so that scores and means are the same products as those of weights.
+
+#pragma once
+
+#include "model.h"
+
+namespace {
+
+constexpr int QUERIES = 32;          // rows of a block of scores
+constexpr int KEYS = 128;            // columns of it
+constexpr int64_t ROOM = 32 << 20;   // bytes of keys and values that are laid out at a time
+
+// 2^x: a polynomial of the fraction, to some 3e-6 of the value, which bfloat16 then rounds to 2e-3.
+inline __m512 power(__m512 x) {
+  const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
+  __m512 p = _mm512_set1_ps(1.353416605e-2f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.201146419e-2f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.414427548e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.930038349e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.000002593f));
+  return _mm512_scalef_ps(p, x);
+}
+
+// What of one layer's cache a group of prompts reads, laid out: by prompt and key head `span` keys in
+// panels of 16 keys, then their values in panels of 16 numbers.
+struct Laid {
+  int64_t first, span;  // first prompt
+  bf16* start;
+};
+
+inline int64_t laid_size(const Model& m, const Laid& laid) {
+  return 2 * laid.span * m.head_dim;
+}
+
+inline bf16* keys_of(const Model& m, const Laid& laid, int64_t prompt, int64_t kv) {
+  return laid.start + ((prompt - laid.first) * m.kv_heads + kv) * laid_size(m, laid);
+}
+
+inline int64_t tokens_of(const Prompts& of, int64_t prompt) {
+  return of.context_lens[prompt] + of.query_lens[prompt];
+}
+
+// Where token `j` of a prompt's sequence lies in the cache.
+inline int64_t slot_of(const Model& m, const Step& s, const Prompts& of, int64_t prompt, int64_t j) {
+  const int64_t cached = of.context_lens[prompt];
+  if (j >= cached) return s.slots[prompt * of.length + j - cached];
+  return s.block_list[prompt * of.context + j / m.block_size] * m.block_size + j % m.block_size;
+}
+
+// Lays out 32 keys and values from `begin` on; zeros stand for what is behind the last.
+void lay_out(const Model& m, const Layer& layer, const Step& s, const Prompts& of, const Laid& laid,
+             int64_t prompt, int64_t kv, int64_t begin) {
+  alignas(64) static const bf16 nothing[MOST_HEAD] = {};
+  const int64_t size = m.head_dim, count = tokens_of(of, prompt);
+  const bf16 *keys[32], *values[32];
+  for (int64_t i = 0; i < 32; ++i) {
+    keys[i] = values[i] = nothing;
+    if (begin + i >= count) continue;
+    const int64_t at = (slot_of(m, s, of, prompt, begin + i) * m.kv_heads + kv) * size;
+    keys[i] = layer.keys + at, values[i] = layer.values + at;
+  }
+  bf16* to = keys_of(m, laid, prompt, kv) + begin * size;
+  for (int64_t p = 0; p < 2; ++p, to += PANEL * size) {
+    const __m512i low = _mm512_loadu_si512(keys + p * 16);
+    const __m512i high = _mm512_loadu_si512(keys + p * 16 + 8);
+    for (int64_t d = 0; d < size; d += 2) {
+      const __m512i by = _mm512_set1_epi64(d * sizeof(bf16));
+      const __m256i a = _mm512_i64gather_epi32(_mm512_add_epi64(low, by), nullptr, 1);
+      const __m256i b = _mm512_i64gather_epi32(_mm512_add_epi64(high, by), nullptr, 1);
+      _mm512_storeu_si512(to + d * PANEL, _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1));
+    }
+  }
+  to = keys_of(m, laid, prompt, kv) + laid.span * size + begin * PANEL;
+  for (int64_t d = 0; d < size; d += PANEL, to += laid.span * PANEL)
+    for (int64_t i = 0; i < 32; i += 2) {
+      const auto at = [&](int64_t j) {
+        return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(values[j] + d)));
+      };
+      const __m512i even = at(i), odd = at(i + 1);
+      _mm512_storeu_si512(to + i * PANEL, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+    }
+}
+
+// Sums of up to 32 rows times two panels, `far` apart, to `out` of width `apart`, or added to it.
+void product(const bf16* x, int64_t stride, int64_t rows, const bf16* w, int64_t far, int64_t inputs,
+             float* out, int64_t apart, bool adds) {
+#ifdef __AMX_BF16__
+  if (has_tiles) {
+    const int64_t wide = apart * sizeof(float), long_ = stride * sizeof(bf16);
+    float* below = out + 16 * apart;
+    if (adds) {
+      _tile_loadd(0, out, wide);
+      _tile_loadd(1, out + 16, wide);
+      if (rows > 16) _tile_loadd(2, below, wide);
+      if (rows > 16) _tile_loadd(3, below + 16, wide);
+    } else {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+    for (int64_t k = 0; k < inputs; k += TILE_INPUTS) {
+      _tile_loadd(4, x + k, long_);
+      _tile_loadd(6, w + k * PANEL, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, w + far + k * PANEL, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      if (rows <= 16) continue;
+      _tile_loadd(5, x + 16 * stride + k, long_);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, out, wide);
+    _tile_stored(1, out + 16, wide);
+    if (rows > 16) _tile_stored(2, below, wide);
+    if (rows > 16) _tile_stored(3, below + 16, wide);
+    return;
+  }
+#endif
+  for (int64_t r = 0; r < rows; r += 6) {
+    const int64_t count = std::min<int64_t>(6, rows - r);
+    alignas(64) float sums[6 * 32];
+    dots_of<2>(count, x + r * stride, stride, w, 0, far, inputs / 2, sums);
+    for (int64_t i = 0; i < count * 32; i += 16) {
+      float* place = out + (r + i / 32) * apart + i % 32;
+      const __m512 sum = _mm512_load_ps(sums + i);
+      _mm512_storeu_ps(place, adds ? _mm512_add_ps(_mm512_loadu_ps(place), sum) : sum);
+    }
+  }
+}
+
+// Rows of a softmax so far: each row's greatest score, in powers of two, and the sums of its powers
+// by place.
+struct Rows {
+  alignas(64) float top[QUERIES];
+  alignas(64) float sums[QUERIES * 16];
+};
+
+// Columns that each of the rows sees: up to `end`, which grows by one a row, and from `begin` on, which
+// does so too, or all.
+struct Seen {
+  int64_t begin, end;
+};
+
+inline __mmask16 mask_of(int64_t i, const Seen& of, int64_t r) {
+  const int64_t low = std::clamp<int64_t>(of.begin + r - i, 0, 16);
+  const int64_t high = std::clamp<int64_t>(of.end + r - i, 0, 16);
+  return ((1 << high) - 1) & ~((1 << low) - 1);
+}
+
+// The greatest number of each of 16 vectors.
+inline __m512 greatest(const __m512* of) {
+  __m512 by_four[4];
+  for (int i = 0; i < 4; ++i) {
+    const __m512* v = of + 4 * i;
+    const __m512 a = _mm512_max_ps(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
+    const __m512 b = _mm512_max_ps(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
+    const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
+    by_four[i] = _mm512_max_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(c, d)),
+                               _mm512_castpd_ps(_mm512_unpackhi_pd(c, d)));
+  }
+  __m512 by_eight[2];
+  for (int i = 0; i < 2; ++i) {
+    const __m512 a = by_four[2 * i], b = by_four[2 * i + 1];
+    by_eight[i] = _mm512_max_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  }
+  return _mm512_max_ps(_mm512_shuffle_f32x4(by_eight[0], by_eight[1], 0x88),
+                       _mm512_shuffle_f32x4(by_eight[0], by_eight[1], 0xdd));
+}
+
+// Scores of 16 rows from `first` on, `width` columns, to powers in bfloat16, zero where nothing is
+// seen. `shares` is by how much what each row has gathered counts from now on; which rows' is not 1.
+template <bool ALL>
+inline __mmask16 weigh(const float* scores, const Seen& of, int64_t first, int64_t width, float scale,
+                       Rows& rows, bf16* powers, float* shares) {
+  __m512 tops[16];
+  for (int64_t r = 0; r < 16; ++r) {
+    const float* from = scores + (first + r) * KEYS;
+    tops[r] = _mm512_set1_ps(-INFINITY);
+    for (int64_t i = 0; i < width; i += 16) {
+      const __m512 score = _mm512_load_ps(from + i);
+      tops[r] = ALL ? _mm512_max_ps(tops[r], score)
+                    : _mm512_mask_max_ps(tops[r], mask_of(i, of, first + r), tops[r], score);
+    }
+  }
+  const __m512 by = _mm512_set1_ps(scale), before = _mm512_load_ps(rows.top + first);
+  const __m512 now = _mm512_max_ps(_mm512_mul_ps(greatest(tops), by), before);
+  // A row that has seen nothing yet: all its powers are zero, and so is what it has gathered.
+  const __mmask16 some = _mm512_cmp_ps_mask(now, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ);
+  alignas(64) float bases[16];
+  _mm512_store_ps(bases, _mm512_maskz_mov_ps(some, now));
+  _mm512_store_ps(rows.top + first, now);
+  const __mmask16 moved = _mm512_cmp_ps_mask(before, now, _CMP_NEQ_UQ);
+  const __m512 share = power(_mm512_sub_ps(before, _mm512_load_ps(bases)));
+  _mm512_store_ps(shares, _mm512_mask_mov_ps(_mm512_set1_ps(1), moved, share));
+  for (int64_t r = 0; r < 16; ++r) {
+    const float* from = scores + (first + r) * KEYS;
+    const __m512 base = _mm512_set1_ps(bases[r]);
+    float* sums = rows.sums + (first + r) * 16;
+    __m512 sum = _mm512_mul_ps(_mm512_load_ps(sums), _mm512_set1_ps(shares[r]));
+    for (int64_t i = 0; i < width; i += 16) {
+      __m512 found = power(_mm512_fmsub_ps(_mm512_load_ps(from + i), by, base));
+      if (!ALL) found = _mm512_maskz_mov_ps(mask_of(i, of, first + r), found);
+      sum = _mm512_add_ps(sum, found);
+      store(powers + (first + r) * KEYS + i, found);
+    }
+    _mm512_store_ps(sums, sum);
+  }
+  return moved;
+}
+
+// Up to 32 new tokens of a prompt from `begin` on, for one query head, over all they see.
+void attend_block(const Model& m, const Layer& layer, const Prompts& of, const Laid& laid,
+                  int64_t prompt, int64_t head, int64_t begin, const bf16* heads, bf16* out) {
+  const int64_t size = m.head_dim, all = (m.heads + 2 * m.kv_heads) * size, query = m.heads * size;
+  const int64_t count = std::clamp<int64_t>(of.query_lens[prompt] - begin, 0, QUERIES);
+  const int64_t padded = std::min<int64_t>(of.length - begin, QUERIES);
+  bf16* to = out + (prompt * of.length + begin) * query + head * size;
+  for (int64_t r = count; r < padded; ++r) std::memset(to + r * query, 0, size * sizeof(bf16));
+  if (count == 0) return;
+#ifdef __AMX_BF16__
+  if (has_tiles) configure(std::min<int64_t>(count, 16), count > 16 ? count - 16 : count);
+#endif
+  const bf16* x = heads + (prompt * of.length + begin) * all + head * size;
+  const bf16* keys = keys_of(m, laid, prompt, head / (m.heads / m.kv_heads));
+  const bf16* values = keys + laid.span * size;
+  const int64_t own = of.context_lens[prompt] + begin;  // place of the first row
+  const int64_t first = layer.window ? std::max<int64_t>(0, own - layer.window + 1) / 32 * 32 : 0;
+  const float scale = m.scale * 1.44269504f;
+  alignas(64) float scores[QUERIES * KEYS], means[QUERIES * MOST_HEAD];
+  alignas(64) bf16 powers[QUERIES * KEYS];
+  Rows rows;
+  std::fill(rows.top, rows.top + QUERIES, -INFINITY);
+  std::fill(rows.sums, rows.sums + QUERIES * 16, 0.0f);
+  for (int64_t k = first; k < own + count; k += KEYS) {
+    const int64_t width = std::min<int64_t>(KEYS, (own + count - k + 31) / 32 * 32);
+    for (int64_t c = 0; c < width; c += 32)
+      product(x, all, count, keys + (k + c) * size, PANEL * size, size, scores + c, KEYS, false);
+    const Seen of_rows{layer.window ? own + 1 - layer.window - k : -QUERIES, own + 1 - k};
+    const bool all = of_rows.begin + count <= 1 && of_rows.end >= width;
+    const auto kernel = all ? weigh<true> : weigh<false>;
+    for (int64_t r = 0; r < count; r += 16) {
+      alignas(64) float shares[16];
+      if (!kernel(scores, of_rows, r, width, scale, rows, powers, shares) || k == first) continue;
+      for (int64_t i = 0; i < 16 * size; i += 16) {
+        float* mean = means + r * size + i;
+        _mm512_store_ps(mean, _mm512_mul_ps(_mm512_load_ps(mean), _mm512_set1_ps(shares[i / size])));
+      }
+    }
+    // A tile's load does not tell the compiler what it reads.
+    asm volatile("" ::"r"(powers), "r"(means) : "memory");
+    for (int64_t d = 0; d < size; d += 32)
+      product(powers, KEYS, count, values + d * laid.span + k * PANEL, laid.span * PANEL, width,
+              means + d, size, k > first);
+  }
+#ifdef __AMX_BF16__
+  if (has_tiles) _tile_release();
+#endif
+  for (int64_t r = 0; r < count; ++r) {
+    const __m512 share = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(_mm512_load_ps(rows.sums + r * 16)));
+    for (int64_t d = 0; d < size; d += 16)
+      store(to + r * query + d, _mm512_mul_ps(_mm512_load_ps(means + r * size + d), share));
+  }
+}
+
+// All new tokens of all prompts: `heads` (tokens, heads + 2 * kv_heads, head_dim), turned and filed,
+// to `out` (tokens, heads * head_dim). Called by all threads; `kept` is one for all.
+void attend_prompts(const Model& m, const Layer& layer, const Step& s, const Prompts& of,
+                    const bf16* heads, bf16* out, Scratch& kept) {
+  Laid laid{0, (of.context * m.block_size + of.length + 31) / 32 * 32, nullptr};
+  const int64_t each = laid_size(m, laid) * m.kv_heads;
+  const int64_t at_once = std::clamp<int64_t>(ROOM / int64_t(each * sizeof(bf16)), 1, of.batch);
+  const int64_t blocks = (of.length + QUERIES - 1) / QUERIES, parts = laid.span / 32;
+#pragma omp single copyprivate(laid)
+  laid.start = kept.room<bf16>(each * at_once);
+  for (; laid.first < of.batch; laid.first += at_once) {
+    const int64_t batch = std::min(at_once, of.batch - laid.first);
+#pragma omp for
+    for (int64_t i = 0; i < batch * m.kv_heads * parts; ++i) {
+      const int64_t prompt = laid.first + i / parts / m.kv_heads, begin = i % parts * 32;
+      if (begin < tokens_of(of, prompt))
+        lay_out(m, layer, s, of, laid, prompt, i / parts % m.kv_heads, begin);
+    }
+    // The longest first: what is left at the end is short.
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < batch * m.heads * blocks; ++i) {
+      const int64_t prompt = laid.first + i / m.heads % batch;
+      const int64_t block = blocks - 1 - i / m.heads / batch;
+      attend_block(m, layer, of, laid, prompt, i % m.heads, block * QUERIES, heads, out);
+    }
+  }
+}
+
+}  // namespace
