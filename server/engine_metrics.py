@@ -3,10 +3,8 @@
 Every front-end hears the same stats, so each can answer alone and nothing is counted twice.
 """
 
-import bisect
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
-from itertools import accumulate
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -14,10 +12,10 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
-from prometheus_client.utils import floatToGoString
 
 from engine.client import EngineClient
 from engine.messages import ASLEEP, AWAKE, LATER, EngineStats
+from server.tally import Tally
 
 WARMUP = "warmup"
 """Stage of the progress before Ready that counts buckets."""
@@ -27,26 +25,6 @@ STAGES = ("warmup", "serving")
 STEP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 COMPILE_S = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000)
-
-
-class Tally:
-    """A histogram without a clock or a lock: fed and read on one thread."""
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float, count: int = 1) -> None:
-        """Take `value`, `count` times."""
-        self._counts[bisect.bisect_left(self._bounds, value)] += count
-        self._sum += value * count
-
-    def add_to(self, family: HistogramMetricFamily, labels: list[str]) -> None:
-        """One more series of `family`."""
-        names = [*map(floatToGoString, self._bounds), "+Inf"]
-        counts = accumulate(self._counts)
-        family.add_metric(labels, list(zip(names, counts, strict=True)), self._sum)
 
 
 class EngineCollector:

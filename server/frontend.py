@@ -152,6 +152,9 @@ class FrontEnd:
         asked = None
         if siblings := self._orders.siblings:
             asked = await listen(self._app, siblings[self._orders.index])
+        settling = None
+        if self._orders.metrics_folder is not None:
+            settling = loop.create_task(self._settle())
         server = Uvicorn(self._uvicorn_config())
         serving = loop.create_task(server.serve(sockets=[listener]))
         opening = loop.create_task(self._open(on_folder))
@@ -165,6 +168,9 @@ class FrontEnd:
                 await asyncio.wait_for(serving, FAREWELL_S + 1)
             if asked is not None:
                 asked.close()
+            if settling is not None:
+                settling.cancel()
+                self.state.metrics.settle()
             await self._client.close()
             if self.state.template is not None:
                 self.state.template.close()
@@ -234,6 +240,12 @@ class FrontEnd:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), TICK_S)
         return await self._drain()
+
+    async def _settle(self) -> None:
+        """Let siblings, any of which may be asked for metrics, know what is counted here."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.state.metrics.settle()
 
     async def _end_without_engine(self) -> int:
         logger.error("the engine is gone, the server stops: %s", self._client.failure)

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -243,7 +242,10 @@ class Generation:
             return [sequence.take_nothing() for sequence in unsent]
         try:
             while self._boxes and not self._aborted:
-                updates = await self._next_updates()
+                if len(self._sequences) == 1:
+                    updates = [(0, await self._boxes[0].get())]
+                else:
+                    updates = await self._next_updates()
                 if self._aborted:
                     break
                 deltas = [delta for i, update in updates if (delta := self._apply(i, update))]
@@ -297,11 +299,8 @@ class Generation:
             self._client.abort([self._boxes.pop(index).key])
         return delta
 
-    async def _next_updates(self) -> Iterable[tuple[int, Update]]:
+    async def _next_updates(self) -> list[tuple[int, Update]]:
         """Wait until some choice has something new; everything that is there then."""
-        if len(self._sequences) == 1:
-            ((index, box),) = self._boxes.items()
-            return [(index, await box.get())]
         loop = asyncio.get_running_loop()
         for index, box in self._boxes.items():
             if index not in self._gets:
@@ -363,14 +362,17 @@ def _sampling_of(params: SamplingParams, choice: int, limit: int) -> SamplingPar
     prompt_logprobs = params.prompt_logprobs if choice == 0 else None
     if limit == 0 and prompt_logprobs is None:
         return None
-    return params.replace(
-        n=1,
-        seed=choice_seed(params.seed, choice),
-        max_tokens=limit,
-        prompt_logprobs=prompt_logprobs,
-        stop=(),
-        truncate_prompt_tokens=None,
-    )
+    told = {
+        "n": 1,
+        "seed": choice_seed(params.seed, choice),
+        "max_tokens": limit,
+        "prompt_logprobs": prompt_logprobs,
+        "stop": (),
+        "truncate_prompt_tokens": None,
+    }
+    # Most requests are what the engine is told, and a copy is checked anew.
+    changes = {name: value for name, value in told.items() if getattr(params, name) != value}
+    return params.replace(**changes) if changes else params
 
 
 def _extend(output: Output, delta: Delta) -> None:

@@ -2,8 +2,8 @@
 Knows neither's body."""
 
 import asyncio
+import os
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
@@ -166,7 +166,7 @@ def start_job(
     )
     serving = Serving(generation, params, num_sequences, record, state.metrics)
     state.servings.add(serving)
-    number = body.request_id or uuid.uuid4().hex
+    number = body.request_id or os.urandom(16).hex()
     return Job(state, body, f"{id_prefix}{number}", model, params, prompts, serving, answers)
 
 
@@ -212,7 +212,7 @@ async def frames(job: Job, writer: ChunkWriter) -> AsyncIterator[bytes]:
     """What `writer` makes of the job's deltas, to the end; whatever breaks is told by it too."""
     gatherer = Gatherer(job.state.config.stream_interval)
     try:
-        async for deltas in job.serving.deltas():
+        async for deltas in job.serving:
             if data := writer.feed(gatherer.take(deltas)):
                 yield data
         yield writer.ending()
@@ -249,7 +249,7 @@ async def finish(job: Endable, request: Request, work: Coroutine[Any, Any, T]) -
 
 async def _gather(job: Job) -> list[Gathered]:
     choices = [Gathered() for _ in range(len(job.prompts) * job.params.n)]
-    async for deltas in job.serving.deltas():
+    async for deltas in job.serving:
         for delta in deltas:
             if job.answers is None:
                 choices[delta.index].take(delta)

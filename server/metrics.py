@@ -14,6 +14,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from engine.client import EngineClient
 from engine.messages import EngineStats
 from server.engine_metrics import EngineCollector
+from server.tally import BatchedCounter, BatchedHistogram
 
 LABELS = ("model_name", "engine")
 ENGINE = "0"
@@ -57,6 +58,9 @@ class Metrics:
 
     `shared_folder` holds the counts of every front-end when there are several: any of them then
     answers for all. The process must have been started for that (see `server.frontends`).
+
+    Fed on one thread. What is counted waits in plain numbers for `settle`, which `page` calls; with
+    a `shared_folder` somebody else must too, now and then.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Metrics:
         self._values = (model_name, ENGINE)
         self._shared_folder = shared_folder
         self._registry = CollectorRegistry(auto_describe=False)
+        self._unsettled: list[BatchedCounter | BatchedHistogram] = []
         self._engine = EngineCollector(client, dict(zip(LABELS, self._values, strict=True)))
         self._add_counters()
         self._add_times()
@@ -82,7 +87,9 @@ class Metrics:
             buckets=HTTP_S,
             registry=self._registry,
         )
-        self._sizes: dict[str, Histogram] = {}
+        self._http: dict[tuple[str, str, str], tuple[BatchedCounter, BatchedHistogram]] = {}
+        """By labels: of those that were answered."""
+        self._sizes: dict[str, BatchedHistogram] = {}
 
     def _add_counters(self) -> None:
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests.")
@@ -111,11 +118,11 @@ class Metrics:
             registry=self._registry,
         )
         # Present from the first scrape on, so that a rate over them is never empty.
-        self._ended = {r: self._success.labels(*self._values, r) for r in FINISH_REASONS}
-        self._rejected = {r: self._rejections.labels(*self._values, r) for r in REJECTIONS}
+        self._ended = {r: self._counted(self._success, r) for r in FINISH_REASONS}
+        self._rejected = {r: self._counted(self._rejections, r) for r in REJECTIONS}
 
     def _add_times(self) -> None:
-        def times(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        def times(name: str, text: str, buckets: tuple[float, ...]) -> BatchedHistogram:
             return self._histogram(f"vllm:{name}_seconds", text, buckets)
 
         self.time_to_first_token = times(
@@ -175,11 +182,23 @@ class Metrics:
     def http_answered(self, route: str, method: str, status: int, seconds: float) -> None:
         """A response has ended. `route` is a template, so that the label set stays bounded."""
         labels = (route, method if method in METHODS else "OTHER", str(status))
-        self._http_requests.labels(*labels).inc()
-        self._http_seconds.labels(*labels).observe(seconds)
+        if labels not in self._http:
+            count = BatchedCounter(self._http_requests.labels(*labels))
+            times = BatchedHistogram(self._http_seconds.labels(*labels), HTTP_S)
+            self._http[labels] = (count, times)
+            self._unsettled += (count, times)
+        count, times = self._http[labels]
+        count.inc()
+        times.observe(seconds)
+
+    def settle(self) -> None:
+        """Put all that was counted where it is read."""
+        for one in self._unsettled:
+            one.settle()
 
     def page(self, accept: str) -> tuple[bytes, str]:
         """The text of /metrics and its content type, in the form `accept` likes best."""
+        self.settle()
         registry = self._registry
         if self._shared_folder is not None:
             registry = CollectorRegistry(auto_describe=False)
@@ -192,15 +211,21 @@ class Metrics:
         body = _encode_open(both, openmetrics.ALLOWUTF8, version)
         return body, f"{OPENMETRICS}; version={version}; charset=utf-8"
 
-    def _counter(self, name: str, text: str) -> Counter:
-        counter = Counter(name, text, LABELS, registry=self._registry)
-        return counter.labels(*self._values)
+    def _counter(self, name: str, text: str) -> BatchedCounter:
+        return self._counted(Counter(name, text, LABELS, registry=self._registry))
+
+    def _counted(self, counter: Counter, *labels: str) -> BatchedCounter:
+        batched = BatchedCounter(counter.labels(*self._values, *labels))
+        self._unsettled.append(batched)
+        return batched
 
     def _histogram(
         self, name: str, text: str, buckets: tuple[float, ...] | list[float]
-    ) -> Histogram:
+    ) -> BatchedHistogram:
         histogram = Histogram(name, text, LABELS, buckets=buckets, registry=self._registry)
-        return histogram.labels(*self._values)
+        batched = BatchedHistogram(histogram.labels(*self._values), buckets)
+        self._unsettled.append(batched)
+        return batched
 
 
 class _Both:

@@ -3,8 +3,8 @@ share. Knows no body but what all of them have."""
 
 import asyncio
 import base64
+import os
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -81,7 +81,7 @@ def start_pooling(
     )
     serving = Serving(pooling, None, len(inputs), record, state.metrics)
     state.servings.add(serving)
-    number = body.request_id or uuid.uuid4().hex
+    number = body.request_id or os.urandom(16).hex()
     return PoolingJob(state, f"{id_prefix}{number}", model, pooling, serving)
 
 
@@ -91,7 +91,7 @@ async def gather_vectors(job: PoolingJob, request: Request) -> list[Vectors]:
 
 
 async def _gather(job: PoolingJob) -> list[Vectors]:
-    async for _ in job.serving.deltas():
+    async for _ in job.serving:
         pass
     return job.pooling.vectors
 

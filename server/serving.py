@@ -2,7 +2,6 @@
 bodies."""
 
 import time
-from collections.abc import AsyncIterator
 
 from config.errors import Overloaded
 from config.sampling import SamplingParams
@@ -40,17 +39,22 @@ class Serving:
         self._first_s: float | None = None
         self._reasons: dict[str, None] = {}
 
-    async def deltas(self) -> AsyncIterator[list[Delta]]:
+    def __aiter__(self) -> "Serving":
+        return self
+
+    async def __anext__(self) -> list[Delta]:
         """What the generation gives. Raises what it raises, and Overloaded after a `cut`."""
         try:
-            async for deltas in self.generation:
-                self._observe(deltas)
-                yield deltas
+            deltas = await self.generation.__anext__()
+        except StopAsyncIteration:
+            if self._cut is not None:
+                raise Overloaded(self._cut, retry_after_s=None, type="server_error") from None
+            raise
         except Exception:
             self._failed = True
             raise
-        if self._cut is not None:
-            raise Overloaded(self._cut, retry_after_s=None, type="server_error")
+        self._observe(deltas)
+        return deltas
 
     def cut(self, why: str) -> None:
         """End it from outside; its reader is told why."""

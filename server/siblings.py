@@ -3,11 +3,11 @@ its answer handed back. Knows no routes and no bodies."""
 
 import asyncio
 import contextlib
+import os
 import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
-from uuid import uuid4
 
 import msgspec
 from starlette.requests import Request
@@ -54,7 +54,7 @@ class Siblings:
 
     def new_number(self) -> str:
         """A number that nobody has yet, and that says whose it is."""
-        return f"{self.index:02x}{uuid4().hex}"
+        return f"{self.index:02x}{os.urandom(16).hex()}"
 
     def path_of(self, number: str) -> str | None:
         """Where the front-end is that gave `number`; None if it is this one, or none of us."""

@@ -64,6 +64,12 @@ class AppState:
     siblings: Siblings = field(default_factory=Siblings)
     num_open_requests: int = 0
     """Requests of any kind whose answer has not ended, streams included."""
+    fingerprint: str = field(init=False)
+    """Constant for one model and version."""
+
+    def __post_init__(self) -> None:
+        digest = hashlib.sha256(f"{self.version}:{self.root}".encode()).hexdigest()
+        self.fingerprint = f"fp_{digest[:10]}"
 
     def open(
         self,
@@ -84,12 +90,6 @@ class AppState:
             self.max_model_len = self.inputs.max_tokens
         self.metrics.add_sizes(ready.max_model_len)
         self.pipeline = Pipeline(self.client, tokenizer, self.config)
-
-    @property
-    def fingerprint(self) -> str:
-        """Constant for one model and version."""
-        digest = hashlib.sha256(f"{self.version}:{self.root}".encode()).hexdigest()
-        return f"fp_{digest[:10]}"
 
     @property
     def is_ready(self) -> bool:

@@ -208,7 +208,7 @@ async def _streamed(job: Job, writer: ResponseWriter) -> AsyncIterator[bytes]:
 
 
 async def _whole(job: Job, writer: ResponseWriter) -> Fields:
-    async for deltas in job.serving.deltas():
+    async for deltas in job.serving:
         writer.feed(deltas)
     writer.ending()
     return writer.fields()

@@ -171,7 +171,8 @@ class GenerationBody(Body):
     @property
     def form(self) -> tuple[str, GrammarSpec] | None:
         """The field that gives the output a form, and the form. Raises UserError."""
-        others = {name: getattr(self, name) for name in FIELDS}
+        given = ((name, getattr(self, name)) for name in FIELDS)
+        others = {name: value for name, value in given if value is not None}
         return spec_of(self.response_format, self.structured_outputs, others)
 
     @property

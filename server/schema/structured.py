@@ -31,8 +31,8 @@ def spec_of(
     structured_outputs: Mapping[str, Any] | None,
     others: Mapping[str, Any],
 ) -> tuple[str, GrammarSpec] | None:
-    """The field that asks for a form, and the form; `others` holds those of FIELDS. Raises
-    UserError."""
+    """The field that asks for a form, and the form; `others` holds those of FIELDS that are set.
+    Raises UserError."""
     found = {"response_format": _of_format(response_format)}
     if structured_outputs is not None:
         asked = {name: v for name, v in structured_outputs.items() if name not in _HINTS}
@@ -43,8 +43,7 @@ def spec_of(
             )
         found["structured_outputs"] = spec
     for name, value in others.items():
-        if value is not None:
-            found[name] = _renamed(name, {FIELDS[name]: value})
+        found[name] = _renamed(name, {FIELDS[name]: value})
     fields = [(name, spec) for name, spec in found.items() if spec is not None]
     if len(fields) > 1:
         names = " and ".join(name for name, _ in fields)

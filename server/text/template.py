@@ -275,6 +275,8 @@ class _Compiled:
 
     def __init__(self, template: Template) -> None:
         self.template = template
+        # A chain of mappings, which Jinja would walk through for every prompt.
+        template.globals = dict(template.globals)
         self.is_quick = False
         """Whether the last short conversation took less than QUICK_S."""
         self._takes: dict[str, tuple[bool, bool]] = {}

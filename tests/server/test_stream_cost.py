@@ -1,15 +1,20 @@
 """What a streamed token and a short request cost beside something known: ratios of CPU time in one
 process."""
 
+import gc
 import json
 import time
+from collections.abc import Iterator
 
 import httpx
+import pytest
 from http_rig import TalkingClient, in_memory
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+
+from server.frontend import GC_OBJECTS
 
 TOKENS = 1500
 MOST = 7
@@ -20,6 +25,17 @@ REQUESTS = 100
 ROUNDS = 6
 MOST_OF_A_REQUEST = 8
 """Requests to a bare application that a short chat may cost: twice of what it does."""
+
+
+@pytest.fixture(autouse=True)
+def collector() -> Iterator[None]:
+    """As a front-end sets it: what other tests have left is not looked through meanwhile."""
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(GC_OBJECTS)
+    yield
+    gc.set_threshold(*before)
+    gc.unfreeze()
 
 
 def encoding_s() -> float:

@@ -85,10 +85,7 @@ def whole_text(answer: Any) -> str:
 def loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop = asyncio.new_event_loop()
     yield loop
-    left = asyncio.all_tasks(loop)
-    for task in left:
-        task.cancel()
-    loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+    assert not asyncio.all_tasks(loop)
     loop.close()
 
 
