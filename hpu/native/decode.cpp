@@ -4,6 +4,7 @@
 // What torch does in some six hundred operators a step is one call here, in one parallel region.
 // What lies in memory between two operations is bfloat16, as on the torch path; sums are float32.
 
+#include "attend.h"
 #include "prompt.h"
 
 namespace {
@@ -20,75 +21,6 @@ void rms_norm(const bf16* x, const bf16* weight, bf16* out, int64_t size, float 
   {
     const __m512 scaled = _mm512_mul_ps(load(x + i), scale);
     store(out + i, weight ? _mm512_mul_ps(scaled, load(weight + i)) : scaled);
-  }
-}
-
-// A row's blocks in the list.
-struct Span {
-  int64_t begin = 0, end = 0;
-};
-
-// Where in a block the row begins to see.
-inline int64_t hidden_slots(const Layer& layer, const Step& s, int64_t row, int64_t block) {
-  if (!layer.window) return 0;
-  const int64_t first = s.positions[row] - layer.window + 1 - s.starts[block];
-  return std::clamp<int64_t>(first, 0, s.usage[block]);
-}
-
-// The query heads of one row that share the key head `kv`, over the row's blocks.
-void attend(const Model& m, const Layer& layer, const Step& s, int64_t row, Span span, int64_t kv,
-            const bf16* queries, bf16* out) {
-  const int64_t size = m.head_dim, group = m.heads / m.kv_heads, stride = m.kv_heads * size;
-  const int64_t room = (span.end - span.begin) * m.block_size + 16;
-  thread_local Scratch kept;
-  float *scores = kept.room<float>(room * group), top[MOST_GROUP], sums[MOST_GROUP];
-  std::fill(top, top + group, -INFINITY);
-  int64_t n = 0;
-  for (int64_t b = span.begin; b < span.end; ++b) {
-    const bf16* keys = layer.keys + s.block_list[b] * m.block_size * stride + kv * size;
-    for (int64_t i = hidden_slots(layer, s, row, b); i < s.usage[b]; ++i, ++n)
-      for (int64_t g = 0; g < group; ++g) {
-        __m512 sum = _mm512_setzero_ps();
-        for (int64_t d = 0; d < size; d += 32)
-          sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(keys + i * stride + d),
-                                 (__m512bh)_mm512_loadu_si512(queries + g * size + d));
-        const float score = _mm512_reduce_add_ps(sum) * m.scale;
-        scores[g * room + n] = score;
-        top[g] = std::max(top[g], score);
-      }
-  }
-  for (int64_t g = 0; g < group; ++g) {
-    __m512 sum = _mm512_setzero_ps();
-    for (int64_t i = 0; i < n; i += 16) {
-      const __mmask16 mask = n - i >= 16 ? 0xffff : (1 << (n - i)) - 1;
-      const __m512 score = _mm512_maskz_loadu_ps(mask, scores + g * room + i);
-      const __m512 weight = exponential(_mm512_sub_ps(score, _mm512_set1_ps(top[g])));
-      _mm512_mask_storeu_ps(scores + g * room + i, mask, weight);
-      sum = _mm512_mask_add_ps(sum, mask, sum, weight);
-    }
-    sums[g] = _mm512_reduce_add_ps(sum);
-  }
-  alignas(64) float means[MOST_GROUP * MOST_HEAD];
-  std::fill(means, means + group * size, 0.0f);
-  n = 0;
-  for (int64_t b = span.begin; b < span.end; ++b) {
-    const bf16* values = layer.values + s.block_list[b] * m.block_size * stride + kv * size;
-    const int64_t first = hidden_slots(layer, s, row, b), count = s.usage[b] - first;
-    for (int64_t g = 0; g < group; ++g)
-      for (int64_t d = 0; d < size; d += 16) {
-        __m512 mean = _mm512_load_ps(means + g * size + d);
-        for (int64_t i = 0; i < count; ++i)
-          mean = _mm512_fmadd_ps(_mm512_set1_ps(scores[g * room + n + i]),
-                                 load(values + (first + i) * stride + d), mean);
-        _mm512_store_ps(means + g * size + d, mean);
-      }
-    n += count;
-  }
-  // A padded row holds no block: it gets zeros.
-  for (int64_t g = 0; g < group; ++g) {
-    const __m512 share = _mm512_set1_ps(n ? 1.0f / sums[g] : 0.0f);
-    for (int64_t d = 0; d < size; d += 16)
-      store(out + g * size + d, _mm512_mul_ps(_mm512_load_ps(means + g * size + d), share));
   }
 }
 
@@ -212,7 +144,7 @@ void decode(const Model* model, const Step* step, int64_t threads) {
         const int64_t row = i / m.kv_heads, kv = i % m.kv_heads;
         bf16* mine = wide + row * heads;
         file_group(m, layer, s, row, kv, mine);
-        attend(m, layer, s, row, spans[row], kv, mine + kv * group,
+        attend(m, layer, s, {row, kv, spans[row]}, mine + kv * group,
                inside + row * query + kv * group);
       }
       add(m, layer, s, inside, inside);

@@ -76,4 +76,38 @@ inline __m512 gate(__m512 x, __m512 up) {
   return _mm512_mul_ps(_mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1), grown)), up);
 }
 
+constexpr float TO_POWERS = 1.44269504f;  // of e to those of two
+
+// 2^x: a polynomial of the fraction, to some 3e-6 of the value, which bfloat16 then rounds to 2e-3.
+inline __m512 power(__m512 x) {
+  const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
+  __m512 p = _mm512_set1_ps(1.353416605e-2f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.201146419e-2f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.414427548e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.930038349e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.000002593f));
+  return _mm512_scalef_ps(p, x);
+}
+
+// The numbers of each of 16 vectors joined to one: by a sum, or the greatest.
+template <typename Join>
+inline __m512 joined(const __m512* of, Join join) {
+  __m512 by_four[4];
+  for (int i = 0; i < 4; ++i) {
+    const __m512* v = of + 4 * i;
+    const __m512 a = join(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
+    const __m512 b = join(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
+    const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
+    by_four[i] = join(_mm512_castpd_ps(_mm512_unpacklo_pd(c, d)),
+                               _mm512_castpd_ps(_mm512_unpackhi_pd(c, d)));
+  }
+  __m512 by_eight[2];
+  for (int i = 0; i < 2; ++i) {
+    const __m512 a = by_four[2 * i], b = by_four[2 * i + 1];
+    by_eight[i] = join(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  }
+  return join(_mm512_shuffle_f32x4(by_eight[0], by_eight[1], 0x88),
+                       _mm512_shuffle_f32x4(by_eight[0], by_eight[1], 0xdd));
+}
+
 }  // namespace

@@ -195,6 +195,11 @@ struct Unfinished {
   }
 };
 
+// Asks for a tile of weights into the second cache.
+inline void ask_for_tile(const bf16* from) {
+  for (int i = 0; i < 16; ++i) _mm_prefetch((const char*)(from + i * 32), _MM_HINT_T1);
+}
+
 // Up to 16 rows times 4 panels.
 void tiles_by_four(const bf16* a, int64_t stride, const bf16* w, int64_t panel, int64_t far,
                    int64_t steps, Unfinished& before) {
@@ -224,9 +229,9 @@ void tiles_by_four(const bf16* a, int64_t stride, const bf16* w, int64_t panel, 
   _tile_stored(3, sums + 768, 64);
 }
 
-// Up to 32 rows times 2 panels, or 1.
+// Up to 32 rows times 2 panels, or 1. `soon`: the panels after them, if they are worth asking for.
 void tiles_by_two(const bf16* a, int64_t stride, int count, const bf16* w, int64_t far,
-                  int64_t steps, int wide, Unfinished& before) {
+                  int64_t steps, int wide, const bf16* soon, Unfinished& before) {
   const bf16* a1 = a + 8 * stride;
   const int each = (32 + steps - 1) / steps;
   _tile_zero(0);
@@ -235,6 +240,7 @@ void tiles_by_two(const bf16* a, int64_t stride, int count, const bf16* w, int64
   _tile_zero(3);
   for (int64_t k = 0; k < steps; ++k) {
     const bf16* at = w + k * 512;
+    if (soon) ask_for_tile(soon + k * 512), ask_for_tile(soon + far + k * 512);
     _tile_loadd(4, a + k * 32, stride);
     _tile_loadd(6, at, 64);
     _tile_dpbf16ps(0, 4, 6);
@@ -278,8 +284,10 @@ void multiply_tiles(const Product& by, const Panels& from, const bf16* x, int64_
         const auto [wide, step] = width_of(stop - p, end, count <= 16 ? 4 : 2);
         const int64_t far = end.gated ? from.partner : wide / 2 * panel;
         const bf16 *a = x + row * by.inputs, *w = from.first + (p - range.first) * panel;
+        // Where nobody has read them yet, and there is work enough to hide it.
+        const bf16* soon = row == 0 && rows > 32 ? w + step * panel : nullptr;
         if (wide == 4) tiles_by_four(a, stride, w, panel, far, steps, before);
-        else tiles_by_two(a, stride, count, w, far, steps, wide, before);
+        else tiles_by_two(a, stride, count, w, far, steps, wide, soon, before);
         before.row = row, before.panel = p, before.wide = wide, before.count = count;
         before.done = 0;
         p += step;

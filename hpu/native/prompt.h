@@ -15,17 +15,6 @@ constexpr int QUERIES = 32;          // rows of a block of scores
 constexpr int KEYS = 128;            // columns of it
 constexpr int64_t ROOM = 32 << 20;   // bytes of keys and values that are laid out at a time
 
-// 2^x: a polynomial of the fraction, to some 3e-6 of the value, which bfloat16 then rounds to 2e-3.
-inline __m512 power(__m512 x) {
-  const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
-  __m512 p = _mm512_set1_ps(1.353416605e-2f);
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.201146419e-2f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.414427548e-1f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.930038349e-1f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.000002593f));
-  return _mm512_scalef_ps(p, x);
-}
-
 // What of one layer's cache a group of prompts reads, laid out: by prompt and key head `span` keys in
 // panels of 16 keys, then their values in panels of 16 numbers.
 struct Laid {
@@ -153,26 +142,6 @@ inline __mmask16 mask_of(int64_t i, const Seen& of, int64_t r) {
   return ((1 << high) - 1) & ~((1 << low) - 1);
 }
 
-// The greatest number of each of 16 vectors.
-inline __m512 greatest(const __m512* of) {
-  __m512 by_four[4];
-  for (int i = 0; i < 4; ++i) {
-    const __m512* v = of + 4 * i;
-    const __m512 a = _mm512_max_ps(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
-    const __m512 b = _mm512_max_ps(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
-    const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
-    by_four[i] = _mm512_max_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(c, d)),
-                               _mm512_castpd_ps(_mm512_unpackhi_pd(c, d)));
-  }
-  __m512 by_eight[2];
-  for (int i = 0; i < 2; ++i) {
-    const __m512 a = by_four[2 * i], b = by_four[2 * i + 1];
-    by_eight[i] = _mm512_max_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
-  }
-  return _mm512_max_ps(_mm512_shuffle_f32x4(by_eight[0], by_eight[1], 0x88),
-                       _mm512_shuffle_f32x4(by_eight[0], by_eight[1], 0xdd));
-}
-
 // Scores of 16 rows from `first` on, `width` columns, to powers in bfloat16, zero where nothing is
 // seen. `shares` is by how much what each row has gathered counts from now on; which rows' is not 1.
 template <bool ALL>
@@ -188,8 +157,9 @@ inline __mmask16 weigh(const float* scores, const Seen& of, int64_t first, int64
                     : _mm512_mask_max_ps(tops[r], mask_of(i, of, first + r), tops[r], score);
     }
   }
+  const __m512 greatest = joined(tops, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); });
   const __m512 by = _mm512_set1_ps(scale), before = _mm512_load_ps(rows.top + first);
-  const __m512 now = _mm512_max_ps(_mm512_mul_ps(greatest(tops), by), before);
+  const __m512 now = _mm512_max_ps(_mm512_mul_ps(greatest, by), before);
   // A row that has seen nothing yet: all its powers are zero, and so is what it has gathered.
   const __mmask16 some = _mm512_cmp_ps_mask(now, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ);
   alignas(64) float bases[16];
@@ -231,7 +201,7 @@ void attend_block(const Model& m, const Layer& layer, const Prompts& of, const L
   const bf16* values = keys + laid.span * size;
   const int64_t own = of.context_lens[prompt] + begin;  // place of the first row
   const int64_t first = layer.window ? std::max<int64_t>(0, own - layer.window + 1) / 32 * 32 : 0;
-  const float scale = m.scale * 1.44269504f;
+  const float scale = m.scale * TO_POWERS;
   alignas(64) float scores[QUERIES * KEYS], means[QUERIES * MOST_HEAD];
   alignas(64) bf16 powers[QUERIES * KEYS];
   Rows rows;
