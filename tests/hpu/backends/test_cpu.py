@@ -1,5 +1,6 @@
 """The CPU back end."""
 
+import ctypes
 import resource
 
 import pytest
@@ -52,6 +53,26 @@ def test_as_many_threads_compute_as_were_asked_for() -> None:
     after = torch.get_num_threads()
     torch.set_num_threads(before)
     assert after == before + 1
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
+def test_a_server_that_is_warm_takes_the_same_memory_again_without_new_pages() -> None:
+    backend = CpuBackend(num_threads=1)
+
+    def pages(times: int) -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(times):
+            held = [torch.ones(2 << 20) for _ in range(3)]
+            del held
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    backend.settled()
+    pages(2)
+    warm = pages(20)
+    backend.unsettled()
+    asleep = pages(20)
+
+    assert warm < 10_000 < asleep
 
 
 @pytest.mark.parametrize(
