@@ -26,7 +26,8 @@ _INTEGERS = {
 }
 """Integers as wide, and the bits of infinity."""
 _JUST_BELOW_ONE = 1.0 - 2.0**-24
-_TOPK_LADDER = (256, 4096)
+MOST_NUCLEUS = 4096
+"""Tokens among which a nucleus is looked for first."""
 _EXPONENTS = (64, 64, 64, 32, 16, 8, 4, 2, 1)
 """Powers of two whose product leads from TINY to any float32 above it, and beyond to infinity."""
 _SIGNIFICAND_BITS = 23
@@ -74,12 +75,23 @@ def min_p_threshold(weights: Tensor, top: Tensor, min_p: Tensor) -> Tensor:
     return weights.gather(1, top) * min_p
 
 
+def top_values(weights: Tensor, size: int) -> Tensor:
+    """(B, size) the largest of each row, none of which is NaN, greatest first; on a CPU by numpy,
+    which compares many numbers at a time: some two to twenty times as fast as `topk`."""
+    if weights.device.type != "cpu":
+        return weights.topk(size, dim=-1).values
+    # Negated, since it takes long to part numbers within many that are equal, as zeros are.
+    largest = np.partition(-weights.numpy(), size - 1, axis=1)[:, :size]
+    largest.sort(axis=1)
+    return torch.from_numpy(-largest)
+
+
 def top_k_threshold(weights: Tensor, top_k: Tensor, largest_k: int) -> Tensor:
     """(B, 1) the weight of the k-th most likely token; `top_k` (B, 1) of 0 gives 0.
 
     Tokens that tie with the k-th are kept too.
     """
-    largest = weights.topk(largest_k, dim=-1).values
+    largest = top_values(weights, largest_k)
     kth = largest.gather(1, (top_k - 1).clamp(min=0))
     return kth * (top_k > 0)
 
@@ -159,9 +171,9 @@ def nucleus_by_sort(weights: Tensor, mass: Tensor) -> Tensor:
     rows, vocab_size = weights.shape
     threshold = torch.empty((rows, 1), dtype=weights.dtype, device=weights.device)
     pending = torch.arange(rows, device=weights.device)
-    for size in (*(size for size in _TOPK_LADDER if size < vocab_size), vocab_size):
+    for size in (min(MOST_NUCLEUS, vocab_size), vocab_size):
         some = weights if len(pending) == rows else weights[pending]
-        largest = some.topk(size, dim=-1).values
+        largest = top_values(some, size)
         sums = largest.to(mass.dtype).cumsum(-1)
         wanted = mass[pending]
         last = (sums < wanted).sum(-1, keepdim=True).clamp(max=size - 1)

@@ -44,3 +44,14 @@ def test_bits_find_what_max_finds_among_odd_numbers(odd: float, dtype: torch.dty
     assert torch.equal(best.values.isnan(), expected.values.isnan())
     assert torch.equal(best.values.nan_to_num(), expected.values.nan_to_num())
     assert torch.equal(best.indices, expected.indices)
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_the_largest_values_are_those_that_topk_finds(size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    weights = torch.randint(0, 99, (5, 1000), generator=generator) / 98
+    weights[3, 5:] = 0.0
+
+    found = filters.top_values(weights, size)
+
+    assert torch.equal(found, weights.topk(size, dim=-1).values)
