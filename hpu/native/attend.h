@@ -69,51 +69,87 @@ inline __m512 score(const bf16* query, const bf16* keys, int64_t stride, int64_t
   return d == size ? sum : _mm512_add_ps(sum, score<1>(query + d, keys + d, stride, count));
 }
 
-// Means of WORDS times 32 numbers of the values from `d` on, for HEADS heads: `powers` (heads, room)
-// in bfloat16, and by head what they are multiplied by.
+#ifdef __AMX_BF16__
+// Queries as a product's weight: `heads` outputs in one panel, the rest of it zero.
+void lay_out(const bf16* queries, int64_t heads, int64_t size, bf16* panel) {
+  std::memset(panel, 0, size * PANEL * sizeof(bf16));
+  for (int64_t d = 0; d < size; d += 2)
+    for (int64_t g = 0; g < heads; ++g)
+      std::memcpy(panel + d * PANEL + 2 * g, queries + g * size + d, 2 * sizeof(bf16));
+}
+
+// Scores of 16 keys for all heads of the panel, `room` apart.
+inline void score_tile(const bf16* panel, int64_t heads, const bf16* keys, int64_t stride,
+                       int64_t size, float* scores, int64_t room) {
+  alignas(64) float sums[16 * 16];
+  _tile_zero(0);
+  for (int64_t d = 0; d < size; d += TILE_INPUTS) {
+    _tile_loadd(4, keys + d, stride * sizeof(bf16));
+    _tile_loadd(6, panel + d * PANEL, 64);
+    _tile_dpbf16ps(0, 4, 6);
+  }
+  _tile_stored(0, sums, 64);
+  const __m512i rows = _mm512_slli_epi32(
+      _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), 4);
+  for (int64_t g = 0; g < heads; ++g)
+    _mm512_store_ps(scores + g * room, _mm512_i32gather_ps(rows, sums + g, 4));
+}
+#endif
+
+// What a thread needs before it scores keys, and gives back after: tiles of 16 rows.
+inline void begin_scores() {
+#ifdef __AMX_BF16__
+  if (has_tiles) configure(16, 16);
+#endif
+}
+
+inline void end_scores() {
+#ifdef __AMX_BF16__
+  if (has_tiles) _tile_release();
+#endif
+}
+
+// Means of WORDS times 32 numbers of the values from `d` on, for HEADS heads: `powers` (heads, room),
+// and by head what they are multiplied by.
 template <int HEADS, int WORDS>
 void mean(const Model& m, const Layer& layer, const Step& s, const Place& at, int64_t d,
-          const bf16* powers, int64_t room, const float* shares, bf16* out) {
+          const float* powers, int64_t room, const float* shares, bf16* out) {
   const int64_t stride = m.kv_heads * m.head_dim;
-  __m512 sums[HEADS][2 * WORDS];
+  __m512 evens[HEADS][WORDS], odds[HEADS][WORDS];
   for (int g = 0; g < HEADS; ++g)
-    for (int w = 0; w < 2 * WORDS; ++w) sums[g][w] = _mm512_setzero_ps();
+    for (int w = 0; w < WORDS; ++w) evens[g][w] = odds[g][w] = _mm512_setzero_ps();
   int64_t n = 0;
   for (int64_t b = at.span.begin; b < at.span.end; ++b) {
     const Part part = part_of(m, layer, s, at, b);
-    for (int64_t i = 0; i < part.count; i += 2) {
-      // The last of an odd count stands beside itself, with a power of zero.
-      const bf16* even = part.values + i * stride + d;
-      const bf16* odd = i + 1 < part.count ? even + stride : even;
+    for (int64_t i = 0; i < part.count; ++i)
       for (int w = 0; w < WORDS; ++w) {
-        const __m512i x = _mm512_loadu_si512(even + w * 32), y = _mm512_loadu_si512(odd + w * 32);
-        const __m512bh low = (__m512bh)_mm512_unpacklo_epi16(x, y);
-        const __m512bh high = (__m512bh)_mm512_unpackhi_epi16(x, y);
+        // Two numbers in each 32 bits: the first is their lower half, the second their upper.
+        const __m512i pairs = _mm512_loadu_si512(part.values + i * stride + d + w * 32);
+        const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+        const __m512 odd = _mm512_castsi512_ps(
+            _mm512_and_si512(pairs, _mm512_set1_epi32(int32_t(0xffff0000))));
         for (int g = 0; g < HEADS; ++g) {
-          int32_t pair;
-          std::memcpy(&pair, powers + g * room + n + i, 4);
-          const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-          sums[g][2 * w] = _mm512_dpbf16_ps(sums[g][2 * w], low, both);
-          sums[g][2 * w + 1] = _mm512_dpbf16_ps(sums[g][2 * w + 1], high, both);
+          const __m512 by = _mm512_set1_ps(powers[g * room + n + i]);
+          evens[g][w] = _mm512_fmadd_ps(even, by, evens[g][w]);
+          odds[g][w] = _mm512_fmadd_ps(odd, by, odds[g][w]);
         }
       }
-    }
     n += rounded_up(part.count);
   }
-  // Of each eight numbers in memory the first four are in `low`, the others in `high`.
-  const __m512i front = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-  const __m512i back = _mm512_add_epi32(front, _mm512_set1_epi32(8));
   for (int g = 0; g < HEADS; ++g)
     for (int w = 0; w < WORDS; ++w) {
-      const __m512 low = sums[g][2 * w], high = sums[g][2 * w + 1], by = _mm512_set1_ps(shares[g]);
-      bf16* to = out + g * m.head_dim + d + w * 32;
-      store(to, _mm512_mul_ps(_mm512_permutex2var_ps(low, front, high), by));
-      store(to + 16, _mm512_mul_ps(_mm512_permutex2var_ps(low, back, high), by));
+      const __m512 by = _mm512_set1_ps(shares[g]);
+      const __m512i even = _mm512_cvtepu16_epi32(
+          (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(evens[g][w], by)));
+      const __m512i odd = _mm512_cvtepu16_epi32(
+          (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(odds[g][w], by)));
+      _mm512_storeu_si512(out + g * m.head_dim + d + w * 32,
+                          _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
     }
 }
 
 template <int HEADS>
-void means(const Model& m, const Layer& layer, const Step& s, const Place& at, const bf16* powers,
+void means(const Model& m, const Layer& layer, const Step& s, const Place& at, const float* powers,
            int64_t room, const float* shares, bf16* out) {
   int64_t d = 0;
   for (; d + 64 <= m.head_dim; d += 64)
@@ -121,15 +157,15 @@ void means(const Model& m, const Layer& layer, const Step& s, const Place& at, c
   if (d < m.head_dim) mean<HEADS, 1>(m, layer, s, at, d, powers, room, shares, out);
 }
 
-// One head's scores to powers of two in bfloat16; their sum.
-float weigh(const float* scores, int64_t count, float scale, __m512 top, bf16* powers) {
+// One head's scores to powers of two; their sum.
+float weigh(float* scores, int64_t count, float scale, __m512 top) {
   const __m512 by = _mm512_set1_ps(scale);
   const __m512 base = _mm512_set1_ps(_mm512_reduce_max_ps(top) * scale);
   __m512 sum = _mm512_setzero_ps();
   for (int64_t i = 0; i < count; i += 16) {
     const __m512 found = power(_mm512_fmsub_ps(_mm512_load_ps(scores + i), by, base));
     sum = _mm512_add_ps(sum, found);
-    store(powers + i, found);
+    _mm512_store_ps(scores + i, found);
   }
   return _mm512_reduce_add_ps(sum);
 }
@@ -146,9 +182,14 @@ void attend(const Model& m, const Layer& layer, const Step& s, const Place& at, 
             bf16* out) {
   const int64_t size = m.head_dim, group = m.heads / m.kv_heads, stride = m.kv_heads * size;
   const int64_t room = (at.span.end - at.span.begin) * rounded_up(m.block_size);
-  thread_local Scratch kept, narrow;
+  thread_local Scratch kept;
   float* scores = kept.room<float>(room * group);
-  bf16* powers = narrow.room<bf16>(room * group);
+  alignas(64) bf16 panel[MOST_HEAD * PANEL];
+#ifdef __AMX_BF16__
+  if (has_tiles) lay_out(queries, group, size, panel);
+  // A tile's load does not tell the compiler what it reads.
+  asm volatile("" ::"r"(panel) : "memory");
+#endif
   __m512 top[MOST_GROUP];
   for (int64_t g = 0; g < group; ++g) top[g] = _mm512_set1_ps(-INFINITY);
   int64_t n = 0;
@@ -159,30 +200,38 @@ void attend(const Model& m, const Layer& layer, const Step& s, const Place& at, 
       const Part next = part_of(m, layer, s, at, b + 1);
       ask_for(next.keys, stride, next.count, size);
     }
-    for (int64_t i = 0; i < part.count; i += 16, n += 16)
+    for (int64_t i = 0; i < part.count; i += 16, n += 16) {
+      const int64_t count = part.count - i;
+      const bf16* keys = part.keys + i * stride;
+      const __mmask16 seen = count >= 16 ? 0xffff : (1 << count) - 1;
+#ifdef __AMX_BF16__
+      const bool tiled = has_tiles && count >= 16;
+      if (tiled) score_tile(panel, group, keys, stride, size, scores + n, room);
+#else
+      const bool tiled = false;
+#endif
       for (int64_t g = 0; g < group; ++g) {
-        const int64_t count = part.count - i;
-        const __mmask16 seen = count >= 16 ? 0xffff : (1 << count) - 1;
-        const __m512 found = _mm512_mask_mov_ps(
-            _mm512_set1_ps(-INFINITY), seen,
-            score(queries + g * size, part.keys + i * stride, stride, count, size));
+        float* to = scores + g * room + n;
+        if (!tiled) _mm512_store_ps(to, score(queries + g * size, keys, stride, count, size));
+        const __m512 found =
+            _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, _mm512_load_ps(to));
         top[g] = _mm512_max_ps(top[g], found);
-        _mm512_store_ps(scores + g * room + n, found);
+        _mm512_store_ps(to, found);
       }
+    }
   }
   // A padded row holds no block: it gets zeros.
   if (n == 0) return void(std::memset(out, 0, group * size * sizeof(bf16)));
   float shares[MOST_GROUP];
   for (int64_t g = 0; g < group; ++g)
-    shares[g] =
-        1.0f / weigh(scores + g * room, n, m.scale * TO_POWERS, top[g], powers + g * room);
+    shares[g] = 1.0f / weigh(scores + g * room, n, m.scale * TO_POWERS, top[g]);
   for (int64_t g = 0; g < group; g += HEADS_AT_ONCE) {
     const int64_t heads = std::min<int64_t>(HEADS_AT_ONCE, group - g);
     const auto kernel = heads == 1   ? means<1>
                         : heads == 2 ? means<2>
                         : heads == 3 ? means<3>
                                      : means<4>;
-    kernel(m, layer, s, at, powers + g * room, room, shares + g, out + g * size);
+    kernel(m, layer, s, at, scores + g * room, room, shares + g, out + g * size);
   }
 }
 

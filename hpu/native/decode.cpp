@@ -139,6 +139,7 @@ void decode(const Model* model, const Step* step, int64_t threads) {
     for (int64_t l = 0; l < m.num_layers; ++l) {
       const Layer& layer = m.layers[l];
       project(m, layer, s, wide);
+      begin_scores();
 #pragma omp for schedule(dynamic)
       for (int64_t i = 0; i < s.rows * m.kv_heads; ++i) {
         const int64_t row = i / m.kv_heads, kv = i % m.kv_heads;
@@ -147,6 +148,7 @@ void decode(const Model* model, const Step* step, int64_t threads) {
         attend(m, layer, s, {row, kv, spans[row]}, mine + kv * group,
                inside + row * query + kv * group);
       }
+      end_scores();
       add(m, layer, s, inside, inside);
     }
     norm_rows(m, s, m.norm);
