@@ -7,18 +7,6 @@
 
 namespace {
 
-// The whole numbers of INT4_GROUPS in bfloat16, twice: a lookup takes five bits of which four count.
-inline __m512i whole_numbers() {
-  alignas(64) bf16 table[32];
-  for (int i = 0; i < 32; ++i) {
-    const float value = float(i % 16);
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    table[i] = bits >> 16;
-  }
-  return _mm512_load_si512(table);
-}
-
 inline __m512 halves(const uint8_t* from) {
   return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
 }
@@ -34,79 +22,72 @@ constexpr int64_t group_bytes(int64_t kind) {
                              : (kind == INT8_GROUPS ? 32 : 0) + PANEL * GROUP;
 }
 
-// Pairs 4q to 4q + 3 of a group as whole numbers: exact in bfloat16.
+// Pairs of inputs 4q to 4q + 3 of a group, the first and the second of each: whole numbers, which
+// bfloat16 has too.
 template <int KIND>
-inline void four_pairs(const uint8_t* group, int q, __m512i table, __m512bh* pairs) {
+inline void four_pairs(const uint8_t* group, int q, __m512* first, __m512* second) {
   if constexpr (KIND == INT4_GROUPS) {
+    const __m512 numbers =
+        _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512i words = _mm512_loadu_si512(group + 64 + q * 64);
-    pairs[0] = (__m512bh)_mm512_permutexvar_epi16(words, table);
-    pairs[1] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), table);
-    pairs[2] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), table);
-    pairs[3] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 12), table);
+    for (int t = 0; t < 4; ++t) {
+      first[t] = _mm512_permutexvar_ps(_mm512_srli_epi32(words, 4 * t), numbers);
+      second[t] = _mm512_permutexvar_ps(_mm512_srli_epi32(words, 16 + 4 * t), numbers);
+    }
   } else {
     const uint8_t* from = group + (KIND == INT8_GROUPS ? 32 : 0) + q * 128;
     for (int t = 0; t < 4; ++t)
-      pairs[t] = _mm512_cvtne2ps_pbh(bytes(from + t * 32 + 16), bytes(from + t * 32));
+      first[t] = bytes(from + t * 32), second[t] = bytes(from + t * 32 + 16);
   }
 }
 
-// As `dots`, from narrow weights, for few rows; `of_x` (rows, groups) holds the sums of x.
+// As `dots`, from narrow weights, for few rows. `x` (rows, inputs) is float32, since float32 sums are
+// several times faster here than those of pairs; `of_x` (rows, groups) are its sums.
 template <int KIND, int ROWS, int PANELS>
-void narrow_dots(const bf16* x, int64_t stride, const uint8_t* weight, int64_t far, int64_t groups,
+void narrow_dots(const float* x, int64_t inputs, const uint8_t* weight, int64_t far,
                  const float* of_x, float* sums) {
   constexpr int NEAR = PANELS > 1 ? PANELS / 2 : 1;
-  const __m512i table = whole_numbers();
-  const int64_t panel = groups * group_bytes(KIND);
+  const int64_t groups = inputs / GROUP, panel = groups * group_bytes(KIND);
   __m512 acc[ROWS][PANELS];
   for (int r = 0; r < ROWS; ++r)
     for (int p = 0; p < PANELS; ++p) acc[r][p] = _mm512_setzero_ps();
-  for (int64_t g = 0; g < groups; ++g) {
-    const uint8_t* from[PANELS];
-    for (int p = 0; p < PANELS; ++p)
-      from[p] = weight + p % NEAR * panel + p / NEAR * far + g * group_bytes(KIND);
-    __m512 inner[ROWS][PANELS];
-    for (int r = 0; r < ROWS; ++r)
-      for (int p = 0; p < PANELS; ++p)
-        inner[r][p] = KIND == INT8_ROWS ? acc[r][p] : _mm512_setzero_ps();
-    for (int q = 0; q < 4; ++q) {
-      __m512bh w[PANELS][4];
-      for (int p = 0; p < PANELS; ++p) four_pairs<KIND>(from[p], q, table, w[p]);
-      for (int t = 0; t < 4; ++t)
-        for (int r = 0; r < ROWS; ++r) {
-          int32_t pair;
-          std::memcpy(&pair, x + r * stride + g * GROUP + q * 8 + t * 2, 4);
-          const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-          for (int p = 0; p < PANELS; ++p)
-            inner[r][p] = _mm512_dpbf16_ps(inner[r][p], w[p][t], both);
-        }
-    }
+  for (int64_t g = 0; g < groups; ++g)
     for (int p = 0; p < PANELS; ++p) {
-      if constexpr (KIND == INT8_ROWS) {
-        for (int r = 0; r < ROWS; ++r) acc[r][p] = inner[r][p];
-      } else {
-        const __m512 scale = halves(from[p]);
-        for (int r = 0; r < ROWS; ++r)
-          acc[r][p] = _mm512_fmadd_ps(inner[r][p], scale, acc[r][p]);
+      const uint8_t* from = weight + p % NEAR * panel + p / NEAR * far + g * group_bytes(KIND);
+      __m512 inner[ROWS];
+      for (int r = 0; r < ROWS; ++r)
+        inner[r] = KIND == INT8_ROWS ? acc[r][p] : _mm512_setzero_ps();
+      for (int q = 0; q < 4; ++q) {
+        __m512 first[4], second[4];
+        four_pairs<KIND>(from, q, first, second);
+        for (int t = 0; t < 4; ++t)
+          for (int r = 0; r < ROWS; ++r) {
+            const float* pair = x + r * inputs + g * GROUP + q * 8 + t * 2;
+            inner[r] = _mm512_fmadd_ps(first[t], _mm512_set1_ps(pair[0]), inner[r]);
+            inner[r] = _mm512_fmadd_ps(second[t], _mm512_set1_ps(pair[1]), inner[r]);
+          }
       }
-      if constexpr (KIND == INT4_GROUPS) {
-        const __m512 least = halves(from[p] + 32);
-        for (int r = 0; r < ROWS; ++r)
-          acc[r][p] = _mm512_fmadd_ps(least, _mm512_set1_ps(of_x[r * groups + g]), acc[r][p]);
+      for (int r = 0; r < ROWS; ++r) {
+        __m512& sum = acc[r][p];
+        sum = KIND == INT8_ROWS ? inner[r] : _mm512_fmadd_ps(inner[r], halves(from), sum);
+        if constexpr (KIND == INT4_GROUPS) {
+          const __m512 of_group = _mm512_set1_ps(of_x[r * groups + g]);
+          sum = _mm512_fmadd_ps(halves(from + 32), of_group, sum);
+        }
       }
     }
-  }
   for (int r = 0; r < ROWS; ++r)
     for (int p = 0; p < PANELS; ++p) _mm512_storeu_ps(sums + (r * PANELS + p) * 16, acc[r][p]);
 }
 
 template <int KIND, int PANELS>
-void narrow_dots_of(int64_t rows, const bf16* x, int64_t stride, const uint8_t* w, int64_t far,
-                    int64_t groups, const float* of_x, float* sums) {
+void narrow_dots_of(int64_t rows, const float* x, int64_t inputs, const uint8_t* w, int64_t far,
+                    const float* of_x, float* sums) {
   switch (rows) {
-    case 1: return narrow_dots<KIND, 1, PANELS>(x, stride, w, far, groups, of_x, sums);
-    case 2: return narrow_dots<KIND, 2, PANELS>(x, stride, w, far, groups, of_x, sums);
-    case 3: return narrow_dots<KIND, 3, PANELS>(x, stride, w, far, groups, of_x, sums);
-    default: return narrow_dots<KIND, 4, PANELS>(x, stride, w, far, groups, of_x, sums);
+    case 1: return narrow_dots<KIND, 1, PANELS>(x, inputs, w, far, of_x, sums);
+    case 2: return narrow_dots<KIND, 2, PANELS>(x, inputs, w, far, of_x, sums);
+    case 3: return narrow_dots<KIND, 3, PANELS>(x, inputs, w, far, of_x, sums);
+    default: return narrow_dots<KIND, 4, PANELS>(x, inputs, w, far, of_x, sums);
   }
 }
 
@@ -115,13 +96,13 @@ constexpr int64_t NARROW_ROWS = 4;  // rows up to which narrow weights are multi
 template <int KIND>
 void multiply_narrow(const Product& by, const bf16* x, int64_t rows, const End& end, Range range) {
   const int64_t groups = by.inputs / GROUP, panel = groups * group_bytes(KIND);
-  thread_local Scratch kept;
-  float* of_x = nullptr;
-  if constexpr (KIND == INT4_GROUPS) {
-    of_x = kept.room<float>(rows * groups);
-    for (int64_t i = 0; i < rows * groups; ++i)
-      of_x[i] = _mm512_reduce_add_ps(
-          _mm512_add_ps(load(x + i * GROUP), load(x + i * GROUP + GROUP / 2)));
+  thread_local Scratch kept, summed;
+  float *full = kept.room<float>(rows * by.inputs), *of_x = summed.room<float>(rows * groups);
+  for (int64_t i = 0; i < rows * groups; ++i) {
+    const __m512 low = load(x + i * GROUP), high = load(x + i * GROUP + GROUP / 2);
+    _mm512_store_ps(full + i * GROUP, low);
+    _mm512_store_ps(full + i * GROUP + GROUP / 2, high);
+    if constexpr (KIND == INT4_GROUPS) of_x[i] = _mm512_reduce_add_ps(_mm512_add_ps(low, high));
   }
   for (int64_t p = range.first; p < range.last;) {
     const auto [wide, step] = width_of(range.last - p, end, 4);
@@ -131,7 +112,7 @@ void multiply_narrow(const Product& by, const bf16* x, int64_t rows, const End& 
     const auto kernel = wide == 4   ? narrow_dots_of<KIND, 4>
                         : wide == 2 ? narrow_dots_of<KIND, 2>
                                     : narrow_dots_of<KIND, 1>;
-    kernel(rows, x, by.inputs, w, far, groups, of_x, sums);
+    kernel(rows, full, by.inputs, w, far, of_x, sums);
     for (int64_t r = 0; r < rows; ++r) finish(by, end, sums + r * wide * 16, 16, r, p, wide);
     p += step;
   }
@@ -140,33 +121,27 @@ void multiply_narrow(const Product& by, const bf16* x, int64_t rows, const End& 
 // Panels of narrow weights in bfloat16: of INT8_ROWS the values, which `finish` scales.
 template <int KIND>
 void widen(const Product& by, int64_t first, int64_t last, bf16* out) {
-  const __m512i table = whole_numbers();
   const int64_t groups = by.inputs / GROUP;
-  // Each output's number stands beside itself, as its two inputs do.
-  const __m512i low = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
-  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+  alignas(64) static const int16_t side_by_side[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                       21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                                       11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512i order = _mm512_load_si512(side_by_side);
   for (int64_t i = first * groups; i < last * groups; ++i) {
     const uint8_t* group = (const uint8_t*)by.weight + i * group_bytes(KIND);
-    __m512 scale = _mm512_setzero_ps(), least = scale;
+    __m512 scale = _mm512_set1_ps(1), least = _mm512_setzero_ps();
     if constexpr (KIND != INT8_ROWS) scale = halves(group);
     if constexpr (KIND == INT4_GROUPS) least = halves(group + 32);
-    const __m512 s0 = _mm512_permutexvar_ps(low, scale), s1 = _mm512_permutexvar_ps(high, scale);
-    const __m512 l0 = _mm512_permutexvar_ps(low, least), l1 = _mm512_permutexvar_ps(high, least);
     for (int q = 0; q < 4; ++q) {
-      __m512bh pairs[4];
-      four_pairs<KIND>(group, q, table, pairs);
+      __m512 a[4], b[4];
+      four_pairs<KIND>(group, q, a, b);
       for (int t = 0; t < 4; ++t, out += 2 * PANEL) {
-        __m512i values = (__m512i)pairs[t];
         if constexpr (KIND != INT8_ROWS) {
-          const __m512 a = _mm512_castsi512_ps(_mm512_slli_epi32(
-              _mm512_cvtepu16_epi32(_mm512_castsi512_si256(values)), 16));
-          const __m512 b = _mm512_castsi512_ps(_mm512_slli_epi32(
-              _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(values, 1)), 16));
           // The products are exact: a value of 8 bits times one of 11.
-          values = (__m512i)_mm512_cvtne2ps_pbh(_mm512_fmadd_ps(b, s1, l1),
-                                                _mm512_fmadd_ps(a, s0, l0));
+          a[t] = _mm512_fmadd_ps(a[t], scale, least);
+          b[t] = _mm512_fmadd_ps(b[t], scale, least);
         }
-        _mm512_storeu_si512(out, values);
+        const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(b[t], a[t]);
+        _mm512_storeu_si512(out, _mm512_permutexvar_epi16(order, both));
       }
     }
   }

@@ -23,7 +23,7 @@ def kind_of(weight: Quantized) -> int | None:
 
 def panels(weight: Quantized) -> tuple[int, Tensor]:
     """The kind, which there must be, and the bytes: by panel and group the scales (and mins) of 16
-    outputs in float16, then values. Eight bits lie as (pair, output, 2); of four bits each 16-bit
+    outputs in float16, then values. Eight bits lie as (pair, 2, output); of four bits each 16-bit
     word holds one value of four pairs, the first lowest."""
     kind, (out, size) = kind_of(weight), weight.values.shape
     if kind is None:
@@ -36,7 +36,7 @@ def panels(weight: Quantized) -> tuple[int, Tensor]:
         words = nibbles.mul_(torch.tensor([1, 16, 256, 4096], dtype=torch.int32)).sum(-1)
         values = words.to(torch.int16).contiguous().view(torch.uint8)
     else:
-        values = by_panel.permute(0, 2, 3, 4, 1, 5).contiguous().view(torch.uint8)
+        values = by_panel.permute(0, 2, 3, 4, 5, 1).contiguous().view(torch.uint8)
     values = values.reshape(out // PANEL, groups, -1)
     if kind == INT8_ROWS:
         return kind, values

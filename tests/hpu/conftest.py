@@ -1,18 +1,33 @@
 """The compiled kernels of the CPU, where they can be compiled."""
 
+import shutil
 from collections.abc import Iterator
 
 import pytest
+import torch
 
-from hpu.native.library import Library, open_library
+from hpu.backends.host import cpu_flags
+from hpu.native.library import COMPILERS, NEEDED, Library, open_library
 
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    library = open_library(tmp_path_factory.mktemp("kernels"), 2)
-    if library is None:
+    if not cpu_flags() >= NEEDED or not any(map(shutil.which, COMPILERS)):
         pytest.skip("no compiler, or a CPU without AVX512-BF16")
+    library = open_library(tmp_path_factory.mktemp("kernels"), 2)
+    assert library is not None
     return library
+
+
+@pytest.fixture
+def lone(built: Library) -> Iterator[Library]:
+    """On one thread, as torch is then."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    built.use_threads(1)
+    yield built
+    built.use_threads(2)
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=["tiles", "dots"])
