@@ -21,6 +21,8 @@ from server.errors import CLIENT_CLOSED, ClientGone, Fault, fault_of
 from server.record import Record, keep, keep_send, record_of
 from server.schema.common import MAX_REQUEST_ID_CHARACTERS, is_header_word
 from server.state import AppState
+from server.streaming import EventStream
+from server.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -104,10 +106,13 @@ class Gate:
 
 class Shortcut:
     """In front of `app`, which finds every route: one whose path is fixed, and whose handler takes
-    the request alone and gives the answer itself, is found by that path, and needs nothing else."""
+    the request alone and gives the answer itself, is found by that path, and needs nothing else.
+    While answers are streamed, requests that come at once take turns."""
 
     def __init__(self, app: ASGIApp, routes: Iterable[BaseRoute]) -> None:
         self._app = app
+        self._turns = Turns()
+        self._num_streams = 0
         self._routes = {
             (method, route.path): route
             for route in routes
@@ -123,8 +128,15 @@ class Shortcut:
             await self._app(scope, receive, send)
             return
         scope["route"] = route
+        if self._num_streams:
+            await self._turns.take()
         answer = await route.endpoint(Request(scope, receive, send))
-        await answer(scope, receive, send)
+        is_stream = isinstance(answer, EventStream)
+        self._num_streams += is_stream
+        try:
+            await answer(scope, receive, send)
+        finally:
+            self._num_streams -= is_stream
 
 
 class Cors(CORSMiddleware):
