@@ -11,52 +11,58 @@
 
 namespace {
 
-constexpr int QUERIES = 32;          // rows of a block of scores
-constexpr int KEYS = 128;            // columns of it
-constexpr int64_t ROOM = 32 << 20;   // bytes of keys and values that are laid out at a time
+constexpr int QUERIES = 32;  // rows of a block of scores
+constexpr int KEYS = 128;    // columns of it
+constexpr int PART = 256;    // tokens that one thread lays out for all
 
-// What of one layer's cache a group of prompts reads, laid out: by prompt and key head `span` keys in
-// panels of 16 keys, then their values in panels of 16 numbers.
+// What one key head of a prompt reads of a layer's cache, laid out: `span` keys in panels of 16 keys,
+// then their values in panels of 16 numbers.
 struct Laid {
-  int64_t first, span;  // first prompt
-  bf16* start;
+  int64_t span;
+  bf16* keys;
+
+  bf16* values(int64_t size) const { return keys + span * size; }
 };
-
-inline int64_t laid_size(const Model& m, const Laid& laid) {
-  return 2 * laid.span * m.head_dim;
-}
-
-inline bf16* keys_of(const Model& m, const Laid& laid, int64_t prompt, int64_t kv) {
-  return laid.start + ((prompt - laid.first) * m.kv_heads + kv) * laid_size(m, laid);
-}
 
 inline int64_t tokens_of(const Prompts& of, int64_t prompt) {
   return of.context_lens[prompt] + of.query_lens[prompt];
 }
 
-// Where token `j` of a prompt's sequence lies in the cache.
-inline int64_t slot_of(const Model& m, const Step& s, const Prompts& of, int64_t prompt, int64_t j) {
-  const int64_t cached = of.context_lens[prompt];
-  if (j >= cached) return s.slots[prompt * of.length + j - cached];
-  return s.block_list[prompt * of.context + j / m.block_size] * m.block_size + j % m.block_size;
+constexpr int ROWS = 32;  // keys and values that are laid out at a time
+
+// Where they lie.
+struct Sources {
+  const bf16 *keys[ROWS], *values[ROWS];
+};
+
+// Finds those of a prompt's tokens from `begin` on, and asks for them; zeros stand for what is behind
+// the last.
+void find(const Model& m, const Layer& layer, const Step& s, const Prompts& of, int64_t prompt,
+          int64_t kv, int64_t begin, Sources& found) {
+  alignas(64) static const bf16 nothing[MOST_HEAD] = {};
+  const int64_t cached = of.context_lens[prompt], count = tokens_of(of, prompt);
+  const int64_t *blocks = s.block_list + prompt * of.context, *slots = s.slots + prompt * of.length;
+  int64_t block = begin / m.block_size, inside = begin % m.block_size;
+  for (int64_t i = 0, j = begin; i < ROWS; ++i, ++j) {
+    found.keys[i] = found.values[i] = nothing;
+    if (j >= count) continue;
+    const int64_t slot = j < cached ? blocks[block] * m.block_size + inside : slots[j - cached];
+    const int64_t at = (slot * m.kv_heads + kv) * m.head_dim;
+    found.keys[i] = layer.keys + at, found.values[i] = layer.values + at;
+    for (int64_t d = 0; d < m.head_dim; d += 32) {
+      _mm_prefetch((const char*)(found.keys[i] + d), _MM_HINT_T0);
+      _mm_prefetch((const char*)(found.values[i] + d), _MM_HINT_T0);
+    }
+    if (++inside == m.block_size) inside = 0, ++block;
+  }
 }
 
-// Lays out 32 keys and values from `begin` on; zeros stand for what is behind the last.
-void lay_out(const Model& m, const Layer& layer, const Step& s, const Prompts& of, const Laid& laid,
-             int64_t prompt, int64_t kv, int64_t begin) {
-  alignas(64) static const bf16 nothing[MOST_HEAD] = {};
-  const int64_t size = m.head_dim, count = tokens_of(of, prompt);
-  const bf16 *keys[32], *values[32];
-  for (int64_t i = 0; i < 32; ++i) {
-    keys[i] = values[i] = nothing;
-    if (begin + i >= count) continue;
-    const int64_t at = (slot_of(m, s, of, prompt, begin + i) * m.kv_heads + kv) * size;
-    keys[i] = layer.keys + at, values[i] = layer.values + at;
-  }
-  bf16* to = keys_of(m, laid, prompt, kv) + begin * size;
+void lay_out(const Model& m, const Sources& from, int64_t begin, const Laid& laid) {
+  const int64_t size = m.head_dim;
+  bf16* to = laid.keys + begin * size;
   for (int64_t p = 0; p < 2; ++p, to += PANEL * size) {
-    const __m512i low = _mm512_loadu_si512(keys + p * 16);
-    const __m512i high = _mm512_loadu_si512(keys + p * 16 + 8);
+    const __m512i low = _mm512_loadu_si512(from.keys + p * 16);
+    const __m512i high = _mm512_loadu_si512(from.keys + p * 16 + 8);
     for (int64_t d = 0; d < size; d += 2) {
       const __m512i by = _mm512_set1_epi64(d * sizeof(bf16));
       const __m256i a = _mm512_i64gather_epi32(_mm512_add_epi64(low, by), nullptr, 1);
@@ -64,15 +70,26 @@ void lay_out(const Model& m, const Layer& layer, const Step& s, const Prompts& o
       _mm512_storeu_si512(to + d * PANEL, _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1));
     }
   }
-  to = keys_of(m, laid, prompt, kv) + laid.span * size + begin * PANEL;
+  to = laid.values(size) + begin * PANEL;
   for (int64_t d = 0; d < size; d += PANEL, to += laid.span * PANEL)
-    for (int64_t i = 0; i < 32; i += 2) {
+    for (int64_t i = 0; i < ROWS; i += 2) {
       const auto at = [&](int64_t j) {
-        return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(values[j] + d)));
+        return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(from.values[j] + d)));
       };
       const __m512i even = at(i), odd = at(i + 1);
       _mm512_storeu_si512(to + i * PANEL, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
     }
+}
+
+// A prompt's tokens from `begin` to `end`, of one key head.
+void lay_out(const Model& m, const Layer& layer, const Step& s, const Prompts& of, int64_t prompt,
+             int64_t kv, int64_t begin, int64_t end, const Laid& laid) {
+  Sources both[2];
+  if (begin < end) find(m, layer, s, of, prompt, kv, begin, both[0]);
+  for (int64_t turn = 0; begin < end; begin += ROWS, turn ^= 1) {
+    if (begin + ROWS < end) find(m, layer, s, of, prompt, kv, begin + ROWS, both[turn ^ 1]);
+    lay_out(m, both[turn], begin, laid);
+  }
 }
 
 // Sums of up to 32 rows times two panels, `far` apart, to `out` of width `apart`, or added to it.
@@ -197,8 +214,7 @@ void attend_block(const Model& m, const Layer& layer, const Prompts& of, const L
   if (has_tiles) configure(std::min<int64_t>(count, 16), count > 16 ? count - 16 : count);
 #endif
   const bf16* x = heads + (prompt * of.length + begin) * all + head * size;
-  const bf16* keys = keys_of(m, laid, prompt, head / (m.heads / m.kv_heads));
-  const bf16* values = keys + laid.span * size;
+  const bf16 *keys = laid.keys, *values = laid.values(size);
   const int64_t own = of.context_lens[prompt] + begin;  // place of the first row
   const int64_t first = layer.window ? std::max<int64_t>(0, own - layer.window + 1) / 32 * 32 : 0;
   const float scale = m.scale * TO_POWERS;
@@ -242,27 +258,39 @@ void attend_block(const Model& m, const Layer& layer, const Prompts& of, const L
 // to `out` (tokens, heads * head_dim). Called by all threads; `kept` is one for all.
 void attend_prompts(const Model& m, const Layer& layer, const Step& s, const Prompts& of,
                     const bf16* heads, bf16* out, Scratch& kept) {
-  Laid laid{0, (of.context * m.block_size + of.length + 31) / 32 * 32, nullptr};
-  const int64_t each = laid_size(m, laid) * m.kv_heads;
-  const int64_t at_once = std::clamp<int64_t>(ROOM / int64_t(each * sizeof(bf16)), 1, of.batch);
-  const int64_t blocks = (of.length + QUERIES - 1) / QUERIES, parts = laid.span / 32;
-#pragma omp single copyprivate(laid)
-  laid.start = kept.room<bf16>(each * at_once);
-  for (; laid.first < of.batch; laid.first += at_once) {
-    const int64_t batch = std::min(at_once, of.batch - laid.first);
-#pragma omp for
-    for (int64_t i = 0; i < batch * m.kv_heads * parts; ++i) {
-      const int64_t prompt = laid.first + i / parts / m.kv_heads, begin = i % parts * 32;
-      if (begin < tokens_of(of, prompt))
-        lay_out(m, layer, s, of, laid, prompt, i / parts % m.kv_heads, begin);
-    }
-    // The longest first: what is left at the end is short.
+  const int64_t span = (of.context * m.block_size + of.length + 31) / 32 * 32;
+  const int64_t each = 2 * span * m.head_dim, group = m.heads / m.kv_heads;
+  const int64_t blocks = (of.length + QUERIES - 1) / QUERIES, parts = (span + PART - 1) / PART;
+  if (of.batch * m.kv_heads >= 2 * omp_get_num_threads()) {
+    // Enough to do for all with a key head each, whose panels then stay in its own cache.
+    thread_local Scratch own;
+    const Laid laid{span, own.room<bf16>(each)};
 #pragma omp for schedule(dynamic)
-    for (int64_t i = 0; i < batch * m.heads * blocks; ++i) {
-      const int64_t prompt = laid.first + i / m.heads % batch;
-      const int64_t block = blocks - 1 - i / m.heads / batch;
-      attend_block(m, layer, of, laid, prompt, i % m.heads, block * QUERIES, heads, out);
+    for (int64_t i = 0; i < of.batch * m.kv_heads; ++i) {
+      const int64_t prompt = i / m.kv_heads, kv = i % m.kv_heads;
+      lay_out(m, layer, s, of, prompt, kv, 0, tokens_of(of, prompt), laid);
+      for (int64_t j = 0; j < group * blocks; ++j)
+        attend_block(m, layer, of, laid, prompt, kv * group + j / blocks, j % blocks * QUERIES,
+                     heads, out);
     }
+    return;
+  }
+  bf16* all = nullptr;
+#pragma omp single copyprivate(all)
+  all = kept.room<bf16>(each * of.batch * m.kv_heads);
+#pragma omp for
+  for (int64_t i = 0; i < of.batch * m.kv_heads * parts; ++i) {
+    const int64_t at = i / parts, prompt = at / m.kv_heads, begin = i % parts * PART;
+    const int64_t end = std::min<int64_t>(begin + PART, tokens_of(of, prompt));
+    lay_out(m, layer, s, of, prompt, at % m.kv_heads, begin, end, {span, all + at * each});
+  }
+  // The longest first: what is left at the end is short.
+#pragma omp for schedule(dynamic)
+  for (int64_t i = 0; i < of.batch * m.heads * blocks; ++i) {
+    const int64_t head = i % m.heads, prompt = i / m.heads % of.batch;
+    const int64_t block = blocks - 1 - i / m.heads / of.batch;
+    const Laid laid{span, all + (prompt * m.kv_heads + head / group) * each};
+    attend_block(m, layer, of, laid, prompt, head, block * QUERIES, heads, out);
   }
 }
 
