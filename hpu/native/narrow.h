@@ -7,6 +7,15 @@
 
 namespace {
 
+// The whole numbers of INT4_GROUPS in bfloat16, twice: a lookup takes five bits of which four count.
+inline __m512i whole_numbers() {
+  alignas(64) static const bf16 numbers[32] = {
+      0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120,
+      0x4130, 0x4140, 0x4150, 0x4160, 0x4170, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
+      0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
+  return _mm512_load_si512(numbers);
+}
+
 inline __m512 halves(const uint8_t* from) {
   return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
 }
@@ -41,53 +50,87 @@ inline void four_pairs(const uint8_t* group, int q, __m512* first, __m512* secon
   }
 }
 
-// As `dots`, from narrow weights, for few rows. `x` (rows, inputs) is float32, since float32 sums are
-// several times faster here than those of pairs; `of_x` (rows, groups) are its sums.
+// Rows of x for narrow weights, from one input on: as they are and in float32, `inputs` apart.
+struct Rows32 {
+  const bf16* x;
+  const float* full;
+  int64_t inputs;
+};
+
+// Sums of one group of each panel, from input `at` on. Four bits are looked up as pairs of bfloat16,
+// and multiplied as such; eight bits become float32 sooner.
 template <int KIND, int ROWS, int PANELS>
-void narrow_dots(const float* x, int64_t inputs, const uint8_t* weight, int64_t far,
-                 const float* of_x, float* sums) {
-  constexpr int NEAR = PANELS > 1 ? PANELS / 2 : 1;
-  const int64_t groups = inputs / GROUP, panel = groups * group_bytes(KIND);
-  __m512 acc[ROWS][PANELS];
-  for (int r = 0; r < ROWS; ++r)
-    for (int p = 0; p < PANELS; ++p) acc[r][p] = _mm512_setzero_ps();
-  for (int64_t g = 0; g < groups; ++g)
-    for (int p = 0; p < PANELS; ++p) {
-      const uint8_t* from = weight + p % NEAR * panel + p / NEAR * far + g * group_bytes(KIND);
-      __m512 inner[ROWS];
-      for (int r = 0; r < ROWS; ++r)
-        inner[r] = KIND == INT8_ROWS ? acc[r][p] : _mm512_setzero_ps();
-      for (int q = 0; q < 4; ++q) {
+inline void sum_groups(const uint8_t* const* groups, const Rows32& rows, int64_t at,
+                       __m512 (*sums)[ROWS]) {
+  for (int p = 0; p < PANELS; ++p)
+    for (int r = 0; r < ROWS; ++r) sums[p][r] = _mm512_setzero_ps();
+  for (int q = 0; q < 4; ++q)
+    if constexpr (KIND == INT4_GROUPS) {
+      const __m512i numbers = whole_numbers();
+      __m512i words[PANELS];
+      for (int p = 0; p < PANELS; ++p) words[p] = _mm512_loadu_si512(groups[p] + 64 + q * 64);
+      for (int t = 0; t < 4; ++t)
+        for (int p = 0; p < PANELS; ++p) {
+          const __m512i nibbles = _mm512_srli_epi16(words[p], 4 * t);
+          const __m512bh weights = (__m512bh)_mm512_permutexvar_epi16(nibbles, numbers);
+          for (int r = 0; r < ROWS; ++r) {
+            int32_t pair;
+            std::memcpy(&pair, rows.x + r * rows.inputs + at + q * 8 + t * 2, 4);
+            sums[p][r] = _mm512_dpbf16_ps(sums[p][r], weights, (__m512bh)_mm512_set1_epi32(pair));
+          }
+        }
+    } else {
+      for (int p = 0; p < PANELS; ++p) {
         __m512 first[4], second[4];
-        four_pairs<KIND>(from, q, first, second);
+        four_pairs<KIND>(groups[p], q, first, second);
         for (int t = 0; t < 4; ++t)
           for (int r = 0; r < ROWS; ++r) {
-            const float* pair = x + r * inputs + g * GROUP + q * 8 + t * 2;
-            inner[r] = _mm512_fmadd_ps(first[t], _mm512_set1_ps(pair[0]), inner[r]);
-            inner[r] = _mm512_fmadd_ps(second[t], _mm512_set1_ps(pair[1]), inner[r]);
+            const float* pair = rows.full + r * rows.inputs + at + q * 8 + t * 2;
+            sums[p][r] = _mm512_fmadd_ps(first[t], _mm512_set1_ps(pair[0]), sums[p][r]);
+            sums[p][r] = _mm512_fmadd_ps(second[t], _mm512_set1_ps(pair[1]), sums[p][r]);
           }
       }
+    }
+}
+
+// As `dots`, from narrow weights, for few rows; `of_x` (rows, groups) holds the sums of x.
+template <int KIND, int ROWS, int PANELS>
+void narrow_dots(const Rows32& rows, const uint8_t* weight, int64_t far, const float* of_x,
+                 float* sums) {
+  constexpr int NEAR = PANELS > 1 ? PANELS / 2 : 1;
+  const int64_t groups = rows.inputs / GROUP, panel = groups * group_bytes(KIND);
+  __m512 acc[PANELS][ROWS];
+  for (int p = 0; p < PANELS; ++p)
+    for (int r = 0; r < ROWS; ++r) acc[p][r] = _mm512_setzero_ps();
+  for (int64_t g = 0; g < groups; ++g) {
+    const uint8_t* from[PANELS];
+    for (int p = 0; p < PANELS; ++p)
+      from[p] = weight + p % NEAR * panel + p / NEAR * far + g * group_bytes(KIND);
+    __m512 inner[PANELS][ROWS];
+    sum_groups<KIND, ROWS, PANELS>(from, rows, g * GROUP, inner);
+    for (int p = 0; p < PANELS; ++p)
       for (int r = 0; r < ROWS; ++r) {
-        __m512& sum = acc[r][p];
-        sum = KIND == INT8_ROWS ? inner[r] : _mm512_fmadd_ps(inner[r], halves(from), sum);
+        __m512& sum = acc[p][r];
+        sum = KIND == INT8_ROWS ? _mm512_add_ps(sum, inner[p][r])
+                                : _mm512_fmadd_ps(inner[p][r], halves(from[p]), sum);
         if constexpr (KIND == INT4_GROUPS) {
           const __m512 of_group = _mm512_set1_ps(of_x[r * groups + g]);
-          sum = _mm512_fmadd_ps(halves(from + 32), of_group, sum);
+          sum = _mm512_fmadd_ps(halves(from[p] + 32), of_group, sum);
         }
       }
-    }
+  }
   for (int r = 0; r < ROWS; ++r)
-    for (int p = 0; p < PANELS; ++p) _mm512_storeu_ps(sums + (r * PANELS + p) * 16, acc[r][p]);
+    for (int p = 0; p < PANELS; ++p) _mm512_storeu_ps(sums + (r * PANELS + p) * 16, acc[p][r]);
 }
 
 template <int KIND, int PANELS>
-void narrow_dots_of(int64_t rows, const float* x, int64_t inputs, const uint8_t* w, int64_t far,
+void narrow_dots_of(int64_t count, const Rows32& rows, const uint8_t* w, int64_t far,
                     const float* of_x, float* sums) {
-  switch (rows) {
-    case 1: return narrow_dots<KIND, 1, PANELS>(x, inputs, w, far, of_x, sums);
-    case 2: return narrow_dots<KIND, 2, PANELS>(x, inputs, w, far, of_x, sums);
-    case 3: return narrow_dots<KIND, 3, PANELS>(x, inputs, w, far, of_x, sums);
-    default: return narrow_dots<KIND, 4, PANELS>(x, inputs, w, far, of_x, sums);
+  switch (count) {
+    case 1: return narrow_dots<KIND, 1, PANELS>(rows, w, far, of_x, sums);
+    case 2: return narrow_dots<KIND, 2, PANELS>(rows, w, far, of_x, sums);
+    case 3: return narrow_dots<KIND, 3, PANELS>(rows, w, far, of_x, sums);
+    default: return narrow_dots<KIND, 4, PANELS>(rows, w, far, of_x, sums);
   }
 }
 
@@ -112,7 +155,7 @@ void multiply_narrow(const Product& by, const bf16* x, int64_t rows, const End& 
     const auto kernel = wide == 4   ? narrow_dots_of<KIND, 4>
                         : wide == 2 ? narrow_dots_of<KIND, 2>
                                     : narrow_dots_of<KIND, 1>;
-    kernel(rows, full, by.inputs, w, far, of_x, sums);
+    kernel(rows, {x, full, by.inputs}, w, far, of_x, sums);
     for (int64_t r = 0; r < rows; ++r) finish(by, end, sums + r * wide * 16, 16, r, p, wide);
     p += step;
   }
