@@ -106,9 +106,10 @@ def _measure(
     with started(command, named[0] if named else None) as server:
         result.start_s = server.start_s
         result.idle_mib = _resident_mib(server.pid)
-        for _ in range(rounds):
-            for workload in workloads:
-                result.runs.append(_load(name, server.port, workload, extra))
+        # Never the same prompts twice: a server may still have them.
+        loads = [workload for _ in range(rounds) for workload in workloads]
+        for seed, workload in enumerate(loads):
+            result.runs.append(_load(name, server.port, workload, [f"--seed={seed}", *extra]))
     for workload in workloads:
         rates = [run["rate"] for run in result.runs if run["workload"] == workload.name]
         result.output_tokens_s[workload.name] = statistics.median(rates)  # type: ignore[type-var]
