@@ -67,7 +67,15 @@ def run(orders: EngineOrders, make_executor: MakeExecutor) -> int:
     """Serve until told to stop; the exit code. Every front-end hears Failed before the end."""
     # If the parent cannot clean up any more, nobody else will.
     exit_with_parent(lambda: shutil.rmtree(orders.directory, ignore_errors=True))
-    obey_parent()
+    try:
+        obey_parent()
+        return _serve(orders, make_executor)
+    except Terminated:
+        # Before there was anything to end.
+        return 0
+
+
+def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
     setup_log("engine", rank=orders.engine, level=orders.log_level)
     wires = Wires()
     output = Output(orders, wires)

@@ -99,7 +99,15 @@ def main() -> None:
 def run(orders: WorkerOrders, make_worker: Callable[[EngineConfig], StepWorker]) -> int:
     """Work until told to stop; the exit code. The last word of a failure is WorkerFailed."""
     exit_with_parent()
-    obey_parent()
+    try:
+        obey_parent()
+        return _work(orders, make_worker)
+    except Terminated:
+        # Before there was anything to end.
+        return 0
+
+
+def _work(orders: WorkerOrders, make_worker: Callable[[EngineConfig], StepWorker]) -> int:
     setup_log("worker", rank=orders.rank, level=orders.log_level)
     wires = Wires()
     line = wires.connect_pair(orders.endpoint, ToWorker)

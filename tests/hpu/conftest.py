@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +12,16 @@ from hpu.native.library import COMPILERS, NEEDED, Library, open_library
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Library:
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that `built` is compiled into."""
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(scope="session")
+def built(kernels: Path) -> Library:
     if not cpu_flags() >= NEEDED or not any(map(shutil.which, COMPILERS)):
         pytest.skip("no compiler, or a CPU without AVX512-BF16")
-    library = open_library(tmp_path_factory.mktemp("kernels"), 2)
+    library = open_library(kernels, 2)
     assert library is not None
     return library
 

@@ -199,15 +199,14 @@ def test_a_shape_without_a_kernel_runs_on_torch(built: Library, tmp_path: Path) 
     assert not model.has_native
 
 
-def test_a_second_start_compiles_nothing(built: Library, tmp_path: Path) -> None:
-    first = open_library(tmp_path, 1)
-    (file,) = tmp_path.iterdir()
+def test_a_second_start_compiles_nothing(built: Library, kernels: Path) -> None:
+    (file,) = kernels.iterdir()
     made = file.stat().st_mtime_ns
 
-    second = open_library(tmp_path, 1)
+    second = open_library(kernels, 1)
 
-    assert first is not None and second is not None
-    assert [path.stat().st_mtime_ns for path in tmp_path.iterdir()] == [made]
+    assert second is not None
+    assert [path.stat().st_mtime_ns for path in kernels.iterdir()] == [made]
 
 
 def test_without_a_compiler_or_with_a_broken_one_torch_does_all(
