@@ -12,16 +12,16 @@ from hpu.native.library import COMPILERS, NEEDED, Library, open_library
 
 
 @pytest.fixture(scope="session")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def kernel_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that `built` is compiled into."""
     return tmp_path_factory.mktemp("kernels")
 
 
 @pytest.fixture(scope="session")
-def built(kernels: Path) -> Library:
+def built(kernel_folder: Path) -> Library:
     if not cpu_flags() >= NEEDED or not any(map(shutil.which, COMPILERS)):
         pytest.skip("no compiler, or a CPU without AVX512-BF16")
-    library = open_library(kernels, 2)
+    library = open_library(kernel_folder, 2)
     assert library is not None
     return library
 

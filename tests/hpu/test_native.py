@@ -199,14 +199,14 @@ def test_a_shape_without_a_kernel_runs_on_torch(built: Library, tmp_path: Path) 
     assert not model.has_native
 
 
-def test_a_second_start_compiles_nothing(built: Library, kernels: Path) -> None:
-    (file,) = kernels.iterdir()
+def test_a_second_start_compiles_nothing(built: Library, kernel_folder: Path) -> None:
+    (file,) = kernel_folder.iterdir()
     made = file.stat().st_mtime_ns
 
-    second = open_library(kernels, 1)
+    second = open_library(kernel_folder, 1)
 
     assert second is not None
-    assert [path.stat().st_mtime_ns for path in kernels.iterdir()] == [made]
+    assert [path.stat().st_mtime_ns for path in kernel_folder.iterdir()] == [made]
 
 
 def test_without_a_compiler_or_with_a_broken_one_torch_does_all(
