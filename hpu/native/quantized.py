@@ -1,4 +1,4 @@
-"""Weights in few bits as hpu/native/products.h reads them. Knows no models."""
+"""Weights in few bits as hpu/native/narrow.h reads them. Knows no models."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from hpu.layers.quantized import GROUP, Quantized
 PANEL = 16
 """Outputs that lie side by side."""
 INT8_ROWS, INT8_GROUPS, INT4_GROUPS = 1, 2, 3
-"""As `Kind` there."""
+"""As `Kind` in hpu/native/products.h."""
 
 
 def kind_of(weight: Quantized) -> int | None:
