@@ -114,8 +114,11 @@ class Forward:
     inputs: BucketInputs
     hidden: Tensor
     """(B * Q, hidden); the next launch may overwrite it."""
+    best: Tensor | None
+    """(B,) tokens of the largest logits, or less where nothing is padded, if these are all that
+    the sampling rows take."""
     logits: Tensor | None
-    """(B, V), or less where nothing is padded; None where nobody samples."""
+    """(B, V), or less; None where nobody samples, or there is `best`."""
     launch: PendingLaunch
     targets: list[tuple[int, Tokens]] = field(default_factory=list)
     """(place in the launch, following prompt tokens) of rows that asked for their prompt's

@@ -119,7 +119,7 @@ class Rows:
                 f"{n} rows of up to {counts.max(initial=0)} tokens do not fit {launch.bucket}"
             )
         computed = self._num_computed[rows]
-        if np.any(counts < 1) or np.any(computed + counts > self._num_known[rows]):
+        if counts.min() < 1 or (computed + counts > self._num_known[rows]).any():
             raise RuntimeError(
                 f"counts {launch.counts} pass the known tokens of rows {launch.rows}"
             )
@@ -128,16 +128,14 @@ class Rows:
             raise RuntimeError(f"{context_blocks.max()} context blocks do not fit {launch.bucket}")
         self._check_blocks(rows, computed + counts)
 
-        columns = np.arange(query)
-        is_real = columns < counts[:, None]
-        positions = np.where(is_real, computed[:, None] + columns, 0)
-        pads = np.resize(self._pad_slots, (batch, query))
-        out.tokens[:n] = np.where(is_real, self._tokens[rows[:, None], positions], 0)
-        out.tokens[n:] = 0
-        out.positions[:n] = positions
-        out.positions[n:] = 0
-        out.slots[:n] = np.where(is_real, self._slots(rows[:, None], positions), pads[:n])
-        out.slots[n:] = pads[n:]
+        positions = computed[:, None] + np.arange(query)
+        if n == batch and counts.min() == query:
+            # Nothing is padded: what a prompt alone always is where shapes follow the prompts.
+            out.tokens[:] = self._tokens[rows[:, None], positions]
+            out.positions[:] = positions
+            out.slots[:] = self._slots(rows[:, None], positions)
+        else:
+            self._fill_padded(rows, counts, positions, out)
         out.query_lens[:n] = counts
         out.query_lens[n:] = 0
         out.context_lens[:n] = computed
@@ -148,12 +146,26 @@ class Rows:
         out.block_list[:n, :width][held] = self._tables[rows, :width][held]
         return self._move_on(launch, rows, counts, out)
 
+    def _fill_padded(
+        self, rows: Integers, counts: Integers, positions: Integers, out: PrefillFields
+    ) -> None:
+        n, (batch, query) = len(rows), out.tokens.shape
+        is_real = np.arange(query) < counts[:, None]
+        positions = np.where(is_real, positions, 0)
+        pads = np.resize(self._pad_slots, (batch, query))
+        out.tokens[:n] = np.where(is_real, self._tokens[rows[:, None], positions], 0)
+        out.tokens[n:] = 0
+        out.positions[:n] = positions
+        out.positions[n:] = 0
+        out.slots[:n] = np.where(is_real, self._slots(rows[:, None], positions), pads[:n])
+        out.slots[n:] = pads[n:]
+
     def fill_decode(self, launch: Launch, out: DecodeFields) -> None:
         """Write a decode's inputs and move its rows on; all of them sample."""
         rows = self._live(launch)
         n = len(rows)
         positions = self._num_computed[rows]
-        if np.any(positions != self._num_known[rows] - 1):
+        if (positions != self._num_known[rows] - 1).any():
             raise RuntimeError(f"rows {launch.rows}: a decode needs exactly one token uncomputed")
         self._check_blocks(rows, positions + 1)
         self._fill_blocks(launch, rows, positions, out)
@@ -253,7 +265,7 @@ class Rows:
 
     def _check_blocks(self, rows: Integers, lengths: Integers) -> None:
         room = self._num_blocks[rows] * self.block_size
-        if np.any(lengths > room):
+        if (lengths > room).any():
             worst = int(np.argmax(lengths - room))
             raise RuntimeError(
                 f"row {rows[worst]} comes to {lengths[worst]} tokens, its blocks hold {room[worst]}"
@@ -269,7 +281,7 @@ class Rows:
         self._num_computed[rows] += counts
         samples = np.asarray(launch.samples, np.bool_)
         sampling = rows[samples]
-        if np.any(self._num_computed[sampling] != self._num_known[sampling]):
+        if (self._num_computed[sampling] != self._num_known[sampling]).any():
             raise RuntimeError(f"rows {sampling.tolist()} sample before their last known token")
         width = out.tokens.shape[1]
         count = len(sampling)

@@ -20,7 +20,7 @@ from hpu.kv_cache import KVCache
 from hpu.logprobs import prompt_logprobs
 from hpu.pending import Forward, PendingLaunch, PendingLogprobs, PendingPrompt, PendingStep
 from hpu.rows import Rows, Tokens
-from hpu.sampler import AnySampler
+from hpu.sampler import AnySampler, Sampled
 from hpu.staging import Bucket, BucketInputs, PrefillFields, Staging
 from hpu.step import PREFILL, Launch, Masks, RowSampling, StepPlan, StepResult
 from hpu.steps import Steps
@@ -29,11 +29,16 @@ PROMPT_LOGITS = 1 << 24
 """Logits held at once for prompt log-probabilities: 64 MiB in float32."""
 
 
-class HasLogits(Protocol):
+class HasHead(Protocol):
     """The output head of a model."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(M, hidden) to (M, vocab)."""
+        ...
+
+    def best(self, hidden: Tensor) -> Tensor | None:
+        """(M, hidden) to (M,): the tokens of the largest logits, -1 where that is no finite
+        number; None where it takes all logits to know."""
         ...
 
 
@@ -42,7 +47,7 @@ class Runner(Steps):
 
     def __init__(
         self,
-        model: HasLogits,
+        model: HasHead,
         backend: Backend,
         rows: Rows,
         sampler: AnySampler,
@@ -195,7 +200,7 @@ class Runner(Steps):
     def _finish(self, forward: Forward, pending: PendingStep) -> PendingLaunch:
         """Sample a launch that was run forward, and start the copies to the host."""
         done = forward.launch
-        if forward.logits is not None:
+        if done.rows:
             self._sample(forward)
         for index, following in forward.targets:
             done.prompts.append(self._prompt(forward, index, following, pending))
@@ -215,27 +220,36 @@ class Runner(Steps):
         hidden = hidden.reshape(-1, hidden.shape[-1])
         # On a lazy device the recipe ends here, whatever the launch does with the output.
         self._backend.mark()
-        logits = self._logits(hidden, inputs, len(sampling)) if sampling else None
+        best = logits = None
+        if sampling:
+            ends = self._ends(hidden, inputs, len(sampling))
+            if self._sampler.takes_best(sampling):
+                best = self._model.best(ends)
+            if best is None:
+                logits = self._model.logits(ends)
         asked = self._rows.num_logprobs[sampling].tolist()
-        return Forward(inputs, hidden, logits, PendingLaunch(sampling, asked, begun))
+        return Forward(inputs, hidden, best, logits, PendingLaunch(sampling, asked, begun))
 
-    def _logits(self, hidden: Tensor, inputs: BucketInputs, count: int) -> Tensor:
-        """(B, V): the first `count` are those of the sampling rows."""
+    def _ends(self, hidden: Tensor, inputs: BucketInputs, count: int) -> Tensor:
+        """(B, hidden): the first `count` are those of the sampling rows."""
         # Padded up to the batch where a new shape would mean a new compilation.
         width = len(inputs.rows) if self._pads else count
         if inputs.last is None:
-            return self._model.logits(hidden[:width])
-        return self._model.logits(hidden.index_select(0, inputs.last[:width]))
+            return hidden[:width]
+        return hidden.index_select(0, inputs.last[:width])
 
     def _sample(self, forward: Forward) -> None:
         """Draw for the sampling rows, write the tokens into the rows on the device, and start the
         copies to the host."""
-        logits, done = forward.logits, forward.launch
-        assert logits is not None
-        sampled = self._sampler.sample(logits, done.rows)
+        done = forward.launch
+        if forward.best is not None:
+            sampled = Sampled(forward.best, None)
+        else:
+            assert forward.logits is not None
+            sampled = self._sampler.sample(forward.logits, done.rows)
         # A token of -1 (logits that were not numbers) may be read by a step already planned.
         known = sampled.tokens.clamp(0, self._vocab_size - 1)
-        self._last_tokens.index_copy_(0, forward.inputs.rows[: len(logits)], known)
+        self._last_tokens.index_copy_(0, forward.inputs.rows[: len(known)], known)
         done.tokens = self._backend.to_host(sampled.tokens)
         done.kept = sampled.kept
         if sampled.logprobs is not None:

@@ -53,6 +53,8 @@ class AnySampler(Protocol):
 
     def mask(self, rows: list[int], words: npt.NDArray[np.int32]) -> None: ...
 
+    def takes_best(self, rows: list[int]) -> bool: ...
+
     def sample(self, logits: Tensor, rows: list[int]) -> Sampled: ...
 
 
@@ -103,6 +105,11 @@ class Sampler:
         """What may come next in masked rows: words (len(rows), W), one bit a token. Holds until
         the row's next mask; a row without one yet may go on with anything."""
         self._rows.mask(rows, words)
+
+    def takes_best(self, rows: list[int]) -> bool:
+        """Whether all of `rows` take the most likely token and ask for nothing else: then `sample`
+        may be left out."""
+        return self._rows.are_plain(rows)
 
     def sample(self, logits: Tensor, rows: list[int]) -> Sampled:
         """One token for each of `rows`, from the first entries of `logits` (B, V); rest is padding.

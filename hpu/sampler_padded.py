@@ -136,6 +136,10 @@ class PaddedSampler:
         the row's next mask; a row without one yet may go on with anything."""
         self._masks.set(rows, words)
 
+    def takes_best(self, rows: list[int]) -> bool:
+        """No: whatever is asked, the same is compiled."""
+        return False
+
     def sample(self, logits: Tensor, rows: list[int]) -> Sampled:
         """One token for each of `rows`, from the first entries of `logits` (B, V); rest is padding.
 

@@ -104,6 +104,10 @@ class SamplingRows:
         bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
         return self._upload(bits[:, : self._vocab_size] == 0)
 
+    def are_plain(self, rows: list[int]) -> bool:
+        """Whether all that `rows` ask for is the most likely token."""
+        return bool(self._is_plain[rows].all())
+
     def batch(self, rows: list[int], size: int) -> SamplingBatch:
         """The tensors of `rows`, padded to `size`; made anew only when something changed."""
         key = (size, tuple(rows))
@@ -146,9 +150,9 @@ class SamplingRows:
         )
 
     def _make(self, rows: list[int], size: int) -> SamplingBatch:
-        numbers = np.array(rows, dtype=np.int64)
-        if not self._is_plain[numbers].all():
+        if not self.are_plain(rows):
             return self._make_mixed(rows, size)
+        numbers = np.array(rows, dtype=np.int64)
         # What most batches are, without a look at each row.
         places = self._upload(_padded(numbers, size, self._max_rows))
         return SamplingBatch(

@@ -272,6 +272,14 @@ class Decoder(nn.Module):
         divisor = self.spec.logits_divisor
         return logits if divisor == 1 else logits / divisor
 
+    def best(self, hidden: Tensor) -> Tensor | None:
+        """(M, hidden) to (M,): the tokens of the largest logits, the first of several, -1 where
+        that is no finite number. None where it takes all logits to know."""
+        product = self.head.product if self.head is not None else None
+        if not isinstance(product, PackedLinear) or self.spec.logits_divisor != 1:
+            return None
+        return product.best(hidden)
+
     def cache_shapes(
         self, num_blocks: int, block_size: int
     ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

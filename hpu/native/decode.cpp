@@ -124,6 +124,28 @@ void multiply_all(const Product* by, const bf16* x, int64_t rows, bf16* out, int
   multiply(*by, x, rows, End{out});
 }
 
+// As `multiply_all`, but of each row only the place of its greatest output, the first of several;
+// -1 where that is no finite number.
+void best_of_all(const Product* by, const bf16* x, int64_t rows, int64_t* places, int64_t threads) {
+  static thread_local Scratch kept;
+  Best* all = kept.room<Best>(rows * threads);
+  for (int64_t i = 0; i < rows * threads; ++i) all[i].begin();
+#pragma omp parallel num_threads(threads)
+  multiply(*by, x, rows, End{nullptr, nullptr, 0, false, all + omp_get_thread_num() * rows});
+  for (int64_t r = 0; r < rows; ++r) {
+    float most = -INFINITY;
+    places[r] = -1;
+    for (int64_t i = r; i < rows * threads; i += rows)
+      for (int64_t n = 0; n < PANEL; ++n) {
+        const float value = std::isnan(all[i].values[n]) ? INFINITY : all[i].values[n];
+        const int64_t place = int64_t(all[i].panels[n]) * PANEL + n;
+        if (value < most || (value == most && place > places[r])) continue;
+        most = value, places[r] = place;
+      }
+    if (std::isinf(most)) places[r] = -1;
+  }
+}
+
 // One token a row through all layers and the last norm, into step->hidden.
 void decode(const Model* model, const Step* step, int64_t threads) {
   const Model& m = *model;

@@ -69,6 +69,12 @@ class PackedLinear:
         self._library.multiply(self.product, given, given.numel() // self.product.inputs, out)
         return out
 
+    def best(self, hidden: Tensor) -> Tensor:
+        """(M, in) to (M,) of int64, as Library.best_of."""
+        places = hidden.new_empty(len(hidden), dtype=torch.int64)
+        self._library.best_of(self.product, hidden.contiguous(), len(hidden), places)
+        return places
+
 
 class Library:
     """decode.cpp, loaded. Calls run on `num_threads` threads of torch's own pool."""
@@ -102,6 +108,12 @@ class Library:
         """`hidden` (rows, in) times `by` into `out` (rows, out), both contiguous."""
         count = ctypes.c_int64(rows)
         self._code.multiply_all(ctypes.byref(by), _at(hidden), count, _at(out), self._threads)
+
+    def best_of(self, by: Product, hidden: Tensor, rows: int, places: Tensor) -> None:
+        """The place of the greatest of each row of what `multiply` gives, into `places` (rows,) of
+        int64: the first of several, -1 where that is no finite number."""
+        count = ctypes.c_int64(rows)
+        self._code.best_of_all(ctypes.byref(by), _at(hidden), count, _at(places), self._threads)
 
     # The structures of what follows are those of hpu/native/decoder.py.
 

@@ -34,12 +34,32 @@ constexpr int PANEL = 16;
 constexpr int TILE_INPUTS = 32;
 constexpr int64_t CHUNK = 1 << 20;  // bytes of weights that stay in the second cache
 
+// The greatest number of a row so far, in each lane of a panel, and the panel it is from: the first of
+// several. Once a lane is no number it stays so.
+struct alignas(64) Best {
+  float values[PANEL];
+  int32_t panels[PANEL];
+
+  void begin() {
+    _mm512_store_ps(values, _mm512_set1_ps(-INFINITY));
+    _mm512_store_si512(panels, _mm512_setzero_si512());
+  }
+
+  void offer(__m512 value, int64_t panel) {
+    const __mmask16 wins = _mm512_cmp_ps_mask(value, _mm512_load_ps(values), _CMP_GT_OQ) |
+                           _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+    _mm512_mask_store_ps(values, wins, value);
+    _mm512_mask_store_epi32(panels, wins, _mm512_set1_epi32(int32_t(panel)));
+  }
+};
+
 // What becomes of a row's sums.
 struct End {
   bf16* out = nullptr;    // (rows, outputs): they are rounded
   bf16* total = nullptr;  // (rows, outputs), or else: alpha times them is added
   float alpha = 0;
   bool gated = false;     // out is (rows, outputs / 2): silu(first half) * second half
+  Best* best = nullptr;   // (rows), or else: the greatest is kept, of what would have been in out
 };
 
 // Panels that one thread is asked for: `first` to `last`, of a gated product those of the first half
@@ -79,6 +99,13 @@ inline __m512 sum_of(const Product& by, const float* from, int64_t at) {
 inline void finish(const Product& by, const End& end, const float* sums, int64_t apart, int64_t row,
                    int64_t panel, int wide) {
   const int64_t at = panel * PANEL;
+  if (end.best) {
+    for (int q = 0; q < wide; ++q) {
+      const __m512 sum = sum_of(by, sums + q * apart, at + q * PANEL);
+      end.best[row].offer(rounded(sum), panel + q);
+    }
+    return;
+  }
   if (end.gated) {
     const int64_t half = by.outputs / 2;
     for (int q = 0; q < wide / 2; ++q) {

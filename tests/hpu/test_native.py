@@ -9,10 +9,14 @@ import torch
 from paged_harness import PagedHarness, load_decoder
 from tiny_models import make_tiny
 from torch import Tensor
+from worker_rig import WorkerRig
 
+from hpu.filters import best_of
 from hpu.models.decoder import Decoder
 from hpu.native import library as library_module
 from hpu.native.library import Library, PackedLinear, open_library
+from hpu.sampler import GREEDY
+from hpu.step import RowSampling
 
 PROMPTS = {0: list(range(10, 60)), 1: list(range(70, 77)), 2: [9]}
 NEXT = [{0: 5, 1: 6, 2: 7}, {0: 8, 1: 9, 2: 10}]
@@ -188,6 +192,85 @@ def test_a_product_is_that_of_the_weight(
 
     exact = hidden.double() @ weight.double().T + bias.double()
     torch.testing.assert_close(found.double(), exact, atol=1e-2, rtol=8e-3)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("rows", [1, 6, 7, 16, 33, 100])
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (112, 64), (2048, 34)])
+def test_the_best_output_is_the_first_of_the_largest(
+    outputs: int, inputs: int, rows: int, library: Library
+) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    # Whole numbers, so that many outputs are equal.
+    weight = torch.randint(-2, 3, (outputs, inputs), generator=generator).bfloat16()
+    hidden = torch.randint(-1, 2, (rows, inputs), generator=generator).bfloat16()
+    linear = PackedLinear(library, weight, None)
+    logits = linear(hidden)
+    assert rows < 33 or (logits == logits.amax(1, keepdim=True)).sum() > rows
+
+    found = linear.best(hidden)
+
+    assert found.tolist() == best_of(logits).indices.flatten().tolist()
+
+
+@torch.inference_mode()
+def test_a_best_output_that_is_no_finite_number_is_none(library: Library) -> None:
+    weight = torch.randn(64, 32).bfloat16()
+    hidden = torch.randn(5, 32).bfloat16()
+    bias = torch.zeros(64).bfloat16()
+    hidden[1, 3] = torch.nan
+    hidden[3] = -torch.inf
+    found = PackedLinear(library, weight, None).best(hidden)
+    assert [place < 0 for place in found.tolist()] == [False, True, False, True, False]
+
+    bias[17] = torch.inf
+    assert PackedLinear(library, weight, bias).best(hidden[:1]).tolist() == [-1]
+    bias[:] = -torch.inf
+    assert PackedLinear(library, weight, bias).best(hidden[:1]).tolist() == [-1]
+    bias[40] = 0
+    assert PackedLinear(library, weight, bias).best(hidden[:1]).tolist() == [40]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["llama", "granite"])
+def test_a_model_knows_its_best_tokens_unless_it_divides_its_logits(
+    family: str, library: Library, tmp_path: Path
+) -> None:
+    folder = make_tiny(family, tmp_path, **HEADS)
+    model, torchs = packed(folder, library), packed(folder, None)
+    hidden = torch.randn(9, 128).bfloat16()
+
+    found = model.best(hidden)
+
+    assert torchs.best(hidden) is None
+    if family == "granite":
+        assert found is None
+    else:
+        assert found is not None
+        assert torch.equal(found, model.logits(hidden).argmax(1))
+
+
+def test_a_greedy_row_says_the_same_whether_all_its_logits_are_made_or_not(
+    built: Library, kernel_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_tiny("llama", tmp_path / "model", **HEADS)
+    (tmp_path / "kernels").symlink_to(kernel_folder)
+    best, calls = PackedLinear.best, []
+    monkeypatch.setattr(PackedLinear, "best", lambda *given: calls.append(1) or best(*given))
+    said = []
+    for sampling in (GREEDY, RowSampling(temperature=0.0, num_logprobs=0)):
+        rig = WorkerRig(folder, dtype="bfloat16", cache_dir=str(tmp_path))
+        calls.clear()
+        rig.admit(0, list(range(20, 50)))
+        rig.admit(1, [44, 45, 46], sampling=sampling)
+        rig.prefill({0: None, 1: None})
+        rig.step()
+        rig.run([0, 1], 9)
+        rig.worker.close()
+        said.append((rig.rows[0].sampled, rig.rows[1].sampled))
+        assert len(calls) == (10 if sampling is GREEDY else 0)
+
+    assert said[0] == said[1]
 
 
 def test_a_shape_without_a_kernel_runs_on_torch(built: Library, tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def test_products_are_those_of_the_dequantized_weight(kind: str, library: Librar
         wanted = x.float() @ exact.T
 
         assert torch.allclose(ours(x).float(), wanted, rtol=0.01, atol=0.01 * wanted.std())
+        assert torch.equal(ours.best(x), ours(x).argmax(1))
         assert torch.allclose(torchs(x).float(), wanted, rtol=0.02, atol=0.02 * wanted.std())
 
 

@@ -60,12 +60,13 @@ class WorkerRig:
         num_blocks: int = 96,
         max_num_seqs: int = 8,
         device: str = "cpu",
+        dtype: str = "float32",
         prefix_caching: bool = True,
         **settings: Any,
     ) -> None:
         config = EngineConfig(
             str(folder),
-            dtype="float32",
+            dtype=dtype,
             device=device,
             num_threads=1,
             cache=CacheConfig(
