@@ -31,6 +31,8 @@ constexpr int64_t group_bytes(int64_t kind) {
                              : (kind == INT8_GROUPS ? 32 : 0) + PANEL * GROUP;
 }
 
+constexpr int64_t AHEAD = 1024;  // bytes of a panel that are asked for before they are needed
+
 // Pairs of inputs 4q to 4q + 3 of a group, the first and the second of each: whole numbers, which
 // bfloat16 has too.
 template <int KIND>
@@ -106,6 +108,11 @@ void narrow_dots(const Rows32& rows, const uint8_t* weight, int64_t far, const f
     const uint8_t* from[PANELS];
     for (int p = 0; p < PANELS; ++p)
       from[p] = weight + p % NEAR * panel + p / NEAR * far + g * group_bytes(KIND);
+    // Four bits are bound by arithmetic, and gain nothing.
+    if constexpr (KIND != INT4_GROUPS)
+      for (int p = 0; p < PANELS; ++p)
+        for (int64_t b = 0; b < group_bytes(KIND); b += 64)
+          _mm_prefetch((const char*)from[p] + AHEAD + b, _MM_HINT_T0);
     __m512 inner[PANELS][ROWS];
     sum_groups<KIND, ROWS, PANELS>(from, rows, g * GROUP, inner);
     for (int p = 0; p < PANELS; ++p)
