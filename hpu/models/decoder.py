@@ -4,40 +4,26 @@ Embedding; per layer x = x + m * attention(norm(x)) and x = x + m * mlp(norm(x))
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from config.errors import ConfigError
 from config.model import ModelConfig
 from hpu.layers.attention import Attention, HeadNorm, HeadShape
 from hpu.layers.context import DecodeContext, LaunchContext, PrefillContext, TextContext
 from hpu.layers.embedding import Embedding
-from hpu.layers.launch_plan import LaunchPlan, Windows, plan_launch
+from hpu.layers.launch_plan import Windows, plan_launch
 from hpu.layers.linear import Linear, can_pack, multiplications
+from hpu.models.layer import MLP, Layer, Norm
 from hpu.models.places import Place, parts, whole
-from hpu.native.decoder import LayerWeights, NativeDecoder, Sizes
+from hpu.native.decoder import NativeDecoder, Sizes
 from hpu.native.library import Library, PackedLinear, packer
 from hpu.ops.kernels import Kernels
-from hpu.ops.norm import mirrored_rms_norm, rms_norm
 from hpu.ops.rope import Rotary, Rotation
 
 logger = logging.getLogger(__name__)
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "swish": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_new": lambda x: functional.gelu(x, approximate="tanh"),
-    "gelu_pytorch_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-    "relu": functional.relu,
-}
-
-MIRRORED_ROWS = 8
-"""Rows up to which a packed norm takes its short form; measured equal at 32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,101 +51,6 @@ def layer_windows(config: ModelConfig) -> Windows:
         return Windows(None, (False,) * config.num_layers)
     layers = config.window_layers or (True,) * config.num_layers
     return Windows(config.sliding_window, layers)
-
-
-class MLP(nn.Module):
-    """down(act(gate) * up), gate and up in one product."""
-
-    def __init__(self, gate_up: Linear, down: Linear, activation: str) -> None:
-        super().__init__()
-        if activation not in ACTIVATIONS:
-            raise ConfigError(
-                f"hidden_act is {activation!r}, it must be one of {', '.join(ACTIVATIONS)}"
-            )
-        self.gate_up = gate_up
-        self.down = down
-        self._activation = ACTIVATIONS[activation]
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        gate, up = self.gate_up(hidden).chunk(2, dim=-1)
-        return self.down(self._activation(gate) * up)  # type: ignore[no-any-return]
-
-
-class Norm(nn.Module):
-    """RMS norm of the hidden states."""
-
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        empty = torch.empty(size, dtype=dtype, device=device)
-        self.weight = nn.Parameter(empty, requires_grad=False)
-        self.eps = eps
-        self._mirror: tuple[Tensor, Tensor] | None = None
-        self._kernels: Kernels | None = None
-
-    def fuse(self, kernels: Kernels) -> None:
-        """Run on fused kernels from now on."""
-        self._kernels = kernels
-
-    def pack(self) -> None:
-        """Prepare the short form for few rows."""
-        signs = torch.tensor([[1.0], [-1.0]], dtype=self.weight.dtype, device=self.weight.device)
-        self._mirror = signs, self.weight.detach().expand(2, -1).contiguous()
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """(B, Q, hidden) to the same."""
-        if self._kernels is not None:
-            return self._kernels.rms_norm(hidden, self.weight, self.eps)
-        if self._mirror is not None and hidden.shape[0] * hidden.shape[1] <= MIRRORED_ROWS:
-            return mirrored_rms_norm(hidden, *self._mirror, self.eps)
-        return rms_norm(hidden, self.weight, self.eps)
-
-
-class Layer(nn.Module):
-    """Attention and MLP with the norms before them; each adds `multiplier` times its output."""
-
-    def __init__(
-        self,
-        attention: Attention,
-        mlp: MLP,
-        attention_norm: Norm,
-        mlp_norm: Norm,
-        *,
-        multiplier: float,
-    ) -> None:
-        super().__init__()
-        self.attention = attention
-        self.mlp = mlp
-        self.attention_norm = attention_norm
-        self.mlp_norm = mlp_norm
-        self._multiplier = multiplier
-
-    def forward(self, total: Tensor, rotation: Rotation, plan: LaunchPlan) -> Tensor:
-        """(B, Q, hidden) to the same."""
-        delta = self.attention(self.attention_norm(total), rotation, plan)
-        total = torch.add(total, delta, alpha=self._multiplier)
-        delta = self.mlp(self.mlp_norm(total))
-        return torch.add(total, delta, alpha=self._multiplier)
-
-    def native(self, windows: Windows) -> LayerWeights | None:
-        """What the compiled library reads; None unless all products are its own."""
-        attention, mlp = self.attention, self.mlp
-        qkv, out = attention.qkv.product, attention.out.product
-        gate_up, down = mlp.gate_up.product, mlp.down.product
-        if not (
-            isinstance(qkv, PackedLinear)
-            and isinstance(out, PackedLinear)
-            and isinstance(gate_up, PackedLinear)
-            and isinstance(down, PackedLinear)
-        ):
-            return None
-        head_norm, (keys, values) = attention.head_norm, attention.caches
-        return LayerWeights(
-            *(qkv, out, gate_up, down),
-            *(self.attention_norm.weight, self.mlp_norm.weight),
-            head_norm.weight if isinstance(head_norm, HeadNorm) else None,
-            *(keys, values),
-            (windows.size or 0) if attention.is_windowed else 0,
-        )
 
 
 class Decoder(nn.Module):

@@ -19,7 +19,7 @@ from hpu.layers.context import LaunchContext, TextContext
 from hpu.layers.embedding import Embedding
 from hpu.layers.launch_plan import LaunchPlan, Windows, plan_texts
 from hpu.layers.linear import Linear, can_pack, multiplications
-from hpu.models.decoder import ACTIVATIONS
+from hpu.models.layer import ACTIVATIONS
 from hpu.models.places import Place, parts, whole
 from hpu.native.library import Library, packer
 from hpu.ops.kernels import Kernels
