@@ -14,7 +14,7 @@ CLIENTS := .venv-clients
 NODE_CLIENT := tests/clients/node
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-hpu serve test test-slow test-clients test-cuda lint format bench bench-cuda clean
+.PHONY: help install install-hpu serve test test-slow test-clients test-cuda test-kernels lint format bench bench-cuda clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,6 +74,12 @@ test-clients: $(VENV)/.installed $(CLIENTS)/.installed $(NODE_CLIENT)/node_modul
 test-cuda: $(VENV)/.installed ## With an NVIDIA GPU: the tests that need one
 	@$(BIN)/python -c 'import sys, torch; from hpu.backends.cuda import missing_cuda as missing; sys.exit(missing(torch.__version__, torch.version.cuda, torch.cuda.is_available()))'
 	@$(BIN)/python -m pytest -q -m cuda tests/cuda $(ARGS)
+
+test-kernels: $(VENV)/.installed ## The compiled kernels under the compiler's sanitizers of addresses and of undefined behaviour
+	@ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	KERNEL_FLAGS="-O2 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-sanitize=alignment" \
+	$(BIN)/python -m pytest -q -s -p no:cacheprovider -k 'not broken_one' tests/hpu/test_native.py tests/hpu/test_quantized.py $(ARGS)
 
 lint: $(VENV)/.installed ## Check format, style and types
 	@$(BIN)/ruff format --check --quiet .

@@ -1,5 +1,6 @@
 """The compiled kernels of the CPU, where they can be compiled."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from hpu.backends.host import cpu_flags
+from hpu.native import library as module
 from hpu.native.library import COMPILERS, NEEDED, Library, open_library
 
 
@@ -18,12 +20,15 @@ def kernel_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def built(kernel_folder: Path) -> Library:
+def built(kernel_folder: Path) -> Iterator[Library]:
+    """Compiled with the words of KERNEL_FLAGS too, if that is set."""
     if not cpu_flags() >= NEEDED or not any(map(shutil.which, COMPILERS)):
         pytest.skip("no compiler, or a CPU without AVX512-BF16")
-    library = open_library(kernel_folder, 2)
-    assert library is not None
-    return library
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "FLAGS", (*module.FLAGS, *os.environ.get("KERNEL_FLAGS", "").split()))
+        library = open_library(kernel_folder, 2)
+        assert library is not None
+        yield library
 
 
 @pytest.fixture
