@@ -6,9 +6,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from config.errors import UserError
 from server.anthropic.faults import refusal
-from server.errors import fault_of
+from server.errors import fault_of, problem_of
 from server.middleware import REQUEST_ID, Books, Cors, Gate, Shortcut
 from server.openapi import DescribedApi
 from server.routes.admin import admin_routes
@@ -75,8 +74,10 @@ async def _answer_http(request: Request, error: Exception) -> Response:
 
 
 async def _answer_invalid(request: Request, error: Exception) -> Response:
-    fault = fault_of(UserError("the path or query of this request is not valid"))
-    return refusal(fault, request.url.path)
+    assert isinstance(error, RequestValidationError)
+    # The first step only says that it is about the query, or the path.
+    problems = [{**problem, "loc": problem["loc"][1:]} for problem in error.errors()]
+    return refusal(fault_of(problem_of(problems)), request.url.path)
 
 
 class _Left(Response):

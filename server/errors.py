@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -130,7 +130,11 @@ def _http_fault(error: HTTPException) -> Fault:
 
 def problem_with(error: ValidationError) -> UserError:
     """The first few things pydantic found, as one error about the first of them."""
-    problems = error.errors(include_url=False, include_context=False)
+    return problem_of(error.errors(include_url=False, include_context=False))
+
+
+def problem_of(problems: Sequence[Any]) -> UserError:
+    """As `problem_with`, of pydantic's list."""
     texts = [_problem(one) for one in problems[:MAX_PROBLEMS]]
     place = problems[0]["loc"]
     return UserError("; ".join(texts), param=str(place[0]) if place else None)
