@@ -1,25 +1,39 @@
 """The demo model on the emulated card over HTTP: the text of the CPU, through captured graphs."""
 
+import contextlib
 from pathlib import Path
-from typing import Any
 
 from demo import demo_gguf
-from live import LiveServer, running
+from live import LiveServer
 
-ALIKE = ("--dtype=float32", "--max-model-len=192", "--max-num-seqs=2", "--block-size=32")
+from gaudiserve import LLM, SamplingParams
+
+# The longest answer ends at 126 tokens: chunks with and without a context, one size of decode.
 CARD = (
-    *("--device=hpu-emulator", "--num-gpu-blocks-override=12", "--bucketing-strategy=linear"),
+    *("--device=hpu-emulator", "--dtype=float32", "--max-model-len=128", "--max-num-seqs=2"),
+    *("--block-size=32", "--num-gpu-blocks-override=8", "--bucketing-strategy=linear"),
     *("--max-num-batched-tokens=64", "--max-prefill-batch=1", "--prompt-query-bucket-min=64"),
     *("--prompt-query-bucket-step=64", "--prompt-ctx-bucket-step=4", "--prompt-ctx-bucket-max=4"),
     *("--decode-bs-bucket-min=2", "--decode-block-bucket-min=8", "--decode-block-bucket-step=8"),
     "--decode-block-bucket-max=8",
 )
+QUESTIONS = ("Name three colours.", "Repeat after me: " + "one two three " * 25)
+"""One with a short prompt, and one with a prompt of several chunks."""
 
 
-def answers(server: LiveServer) -> list[Any]:
-    """One short answer, and one to a prompt of several chunks."""
+def said_by_cpu() -> list[tuple[str, str | None]]:
+    with LLM(model="demo", dtype="float32", max_model_len=128, max_num_seqs=2) as llm:
+        outputs = llm.chat(
+            [[{"role": "user", "content": question}] for question in QUESTIONS],
+            SamplingParams(temperature=0, max_tokens=16),
+            use_tqdm=False,
+        )
+    return [(output.outputs[0].text, output.outputs[0].finish_reason) for output in outputs]
+
+
+def said_by(server: LiveServer) -> list[tuple[str, str | None]]:
     texts = []
-    for question in ("Name three colours.", "Repeat after me: " + "one two three " * 25):
+    for question in QUESTIONS:
         body = {
             "messages": [{"role": "user", "content": question}],
             "temperature": 0,
@@ -34,12 +48,12 @@ def answers(server: LiveServer) -> list[Any]:
 
 
 def test_the_demo_model_says_the_same_on_the_emulated_card_as_on_the_cpu(tmp_path: Path) -> None:
-    model = demo_gguf()
-    with running(model, tmp_path / "cpu", *ALIKE) as on_cpu:
-        expected = answers(on_cpu)
+    with contextlib.closing(LiveServer(demo_gguf(), tmp_path / "card", *CARD)) as on_card:
+        # While the card warms up.
+        expected = said_by_cpu()
+        on_card.wait_ready()
 
-    with running(model, tmp_path / "card", *ALIKE, *CARD) as on_card:
-        found = answers(on_card)
+        found = said_by(on_card)
         metrics = on_card.http.get("/metrics").text
 
     assert found == expected
