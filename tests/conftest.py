@@ -1,5 +1,6 @@
 """What every test shares: one compute thread, no network, repeatable examples, a free port."""
 
+import gc
 import os
 import socket
 
@@ -19,6 +20,14 @@ for name in [name for name in os.environ if name.startswith(("GAUDISERVE_", "VLL
 
 settings.register_profile("suite", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("suite")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def old_objects_set_aside() -> None:
+    """Every capture on the emulated card collects garbage, and looking through all that was
+    imported until then takes longer than the capture."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
