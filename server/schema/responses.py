@@ -40,7 +40,7 @@ _INPUT = {
                 "type": "object",
                 "properties": {
                     "type": {
-                        "type": ["string", "null"],
+                        "anyOf": [{"type": "string"}, {"type": "null"}],
                         "examples": [
                             *("message", "function_call", "function_call_output"),
                             *("reasoning", "item_reference"),
