@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from demo import demo_folder, demo_gguf
-from gguf import GGMLQuantizationType, GGUFReader, quants
+from demo import demo_folder, demo_gguf, demo_reader, read_demo_once
+from gguf import GGMLQuantizationType, quants
 from safetensors import safe_open
 from tiny_gguf import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, family_weights, write_gguf
 from tokenizers import Tokenizer
@@ -301,7 +301,10 @@ TEXTS = [
 ]
 
 
-def test_the_demo_models_tokens_are_those_of_transformers() -> None:
+def test_the_demo_models_tokens_are_those_of_transformers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read_demo_once(monkeypatch)
     source = Path(demo_gguf())
     ours = AutoTokenizer.from_pretrained(demo_folder())
     # The file says so itself, which transformers before 5 passes over.
@@ -319,7 +322,7 @@ def test_the_demo_models_tokens_are_those_of_transformers() -> None:
 
 
 def test_the_demo_models_special_tokens_are_those_of_the_file() -> None:
-    fields = GGUFReader(demo_gguf()).fields
+    fields = demo_reader().fields
     tokens = fields["tokenizer.ggml.tokens"].contents()
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
@@ -340,7 +343,10 @@ def test_the_demo_models_digits_stand_alone_as_it_was_trained() -> None:
     assert tokens == ["a", "ĊĊ", "1", "2", "ĠĠĠ", "3"]
 
 
-def test_the_demo_models_settings_are_those_of_transformers() -> None:
+def test_the_demo_models_settings_are_those_of_transformers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read_demo_once(monkeypatch)
     source = Path(demo_gguf())
     theirs = AutoConfig.from_pretrained(source.parent, gguf_file=source.name).to_dict()
 

@@ -27,7 +27,7 @@ def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield live
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def client(server: LiveServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
         yield made

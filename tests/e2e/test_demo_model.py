@@ -8,7 +8,7 @@ import gguf
 import pytest
 import torch
 import transformers
-from demo import demo_gguf
+from demo import demo_gguf, read_demo_once
 from releases import transformers_before
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
@@ -55,9 +55,10 @@ def answers() -> list[tuple[list[int], list[int]]]:
 @pytest.fixture
 def reference(monkeypatch: pytest.MonkeyPatch) -> Any:
     """transformers' model, from the same file, in float32."""
-    # It reads the file twice, and makes the table of names anew for every module: seconds each.
-    for name in ("GGUFReader", "get_tensor_name_map"):
-        monkeypatch.setattr(gguf, name, functools.cache(getattr(gguf, name)))
+    read_demo_once(monkeypatch)
+    # It makes the table of names anew for every module: seconds.
+    names = functools.cache(gguf.get_tensor_name_map)
+    monkeypatch.setattr(gguf, "get_tensor_name_map", names)
     path = Path(demo_gguf())
     options: dict[str, Any] = {
         "torch_dtype" if transformers_before("5") else "dtype": torch.float32

@@ -1,5 +1,6 @@
 """Deaths, signals and hang-ups of a whole daemon."""
 
+import contextlib
 import json
 import os
 import signal
@@ -185,12 +186,25 @@ def test_a_client_that_goes_away_is_aborted_with_all_its_sequences(
     assert after > aborted
 
 
-def test_an_idle_daemon_sleeps(fresh: LiveServer) -> None:
-    family = [fresh.pid, *children_of(fresh.pid)]
-    time.sleep(0.5)
-    before = sum(cpu_seconds(pid) for pid in family)
+def test_an_idle_daemon_sleeps(tiny_model: str, tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        # Side by side, since most of the test is waiting.
+        daemons = [
+            stack.enter_context(
+                contextlib.closing(
+                    LiveServer(tiny_model, tmp_path / executor, *FLAGS, f"--executor={executor}")
+                )
+            )
+            for executor in ("inline", "processes")
+        ]
+        for daemon in daemons:
+            daemon.wait_ready()
+        families = [[daemon.pid, *children_of(daemon.pid)] for daemon in daemons]
+        time.sleep(0.5)
+        before = [sum(map(cpu_seconds, family)) for family in families]
 
-    time.sleep(4)
+        time.sleep(4)
 
-    used = sum(cpu_seconds(pid) for pid in family) - before
-    assert used / 4 < 0.02
+        after = [sum(map(cpu_seconds, family)) for family in families]
+    used = [late - early for late, early in zip(after, before, strict=True)]
+    assert all(seconds / 4 < 0.02 for seconds in used), used

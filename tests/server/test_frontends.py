@@ -27,7 +27,7 @@ def fleet(model: str, tmp_path: Path) -> Iterator[LiveServer]:
     flags = ("--served-model-name=tiny", "--dtype=float32", "--api-server-count=2")
     with running(model, tmp_path / "log", *flags) as live:
         # /ready is one front-end's word: wait until each has been heard.
-        wait_for(lambda: all(ask(live, "/ready").status_code == 200 for _ in range(ROUNDS)))
+        wait_for(lambda: all(live.ask("/ready").status_code == 200 for _ in range(ROUNDS)))
         yield live
 
 
@@ -38,15 +38,8 @@ def wait_for(check: Callable[[], bool], timeout_s: float = 20) -> None:
         time.sleep(0.05)
 
 
-def ask(live: LiveServer, path: str, body: object = None) -> httpx.Response:
-    """Over a connection of its own, so that any of the front-ends may get it."""
-    if body is None:
-        return httpx.get(live.url + path, timeout=20)
-    return httpx.post(live.url + path, json=body, timeout=20)
-
-
 def metric(live: LiveServer, name: str) -> float:
-    lines = ask(live, "/metrics").text.splitlines()
+    lines = live.ask("/metrics").text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
@@ -68,11 +61,11 @@ def front_ends(live: LiveServer) -> list[int]:
 def test_the_metrics_of_any_front_end_are_those_of_all(fleet: LiveServer) -> None:
     body = {"prompt": "hello there", "max_tokens": 5, "ignore_eos": True, "n": 2}
 
-    answers = [ask(fleet, "/v1/completions", body).json() for _ in range(ROUNDS)]
+    answers = [fleet.ask("/v1/completions", body).json() for _ in range(ROUNDS)]
 
     prompt = sum(answer["usage"]["prompt_tokens"] for answer in answers)
     assert len(front_ends(fleet)) == 2
-    models = [ask(fleet, "/v1/models").json()["data"][0] for _ in range(ROUNDS)]
+    models = [fleet.ask("/v1/models").json()["data"][0] for _ in range(ROUNDS)]
     assert len({model["created"] for model in models}) == 1
     for _ in range(ROUNDS // 2):
         assert metric(fleet, "vllm:prompt_tokens_total") == prompt
@@ -81,17 +74,17 @@ def test_the_metrics_of_any_front_end_are_those_of_all(fleet: LiveServer) -> Non
     # The engine's own counts come once, whoever answers.
     steps = {metric(fleet, "vllm:iteration_tokens_total_count") for _ in range(ROUNDS)}
     assert len(steps) == 1 and steps.pop() > 0
-    text = ask(fleet, "/metrics").text
+    text = fleet.ask("/metrics").text
     assert text.count("# TYPE vllm:prompt_tokens_total counter") == 1
     assert "pid=" not in text
 
 
 def test_a_response_is_found_by_every_front_end(fleet: LiveServer) -> None:
-    made = ask(fleet, "/v1/responses", {"input": "hi", "max_output_tokens": 4}).json()
+    made = fleet.ask("/v1/responses", {"input": "hi", "max_output_tokens": 4}).json()
 
-    got = [ask(fleet, f"/v1/responses/{made['id']}").json() for _ in range(ROUNDS)]
+    got = [fleet.ask(f"/v1/responses/{made['id']}").json() for _ in range(ROUNDS)]
     body = {"input": "on", "max_output_tokens": 4, "previous_response_id": made["id"]}
-    following = [ask(fleet, "/v1/responses", body) for _ in range(ROUNDS // 2)]
+    following = [fleet.ask("/v1/responses", body) for _ in range(ROUNDS // 2)]
 
     assert all(one == made for one in got)
     assert all(answer.status_code == 200 for answer in following)
