@@ -67,6 +67,9 @@ def test_the_metrics_of_any_front_end_are_those_of_all(fleet: LiveServer) -> Non
     assert len(front_ends(fleet)) == 2
     models = [fleet.ask("/v1/models").json()["data"][0] for _ in range(ROUNDS)]
     assert len({model["created"] for model in models}) == 1
+    # A front-end tells the others what it counted ten times a second.
+    wait_for(lambda: metric(fleet, "vllm:prompt_tokens_total") == prompt)
+    wait_for(lambda: metric(fleet, "vllm:num_requests_running") == 0)
     for _ in range(ROUNDS // 2):
         assert metric(fleet, "vllm:prompt_tokens_total") == prompt
         assert metric(fleet, "vllm:generation_tokens_total") == ROUNDS * 10
