@@ -210,15 +210,16 @@ def test_a_strangers_package_is_refused_by_name(tmp_path: Path) -> None:
 
 async def test_health_answers_while_a_long_text_is_tokenized() -> None:
     async with on_port(TalkingClient(max_model_len=10**6)) as rig:
+        asked_s, slowest_s = time.process_time(), 0.0
         long = asyncio.ensure_future(rig.post("/tokenize", {"prompt": "the hello " * 50_000}))
-        slowest = 0.0
         while not long.done():
-            begun = time.perf_counter()
+            begun_s = time.process_time()
             await rig.http.get("/health")
-            slowest = max(slowest, time.perf_counter() - begun)
+            slowest_s = max(slowest_s, time.process_time() - begun_s)
 
         assert (await long).json()["count"] > 100_000
-        assert slowest < 0.1
+        # A wait that is a part of the work beside it, and not the whole of it.
+        assert slowest_s < 0.4 * (time.process_time() - asked_s)
 
 
 BIG = 24 * 2**20
