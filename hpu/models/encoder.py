@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from config.encoder import DISTIL_BERT
-from config.errors import ConfigError
 from config.model import ModelConfig
 from hpu.layers.attention import Attention, HeadShape
 from hpu.layers.context import LaunchContext, TextContext
 from hpu.layers.embedding import Embedding
 from hpu.layers.launch_plan import LaunchPlan, Windows, plan_texts
 from hpu.layers.linear import Linear, can_pack, multiplications
-from hpu.models.layer import ACTIVATIONS
+from hpu.models.layer import activation_named
 from hpu.models.places import Place, parts, whole
 from hpu.native.library import Library, packer
 from hpu.ops.kernels import Kernels
@@ -92,16 +91,12 @@ class EncoderLayer(nn.Module):
         activation: str,
     ) -> None:
         super().__init__()
-        if activation not in ACTIVATIONS:
-            raise ConfigError(
-                f"hidden_act is {activation!r}, it must be one of {', '.join(ACTIVATIONS)}"
-            )
         self.attention = attention
         self.up = up
         self.down = down
         self.attention_norm = attention_norm
         self.mlp_norm = mlp_norm
-        self._activation = ACTIVATIONS[activation]
+        self._activation = activation_named(activation)
 
     def forward(self, hidden: Tensor, plan: LaunchPlan) -> Tensor:
         """(B, Q, hidden) to the same."""

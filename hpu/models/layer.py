@@ -30,18 +30,21 @@ MIRRORED_ROWS = 8
 """Rows up to which a packed norm takes its short form; measured equal at 32."""
 
 
+def activation_named(name: str) -> Callable[[Tensor], Tensor]:
+    """What a checkpoint's `hidden_act` names. Raises ConfigError."""
+    if name not in ACTIVATIONS:
+        raise ConfigError(f"hidden_act is {name!r}, it must be one of {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
 class MLP(nn.Module):
     """down(act(gate) * up), gate and up in one product."""
 
     def __init__(self, gate_up: Linear, down: Linear, activation: str) -> None:
         super().__init__()
-        if activation not in ACTIVATIONS:
-            raise ConfigError(
-                f"hidden_act is {activation!r}, it must be one of {', '.join(ACTIVATIONS)}"
-            )
         self.gate_up = gate_up
         self.down = down
-        self._activation = ACTIVATIONS[activation]
+        self._activation = activation_named(activation)
 
     def forward(self, hidden: Tensor) -> Tensor:
         gate, up = self.gate_up(hidden).chunk(2, dim=-1)
