@@ -67,6 +67,7 @@ void norm_rows(const Model& m, const Step& s, const bf16* weight) {
 void project(const Model& m, const Layer& layer, const Step& s, bf16* heads) {
   norm_rows(m, s, layer.attention_norm);
   multiply(layer.qkv, s.hidden, s.rows, End{heads});
+  expect(layer.out, false);
 #pragma omp barrier
 }
 
@@ -74,11 +75,14 @@ void project(const Model& m, const Layer& layer, const Step& s, bf16* heads) {
 void add(const Model& m, const Layer& layer, const Step& s, const bf16* attended, bf16* inside) {
   const End total{nullptr, s.total, m.multiplier};
   multiply(layer.out, attended, s.rows, total);
+  expect(layer.gate_up, true);
 #pragma omp barrier
   norm_rows(m, s, layer.mlp_norm);
   multiply(layer.gate_up, s.hidden, s.rows, End{inside, nullptr, 0, true});
+  expect(layer.down, false);
 #pragma omp barrier
   multiply(layer.down, inside, s.rows, total);
+  if (&layer + 1 < m.layers + m.num_layers) expect((&layer + 1)->qkv, false);
 #pragma omp barrier
 }
 

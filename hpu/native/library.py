@@ -20,6 +20,7 @@ from torch import Tensor
 from config.env import cache_home
 from hpu.backends.host import cpu_flags
 from hpu.layers.quantized import Quantized
+from hpu.native.pages import HugePages
 from hpu.native.quantized import INT8_ROWS, PANEL, kind_of, panels
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,8 @@ class PackedLinear:
         self._library = library
         kind, scales = 0, None
         if isinstance(weight, Quantized):
-            kind, packed = panels(weight)
+            kind, found = panels(weight)
+            packed = library.pages.take(found.shape, found.dtype).copy_(found)
             shape = weight.values.shape
             scales = weight.scales.flatten() if kind == INT8_ROWS else None
         else:
@@ -86,6 +88,8 @@ class Library:
         self._threads = ctypes.c_int64(num_threads)
         self.has_tiles = self.use_tiles(True)
         """Whether the machine multiplies in tiles (AMX)."""
+        self.pages = HugePages()
+        """Where weights lie."""
 
     def use_tiles(self, wanted: bool) -> bool:
         """Whether products run in tiles from now on, in this process: where the machine has them,
@@ -98,7 +102,7 @@ class Library:
 
     def pack(self, weight: Tensor) -> Tensor:
         """A copy of `weight` (out, in) in panels."""
-        packed = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        packed = self.pages.take(weight.shape, weight.dtype)
         given = weight.contiguous()
         rows, columns = map(ctypes.c_int64, weight.shape)
         self._code.pack(_at(given), rows, columns, _at(packed), self._threads)

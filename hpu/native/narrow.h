@@ -31,8 +31,6 @@ constexpr int64_t group_bytes(int64_t kind) {
                              : (kind == INT8_GROUPS ? 32 : 0) + PANEL * GROUP;
 }
 
-constexpr int64_t AHEAD = 1024;  // bytes of a panel that are asked for before they are needed
-
 // Pairs of inputs 4q to 4q + 3 of a group, the first and the second of each: whole numbers, which
 // bfloat16 has too.
 template <int KIND>
@@ -216,9 +214,7 @@ void multiply_quantized(const Product& by, const bf16* x, int64_t rows, const En
 
 // This thread's share of x (rows, inputs) times `by`.
 void multiply(const Product& by, const bf16* x, int64_t rows, const End& end) {
-  const int64_t panels = by.outputs / PANEL / (end.gated ? 2 : 1);
-  const int64_t threads = omp_get_num_threads(), mine = omp_get_thread_num();
-  const Range range{panels * mine / threads, panels * (mine + 1) / threads};
+  const Range range = share_of(by, end.gated);
   switch (by.kind) {
     case INT8_ROWS: return multiply_quantized<INT8_ROWS>(by, x, rows, end, range);
     case INT8_GROUPS: return multiply_quantized<INT8_GROUPS>(by, x, rows, end, range);

@@ -2,6 +2,7 @@
 // or tiles (AMX). Knows no models. Part of decode.cpp.
 //
 // Weights lie in panels of 16 outputs, two inputs side by side, as dot products and tiles read them.
+// Each part is asked for ahead: the processor by itself does so too late, and stops where a page ends.
 
 #pragma once
 
@@ -33,6 +34,7 @@ constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
 constexpr int PANEL = 16;
 constexpr int TILE_INPUTS = 32;
 constexpr int64_t CHUNK = 1 << 20;  // bytes of weights that stay in the second cache
+constexpr int64_t AHEAD = 1024;     // bytes of a panel that are asked for before they are needed
 
 // The greatest number of a row so far, in each lane of a panel, and the panel it is from: the first of
 // several. Once a lane is no number it stays so.
@@ -68,6 +70,13 @@ struct Range {
   int64_t first, last;
 };
 
+// This thread's share of a product's panels.
+inline Range share_of(const Product& by, bool gated) {
+  const int64_t panels = by.outputs / PANEL / (gated ? 2 : 1);
+  const int64_t threads = omp_get_num_threads(), mine = omp_get_thread_num();
+  return {panels * mine / threads, panels * (mine + 1) / threads};
+}
+
 // Where the range's panels lie, and how far behind each its partner.
 struct Panels {
   const bf16* first;
@@ -76,6 +85,17 @@ struct Panels {
 
 inline Panels panels_of(const Product& by, Range range) {
   return {by.weight + range.first * by.inputs * PANEL, by.outputs / 2 * by.inputs};
+}
+
+// Asks for the beginning of this thread's share, which is multiplied as soon as others have come so far.
+inline void expect(const Product& by, bool gated) {
+  if (by.kind != WIDE) return;
+  const int64_t panel = by.inputs * PANEL;
+  const Panels from = panels_of(by, share_of(by, gated));
+  const int64_t far = gated ? from.partner : 2 * panel;
+  for (const bf16* at : {from.first, from.first + panel, from.first + far, from.first + far + panel})
+    for (int64_t byte = 0; byte < 2 * AHEAD; byte += 64)
+      _mm_prefetch((const char*)at + byte, _MM_HINT_T1);
 }
 
 // How many panels to take at once of those left, `most` at best, and by how many that goes forward.
@@ -140,9 +160,11 @@ inline void dots(const bf16* x, int64_t stride, const bf16* weight, int64_t pane
     for (int p = 0; p < PANELS; ++p) acc[r][p] = _mm512_setzero_ps();
   for (int64_t k = 0; k < pairs; ++k) {
     __m512bh w[PANELS];
-    for (int p = 0; p < PANELS; ++p)
-      w[p] = (__m512bh)_mm512_loadu_si512(weight + p % NEAR * panel + p / NEAR * far +
-                                          k * 2 * PANEL);
+    for (int p = 0; p < PANELS; ++p) {
+      const bf16* at = weight + p % NEAR * panel + p / NEAR * far + k * 2 * PANEL;
+      _mm_prefetch((const char*)at + AHEAD, _MM_HINT_T0);
+      w[p] = (__m512bh)_mm512_loadu_si512(at);
+    }
     for (int r = 0; r < ROWS; ++r) {
       int32_t pair;
       std::memcpy(&pair, x + r * stride + 2 * k, 4);
@@ -222,28 +244,33 @@ struct Unfinished {
   }
 };
 
-// Asks for a tile of weights into the second cache.
+// Asks for the tile of a panel that is read a step later.
 inline void ask_for_tile(const bf16* from) {
-  for (int i = 0; i < 16; ++i) _mm_prefetch((const char*)(from + i * 32), _MM_HINT_T1);
+  for (int i = 0; i < 16; ++i)
+    _mm_prefetch((const char*)(from + i * TILE_INPUTS), _MM_HINT_T0);
 }
 
-// Up to 16 rows times 4 panels.
+// Up to 16 rows times 4 panels. `next`: where the panels after them begin.
 void tiles_by_four(const bf16* a, int64_t stride, const bf16* w, int64_t panel, int64_t far,
-                   int64_t steps, Unfinished& before) {
+                   int64_t steps, const bf16* next, Unfinished& before) {
   const int each = (32 + steps - 1) / steps;
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
   for (int64_t k = 0; k < steps; ++k) {
-    const bf16* at = w + k * 512;
+    const bf16 *at = w + k * 512, *later = k + 1 < steps ? at + 512 : next;
     _tile_loadd(4, a + k * 32, stride);
+    ask_for_tile(later);
     _tile_loadd(6, at, 64);
     _tile_dpbf16ps(0, 4, 6);
+    ask_for_tile(later + panel);
     _tile_loadd(7, at + panel, 64);
     _tile_dpbf16ps(1, 4, 7);
+    ask_for_tile(later + far);
     _tile_loadd(6, at + far, 64);
     _tile_dpbf16ps(2, 4, 6);
+    ask_for_tile(later + far + panel);
     _tile_loadd(7, at + far + panel, 64);
     _tile_dpbf16ps(3, 4, 7);
     before.finish_some(each);
@@ -256,9 +283,9 @@ void tiles_by_four(const bf16* a, int64_t stride, const bf16* w, int64_t panel, 
   _tile_stored(3, sums + 768, 64);
 }
 
-// Up to 32 rows times 2 panels, or 1. `soon`: the panels after them, if they are worth asking for.
+// Up to 32 rows times 2 panels, or 1. `next`: as above.
 void tiles_by_two(const bf16* a, int64_t stride, int count, const bf16* w, int64_t far,
-                  int64_t steps, int wide, const bf16* soon, Unfinished& before) {
+                  int64_t steps, int wide, const bf16* next, Unfinished& before) {
   const bf16* a1 = a + 8 * stride;
   const int each = (32 + steps - 1) / steps;
   _tile_zero(0);
@@ -266,12 +293,13 @@ void tiles_by_two(const bf16* a, int64_t stride, int count, const bf16* w, int64
   _tile_zero(2);
   _tile_zero(3);
   for (int64_t k = 0; k < steps; ++k) {
-    const bf16* at = w + k * 512;
-    if (soon) ask_for_tile(soon + k * 512), ask_for_tile(soon + far + k * 512);
+    const bf16 *at = w + k * 512, *later = k + 1 < steps ? at + 512 : next;
     _tile_loadd(4, a + k * 32, stride);
+    ask_for_tile(later);
     _tile_loadd(6, at, 64);
     _tile_dpbf16ps(0, 4, 6);
     if (wide == 2) {
+      ask_for_tile(later + far);
       _tile_loadd(7, at + far, 64);
       _tile_dpbf16ps(1, 4, 7);
     }
@@ -311,10 +339,9 @@ void multiply_tiles(const Product& by, const Panels& from, const bf16* x, int64_
         const auto [wide, step] = width_of(stop - p, end, count <= 16 ? 4 : 2);
         const int64_t far = end.gated ? from.partner : wide / 2 * panel;
         const bf16 *a = x + row * by.inputs, *w = from.first + (p - range.first) * panel;
-        // Where nobody has read them yet, and there is work enough to hide it.
-        const bf16* soon = row == 0 && rows > 32 ? w + step * panel : nullptr;
-        if (wide == 4) tiles_by_four(a, stride, w, panel, far, steps, before);
-        else tiles_by_two(a, stride, count, w, far, steps, wide, soon, before);
+        const bf16* next = w + step * panel;
+        if (wide == 4) tiles_by_four(a, stride, w, panel, far, steps, next, before);
+        else tiles_by_two(a, stride, count, w, far, steps, wide, next, before);
         before.row = row, before.panel = p, before.wide = wide, before.count = count;
         before.done = 0;
         p += step;
