@@ -1,4 +1,4 @@
-"""The static inputs of a bucket: one block of integers on the device, two on the host used in turn.
+"""The static inputs of a bucket: a block of integers on the device, two on the host used in turn.
 Knows shapes, not what is written into them."""
 
 import itertools
@@ -119,9 +119,12 @@ class Inputs(Generic[F]):
         self._backend = backend
         self._make_set = partial(_HostSet, shapes, make, backend)
         # Of a shape that may never come again, the second is made when it does.
-        self._sets = [self._make_set() for _ in range(2 if is_static else 1)]
+        has_own = not backend.shares_host_memory
+        self._sets = [self._make_set() for _ in range(2 if is_static and has_own else 1)]
         self._turn = 0
-        self._flat = backend.zeros((self._sets[0].flat.numel(),), backend.index_dtype)
+        self._flat = self._sets[0].flat
+        if has_own:
+            self._flat = backend.zeros((self._flat.numel(),), backend.index_dtype)
         pieces = torch.split(self._flat, [math.prod(shape) for shape in shapes])
         self.views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
         """The device's side of the fields."""
@@ -137,7 +140,10 @@ class Inputs(Generic[F]):
         return mine.fields
 
     def upload(self) -> None:
-        """Send the set over. The device takes it after the launches given before."""
+        """Send the set over. The device takes it after the launches given before. One that reads
+        the host's memory has run those, and needs neither a copy nor a second set."""
+        if self._backend.shares_host_memory:
+            return
         mine = self._sets[self._turn]
         self._backend.upload(self._flat, mine.flat)
         mine.read = self._backend.event()

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from config.model import ModelConfig
 from hpu.layers.attention import Attention, HeadNorm, HeadShape
-from hpu.layers.context import DecodeContext, LaunchContext, PrefillContext, TextContext
+from hpu.layers.context import DecodeContext, LaunchContext, PrefillContext
 from hpu.layers.embedding import Embedding
 from hpu.layers.launch_plan import Windows, plan_launch
 from hpu.layers.linear import Linear, can_pack, multiplications
 from hpu.models.layer import MLP, Layer, Norm
 from hpu.models.places import Place, parts, whole
-from hpu.native.decoder import NativeDecoder, Sizes
+from hpu.native.decoder import EndWeights, NativeDecoder, Sizes
 from hpu.native.library import Library, PackedLinear, packer
 from hpu.ops.kernels import Kernels
 from hpu.ops.rope import Rotary, Rotation
@@ -131,8 +131,11 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, context: LaunchContext) -> Tensor:
         """Hidden states (B, Q, hidden) of `tokens` (B, Q), normed and ready for `logits`."""
-        if self._native is not None and not isinstance(context, TextContext):
-            return self._run_native(self._native, tokens, context)
+        native = self._native
+        if native is not None and isinstance(context, DecodeContext):
+            return native(tokens, context)
+        if native is not None and isinstance(context, PrefillContext):
+            return native.prompt(tokens, context)
         rotation: Rotation = self.rotary(context.positions)
         plan = plan_launch(
             context,
@@ -146,15 +149,6 @@ class Decoder(nn.Module):
         for layer in self.layers:
             total = layer(total, rotation, plan)
         return self.norm(total)  # type: ignore[no-any-return]
-
-    def _run_native(
-        self, native: NativeDecoder, tokens: Tensor, context: DecodeContext | PrefillContext
-    ) -> Tensor:
-        total: Tensor = self.embedding(tokens)
-        rows = self.rotary.table.index_select(0, context.positions.reshape(-1))
-        if isinstance(context, DecodeContext):
-            return native(total, rows, context)
-        return native.prompt(total, rows, context)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(M, hidden) to (M, vocab), in the model's dtype."""
@@ -262,6 +256,7 @@ class Decoder(nn.Module):
             config.rms_norm_eps,
             shape.scale,
             spec.residual_multiplier,
+            spec.embedding_multiplier,
         )
         if not sizes.fit or config.hidden_act not in ("silu", "swish"):
             return None
@@ -269,7 +264,8 @@ class Decoder(nn.Module):
         found = [weights for weights in layers if weights is not None]
         if len(found) < len(layers):
             return None
-        return NativeDecoder(library, sizes, found, self.norm.weight, self._block_size)
+        ends = EndWeights(self.norm.weight, self.embedding.weight, self.rotary.table)
+        return NativeDecoder(library, sizes, found, ends, self._block_size)
 
     def places(self) -> Iterator[tuple[str, Place]]:
         """Every tensor a checkpoint must hold: its name and where it goes."""

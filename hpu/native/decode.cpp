@@ -34,7 +34,7 @@ void turn(const Model& m, const Layer& layer, const Step& s, int64_t row, int64_
       store(x + d, _mm512_mul_ps(load(normed + d), weight));
     }
   }
-  const bf16 *cos = s.rotation + row * 2 * m.rotated, *sin = cos + m.rotated;
+  const bf16 *cos = m.rotation + s.positions[row] * 2 * m.rotated, *sin = cos + m.rotated;
   const int64_t half = m.rotated / 2;
   alignas(64) bf16 turned[MOST_HEAD];
   for (int64_t d = 0; d < m.rotated; d += 16) {
@@ -57,6 +57,20 @@ void file_group(const Model& m, const Layer& layer, const Step& s, int64_t row, 
 }
 
 // What follows is called by all threads of a region.
+
+// The embedded tokens, which the residual stream begins with.
+void embed(const Model& m, const Step& s) {
+#pragma omp for
+  for (int64_t r = 0; r < s.rows; ++r) {
+    const bf16* from = m.embedding + s.tokens[r] * m.hidden;
+    bf16* to = s.total + r * m.hidden;
+    if (m.embedding_multiplier == 1)
+      std::memcpy(to, from, m.hidden * sizeof(bf16));
+    else
+      for (int64_t i = 0; i < m.hidden; i += 16)
+        store(to + i, _mm512_mul_ps(load(from + i), _mm512_set1_ps(m.embedding_multiplier)));
+  }
+}
 
 void norm_rows(const Model& m, const Step& s, const bf16* weight) {
 #pragma omp for
@@ -153,15 +167,17 @@ void best_of_all(const Product* by, const bf16* x, int64_t rows, int64_t* places
 // One token a row through all layers and the last norm, into step->hidden.
 void decode(const Model* model, const Step* step, int64_t threads) {
   const Model& m = *model;
-  const Step& s = *step;
+  Step s = *step;
   const int64_t query = m.heads * m.head_dim, heads = query + 2 * m.kv_heads * m.head_dim;
   const int64_t group = m.heads / m.kv_heads * m.head_dim;
   const std::vector<Span> spans = spans_of(s);
-  static thread_local Scratch first, second;
+  static thread_local Scratch first, second, stream;
+  s.total = stream.room<bf16>(s.rows * m.hidden);
   bf16* wide = first.room<bf16>(s.rows * heads);
   bf16* inside = second.room<bf16>(s.rows * std::max(query, m.inner));
 #pragma omp parallel num_threads(threads)
   {
+    embed(m, s);
     for (int64_t l = 0; l < m.num_layers; ++l) {
       const Layer& layer = m.layers[l];
       project(m, layer, s, wide);
@@ -184,14 +200,16 @@ void decode(const Model* model, const Step* step, int64_t threads) {
 // The tokens of prompts, the step's rows, through all layers and the last norm, into step->hidden.
 void prompt(const Model* model, const Step* step, const Prompts* prompts, int64_t threads) {
   const Model& m = *model;
-  const Step& s = *step;
+  Step s = *step;
   const int64_t query = m.heads * m.head_dim, heads = query + 2 * m.kv_heads * m.head_dim;
-  static thread_local Scratch first, second, third;
+  static thread_local Scratch first, second, third, stream;
+  s.total = stream.room<bf16>(s.rows * m.hidden);
   bf16* wide = first.room<bf16>(s.rows * heads);
   bf16* inside = second.room<bf16>(s.rows * std::max(query, m.inner));
   Scratch& laid = third;
 #pragma omp parallel num_threads(threads)
   {
+    embed(m, s);
     for (int64_t l = 0; l < m.num_layers; ++l) {
       const Layer& layer = m.layers[l];
       project(m, layer, s, wide);

@@ -26,18 +26,19 @@ class _Layer(ctypes.Structure):
 
 class _Model(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("layers", "norm")),
+        *((name, ctypes.c_void_p) for name in ("layers", "norm", "embedding", "rotation")),
         *((name, ctypes.c_int64) for name in ("num_layers", "hidden", "inner", "heads")),
         *((name, ctypes.c_int64) for name in ("kv_heads", "head_dim", "rotated", "block_size")),
         *((name, ctypes.c_float) for name in ("eps", "scale", "multiplier")),
+        ("embedding_multiplier", ctypes.c_float),
     )
 
 
 class _Step(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "blocks")),
-        *((name, ctypes.c_void_p) for name in ("positions", "slots", "block_list", "groups")),
-        *((name, ctypes.c_void_p) for name in ("starts", "usage", "rotation", "total", "hidden")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "positions", "slots", "block_list")),
+        *((name, ctypes.c_void_p) for name in ("groups", "starts", "usage", "hidden", "total")),
     )
 
 
@@ -65,6 +66,16 @@ class LayerWeights(NamedTuple):
     """Tokens that a query sees, itself included; 0: all."""
 
 
+class EndWeights(NamedTuple):
+    """What lies around the layers, in bfloat16."""
+
+    norm: Tensor
+    embedding: Tensor
+    """(tokens, hidden)"""
+    rotation: Tensor
+    """(positions, 2 * rotated): cos, then sin with its first half negated."""
+
+
 class Sizes(NamedTuple):
     """What all layers share."""
 
@@ -77,6 +88,7 @@ class Sizes(NamedTuple):
     eps: float
     scale: float
     multiplier: float
+    embedding_multiplier: float
 
     @property
     def fit(self) -> bool:
@@ -91,56 +103,57 @@ class Sizes(NamedTuple):
 
 
 class NativeDecoder:
-    """All layers and the last norm."""
+    """From tokens to the last norm."""
 
     def __init__(
         self,
         library: Library,
         sizes: Sizes,
         layers: Sequence[LayerWeights],
-        norm: Tensor,
+        ends: EndWeights,
         block_size: int,
     ) -> None:
         assert sizes.fit
         self._library = library
-        self._kept = (tuple(layers), norm)
+        self._hidden = sizes.hidden
+        self._kept = (tuple(layers), ends)
         self._layers = (_Layer * len(layers))(*map(_layer, layers))
         self._model = _Model(
-            ctypes.addressof(self._layers), norm.data_ptr(), len(layers), *sizes[:6], block_size
+            ctypes.addressof(self._layers),
+            *(tensor.data_ptr() for tensor in ends),
+            len(layers),
+            *sizes[:6],
+            block_size,
+            *sizes[6:],
         )
-        self._model.eps, self._model.scale, self._model.multiplier = sizes[6:]
 
-    def __call__(self, total: Tensor, rotation: Tensor, context: DecodeContext) -> Tensor:
-        """(B, 1, hidden) to the same, normed. `total` holds the embedded tokens and is overwritten;
-        `rotation` (B, 2 * rotated) is cos, then sin with its first half negated."""
-        hidden = torch.empty_like(total)
-        columns = [
-            *(context.positions, context.slots, context.block_list, context.block_groups),
-            *(context.block_starts, context.block_usage),
-        ]
-        assert all(column.dtype == torch.int64 for column in columns)
-        given = [*(column.contiguous() for column in columns), rotation, total, hidden]
-        step = _Step(
-            total.shape[0], context.block_list.shape[0], *(tensor.data_ptr() for tensor in given)
-        )
+    def __call__(self, tokens: Tensor, context: DecodeContext) -> Tensor:
+        """(B, 1) to (B, 1, hidden), normed."""
+        hidden = self._room(tokens)
+        given = map(_address, (tokens, *context))
+        step = _Step(len(tokens), len(context.block_list), *given, hidden.data_ptr())
         self._library.decode(self._model, step)
         return hidden
 
-    def prompt(self, total: Tensor, rotation: Tensor, context: PrefillContext) -> Tensor:
-        """(B, Q, hidden) to the same, normed: the new tokens of prompts, over what is cached of
-        them. The rest is as for a decode, with B * Q rows."""
-        hidden = torch.empty_like(total)
-        batch, length, _ = total.shape
-        blocks = context.block_list.shape[0] // batch
-        columns = [context.slots, context.block_list, context.query_lens, context.context_lens]
-        assert all(column.dtype == torch.int64 for column in columns)
-        slots, block_list, query_lens, context_lens = (column.contiguous() for column in columns)
-        step = _Step(rows=batch * length, slots=slots.data_ptr(), block_list=block_list.data_ptr())
-        step.rotation, step.total = rotation.data_ptr(), total.data_ptr()
-        step.hidden = hidden.data_ptr()
-        lengths = (query_lens.data_ptr(), context_lens.data_ptr())
-        self._library.prompt(self._model, step, _Prompts(batch, length, blocks, *lengths))
+    def prompt(self, tokens: Tensor, context: PrefillContext) -> Tensor:
+        """(B, Q) to (B, Q, hidden), normed: the new tokens of prompts, over what is cached of
+        them."""
+        hidden = self._room(tokens)
+        batch, length = tokens.shape
+        columns = (tokens, context.positions, context.slots, context.block_list)
+        step = _Step(batch * length, 0, *map(_address, columns), hidden=hidden.data_ptr())
+        lengths = map(_address, (context.query_lens, context.context_lens))
+        prompts = _Prompts(batch, length, len(context.block_list) // batch, *lengths)
+        self._library.prompt(self._model, step, prompts)
         return hidden
+
+    def _room(self, tokens: Tensor) -> Tensor:
+        return torch.empty((*tokens.shape, self._hidden), dtype=torch.bfloat16)
+
+
+def _address(column: Tensor) -> int:
+    assert column.dtype == torch.int64 and column.is_contiguous()
+    return column.data_ptr()
 
 
 def _layer(weights: LayerWeights) -> _Layer:

@@ -16,18 +16,18 @@ struct Layer {
 
 struct Model {
   const Layer* layers;
-  const bf16* norm;
+  const bf16 *norm, *embedding;  // (hidden), (tokens, hidden)
+  const bf16* rotation;          // (positions, 2 * rotated): cos, then sin with its first half negated
   int64_t num_layers, hidden, inner, heads, kv_heads, head_dim, rotated, block_size;
-  float eps, scale, multiplier;
+  float eps, scale, multiplier, embedding_multiplier;
 };
 
-// As hpu/layers/context.py has it; rotation (rows, 2 * rotated) is cos, then sin with its first
-// half negated; total (rows, hidden) the embedded tokens, which become the residual stream.
+// As hpu/layers/context.py has it. The residual stream, total (rows, hidden), is laid out by the call;
+// hidden, its norm in the end, is for the caller.
 struct Step {
   int64_t rows, blocks;
-  const int64_t *positions, *slots, *block_list, *groups, *starts, *usage;
-  const bf16* rotation;
-  bf16 *total, *hidden;
+  const int64_t *tokens, *positions, *slots, *block_list, *groups, *starts, *usage;
+  bf16 *hidden, *total;
 };
 
 // Of prompts, right-padded, whose tokens are the rows of a step and whose cached blocks its list: as

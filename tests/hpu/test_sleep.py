@@ -56,7 +56,8 @@ def said(rig: WorkerRig) -> list[list[int]]:
 
 
 def live_bytes() -> int:
-    """Of all tensors that anyone holds."""
+    """Of all tensors that anyone holds, those too that are kept from the collector."""
+    gc.unfreeze()
     gc.collect()
     held = [one.untyped_storage() for one in gc.get_objects() if type(one) is torch.Tensor]
     held += [one.untyped_storage() for one in gc.get_objects() if type(one) is torch.nn.Parameter]

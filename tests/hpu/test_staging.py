@@ -1,5 +1,6 @@
 """Static inputs of buckets."""
 
+import pytest
 import torch
 
 from hpu.backends.cpu import CpuBackend
@@ -8,8 +9,18 @@ from hpu.staging import MAX_PASSING, BucketInputs, DecodeFields, PrefillFields, 
 from hpu.step import DECODE, PREFILL
 
 
-def test_what_is_written_for_a_prefill_is_what_its_context_holds() -> None:
-    inputs = BucketInputs((PREFILL, 2, 3, 4), CpuBackend(num_threads=1), is_static=True)
+class Card(CpuBackend):
+    """With memory of its own, as it says."""
+
+    shares_host_memory = False
+
+
+BOTH = pytest.mark.parametrize("kind", [CpuBackend, Card])
+
+
+@BOTH
+def test_what_is_written_for_a_prefill_is_what_its_context_holds(kind: type[CpuBackend]) -> None:
+    inputs = BucketInputs((PREFILL, 2, 3, 4), kind(num_threads=1), is_static=True)
     fields = inputs.fields()
     assert isinstance(fields, PrefillFields)
 
@@ -34,8 +45,9 @@ def test_what_is_written_for_a_prefill_is_what_its_context_holds() -> None:
     ]
 
 
-def test_what_is_written_for_a_decode_is_what_its_context_holds() -> None:
-    inputs = BucketInputs((DECODE, 2, 1, 5), CpuBackend(num_threads=1), is_static=True)
+@BOTH
+def test_what_is_written_for_a_decode_is_what_its_context_holds(kind: type[CpuBackend]) -> None:
+    inputs = BucketInputs((DECODE, 2, 1, 5), kind(num_threads=1), is_static=True)
     fields = inputs.fields()
     assert isinstance(fields, DecodeFields)
 
@@ -51,7 +63,7 @@ def test_what_is_written_for_a_decode_is_what_its_context_holds() -> None:
 
 
 def test_the_set_a_launch_may_still_read_is_not_the_one_written_next() -> None:
-    inputs = BucketInputs((PREFILL, 1, 1, 0), CpuBackend(num_threads=1), is_static=True)
+    inputs = BucketInputs((PREFILL, 1, 1, 0), Card(num_threads=1), is_static=True)
     first = inputs.fields()
     inputs.upload()
 
@@ -62,8 +74,9 @@ def test_the_set_a_launch_may_still_read_is_not_the_one_written_next() -> None:
     assert inputs.fields() is first
 
 
-def test_the_device_tensors_stay_in_place_from_launch_to_launch() -> None:
-    staging = Staging(CpuBackend(num_threads=1), BucketInputs)
+@BOTH
+def test_the_device_tensors_stay_in_place_from_launch_to_launch(kind: type[CpuBackend]) -> None:
+    staging = Staging(kind(num_threads=1), BucketInputs)
     staging.prepare((PREFILL, 1, 4, 2))
 
     places = set()

@@ -117,7 +117,7 @@ class PagedHarness:
                 blocks.append((block, index, start, usage))
             self._lengths[row] = position + 1
         blocks += [(self.pad_block, -1, 0, 1)] * pad_blocks
-        block_list, groups, starts, usage_column = torch.tensor(blocks).unbind(1)
+        block_list, groups, starts, usage_column = torch.tensor(blocks).t().contiguous()
         hidden = self.model(
             tokens, DecodeContext(positions, slots, block_list, groups, starts, usage_column)
         )
