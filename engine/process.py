@@ -1,4 +1,4 @@
-"""The engine process: one thread reads sockets, one writes them, the main one runs the loop."""
+"""The engine process: one thread reads sockets, the main one runs the loop."""
 
 import logging
 import os
@@ -6,7 +6,6 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable
-from queue import SimpleQueue
 
 import msgspec
 
@@ -83,7 +82,7 @@ def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
         orders.config, output.put, num_front_ends=orders.num_front_ends, engine=orders.engine
     )
     source = Input(orders, wires, loop)
-    output.start(loop.stop)
+    output.on_error = loop.stop
     source.start()
     executor: Executor | None = None
     code, message = 0, "the engine was told to stop"
@@ -117,48 +116,37 @@ def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
 
 
 class Output:
-    """The thread that encodes and sends. Its queue needs no bound: the thread never waits, and a
-    front-end that does not read ends the engine."""
+    """Encodes and sends at once, on whichever thread has something to say, one at a time: a thread
+    of its own would wait until the next step computes, and take that one's core. A send never
+    waits; a front-end that does not read ends the engine."""
 
     def __init__(self, orders: EngineOrders, wires: Wires) -> None:
-        self._orders = orders
-        self._wires = wires
-        self._queue: SimpleQueue[tuple[int | None, FromEngine] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="output", daemon=True)
-
-    def start(self, on_error: Callable[[BaseException], None]) -> None:
-        self._on_error = on_error
-        self._thread.start()
+        self._lines: list[Line[FromEngine, ToEngine]] = [
+            wires.connect_dealer(
+                front_end_endpoint(orders.directory, index), f"{orders.engine}.out", ToEngine
+            )
+            for index in range(orders.num_front_ends)
+        ]
+        # Whom a signal interrupts with the lock in hand has a last word to say.
+        self._lock = threading.RLock()
+        self.on_error: Callable[[BaseException], None] = lambda error: None
+        """Told why a message could not be sent, on the thread that had it."""
 
     def put(self, front_end: int | None, message: FromEngine) -> None:
         """Send to one front-end, or to all (None). Any thread."""
-        self._queue.put((front_end, message))
-
-    def close(self) -> None:
-        """Send what was put, then end."""
-        self._queue.put(None)
-        self._thread.join(LINGER_S)
-
-    def _run(self) -> None:
-        lines = [
-            self._wires.connect_dealer(
-                front_end_endpoint(self._orders.directory, index),
-                f"{self._orders.engine}.out",
-                ToEngine,
-            )
-            for index in range(self._orders.num_front_ends)
-        ]
         try:
-            while (item := self._queue.get()) is not None:
-                front_end, message = item
-                to = range(len(lines)) if front_end is None else (front_end,)
+            with self._lock:
+                to = range(len(self._lines)) if front_end is None else (front_end,)
                 for index in to:
-                    if not lines[index].send(message):
+                    if not self._lines[index].send(message):
                         raise EngineDied(f"front-end {index} left {HIGH_WATER} messages unread")
         except Exception as error:
-            self._on_error(error)
-        finally:
-            for line in lines:
+            self.on_error(error)
+
+    def close(self) -> None:
+        """Hang up; what was put has LINGER_S to leave."""
+        with self._lock:
+            for line in self._lines:
                 line.close(LINGER_S)
 
 

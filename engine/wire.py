@@ -56,7 +56,7 @@ def endpoint(directory: str, name: str) -> str:
 
 
 class Line(Generic[Sent, Received]):
-    """A channel to one peer. Belongs to the thread that uses it."""
+    """A channel to one peer. For one thread, or one at a time."""
 
     def __init__(self, socket: "zmq.Socket[bytes]", received: Any) -> None:
         self._socket = socket
