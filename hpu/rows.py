@@ -171,11 +171,12 @@ class Rows:
         self._fill_blocks(launch, rows, positions, out)
 
         out.rows[:n] = rows
-        out.rows[n:] = self.max_rows
         out.positions[:n, 0] = positions
-        out.positions[n:] = 0
         out.slots[:n] = self._slots(rows, positions)
-        out.slots[n:] = np.resize(self._pad_slots, len(out.slots) - n)
+        if n < len(out.rows):
+            out.rows[n:] = self.max_rows
+            out.positions[n:] = 0
+            out.slots[n:] = np.resize(self._pad_slots, len(out.slots) - n)
         self._num_computed[rows] += 1
         self._num_known[rows] += 1
 
@@ -199,19 +200,20 @@ class Rows:
         # Where each block's entry stands: at its own number, or one behind the other.
         entries = blocks if self.contiguous else slice(wanted)
         lasts = blocks[ends - 1] if self.contiguous else ends - 1
-        out.block_list[:] = self.pad_block
+        if self.contiguous or wanted < total:
+            out.block_list[:] = self.pad_block
+            out.block_groups[:] = -1
+            out.block_starts[:] = 0
+            out.block_usage[:] = 1
         if not self.contiguous:
             out.block_list[entries] = blocks
-        out.block_groups[:] = -1
         out.block_groups[entries] = groups
         if self.contiguous and np.count_nonzero(out.block_groups >= 0) < len(blocks):
             raise RuntimeError(
                 f"rows {launch.rows} hold {len(blocks)} blocks, "
                 f"{np.count_nonzero(out.block_groups >= 0)} different ones: a slice shows each once"
             )
-        out.block_starts[:] = 0
         out.block_starts[entries] = places * self.block_size
-        out.block_usage[:] = 1
         out.block_usage[entries] = self.block_size
         out.block_usage[lasts] = positions % self.block_size + 1
 

@@ -235,7 +235,7 @@ class Runner(Steps):
         # Padded up to the batch where a new shape would mean a new compilation.
         width = len(inputs.rows) if self._pads else count
         if inputs.last is None:
-            return hidden[:width]
+            return hidden if width == len(hidden) else hidden[:width]
         return hidden.index_select(0, inputs.last[:width])
 
     def _sample(self, forward: Forward) -> None:
@@ -249,7 +249,10 @@ class Runner(Steps):
             sampled = self._sampler.sample(forward.logits, done.rows)
         # A token of -1 (logits that were not numbers) may be read by a step already planned.
         known = sampled.tokens.clamp(0, self._vocab_size - 1)
-        self._last_tokens.index_copy_(0, forward.inputs.rows[: len(known)], known)
+        rows = forward.inputs.rows
+        if len(known) < len(rows):
+            rows = rows[: len(known)]
+        self._last_tokens.index_copy_(0, rows, known)
         done.tokens = self._backend.to_host(sampled.tokens)
         done.kept = sampled.kept
         if sampled.logprobs is not None:

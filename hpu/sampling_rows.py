@@ -73,8 +73,8 @@ class SamplingRows:
         self._rows: list[RowSampling] = [_NOTHING] * max_rows
         self._seeds = np.zeros(max_rows, dtype=np.uint64)
         self._generated = np.zeros(max_rows, dtype=np.int64)
-        self._is_plain = np.ones(max_rows, dtype=np.bool_)
-        """Rows whose most likely token is all that is asked."""
+        self._demanding: set[int] = set()
+        """Rows that ask for more than their most likely token."""
         self._masks = RowMasks(max_rows, vocab_size)
         self._batches: dict[tuple[int, tuple[int, ...]], SamplingBatch] = {}
 
@@ -83,14 +83,15 @@ class SamplingRows:
         self._rows[row] = sampling
         self._seeds[row] = sampling.seed & (2**64 - 1)
         self._generated[row] = num_generated
-        self._is_plain[row] = self._wants_nothing(sampling)
+        keep = self._demanding.discard if self._wants_nothing(sampling) else self._demanding.add
+        keep(row)
         self._masks.open(row)
         self._batches.clear()
 
     def release(self, row: int) -> None:
         """Forget `row`."""
         self._rows[row] = _NOTHING
-        self._is_plain[row] = True
+        self._demanding.discard(row)
         self._batches.clear()
 
     def mask(self, rows: list[int], words: npt.NDArray[np.int32]) -> None:
@@ -106,7 +107,7 @@ class SamplingRows:
 
     def are_plain(self, rows: list[int]) -> bool:
         """Whether all that `rows` ask for is the most likely token."""
-        return bool(self._is_plain[rows].all())
+        return not self._demanding or self._demanding.isdisjoint(rows)
 
     def batch(self, rows: list[int], size: int) -> SamplingBatch:
         """The tensors of `rows`, padded to `size`; made anew only when something changed."""
