@@ -1,0 +1,122 @@
+"""How fast the CPU's matrix products read their weights: the compiled kernels beside PyTorch's
+packed product, by turns, with as many weights behind one another as no cache holds.
+
+    python benchmarks/products.py --json products.json --markdown products.md
+
+Shapes are those of the demo model. Beside the rate of one row stands the rate at which the same
+threads read memory that they do nothing with, which is the most there is.
+"""
+
+import argparse
+import datetime
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.machine import machine
+from hpu.backends.cpu import CpuBackend
+from hpu.layers.linear import Linear
+from hpu.native.library import Library, kernel_folder, open_library, packer
+
+SHAPES = {"qkv": (960, 576), "gate_up": (3072, 576), "down": (576, 1536), "head": (49152, 576)}
+"""(outputs, inputs)"""
+BYTES = 120 << 20
+"""Of weights for each shape: more than the last cache."""
+
+Product = Callable[[Tensor], Tensor]
+
+
+def products(shape: tuple[int, int], library: Library | None) -> list[Linear]:
+    """So many layers of one shape, packed, that together they have BYTES."""
+    outputs, inputs = shape
+    made = []
+    for _ in range(max(1, BYTES // (2 * outputs * inputs))):
+        layer = Linear(
+            inputs, outputs, bias=False, dtype=torch.bfloat16, device=torch.device("cpu")
+        )
+        assert layer.weight is not None
+        layer.weight.normal_()
+        layer.pack(pack=packer(library, layer))
+        made.append(layer)
+    return made
+
+
+def rates(kinds: Sequence[Sequence[Product]], given: Tensor, size: int, rounds: int) -> list[float]:
+    """GB/s of each kind, which has products of `size` bytes: medians, taken by turns."""
+    seconds: list[list[float]] = [[] for _ in kinds]
+    for _ in range(rounds):
+        for kind, times in zip(kinds, seconds, strict=True):
+            start = time.perf_counter()
+            for product in kind:
+                product(given)
+            times.append((time.perf_counter() - start) / len(kind))
+    return [size / median(times[1:]) / 1e9 for times in seconds]
+
+
+def reading_rate(rounds: int) -> float:
+    """GB/s of a sum over memory."""
+    memory = torch.zeros(BYTES // 8, dtype=torch.int64)
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        memory.sum()
+        times.append(time.perf_counter() - start)
+    return BYTES / median(times) / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    arguments = parser.parse_args()
+    CpuBackend()  # as many threads as the server takes
+    threads = torch.get_num_threads()
+    library = open_library(kernel_folder(None), threads)
+    if library is None:
+        raise SystemExit("the kernels are not to be had on this machine")
+    found = []
+    with torch.inference_mode():
+        for name, shape in SHAPES.items():
+            kinds = [products(shape, library), products(shape, None)]
+            for rows in arguments.rows:
+                given = torch.randn(rows, shape[1]).bfloat16()
+                ours, theirs = rates(kinds, given, 2 * shape[0] * shape[1], arguments.rounds)
+                memory = reading_rate(arguments.rounds)
+                found.append(
+                    {"product": name, "rows": rows, "ours": ours, "torch": theirs, "read": memory}
+                )
+                print(f"{name}, {rows} rows: {ours:.1f} GB/s, PyTorch {theirs:.1f}", flush=True)
+    lines = [
+        f"{datetime.date.today()}, {machine()}, {threads} threads. GB/s of weights in bfloat16.",
+        "",
+        "| product | rows | compiled kernels | PyTorch's packed one | ratio | a sum of memory |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    lines += [
+        f"| {one['product']} {SHAPES[str(one['product'])]} | {one['rows']} | {one['ours']:.1f} "
+        f"| {one['torch']:.1f} | {float(one['ours']) / float(one['torch']):.2f} "
+        f"| {one['read']:.1f} |"
+        for one in found
+    ]
+    table = "\n".join(lines) + "\n"
+    print(table)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"machine": machine(), "rates": found}, indent=1))
+    if arguments.markdown:
+        arguments.markdown.write_text(table)
+
+
+if __name__ == "__main__":
+    main()
