@@ -83,8 +83,10 @@ class SamplingRows:
         self._rows[row] = sampling
         self._seeds[row] = sampling.seed & (2**64 - 1)
         self._generated[row] = num_generated
-        keep = self._demanding.discard if self._wants_nothing(sampling) else self._demanding.add
-        keep(row)
+        if self._wants_nothing(sampling):
+            self._demanding.discard(row)
+        else:
+            self._demanding.add(row)
         self._masks.open(row)
         self._batches.clear()
 

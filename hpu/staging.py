@@ -119,11 +119,11 @@ class Inputs(Generic[F]):
         self._backend = backend
         self._make_set = partial(_HostSet, shapes, make, backend)
         # Of a shape that may never come again, the second is made when it does.
-        has_own = not backend.shares_host_memory
-        self._sets = [self._make_set() for _ in range(2 if is_static and has_own else 1)]
+        shares = backend.shares_host_memory
+        self._sets = [self._make_set() for _ in range(2 if is_static and not shares else 1)]
         self._turn = 0
         self._flat = self._sets[0].flat
-        if has_own:
+        if not shares:
             self._flat = backend.zeros((self._flat.numel(),), backend.index_dtype)
         pieces = torch.split(self._flat, [math.prod(shape) for shape in shapes])
         self.views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
