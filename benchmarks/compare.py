@@ -5,7 +5,8 @@
         --server 'other=other-server --port {port}' --flags 'other=--no-ignore-eos'
 
 Each server is started by its command, loaded by `gaudiserve bench serve`, and stopped before the
-next begins. Run nothing else meanwhile. Writes OUT.json and OUT.md.
+next begins. Run nothing else meanwhile. Writes OUT.json and OUT.md after each. One that does not
+start is left out and told, and the exit status is 1.
 """
 
 import argparse
@@ -19,8 +20,10 @@ import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from machine import machine
-from started import started
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.machine import machine
+from benchmarks.started import NotStarted, started
 
 
 @dataclass(frozen=True)
@@ -71,19 +74,28 @@ def main() -> int:
     options = _options()
     flags = dict(given.split("=", 1) for given in options.flags)
     chosen = [w for w in WORKLOADS if not options.only or any(o in w.name for o in options.only)]
-    measured = []
+    measured, left_out = [], 0
     for given in options.server:
         name, command = given.split("=", 1)
         extra = shlex.split(flags.get(name, ""))
-        measured.append(_measure(name, command, extra, chosen, options.rounds))
-    report = _markdown(measured, chosen, options.rounds)
-    print(report)
-    out = Path(options.out)
+        try:
+            measured.append(_measure(name, command, extra, chosen, options.rounds))
+        except NotStarted as error:
+            print(f"{name}: {error}; left out", file=sys.stderr, flush=True)
+            left_out += 1
+        else:
+            _write(Path(options.out), measured, _markdown(measured, chosen, options.rounds))
+    if measured:
+        print(_markdown(measured, chosen, options.rounds))
+    return 1 if left_out else 0
+
+
+def _write(out: Path, measured: list[Measured], report: str) -> None:
+    """What there is: what was measured stays where a later server fails or somebody interrupts."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".md").write_text(report)
     facts = {"machine": machine(), "date": _today(), "servers": [asdict(m) for m in measured]}
     out.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
-    return 0
 
 
 def _options() -> argparse.Namespace:

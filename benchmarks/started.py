@@ -13,8 +13,13 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import IO
 
 READY_S = 600.0
+
+
+class NotStarted(SystemExit):
+    """A server that gave no answer: its command has ended, or the time is up."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,7 @@ class Started:
 @contextlib.contextmanager
 def started(command: str, model: str | None = None) -> Iterator[Started]:
     """The server of a command, `{port}` in it replaced by a free one. The first request names
-    `model`, or else the first model that the server lists. Raises SystemExit where none answers."""
+    `model`, or else the first model that the server lists. Raises NotStarted where none answers."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -42,7 +47,10 @@ def started(command: str, model: str | None = None) -> Iterator[Started]:
             start_new_session=True,
         )
         try:
-            _wait(process, port, model)
+            try:
+                _wait(process, port, model)
+            except NotStarted as error:
+                raise NotStarted(f"{error}; its last line: {_last_line(log)}") from None
             yield Started(process.pid, port, time.monotonic() - begun_s)
         finally:
             _stop(process)
@@ -52,9 +60,10 @@ def _wait(process: "subprocess.Popen[bytes]", port: int, model: str | None) -> N
     """Until the server has answered a request."""
     messages = [{"role": "user", "content": "Hello"}]
     end_s = time.monotonic() + READY_S
+    told: Exception | None = None
     while time.monotonic() < end_s:
         if process.poll() is not None:
-            raise SystemExit(f"the server ended with {process.returncode}")
+            raise NotStarted(f"the server ended with {process.returncode}")
         try:
             request = urllib.request.Request(
                 f"http://127.0.0.1:{port}/v1/chat/completions",
@@ -65,9 +74,16 @@ def _wait(process: "subprocess.Popen[bytes]", port: int, model: str | None) -> N
             )
             urllib.request.urlopen(request, timeout=300).read()
             return
-        except (OSError, KeyError, IndexError, ValueError):
+        except (OSError, KeyError, IndexError, ValueError) as error:
+            told = error
             time.sleep(0.1)
-    raise SystemExit(f"the server did not answer within {READY_S:g} s")
+    raise NotStarted(f"the server did not answer within {READY_S:g} s, at last: {told!r}")
+
+
+def _last_line(log: IO[bytes]) -> str:
+    log.seek(0)
+    lines = log.read().decode(errors="replace").splitlines()
+    return next((line for line in reversed(lines) if line.strip()), "none")
 
 
 def _listed(port: int) -> str:
