@@ -10,6 +10,10 @@ from hpu.native.pages import LINE_BYTES, MAP_BYTES, HugePages
 
 MAPS = Path("/proc/self/smaps")
 
+needs_huge_pages = pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages"
+)
+
 
 def flags_at(address: int) -> list[str] | None:
     """What the kernel says of the map that holds `address`; None if none does."""
@@ -49,22 +53,21 @@ def test_what_is_too_large_for_a_map_gets_its_own() -> None:
     assert not behind.any() and large[-1] == 1
 
 
-@pytest.mark.skipif(not MAPS.exists(), reason="only Linux tells of a process's maps")
+@needs_huge_pages
 def test_a_map_is_given_back_with_its_last_piece() -> None:
     pages = HugePages()
     pieces = [pages.take((1000,), torch.uint8) for _ in range(2)]
     address = pieces[0].data_ptr()
     del pages, pieces[0]
     gc.collect()
-    assert flags_at(address) is not None
+    assert "hg" in (flags_at(address) or [])
     del pieces[0]
     gc.collect()
-    assert flags_at(address) is None
+    # Somebody else's map may lie there by now, but not one for huge pages.
+    assert "hg" not in (flags_at(address) or [])
 
 
-@pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages"
-)
+@needs_huge_pages
 def test_the_kernel_is_asked_for_huge_pages() -> None:
     piece = HugePages().take((1000,), torch.uint8)
     flags = flags_at(piece.data_ptr())
