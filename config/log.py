@@ -8,7 +8,16 @@ import sys
 
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(process_role)s %(name)s: %(message)s"
 TIME = "%Y-%m-%d %H:%M:%S"
-CHATTY = ("asyncio", "filelock", "httpcore", "httpx", "huggingface_hub", "transformers", "urllib3")
+CHATTY = (
+    "asyncio",
+    "filelock",
+    "httpcore",
+    "httpx",
+    "huggingface_hub",
+    "torch",
+    "transformers",
+    "urllib3",
+)
 """Libraries whose INFO lines tell an operator nothing about this server."""
 UVICORN = ("uvicorn", "uvicorn.error", "uvicorn.access")
 PROBES = ("/health", "/ready", "/ping", "/metrics", "/is_sleeping", "/load", "/page/state")

@@ -53,6 +53,14 @@ def test_the_level_holds(capsys: pytest.CaptureFixture[str]) -> None:
     assert "hidden" not in err
 
 
+def test_libraries_tell_of_no_more_than_warnings() -> None:
+    log.setup("engine", level="debug")
+
+    compiler = logging.getLogger("torch._subclasses.fake_tensor")
+    assert not compiler.isEnabledFor(logging.INFO)
+    assert compiler.isEnabledFor(logging.WARNING)
+
+
 def access(path: str) -> None:
     logging.getLogger("uvicorn.access").info(
         '%s - "%s %s HTTP/%s" %d', "127.0.0.1:1", "GET", path, "1.1", 200
