@@ -151,9 +151,13 @@ class Decoder(nn.Module):
         return self.norm(total)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(M, hidden) to (M, vocab), in the model's dtype."""
+        """(M, hidden) to (M, vocab), in the model's dtype; in float32 where its product can leave
+        them unrounded: bfloat16 has two of the likeliest tokens equal every so often."""
         assert self.head is not None, "a decoder without a head gives no logits"
-        logits: Tensor = self.head(hidden)
+        product = self.head.product
+        logits: Tensor = (
+            product.exact(hidden) if isinstance(product, PackedLinear) else self.head(hidden)
+        )
         divisor = self.spec.logits_divisor
         return logits if divisor == 1 else logits / divisor
 

@@ -142,7 +142,13 @@ void multiply_all(const Product* by, const bf16* x, int64_t rows, bf16* out, int
   multiply(*by, x, rows, End{out});
 }
 
-// As `multiply_all`, but of each row only the place of its greatest output, the first of several;
+// As `multiply_all`, but the sums stay as they are.
+void exact_all(const Product* by, const bf16* x, int64_t rows, float* out, int64_t threads) {
+#pragma omp parallel num_threads(threads)
+  multiply(*by, x, rows, End{nullptr, nullptr, 0, false, nullptr, out});
+}
+
+// As `exact_all`, but of each row only the place of its greatest output, the first of several;
 // -1 where that is no finite number.
 void best_of_all(const Product* by, const bf16* x, int64_t rows, int64_t* places, int64_t threads) {
   static thread_local Scratch kept;

@@ -71,6 +71,12 @@ class PackedLinear:
         self._library.multiply(self.product, given, given.numel() // self.product.inputs, out)
         return out
 
+    def exact(self, hidden: Tensor) -> Tensor:
+        """(M, in) to (M, out) in float32: sums that are not rounded to bfloat16."""
+        out = hidden.new_empty((len(hidden), self.product.outputs), dtype=torch.float32)
+        self._library.exact(self.product, hidden.contiguous(), len(hidden), out)
+        return out
+
     def best(self, hidden: Tensor) -> Tensor:
         """(M, in) to (M,) of int64, as Library.best_of."""
         places = hidden.new_empty(len(hidden), dtype=torch.int64)
@@ -113,8 +119,13 @@ class Library:
         count = ctypes.c_int64(rows)
         self._code.multiply_all(ctypes.byref(by), _at(hidden), count, _at(out), self._threads)
 
+    def exact(self, by: Product, hidden: Tensor, rows: int, out: Tensor) -> None:
+        """As `multiply`, into `out` of float32."""
+        count = ctypes.c_int64(rows)
+        self._code.exact_all(ctypes.byref(by), _at(hidden), count, _at(out), self._threads)
+
     def best_of(self, by: Product, hidden: Tensor, rows: int, places: Tensor) -> None:
-        """The place of the greatest of each row of what `multiply` gives, into `places` (rows,) of
+        """The place of the greatest of each row of what `exact` gives, into `places` (rows,) of
         int64: the first of several, -1 where that is no finite number."""
         count = ctypes.c_int64(rows)
         self._code.best_of_all(ctypes.byref(by), _at(hidden), count, _at(places), self._threads)

@@ -61,7 +61,8 @@ struct End {
   bf16* total = nullptr;  // (rows, outputs), or else: alpha times them is added
   float alpha = 0;
   bool gated = false;     // out is (rows, outputs / 2): silu(first half) * second half
-  Best* best = nullptr;   // (rows), or else: the greatest is kept, of what would have been in out
+  Best* best = nullptr;   // (rows), or else: the greatest is kept, of what would have been in exact
+  float* exact = nullptr;  // (rows, outputs), or else: they are not rounded
 };
 
 // Panels that one thread is asked for: `first` to `last`, of a gated product those of the first half
@@ -122,7 +123,14 @@ inline void finish(const Product& by, const End& end, const float* sums, int64_t
   if (end.best) {
     for (int q = 0; q < wide; ++q) {
       const __m512 sum = sum_of(by, sums + q * apart, at + q * PANEL);
-      end.best[row].offer(rounded(sum), panel + q);
+      end.best[row].offer(sum, panel + q);
+    }
+    return;
+  }
+  if (end.exact) {
+    for (int q = 0; q < wide; ++q) {
+      const int64_t from = at + q * PANEL;
+      _mm512_storeu_ps(end.exact + row * by.outputs + from, sum_of(by, sums + q * apart, from));
     }
     return;
   }
