@@ -74,7 +74,7 @@ def main() -> int:
     options = _options()
     flags = dict(given.split("=", 1) for given in options.flags)
     chosen = [w for w in WORKLOADS if not options.only or any(o in w.name for o in options.only)]
-    measured, left_out = [], 0
+    measured, left_out, report = [], 0, "nothing was measured"
     for given in options.server:
         name, command = given.split("=", 1)
         extra = shlex.split(flags.get(name, ""))
@@ -83,10 +83,10 @@ def main() -> int:
         except NotStarted as error:
             print(f"{name}: {error}; left out", file=sys.stderr, flush=True)
             left_out += 1
-        else:
-            _write(Path(options.out), measured, _markdown(measured, chosen, options.rounds))
-    if measured:
-        print(_markdown(measured, chosen, options.rounds))
+            continue
+        report = _markdown(measured, chosen, options.rounds)
+        _write(Path(options.out), measured, report)
+    print(report)
     return 1 if left_out else 0
 
 
