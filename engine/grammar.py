@@ -1,5 +1,4 @@
-"""Grammars: a spec compiled for a vocabulary, and a Guide that follows one output by it. Knows no
-requests and no threads; nothing here outlasts its bounds of time and size."""
+"""Grammars: a spec compiled for a vocabulary, and a Guide that follows one output by it."""
 
 import json
 import time
@@ -14,6 +13,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from config.errors import UserError
 from config.grammar import FREE, GrammarSpec, ThinkingSpec
+from engine.grammar_bounds import check_grammar_size, check_pattern_size
 from engine.json_schema import prepared
 from engine.structural_tag import lark_of_tags
 from engine.thinking import BEHIND, INSIDE, OPENING, OVER, Lexicon, Marks, Thinking
@@ -27,6 +27,10 @@ PROBE_STEPS = 256
 START_S, STEP_S = 0.1, 0.002
 """What it may cost to follow an output: at first, and for each token. Ordinary grammars take a
 twentieth; a very ambiguous one would hold up everybody's step."""
+SLOW_STEP_S = 0.0003
+GROWTH_BYTES_PER_S = 64 * 2**20
+"""A step that takes longer extends the grammar's automaton, which all that follow it share. The
+rate is the highest that was measured, of the time beyond."""
 MAX_MESSAGE_CHARACTERS = 300
 MAX_MARKS = 16
 
@@ -80,24 +84,42 @@ class Vocabulary:
 class Grammar:
     """A compiled spec. Copies of its matcher follow outputs."""
 
-    def __init__(self, spec: GrammarSpec, vocabulary: Vocabulary) -> None:
-        """Raises UserError with what is wrong with the spec, or that it is too large. Takes far
-        less than a second; other threads run meanwhile."""
+    def __init__(
+        self,
+        spec: GrammarSpec,
+        vocabulary: Vocabulary,
+        source: str | None = None,
+        compiled_bytes: int = 0,
+    ) -> None:
+        """Raises UserError with what is wrong with the spec, or that it is too large; other threads
+        run meanwhile. `source` is that of an equal grammar that was compiled in another process,
+        where it took `compiled_bytes`: what was checked there is not checked again."""
+        self._compiled_bytes = compiled_bytes
+        self.slow_s = 0.0
+        """Time that slow steps of all that followed it took beyond SLOW_STEP_S."""
         self.vocabulary = vocabulary
         self.binds = spec.kind != FREE
         """Whether there is a form: else any text may follow the thinking, and end anywhere."""
         self.marks = None if spec.thinking is None else vocabulary.marks(spec.thinking)
         """Of the thinking before the form; None where there is none."""
+        self.source: str | None = None
+        """Of the form, as the library reads it; None where there is no form."""
         if not self.binds:
             return
         limits = LLParserLimits(max_grammar_size=MAX_GRAMMAR_SIZE, max_items_in_row=MAX_ROW_ITEMS)
-        source = _SOURCES[spec.kind](spec.text, vocabulary)
-        self._matcher = LLMatcher(vocabulary.tokens, source, log_level=0, limits=limits)
+        is_checked = source is not None
+        self.source = source or _SOURCES[spec.kind](spec.text, vocabulary)
+        self._matcher = LLMatcher(vocabulary.tokens, self.source, log_level=0, limits=limits)
         if self._matcher.is_error():
             raise _bad(f"the {spec.kind} cannot be compiled: {_shown(self._matcher.get_error())}")
-        error = self._probe()
+        error = None if is_checked else self._probe()
         if error is not None:
             raise _bad(f"the {spec.kind} cannot be compiled: {error}")
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes, as estimated: it grows while outputs are followed."""
+        return self._compiled_bytes + int(self.slow_s * GROWTH_BYTES_PER_S)
 
     def matcher(self) -> LLMatcher:
         """A matcher at the beginning; only of one that binds."""
@@ -211,7 +233,10 @@ class Guide:
             self.error = self._form.error
         else:
             self.words = self._within_bounds(self._next())
-        self._spent_s += time.thread_time() - start
+        step_s = time.thread_time() - start
+        self._spent_s += step_s
+        if step_s > SLOW_STEP_S:
+            self._grammar.slow_s += step_s - SLOW_STEP_S
         if self.error is None:
             self.error = _overdue(self._spent_s, self._count)
 
@@ -275,6 +300,11 @@ def _json(text: str) -> str:
         raise _bad(f"the json cannot be compiled: {_shown(str(error))}") from None
 
 
+def _regex(text: str) -> str:
+    check_pattern_size(text, "regex")
+    return LLMatcher.grammar_from_regex(text)
+
+
 def _choice(text: str) -> str:
     # One terminal: thousands of alternatives of a rule would each be an item of the parser.
     words: list[str] = json.loads(text)
@@ -284,6 +314,7 @@ def _choice(text: str) -> str:
 
 def _grammar(text: str) -> str:
     """Lark, or EBNF with `root ::=`."""
+    check_grammar_size(text)
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(text) if "::=" in text else text)
     except Exception as error:  # the library's reader of EBNF raises this very class
@@ -295,10 +326,10 @@ def _structural_tag(text: str, vocabulary: Vocabulary) -> str:
     return LLMatcher.grammar_from_lark(lark_of_tags(json.loads(text), JSON_FORM, special_ids))
 
 
-_SOURCES: dict[str, Callable[[str, Vocabulary], Any]] = {
+_SOURCES: dict[str, Callable[[str, Vocabulary], str]] = {
     "json": lambda text, _: _json(text),
     "json_object": lambda text, _: _json(_JSON_OBJECT),
-    "regex": lambda text, _: LLMatcher.grammar_from_regex(text),
+    "regex": lambda text, _: _regex(text),
     "choice": lambda text, _: _choice(text),
     "grammar": lambda text, _: _grammar(text),
     "structural_tag": _structural_tag,

@@ -4,10 +4,10 @@ numbers, and too many properties. Pure."""
 from typing import Any
 
 from config.errors import UserError
+from engine.grammar_bounds import VALUE_KEYWORDS
 
 MAX_PROPERTIES = 2_000
 """Of one object: what the library does with them grows with their square."""
-_VALUES = ("const", "enum", "default", "examples")
 
 
 def check_bounds(schema: Any) -> None:
@@ -20,7 +20,7 @@ def check_bounds(schema: Any) -> None:
             left += part
         elif isinstance(part, dict):
             _check(part)
-            left += [value for name, value in part.items() if name not in _VALUES]
+            left += [value for name, value in part.items() if name not in VALUE_KEYWORDS]
 
 
 def _check(part: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from config.errors import UserError
+from engine.grammar_bounds import referenced
 
 _MOST_PASSES = 100
 """Enough for any schema that a person would write; what needs more is let through."""
@@ -58,7 +59,7 @@ def _ends(node: dict[str, Any], root: Any, ending: set[int]) -> bool:
 
     needed = list(_list(node.get("allOf")))
     if isinstance(node.get("$ref"), str):
-        needed.append(_target(root, node["$ref"]))
+        needed.append(referenced(root, node["$ref"]))
     if not all_end(needed):
         return False
     for name in _BRANCHES:
@@ -87,22 +88,6 @@ def _items(node: dict[str, Any]) -> list[Any]:
     least = least if isinstance(least, int) else 0
     first = _list(node.get("prefixItems"))
     return [*first[:least], *([node.get("items")] if least > len(first) else [])]
-
-
-def _target(root: Any, reference: str) -> Any:
-    """What a reference into the schema itself leads to; None for any other."""
-    if reference != "#" and not reference.startswith("#/"):
-        return None
-    found = root
-    for word in reference[1:].split("/")[1:]:
-        name = word.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict):
-            found = found.get(name)
-        elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-            found = found[int(name)]
-        else:
-            return None
-    return found
 
 
 def _list(value: Any) -> list[Any]:

@@ -4,20 +4,10 @@ would be passed over in silence is refused. Pure."""
 from typing import Any
 
 from config.errors import UserError
+from engine.grammar_bounds import NAMED_KEYWORDS, VALUE_KEYWORDS, check_schema_size
 from engine.json_bounds import check_bounds
 from engine.json_ends import check_ends
 
-_VALUES = ("const", "enum", "default", "examples")
-"""Keywords whose values are no schemas."""
-_NAMED = (
-    "properties",
-    "patternProperties",
-    "dependentSchemas",
-    "dependencies",
-    "$defs",
-    "definitions",
-)
-"""Keywords with schemas by names that their author chose."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "propertyNames": (True, {}, {"type": "string"}),
@@ -34,6 +24,7 @@ _FORGOTTEN = ("extends", "disallow", "divisibleBy")
 
 def prepared(schema: Any) -> Any:
     """`schema` as the library is to have it. Raises UserError for what it would not enforce."""
+    check_schema_size(schema)
     check_bounds(schema)
     check_ends(schema)
     return _prepared(schema)
@@ -50,9 +41,9 @@ def _prepared(schema: Any) -> Any:
             raise _bad(f"{key} is a keyword of an older draft that cannot be enforced")
         if any(type(value) is type(one) and value == one for one in _NEUTRAL.get(key, ())):
             continue
-        if key in _VALUES:
+        if key in VALUE_KEYWORDS:
             made[key] = value
-        elif key in _NAMED and isinstance(value, dict):
+        elif key in NAMED_KEYWORDS and isinstance(value, dict):
             made[key] = {name: _prepared(one) for name, one in value.items()}
         else:
             made[key] = _prepared(value)

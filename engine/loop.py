@@ -165,7 +165,7 @@ class EngineLoop:
     def _run(self, executor: Executor, freeze_garbage: bool) -> None:
         worker = executor.start(self._report)
         ends = frozenset(worker.eos_token_ids)
-        self._compiler.start(self._config.model, worker.vocab_size, ends)
+        self._compiler.start(self._config.model, worker.vocab_size, ends, early=freeze_garbage)
         table = make_table(self._config, worker)
         core = EngineCore(
             self._config, executor, worker, table, time.monotonic, on_progress=self._report

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from config.errors import UserError
+from engine.grammar_bounds import check_pattern_size
 from engine.json_schema import prepared
 
 MAX_TAGS = 256
@@ -129,6 +130,7 @@ class _Writer:
             pattern = _string(part, "pattern")
             if "\n" in pattern or not pattern:
                 raise _bad("the pattern of a regex must be one line that is not empty")
+            check_pattern_size(pattern, "structural_tag")
             return f"/{_escaped(pattern)}/"
         if kind == "tag":
             begin = self._literal(_string(part, "begin"))

@@ -1,0 +1,31 @@
+"""Calls for the tests of engine/isolation.py: each payload says what the call is to do."""
+
+import ctypes
+import os
+import time
+from collections.abc import Callable
+
+
+def prepare(setup: bytes) -> Callable[[bytes], bytes]:
+    prepared_in = os.getpid()
+
+    def call(payload: bytes) -> bytes:
+        name, _, argument = payload.partition(b" ")
+        if name == b"echo":
+            return setup + argument
+        if name == b"pids":
+            return b"%d %d" % (prepared_in, os.getpid())
+        if name == b"crash":
+            ctypes.string_at(0)
+        if name == b"spin":
+            while True:
+                pass
+        if name == b"sleep":
+            time.sleep(60)
+        if name == b"allocate":
+            return b"%d" % len(bytearray(int(argument)))
+        if name == b"exit":
+            os._exit(5)
+        raise ValueError(payload.decode())
+
+    return call
