@@ -4,6 +4,7 @@ The grammar library is native code: a spec that overflows its stack, or that it 
 end, must not take the engine with it. So a spec is compiled and followed a little in a fork with
 limits first. What passes there is compiled here, from the same source, with more stack."""
 
+import contextlib
 import logging
 import os
 import threading
@@ -76,7 +77,14 @@ class Compiler:
         finally:
             threading.stack_size(before)
         if early:
-            self._fork_server.start()
+            self._vocabulary.add_done_callback(self._start_fork_server)
+
+    def _start_fork_server(self, vocabulary: "Future[Vocabulary]") -> None:
+        assert self._fork_server is not None
+        # Closed meanwhile, there is nothing to start; a model without a vocabulary needs none.
+        with contextlib.suppress(EngineDied):
+            if not vocabulary.cancelled() and vocabulary.exception() is None:
+                self._fork_server.start()
 
     def compile(self, spec: GrammarSpec) -> "Future[Grammar]":
         """The grammar of `spec`, or a UserError: at once where it was asked for before. Raises

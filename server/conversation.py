@@ -12,7 +12,7 @@ from server.record import log_prompt, record_of
 from server.schema.chat import ChatBody, ConversationBody
 from server.state import AppState
 from server.terms import terms_of
-from server.text.template import TextTooLong
+from server.text.renderer import TextTooLong
 
 MANY_PIECES = 2_000
 """Messages and parts that are checked on the event loop: a millisecond."""

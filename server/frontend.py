@@ -25,6 +25,7 @@ from server.preparation import News
 from server.progress_bar import Reporter
 from server.siblings import Siblings, listen
 from server.state import AppState
+from server.text.isolated_template import isolated_templates
 from server.text.template import ChatTemplate, read_template
 from server.text.tokenizer import Tokenizer
 
@@ -295,7 +296,12 @@ def load_texts(folder: str, config: ServerConfig) -> tuple[Tokenizer | None, Cha
     source: str | Mapping[str, str] | None = tokenizer.chat_template
     if config.chat_template is not None:
         source = read_template(config.chat_template)
-    return tokenizer, ChatTemplate(source, tokenizer.special_tokens)
+    isolation = None
+    if config.trust_request_chat_template:
+        controls = tokenizer.controls
+        isolation = isolated_templates(None if controls is None else controls.marker)
+        isolation.start()
+    return tokenizer, ChatTemplate(source, tokenizer.special_tokens, isolation=isolation)
 
 
 def _defaults(folder: str) -> dict[str, float]:

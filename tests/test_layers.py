@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = ("server", "engine", "hpu", "config")
 
 MAY_IMPORT = {
-    "server": ("server", "engine.client", "engine.messages", "config"),
+    "server": ("server", "engine.client", "engine.isolation", "engine.messages", "config"),
     "engine": ("engine", "hpu.step", "hpu.buckets", "config"),
     "hpu": ("hpu", "config"),
     "config": ("config",),

@@ -4,7 +4,7 @@ from config.errors import PromptTooLong
 from server.conversation import count_prompt
 from server.schema.chat import ChatBody
 from server.state import AppState
-from server.text.template import TextTooLong
+from server.text.renderer import TextTooLong
 
 
 async def shortened(state: AppState, chat: ChatBody) -> ChatBody:

@@ -22,34 +22,30 @@ _MARK_CHARACTERS = 8
 _PRIVATE_USE = range(0xE000, 0xF900)
 
 
-class ControlTexts:
-    """For one tokenizer. Safe to call from any thread."""
+class ControlMarker:
+    """Breaks the texts of control tokens by a mark. Safe to call from any thread."""
 
-    def __init__(self, encoder: Encoder) -> None:
-        added = encoder.get_added_tokens_decoder()
-        special = {token.content: i for i, token in added.items() if token.special}
-        self._token_of = {token_id: text for text, token_id in special.items()}
-        # Whether these are found depends on more than their own text, or they cannot be broken.
-        self._elusive = {
-            token.content
-            for token in added.values()
-            if token.special and (token.normalized or token.single_word or len(token.content) < 2)
+    def __init__(self, control_texts: Iterable[str], elusive: Iterable[str], mark: str) -> None:
+        """`elusive` are those of `control_texts` that cannot be broken."""
+        self.mark = mark
+        self._control_texts = list(control_texts)
+        self._elusive = set(elusive)
+        self._control = _any_of(self._control_texts)
+        breakable = [text for text in self._control_texts if text not in self._elusive]
+        self._beginnings = {text[:end] for text in breakable for end in range(1, len(text))}
+        self._longest = max(map(len, self._control_texts), default=0)
+
+    def facts(self) -> dict[str, Any]:
+        """What `of_facts` makes an equal one from, as JSON has it."""
+        return {
+            "control_texts": self._control_texts,
+            "elusive": sorted(self._elusive),
+            "mark": self.mark,
         }
-        self._names = {text: secrets.token_hex(16) for text in special if text not in self._elusive}
-        self._mark = "".join(chr(secrets.choice(_PRIVATE_USE)) for _ in range(_MARK_CHARACTERS))
-        # A template may write a text as JSON.
-        self._marks = re.compile(f"{self._mark}|{re.escape(json.dumps(self._mark)[1:-1])}")
-        self._control = _any_of(special)
-        # Tokens that are no control tokens compete for the same text.
-        others = (t.content for t in added.values() if not t.special and not t.normalized)
-        self._competing = _any_of((*self._names, *others))
-        self._beginnings = {text[:end] for text in self._names for end in range(1, len(text))}
-        self._longest = max(map(len, special), default=0)
-        self._twin = _renamed(encoder, self._names)
-        self._ids = {
-            self._twin.token_to_id(self._names.get(token.content, token.content)): token_id
-            for token_id, token in added.items()
-        }
+
+    @classmethod
+    def of_facts(cls, facts: Mapping[str, Any]) -> "ControlMarker":
+        return cls(**facts)
 
     def marked(self, value: Any) -> Any:
         """A copy of messages, or of parts of them, with every control text broken by a mark.
@@ -61,6 +57,55 @@ class ControlTexts:
         if isinstance(value, list):
             return [self.marked(inner) for inner in value]
         return value
+
+    def _marked_text(self, text: str) -> str:
+        places: set[int] = set()
+        start = 0
+        # From the next character on: texts of control tokens may overlap.
+        while found := self._control.search(text, start):
+            if found[0] in self._elusive:
+                raise _refused(found[0])
+            start = found.start() + 1
+            places.add(start)
+        # What the template writes next, perhaps without our blanks, must not complete what this
+        # text begins.
+        for end in (len(text), len(text.rstrip())):
+            for start in range(max(0, end - self._longest), end):
+                if text[start:end] in self._beginnings:
+                    places.add(start + 1)
+        if not places:
+            return text
+        cuts = [0, *sorted(places), len(text)]
+        return self.mark.join(text[a:b] for a, b in itertools.pairwise(cuts))
+
+
+class ControlTexts:
+    """For one tokenizer. Safe to call from any thread."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        added = encoder.get_added_tokens_decoder()
+        special = {token.content: i for i, token in added.items() if token.special}
+        self._token_of = {token_id: text for text, token_id in special.items()}
+        # Whether these are found depends on more than their own text, or they cannot be broken.
+        elusive = {
+            token.content
+            for token in added.values()
+            if token.special and (token.normalized or token.single_word or len(token.content) < 2)
+        }
+        self._names = {text: secrets.token_hex(16) for text in special if text not in elusive}
+        mark = "".join(chr(secrets.choice(_PRIVATE_USE)) for _ in range(_MARK_CHARACTERS))
+        # A template may write a text as JSON.
+        self._marks = re.compile(f"{mark}|{re.escape(json.dumps(mark)[1:-1])}")
+        self.marker = ControlMarker(special, elusive, mark)
+        self.marked = self.marker.marked
+        # Tokens that are no control tokens compete for the same text.
+        others = (t.content for t in added.values() if not t.special and not t.normalized)
+        self._competing = _any_of((*self._names, *others))
+        self._twin = _renamed(encoder, self._names)
+        self._ids = {
+            self._twin.token_to_id(self._names.get(token.content, token.content)): token_id
+            for token_id, token in added.items()
+        }
 
     def is_marked(self, text: str) -> bool:
         """Whether a message's control text has come into `text`."""
@@ -81,26 +126,6 @@ class ControlTexts:
                 raise _refused(self._token_of[token_id])
         ids = self._encoded(plain, add_special_tokens=True) if add_special_tokens else bare
         return [self._ids.get(token_id, token_id) for token_id in ids]
-
-    def _marked_text(self, text: str) -> str:
-        places: set[int] = set()
-        start = 0
-        # From the next character on: texts of control tokens may overlap.
-        while found := self._control.search(text, start):
-            if found[0] in self._elusive:
-                raise _refused(found[0])
-            start = found.start() + 1
-            places.add(start)
-        # What the template writes next, perhaps without our blanks, must not complete what this
-        # text begins.
-        for end in (len(text), len(text.rstrip())):
-            for start in range(max(0, end - self._longest), end):
-                if text[start:end] in self._beginnings:
-                    places.add(start + 1)
-        if not places:
-            return text
-        cuts = [0, *sorted(places), len(text)]
-        return self._mark.join(text[a:b] for a, b in itertools.pairwise(cuts))
 
     def _encoded(self, text: str, *, add_special_tokens: bool) -> list[int]:
         encodings = self._twin.encode_batch_fast([text], add_special_tokens=add_special_tokens)

@@ -1,11 +1,15 @@
-"""Chat templates: conversations to prompts, as transformers renders them. Knows no tokens."""
+"""Chat templates: which template a conversation is rendered by, and where it runs.
+
+The model's own template runs on threads, where it is stopped when its time is up; for short
+conversations on the event loop once it was seen to be quick, where another thread stops it. A
+template that a request brings runs in a disposable process with limits.
+"""
 
 import asyncio
 import ctypes
-import re
+import json
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -13,17 +17,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Template
-
 from config.errors import ConfigError, Overloaded, UserError
-from server.text.messages import Message, as_strings, continued, cut_at_mark, plain
-from server.text.sandbox import Sandbox, TooMuchText
-from server.text.tokenizer import without_lone_surrogates
+from engine.isolation import CallKilled, ForkServer
+from server.text.messages import Message
+from server.text.renderer import (
+    MAX_CHARACTERS,
+    Conversation,
+    Mark,
+    Renderer,
+    TextTooLong,
+    TooSlow,
+)
 
-TIME_LIMIT_S = 2.0
-MAX_CHARACTERS = 16 * 2**20
-MAX_COMPILED = 32
-"""Templates kept compiled: the model's own, and the latest that requests brought."""
+TIME_LIMIT_S = 1.5
+"""What a conversation that is refused for it waits for its answer."""
 MAX_PENDING = 1_024
 """Conversations that may wait for a thread."""
 SHORT_CHARACTERS = 2_000
@@ -31,7 +38,11 @@ SHORT_MESSAGES = 32
 QUICK_S = 0.002
 """Where the server's own template took less for the last short conversation, the next one is
 rendered where it is asked for: a thread costs several times what the rendering does."""
-STOP_GRACE_S = 1.0
+INLINE_LIMIT_S = 0.03
+"""Processor time after which that is stopped, and goes on on a thread."""
+INLINE_POLL_S = 0.02
+INLINE_IDLE_POLLS = 50
+STOP_GRACE_S = 0.3
 """How long a stopped template may take to notice, before its thread is given up for the request."""
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
@@ -48,30 +59,8 @@ def read_template(given: str) -> str:
         ) from error
 
 
-_PROBE: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "probe_5c1e",
-        "description": "x",
-        "parameters": {
-            "type": "object",
-            "properties": {"x": {"type": "string", "description": "x"}},
-            "required": ["x"],
-        },
-    },
-}
-
-Mark = Callable[[Any], Any]
-"""Gives a copy of messages, or parts of them, with marks in some texts. Raises UserError."""
-
-
-class TextTooLong(UserError):
-    """The prompt has more characters than any may have."""
-
-
 class ChatTemplate:
-    """Renders conversations within `time_limit_s` and `max_characters`: on threads, but for short
-    ones under a template of the server's own that was seen to be quick."""
+    """Renders conversations within `time_limit_s` and `max_characters`."""
 
     def __init__(
         self,
@@ -82,15 +71,20 @@ class ChatTemplate:
         max_characters: int = MAX_CHARACTERS,
         threads: int = 2,
         now: Callable[[], datetime] = datetime.now,
+        isolation: ForkServer | None = None,
     ) -> None:
-        """`source` is a template, several by name (default, tool_use), or None."""
+        """`source` is a template, several by name (default, tool_use), or None. `isolation` renders
+        templates that requests bring, see server/text/isolated_template.py; without it they run as
+        the model's own do."""
         self._sources = {"default": source} if isinstance(source, str) else dict(source or {})
         self._special_tokens = dict(special_tokens)
         self._time_limit_s = time_limit_s
-        self._sandbox = Sandbox(max_characters, now)
-        self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
-        self._lock = threading.Lock()
+        self._renderer = Renderer(max_characters, now)
+        self._isolation = isolation
+        self._inline = _InlineWatch()
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="template")
+        # Apart from the model's own, which must not wait for what a request brings.
+        self._isolated = ThreadPoolExecutor(threads, thread_name_prefix="isolated-template")
         self._pending = 0
 
     @property
@@ -138,30 +132,48 @@ class ChatTemplate:
         given = {**(kwargs or {}), "tools": tools, "documents": documents}
         options = {**self._special_tokens, "add_generation_prompt": add_generation_prompt}
         is_short = not (template or tools or documents or kwargs) and _is_short(messages)
-        call = partial(
-            self._render,
-            source,
-            messages,
-            given,
-            options,
-            continue_final_message,
-            mark,
-            is_short=is_short,
-        )
-        known = self._compiled.get(source)
-        if is_short and known is not None and known.is_quick:
-            return call()
+        conversation = Conversation(source, messages, given, options, continue_final_message)
+        is_foreign = template is not None and template not in self._sources
+        if not is_foreign and is_short and self._may_run_inline(source):
+            try:
+                return self._inline.run(partial(self._render, conversation, mark, is_timed=True))
+            except TooSlow:
+                self._forbid_inline(source)
         if self._pending >= MAX_PENDING:
             raise Overloaded(f"{self._pending} conversations wait for their template")
         self._pending += 1
         try:
-            return await self._run(_Job(call))
+            if is_foreign and self._isolation is not None:
+                return await self._render_isolated(self._isolation, conversation, mark)
+            return await self._run(
+                _Job(partial(self._render, conversation, mark, is_timed=is_short))
+            )
         finally:
             self._pending -= 1
 
     def close(self) -> None:
         """Let the threads go; what still waits is dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._isolated.shutdown(wait=False, cancel_futures=True)
+        self._inline.close()
+        if self._isolation is not None:
+            self._isolation.close()
+
+    def _may_run_inline(self, source: str) -> bool:
+        known = self._renderer.known(source)
+        if known is None or known.last_s is None or known.was_stopped:
+            return False
+        return known.last_s < QUICK_S
+
+    def _forbid_inline(self, source: str) -> None:
+        known = self._renderer.known(source)
+        if known is not None:
+            known.was_stopped = True
+
+    def _render(
+        self, conversation: Conversation, mark: Mark | None, *, is_timed: bool = False
+    ) -> str:
+        return self._renderer.render(conversation, mark, is_timed=is_timed)
 
     def _source(self, template: str | None, tools: list[dict[str, Any]] | None) -> str:
         if template is not None:
@@ -200,65 +212,30 @@ class ChatTemplate:
         if not future.cancelled() and future.done():
             try:
                 return future.result()
-            except _TooSlow:
+            except TooSlow:
                 pass
         raise UserError(
             f"the chat template took longer than the {self._time_limit_s:g} s it may take",
             param="messages",
         )
 
-    def _render(
-        self,
-        source: str,
-        messages: list[Message],
-        given: dict[str, Any],
-        options: dict[str, Any],
-        carries_on: bool,
-        mark: Mark | None,
-        *,
-        is_short: bool,
+    async def _render_isolated(
+        self, isolation: ForkServer, conversation: Conversation, mark: Mark | None
     ) -> str:
+        fields = {name: getattr(conversation, name) for name in conversation.__struct_fields__}
+        payload = json.dumps({**fields, "is_marked": mark is not None}).encode()
+        call = partial(isolation.call, payload)
         try:
-            compiled = self._compile(source)
-            if given["tools"] and not compiled.shows_tools():
-                raise UserError(
-                    "the chat template has no place for tools; send none, or start the server "
-                    "with another --chat-template",
-                    param="tools",
-                )
-            conversation = compiled.fit(plain(messages))
-            if mark is not None:
-                conversation, given = mark(conversation), mark(given)
-            final = continued(conversation, source) if carries_on else None
-            began_s = time.thread_time()
-            text = compiled.template.render(messages=conversation, **{**options, **given})
-            if is_short:
-                compiled.is_quick = time.thread_time() - began_s < QUICK_S
-        except UserError:
-            raise
-        except TooMuchText as error:
-            raise TextTooLong(f"the chat template: {error}", param="messages") from error
-        except MemoryError as error:
-            raise UserError("the chat template ran out of memory", param="messages") from error
-        except Exception as error:
-            # A template is a program of others: whatever it raises is its answer to the caller.
-            reason = str(error)[:300] or type(error).__name__
+            answer = await asyncio.get_running_loop().run_in_executor(self._isolated, call)
+        except CallKilled as error:
             raise UserError(
-                f"the chat template does not take this: {reason}", param="messages"
-            ) from error
-        return without_lone_surrogates(text if final is None else cut_at_mark(text, final))
-
-    def _compile(self, source: str) -> "_Compiled":
-        with self._lock:
-            if (known := self._compiled.get(source)) is not None:
-                self._compiled.move_to_end(source)
-                return known
-        compiled = _Compiled(self._sandbox.from_string(source))
-        with self._lock:
-            self._compiled[source] = compiled
-            while len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        return compiled
+                f"the chat template was stopped: {error}", param="chat_template"
+            ) from None
+        told: dict[str, Any] = json.loads(answer)
+        if "text" in told:
+            return str(told["text"])
+        kind = TextTooLong if told["is_too_long"] else UserError
+        raise kind(told["error"], param=told["param"])
 
 
 def _is_short(messages: list[Message]) -> bool:
@@ -270,111 +247,104 @@ def _is_short(messages: list[Message]) -> bool:
     return len(words) == len(messages) and sum(map(len, words)) <= SHORT_CHARACTERS
 
 
-class _Compiled:
-    """A template, and how it wants the content of each role: found out by trying, once."""
-
-    def __init__(self, template: Template) -> None:
-        self.template = template
-        # A chain of mappings, which Jinja would walk through for every prompt.
-        template.globals = dict(template.globals)
-        self.is_quick = False
-        """Whether the last short conversation took less than QUICK_S."""
-        self._takes: dict[str, tuple[bool, bool]] = {}
-        self._shows_tools: bool | None = None
-
-    def fit(self, messages: list[Message]) -> list[Message]:
-        """Content as the template reads it: one text, unless it walks over parts itself."""
-        for message in messages:
-            content = message["content"]
-            if isinstance(content, list):
-                _, takes_parts = self._taken(message["role"])
-                if not takes_parts:
-                    message["content"] = as_strings(content)
-            elif content:
-                takes_text, takes_parts = self._taken(message["role"])
-                if takes_parts and not takes_text:
-                    message["content"] = [{"type": "text", "text": content}]
-        return messages
-
-    def shows_tools(self) -> bool:
-        """Whether the prompt has what `tools` has."""
-        if self._shows_tools is None:
-            try:
-                text = self.template.render(
-                    messages=[{"role": "user", "content": "x"}],
-                    tools=[_PROBE],
-                    bos_token="",
-                    eos_token="",
-                )
-                self._shows_tools = _PROBE["function"]["name"] in text
-            except _TooSlow:
-                raise
-            except Exception:  # it wants more than we give it here: the request will tell
-                self._shows_tools = True
-        return self._shows_tools
-
-    def _taken(self, role: str) -> tuple[bool, bool]:
-        """(whether a text shows in the prompt, whether each of two text parts does)."""
-        if role not in self._takes:
-            parts = [{"type": "text", "text": "probe-1"}, {"type": "text", "text": "probe-2"}]
-            text = self._try(role, "probe-1")
-            walked = self._try(role, parts)
-            # A list that is printed as it is shows its texts in quotes.
-            self._takes[role] = (
-                "probe-1" in text,
-                all(re.search(rf"(?<!['\"]){mark}", walked) for mark in ("probe-1", "probe-2")),
-            )
-        return self._takes[role]
-
-    def _try(self, role: str, content: object) -> str:
-        before: list[dict[str, Any]] = []
-        if role not in ("system", "user"):
-            before = [{"role": "user", "content": "x"}]
-        message = {"role": role, "content": content, "tool_call_id": "abcdefghi", "name": "f"}
-        after = [{"role": "user", "content": "x"}] if role == "system" else []
-        try:
-            return self.template.render(
-                messages=[*before, message, *after], bos_token="", eos_token=""
-            )
-        except _TooSlow:
-            raise
-        except Exception:  # the template refuses this form, which is all we ask
-            return ""
-
-
-class _TooSlow(BaseException):
-    """Raised inside a thread whose template ran too long. No template can catch it."""
-
-
 class _Job:
-    """A call that another thread can stop."""
+    """A call that another thread can stop, once."""
 
     def __init__(self, call: Callable[[], str]) -> None:
         self._call = call
         self._lock = threading.Lock()
         self._thread: int | None = None
         self._began_s: float | None = None
+        self._clock = 0
+        self._began_cpu_s = 0.0
+        self._was_stopped = False
 
     def run(self) -> str:
+        """What the call gives. Raises TooSlow when it was stopped."""
         with self._lock:
             self._thread = threading.get_ident()
+            self._clock = time.pthread_getcpuclockid(self._thread)
+            self._began_cpu_s = time.thread_time()
             self._began_s = time.monotonic()
         try:
             return self._call()
         finally:
             with self._lock:
                 thread, self._thread = self._thread, None
-                # A stop that has not struck yet must not hit the thread's next job.
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread or 0), None)
+                if self._was_stopped:
+                    # A stop that has not struck yet must not hit what the thread does next.
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread or 0), None)
 
     def seconds(self) -> float:
         """How long it runs; 0 while it waits for a thread."""
         return 0.0 if self._began_s is None else time.monotonic() - self._began_s
 
-    def stop(self) -> None:
-        """Raise _TooSlow where the call is now; nothing happens if it is not running."""
+    def cpu_seconds(self) -> float:
+        """Processor time that it took so far; 0 when it is not running."""
         with self._lock:
-            if self._thread is not None:
+            if self._thread is None:
+                return 0.0
+            return time.clock_gettime(self._clock) - self._began_cpu_s
+
+    def stop(self) -> None:
+        """Raise TooSlow where the call is now; nothing happens if it is not running. Once: a second
+        one could strike when the first has ended the call."""
+        with self._lock:
+            if self._thread is not None and not self._was_stopped:
+                self._was_stopped = True
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(self._thread), ctypes.py_object(_TooSlow)
+                    ctypes.c_ulong(self._thread), ctypes.py_object(TooSlow)
                 )
+
+
+class _InlineWatch:
+    """Stops calls on the event loop that take more than INLINE_LIMIT_S of processor time. A thread
+    looks every INLINE_POLL_S, as long as there are calls: to wake it for each would cost more than
+    most calls."""
+
+    def __init__(self) -> None:
+        self._job: _Job | None = None
+        self._num_calls = 0
+        self._is_watched = False
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def run(self, call: Callable[[], str]) -> str:
+        """What `call` gives. Raises TooSlow."""
+        self._num_calls += 1
+        if not self._is_watched:
+            self._start()
+        self._job = job = _Job(call)
+        try:
+            return job.run()
+        finally:
+            self._job = None
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._wake.set()
+
+    def _start(self) -> None:
+        self._is_watched = True
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="inline", daemon=True)
+            self._thread.start()
+        self._wake.set()
+
+    def _watch(self) -> None:
+        while not self._is_closed:
+            seen, num_idle = self._num_calls, 0
+            while num_idle < INLINE_IDLE_POLLS and not self._is_closed:
+                time.sleep(INLINE_POLL_S)
+                job = self._job
+                if job is not None and job.cpu_seconds() > INLINE_LIMIT_S:
+                    job.stop()
+                num_idle = 0 if self._num_calls != seen or job is not None else num_idle + 1
+                seen = self._num_calls
+            self._wake.clear()
+            self._is_watched = False
+            # A call that began before that line was seen to be watched.
+            if self._num_calls == seen and not self._is_closed:
+                self._wake.wait()
+            self._is_watched = True

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from live import LiveServer, alive, children_of, cpu_seconds, running
+from live import LiveServer, alive, children_of, cpu_seconds, running, workers_of
 
 LONG = {"model": "tiny", "prompt": "go", "max_tokens": 1900, "ignore_eos": True, "stream": True}
 FLAGS = ("--served-model-name=tiny", "--dtype=float32")
@@ -93,7 +93,7 @@ def test_a_killed_worker_ends_the_daemon_too(tiny_model: str, tmp_path: Path) ->
         family = children_of(live.pid)
         assert len(family) >= 2
 
-        os.kill(children_of(live.find("engine"))[-1], signal.SIGKILL)
+        os.kill(workers_of(live.find("engine.process"))[-1], signal.SIGKILL)
 
         stream.join(5)
         assert not stream.is_alive()

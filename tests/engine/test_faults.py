@@ -10,7 +10,7 @@ import time
 import pytest
 from counting_worker import ROOT, sockets_in
 from engine_rig import EngineRig, asking, engine_rig, eventually, prompt_of, read_all
-from live import alive, children_of
+from live import alive, children_of, workers_of
 
 from config.errors import EngineDied
 from engine.client import Mailbox
@@ -26,7 +26,7 @@ async def streaming(rig: EngineRig, count: int) -> list[Mailbox]:
 @pytest.mark.parametrize("victim", ["engine", "worker"])
 async def test_kill_9_ends_every_request_and_leaves_nothing(victim: str) -> None:
     async with engine_rig("step_s=0.01", executor="processes") as rig:
-        (worker,) = children_of(rig.engine.pid)
+        (worker,) = workers_of(rig.engine.pid)
         boxes = await streaming(rig, 20)
         began = time.monotonic()
 
@@ -47,7 +47,7 @@ async def test_kill_9_ends_every_request_and_leaves_nothing(victim: str) -> None
 
 async def test_a_worker_that_dies_while_nobody_asks_ends_the_engine() -> None:
     async with engine_rig(executor="processes") as rig:
-        (worker,) = children_of(rig.engine.pid)
+        (worker,) = workers_of(rig.engine.pid)
 
         os.kill(worker, signal.SIGKILL)
 

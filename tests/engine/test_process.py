@@ -8,7 +8,7 @@ import time
 import pytest
 from counting_worker import REFUSAL
 from engine_rig import asking, engine_rig, eventually, generate, prompt_of, read_all
-from live import children_of, cpu_seconds
+from live import cpu_seconds, workers_of
 
 from config.errors import ConfigError, EngineDied, Overloaded, UserError
 from engine.lifeline import STOP
@@ -99,7 +99,7 @@ async def test_a_stop_tells_the_front_end_and_exits_with_0() -> None:
 async def test_signals_to_the_whole_group_are_left_to_the_parent(number: signal.Signals) -> None:
     async with engine_rig(executor="processes") as rig:
         os.kill(rig.engine.pid, number)
-        os.kill(children_of(rig.engine.pid)[-1], number)
+        os.kill(workers_of(rig.engine.pid)[-1], number)
 
         tokens = await generate(rig.client, 3)
 

@@ -1,18 +1,26 @@
 """Chat templates: as transformers renders them, and nothing a template does can hold us up."""
 
 import asyncio
+import contextlib
+import threading
 import time
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import text_folders
 from releases import transformers_before
 from transformers import PreTrainedTokenizerFast
 
 from config.errors import ConfigError, UserError
-from server.text.template import ChatTemplate, read_template
+from engine.isolation import ForkServer
+from server.text.controls import ControlMarker
+from server.text.isolated_template import isolated_templates
+from server.text.renderer import TextTooLong, TooSlow
+from server.text.template import ChatTemplate, _InlineWatch, read_template
 
 CHATML = """{%- for message in messages %}
     {%- if loop.first and message['role'] != 'system' %}
@@ -468,3 +476,131 @@ async def test_tools_that_a_template_would_drop_are_refused() -> None:
         await template.render(HELLO, tools=[WEATHER])
 
     assert caught.value.param == "tools"
+
+
+MOODY = "{% if 'slow' in messages[0].content %}" + SLOW + "{% endif %}{{ messages[0].content }}"
+
+
+async def test_a_template_that_is_slow_for_some_contents_never_holds_up_the_loop() -> None:
+    template = ours(MOODY, time_limit_s=0.3)
+    for _ in range(3):
+        await template.render(HELLO)
+    assert template._may_run_inline(MOODY)
+    gaps_s = []
+
+    for _ in range(3):
+        render = asyncio.create_task(template.render([{"role": "user", "content": "slow"}]))
+        while not render.done():
+            before_s = time.monotonic()
+            await asyncio.sleep(0.001)
+            gaps_s.append(time.monotonic() - before_s)
+        assert isinstance(render.exception(), UserError)
+
+    # Stopped on the loop the first time, never begun there again.
+    assert max(gaps_s) < 0.2 and sorted(gaps_s)[-3] < 0.1
+    assert await template.render(HELLO) == HELLO[0]["content"]
+    assert not template._may_run_inline(MOODY)
+    template.close()
+
+
+async def test_a_stopped_rendering_leaves_nothing_behind_on_its_thread() -> None:
+    watch = _InlineWatch()
+    endless = threading.Event()
+
+    def spin(stop_after: int) -> str:
+        while not endless.is_set():
+            stop_after -= 1
+            if not stop_after:
+                return "done"
+        return ""
+
+    for place in range(30):
+        # Some end by themselves just when they would be stopped.
+        with contextlib.suppress(TooSlow):
+            watch.run(lambda count=place * 60_000 + 1: spin(count))  # type: ignore[misc]
+        sum(range(10_000))
+
+    with pytest.raises(TooSlow):
+        watch.run(lambda: spin(-1))
+    watch.close()
+
+
+@pytest.fixture(scope="module")
+def isolation() -> Iterator[ForkServer]:
+    server = isolated_templates(None)
+    server.start()
+    yield server
+    server.close()
+
+
+GREEDY = [
+    "{{ '{:{w}}'.format('x', w=10**10) }}",
+    "{% set n = namespace(all=[]) %}{% for i in range(99999) %}"
+    "{% set n.all = n.all + ['x' * 1000000 ~ i] %}{% endfor %}",
+    "{{ [1] | slice(10**9) | list | length }}",
+    SLOW,
+    "{{ lipsum.__globals__ }}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
+    "{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("greedy", GREEDY, ids=range(len(GREEDY)))
+async def test_a_template_of_a_request_costs_the_server_neither_time_nor_memory(
+    isolation: ForkServer, greedy: str
+) -> None:
+    template = ours(CHATML, isolation=isolation)
+    # The fork server is there.
+    await template.render(HELLO, template="{{ messages[0].content }}")
+    process = psutil.Process()
+    before, began_s, gaps_s = process.memory_info().rss, time.monotonic(), [0.0]
+
+    render = asyncio.create_task(template.render(HELLO, template=greedy))
+    while not render.done():
+        before_s = time.monotonic()
+        await asyncio.sleep(0.005)
+        gaps_s.append(time.monotonic() - before_s)
+
+    assert isinstance(render.exception(), UserError)
+    assert time.monotonic() - began_s < 2
+    assert sorted(gaps_s)[-2] < 0.1
+    assert process.memory_info().rss - before < 50 * 2**20
+    assert "Hello" in await template.render(HELLO)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+async def test_isolated_prompts_are_those_of_transformers(isolation: ForkServer, name: str) -> None:
+    template = ours(CHATML, isolation=isolation)
+    tools = [WEATHER] if name == "tools" else None
+    messages = CALLED if name == "tools" else TALK
+
+    rendered = await template.render(messages, tools=tools, template=TEMPLATES[name])
+
+    assert rendered == theirs(TEMPLATES[name], messages, tools=tools, add_generation_prompt=True)
+
+
+async def test_what_an_isolated_template_refuses_is_the_callers_error(
+    isolation: ForkServer,
+) -> None:
+    template = ours(CHATML, isolation=isolation)
+
+    with pytest.raises(UserError, match="Only users"):
+        await template.render(HELLO, template="{{ raise_exception('Only users') }}")
+    with pytest.raises(TextTooLong):
+        await template.render(
+            HELLO, template="{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}"
+        )
+
+
+async def test_control_tokens_in_messages_are_marked_in_isolation_too() -> None:
+    marker = ControlMarker(["<|end|>"], [], "MARK")
+    server = isolated_templates(marker)
+    template = ours(CHATML, isolation=server)
+
+    rendered = await template.render(
+        [{"role": "user", "content": "a <|end|> b"}],
+        template="{{ messages[0].content }}<|end|>",
+        mark=marker.marked,
+    )
+
+    assert rendered == "a <MARK|end|> b<|end|>"
+    template.close()

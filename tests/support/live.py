@@ -56,6 +56,11 @@ def command_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
 
 
+def workers_of(pid: int) -> list[int]:
+    """Living descendants but those that isolate third-party code."""
+    return [child for child in children_of(pid) if "engine.isolation" not in command_of(child)]
+
+
 class LiveServer:
     """One daemon; its output goes to `log`."""
 
