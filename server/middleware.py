@@ -90,7 +90,7 @@ class Gate:
             return
         record = record_of(scope)
         try:
-            self._keys.check(scope)
+            record.owner = self._keys.check(scope)
             await self._app(scope, receive, send)
         except ClientGone:
             record.status = CLIENT_CLOSED

@@ -21,6 +21,8 @@ class Record:
     method: str
     path: str
     client: str
+    owner: str = ""
+    """Which API key the request has (see server.auth.Keys.check); never written out."""
     started_s: float = field(default_factory=time.perf_counter)
     status: int = 0
     route: str = "unmatched"

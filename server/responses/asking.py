@@ -54,16 +54,18 @@ def as_response_fields() -> Iterator[None]:
         raise
 
 
-async def ask(store: ResponseStore, body: ResponseBody, num_bytes: int, number: str) -> Asked:
+async def ask(
+    store: ResponseStore, body: ResponseBody, num_bytes: int, number: str, owner: str
+) -> Asked:
     """What response `number` is asked for by `body`, which came as so many bytes. Raises UserError,
-    and NotFound for a response or an item that is not kept."""
+    and NotFound for a response or an item that is not kept for `owner`."""
     body.check()
-    before = None if body.previous_response_id is None else previous(store, body)
+    before = None if body.previous_response_id is None else previous(store, body, owner)
     if num_bytes <= MANY_BYTES:
         items = read_items(body.input, number)
     else:
         items = await asyncio.to_thread(read_items, body.input, number)
-    items = _found(store, items)
+    items = _found(store, items, owner)
     if num_bytes + (0 if before is None else before.num_bytes) <= MANY_BYTES:
         return _asked(body, items, before, number)
     return await asyncio.to_thread(_asked, body, items, before, number)
@@ -81,13 +83,13 @@ def number_before(body: ResponseBody) -> str:
     return ""
 
 
-def previous(store: ResponseStore, body: ResponseBody) -> Turn:
-    """The conversation that `body` goes on with. Raises UserError."""
+def previous(store: ResponseStore, body: ResponseBody, owner: str) -> Turn:
+    """The conversation of `owner` that `body` goes on with. Raises UserError."""
     given, param = body.previous_response_id or "", "previous_response_id"
     if not store.is_on:
         raise UserError("this server keeps no responses", param=param)
     try:
-        entry = store.get(given)
+        entry = store.get(given, owner)
     except NotFound as error:
         raise NotFound(error.message, param=param, code="previous_response_not_found") from None
     if entry.whole is None:
@@ -108,20 +110,23 @@ def _asked(body: ResponseBody, items: list[Item], before: Turn | None, number: s
         return Asked(checked(ChatBody, fields), turn)
 
 
-def _found(store: ResponseStore, items: list[Item]) -> list[Item]:
+def _found(store: ResponseStore, items: list[Item], owner: str) -> list[Item]:
     """`items` with what they refer to in its place."""
     seen: dict[str, dict[str, Item]] = {}
     return [
-        _referred(store, item["id"], seen) if item["type"] == "item_reference" else item
+        _referred(store, item["id"], owner, seen) if item["type"] == "item_reference" else item
         for item in items
     ]
 
 
-def _referred(store: ResponseStore, item_id: str, seen: dict[str, dict[str, Item]]) -> Item:
+def _referred(
+    store: ResponseStore, item_id: str, owner: str, seen: dict[str, dict[str, Item]]
+) -> Item:
     number = number_in(item_id) or ""
     with contextlib.suppress(NotFound):
         if number not in seen:
-            seen[number] = {item["id"]: item for item in _items_of(store.get(ID_PREFIX + number))}
+            entry = store.get(ID_PREFIX + number, owner)
+            seen[number] = {item["id"]: item for item in _items_of(entry)}
         if (item := seen[number].get(item_id)) is not None:
             return item
     raise NotFound(f"There is no item {item_id[:_SHOWN]!r}, or no longer.", param="input")

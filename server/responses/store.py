@@ -90,6 +90,8 @@ class Entry:
     """One response that is kept."""
 
     id: str
+    owner: str
+    """Which API key it was created with (see server.auth.Keys.check); no other one finds it."""
     input: Turn
     """What it was asked, and all before that."""
     whole: Turn | None = None
@@ -141,11 +143,12 @@ class ResponseStore:
     def is_on(self) -> bool:
         return self._max_count > 0
 
-    def get(self, response_id: str) -> Entry:
-        """Raises NotFound."""
+    def get(self, response_id: str, owner: str) -> Entry:
+        """Raises NotFound, with the same words for a response of another owner as for one that was
+        never there."""
         self._expire()
         entry = self._entries.get(response_id)
-        if entry is None:
+        if entry is None or entry.owner != owner:
             raise NotFound(f"There is no response {response_id[:_SHOWN]!r}, or no longer.")
         return entry
 

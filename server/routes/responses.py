@@ -58,12 +58,13 @@ def _add_making(router: APIRouter, state: AppState, store: ResponseStore) -> Non
         if (path := state.siblings.path_of(number_before(body))) is not None:
             return HandedOn(path, request, sent.fields)
         is_stored = _is_stored(store, body)
-        asked = await ask(store, body, sent.num_bytes, state.siblings.new_number())
+        owner = record_of(request.scope).owner
+        asked = await ask(store, body, sent.num_bytes, state.siblings.new_number(), owner)
         if body.background:
             # Its own books: it goes on when this request is over.
             keep(request.scope, replace(record_of(request.scope)))
         job = await _start(state, request, asked, is_cut=body.truncation == "auto")
-        entry = Entry(job.id, asked.turn, is_background=bool(body.background))
+        entry = Entry(job.id, owner, asked.turn, is_background=bool(body.background))
 
         def on_end(response: Fields) -> None:
             if is_stored:
@@ -95,7 +96,8 @@ def _add_making(router: APIRouter, state: AppState, store: ResponseStore) -> Non
         body = await parse(ResponseBody, sent)
         if (path := state.siblings.path_of(number_before(body))) is not None:
             return HandedOn(path, request, sent.fields)
-        asked = await ask(store, body, sent.num_bytes, state.siblings.new_number())
+        owner = record_of(request.scope).owner
+        asked = await ask(store, body, sent.num_bytes, state.siblings.new_number(), owner)
         with as_response_fields():
             count = await count_prompt(state, asked.chat)
         return answer_whole({"object": "response.input_tokens", "input_tokens": count})
@@ -118,7 +120,7 @@ def _add_keeping(router: APIRouter, state: AppState, store: ResponseStore) -> No
     ) -> Response:
         if (path := state.siblings.path_of(number_of(response_id))) is not None:
             return HandedOn(path, request)
-        entry = store.get(response_id)
+        entry = _entry(store, request, response_id)
         if not stream:
             if starting_after is not None:
                 raise UserError("starting_after needs stream to be true", param="starting_after")
@@ -142,7 +144,7 @@ def _add_keeping(router: APIRouter, state: AppState, store: ResponseStore) -> No
     async def delete_response(request: Request, response_id: str) -> Response:
         if (path := state.siblings.path_of(number_of(response_id))) is not None:
             return HandedOn(path, request)
-        store.drop(store.get(response_id))
+        store.drop(_entry(store, request, response_id))
         return answer_whole({"id": response_id, "object": "response", "deleted": True})
 
     @router.post(
@@ -154,7 +156,7 @@ def _add_keeping(router: APIRouter, state: AppState, store: ResponseStore) -> No
     async def cancel_response(request: Request, response_id: str) -> Response:
         if (path := state.siblings.path_of(number_of(response_id))) is not None:
             return HandedOn(path, request)
-        entry = store.get(response_id)
+        entry = _entry(store, request, response_id)
         if not entry.is_background:
             raise UserError("only a response that was created with background can be cancelled")
         if entry.running is not None:
@@ -176,7 +178,12 @@ def _add_keeping(router: APIRouter, state: AppState, store: ResponseStore) -> No
     ) -> Response:
         if (path := state.siblings.path_of(number_of(response_id))) is not None:
             return HandedOn(path, request)
-        return answer_whole(_page(store.get(response_id), limit, order, after))
+        return answer_whole(_page(_entry(store, request, response_id), limit, order, after))
+
+
+def _entry(store: ResponseStore, request: Request, response_id: str) -> Entry:
+    """Raises NotFound for what is not kept for the request's API key."""
+    return store.get(response_id, record_of(request.scope).owner)
 
 
 def _is_stored(store: ResponseStore, body: ResponseBody) -> bool:

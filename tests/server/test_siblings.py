@@ -56,6 +56,36 @@ async def test_a_response_is_read_followed_and_deleted_through_a_sibling(tmp_pat
         assert len(own.client.boxes) == 3 and not other.client.boxes
 
 
+async def test_a_response_of_another_key_is_not_there_through_a_sibling_either(
+    tmp_path: Path,
+) -> None:
+    async with two(tmp_path, api_keys=("k", "other")) as (own, other):
+        stranger = {"x-api-key": "other"}
+        made = (await own.post(ROUTE, {"input": "hi"}, headers=KEY)).json()
+        path = f"{ROUTE}/{made['id']}"
+
+        refused = [
+            await other.http.get(path, headers=stranger),
+            await other.http.get(f"{path}?stream=true", headers=stranger),
+            await other.http.get(f"{path}/input_items", headers=stranger),
+            await other.http.post(f"{path}/cancel", headers=stranger),
+            await other.http.delete(path, headers=stranger),
+            *[
+                await other.post(route, body, headers=stranger)
+                for route in (ROUTE, f"{ROUTE}/input_tokens")
+                for body in (
+                    {"input": "go on", "previous_response_id": made["id"]},
+                    {"input": [{"type": "item_reference", "id": made["output"][0]["id"]}]},
+                )
+            ],
+        ]
+        kept = await other.http.get(path, headers=KEY)
+
+        assert [answer.status_code for answer in refused] == [404] * 9
+        assert kept.json() == made
+        assert len(own.client.boxes) == 1 and not other.client.boxes
+
+
 async def test_an_exchange_is_counted_once(tmp_path: Path) -> None:
     async with two(tmp_path) as (own, other):
         made = (await own.post(ROUTE, {"input": "hi"})).json()

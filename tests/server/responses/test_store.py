@@ -36,13 +36,13 @@ def item(text: str) -> dict[str, Any]:
 
 
 def keep(store: ResponseStore, name: str, before: Turn | None = None, text: str = "") -> Entry:
-    entry = Entry(name, Turn([item(f"ask {name}")], before))
+    entry = Entry(name, "owner", Turn([item(f"ask {name}")], before))
     store.end(entry, {"status": "completed", "output": [item(f"say {name} {text}")]})
     return entry
 
 
 def running(name: str) -> Entry:
-    return Entry(name, Turn([], None), running=Work(), is_background=True)
+    return Entry(name, "owner", Turn([], None), running=Work(), is_background=True)
 
 
 async def test_the_oldest_goes_when_there_are_too_many() -> None:
@@ -52,8 +52,21 @@ async def test_the_oldest_goes_when_there_are_too_many() -> None:
         keep(store, name)
 
     with pytest.raises(NotFound, match="'a'"):
-        store.get("a")
-    assert store.get("b").id == "b" and store.get("c").id == "c"
+        store.get("a", "owner")
+    assert store.get("b", "owner").id == "b" and store.get("c", "owner").id == "c"
+
+
+async def test_another_owner_finds_nothing_and_is_told_what_is_told_of_unknown_ids() -> None:
+    store = ResponseStore(2, 10**6, 60)
+    keep(store, "a")
+
+    with pytest.raises(NotFound) as foreign:
+        store.get("a", "other")
+    with pytest.raises(NotFound) as unknown:
+        store.get("b", "other")
+
+    assert foreign.value.message.replace("'a'", "'b'") == unknown.value.message
+    assert store.get("a", "owner").id == "a"
 
 
 async def test_the_oldest_go_when_they_are_too_big() -> None:
@@ -64,7 +77,7 @@ async def test_the_oldest_go_when_they_are_too_big() -> None:
         assert store.num_bytes <= 2_000
 
     assert 2 <= len(store) <= 10
-    assert store.get("19").id == "19"
+    assert store.get("19", "owner").id == "19"
 
 
 async def test_one_that_is_bigger_than_the_store_drives_nothing_out() -> None:
@@ -73,7 +86,7 @@ async def test_one_that_is_bigger_than_the_store_drives_nothing_out() -> None:
 
     keep(store, "big", text="x" * 3_000)
 
-    assert len(store) == 1 and store.get("small")
+    assert len(store) == 1 and store.get("small", "owner")
 
 
 async def test_what_is_too_old_is_gone() -> None:
@@ -86,8 +99,8 @@ async def test_what_is_too_old_is_gone() -> None:
     clock.now_s = 61
 
     with pytest.raises(NotFound):
-        store.get("old")
-    assert store.get("new").id == "new"
+        store.get("old", "owner")
+    assert store.get("new", "owner").id == "new"
 
 
 async def test_what_is_too_old_goes_though_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +136,7 @@ async def test_shared_turns_are_counted_once() -> None:
     for name in ("b", "c"):
         keep(store, name, first.whole)
     for name in ("b", "c"):
-        store.drop(store.get(name))
+        store.drop(store.get(name, "owner"))
 
     assert store.num_bytes == alone
 
@@ -139,7 +152,7 @@ async def test_what_runs_is_never_evicted_and_counts() -> None:
         store.begin(running("c"))
     keep(store, "d")
 
-    assert [store.get(work.id) for work in works] == works
+    assert [store.get(work.id, "owner") for work in works] == works
     assert len(store) == 2
     assert not any(work.running.is_stopped for work in works)  # type: ignore[union-attr]
 
@@ -163,7 +176,7 @@ async def test_what_is_deleted_while_it_runs_is_stopped_and_does_not_come_back()
     stopped = work.running
     store.begin(work)
 
-    store.drop(store.get("a"))
+    store.drop(store.get("a", "owner"))
     store.end(work, {"status": "completed", "output": []})
 
     assert isinstance(stopped, Work) and stopped.is_stopped
