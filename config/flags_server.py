@@ -21,6 +21,12 @@ SERVER = (
     ),
     Flag(
         "server",
+        "cache_salt_per_key",
+        "HTTP",
+        "Share cached prompt prefixes only among requests of one API key; needs --api-key",
+    ),
+    Flag(
+        "server",
         "allowed_origins",
         "HTTP",
         "Web origin whose pages may call the server; a JSON list, or several times",

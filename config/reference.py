@@ -35,6 +35,35 @@ a variable gave. An empty variable counts as not set, but an empty key is an err
 is on by default, `--no-NAME` switches it off. Secrets are never printed.
 """
 
+KEYS = """\
+## What API keys share
+
+Each `--api-key` is one user; without keys all clients are one user. A response that `/v1/responses`
+keeps can be read, continued, cancelled and deleted only with the key that created it. The server
+keeps the SHA-256 digest of the key with it, not the key.
+
+The prefix cache is shared by all keys by default: a prompt that begins like another client's prompt
+is answered sooner, and `cached_tokens` in its `usage` says how many tokens were found. So a client
+can find out whether another one has recently sent a prompt with a given beginning: it sends that
+beginning itself and looks at the time to the first token, or at `cached_tokens`. It has to guess
+whole blocks of tokens (`--block-size`), one after the other. Two settings prevent that:
+
+* `--cache-salt-per-key`: blocks are shared only among requests of one key. A system prompt that
+  several keys have in common is then computed and stored once for each of them.
+* `cache_salt` in a request: blocks are shared only among requests with the same salt. With
+  `--cache-salt-per-key` both must be the same.
+
+These stay shared, and hold no text of other clients:
+
+* the queue and the batch: the load of other clients shows in the latency;
+* compiled grammars: a form that another client has used before is ready sooner;
+* `/metrics` (open without a key), `/load`, and the figures of the last 100 requests on
+  [the page](page.md);
+* the bounds of the kept responses (`--responses-store-max-count` and `-max-bytes`): the oldest one
+  is evicted first, whatever its key;
+* the routes of `--enable-dev-endpoints`, which any key may call.
+"""
+
 
 def reference() -> str:
     """The whole page."""
@@ -46,6 +75,7 @@ def reference() -> str:
         [f"`--{name} FILE`", "none", text, _variable(name)] for name, text in FILE_FLAGS.items()
     ]
     parts.append(_table("Files", ["flag", "default", "what it does", "variables"], files))
+    parts.append(KEYS)
     accepted = [[f"`--{name}`", f"`{value}`", why] for name, (value, why) in ACCEPTED.items()]
     parts.append(
         "## Accepted from other servers' scripts\n\n"

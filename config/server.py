@@ -35,6 +35,8 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
+    cache_salt_per_key: bool = False
+    """Whether prompts share cached blocks only with prompts of the same API key."""
     allowed_origins: tuple[str, ...] = ()
     served_model_names: tuple[str, ...] = ()
     """Names clients may ask for; empty: the model's own name."""
@@ -93,6 +95,8 @@ class ServerConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 0")
         if self.enable_dev_endpoints and not self.api_keys:
             raise ConfigError("enable_dev_endpoints is on and api_keys holds 0 keys, it needs 1")
+        if self.cache_salt_per_key and not self.api_keys:
+            raise ConfigError("cache_salt_per_key is on and api_keys holds 0 keys, it needs 1")
         for name, known in (
             ("tool_call_parser", TOOL_CALL_PARSERS),
             ("reasoning_parser", REASONING_PARSERS),

@@ -22,7 +22,7 @@ from server.errors import EngineFailed, Fault, fault_of
 from server.hangup import UntilGone
 from server.outputs import Delta, Growing, Prompt
 from server.reading import Answers
-from server.record import record_of
+from server.record import Record, record_of
 from server.schema.common import GenerationBody
 from server.search import Search
 from server.serving import Serving
@@ -111,6 +111,16 @@ def check_admission(state: AppState, body: GenerationBody, num_sequences: int, p
         )
 
 
+def cache_salt_of(state: AppState, record: Record, asked: str | None) -> str:
+    """The salt under which a request shares cached blocks: `asked` is the one in its body. With
+    --cache-salt-per-key the owner is part of it."""
+    salt = asked or ""
+    if not state.config.cache_salt_per_key:
+        return salt
+    # A client's own salt cannot hold an @ (check_salt), so no client can write another one's salt.
+    return f"{record.owner}@{salt}"
+
+
 async def check_grammar(state: AppState, field: str, spec: GrammarSpec) -> None:
     """Have the engine compile the form that `field` asks for: what is wrong with it is said before
     an answer begins. Raises UserError."""
@@ -159,7 +169,7 @@ def start_job(
         prompts,
         params,
         priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
+        cache_salt=cache_salt_of(state, record, body.cache_salt),
         param=param,
         name=record.id,
         shown=frozenset() if answers is None else answers.shown,

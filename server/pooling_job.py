@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from server.job import check_priority, finish
+from server.job import cache_salt_of, check_priority, finish
 from server.pooling import Pooling, PoolingInput, Vectors
 from server.record import record_of
 from server.schema.pooling import PoolingBody
@@ -76,7 +76,7 @@ def start_pooling(
         state.client,
         inputs,
         priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
+        cache_salt=cache_salt_of(state, record, body.cache_salt),
         name=record.id,
     )
     serving = Serving(pooling, None, len(inputs), record, state.metrics)
