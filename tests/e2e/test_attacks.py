@@ -1,0 +1,98 @@
+"""Attacks on a running server: each gets its 4xx soon, and no other client notices."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live import LiveServer, children_of, command_of, running
+from watch import Family, SecondClient
+
+ATTEMPTS = 3
+"""A machine that others use may stop for a tenth of a second by itself."""
+
+MESSAGES = [{"role": "user", "content": "Hello"}]
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def attacked(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    log: Path = tmp_path_factory.mktemp("attacked") / "log"
+    flags = ("--served-model-name=tiny", "--dtype=float32", "--trust-request-chat-template")
+    with running(tiny_model, log, *flags) as live:
+        warm_up = {"messages": MESSAGES, "max_tokens": 1, "chat_template": "x"}
+        assert live.ask("/v1/chat/completions", warm_up).status_code == 200
+        formed = {"prompt": "a", "max_tokens": 1, "structured_outputs": {"regex": "a"}}
+        assert live.ask("/v1/completions", formed).status_code == 200
+        yield live
+
+
+def chain(count: int, keyword: str | None) -> Any:
+    links: list[Any] = [{"$ref": f"#/$defs/d{place + 1}"} for place in range(count - 1)]
+    if keyword is not None:
+        links = [{keyword: [link]} for link in links]
+    definitions = {f"d{place}": link for place, link in enumerate([*links, {"type": "string"}])}
+    return {"$ref": "#/$defs/d0", "$defs": definitions}
+
+
+def rules(count: int, sign: str, first: str) -> str:
+    lines = [f'r{place}{sign} "a" r{place + 1}' for place in range(count)]
+    return "\n".join([f"{first}{sign} r0", *lines, f'r{count}{sign} "b"'])
+
+
+ATTACKS: dict[str, dict[str, Any]] = {
+    "a chain of references": {"structured_outputs": {"json": chain(1000, None)}},
+    "a chain of allOf": {"structured_outputs": {"json": chain(1000, "allOf")}},
+    "rules of Lark": {"structured_outputs": {"grammar": rules(3000, ":", "start")}},
+    "rules of EBNF": {"structured_outputs": {"grammar": rules(3000, " ::=", "root")}},
+    "optional classes": {"structured_outputs": {"regex": "[ab]?" * 50_000}},
+    "fewer optional classes": {"structured_outputs": {"regex": "[ab]?" * 9_000}},
+    "an endless template": {"chat_template": LOOP},
+    "a format within a format": {"chat_template": "{{ '{:{w}}'.format('x', w=10**10) }}"},
+    "ten to the nine slices": {"chat_template": "{{ [1] | slice(10**9) | list | length }}"},
+    "values that add up": {
+        "chat_template": "{% set n = namespace(all=[]) %}{% for i in range(99999) %}"
+        "{% set n.all = n.all + ['x' * 1000000 ~ i] %}{% endfor %}"
+    },
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_is_refused_soon_and_disturbs_nobody(attacked: LiveServer, name: str) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 4, **ATTACKS[name]}
+    family = Family(attacked.pid)
+    before = family.resident_bytes()
+
+    for _ in range(ATTEMPTS):
+        with SecondClient(attacked.url) as other:
+            start = time.monotonic()
+            answer = attacked.ask("/v1/chat/completions", body)
+            took_s = time.monotonic() - start
+        if took_s < 2 and max(other.latencies_s) < 0.1:
+            break
+    else:
+        raise AssertionError(f"{took_s} s, the second client {max(other.latencies_s)} s")
+
+    assert answer.status_code == 400, answer.text
+    assert other.failures == []
+    assert family.resident_bytes() - before < 50 * 2**20
+
+
+def test_the_processes_that_isolate_may_die_and_no_request_notices(attacked: LiveServer) -> None:
+    formed = {"prompt": "a", "max_tokens": 2, "structured_outputs": {"regex": "[bc]+"}}
+    rendered = {"messages": MESSAGES, "max_tokens": 1, "chat_template": "y"}
+    isolating = [pid for pid in children_of(attacked.pid) if "engine.isolation" in command_of(pid)]
+
+    for pid in isolating:
+        os.kill(pid, signal.SIGKILL)
+    answers = [
+        attacked.ask("/v1/completions", formed),
+        attacked.ask("/v1/chat/completions", rendered),
+    ]
+
+    assert len(isolating) == 2
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert set(answers[0].json()["choices"][0]["text"]) <= {"b", "c"}

@@ -1,0 +1,76 @@
+"""What an attack costs others: latency of a second client, memory and descriptors."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+import httpx
+import psutil
+
+POLL_S = 0.01
+
+
+class SecondClient:
+    """Asks for /health again and again while it is entered, over one connection."""
+
+    def __init__(self, url: str, timeout_s: float = 30.0) -> None:
+        self._http = httpx.Client(base_url=url, timeout=timeout_s, verify=False)
+        self._thread = threading.Thread(target=self._run)
+        self._is_over = threading.Event()
+        self.latencies_s: list[float] = []
+        self.failures: list[str] = []
+
+    def __enter__(self) -> "SecondClient":
+        self._http.get("/health")
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self._http.close()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(POLL_S):
+            start = time.monotonic()
+            try:
+                status = self._http.get("/health").status_code
+                if status != 200:
+                    self.failures.append(f"/health gave {status}")
+            except httpx.HTTPError as error:
+                self.failures.append(repr(error))
+            self.latencies_s.append(time.monotonic() - start)
+
+    def percentile_s(self, share: float) -> float:
+        """The latency that this share of the requests did not exceed."""
+        ordered = sorted(self.latencies_s)
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+class Family:
+    """A server's process and all below it."""
+
+    def __init__(self, pid: int) -> None:
+        self._root = psutil.Process(pid)
+
+    def resident_bytes(self) -> int:
+        """Of all of them; what they share counts once for each."""
+        return sum(self._of_each(lambda process: process.memory_info().rss))
+
+    def num_descriptors(self) -> int:
+        return sum(self._of_each(lambda process: process.num_fds()))
+
+    def _of_each(self, look: Callable[[psutil.Process], int]) -> list[int]:
+        found = []
+        for process in [self._root, *self._root.children(recursive=True)]:
+            # One that has ended meanwhile holds nothing.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.append(look(process))
+        return found
