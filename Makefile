@@ -14,7 +14,7 @@ CLIENTS := .venv-clients
 NODE_CLIENT := tests/clients/node
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-hpu serve test test-slow test-clients test-cuda test-kernels lint format bench bench-cuda clean
+.PHONY: help install install-hpu serve test test-slow test-clients test-cuda test-kernels test-fuzz lint format bench bench-cuda clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -80,6 +80,9 @@ test-kernels: $(VENV)/.installed ## The compiled kernels under the compiler's sa
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	KERNEL_FLAGS="-O2 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-sanitize=alignment" \
 	$(BIN)/python -m pytest -q -s -p no:cacheprovider tests/hpu/test_native.py tests/hpu/test_quantized.py $(ARGS)
+
+test-fuzz: $(VENV)/.installed ## Hostile requests for ten minutes; ARGS='--fuzz-seconds 60 --fuzz-seed 7' for others
+	@$(BIN)/python -m pytest -q -s -m fuzz tests/fuzz $(ARGS)
 
 lint: $(VENV)/.installed ## Check format, style and types
 	@$(BIN)/ruff format --check --quiet .

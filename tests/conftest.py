@@ -22,6 +22,11 @@ settings.register_profile("suite", derandomize=True, deadline=None, print_blob=T
 settings.load_profile("suite")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fuzz-seconds", type=float, default=600.0, help="how long tests/fuzz takes")
+    parser.addoption("--fuzz-seed", type=int, default=1, help="the first seed of tests/fuzz")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def old_objects_set_aside() -> None:
     """Every capture on the emulated card collects garbage, and looking through all that was

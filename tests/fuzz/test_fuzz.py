@@ -1,0 +1,102 @@
+"""Hostile requests for minutes: the server survives, and another client is served meanwhile.
+
+Run by `make test-fuzz`; `--fuzz-seconds` and `--fuzz-seed` choose how long and what. What fails is
+told with its seed.
+"""
+
+import multiprocessing
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hostile import MAX_ANSWER_S, Hostile, attack, encoded
+from live import LiveServer, running
+from tiny_models import make_tiny
+from watch import Family, SecondClient
+
+pytestmark = pytest.mark.fuzz
+
+NUM_CLIENTS = 3
+MAX_GROWTH_BYTES = 300 * 2**20
+SETTLE_S = 20.0
+KEY = "correct-key"
+
+
+@pytest.mark.timeout(0)
+def test_hostile_requests_for_minutes_leave_a_server_as_it_was(
+    tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    seconds: float = pytestconfig.getoption("--fuzz-seconds")
+    first_seed: int = pytestconfig.getoption("--fuzz-seed")
+    model = str(make_tiny("llama", tmp_path / "tiny", max_position_embeddings=2048))
+    flags = ("--dtype=float32", "--trust-request-chat-template", f"--api-key={KEY}")
+    with running(model, tmp_path / "log", *flags) as server:
+        family = Family(server.pid)
+        warm_up(server, first_seed)
+        before = (family.resident_bytes(), family.num_descriptors())
+        spawn = multiprocessing.get_context("spawn")
+        over, told = spawn.Event(), spawn.Queue()
+        attackers = [
+            spawn.Process(
+                target=attack,
+                args=(server.url, server.port, KEY, first_seed + 10**6 * n, over, told),
+                daemon=True,
+            )
+            for n in range(NUM_CLIENTS)
+        ]
+
+        with SecondClient(server.url) as other:
+            for attacker in attackers:
+                attacker.start()
+            end = time.monotonic() + seconds
+            while time.monotonic() < end and server.process.poll() is None and told.empty():
+                time.sleep(0.5)
+            over.set()
+            outcomes = [told.get(timeout=2 * MAX_ANSWER_S) for _ in attackers]
+        faults = [fault for outcome in outcomes for fault in outcome.faults]
+        statuses = sum((outcome.statuses for outcome in outcomes), Counter[str]())
+        print("slowest:", max(outcome.slowest for outcome in outcomes))
+        print(
+            f"{dict(statuses)}; /health: median {other.percentile_s(0.5) * 1e3:.1f} ms, "
+            f"99 % {other.percentile_s(0.99) * 1e3:.1f} ms, most {max(other.latencies_s):.2f} s"
+        )
+
+        assert faults == []
+        assert server.process.poll() is None, server.text()
+        assert other.failures == []
+        assert other.percentile_s(0.99) < 0.1
+        assert after_settling(family, before)
+        assert asked(server, "/v1/completions", {"prompt": "a", "max_tokens": 2}) == 200
+
+
+def warm_up(server: LiveServer, seed: int) -> None:
+    """One request of each kind, so that what is made once is there."""
+    made: set[str] = set()
+    for place in range(200):
+        route, body = Hostile(seed - 1 - place).chat()
+        kind = route + "".join(sorted(body))
+        if kind not in made and len(made) < 25:
+            made.add(kind)
+            asked(server, route, body)
+
+
+def asked(server: LiveServer, route: str, body: dict[str, Any]) -> int:
+    headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
+    with httpx.Client(base_url=server.url, timeout=30, verify=False, headers=headers) as http:
+        return http.post(route, content=encoded(body)).status_code
+
+
+def after_settling(family: Family, before: tuple[int, int]) -> bool:
+    """Whether memory and descriptors come back to what they were."""
+    end = time.monotonic() + SETTLE_S
+    while True:
+        growth = family.resident_bytes() - before[0]
+        descriptors = family.num_descriptors() - before[1]
+        if growth < MAX_GROWTH_BYTES and descriptors < 20:
+            print(f"{growth / 2**20:+.0f} MiB, {descriptors:+d} descriptors")
+            return True
+        assert time.monotonic() < end, f"{growth / 2**20:+.0f} MiB, {descriptors:+d} descriptors"
+        time.sleep(0.5)

@@ -1,0 +1,367 @@
+"""Random hostile requests: schemas, grammars, patterns, templates, bodies and raw bytes."""
+
+import contextlib
+import json
+import random
+import socket
+import string
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Event
+from typing import Any
+
+import httpx
+
+MAX_ANSWER_S = 20.0
+
+MESSAGES = [{"role": "user", "content": "Hello"}]
+
+COUNTS = (0, 1, 2, 3, 10, 100, 1_000, 10_000, 10**6, 10**9, 2**31, 2**63, 2**64, 10**30, -1)
+LENGTHS = (0, 1, 2, 10, 100, 1_000, 5_000, 20_000)
+
+
+@dataclass
+class Outcome:
+    """What one attacker saw."""
+
+    statuses: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    slowest: tuple[float, str] = (0.0, "")
+
+
+class Hostile:
+    """Makes requests from one seed. Equal seeds make equal requests."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def chat(self) -> tuple[str, dict[str, Any]]:
+        """A route and a body, one part of which is hostile."""
+        pick = self.random.choice
+        body: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 3}
+        kind = pick(("json", "regex", "grammar", "choice", "tag", "template", "field", "response"))
+        if kind == "template":
+            body["chat_template"] = self.template()
+        elif kind == "field":
+            return self.field()
+        elif kind == "response":
+            schema = {"name": "x", "schema": self.schema()}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        elif kind == "tag":
+            body["structured_outputs"] = {"structural_tag": self.structural_tag()}
+        else:
+            made: dict[str, Callable[[], Any]] = {
+                "json": self.schema,
+                "regex": self.pattern,
+                "grammar": self.grammar,
+                "choice": lambda: [self.text() for _ in range(pick(LENGTHS))],
+            }
+            body["structured_outputs"] = {kind: made[kind]()}
+        return "/v1/chat/completions", body
+
+    def text(self, most: int = 20) -> str:
+        letters = string.printable + "é你\u2028\x00\x1b😀\ud800"
+        return "".join(self.random.choices(letters, k=self.random.randrange(most)))
+
+    def schema(self) -> Any:
+        shapes = (self._chain, self._tree, self._wide, self._patterns, self._numbers, self._product)
+        return self.random.choice(shapes)()
+
+    def _chain(self) -> Any:
+        count = self.random.choice(LENGTHS[2:])
+        keyword = self.random.choice(
+            (None, "allOf", "anyOf", "oneOf", "not", "items", "properties", "additionalProperties")
+        )
+        definitions: dict[str, Any] = {}
+        for place in range(count):
+            link: Any = {"$ref": f"#/$defs/d{(place + 1) % (count + self.random.randrange(2))}"}
+            if keyword in ("allOf", "anyOf", "oneOf"):
+                link = {keyword: [link, *([{"type": "null"}] * self.random.randrange(2))]}
+            elif keyword == "properties":
+                link = {"type": "object", "properties": {"a": link}, "required": ["a"]}
+            elif keyword is not None:
+                link = {keyword: link}
+            definitions[f"d{place}"] = link
+        definitions[f"d{count}"] = {"type": "string"}
+        return {"$ref": "#/$defs/d0", "$defs": definitions}
+
+    def _tree(self, depth: int = 0) -> Any:
+        pick = self.random.choice
+        if depth > 4 or self.random.random() < 0.2:
+            return pick(
+                (
+                    {"type": "string", "maxLength": pick(COUNTS)},
+                    {"type": "integer", "minimum": pick(COUNTS), "maximum": pick(COUNTS)},
+                    {"type": "number", "multipleOf": pick((0.1, 1e-300, 7, 10**9, float(2**53)))},
+                    {"enum": [self.text() for _ in range(pick(LENGTHS[:6]))]},
+                    {"const": {self.text(): [None, True, pick(COUNTS)]}},
+                    {"pattern": self.pattern()},
+                    {"format": pick(("date-time", "uuid", "email", "uri", "no-such-format"))},
+                    True,
+                    {self.text(): self.text()},
+                )
+            )
+        below = [self._tree(depth + 1) for _ in range(self.random.randrange(1, 5))]
+        return pick(
+            (
+                {"type": "object", "properties": {self.text(): one for one in below}},
+                {"type": "array", "items": below[0], "minItems": pick(COUNTS)},
+                {"type": "array", "prefixItems": below, "maxItems": pick(COUNTS)},
+                {"anyOf": below},
+                {"allOf": below},
+                {"oneOf": below},
+                {"not": below[0]},
+                {"if": below[0], "then": below[-1]},
+                {"patternProperties": {self.pattern(): one for one in below}},
+            )
+        )
+
+    def _wide(self) -> Any:
+        names = [f"p{place}" for place in range(self.random.choice(LENGTHS))]
+        required = names if self.random.random() < 0.5 else []
+        return {
+            "type": "object",
+            "properties": {name: {"type": "integer"} for name in names},
+            "required": required,
+        }
+
+    def _patterns(self) -> Any:
+        return {"allOf": [{"type": "string", "pattern": self.pattern()} for _ in range(9)]}
+
+    def _numbers(self) -> Any:
+        return {"type": "array", "items": {"type": "string", "minLength": 10**9}, "minItems": 10**9}
+
+    def _product(self) -> Any:
+        options = [{"type": "string", "minLength": n} for n in range(self.random.randrange(2, 20))]
+        return {"allOf": [{"anyOf": options}] * self.random.randrange(2, 20)}
+
+    def pattern(self, depth: int = 0) -> str:
+        pick = self.random.choice
+        if depth > 3 or self.random.random() < 0.3:
+            atom = pick(
+                ("a", "[ab]", ".", "\\w", "\\p{L}", "[^x]", "(?i:k)", "\\d", "é", "a" * 500)
+            )
+            return atom * pick((1, 1, 1, 3, 50, 3_000))
+        inner = self.pattern(depth + 1)[: pick((50, 400, 20_000))]
+        return pick(
+            (
+                f"({inner})*",
+                f"({inner})+",
+                f"({inner})?" * pick((1, 2, 500)),
+                f"({inner}){{{pick((1, 5, 100, 5000))}}}",
+                f"({inner}){{0,{pick((1, 5, 100, 5000))}}}",
+                f"({inner}|{self.pattern(depth + 1)})",
+                f"{inner}{self.pattern(depth + 1)}",
+                f"({inner}",
+                f".*{inner}.{{{pick((3, 20, 200))}}}",
+            )
+        )[:100_000]
+
+    def grammar(self) -> str:
+        if self.random.random() < 0.2:
+            return self.text(2_000)
+        is_ebnf = self.random.random() < 0.4
+        sign, first = ("::=", "root") if is_ebnf else (":", "start")
+        count = self.random.choice((1, 3, 20, 200, 900, 3_000))
+        lines = []
+        for place in range(count):
+            parts = []
+            for _ in range(self.random.randrange(1, 5)):
+                name = f"r{min(count - 1, place + self.random.randrange(0, 4))}"
+                part = self.random.choice((name, name, '"a"', '"b"', f"({name})*", f"{name}?"))
+                parts.append(part if is_ebnf or self.random.random() < 0.9 else "/[ab]?x*/")
+            lines.append(f"r{place} {sign} " + self.random.choice((" ", " | ")).join(parts))
+        return "\n".join([f"{first} {sign} r0", *lines])
+
+    def structural_tag(self) -> Any:
+        return {"format": self._part(0)}
+
+    def _part(self, depth: int) -> Any:
+        pick = self.random.choice
+        if depth > 6 or self.random.random() < 0.3:
+            return pick(
+                (
+                    {"type": "json_schema", "json_schema": self.schema()},
+                    {"type": "regex", "pattern": self.pattern()},
+                    {"type": "const_string", "value": self.text()},
+                    {"type": self.text()},
+                )
+            )
+        below = [self._part(depth + 1) for _ in range(self.random.randrange(1, 4))]
+        return pick(
+            (
+                {"type": "sequence", "elements": below},
+                {"type": "or", "elements": below},
+                {"type": "tag", "begin": self.text(), "content": below[0], "end": self.text()},
+                {
+                    "type": "triggered_tags",
+                    "triggers": ["<"],
+                    "tags": [{"begin": "<a>", "content": one, "end": "</a>"} for one in below],
+                },
+            )
+        )
+
+    def template(self) -> str:
+        pick = self.random.choice
+        grown = pick(
+            (
+                "n.s ~ n.s",
+                "n.s + n.s",
+                "n.s * 1000",
+                "[n.s, n.s]",
+                "n.s | replace('a', n.s)",
+                "'{:{w}}'.format(n.s, w=10**9)",
+                "'%*d' % (10**9, 1)",
+                "n.s | center(10**9)",
+                "[1] | slice(10**9) | list",
+                "range(10**9) | list",
+                "n.s | list | sort | unique | join(n.s)",
+                "(n.s | tojson(indent=9)) ~ n.s",
+                "n.__class__.__mro__",
+                "cycler.__init__.__globals__",
+                "strftime_now('%Y' * 10**7)",
+            )
+        )
+        loop = "{% for i in range(COUNT) %}BODY{% endfor %}"
+        body = "{% set n.s = " + grown + " %}"
+        for _ in range(self.random.randrange(3)):
+            body = loop.replace("COUNT", str(pick((3, 60, 99_999)))).replace("BODY", body)
+        start = "{% set n = namespace(s='ab') %}"
+        return pick((start, "")) + body + pick(("{{ n.s }}", "", "{{ messages }}", "{% endfor %}"))
+
+    def field(self) -> tuple[str, dict[str, Any]]:
+        """A body with one field that holds something else than it should, or far too much."""
+        pick = self.random.choice
+        route, body = pick(
+            (
+                ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 2}),
+                ("/v1/completions", {"prompt": "a", "max_tokens": 2}),
+                ("/v1/responses", {"input": "a", "max_output_tokens": 2}),
+                ("/v1/messages", {"messages": MESSAGES, "max_tokens": 2}),
+                ("/tokenize", {"prompt": "a"}),
+                ("/detokenize", {"tokens": [1]}),
+            )
+        )
+        names = (
+            *("messages", "prompt", "input", "tokens", "max_tokens", "stop", "stop_token_ids"),
+            *("bad_words", "logit_bias", "allowed_token_ids", "tools", "tool_choice", "n", "seed"),
+            *("temperature", "top_p", "top_k", "logprobs", "top_logprobs", "response_format"),
+            *("metadata", "documents", "chat_template_kwargs", "truncate_prompt_tokens", "user"),
+            *("min_tokens", "prompt_logprobs", "stream_options", "model", "priority", "echo"),
+            *("system", "instructions", "previous_response_id", "best_of", "cache_salt"),
+        )
+        return route, {**body, pick(names): self.value()}
+
+    def value(self, depth: int = 0) -> Any:
+        pick = self.random.choice
+        if depth > 3 or self.random.random() < 0.4:
+            return pick(
+                (
+                    None,
+                    True,
+                    pick(COUNTS),
+                    -pick(COUNTS),
+                    1e308,
+                    self.text(),
+                    "x" * pick((10, 10**4, 10**6)),
+                    self.text(3_000),
+                )
+            )
+        if self.random.random() < 0.3:
+            return [pick(([], {}, 0, "", "a", None, [[]]))] * pick((1, 100, 10**4, 3 * 10**5))
+        if self.random.random() < 0.5:
+            return [self.value(depth + 1) for _ in range(self.random.randrange(5))]
+        return {self.text(): self.value(depth + 1) for _ in range(self.random.randrange(5))}
+
+    def raw(self) -> bytes:
+        """Bytes for a connection that may be no request at all."""
+        pick = self.random.choice
+        body = pick((b"{}", b"[" * 10**5, b'{"prompt": "a", "max_tokens": 1}', self._bytes(200)))
+        lines = [
+            pick((b"POST", b"GET", b"PRI", b"\x16\x03\x01", self._bytes(9)))
+            + b" "
+            + pick((b"/v1/completions", b"/health", b"/" + b"a" * 10**5, b"*", b"/%0a%1b[31m"))
+            + pick((b" HTTP/1.1", b" HTTP/1.0", b" HTTP/9.9", b"")),
+            b"host: a",
+        ]
+        lines += [
+            pick(
+                (
+                    b"x-a: " + b"b" * pick((0, 9, 10**3, 10**5)),
+                    b"x-request-id: " + self._bytes(60),
+                    b"x-forwarded-for: " + self._bytes(60),
+                    b"authorization: Bearer " + self._bytes(60),
+                    b": empty",
+                    b" folded",
+                    self._bytes(60),
+                )
+            )
+            for _ in range(pick((0, 1, 5, 99, 150, 3_000)))
+        ]
+        framing = pick(("length", "chunked", "both", "none", "wrong"))
+        if framing in ("length", "both"):
+            lines.append(b"content-length: %d" % len(body))
+        if framing == "wrong":
+            lines.append(b"content-length: " + pick((b"-1", b"9" * 40, b"1e3", b"10000000")))
+        if framing in ("chunked", "both"):
+            lines.append(b"transfer-encoding: chunked")
+            trailer = pick((b"", b"x-api-key: a\r\n", b"x-t: 1\r\n" * 5_000))
+            size = pick((b"%x" % len(body), b"%x;ext=%s" % (len(body), b"e" * 10**5), b"-5", b"zz"))
+            body = size + b"\r\n" + body + b"\r\n0\r\n" + trailer + b"\r\n"
+        data = b"\r\n".join(lines) + b"\r\n\r\n" + body
+        return data[: self.random.randrange(1, len(data))] if self.random.random() < 0.3 else data
+
+    def _bytes(self, count: int) -> bytes:
+        return self.random.randbytes(self.random.randrange(count))
+
+
+def encoded(body: dict[str, Any]) -> bytes:
+    """A body as JSON, lone surrogates and all."""
+    return json.dumps(body).encode()
+
+
+def attack(url: str, port: int, key: str, seed: int, over: Event, told: "Queue[Outcome]") -> None:
+    """Send one hostile request after the other until `over`, then tell how that went. The entry of
+    a process: what it costs to make requests must not delay the client that is watched."""
+    outcome = Outcome()
+    headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+    with httpx.Client(base_url=url, timeout=MAX_ANSWER_S, verify=False, headers=headers) as http:
+        while not over.is_set() and len(outcome.faults) < 5:
+            seed += 1
+            hostile = Hostile(seed)
+            if hostile.random.random() < 0.25:
+                outcome.statuses["raw"] += 1
+                _send_raw(port, hostile.raw())
+            else:
+                _ask(http, hostile, seed, outcome)
+    told.put(outcome)
+
+
+def _ask(http: httpx.Client, hostile: Hostile, seed: int, outcome: Outcome) -> None:
+    route, body = hostile.chat()
+    content = encoded(body)
+    start = time.monotonic()
+    try:
+        status = http.post(route, content=content).status_code
+    except httpx.HTTPError as error:
+        outcome.faults.append(f"seed {seed}: {route}: {error!r}")
+        return
+    took_s = time.monotonic() - start
+    outcome.statuses[str(status)] += 1
+    outcome.slowest = max(outcome.slowest, (took_s, f"seed {seed}: {route}: {status}"))
+    # 503 where a queue is full; every other 5xx is a fault of the server.
+    if status >= 500 and status != 503:
+        outcome.faults.append(f"seed {seed}: {route}: status {status}: {content[:200]!r}")
+
+
+def _send_raw(port: int, data: bytes) -> None:
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection(("127.0.0.1", port), timeout=2) as connection,
+    ):
+        connection.sendall(data)
+        connection.settimeout(0.3)
+        connection.recv(65536)
