@@ -4,7 +4,7 @@ Knows no tensors."""
 from dataclasses import dataclass
 
 from config.errors import ConfigError
-from config.fields import Fields, Json
+from config.fields import Fields, Json, shown
 
 BERT, ROBERTA, XLM_ROBERTA, DISTIL_BERT = "Bert", "Roberta", "XLMRoberta", "DistilBert"
 FAMILIES = (BERT, ROBERTA, XLM_ROBERTA, DISTIL_BERT)
@@ -37,6 +37,11 @@ def encoder_fields(architecture: str, fields: Fields) -> Json | None:
     if family != BERT:
         # Positions are counted from behind the entry of the padding token.
         first = fields.get("pad_token_id", int, 1) + 1
+    if not 0 <= first < table:
+        raise ConfigError(
+            f"pad_token_id in {fields.file} is {shown(first - 1)}, it must be below "
+            f"max_position_embeddings - 1, which is {table - 1}: positions begin behind it"
+        )
     return {
         **_sizes(fields, "hidden_size", "intermediate_size", "num_hidden_layers"),
         **_heads(fields.count("hidden_size"), fields.count("num_attention_heads"), fields),
@@ -44,7 +49,7 @@ def encoder_fields(architecture: str, fields: Fields) -> Json | None:
         "hidden_act": fields.get("hidden_act", str, "gelu"),
         "encoder": EncoderConfig(
             family,
-            fields.number("layer_norm_eps", 1e-12),
+            fields.number("layer_norm_eps", 1e-12, above=0.0, most=1.0),
             fields.count("type_vocab_size", 2),
             first,
         ),

@@ -1,6 +1,8 @@
-"""Typed access to the JSON files of a checkpoint. Knows none of their fields."""
+"""Typed, bounded access to the JSON files of a checkpoint. Knows none of their fields."""
 
 import json
+import math
+import reprlib
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -8,6 +10,20 @@ from config.errors import ConfigError
 
 T = TypeVar("T")
 Json = dict[str, Any]
+
+MAX_JSON_BYTES = 32 * 2**20
+"""Of one settings file. Published ones stay below 2 MB, the index of 90,000 tensors below 10 MB."""
+MAX_COUNT = 2**48
+"""Largest whole number that any field may hold: products of a few of them stay exact."""
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+_SHORT.maxlong = 60
+
+
+def shown(value: object) -> str:
+    """A value from a file as an error message shows it: its repr, cut short."""
+    return _SHORT.repr(value)
 
 
 def read_json(file: Path) -> Json:
@@ -19,11 +35,30 @@ def read_json(file: Path) -> Json:
 
 
 def read_any_json(file: Path) -> Any:
-    """What is in `file`. ConfigError when it cannot be read."""
+    """What is in `file`. ConfigError when it cannot be read, or is larger than MAX_JSON_BYTES."""
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read as JSON: {error}") from error
+        with file.open("rb") as opened:
+            # One byte more, so that a file that grows meanwhile is refused too.
+            data = opened.read(MAX_JSON_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    if len(data) > MAX_JSON_BYTES:
+        raise ConfigError(
+            f"{file} has {file.stat().st_size} bytes, at most {MAX_JSON_BYTES} are read"
+        )
+    return parse_json(data, str(file))
+
+
+def parse_json(data: bytes, name: str) -> Any:
+    """The value in `data`. ConfigError, which calls it `name`, when it is not JSON in UTF-8."""
+    try:
+        return json.loads(data.decode("utf-8"))
+    except RecursionError:
+        raise ConfigError(
+            f"{name} cannot be read as JSON: its values are nested too deeply"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{name} cannot be read as JSON: {error}") from error
 
 
 class Fields:
@@ -38,32 +73,77 @@ class Fields:
         if value is None:
             return default
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise ConfigError(f"{name} in {self.file} is {value!r}, it must be a {kind.__name__}")
+            raise ConfigError(
+                f"{name} in {self.file} is {shown(value)}, it must be a {kind.__name__}"
+            )
         return value
 
-    def count(self, name: str, default: int | None = None) -> int:
-        """A whole number of at least 1; without a default it must be there."""
-        value = self.get(name, int, default)
+    def count(self, name: str, default: int | None = None, *, most: int = MAX_COUNT) -> int:
+        """A whole number from 1 to `most`; without a default it must be there."""
+        value = self.count_or_none(name, most=most)
+        if value is None:
+            value = default
         if value is None:
             raise ConfigError(f"{self.file} has no {name}")
+        return value
+
+    def count_or_none(self, name: str, *, most: int = MAX_COUNT) -> int | None:
+        """A whole number from 1 to `most`, if it is there."""
+        value = self.get(name, int, None)
+        if value is None:
+            return None
         if value < 1:
-            raise ConfigError(f"{name} in {self.file} is {value}, it must be at least 1")
+            raise ConfigError(f"{name} in {self.file} is {shown(value)}, it must be at least 1")
+        if value > most:
+            raise ConfigError(f"{name} in {self.file} is {shown(value)}, it must be at most {most}")
         return int(value)
 
-    def number_or_none(self, name: str) -> float | None:
+    def number_or_none(
+        self,
+        name: str,
+        *,
+        least: float = -math.inf,
+        above: float = -math.inf,
+        most: float = math.inf,
+    ) -> float | None:
+        """A finite number of at least `least`, above `above` and at most `most`, if it is there."""
         value = self.raw.get(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ConfigError(f"{name} in {self.file} is {value!r}, it must be a number")
-        return float(value)
+        number = _finite(value)
+        if number is None:
+            raise ConfigError(
+                f"{name} in {self.file} is {shown(value)}, it must be a number that is finite"
+            )
+        if number < least:
+            raise ConfigError(f"{name} in {self.file} is {number:g}, it must be at least {least:g}")
+        if number <= above:
+            raise ConfigError(f"{name} in {self.file} is {number:g}, it must be above {above:g}")
+        if number > most:
+            raise ConfigError(f"{name} in {self.file} is {number:g}, it must be at most {most:g}")
+        return number
 
-    def number(self, name: str, default: float) -> float:
-        value = self.number_or_none(name)
+    def number(
+        self, name: str, default: float, *, above: float = -math.inf, most: float = math.inf
+    ) -> float:
+        value = self.number_or_none(name, above=above, most=most)
         return default if value is None else value
 
-    def numbers(self, name: str) -> tuple[float, ...]:
-        values = self.get(name, list, [])
-        if not all(isinstance(value, (int, float)) for value in values):
-            raise ConfigError(f"{name} in {self.file} must hold numbers only")
-        return tuple(float(value) for value in values)
+    def numbers(self, name: str, *, above: float = -math.inf) -> tuple[float, ...]:
+        """A list of finite numbers, each above `above`; empty when it is not there."""
+        values = [_finite(value) for value in self.get(name, list, [])]
+        if not all(value is not None and value > above for value in values):
+            wanted = "numbers only" if above == -math.inf else f"numbers above {above:g} only"
+            raise ConfigError(f"{name} in {self.file} must hold {wanted}")
+        return tuple(value for value in values if value is not None)
+
+
+def _finite(value: object) -> float | None:
+    """`value` as a finite number; None when it is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from config.errors import ConfigError
+from config.fields import Fields, Json
 from config.gguf_config import generation_config, model_config
-from config.gguf_metadata import open_gguf
+from config.gguf_metadata import GgufFile, open_gguf
 from config.gguf_tokenizer import tokenizer_files
-from config.gguf_weights import DTYPES, write_blocks, write_safetensors
-from config.model import BLOCKS
+from config.gguf_weights import DTYPES, stored_shapes, write_blocks, write_safetensors
+from config.model import BLOCKS, ModelConfig, model_config_of
 from config.progress import Report, unreported
+from config.weights import check_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -93,14 +95,26 @@ def _convert(
 ) -> None:
     file = open_gguf(source)
     config = model_config(file, dtype)
+    generation = generation_config(file)
+    # Before gigabytes are written that no worker would take.
+    check_facts(file, config, generation)
     _check_room(folder, file.tensors.values(), DTYPES[dtype][1], keep_blocks)
     for name, content in (tokenizer_files(file) or {}).items():
         _write_json(folder / name, content)
-    _write_json(folder / "generation_config.json", generation_config(file))
+    _write_json(folder / "generation_config.json", generation)
     write_safetensors(file, folder / "model.safetensors", dtype, progress, report)
     if keep_blocks:
         write_blocks(file, folder / BLOCKS)
     _write_json(folder / "config.json", config)
+
+
+def check_facts(file: GgufFile, config: Json, generation: Json) -> ModelConfig:
+    """What `config` and `generation`, made from `file`, say of the model. ConfigError for what is
+    not served, and for sizes that are not those of the file's tensors."""
+    fields, defaults = Fields(config, file.path), Fields(generation, file.path)
+    facts = model_config_of(str(file.path), fields, defaults)
+    check_shapes(facts, stored_shapes(file), file.path)
+    return facts
 
 
 def _check_room(folder: Path, tensors: Any, width: int, keep_blocks: bool) -> None:

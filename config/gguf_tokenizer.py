@@ -3,7 +3,13 @@
 from typing import Any
 
 from config.errors import ConfigError
+from config.fields import shown
 from config.gguf_metadata import GgufFile
+
+MAX_CUTS = 2**23
+MAX_TOKEN_CHARACTERS = 1024
+"""Where merges are worked out by cutting each token at every character. A vocabulary of 262,144
+tokens has 2 million."""
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _SPACE = "\u2581"
@@ -44,13 +50,14 @@ def tokenizer_files(file: GgufFile) -> dict[str, dict[str, Any]] | None:
     ConfigError for a kind of tokenizer, or a way to split text, that is not known here: a guess
     would give tokens the model has never seen.
     """
-    kind = file.metadata.get("tokenizer.ggml.model")
+    kind = file.value("tokenizer.ggml.model", str)
     if kind is None or "tokenizer.ggml.tokens" not in file.metadata:
         return None
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
     if kind not in builders:
         raise ConfigError(
-            f"{file.path} has a tokenizer of kind {kind!r}, it must be one of {', '.join(builders)}"
+            f"{file.path} has a tokenizer of kind {shown(kind)}, it must be one of "
+            f"{', '.join(builders)}"
         )
     tokenizer = {"version": "1.0", "truncation": None, "padding": None}
     tokenizer.update(builders[kind](file))
@@ -67,15 +74,15 @@ def byte_alphabet() -> list[str]:
 
 def _tokens(file: GgufFile) -> list[tuple[str, int]]:
     """(text, type) of each id."""
-    tokens: list[str] = file.metadata["tokenizer.ggml.tokens"]
-    kinds: list[int] = file.metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    tokens = file.values("tokenizer.ggml.tokens", str) or []
+    kinds = file.values("tokenizer.ggml.token_type", int) or [_NORMAL] * len(tokens)
     if len(kinds) != len(tokens):
         raise ConfigError(f"{file.path} has {len(tokens)} tokens, but types for {len(kinds)}")
     return list(zip(tokens, kinds, strict=True))
 
 
 def _byte_level(file: GgufFile) -> dict[str, Any]:
-    pre = file.metadata.get("tokenizer.ggml.pre") or "default"
+    pre = file.value("tokenizer.ggml.pre", str) or "default"
     alphabet = byte_alphabet()
     letters = set(alphabet)
 
@@ -86,10 +93,10 @@ def _byte_level(file: GgufFile) -> dict[str, Any]:
         return "".join(alphabet[byte] for byte in token.encode())
 
     tokens = _tokens(file)
-    merges = [merge.split(" ") for merge in file.metadata.get("tokenizer.ggml.merges", [])]
+    merges = [merge.split(" ") for merge in file.values("tokenizer.ggml.merges", str) or []]
     byte_level = {
         "type": "ByteLevel",
-        "add_prefix_space": bool(file.metadata.get("tokenizer.ggml.add_space_prefix", False)),
+        "add_prefix_space": bool(file.value("tokenizer.ggml.add_space_prefix", bool)),
         "trim_offsets": True,
     }
     return {
@@ -122,14 +129,19 @@ def _pre_tokenizer(file: GgufFile, pre: str, byte_level: dict[str, Any]) -> dict
         second = {**byte_level, "use_regex": False}
     else:
         known = ", ".join(sorted((*_GPT2, *_SINGLE_DIGITS, *_SPLITS)))
-        raise ConfigError(f"{file.path} splits text by {pre!r}, it must be one of {known}")
+        raise ConfigError(f"{file.path} splits text by {shown(pre)}, it must be one of {known}")
     return {"type": "Sequence", "pretokenizers": [first, second]}
 
 
 def _sentencepiece(file: GgufFile) -> dict[str, Any]:
     tokens = _tokens(file)
     vocab = {token: number for number, (token, _) in enumerate(tokens)}
-    unknown = file.metadata.get("tokenizer.ggml.unknown_token_id")
+    unknown = file.value("tokenizer.ggml.unknown_token_id", int)
+    if unknown is not None and not 0 <= unknown < len(tokens):
+        raise ConfigError(
+            f"tokenizer.ggml.unknown_token_id in {file.path} is {unknown}, there are {len(tokens)} "
+            "tokens"
+        )
     spaces: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     ]
@@ -138,7 +150,7 @@ def _sentencepiece(file: GgufFile) -> dict[str, Any]:
         {"type": "ByteFallback"},
         {"type": "Fuse"},
     ]
-    if file.metadata.get("tokenizer.ggml.add_space_prefix", True):
+    if file.value("tokenizer.ggml.add_space_prefix", bool) is not False:
         spaces.insert(0, {"type": "Prepend", "prepend": _SPACE})
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     return {
@@ -162,11 +174,18 @@ def _sentencepiece(file: GgufFile) -> dict[str, Any]:
 def _merges(file: GgufFile, vocab: dict[str, int]) -> list[list[str]]:
     """The file's merges, or those its scores stand for: every way to put a token together from two
     others, the best token first."""
-    if stored := file.metadata.get("tokenizer.ggml.merges"):
+    if stored := file.values("tokenizer.ggml.merges", str):
         return [merge.split(" ") for merge in stored]
-    scores: list[float] = file.metadata.get("tokenizer.ggml.scores") or []
+    scores = file.values("tokenizer.ggml.scores", float) or []
     if len(scores) < len(vocab):
         raise ConfigError(f"{file.path} has {len(vocab)} tokens, but scores for {len(scores)}")
+    num_cuts = sum(map(len, vocab))
+    longest = max(map(len, vocab), default=0)
+    if num_cuts > MAX_CUTS or longest > MAX_TOKEN_CHARACTERS:
+        raise ConfigError(
+            f"{file.path} has tokens of {num_cuts} characters, the longest of {longest}: merges "
+            f"are made of at most {MAX_CUTS}, of {MAX_TOKEN_CHARACTERS} in a token"
+        )
     found = [
         (-scores[number], vocab[token[:cut]], vocab[token[cut:]], [token[:cut], token[cut:]])
         for token, number in vocab.items()
@@ -196,17 +215,18 @@ def _added_tokens(tokens: list[tuple[str, int]], special: tuple[int, ...]) -> li
 def _named(file: GgufFile) -> dict[str, tuple[str, int]]:
     """bos, eos, unk, pad to (text, id), where the file names them."""
     names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
-    tokens = file.metadata["tokenizer.ggml.tokens"]
+    tokens = file.values("tokenizer.ggml.tokens", str) or []
     found = {}
     for name, ours in names.items():
-        number = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
-        if number is not None and number < len(tokens):
+        number = file.value(f"tokenizer.ggml.{name}_token_id", int)
+        if number is not None and 0 <= number < len(tokens):
             found[ours] = (tokens[number], number)
     return found
 
 
 def _adds(file: GgufFile, name: str, default: bool) -> bool:
-    return bool(file.metadata.get(f"tokenizer.ggml.add_{name}_token", default))
+    adds = file.value(f"tokenizer.ggml.add_{name}_token", bool)
+    return default if adds is None else adds
 
 
 def _post_processor(file: GgufFile, *, bos: bool) -> dict[str, Any] | None:
@@ -236,8 +256,8 @@ def _post_processor(file: GgufFile, *, bos: bool) -> dict[str, Any] | None:
 
 
 def _tokenizer_config(file: GgufFile) -> dict[str, Any]:
-    sentencepiece = file.metadata["tokenizer.ggml.model"] == "llama"
-    pre = file.metadata.get("tokenizer.ggml.pre")
+    sentencepiece = file.value("tokenizer.ggml.model", str) == "llama"
+    pre = file.value("tokenizer.ggml.pre", str)
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_bos_token": _adds(
@@ -245,9 +265,9 @@ def _tokenizer_config(file: GgufFile) -> dict[str, Any]:
         ),
         "add_eos_token": _adds(file, "eos", False),
         "clean_up_tokenization_spaces": False,
-        "model_max_length": int(file.need("context_length")),
+        "model_max_length": file.count("context_length"),
     }
     config.update({f"{name}_token": token for name, (token, _) in _named(file).items()})
-    if template := file.metadata.get("tokenizer.chat_template"):
+    if template := file.value("tokenizer.chat_template", str):
         config["chat_template"] = template
     return config

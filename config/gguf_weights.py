@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType, ReaderTensor
+from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from config.errors import ConfigError
-from config.gguf_metadata import GgufFile
+from config.gguf_metadata import GgufFile, GgufTensor
 from config.progress import Bar, Report, unreported
+from config.safetensors_files import Shapes
 
 DTYPES = {"float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}
 BLOCK_TYPES = (
@@ -55,7 +56,7 @@ _PERMUTED = ("llama", "mistral", "granite")
 @dataclass(frozen=True, slots=True)
 class _Entry:
     name: str
-    tensor: ReaderTensor
+    tensor: GgufTensor
     heads: int
     """Heads whose rows were interleaved for rope; 0: none were."""
     dtype: str
@@ -63,11 +64,11 @@ class _Entry:
     @property
     def shape(self) -> tuple[int, ...]:
         # GGUF counts dimensions from the innermost.
-        return tuple(int(size) for size in reversed(self.tensor.shape))
+        return self.tensor.shape[::-1]
 
     @property
     def num_bytes(self) -> int:
-        return int(np.prod(self.shape)) * DTYPES[self.dtype][1]
+        return self.tensor.n_elements * DTYPES[self.dtype][1]
 
 
 def checkpoint_name(architecture: str, name: str) -> str:
@@ -82,6 +83,12 @@ def checkpoint_name(architecture: str, name: str) -> str:
     if architecture == "phi3" and part == "ffn_up":
         return f"model.layers.{layer}.mlp.gate_up_proj.{kind}"
     return f"model.layers.{layer}.{_LAYER[part]}.{kind}"
+
+
+def stored_shapes(file: GgufFile) -> Shapes:
+    """The shapes of the weights of `file`, by their Hugging Face names. ConfigError as
+    write_safetensors."""
+    return {entry.name: entry.shape for entry in _entries(file, "bfloat16")}
 
 
 def write_safetensors(
@@ -138,10 +145,15 @@ def _entries(file: GgufFile, dtype: str) -> list[_Entry]:
             target = checkpoint_name(file.architecture, name)
         except KeyError as error:
             raise ConfigError(
-                f"{file.path} has a tensor {name}, which no {file.architecture} model has"
+                f"{file.path} has a tensor {name[:200]}, which no {file.architecture} model has"
             ) from error
-        vector = len(tensor.shape) == 1
-        entries.append(_Entry(target, tensor, _heads(file, name), "float32" if vector else dtype))
+        vector, heads = len(tensor.shape) == 1, _heads(file, name)
+        if heads and tensor.shape[-1] % (2 * heads):
+            raise ConfigError(
+                f"{file.path} has {tensor.shape[-1]} rows in {name}, which {heads} heads of two "
+                "halves do not divide"
+            )
+        entries.append(_Entry(target, tensor, heads, "float32" if vector else dtype))
     return entries
 
 
@@ -149,10 +161,10 @@ def _heads(file: GgufFile, name: str) -> int:
     """Some families keep the rows of q and k in another order, in which rope turns neighbours."""
     if file.architecture not in _PERMUTED:
         return 0
-    heads = int(file.need("attention.head_count"))
+    heads = file.count("attention.head_count")
     if ".attn_q." in name:
         return heads
-    return int(file.get("attention.head_count_kv", heads)) if ".attn_k." in name else 0
+    return file.count("attention.head_count_kv", heads) if ".attn_k." in name else 0
 
 
 def _pieces(file: GgufFile, entry: _Entry) -> Iterator[npt.NDArray[Any]]:

@@ -2,15 +2,25 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from config.encoder import EncoderConfig, encoder_fields
 from config.errors import ConfigError
-from config.fields import Fields, Json, read_json
+from config.fields import Fields, Json, read_json, shown
 
 GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 DTYPES = ("bfloat16", "float16", "float32")
 BLOCKS = "blocks.gguf.safetensors"
 """The file beside the weights that keeps a GGUF file's own blocks."""
+
+MAX_LAYERS = 10_000
+MAX_POSITION = 2**27
+"""Of positions, windows and the like. The longest published context is 10,485,760 tokens."""
+MAX_WIDTH = 2**20
+MAX_VOCAB = 2**24
+MAX_TOP_K = 2**31 - 1
+MAX_THETA = 1e30
+"""Well within float32, in which the frequencies are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,30 +102,51 @@ def read_model_config(path: str) -> ModelConfig:
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ConfigError(f"{path} holds no config.json, so it is not a model's folder")
-    fields = Fields(read_json(file), file)
     generation_file = Path(path) / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
+    return model_config_of(path, Fields(read_json(file), file), Fields(generation, generation_file))
+
+
+def model_config_of(path: str, fields: Fields, generation: Fields) -> ModelConfig:
+    """As read_model_config, from the contents of the two files. Sizes are those that `fields`
+    gives, however large: config/weights.py holds them to the tensors before anything is built."""
     architecture = _architecture(fields)
     _refuse_quantised(fields)
-    eos = generation.get("eos_token_id", fields.raw.get("eos_token_id"))
+    eos = generation.raw.get("eos_token_id", fields.raw.get("eos_token_id"))
     encoder = encoder_fields(architecture, fields)
-    own = encoder or {**_sizes(fields), **_positions(fields), **_layers(fields)}
+    own = encoder or _decoder_fields(fields)
     return ModelConfig(
         path=path,
         architecture=architecture,
         **own,
         # Checkpoints that name no type are decoders in 16 bits, and older encoders in 32.
         dtype=_dtype(fields, "float32" if encoder else "bfloat16"),
-        eos_token_ids=_token_ids(eos, file),
+        eos_token_ids=_token_ids(eos, fields.file, own["vocab_size"]),
         bos_token_id=fields.get("bos_token_id", int, None),
-        generation_defaults=_generation_defaults(generation, generation_file),
+        generation_defaults=_generation_defaults(generation),
     )
+
+
+def check_limits(facts: ModelConfig) -> None:
+    """Raise ConfigError for sizes beyond those of any model: where there are no tensors to compare
+    them with."""
+    for name, value, most in (
+        ("layers", facts.num_layers, MAX_LAYERS),
+        ("tokens in its vocabulary", facts.vocab_size, MAX_VOCAB),
+        ("hidden features", facts.hidden_size, MAX_WIDTH),
+        ("inner features", facts.intermediate_size, MAX_WIDTH),
+        ("features in its query heads", facts.num_heads * facts.head_dim, MAX_WIDTH),
+    ):
+        if value > most:
+            raise ConfigError(f"{facts.path} has {value} {name}, at most {most} are built")
 
 
 def _architecture(fields: Fields) -> str:
     names = fields.get("architectures", list, [])
     if len(names) != 1 or not isinstance(names[0], str):
-        raise ConfigError(f"architectures in {fields.file} is {names!r}, it must name one model")
+        raise ConfigError(
+            f"architectures in {fields.file} is {shown(names)}, it must name one model"
+        )
     if "text_config" in fields.raw:
         raise ConfigError(
             f"{fields.file} describes a {names[0]} with parts beside its text model, "
@@ -128,10 +159,24 @@ def _refuse_quantised(fields: Fields) -> None:
     quantised = fields.raw.get("quantization_config")
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        named = method if isinstance(method, str) else "method unnamed"
         raise ConfigError(
-            f"{fields.file} says that its weights are quantised ({method or 'method unnamed'}): "
+            f"{fields.file} says that its weights are quantised ({named[:80]}): "
             "only bfloat16, float16 and float32 weights are supported yet"
         )
+
+
+def _decoder_fields(fields: Fields) -> Json:
+    own = {**_sizes(fields), **_positions(fields), **_layers(fields)}
+    rotated = int(own["head_dim"] * own["partial_rotary_factor"])
+    scaling: RopeScaling | None = own["rope_scaling"]
+    least = 4 if scaling is not None and scaling.kind == "dynamic" else 2
+    if rotated % 2 or rotated < least:
+        raise ConfigError(
+            f"{fields.file} rotates {rotated} of {own['head_dim']} entries of a head, it must be "
+            f"an even number of at least {least}"
+        )
+    return own
 
 
 def _sizes(fields: Fields) -> Json:
@@ -159,7 +204,7 @@ def _sizes(fields: Fields) -> Json:
 
 def _positions(fields: Fields) -> Json:
     """How far it sees, and how it knows where."""
-    max_position = fields.count("max_position_embeddings")
+    max_position = fields.count("max_position_embeddings", most=MAX_POSITION)
     theta, partial, scaling = _rope(fields, max_position)
     window, window_layers = _windows(fields, fields.count("num_hidden_layers"))
     return {
@@ -176,7 +221,7 @@ def _layers(fields: Fields) -> Json:
     """What its layers add and multiply."""
     attention_bias = fields.get("attention_bias", bool, False)
     return {
-        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6, above=0.0, most=1.0),
         "tie_word_embeddings": fields.get("tie_word_embeddings", bool, False),
         "is_causal": fields.get("is_causal", bool, True),
         "attention_bias": attention_bias,
@@ -186,7 +231,7 @@ def _layers(fields: Fields) -> Json:
         "embedding_multiplier": fields.number("embedding_multiplier", 1.0),
         "attention_multiplier": fields.number_or_none("attention_multiplier"),
         "residual_multiplier": fields.number("residual_multiplier", 1.0),
-        "logits_scaling": fields.number("logits_scaling", 1.0),
+        "logits_scaling": fields.number("logits_scaling", 1.0, above=0.0),
     }
 
 
@@ -194,27 +239,32 @@ def _dtype(fields: Fields, default: str) -> str:
     value = fields.get("dtype", str, None) or fields.get("torch_dtype", str, default)
     name = str(value).removeprefix("torch.")
     if name not in DTYPES:
-        raise ConfigError(f"dtype in {fields.file} is {name}, it must be {', '.join(DTYPES)}")
+        raise ConfigError(f"dtype in {fields.file} is {name[:80]}, it must be {', '.join(DTYPES)}")
     return name
 
 
 def _windows(fields: Fields, num_layers: int) -> tuple[int | None, tuple[bool, ...]]:
     """(tokens, which layers): layers are named one by one, or all from max_window_layers on, or
     all."""
-    window = fields.get("sliding_window", int, None)
+    window = fields.count_or_none("sliding_window", most=MAX_POSITION)
     if window is None or not fields.get("use_sliding_window", bool, True):
         return None, ()
-    if window < 1:
-        raise ConfigError(f"sliding_window in {fields.file} is {window}, it must be at least 1")
+    # Here, because a list with an entry for each layer is made.
+    if num_layers > MAX_LAYERS:
+        raise ConfigError(f"{fields.file} says {num_layers} layers, at most {MAX_LAYERS} are built")
     kinds = fields.get("layer_types", list, [])
     if kinds:
         if len(kinds) != num_layers:
             raise ConfigError(
                 f"layer_types in {fields.file} names {len(kinds)} layers of {num_layers}"
             )
-        unknown = set(kinds) - {"sliding_attention", "full_attention"}
+        known = ("sliding_attention", "full_attention")
+        unknown = [kind for kind in kinds if kind not in known]
         if unknown:
-            raise ConfigError(f"layer_types in {fields.file} has unknown kinds {sorted(unknown)}")
+            raise ConfigError(
+                f"layer_types in {fields.file} has unknown kinds {shown(unknown[:1])}, it may have "
+                f"{' and '.join(known)}"
+            )
         return window, tuple(kind == "sliding_attention" for kind in kinds)
     first = fields.get("max_window_layers", int, 0)
     return window, tuple(index >= first for index in range(num_layers))
@@ -228,7 +278,8 @@ def _rope(fields: Fields, max_position: int) -> tuple[float, float, RopeScaling 
             f"rope_parameters in {fields.file} differ from layer to layer, which is not supported"
         )
     rope = Fields(raw, fields.file)
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
+    bounds: dict[str, float] = {"above": 1.0, "most": MAX_THETA}
+    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0, **bounds), **bounds)
     partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     if not 0 < partial <= 1:
         raise ConfigError(
@@ -245,40 +296,52 @@ def _rope(fields: Fields, max_position: int) -> tuple[float, float, RopeScaling 
 
 def _scaling(rope: Fields, fields: Fields, kind: str, max_position: int) -> RopeScaling:
     name = "original_max_position_embeddings"
-    original = rope.get(name, int, None) or fields.get(name, int, None)
-    factor = rope.number_or_none("factor")
+    original = rope.count_or_none(name, most=MAX_POSITION)
+    original = original or fields.count_or_none(name, most=MAX_POSITION)
+    factor = rope.number_or_none("factor", most=MAX_POSITION)
     if factor is None:
         # The published longrope and some yarn checkpoints leave it to be worked out.
         factor = max_position / original if original else 1.0
     if factor <= 0:
         raise ConfigError(f"the rope factor in {fields.file} is {factor}, it must be above 0")
+    low = rope.number("low_freq_factor", 1.0, above=0.0)
+    high = rope.number("high_freq_factor", 4.0, above=0.0)
+    if kind == "llama3" and high <= low:
+        raise ConfigError(
+            f"high_freq_factor in {fields.file} is {high:g}, it must be above low_freq_factor, "
+            f"which is {low:g}"
+        )
+    if kind == "longrope" and (original or max_position) < 2:
+        raise ConfigError(f"{name} in {fields.file} is 1, longrope takes 2 or more")
     return RopeScaling(
         kind=kind,
         factor=factor,
         original_max_position=original,
-        low_freq_factor=rope.number("low_freq_factor", 1.0),
-        high_freq_factor=rope.number("high_freq_factor", 4.0),
-        beta_fast=rope.number("beta_fast", 32.0) or 32.0,
-        beta_slow=rope.number("beta_slow", 1.0) or 1.0,
-        attention_factor=rope.number_or_none("attention_factor"),
-        mscale=rope.number_or_none("mscale"),
-        mscale_all_dim=rope.number_or_none("mscale_all_dim"),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        beta_fast=rope.number_or_none("beta_fast", least=0.0) or 32.0,
+        beta_slow=rope.number_or_none("beta_slow", least=0.0) or 1.0,
+        attention_factor=rope.number_or_none("attention_factor", above=0.0),
+        mscale=rope.number_or_none("mscale", least=0.0),
+        mscale_all_dim=rope.number_or_none("mscale_all_dim", least=0.0),
         truncate=rope.get("truncate", bool, True),
-        short_factor=rope.numbers("short_factor"),
-        long_factor=rope.numbers("long_factor"),
+        short_factor=rope.numbers("short_factor", above=0.0),
+        long_factor=rope.numbers("long_factor", above=0.0),
     )
 
 
-def _token_ids(value: object, file: Path) -> tuple[int, ...]:
+def _token_ids(value: object, file: Path, vocab_size: int) -> tuple[int, ...]:
     if value is None:
         return ()
-    ids = value if isinstance(value, list) else [value]
+    ids: list[Any] = value if isinstance(value, list) else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise ConfigError(f"eos_token_id of {file} is {value!r}, it must be a token id or a list")
-    return tuple(ids)
+        raise ConfigError(
+            f"eos_token_id of {file} is {shown(value)}, it must be a token id or a list"
+        )
+    # Some files say -1 where there is no such token. None of the others can be sampled.
+    return tuple(token for token in ids if 0 <= token < vocab_size)
 
 
-def _generation_defaults(generation: Json, file: Path) -> dict[str, float]:
-    fields = Fields(generation, file)
-    values = {name: fields.number_or_none(name) for name in GENERATION_FIELDS}
+def _generation_defaults(generation: Fields) -> dict[str, float]:
+    values = {name: generation.number_or_none(name, most=MAX_TOP_K) for name in GENERATION_FIELDS}
     return {name: value for name, value in values.items() if value is not None}

@@ -1,7 +1,5 @@
 """A model's facts without its weights: what a plan needs, from a config.json alone."""
 
-import json
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +8,12 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from config.demo import NAMES, fetch_demo
 from config.errors import ConfigError
+from config.gguf import check_facts
 from config.gguf_config import model_config
 from config.gguf_metadata import open_gguf
-from config.model import ModelConfig, read_model_config
+from config.model import ModelConfig, check_limits, read_model_config
+from config.safetensors_files import folder_shapes
+from config.weights import check_shapes
 
 _FILE = "config.json"
 
@@ -35,16 +36,18 @@ def model_facts(
         facts = read_model_config(_fetched(model, revision))
     else:
         raise ConfigError(f"there is no folder {model!r}, and it is no hub id (like org/name)")
+    if path.is_dir() and any(path.glob("*.safetensors")):
+        check_shapes(facts, folder_shapes(path), path / _FILE)
+    else:
+        check_limits(facts)
     return replace(facts, path=model)
 
 
 def _of_gguf(path: Path) -> ModelConfig:
     if not path.is_file():
         raise ConfigError(f"there is no file {path}")
-    content = model_config(open_gguf(path), "bfloat16")
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / _FILE).write_text(json.dumps(content), encoding="utf-8")
-        return read_model_config(folder)
+    file = open_gguf(path)
+    return check_facts(file, model_config(file, "bfloat16"), {})
 
 
 def _fetched(model: str, revision: str | None) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
-from config.fields import Fields, Json, read_json
+from config.fields import MAX_COUNT, Fields, Json, read_json, shown
 from config.model import ModelConfig
 from config.pooling import CLASSIFY, EMBED, SCORE, TOKEN_EMBED, PoolingFacts
 from config.sentence_files import (
@@ -27,6 +27,8 @@ _OF_PROBLEM = {
     "single_label_classification": SOFTMAX,
     "multi_label_classification": SIGMOID,
 }
+MAX_LABELS = 2**20
+"""Each has a name, even if the checkpoint gives none."""
 CLASSIFIER = "ForSequenceClassification"
 GENERATOR = "ForCausalLM"
 
@@ -143,7 +145,7 @@ def _classifier(model: ModelConfig, asked: Fields) -> PoolerConfig:
 def _labels(fields: Fields) -> tuple[str, ...]:
     names = fields.get("id2label", dict, {})
     if not names:
-        count = fields.count("num_labels", 2)
+        count = fields.count("num_labels", 2, most=MAX_LABELS)
         return tuple(f"LABEL_{index}" for index in range(count))
     try:
         return tuple(str(names[str(index)]) for index in range(len(names)))
@@ -159,7 +161,9 @@ def _activation(fields: Fields, default: str) -> str:
     if name is not None:
         last = str(name).rsplit(".", 1)[-1]
         if last not in _OF_TORCH:
-            raise ConfigError(f"the activation in {fields.file} is {name}, which is not built here")
+            raise ConfigError(
+                f"the activation in {fields.file} is {name[:80]}, which is not built here"
+            )
         return _OF_TORCH[last]
     return _OF_PROBLEM.get(fields.get("problem_type", str, None), default)
 
@@ -171,7 +175,7 @@ def _asked(text: str) -> Fields:
         return Fields({}, file)
     try:
         raw: Json = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"pooler-config is {text!r}, it must be a JSON object: {error}") from None
     known = (*_TYPES, *_NORMALIZE, *_TRUNCATIONS)
     strange = sorted(set(raw) - set(known)) if isinstance(raw, Mapping) else ["no object"]
@@ -203,8 +207,12 @@ def _dimensions(model: ModelConfig, asked: Fields) -> tuple[int, ...] | None:
     for fields in (asked, Fields(read_json(file), file)):
         listed = fields.get("matryoshka_dimensions", list, None)
         if listed:
-            if not all(isinstance(size, int) and size > 0 for size in listed):
-                raise ConfigError(f"matryoshka_dimensions in {fields.file} is {listed!r}")
+            # Longer than any vector: front-ends are told of them as 64 bits.
+            if not all(isinstance(size, int) and 0 < size <= MAX_COUNT for size in listed):
+                raise ConfigError(
+                    f"matryoshka_dimensions in {fields.file} is {shown(listed)}, it must hold "
+                    f"numbers from 1 to {MAX_COUNT}"
+                )
             return tuple(sorted(listed))
         if (may := fields.get("is_matryoshka", bool, None)) is not None:
             return None if may else ()

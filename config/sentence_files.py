@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from config.errors import ConfigError
-from config.fields import Fields, Json, read_any_json, read_json
+from config.fields import Fields, Json, read_any_json, read_json, shown
 
 CLS, MEAN, MAX, LAST = "cls", "mean", "max", "lasttoken"
 WEIGHTED_MEAN, MEAN_SQRT_LEN = "weightedmean", "mean_sqrt_len_tokens"
@@ -25,6 +25,8 @@ _OLDER = {
 _MODELS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 """What the file of lengths was named after in the first releases; always bert since."""
 
+NO_LIMIT = 10**40
+"""Above what tokenizers' files say when they mean that there is no limit (int(1e30))."""
 SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid", "SiLU")
 """Of a dense module: names in torch.nn."""
@@ -83,7 +85,8 @@ def read_sentence_config(folder: str) -> SentenceConfig | None:
         includes_prompt=pooling.get("include_prompt", bool, True),
         dense=tuple(_dense(path / place) for kind, place in kinds if kind == "Dense"),
         normalizes=any(kind == "Normalize" for kind, _ in kinds),
-        max_tokens=lengths.get("max_seq_length", int, tokenizer.get("model_max_length", int, None)),
+        max_tokens=lengths.count_or_none("max_seq_length", most=NO_LIMIT)
+        or tokenizer.count_or_none("model_max_length", most=NO_LIMIT),
         lowers_case=lengths.get("do_lower_case", bool, False),
         similarity=_similarity(own),
         default_prompt=default,
@@ -108,7 +111,7 @@ def _modules(file: Path) -> list[tuple[str, str]]:
         kind = str(fields.get("type", str, "")).rsplit(".", 1)[-1]
         place = str(fields.get("path", str, ""))
         if Path(place).is_absolute() or ".." in Path(place).parts:
-            raise ConfigError(f"{file} names the folder {place!r}, it must lie beside it")
+            raise ConfigError(f"{file} names the folder {shown(place)}, it must lie beside it")
         kinds.append((kind, place))
     names = [kind for kind, _ in kinds]
     behind = [name for name in names[1:] if name != "Dropout"]
@@ -116,12 +119,13 @@ def _modules(file: Path) -> list[tuple[str, str]]:
     is_known = names[:1] == ["Transformer"] and behind[:1] == ["Pooling"]
     if not is_known or any(name != "Dense" for name in middle):
         raise ConfigError(
-            f"{file} lists {', '.join(names) or 'nothing'}: what is built is a Transformer, then "
-            "Pooling, then any number of Dense, then perhaps Normalize"
+            f"{file} lists {', '.join(names)[:200] or 'nothing'}: what is built is a Transformer, "
+            "then Pooling, then any number of Dense, then perhaps Normalize"
         )
     if kinds[0][1]:
         raise ConfigError(
-            f"{file} keeps the Transformer in {kinds[0][1]!r}, it must lie beside the file itself"
+            f"{file} keeps the Transformer in {shown(kinds[0][1])}, it must lie beside the file "
+            "itself"
         )
     return kinds[1:]
 
@@ -133,9 +137,10 @@ def _modes(fields: Fields) -> tuple[str, ...]:
         chosen = [mode for mode, name in _OLDER.items() if fields.get(name, bool, False)]
         named = chosen or MEAN
     modes = tuple(named) if isinstance(named, list) else (named,)
-    if not modes or not all(mode in MODES for mode in modes):
+    # Each once: a list that repeats them makes a vector of any width.
+    if not modes or not all(mode in MODES for mode in modes) or len(set(modes)) < len(modes):
         raise ConfigError(
-            f"the pooling mode in {fields.file} is {named!r}, it must be of {', '.join(MODES)}"
+            f"the pooling mode in {fields.file} is {shown(named)}, it must be of {', '.join(MODES)}"
         )
     return modes
 
@@ -155,7 +160,7 @@ def _dense(folder: Path) -> DenseConfig:
         if fields.raw.get(key) not in (None, usual)
     ]
     if not known or odd:
-        what = f"{odd[0]} {fields.raw[odd[0]]!r}" if odd else f"the activation {name}"
+        what = f"{odd[0]} {shown(fields.raw[odd[0]])}" if odd else f"the activation {name[:80]}"
         raise ConfigError(f"{fields.file} asks for {what}, which is not built here")
     return DenseConfig(
         str(folder),

@@ -9,6 +9,7 @@ from config.env import is_installed
 from config.errors import ConfigError
 from config.model import BLOCKS, ModelConfig, read_model_config
 from config.pooler import PoolerConfig, choose_pooler
+from config.weights import check_weights
 
 EMULATED_CONTEXT = 512
 """Tokens of a context on the emulated card unless more are asked for: its warm-up computes every
@@ -45,6 +46,7 @@ def check_checkpoint(config: EngineConfig, folder: str) -> None:
         raise ConfigError(
             f"quantization is gguf, and {folder} was made from no GGUF file: give one as the model"
         )
+    check_weights(facts, pooler)
 
 
 def choose_context(config: EngineConfig, facts: ModelConfig, pooler: PoolerConfig | None) -> int:

@@ -1,7 +1,6 @@
 """Weights from safetensors into a model's parameters, one tensor at a time. Knows no architectures,
 and no pickle."""
 
-import json
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -15,12 +14,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from config.errors import ConfigError
+from config.safetensors_files import weight_files
 
 logger = logging.getLogger(__name__)
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NAMES_SHOWN = 5
 
@@ -81,41 +78,6 @@ def load_weights(model: Loadable, path: str, *, on_progress: Callable[[int, int]
         raise ConfigError(
             f"{folder} holds {len(done)} of {len(places)} tensors, missing are {shown}{more}"
         )
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, by its index if it has one. ConfigError if none."""
-    index = folder / INDEX
-    if index.is_file():
-        return _indexed(index)
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    files = sorted(folder.glob("*.safetensors"))
-    if files:
-        return files
-    pickled = sorted(file.name for pattern in PICKLED for file in folder.glob(pattern))
-    if pickled:
-        raise ConfigError(
-            f"{folder} holds its weights only as pickles ({pickled[0]}), which can run code when "
-            "they are read; it needs safetensors"
-        )
-    raise ConfigError(f"{folder} holds no safetensors files")
-
-
-def _indexed(index: Path) -> list[Path]:
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{index} is not an index of safetensors files: {error!r}") from error
-    files = []
-    for name in sorted(str(name) for name in names):
-        file = index.parent / name
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise ConfigError(f"{index} names {name!r}, it must be a safetensors file beside it")
-        if not file.is_file():
-            raise ConfigError(f"{index} names {name}, which is not there")
-        files.append(file)
-    return files
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
