@@ -91,7 +91,8 @@ def _refuse_variants(fields: Fields) -> None:
     kind = fields.get("position_embedding_type", str, "absolute")
     if kind != "absolute":
         raise ConfigError(
-            f"position_embedding_type in {fields.file} is {kind!r}, only absolute ones are built"
+            f"position_embedding_type in {fields.file} is {shown(kind)}, only absolute ones are "
+            "built"
         )
     for name in ("is_decoder", "add_cross_attention"):
         if fields.get(name, bool, False):

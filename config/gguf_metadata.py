@@ -81,7 +81,8 @@ class GgufFile:
             )
         if isinstance(found, (int, float)) and not abs(found) <= MAX_COUNT:
             raise ConfigError(
-                f"{shown(key)} in {self.path} is {shown(found)}, it must be at most {MAX_COUNT}"
+                f"{shown(key)} in {self.path} is {shown(found)}, it must be a finite number of at "
+                f"most {MAX_COUNT}"
             )
         return found
 

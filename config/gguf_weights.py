@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from config.errors import ConfigError
+from config.fields import shown
 from config.gguf_metadata import GgufFile, GgufTensor
 from config.progress import Bar, Report, unreported
 from config.safetensors_files import Shapes
@@ -145,7 +146,7 @@ def _entries(file: GgufFile, dtype: str) -> list[_Entry]:
             target = checkpoint_name(file.architecture, name)
         except KeyError as error:
             raise ConfigError(
-                f"{file.path} has a tensor {name[:200]}, which no {file.architecture} model has"
+                f"{file.path} has a tensor {shown(name)}, which no {file.architecture} model has"
             ) from error
         vector, heads = len(tensor.shape) == 1, _heads(file, name)
         if heads and tensor.shape[-1] % (2 * heads):

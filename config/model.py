@@ -1,5 +1,6 @@
 """ModelConfig: what a checkpoint says of itself. Reads config.json once; knows no tensors."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,14 @@ DTYPES = ("bfloat16", "float16", "float32")
 BLOCKS = "blocks.gguf.safetensors"
 """The file beside the weights that keeps a GGUF file's own blocks."""
 
+_CLASS_NAME = re.compile(r"[A-Za-z0-9_]{1,100}\Z")
+
 MAX_LAYERS = 10_000
-MAX_POSITION = 2**27
+MAX_POSITION = 2**24
 """Of positions, windows and the like. The longest published context is 10,485,760 tokens."""
 MAX_WIDTH = 2**20
 MAX_VOCAB = 2**24
+MAX_TOKEN_ID = 2**32 - 1
 MAX_TOP_K = 2**31 - 1
 MAX_THETA = 1e30
 """Well within float32, in which the frequencies are computed."""
@@ -143,7 +147,7 @@ def check_limits(facts: ModelConfig) -> None:
 
 def _architecture(fields: Fields) -> str:
     names = fields.get("architectures", list, [])
-    if len(names) != 1 or not isinstance(names[0], str):
+    if len(names) != 1 or not isinstance(names[0], str) or not _CLASS_NAME.match(names[0]):
         raise ConfigError(
             f"architectures in {fields.file} is {shown(names)}, it must name one model"
         )
@@ -161,7 +165,7 @@ def _refuse_quantised(fields: Fields) -> None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
         named = method if isinstance(method, str) else "method unnamed"
         raise ConfigError(
-            f"{fields.file} says that its weights are quantised ({named[:80]}): "
+            f"{fields.file} says that its weights are quantised ({shown(named)[1:-1]}): "
             "only bfloat16, float16 and float32 weights are supported yet"
         )
 
@@ -239,7 +243,9 @@ def _dtype(fields: Fields, default: str) -> str:
     value = fields.get("dtype", str, None) or fields.get("torch_dtype", str, default)
     name = str(value).removeprefix("torch.")
     if name not in DTYPES:
-        raise ConfigError(f"dtype in {fields.file} is {name[:80]}, it must be {', '.join(DTYPES)}")
+        raise ConfigError(
+            f"dtype in {fields.file} is {shown(name)[1:-1]}, it must be {', '.join(DTYPES)}"
+        )
     return name
 
 
@@ -338,7 +344,12 @@ def _token_ids(value: object, file: Path, vocab_size: int) -> tuple[int, ...]:
         raise ConfigError(
             f"eos_token_id of {file} is {shown(value)}, it must be a token id or a list"
         )
-    # Some files say -1 where there is no such token. None of the others can be sampled.
+    for token in ids:
+        if abs(token) > MAX_TOKEN_ID:
+            raise ConfigError(
+                f"eos_token_id of {file} is {shown(token)}, it must be at most {MAX_TOKEN_ID}"
+            )
+    # Some files say -1 where there is no such token, and none beyond the vocabulary is sampled.
     return tuple(token for token in ids if 0 <= token < vocab_size)
 
 

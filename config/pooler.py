@@ -162,7 +162,7 @@ def _activation(fields: Fields, default: str) -> str:
         last = str(name).rsplit(".", 1)[-1]
         if last not in _OF_TORCH:
             raise ConfigError(
-                f"the activation in {fields.file} is {name[:80]}, which is not built here"
+                f"the activation in {fields.file} is {shown(name)}, which is not built here"
             )
         return _OF_TORCH[last]
     return _OF_PROBLEM.get(fields.get("problem_type", str, None), default)

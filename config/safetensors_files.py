@@ -67,7 +67,7 @@ def _indexed(index: Path) -> list[Path]:
                 f"{index} names {shown(name)}, it must be a safetensors file beside it"
             )
         if not file.is_file():
-            raise ConfigError(f"{index} names {name[:200]}, which is not there")
+            raise ConfigError(f"{index} names {shown(name)[1:-1]}, which is not there")
         files.append(file)
     return files
 

@@ -79,7 +79,7 @@ def read_sentence_config(folder: str) -> SentenceConfig | None:
         raise ConfigError(f"prompts in {own.file} must be texts by name")
     default = own.get("default_prompt_name", str, None)
     if default is not None and default not in prompts:
-        raise ConfigError(f"{own.file} has no prompt {default!r}, its default_prompt_name")
+        raise ConfigError(f"{own.file} has no prompt {shown(default)}, its default_prompt_name")
     return SentenceConfig(
         modes=_modes(pooling),
         includes_prompt=pooling.get("include_prompt", bool, True),
@@ -118,9 +118,10 @@ def _modules(file: Path) -> list[tuple[str, str]]:
     middle = behind[1:-1] if behind[-1:] == ["Normalize"] else behind[1:]
     is_known = names[:1] == ["Transformer"] and behind[:1] == ["Pooling"]
     if not is_known or any(name != "Dense" for name in middle):
+        listing = shown(", ".join(names))[1:-1]
         raise ConfigError(
-            f"{file} lists {', '.join(names)[:200] or 'nothing'}: what is built is a Transformer, "
-            "then Pooling, then any number of Dense, then perhaps Normalize"
+            f"{file} lists {listing or 'nothing'}: what is built is a Transformer, then Pooling, "
+            "then any number of Dense, then perhaps Normalize"
         )
     if kinds[0][1]:
         raise ConfigError(
@@ -160,7 +161,7 @@ def _dense(folder: Path) -> DenseConfig:
         if fields.raw.get(key) not in (None, usual)
     ]
     if not known or odd:
-        what = f"{odd[0]} {shown(fields.raw[odd[0]])}" if odd else f"the activation {name[:80]}"
+        what = f"{odd[0]} {shown(fields.raw[odd[0]])}" if odd else f"the activation {shown(name)}"
         raise ConfigError(f"{fields.file} asks for {what}, which is not built here")
     return DenseConfig(
         str(folder),
@@ -175,7 +176,7 @@ def _similarity(fields: Fields) -> str:
     name = fields.get("similarity_fn_name", str, "cosine")
     if name not in SIMILARITIES:
         raise ConfigError(
-            f"similarity_fn_name in {fields.file} is {name!r}, it must be one of "
+            f"similarity_fn_name in {fields.file} is {shown(name)}, it must be one of "
             f"{', '.join(SIMILARITIES)}"
         )
     return str(name)

@@ -3,9 +3,11 @@ of the memory, the buckets, the runner. Knows no plans."""
 
 import gc
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -16,9 +18,11 @@ from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.model import ModelConfig
 from config.pooling import PoolingFacts
+from config.safetensors_files import folder_shapes
 from config.startup import choose_context
 from hpu import announce
 from hpu.backends.base import Backend
+from hpu.backends.host import usable_memory
 from hpu.buckets import BucketLimits, BucketTable
 from hpu.counters import Counters
 from hpu.graphs import Graphs
@@ -28,7 +32,7 @@ from hpu.loader import load_weights
 from hpu.logprobs import LogprobsMode
 from hpu.measure import largest_buckets, measure_launches
 from hpu.memory import GIB, Found, Split, Wanted, split_memory
-from hpu.model_size import activation_bytes
+from hpu.model_size import activation_bytes, rotary_peak_bytes
 from hpu.models.decoder import Decoder
 from hpu.models.select import build_model
 from hpu.quantize import quantize
@@ -197,6 +201,8 @@ def load(
     max_model_len = choose_context(config, facts, None)
     logger.info("Device %s, %s, context %d", backend.name, name_of(dtype), max_model_len)
     start = time.perf_counter()
+    if kept is None:
+        check_memory(facts, backend, dtype, max_model_len)
     model = build_model(facts, dtype=dtype, device=backend.device, max_model_len=max_model_len)
     if kept is None:
         load_weights(
@@ -226,6 +232,28 @@ def load(
         weight_bytes,
         seconds,
     )
+
+
+def check_memory(
+    facts: ModelConfig, backend: Backend, dtype: torch.dtype, max_model_len: int
+) -> None:
+    """Raise ConfigError for weights, or a context, larger than all memory: before they are
+    allocated, because some systems allocate what they do not have, and then kill."""
+    shapes = folder_shapes(Path(facts.path))
+    weights = sum(map(math.prod, shapes.values())) * dtype.itemsize
+    if weights > (total := backend.memory()[1]):
+        raise ConfigError(
+            f"the weights in {facts.path} take {weights / GIB:.1f} GiB, {backend.name} has "
+            f"{total / GIB:.1f} GiB"
+        )
+    if facts.encoder is not None:
+        return
+    rotary, host = rotary_peak_bytes(facts, max_model_len), usable_memory()[1]
+    if rotary > host:
+        raise ConfigError(
+            f"the rotary table for {max_model_len} tokens takes {rotary / GIB:.1f} GiB to make, "
+            f"this machine has {host / GIB:.1f} GiB: set a smaller --max-model-len"
+        )
 
 
 def make_sampler(loaded: Loaded) -> AnySampler:

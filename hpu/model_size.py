@@ -67,6 +67,12 @@ def count_parameters(config: ModelConfig) -> Parameters:
     )
 
 
+def rotary_peak_bytes(config: ModelConfig, length: int) -> int:
+    """What it takes at once, in float32, to make the rotary table for `length` tokens: the angles,
+    their cosines, sines and negated sines (half a turn each), and all joined (two turns)."""
+    return int(config.head_dim * config.partial_rotary_factor) * length * 4 * 4
+
+
 def check_split(config: ModelConfig, num_cards: int) -> None:
     """ConfigError, with both numbers, when the model cannot be divided among so many cards."""
     for count, what in (

@@ -16,7 +16,7 @@ from config.pooler import PoolerConfig
 from config.startup import choose_context
 from hpu.backends.base import Backend
 from hpu.buckets import BucketLimits, BucketTable
-from hpu.build import Built, choose_dtype, name_of, named_strategy
+from hpu.build import Built, check_memory, choose_dtype, name_of, named_strategy
 from hpu.counters import Counters
 from hpu.graphs import Graphs
 from hpu.kept_weights import Kept
@@ -126,6 +126,8 @@ def load_pooling(
             facts.max_position,
         )
     start = time.perf_counter()
+    if kept is None:
+        check_memory(facts, backend, dtype, max_model_len)
     model = load_pooling_model(
         facts,
         pooler,

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from config.errors import ConfigError
+from config.fields import shown
 from hpu.layers.attention import Attention, HeadNorm
 from hpu.layers.launch_plan import LaunchPlan, Windows
 from hpu.layers.linear import Linear
@@ -33,7 +34,9 @@ MIRRORED_ROWS = 8
 def activation_named(name: str) -> Callable[[Tensor], Tensor]:
     """What a checkpoint's `hidden_act` names. Raises ConfigError."""
     if name not in ACTIVATIONS:
-        raise ConfigError(f"hidden_act is {name!r}, it must be one of {', '.join(ACTIVATIONS)}")
+        raise ConfigError(
+            f"hidden_act is {shown(name)}, it must be one of {', '.join(ACTIVATIONS)}"
+        )
     return ACTIVATIONS[name]
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from config.errors import ConfigError
+from config.fields import shown
 from config.model import ModelConfig, RopeScaling
 from hpu.ops.kernels import Kernels
 
@@ -120,7 +121,7 @@ def inverse_frequencies(config: ModelConfig, length: int) -> tuple[Tensor, float
     if kind == "longrope":
         return _longrope(config, scaling, size, length)
     raise ConfigError(
-        f"rope scaling {kind!r} is not one of default, linear, dynamic, llama3, yarn, longrope"
+        f"rope scaling {shown(kind)} is not one of default, linear, dynamic, llama3, yarn, longrope"
     )
 
 

@@ -1,7 +1,6 @@
 """The text side of a checkpoint: tokenizer, special tokens, chat templates. Reads files once."""
 
 import hashlib
-import json
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Encoder
 
 from config.errors import ConfigError
+from config.fields import MAX_JSON_BYTES, read_any_json, shown
 from config.progress import Report, unreported
 
 NAMED_TOKENS = (
@@ -26,6 +26,10 @@ NAMED_TOKENS = (
     "cls_token",
     "mask_token",
 )
+MAX_TOKENIZER_BYTES = 256 * 2**20
+"""Of a tokenizer.json. Those of 262,144 tokens have 35 MB."""
+MAX_REASON = 300
+"""Characters of a library's error that are shown."""
 CONVERT_TIMEOUT_S = 300
 _POLL_S = 0.05
 
@@ -51,15 +55,36 @@ def read_text_files(path: str, cache_dir: Path) -> TextFiles:
     """Read a checkpoint's folder. Raises ConfigError when it holds no tokenizer we can read."""
     folder, source = Path(path), tokenizer_folder(path, cache_dir)
     config = _json(folder / "tokenizer_config.json") or _json(source / "tokenizer_config.json")
-    try:
-        encoder = Encoder.from_file(str(source / "tokenizer.json"))
-    except Exception as error:  # the library raises bare Exception for every fault of the file
-        raise ConfigError(f"{source / 'tokenizer.json'} cannot be read: {error}") from error
+    encoder = _encoder(source / "tokenizer.json")
     encoder.no_truncation()
     encoder.no_padding()
     special_tokens = _special_tokens(folder, config)
-    _mark_special(encoder, config, special_tokens)
+    try:
+        _mark_special(encoder, config, special_tokens)
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+        raise ConfigError(
+            f"the added or special tokens in {folder / 'tokenizer_config.json'} have another form "
+            f"than transformers writes: {error!r:.{MAX_REASON}}"
+        ) from error
     return TextFiles(encoder, special_tokens, _chat_template(folder, config))
+
+
+def _check_size(file: Path) -> None:
+    if (num_bytes := file.stat().st_size) > MAX_TOKENIZER_BYTES:
+        raise ConfigError(f"{file} has {num_bytes} bytes, at most {MAX_TOKENIZER_BYTES} are read")
+
+
+def _encoder(file: Path) -> Encoder:
+    _check_size(file)
+    try:
+        return Encoder.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception for every fault of the file
+        raise ConfigError(f"{file} cannot be read: {str(error)[:MAX_REASON]}") from error
+    except BaseException as error:
+        # What its native code raises when it panics, of a class that cannot be imported.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ConfigError(f"{file} cannot be read: {str(error)[:MAX_REASON]}") from None
 
 
 def tokenizer_folder(path: str, cache_dir: Path, report: Report = unreported) -> Path:
@@ -76,10 +101,7 @@ def tokenizer_folder(path: str, cache_dir: Path, report: Report = unreported) ->
 def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
+    loaded = read_any_json(path)
     return loaded if isinstance(loaded, dict) else {}
 
 
@@ -124,14 +146,33 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str]
     if isinstance(stored, str):
         templates["default"] = stored
     elif isinstance(stored, list):
-        templates.update((entry["name"], entry["template"]) for entry in stored)
+        for entry in stored:
+            named = entry if isinstance(entry, dict) else {}
+            name, text = named.get("name"), named.get("template")
+            if not isinstance(name, str) or not isinstance(text, str):
+                raise ConfigError(
+                    f"chat_template in {folder / 'tokenizer_config.json'} holds {shown(entry)}, it "
+                    "must be a text, or a list of objects with name and template"
+                )
+            templates[name] = text
     if (main := folder / "chat_template.jinja").is_file():
-        templates["default"] = main.read_text(encoding="utf-8")
+        templates["default"] = _text(main)
     for extra in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        templates[extra.stem] = extra.read_text(encoding="utf-8")
+        templates[extra.stem] = _text(extra)
     if list(templates) == ["default"]:
         return templates["default"]
     return templates or None
+
+
+def _text(file: Path) -> str:
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(MAX_JSON_BYTES + 1)
+        if len(data) > MAX_JSON_BYTES:
+            raise ConfigError(f"{file} is larger than the {MAX_JSON_BYTES} bytes that are read")
+        return data.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
 
 
 def _converted(folder: Path, cache_dir: Path, report: Report) -> Path:
@@ -145,6 +186,7 @@ def _converted(folder: Path, cache_dir: Path, report: Report) -> Path:
         )
     digest = hashlib.sha256()
     for file in files:
+        _check_size(file)
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     target = cache_dir / "tokenizers" / digest.hexdigest()[:32]
     if not (target / "tokenizer.json").is_file():
@@ -159,7 +201,7 @@ def _convert(folder: Path, target: Path, report: Report) -> None:
         why = _run([sys.executable, "-c", _CONVERT, str(folder), str(fresh)], report)
         if why or not (fresh / "tokenizer.json").is_file():
             why = why or "no reason given"
-            raise ConfigError(f"the tokenizer in {folder} cannot be converted: {why}")
+            raise ConfigError(f"the tokenizer in {folder} cannot be converted: {why[:MAX_REASON]}")
         # Another process may have been first; either copy is good.
         if not target.exists():
             fresh.rename(target)
