@@ -74,17 +74,22 @@ def _check_size(file: Path) -> None:
         raise ConfigError(f"{file} has {num_bytes} bytes, at most {MAX_TOKENIZER_BYTES} are read")
 
 
+def _reason(error: BaseException) -> str:
+    """What an error says, which may quote the file, on one line."""
+    return repr(str(error)[:MAX_REASON])[1:-1]
+
+
 def _encoder(file: Path) -> Encoder:
     _check_size(file)
     try:
         return Encoder.from_file(str(file))
     except Exception as error:  # the library raises bare Exception for every fault of the file
-        raise ConfigError(f"{file} cannot be read: {str(error)[:MAX_REASON]}") from error
+        raise ConfigError(f"{file} cannot be read: {_reason(error)}") from error
     except BaseException as error:
         # What its native code raises when it panics, of a class that cannot be imported.
         if type(error).__name__ != "PanicException":
             raise
-        raise ConfigError(f"{file} cannot be read: {str(error)[:MAX_REASON]}") from None
+        raise ConfigError(f"{file} cannot be read: {_reason(error)}") from None
 
 
 def tokenizer_folder(path: str, cache_dir: Path, report: Report = unreported) -> Path:

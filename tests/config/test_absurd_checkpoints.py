@@ -167,6 +167,10 @@ ATTACKS: dict[str, tuple[Spoil, str]] = {
         partial(_write, name="tokenizer.json", data=b'{"model": ' + DEEP + b"}"),
         "tokenizer.json cannot be read: recursion limit",
     ),
+    "version": (
+        partial(_set, name="tokenizer.json", version="\n\x1b[31m"),
+        r"tokenizer.json cannot be read: .*\\n\\x1b",
+    ),
     "deep tokenizer_config": (
         partial(_write, name="tokenizer_config.json", data=DEEP),
         "tokenizer_config.json .* nested too deeply",
