@@ -32,6 +32,41 @@ SERVER = (
         "Web origin whose pages may call the server; a JSON list, or several times",
     ),
     Flag("server", "max_body_bytes", "HTTP", "Largest request body"),
+    Flag(
+        "server",
+        "h11_max_incomplete_event_size",
+        "HTTP",
+        "Bytes of a request's URL and headers before 414 or 431 is answered",
+    ),
+    Flag(
+        "server",
+        "h11_max_header_count",
+        "HTTP",
+        "Headers of a request before 431 is answered",
+    ),
+    Flag(
+        "server",
+        "request_header_timeout_s",
+        "HTTP",
+        "Seconds that the headers of a request may take",
+        name="request-header-timeout",
+    ),
+    Flag(
+        "server",
+        "request_body_timeout_s",
+        "HTTP",
+        "Seconds without a byte of a request's body before 408 is answered; also the time for a "
+        "whole body that comes at under 1 KiB a second",
+        name="request-body-timeout",
+    ),
+    Flag(
+        "server",
+        "forwarded_allow_ips",
+        "HTTP",
+        "Addresses and networks of proxies whose X-Forwarded-For and X-Forwarded-Proto are "
+        "believed, with commas between them; *: all",
+        variables=("FORWARDED_ALLOW_IPS",),
+    ),
     Flag("server", "max_queued_requests", "HTTP", "Requests that may wait before 503 is answered"),
     Flag(
         "server",

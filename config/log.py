@@ -4,6 +4,7 @@ Knows the names of the libraries' loggers, and nothing of what is logged.
 """
 
 import logging
+import re
 import sys
 
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(process_role)s %(name)s: %(message)s"
@@ -24,8 +25,22 @@ PROBES = ("/health", "/ready", "/ping", "/metrics", "/is_sleeping", "/load", "/p
 """Paths that are asked every few seconds for ever: no access line for them."""
 
 
+_UNSAFE = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""Line ends, controls of terminals, marks that change the direction of text, and lone surrogates,
+which no stream encodes."""
+
+
+def escaped(text: str) -> str:
+    """`text` with escapes for what could end its line or be obeyed by a terminal."""
+    return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
 class RoleFormatter(logging.Formatter):
-    """Puts `server`, `engine 0` or `worker 3` into each line."""
+    """Puts `server`, `engine 0` or `worker 3` into each line. A message is one line, whatever text
+    of clients it holds, and the lines of a traceback are indented, so that none looks like one of
+    ours."""
 
     def __init__(self, role: str, rank: int | None) -> None:
         super().__init__(FORMAT, TIME)
@@ -33,7 +48,18 @@ class RoleFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         record.process_role = self._role
-        return super().format(record)
+        record.message = record.getMessage()
+        record.asctime = self.formatTime(record, self.datefmt)
+        lines = [escaped(self.formatMessage(record).rstrip("\n"))]
+        if record.exc_info:
+            lines += _indented(self.formatException(record.exc_info))
+        if record.stack_info:
+            lines += _indented(self.formatStack(record.stack_info))
+        return "\n".join(lines)
+
+
+def _indented(text: str) -> list[str]:
+    return [f"    {escaped(line)}" for line in text.split("\n")]
 
 
 class RoleHandler(logging.StreamHandler):  # type: ignore[type-arg]  # generic in stubs only

@@ -1,11 +1,13 @@
 """ServerConfig: how the HTTP side behaves. Facts only."""
 
+import ipaddress
 from dataclasses import dataclass
 
 from config.errors import ConfigError
 
 _AT_LEAST_ONE = (
     "api_server_count",
+    "h11_max_header_count",
     "max_body_bytes",
     "max_queued_requests",
     "max_queued_prompt_tokens",
@@ -14,6 +16,9 @@ _AT_LEAST_ONE = (
     "stream_interval",
     "tokenizer_threads",
 )
+
+MIN_HEADER_BYTES = 1024
+"""What an ordinary client's URL and headers need."""
 
 TOOL_CALL_PARSERS = (
     *("auto", "none", "hermes", "qwen25", "llama3_json", "llama4_json", "pythonic"),
@@ -42,6 +47,13 @@ class ServerConfig:
     """Names clients may ask for; empty: the model's own name."""
     api_server_count: int = 1
     max_body_bytes: int = 64 * 2**20
+    h11_max_incomplete_event_size: int = 64 * 2**10
+    """Bytes of a request's URL and headers."""
+    h11_max_header_count: int = 100
+    request_header_timeout_s: float = 10.0
+    request_body_timeout_s: float = 30.0
+    forwarded_allow_ips: str = "127.0.0.1"
+    """Proxies whose X-Forwarded-For and X-Forwarded-Proto are believed, comma-separated."""
     max_queued_requests: int = 1024
     max_queued_prompt_tokens: int = 4_000_000
     shutdown_timeout_s: float = 30.0
@@ -93,6 +105,15 @@ class ServerConfig:
         ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 0")
+        if self.h11_max_incomplete_event_size < MIN_HEADER_BYTES:
+            raise ConfigError(
+                f"h11_max_incomplete_event_size is {self.h11_max_incomplete_event_size}, it must "
+                f"be at least {MIN_HEADER_BYTES}"
+            )
+        for name in ("request_header_timeout_s", "request_body_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}, it must be above 0")
+        _check_addresses(self.forwarded_allow_ips)
         if self.enable_dev_endpoints and not self.api_keys:
             raise ConfigError("enable_dev_endpoints is on and api_keys holds 0 keys, it needs 1")
         if self.cache_salt_per_key and not self.api_keys:
@@ -109,3 +130,17 @@ class ServerConfig:
             raise ConfigError(
                 f"generation_config is {self.generation_config!r}, it must be auto or vllm"
             )
+
+
+def _check_addresses(words: str) -> None:
+    for word in words.split(","):
+        word = word.strip()
+        if word in ("", "*"):
+            continue
+        try:
+            ipaddress.ip_network(word, strict=False)
+        except ValueError:
+            raise ConfigError(
+                f"forwarded_allow_ips holds {word!r}, it must be addresses or networks "
+                "(10.0.0.0/8) with commas between them, or *"
+            ) from None

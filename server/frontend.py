@@ -9,9 +9,11 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import cast
 
 import msgspec
 import uvicorn
+from starlette.types import ASGIApp
 
 from config.engine import EngineConfig
 from config.errors import ConfigError, EngineDied
@@ -20,7 +22,9 @@ from config.server import ServerConfig
 from config.version import VERSION
 from engine.client import ZmqClient
 from server.app import create_app
+from server.http_protocol import HttpConfig, HttpLimits, HttpProtocol
 from server.metrics import Metrics
+from server.open_files import max_connections
 from server.preparation import News
 from server.progress_bar import Reporter
 from server.siblings import Siblings, listen
@@ -74,6 +78,14 @@ class Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn ten times a second: ends connections whose time is over."""
+        now_s = asyncio.get_running_loop().time()
+        connections = cast("set[HttpProtocol]", self.server_state.connections)
+        for connection in [one for one in connections if one.deadline_s <= now_s]:
+            connection.expire()
+        return await super().on_tick(counter)
 
 
 class FrontEnd:
@@ -156,7 +168,7 @@ class FrontEnd:
         settling = None
         if self._orders.metrics_folder is not None:
             settling = loop.create_task(self._settle())
-        server = Uvicorn(self._uvicorn_config())
+        server = Uvicorn(uvicorn_config(self._app, self.state.config))
         serving = loop.create_task(server.serve(sockets=[listener]))
         opening = loop.create_task(self._open(on_folder))
         try:
@@ -177,22 +189,6 @@ class FrontEnd:
                 self.state.template.close()
             if self.state.tokenizer is not None:
                 self.state.tokenizer.close()
-
-    def _uvicorn_config(self) -> uvicorn.Config:
-        return uvicorn.Config(
-            self._app,
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            # That a port is open is told below, and a start that fails is told in one line.
-            log_level=max(logging.WARNING, logging.getLogger().level),
-            access_log=False,
-            server_header=False,
-            backlog=BACKLOG,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=int(FAREWELL_S),
-        )
 
     async def _open(self, on_folder: Callable[[str], None]) -> None:
         """Load what turns text into tokens while the engine loads the rest; then take requests."""
@@ -282,6 +278,23 @@ class FrontEnd:
                 return
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._at_once.wait(), min(left_s, TICK_S / 2))
+
+
+def uvicorn_config(app: ASGIApp, config: ServerConfig) -> HttpConfig:
+    """How `app` is served."""
+    return HttpConfig(
+        app,
+        HttpLimits.of(config, max_connections()),
+        lifespan="off",
+        log_config=None,
+        # That a port is open is told elsewhere, and a start that fails is told in one line.
+        log_level=max(logging.WARNING, logging.getLogger().level),
+        access_log=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(FAREWELL_S),
+    )
 
 
 def load_texts(folder: str, config: ServerConfig) -> tuple[Tokenizer | None, ChatTemplate | None]:

@@ -44,6 +44,7 @@ from server.frontend import (
     FrontEnd,
     FrontEndOrders,
 )
+from server.open_files import raise_limit, warn_if_low
 from server.preparation import NEWS_S, News, Preparation, Resolve, read_news, write_news
 
 Word = TypeVar("Word")
@@ -64,6 +65,8 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, resolve: Res
     `resolve` gives the checkpoint's folder. It may take long: the port answers meanwhile.
     """
     count = server_config.api_server_count
+    raise_limit()
+    warn_if_low(server_config.max_queued_requests, engine_config.schedule.max_num_seqs)
     listener = bind(server_config.host, server_config.port, shared=count > 1)
     server_config = dataclasses.replace(server_config, port=listener.getsockname()[1])
     directory = SocketDirectory()

@@ -22,6 +22,7 @@ from server.record import Record, keep, keep_send, record_of
 from server.schema.common import MAX_REQUEST_ID_CHARACTERS, is_header_word
 from server.state import AppState
 from server.streaming import EventStream
+from server.trusted_proxies import TrustedProxies
 from server.turns import Turns
 
 logger = logging.getLogger(__name__)
@@ -38,11 +39,13 @@ class Books:
     def __init__(self, app: ASGIApp, state: AppState) -> None:
         self._app = app
         self._state = state
+        self._proxies = TrustedProxies(state.config.forwarded_allow_ips)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        self._proxies.apply(scope)
         record = _open_record(scope)
         keep(scope, record)
         keep_send(scope, send)

@@ -10,13 +10,12 @@ from typing import Any
 
 import httpx
 import text_folders
-import uvicorn
 from scripted_client import ScriptedBox, ScriptedClient, columns, ready
 from starlette.types import ASGIApp
 
 from config.server import ServerConfig
 from server.app import create_app
-from server.frontend import Uvicorn
+from server.frontend import Uvicorn, uvicorn_config
 from server.metrics import Metrics
 from server.state import AppState
 from server.text.files import TextFiles
@@ -156,8 +155,7 @@ async def on_port(client: ScriptedClient | None = None, **config: Any) -> AsyncI
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        settings = uvicorn.Config(app, lifespan="off", ws="none", log_config=None, access_log=False)
-        server = Uvicorn(settings)
+        server = Uvicorn(uvicorn_config(app, state.config))
         task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
         try:
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http:

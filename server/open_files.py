@@ -1,0 +1,49 @@
+"""The limit on open file descriptors: raised at start, and checked against the queue limits."""
+
+import logging
+import resource
+
+logger = logging.getLogger(__name__)
+
+MAX_WANTED = 65_536
+"""Some libraries loop over all descriptors that there may be, and hard limits can be 10^9."""
+RESERVED = 128
+"""Descriptors of a front end that are no client's connection: files, logs, sockets of engines."""
+
+
+def raise_limit() -> None:
+    """Raise the soft limit to the hard one, or to MAX_WANTED; child processes inherit it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_WANTED if hard == resource.RLIM_INFINITY else min(hard, MAX_WANTED)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError) as error:
+        logger.warning("the limit of open files stays %d, not %d: %s", soft, wanted, error)
+        return
+    logger.info("the limit of open files was raised from %d to %d", soft, wanted)
+
+
+def max_connections() -> int:
+    """Connections that this process can hold, with descriptors left for everything else."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MAX_WANTED
+    return max(soft - RESERVED, soft // 2)
+
+
+def warn_if_low(max_queued_requests: int, max_num_seqs: int) -> None:
+    """Warn when connections run out before the queue is full."""
+    wanted = max_queued_requests + max_num_seqs
+    most = max_connections()
+    if most < wanted:
+        logger.warning(
+            "the limit of open files allows %d connections, but --max-queued-requests %d and "
+            "--max-num-seqs %d need %d: raise it to %d (ulimit -n, LimitNOFILE=, --ulimit nofile=)",
+            most,
+            max_queued_requests,
+            max_num_seqs,
+            wanted,
+            wanted + RESERVED,
+        )
