@@ -61,6 +61,52 @@ def test_libraries_tell_of_no_more_than_warnings() -> None:
     assert compiler.isEnabledFor(logging.WARNING)
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["\n", "\r", "\x1b[2J", "\x00", "\x7f", "\x85", "\x9b", "\u2028", "\u2029", "\u202e", "\ud800"],
+)
+def test_text_from_outside_ends_no_line_and_reaches_no_terminal(
+    capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    log.setup("server")
+
+    logging.getLogger("x").info("path %s, done", f"/a{text}2026-01-01 INFO forged")
+
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1
+    assert text.encode("unicode_escape").decode() in err
+    assert text == "\n" or text not in err
+    assert err.endswith("2026-01-01 INFO forged, done\n")
+
+
+def test_letters_of_every_script_stay_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    log.setup("server")
+
+    logging.getLogger("x").info("Größe 漢字 שלום 🙂 C:\\new")
+
+    assert capsys.readouterr().err.endswith("Größe 漢字 שלום 🙂 C:\\new\n")
+
+
+def test_a_traceback_keeps_its_lines_and_none_of_them_looks_like_ours(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log.setup("server")
+
+    try:
+        raise ValueError("no\n2026-01-01 00:00:00.000 INFO    server x: forged\x1b[2J")
+    except ValueError:
+        logging.getLogger("x").exception("it broke")
+
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first.endswith("ERROR   server x: it broke")
+    assert rest[0] == "    Traceback (most recent call last):"
+    assert all(line.startswith("    ") for line in rest)
+    assert rest[-2:] == [
+        "    ValueError: no",
+        "    2026-01-01 00:00:00.000 INFO    server x: forged\\x1b[2J",
+    ]
+
+
 def access(path: str) -> None:
     logging.getLogger("uvicorn.access").info(
         '%s - "%s %s HTTP/%s" %d', "127.0.0.1:1", "GET", path, "1.1", 200
