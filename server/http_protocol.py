@@ -481,7 +481,7 @@ def _without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[No
         nonlocal ends_with_connection
         if message["type"] == "http.response.start":
             headers = [one for one in message.get("headers", ()) if one[0].lower() != b"connection"]
-            message["headers"] = headers
+            message["headers"] = [*headers, (b"connection", b"close")]
             if all(name.lower() != b"content-length" for name, _ in headers):
                 ends_with_connection = True
                 cycle.chunked_encoding = False

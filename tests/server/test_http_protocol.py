@@ -281,7 +281,7 @@ def test_a_connection_may_be_idle_for_longer_than_headers_may_take() -> None:
         statuses = []
         for _ in range(2):
             kept.sendall(ask)
-            statuses.append(status_of(read_until(kept, b"\r\n\r\n")))
+            statuses.append(status_of(read_until(kept, b"}")))
             time.sleep(0.7)
         kept.sendall(b"\r\n")
         begun_s = time.monotonic()
@@ -449,8 +449,6 @@ def test_a_client_that_closes_its_sending_side_gets_its_answer(
 
         head, _, text = answer.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200 OK\r\n")
-        # The head of a stream may be on its way before the client closes.
-        assert b"connection: close" in head or stream
         assert not rig.client.aborted
         if not stream:
             assert json.loads(text)["usage"]["completion_tokens"] == 8
