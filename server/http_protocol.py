@@ -267,6 +267,8 @@ class HttpProtocol(HttpToolsProtocol):
                 f"{len(self.pipeline) + 1} requests would wait on this connection, at most "
                 f"{MAX_PIPELINED} may.",
             )
+        if self.parser.should_upgrade():
+            self._check_upgrade()
         super().on_headers_complete()
         self._reading = _Reading.BODY
         # What is fed counts for the body from here on, and this read holds headers too.
@@ -344,6 +346,18 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _is_responding(self) -> bool:
         return self._responding is not None and not self._responding.response_complete
+
+    def _check_upgrade(self) -> None:
+        """Refuse an offer to upgrade on a request with a body: httptools takes that body for the
+        next request."""
+        headers = dict(self.headers)
+        if b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0":
+            offered = headers.get(b"upgrade", b"")[:40].decode("latin-1")
+            raise _Refused(
+                400,
+                f"The request has a body and offers an upgrade to {offered!r}; send it as HTTP/1.1 "
+                "without that offer.",
+            )
 
     def _has_sane_framing(self) -> bool:
         num_framing = self._num_fed_bytes - self._num_body_bytes

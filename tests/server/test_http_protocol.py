@@ -405,6 +405,28 @@ def test_bad_input_behind_a_request_does_not_break_its_answer() -> None:
     assert answer.endswith(b"0\r\n\r\n")
 
 
+def test_an_offer_to_upgrade_is_ignored_without_a_body_and_refused_with_one() -> None:
+    offer = b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: x\r\n"
+    hidden = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
+    post = b"POST /v1/completions HTTP/1.1\r\ncontent-length: %d\r\n" % len(hidden)
+    statuses = []
+    with served() as rig:
+        with connect(rig) as sock:
+            for _ in range(2):
+                sock.sendall(b"GET /health HTTP/1.1\r\n" + offer + b"\r\n")
+                statuses.append(status_of(read_until(sock, b"}")))
+        with connect(rig) as sock:
+            sock.sendall(post + offer + b"\r\n")
+            time.sleep(0.1)
+            sock.sendall(hidden)
+            with_body = read_all(sock)
+
+    assert statuses == [200, 200]
+    assert status_of(with_body) == 400
+    assert b"upgrade to 'h2c'" in with_body
+    assert b" 200 OK" not in with_body
+
+
 # HTTP/1.0
 
 
