@@ -1,23 +1,29 @@
 """Request bodies: read within the limit, strict JSON, then a pydantic model. Knows no route."""
 
 import asyncio
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import msgspec
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from config.errors import UserError
 from server.errors import ClientGone, RequestTooLarge, UnsupportedType, problem_with
+from server.freed_memory import trim_memory
+from server.json_decoder import PIECE_BYTES, decode_json
 from server.schema.common import Body
 
 B = TypeVar("B", bound=Body)
 
+BIG_BYTES = 2**20
+"""A request with such a body takes memory that the C library keeps when it is freed."""
+TRIM_S = 2.0
+TRIMS = 10
+"""For so long it is given back after the last big body: over and over, as requests end."""
 MANY_BYTES = 100_000
 """Of a body that is parsed on the event loop: some milliseconds."""
-
-_decoder = msgspec.json.Decoder()
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,24 +34,56 @@ class Sent:
     num_bytes: int
 
 
-async def read_object(request: Request, max_bytes: int) -> Sent:
-    """The body, a JSON object. Raises UserError, or ClientGone when it never comes."""
-    _check_type(request.headers.get("content-type"))
-    try:
-        data = await _read(request, max_bytes)
-    except ClientDisconnect:
-        raise ClientGone from None
-    if not data:
-        raise UserError("the body is empty, it must be a JSON object")
-    try:
-        decoded = _decoder.decode(data)
-    except RecursionError:
-        raise UserError("the body is nested too deeply") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"the body is not valid JSON: {error}") from None
-    if not isinstance(decoded, dict):
-        raise UserError("the body must be a JSON object")
-    return Sent(decoded, len(data))
+class BodyReader:
+    """Reads bodies; safe to use for any number of requests at once."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        # One: several would hold the GIL by turns, and the event loop would wait for all of them.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode")
+        self._timer: asyncio.TimerHandle | None = None
+        self._num_trims = 0
+
+    async def read_object(self, request: Request) -> Sent:
+        """The body, a JSON object; a big one is decoded on a thread. Raises UserError, or
+        ClientGone when it never comes."""
+        _check_type(request.headers.get("content-type"))
+        try:
+            chunks = await _read(request, self._max_bytes)
+        except ClientDisconnect:
+            raise ClientGone from None
+        size = sum(map(len, chunks))
+        if not size:
+            raise UserError("the body is empty, it must be a JSON object")
+        if size <= PIECE_BYTES:
+            decoded = _decode(chunks)
+        else:
+            loop = asyncio.get_running_loop()
+            decoded = await loop.run_in_executor(self._thread, _decode, chunks)
+        if size > BIG_BYTES:
+            self._trim_later()
+        if not isinstance(decoded, dict):
+            raise UserError("the body must be a JSON object")
+        return Sent(decoded, size)
+
+    def _trim_later(self) -> None:
+        """What a big body leaves behind is free once its request ends; nobody tells when."""
+        self._num_trims = TRIMS
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(TRIM_S, self._trim)
+
+    def _trim(self) -> None:
+        self._num_trims -= 1
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(TRIM_S, self._trim) if self._num_trims else None
+        with contextlib.suppress(RuntimeError):  # closed meanwhile
+            self._thread.submit(trim_memory)
+
+    def close(self) -> None:
+        """Let the thread go; bodies that still wait are dropped."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 async def parse(kind: type[B], sent: Sent) -> B:
@@ -65,7 +103,14 @@ def checked(kind: type[B], fields: dict[str, Any]) -> B:
         raise UserError("the body is nested too deeply") from None
 
 
-async def _read(request: Request, max_bytes: int) -> bytes:
+def _decode(chunks: list[bytes]) -> Any:
+    data = b"".join(chunks)
+    # One copy of a big body is enough.
+    chunks.clear()
+    return decode_json(data)
+
+
+async def _read(request: Request, max_bytes: int) -> list[bytes]:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > max_bytes:
         raise _too_large(declared[:20], max_bytes)
@@ -76,7 +121,7 @@ async def _read(request: Request, max_bytes: int) -> bytes:
         if size > max_bytes:
             raise _too_large(f"more than {max_bytes}", max_bytes)
         chunks.append(chunk)
-    return b"".join(chunks)
+    return chunks
 
 
 def _too_large(size: str, max_bytes: int) -> RequestTooLarge:

@@ -7,7 +7,7 @@ from functools import partial
 from starlette.requests import Request
 
 from config.errors import PromptTooLong
-from server.job import Job, check_grammar, encoded, start_job, truncated
+from server.job import Job, check_grammar, counted, encoded, start_job
 from server.record import log_prompt, record_of
 from server.schema.chat import ChatBody, ConversationBody
 from server.state import AppState
@@ -84,12 +84,20 @@ async def start_conversation(
 
 
 async def count_prompt(state: AppState, body: ChatBody) -> int:
-    """How many tokens the prompt of `body` has, also where they are too many. Raises UserError."""
+    """How many tokens the prompt of `body` has, also where they are too many for the model. Raises
+    UserError."""
     state.model(body.model)
     body.check()
     text = await render(state, body)
-    ids = await state.text_tokenizer("messages").encode(text, bool(body.add_special_tokens))
-    return len(truncated(ids, body.truncate_prompt_tokens, state.max_model_len, body.limit))
+    ids = await counted(
+        state,
+        text,
+        special=bool(body.add_special_tokens),
+        keep=body.truncate_prompt_tokens,
+        limit=body.limit,
+        param="messages",
+    )
+    return len(ids)
 
 
 async def _rendered(state: AppState, body: ChatBody) -> str:

@@ -18,7 +18,7 @@ MAX_MESSAGE_CHARACTERS = 900
 """With the rest of the body and multi-byte characters cut to ASCII, under 1 kB."""
 MAX_PROBLEMS = 3
 CLIENT_CLOSED = 499
-_KIND = re.compile(r"str|int|float|bool|(list|dict)\[.*")
+_KIND = re.compile(r"str|int|float|bool|(list|dict|function-\w+)\[.*")
 _OBJECT = re.compile(r"a valid dictionary( or instance of \w+)?")
 """Words for types that only we can know, in what pydantic says."""
 

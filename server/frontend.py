@@ -185,6 +185,7 @@ class FrontEnd:
                 settling.cancel()
                 self.state.metrics.settle()
             await self._client.close()
+            self.state.bodies.close()
             if self.state.template is not None:
                 self.state.template.close()
             if self.state.tokenizer is not None:

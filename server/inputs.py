@@ -11,7 +11,7 @@ from config.pooling import TOKEN_EMBED, PoolingFacts, PoolingParams
 from engine.messages import Ready
 from server.pooling import PoolingInput
 from server.text.inputs import InputRule, InputTooLong, Text
-from server.text.tokenizer import Tokenizer
+from server.text.tokenizer import Tokenizer, TooManyCharacters
 
 MANY_IDS = 10_000
 """Token ids that are checked on the event loop: a millisecond."""
@@ -127,7 +127,7 @@ class InputReader:
             raise UserError("this server has no tokenizer, send token ids", param=asked.param)
         prefix = self._prefix(asked.prompt_name)
         rule = InputRule(
-            most=self._limit(asked.truncate),
+            most=self.limit(asked.truncate),
             cuts=asked.truncate is not None,
             keeps_end=asked.keeps_end,
             special=asked.special,
@@ -139,7 +139,10 @@ class InputReader:
         try:
             made = await self._tokenizer.encode_inputs(texts, rule)
         except InputTooLong as error:
-            raise self._too_long(error.count, asked, error.place) from None
+            raise self.too_long(error.count, asked, error.place, at_least=error.at_least) from None
+        except TooManyCharacters as error:
+            error.param = asked.param
+            raise
         num_skipped = 0
         if prefix and not self.facts.includes_prompt:
             num_skipped = await self._num_prompt_tokens(self._tokenizer, prefix, asked)
@@ -167,7 +170,7 @@ class InputReader:
         return self._token_lists(lists, asked)
 
     def _token_lists(self, lists: Sequence[list[int]], asked: Asked) -> list[PoolingInput]:
-        most = self._limit(asked.truncate)
+        most = self.limit(asked.truncate)
         inputs = []
         for place, given in enumerate(lists):
             ids = given
@@ -182,7 +185,7 @@ class InputReader:
                     )
             if len(ids) > most:
                 if asked.truncate is None:
-                    raise self._too_long(len(ids), asked, place)
+                    raise self.too_long(len(ids), asked, place)
                 ids = ids[-most:] if asked.keeps_end else ids[:most]
             inputs.append(PoolingInput(ids, asked.params))
         return inputs
@@ -190,7 +193,8 @@ class InputReader:
     def _width(self, params: PoolingParams) -> int:
         return self.facts.token_width if params.task == TOKEN_EMBED else self.facts.width
 
-    def _limit(self, truncate: int | None) -> int:
+    def limit(self, truncate: int | None) -> int:
+        """Tokens of one input, where it may be cut to `truncate`. Raises UserError."""
         if truncate is None or truncate == -1:
             return self.max_tokens
         if not 1 <= truncate <= self.max_tokens:
@@ -201,9 +205,18 @@ class InputReader:
             )
         return truncate
 
-    def _too_long(self, count: int, asked: Asked, place: int) -> PromptTooLong:
-        item = asked.item(place)
-        return PromptTooLong(count, None, self.max_tokens, param=asked.param, item=item)
+    def too_long(
+        self, count: int, asked: Asked, place: int = 0, *, at_least: bool = False
+    ) -> PromptTooLong:
+        """The error for an input of so many tokens, or still more."""
+        return PromptTooLong(
+            count,
+            None,
+            self.max_tokens,
+            param=asked.param,
+            item=asked.item(place),
+            at_least=at_least,
+        )
 
     def _prefix(self, name: str | None) -> str:
         name = self.facts.default_prompt if name is None else name
@@ -223,6 +236,6 @@ class InputReader:
         try:
             (tokens,) = await tokenizer.encode_inputs([prefix], rule)
         except InputTooLong as error:
-            raise self._too_long(error.count, asked, 0) from None
+            raise self.too_long(error.count, asked, 0) from None
         ends = bool(tokens.ids) and tokens.ids[-1] in tokenizer.special_ids
         return len(tokens.ids) - (1 if ends else 0)

@@ -28,12 +28,16 @@ from server.search import Search
 from server.serving import Serving
 from server.state import AppState
 from server.streaming import Envelope, EventStream
-from server.text.tokenizer import TooManyTokens
+from server.text.tokenizer import Tokenizer, TooManyCharacters, TooManyTokens
 
 T = TypeVar("T")
 
 COMPILE_S = 1.8
 """How long a grammar may take until it is refused, its time in line included."""
+COUNTED_CONTEXTS = 4
+MIN_COUNTED_TOKENS = 131_072
+"""Tokens of a text are counted up to the larger of the two: so many contexts of the model, or so
+many tokens. Those who cut documents for a small embedding model count the whole document first."""
 
 
 @dataclass(slots=True)
@@ -192,23 +196,85 @@ async def encoded(
     """The prompt that `text` is, cut to its last `keep` tokens; -1 keeps what the context has room
     for beside `limit` tokens of output. Raises PromptTooLong if the prompt alone fills more than
     the context and is not to be cut, before it is tokenized where its length tells."""
-    most = state.max_model_len if keep is None else None
     tokenizer = state.text_tokenizer(param)
     try:
-        ids = await tokenizer.encode(text, special, most)
+        ids = await _read(tokenizer, text, special, keep, limit, state.max_model_len, None)
     except TooManyTokens as error:
         raise PromptTooLong(
             error.count, limit, state.max_model_len, param=param, at_least=error.at_least
         ) from None
+    except TooManyCharacters as error:
+        error.param = param
+        raise
     kept = truncated(ids, keep, state.max_model_len, limit)
     return Prompt(kept, tokenizer.unmarked(text) if kept is ids else None)
 
 
+def most_counted(state: AppState) -> int:
+    """Tokens of a text that is not generated from."""
+    return max(COUNTED_CONTEXTS * state.max_model_len, MIN_COUNTED_TOKENS)
+
+
+async def counted(
+    state: AppState,
+    text: str,
+    *,
+    special: bool,
+    keep: int | None = None,
+    limit: int | None = None,
+    param: str,
+) -> list[int]:
+    """The tokens of a text that is only to be counted: as in `encoded`, but there may be more than
+    the model takes. Raises UserError."""
+    max_model_len = state.max_model_len
+    most = most_counted(state)
+    try:
+        ids = await _read(
+            state.text_tokenizer(param), text, special, keep, limit, max_model_len, most
+        )
+    except TooManyTokens as error:
+        more = "at least " if error.at_least else ""
+        raise UserError(
+            f"the text has {more}{error.count} tokens, at most {most} are counted; this model's "
+            f"maximum context length is {max_model_len} tokens",
+            param=param,
+            code="context_length_exceeded",
+        ) from None
+    except TooManyCharacters as error:
+        error.param = param
+        raise
+    return truncated(ids, keep, max_model_len, limit)
+
+
+async def _read(
+    tokenizer: Tokenizer,
+    text: str,
+    special: bool,
+    keep: int | None,
+    limit: int | None,
+    max_model_len: int,
+    most: int | None,
+) -> list[int]:
+    """The tokens of `text`, of which `most` (None: what the model takes) may be; where only its
+    last ones are kept, at least those. Raises TooManyTokens and TooManyCharacters."""
+    kept = num_kept(keep, max_model_len, limit)
+    most = max_model_len if most is None else most
+    if kept is None or kept > most:
+        return await tokenizer.encode(text, special, most)
+    return await tokenizer.encode_part(text, special, kept, from_end=True)
+
+
 def truncated(ids: list[int], keep: int | None, max_model_len: int, limit: int | None) -> list[int]:
     """The last `keep` tokens; -1 keeps what the context has room for beside the output."""
+    kept = num_kept(keep, max_model_len, limit)
+    return ids if kept is None or len(ids) <= kept else ids[-kept:]
+
+
+def num_kept(keep: int | None, max_model_len: int, limit: int | None) -> int | None:
+    """How many tokens are kept of a prompt; None: all."""
     if keep == -1:
-        keep = max(1, max_model_len - (1 if limit is None else limit))
-    return ids if keep is None or len(ids) <= keep else ids[-keep:]
+        return max(1, max_model_len - (1 if limit is None else limit))
+    return keep
 
 
 def answer_stream(job: Job, writer: ChunkWriter) -> Response:

@@ -12,6 +12,7 @@ from config.errors import EngineDied, NotFound, Overloaded, UserError
 from config.server import ServerConfig
 from engine.client import EngineClient
 from engine.messages import AWAKE
+from server.body import BodyReader
 from server.generate import Pipeline, asleep
 from server.inputs import InputReader, generates_only, reader_of
 from server.metrics import Metrics
@@ -64,10 +65,13 @@ class AppState:
     siblings: Siblings = field(default_factory=Siblings)
     num_open_requests: int = 0
     """Requests of any kind whose answer has not ended, streams included."""
+    bodies: BodyReader = field(init=False)
+    """Reads request bodies within this server's limit."""
     fingerprint: str = field(init=False)
     """Constant for one model and version."""
 
     def __post_init__(self) -> None:
+        self.bodies = BodyReader(self.config.max_body_bytes)
         digest = hashlib.sha256(f"{self.version}:{self.root}".encode()).hexdigest()
         self.fingerprint = f"fp_{digest[:10]}"
 

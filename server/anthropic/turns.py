@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from config.errors import UserError
+from server.schema.bounds import MAX_PARTS
 from server.schema.chat import ChatBody, Message
 from server.schema.messages import CountBody, MessagesBody
 
@@ -206,6 +207,8 @@ def _blocks(content: str | list[Any], where: str) -> Iterator[tuple[Any, str]]:
     """The blocks of a content, each with its place. Raises UserError for one without a type."""
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
+    if len(content) > MAX_PARTS:
+        raise _bad(f"{where} has {len(content)} blocks, at most {MAX_PARTS} are taken")
     for number, block in enumerate(content):
         place = f"{where}[{number}]"
         if not isinstance(block, dict) or not isinstance(block.get("type"), str):

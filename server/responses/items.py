@@ -3,6 +3,7 @@
 from typing import Any
 
 from config.errors import UserError
+from server.schema.bounds import MAX_MESSAGES, MAX_PARTS
 
 Item = dict[str, Any]
 
@@ -46,6 +47,8 @@ def read_items(given: Any, number: str) -> list[Item]:
         given = [{"role": "user", "content": given}]
     if not isinstance(given, list):
         raise _bad("input must be a string or a list of items")
+    if len(given) > MAX_MESSAGES:
+        raise _bad(f"input has {len(given)} items, at most {MAX_MESSAGES} are taken")
     return [
         _read(item, f"input[{place}]", f"in{place}", number) for place, item in enumerate(given)
     ]
@@ -90,6 +93,8 @@ def _message(item: Item, where: str) -> Item:
         content = [{"type": "text", "text": content}]
     if not isinstance(content, list):
         raise _bad(f"{where}.content must be a string or a list of parts")
+    if len(content) > MAX_PARTS:
+        raise _bad(f"{where}.content has {len(content)} parts, at most {MAX_PARTS} are taken")
     parts = [_part(part, f"{where}.content[{i}]", is_ours) for i, part in enumerate(content)]
     return {"role": role, "status": "completed", "content": parts}
 

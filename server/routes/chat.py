@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.body import parse, read_object
+from server.body import parse
 from server.choices import Gathered, chat_logprobs, prompt_logprobs_of
 from server.chunks import ChatChunks
 from server.conversation import count_prompt, start_conversation
@@ -29,7 +29,7 @@ def chat_routes(state: AppState) -> APIRouter:
     )
     async def create_chat_completion(request: Request) -> Response:
         state.opened()
-        body = await parse(ChatBody, await read_object(request, state.config.max_body_bytes))
+        body = await parse(ChatBody, await state.bodies.read_object(request))
         job = await start_conversation(state, request, body, id_prefix="chatcmpl-")
         echo = body.last_text if body.echo else ""
         if body.stream:
@@ -46,7 +46,7 @@ def chat_routes(state: AppState) -> APIRouter:
     )
     async def count_chat_tokens(request: Request) -> Response:
         state.opened()
-        body = await parse(ChatBody, await read_object(request, state.config.max_body_bytes))
+        body = await parse(ChatBody, await state.bodies.read_object(request))
         count = await count_prompt(state, body)
         return answer_whole({"object": "response.input_tokens", "input_tokens": count})
 

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from config.errors import PromptTooLong
 from config.sampling import SamplingParams
-from server.body import parse, read_object
+from server.body import parse
 from server.choices import (
     Gathered,
     TextLogprobs,
@@ -64,7 +64,7 @@ def completion_routes(state: AppState) -> APIRouter:
 
 async def _start(state: AppState, request: Request) -> Job:
     state.opened()
-    body = await parse(CompletionBody, await read_object(request, state.config.max_body_bytes))
+    body = await parse(CompletionBody, await state.bodies.read_object(request))
     model = state.model(body.model)
     body.check()
     params = _params(state, body)
@@ -110,7 +110,7 @@ async def _prompts(state: AppState, body: CompletionBody, params: SamplingParams
     if keep is None and longest > state.max_model_len:
         # Before a look at each of millions of ids.
         raise PromptTooLong(longest, body.limit, state.max_model_len, param="prompt")
-    given = await asyncio.to_thread(body.prompts) if longest > MANY_IDS else body.prompts()
+    given = await asyncio.to_thread(body.prompts) if body.num_ids > MANY_IDS else body.prompts()
     # Before the work of tokenizing thousands of texts that can never be taken.
     check_admission(state, body, len(given) * params.n, "prompt")
 

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from config.errors import UserError
 from config.pooling import CLASSIFY, EMBED, SCORE, TOKEN_EMBED, PoolingParams
-from server.body import parse, read_object
+from server.body import parse
 from server.conversation import render
 from server.hangup import UntilGone
 from server.inputs import Asked
@@ -30,6 +30,7 @@ from server.schema.pooling import (
     PoolChatBody,
 )
 from server.state import AppState
+from server.text.tokenizer import TooManyCharacters, TooManyTokens
 
 BY_CHOICE = (EMBED, CLASSIFY, SCORE, TOKEN_EMBED)
 """/pooling does the first of these that the model can."""
@@ -104,7 +105,7 @@ async def _read(
     state: AppState, request: Request, kind: type[Plain], chat: type[Chat]
 ) -> Plain | Chat:
     state.pooling()
-    sent = await read_object(request, state.config.max_body_bytes)
+    sent = await state.bodies.read_object(request)
     if sent.fields.get("messages") is None:
         return await parse(kind, sent)
     if sent.fields.get("input") is not None:
@@ -149,9 +150,20 @@ async def _read_conversation(
     tokenizer = state.text_tokenizer("messages")
     if state.config.enable_log_requests:
         log_prompt(record_of(request.scope), tokenizer.unmarked(text))
-    ids = await tokenizer.encode(text, bool(body.add_special_tokens))
     asked = dataclasses.replace(asked, param="messages", is_list=False)
-    return await state.pooling().token_lists([ids], asked)
+    special, reader = bool(body.add_special_tokens), state.pooling()
+    most = reader.limit(asked.truncate)
+    try:
+        if asked.truncate is None:
+            ids = await tokenizer.encode(text, special, most)
+        else:
+            ids = await tokenizer.encode_part(text, special, most, from_end=asked.keeps_end)
+    except TooManyTokens as error:
+        raise reader.too_long(error.count, asked, at_least=error.at_least) from None
+    except TooManyCharacters as error:
+        error.param = asked.param
+        raise
+    return await reader.token_lists([ids], asked)
 
 
 async def _read_inputs(

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from server.anthropic.answers import MessageEvents, whole_message
 from server.anthropic.faults import ROUTES
 from server.anthropic.turns import chat_of
-from server.body import MANY_BYTES, Sent, parse, read_object
+from server.body import MANY_BYTES, Sent, parse
 from server.conversation import count_prompt, start_conversation
 from server.job import answer_stream, answer_whole, gather
 from server.openapi import MESSAGES_ANSWERS, MESSAGES_GENERATES, takes
@@ -32,7 +32,7 @@ def messages_routes(state: AppState) -> APIRouter:
     )
     async def create_message(request: Request) -> Response:
         state.opened()
-        sent = await read_object(request, state.config.max_body_bytes)
+        sent = await state.bodies.read_object(request)
         body = await parse(MessagesBody, sent)
         job = await start_conversation(
             state, request, await _chat(state, body, sent), id_prefix="msg_"
@@ -52,7 +52,7 @@ def messages_routes(state: AppState) -> APIRouter:
     )
     async def count_message_tokens(request: Request) -> Response:
         state.opened()
-        sent = await read_object(request, state.config.max_body_bytes)
+        sent = await state.bodies.read_object(request)
         chat = await _chat(state, await parse(CountBody, sent), sent)
         return answer_whole({"input_tokens": await count_prompt(state, chat)})
 

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from config.errors import PromptTooLong, UserError
-from server.body import parse, read_object
+from server.body import parse
 from server.conversation import count_prompt, start_conversation
 from server.job import Job, answer_whole, finish, frames
 from server.openapi import ANSWERS, GENERATES, takes
@@ -53,7 +53,7 @@ def _add_making(router: APIRouter, state: AppState, store: ResponseStore) -> Non
     )
     async def create_response(request: Request) -> Response:
         state.opened()
-        sent = await read_object(request, state.config.max_body_bytes)
+        sent = await state.bodies.read_object(request)
         body = await parse(ResponseBody, sent)
         if (path := state.siblings.path_of(number_before(body))) is not None:
             return HandedOn(path, request, sent.fields)
@@ -92,7 +92,7 @@ def _add_making(router: APIRouter, state: AppState, store: ResponseStore) -> Non
     )
     async def count_response_tokens(request: Request) -> Response:
         state.opened()
-        sent = await read_object(request, state.config.max_body_bytes)
+        sent = await state.bodies.read_object(request)
         body = await parse(ResponseBody, sent)
         if (path := state.siblings.path_of(number_before(body))) is not None:
             return HandedOn(path, request, sent.fields)

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.body import parse, read_object
+from server.body import parse
 from server.hangup import UntilGone
 from server.job import answer_whole
 from server.openapi import ANSWERS, takes
@@ -26,7 +26,7 @@ def score_routes(state: AppState) -> APIRouter:
 
     async def score(request: Request) -> Response:
         state.pooling()
-        body = await parse(ScoreBody, await read_object(request, state.config.max_body_bytes))
+        body = await parse(ScoreBody, await state.bodies.read_object(request))
         job, scores = await _scores(state, request, body, body.names, id_prefix="score-")
         data = [
             {"index": place, "object": "score", "score": one} for place, one in enumerate(scores)
@@ -35,7 +35,7 @@ def score_routes(state: AppState) -> APIRouter:
 
     async def rerank(request: Request) -> Response:
         state.pooling()
-        body = await parse(RerankBody, await read_object(request, state.config.max_body_bytes))
+        body = await parse(RerankBody, await state.bodies.read_object(request))
         names = ("query", "documents")
         job, scores = await _scores(state, request, body, names, id_prefix="rerank-")
         return answer_whole(

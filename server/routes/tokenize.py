@@ -7,9 +7,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from config.errors import UserError
-from server.body import parse, read_object
+from server.body import parse
 from server.conversation import render
-from server.job import answer_whole
+from server.job import answer_whole, counted, most_counted
 from server.openapi import ANSWERS, takes
 from server.schema.admin import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from server.state import AppState
@@ -33,29 +33,35 @@ def tokenize_routes(state: AppState) -> APIRouter:
     )
     async def tokenize(request: Request) -> Response:
         state.check_open()
-        sent = await read_object(request, state.config.max_body_bytes)
+        sent = await state.bodies.read_object(request)
         body: TokenizeTextBody | TokenizeChatBody
         if sent.fields.get("messages") is not None:
             body = await parse(TokenizeChatBody, sent)
             state.model(body.model)
             text, special = await render(state, body), bool(body.add_special_tokens)
+            param = "messages"
         else:
             body = await parse(TokenizeTextBody, sent)
             state.model(body.model)
             text, special = body.prompt, body.add_special_tokens is not False
-        ids = await state.text_tokenizer("prompt").encode(text, special)
-        strings = None
-        if body.return_token_strs:
-            tokenizer = state.text_tokenizer("return_token_strs")
-            strings = [tokenizer.token_text(token_id) for token_id in ids]
-        return answer_whole(
-            {
-                "count": len(ids),
-                "max_model_len": state.max_model_len,
-                "tokens": ids,
-                "token_strs": strings,
-            }
-        )
+            param = "prompt"
+        ids = await counted(state, text, special=special, param=param)
+
+        def answer() -> Response:
+            strings = None
+            if body.return_token_strs:
+                tokenizer = state.text_tokenizer("return_token_strs")
+                strings = [tokenizer.token_text(token_id) for token_id in ids]
+            return answer_whole(
+                {
+                    "count": len(ids),
+                    "max_model_len": state.max_model_len,
+                    "tokens": ids,
+                    "token_strs": strings,
+                }
+            )
+
+        return answer() if len(ids) <= MANY_IDS else await asyncio.to_thread(answer)
 
     @router.post(
         "/detokenize",
@@ -66,10 +72,14 @@ def tokenize_routes(state: AppState) -> APIRouter:
     )
     async def detokenize(request: Request) -> Response:
         state.check_open()
-        sent = await read_object(request, state.config.max_body_bytes)
+        sent = await state.bodies.read_object(request)
         body = await parse(DetokenizeBody, sent)
         state.model(body.model)
         tokenizer = state.text_tokenizer("tokens")
+        if len(body.tokens) > (most := most_counted(state)):
+            raise UserError(
+                f"tokens has {len(body.tokens)} ids, it may have {most}", param="tokens"
+            )
         if len(body.tokens) <= MANY_IDS:
             text = _text_of(tokenizer, body.tokens)
         else:

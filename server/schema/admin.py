@@ -2,8 +2,9 @@
 
 from pydantic import ConfigDict
 
+from server.schema.bounds import PromptIds
 from server.schema.chat import ConversationBody
-from server.schema.common import Body, Integer
+from server.schema.common import Body
 
 
 class TokenizeTextBody(Body):
@@ -31,4 +32,4 @@ class DetokenizeBody(Body):
     model_config = ConfigDict(json_schema_extra={"example": {"tokens": [1, 2, 3]}})
 
     model: str | None = None
-    tokens: list[Integer]
+    tokens: PromptIds

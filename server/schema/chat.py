@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field, WithJsonSchema
 from config.errors import UserError
 from config.grammar import GrammarSpec
 from config.sampling import MAX_LOGPROBS
+from server.schema.bounds import MAX_PARTS, Documents, Messages, Strings, Tools, Variables
 from server.schema.common import UNSUPPORTED, Body, GenerationBody, Integer, Unsupported
 from server.schema.forced import forced_schema, name_of
 from server.schema.structured import spec_of_schema
@@ -55,14 +56,14 @@ _MESSAGES = {
 class ConversationBody(Body):
     """What makes a prompt out of messages: shared by chat and /tokenize."""
 
-    messages: Annotated[list[Any], WithJsonSchema(_MESSAGES)]
-    tools: Annotated[list[Any] | None, WithJsonSchema(TOOLS_SCHEMA)] = None
+    messages: Annotated[Messages, WithJsonSchema(_MESSAGES)]
+    tools: Annotated[Tools | None, WithJsonSchema(TOOLS_SCHEMA)] = None
     tool_choice: Annotated[Any, WithJsonSchema(TOOL_CHOICE_SCHEMA)] = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Documents | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Variables | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
     )
@@ -146,9 +147,9 @@ class ChatBody(ConversationBody, GenerationBody):
     thinking_token_budget: Integer | None = Field(
         None, description="Thinking is closed after so many tokens of it."
     )
-    modalities: list[str] | None = None
+    modalities: Strings | None = None
     store: bool | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Variables | None = None
     service_tier: str | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
@@ -268,8 +269,14 @@ def _check_message(message: Any, where: str) -> None:
         return
     if not isinstance(content, list):
         raise _bad(f"{where}.content must be a string or a list of parts")
+    _check_many(content, f"{where}.content")
     for number, part in enumerate(content):
         _check_part(part, f"{where}.content[{number}]")
+
+
+def _check_many(entries: list[Any], where: str) -> None:
+    if len(entries) > MAX_PARTS:
+        raise _bad(f"{where} has {len(entries)} entries, at most {MAX_PARTS} are taken")
 
 
 def _has_words(message: Mapping[str, Any]) -> bool:
@@ -294,6 +301,7 @@ def _check_part(part: Any, where: str) -> None:
 def _check_calls(calls: Any, where: str) -> None:
     if not isinstance(calls, list):
         raise _bad(f"{where} must be a list")
+    _check_many(calls, where)
     for number, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):

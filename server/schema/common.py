@@ -12,33 +12,24 @@ from config.errors import UserError
 from config.grammar import GrammarSpec
 from config.sampling import MAX_LOGPROBS, SamplingParams
 from server.schema.beams import check_beams
+from server.schema.bounds import Biases, Strings, TokenIds, Words, whole
 from server.schema.structured import FIELDS, spec_of
 
 MAX_SALT_CHARACTERS = 128
 MAX_REQUEST_ID_CHARACTERS = 512
-MAX_TOKEN_IDS = 300_000
-"""Of the vocabulary, in one field: more than any model has; each is looked at on the event loop."""
+MAX_STOP_CHARACTERS = 1_024
+"""Of one stop string: each token's text is held against every beginning of it."""
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """What a model's own generation config may set."""
-
-
-def _whole(value: object) -> object:
-    """3.0 is taken for 3; a number that no field could mean is refused before it is printed."""
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
-        return int(value)
-    if type(value) is int and not -(2**63) <= value < 2**63:
-        raise ValueError("Input should fit 64 bits")
-    return value
 
 
 def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-Integer = Annotated[int, BeforeValidator(_whole), WithJsonSchema({"type": "integer"})]
-TokenIds = Annotated[list[Integer], Field(max_length=MAX_TOKEN_IDS)]
+Integer = Annotated[int, BeforeValidator(whole), WithJsonSchema({"type": "integer"})]
 TextOrTexts = Annotated[
-    list[str],
+    Strings,
     BeforeValidator(_listed),
     WithJsonSchema(
         {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
@@ -105,13 +96,13 @@ class GenerationBody(Body):
     seed: Integer | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_TOKEN_IDS)] | None = None
+    logit_bias: Biases | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | bool | None = None
     guided_json_object: bool | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Words | None = None
     guided_grammar: str | None = None
     json_schema: dict[str, Any] | str | bool | None = None
     regex: str | None = None
@@ -131,7 +122,7 @@ class GenerationBody(Body):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    bad_words: list[str] | None = None
+    bad_words: Strings | None = None
     allowed_token_ids: TokenIds | None = None
     use_beam_search: bool | None = Field(None, description="n is the number of beams.")
     length_penalty: float | None = None
@@ -164,6 +155,7 @@ class GenerationBody(Body):
                 "least 1",
                 param="truncate_prompt_tokens",
             )
+        check_stops(self.stop, "stop")
         check_beams(self)
         check_salt(self.cache_salt)
         check_request_id(self.request_id)
@@ -245,6 +237,17 @@ def _token_id(word: str) -> int:
     if not (word.isascii() and word.isdecimal() and len(word) <= 12):
         raise UserError(f"logit_bias has {word[:40]!r} for a token id", param="logit_bias")
     return int(word)
+
+
+def check_stops(stops: list[str] | None, name: str) -> None:
+    """Raise UserError for a stop string that is too long."""
+    for stop in stops or ():
+        if len(stop) > MAX_STOP_CHARACTERS:
+            raise UserError(
+                f"{name} has a string of {len(stop)} characters, at most {MAX_STOP_CHARACTERS} are "
+                "taken",
+                param=name,
+            )
 
 
 def check_salt(salt: str | None) -> None:

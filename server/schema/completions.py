@@ -7,7 +7,14 @@ from pydantic import ConfigDict, Field, WithJsonSchema
 from config.errors import UserError
 from config.sampling import MAX_LOGPROBS, MAX_N
 from server.schema.common import UNSUPPORTED, GenerationBody, Integer, Unsupported
-from server.schema.prompts import Texts, TokenLists, given_prompts, most_ids, prompts_schema
+from server.schema.prompts import (
+    Texts,
+    TokenLists,
+    given_prompts,
+    most_ids,
+    num_ids,
+    prompts_schema,
+)
 
 MAX_PROMPTS = 1024
 DEFAULT_MAX_TOKENS = 16
@@ -76,6 +83,11 @@ class CompletionBody(GenerationBody):
     def limit(self) -> int:
         """How many tokens may be generated for each choice."""
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def num_ids(self) -> int:
+        """The token ids of all prompts; nothing is checked."""
+        return num_ids(self.prompt)
 
     @property
     def most_ids(self) -> int:

@@ -5,7 +5,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, WithJsonSchema
 
 from config.errors import UserError
-from server.schema.common import Body, Integer, Unsupported
+from server.schema.bounds import Blocks, Messages, Strings, Tools, Variables
+from server.schema.common import Body, Integer, Unsupported, check_stops
 
 _BLOCKS: dict[str, Any] = {
     "anyOf": [
@@ -102,9 +103,9 @@ class CountBody(Body):
     }
 
     model: str | None = Field(None, description="A served name; null is the first one.")
-    messages: Annotated[list[Any], WithJsonSchema(_MESSAGES)]
-    system: Annotated[str | list[Any] | None, WithJsonSchema(_SYSTEM)] = None
-    tools: Annotated[list[Any] | None, WithJsonSchema(_TOOLS)] = None
+    messages: Annotated[Messages, WithJsonSchema(_MESSAGES)]
+    system: Annotated[str | Blocks | None, WithJsonSchema(_SYSTEM)] = None
+    tools: Annotated[Tools | None, WithJsonSchema(_TOOLS)] = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingChoice | None = None
     output_config: OutputConfig | None = None
@@ -147,12 +148,12 @@ class MessagesBody(CountBody):
     )
 
     max_tokens: Integer
-    stop_sequences: list[str] | None = None
+    stop_sequences: Strings | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Integer | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Variables | None = None
     service_tier: str | None = None
 
     def check(self) -> None:
@@ -163,3 +164,4 @@ class MessagesBody(CountBody):
             )
         if not all(self.stop_sequences or ()):
             raise UserError("stop_sequences holds an empty string", param="stop_sequences")
+        check_stops(self.stop_sequences, "stop_sequences")

@@ -22,6 +22,15 @@ def prompts_schema(most: int) -> dict[str, Any]:
     }
 
 
+def num_ids(given: Any) -> int:
+    """The token ids of all entries together; nothing is checked."""
+    if not isinstance(given, list) or not given:
+        return 0
+    if _is_id(given[0]):
+        return len(given)
+    return sum(len(one) for one in given if isinstance(one, list))
+
+
 def most_ids(given: Any) -> int:
     """The length of the longest entry of token ids, if there is one; nothing is checked."""
     if not isinstance(given, list) or not given:

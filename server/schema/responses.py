@@ -6,6 +6,7 @@ from pydantic import ConfigDict, Field, WithJsonSchema, model_validator
 
 from config.errors import UserError
 from config.sampling import MAX_LOGPROBS
+from server.schema.bounds import Documents, Labels, Strings, Tools, Variables
 from server.schema.common import UNSUPPORTED, Body, GenerationBody, Integer, Unsupported
 
 WITH_LOGPROBS = "message.output_text.logprobs"
@@ -144,22 +145,22 @@ class ResponseBody(GenerationBody):
     max_output_tokens: Integer | None = Field(None, description="null is the rest of the context.")
     max_tool_calls: Integer | None = Field(None, description="Of hosted tools: there are none.")
     top_logprobs: Integer | None = Field(None, description=f"Needs include to hold {WITH_LOGPROBS}")
-    include: list[str] | None = None
+    include: Strings | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: Annotated[list[Any] | None, WithJsonSchema(_TOOLS)] = None
+    tools: Annotated[Tools | None, WithJsonSchema(_TOOLS)] = None
     tool_choice: Annotated[Any, WithJsonSchema(_TOOL_CHOICE)] = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None
     background: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Labels | None = None
     service_tier: str | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Documents | None = None
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Variables | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: Integer | None = None
 

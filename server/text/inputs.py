@@ -8,6 +8,13 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as Encoder
 
 from config.errors import UserError
+from server.text.parts import (
+    is_enough,
+    part_of,
+    read_part,
+    usual_characters,
+    without_lone_surrogates,
+)
 
 Text = str | tuple[str, str]
 """One text, or two that are read together."""
@@ -45,12 +52,13 @@ class InputRule:
 
 
 class InputTooLong(Exception):
-    """Input number `place` has `count` tokens, more than may be."""
+    """Input number `place` has `count` tokens, or still more, and may not have as many."""
 
-    def __init__(self, place: int, count: int) -> None:
-        super().__init__(f"input {place} has {count} tokens")
+    def __init__(self, place: int, count: int, *, at_least: bool = False) -> None:
+        super().__init__(f"input {place} has {'at least ' if at_least else ''}{count} tokens")
         self.place = place
         self.count = count
+        self.at_least = at_least
 
 
 def num_characters(text: Text) -> int:
@@ -78,7 +86,13 @@ def encode_inputs(encoder: Encoder, texts: Sequence[Text], rule: InputRule) -> l
     if rule.cuts or rule.most_first is not None or rule.most_second is not None:
         encodings = _cut(encoder, texts, rule)
     else:
-        encodings = encoder.encode_batch_fast(list(texts), add_special_tokens=rule.special)
+        whole = [
+            _written(rule.prefix + text, rule)
+            if isinstance(text, str)
+            else (_written(text[0], rule), _written(text[1], rule))
+            for text in texts
+        ]
+        encodings = encoder.encode_batch_fast(whole, add_special_tokens=rule.special)
     made = []
     for place, (text, encoding) in enumerate(zip(texts, encodings, strict=True)):
         if len(encoding) > rule.most:
@@ -94,19 +108,73 @@ def _first(encoding: Encoding) -> int:
 
 def _cut(encoder: Encoder, texts: Sequence[Text], rule: InputRule) -> list[Encoding]:
     """The encodings with their texts cut, and all of their special tokens."""
-    pairs = [(text,) if isinstance(text, str) else text for text in texts]
-    parts = iter(
-        encoder.encode_batch_fast(
-            [text for pair in pairs for text in pair], add_special_tokens=False
-        )
-    )
+    sources: list[_Source] = []
+    for text in texts:
+        if isinstance(text, str):
+            sources.append(_Source(text, _least(rule, rule.most_first), rule, rule.prefix))
+        else:
+            sources.append(_Source(text[0], _least(rule, rule.most_first), rule))
+            sources.append(_Source(text[1], _least(rule, rule.most_second), rule))
+    parts = iter(_read(encoder, sources))
     made = []
-    for pair in pairs:
+    for text in texts:
         first = next(parts)
-        second = next(parts) if len(pair) == 2 else None
+        second = None if isinstance(text, str) else next(parts)
         _cut_one(encoder, first, second, rule)
         made.append(encoder.post_process(first, second, add_special_tokens=rule.special))
     return made
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A text of which at most `most` tokens are left; None: all of them."""
+
+    text: str
+    most: int | None
+    rule: InputRule
+    prefix: str = ""
+
+    @property
+    def first_part(self) -> str:
+        """What is read of it first."""
+        if self.most is None:
+            return self.text
+        size = usual_characters(self.most)
+        return part_of(self.text, size, from_end=self.rule.keeps_end)
+
+    def written(self, part: str) -> str:
+        """A part of it as it is tokenized."""
+        has_prefix = len(part) == len(self.text) or not self.rule.keeps_end
+        return _written(self.prefix + part if has_prefix else part, self.rule)
+
+
+def _least(rule: InputRule, most: int | None) -> int | None:
+    """The smaller of the two limits of a text, as far as there are any."""
+    limits = [limit for limit in (most, rule.most if rule.cuts else None) if limit is not None]
+    return min(limits, default=None)
+
+
+def _read(encoder: Encoder, sources: list[_Source]) -> list[Encoding]:
+    """The tokens of as much of each text as can be left of it (see `read_part`)."""
+    parts = [source.first_part for source in sources]
+    written = [source.written(part) for source, part in zip(sources, parts, strict=True)]
+    encodings = encoder.encode_batch_fast(written, add_special_tokens=False)
+    for place, (source, part) in enumerate(zip(sources, parts, strict=True)):
+        most = source.most
+        if most is not None and not is_enough(encodings[place], part, source.text, most):
+
+            def encode(part: str, source: _Source = source) -> Encoding:
+                written = [source.written(part)]
+                return encoder.encode_batch_fast(written, add_special_tokens=False)[0]
+
+            from_end = source.rule.keeps_end
+            encodings[place] = read_part(encode, source.text, most, from_end=from_end)
+    return list(encodings)
+
+
+def _written(text: str, rule: InputRule) -> str:
+    clean = without_lone_surrogates(text)
+    return clean.lower() if rule.lowers_case else clean
 
 
 def _cut_one(encoder: Encoder, first: Encoding, second: Encoding | None, rule: InputRule) -> None:

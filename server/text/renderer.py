@@ -16,8 +16,8 @@ from jinja2 import Template
 
 from config.errors import UserError
 from server.text.messages import Message, as_strings, continued, cut_at_mark, plain
+from server.text.parts import without_lone_surrogates
 from server.text.sandbox import Sandbox, TooMuchText
-from server.text.tokenizer import without_lone_surrogates
 
 MAX_CHARACTERS = 16 * 2**20
 MAX_COMPILED = 32

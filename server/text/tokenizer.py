@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,12 +12,19 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as Encoder
 
 from config.env import cache_home
-from config.errors import Overloaded
+from config.errors import Overloaded, UserError
 from server.text.controls import ControlTexts
 from server.text.cover import cover_of
 from server.text.files import TextFiles, read_text_files
 from server.text.inputs import InputRule, InputTokens, InputTooLong, Text, batches, encode_inputs
 from server.text.inputs import num_characters as length_of
+from server.text.parts import (
+    SPARE_TOKENS,
+    max_characters,
+    read_part,
+    usual_characters,
+    without_lone_surrogates,
+)
 from server.text.pieces import PieceRule, PieceTable, piece_rule
 
 INLINE_CHARACTERS = 2_000
@@ -28,11 +34,22 @@ SHORT_CHARACTERS = 50_000
 MAX_CHARACTER_BYTES = 4
 MAX_PENDING = 1_024
 """Texts that may wait for a thread."""
-
-_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+COUNTED_CHARACTERS = 200_000
+"""Whose bytes are counted at once, on the event loop too: 0.2 ms."""
+_CUT_TOKENS = 16
 
 Tokens = TypeVar("Tokens", Encoding, list[int])
 Made = TypeVar("Made")
+
+
+class TooManyCharacters(UserError):
+    """A text is longer than any that is read for so many tokens."""
+
+    def __init__(self, count: int, most: int) -> None:
+        super().__init__(
+            f"a text has {count} characters, at most {most} are read",
+            code="context_length_exceeded",
+        )
 
 
 class TooManyTokens(Exception):
@@ -48,11 +65,6 @@ def _checked(tokens: Tokens, most: int | None) -> Tokens:
     if most is not None and len(tokens) > most:
         raise TooManyTokens(len(tokens), at_least=False)
     return tokens
-
-
-def without_lone_surrogates(text: str) -> str:
-    """`text` as it can be written in UTF-8: half characters become U+FFFD."""
-    return _LONE_SURROGATE.sub("\ufffd", text)
 
 
 class Tokenizer:
@@ -101,19 +113,44 @@ class Tokenizer:
     async def encode(
         self, text: str, add_special_tokens: bool, most: int | None = None
     ) -> list[int]:
-        """Token ids; long texts on a thread. Raises Overloaded when too many texts wait, and
-        TooManyTokens for a text of more than `most`: at once, where its length alone tells."""
-        if most is not None and (least := self.least_tokens(text, most)) > most:
-            raise TooManyTokens(least, at_least=True)
+        """Token ids; long texts on a thread. Raises Overloaded when too many texts wait,
+        TooManyTokens for a text of more than `most`: at once, where its length alone tells, and
+        TooManyCharacters for one that is not read at all."""
+        if most is not None and len(text) <= COUNTED_CHARACTERS:
+            self._check_length(text, most)
+        elif most is not None:
+            # Not on the threads of this class: what is refused does not wait for what is not.
+            await asyncio.to_thread(self._check_length, text, most)
         if len(text) <= INLINE_CHARACTERS:
             return self.encode_now(text, add_special_tokens, most)
         return await self._on_thread(
             len(text), lambda: self.encode_now(text, add_special_tokens, most)
         )
 
+    async def encode_part(
+        self, text: str, add_special_tokens: bool, num_tokens: int, *, from_end: bool
+    ) -> list[int]:
+        """As `encode`, for a text that is then cut to its first or last `num_tokens`: of a long one
+        no more is read than that takes (see `read_part`)."""
+
+        def encode(part: str) -> list[int]:
+            return self.encode_now(part, add_special_tokens)
+
+        if len(text) <= INLINE_CHARACTERS:
+            return encode(text)
+        size = min(len(text), usual_characters(num_tokens))
+        return await self._on_thread(
+            size, lambda: read_part(encode, text, num_tokens, from_end=from_end)
+        )
+
     async def encode_inputs(self, texts: Sequence[Text], rule: InputRule) -> list[InputTokens]:
         """Tokens of many texts or pairs, some of them at a time, so that others get their turn.
-        Raises InputTooLong, Overloaded and UserError."""
+        Raises InputTooLong, TooManyCharacters, Overloaded and UserError."""
+        if not rule.cuts:
+            if sum(map(length_of, texts)) <= COUNTED_CHARACTERS:
+                self._check_inputs(texts, rule)
+            else:
+                await asyncio.to_thread(self._check_inputs, texts, rule)
         made: list[InputTokens] = []
         for batch in batches(texts, SHORT_CHARACTERS):
             size = sum(map(length_of, batch))
@@ -123,22 +160,58 @@ class Tokenizer:
                 else:
                     made += await self._on_thread(size, partial(self._inputs_now, batch, rule))
             except InputTooLong as error:
-                raise InputTooLong(len(made) + error.place, error.count) from None
+                place = len(made) + error.place
+                raise InputTooLong(place, error.count, at_least=error.at_least) from None
         return made
 
     def encode_now(self, text: str, add_special_tokens: bool, most: int | None = None) -> list[int]:
         """Token ids; lone surrogates become U+FFFD. Raises TooManyTokens, and UserError for a
         marked text that cannot be kept from becoming a control token."""
+        if most is not None and len(text) > usual_characters(most):
+            self._check_density(text, most)
         if not text.isascii():
             text = without_lone_surrogates(text)
         if self.controls is not None and self.controls.is_marked(text):
             return _checked(self.controls.encode(text, add_special_tokens), most)
+        # Before the list is made: that of 8 million ids holds all threads up for 0.3 s.
+        ids: list[int] = _checked(self._encoding(text, add_special_tokens), most).ids
+        return ids
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> Encoding:
         # The batch call lets other threads run meanwhile, the one for a single text does not
         # (measured: 250 ms against 2 ms on 390,000 characters).
-        encodings = self._encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        # Before the list is made: that of 8 million ids holds all threads up for 0.3 s.
-        ids: list[int] = _checked(encodings[0], most).ids
-        return ids
+        return self._encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+
+    def _check_length(self, text: str, most: int) -> None:
+        """Raise TooManyTokens where the length of `text` shows that it has more than `most`, and
+        TooManyCharacters where a length shows nothing and it has more than are ever read."""
+        if self._cover is None:
+            if len(text) > max_characters(most):
+                raise TooManyCharacters(len(text), max_characters(most))
+        elif (least := self.least_tokens(text, most)) > most:
+            raise TooManyTokens(least, at_least=True)
+
+    def _check_density(self, text: str, most: int) -> None:
+        """Raise TooManyTokens for a long text once its parts, each tokenized alone, have more than
+        `most`: tokens of all of it would take a hundred times its size."""
+        size, count = usual_characters(most), -SPARE_TOKENS
+        for start in range(0, len(text), size):
+            part = without_lone_surrogates(self.unmarked(text[start : start + size]))
+            # A cut makes a few tokens more.
+            count += max(0, len(self._encoding(part, False)) - _CUT_TOKENS)
+            if count > most:
+                raise TooManyTokens(count, at_least=True)
+
+    def _check_inputs(self, texts: Sequence[Text], rule: InputRule) -> None:
+        """As `_check_length`, for inputs, but for texts that are cut."""
+        for place, text in enumerate(texts):
+            first, second = (text, "") if isinstance(text, str) else text
+            for one, limit in ((first, rule.most_first), (second, rule.most_second)):
+                if limit is None:
+                    try:
+                        self._check_length(one, rule.most)
+                    except TooManyTokens as error:
+                        raise InputTooLong(place, error.count, at_least=True) from None
 
     async def _on_thread(self, num_characters: int, call: Callable[[], Made]) -> Made:
         if self._pending >= MAX_PENDING:
@@ -151,17 +224,15 @@ class Tokenizer:
             self._pending -= 1
 
     def _inputs_now(self, texts: Sequence[Text], rule: InputRule) -> list[InputTokens]:
-        def written(text: str) -> str:
-            clean = without_lone_surrogates(text)
-            return clean.lower() if rule.lowers_case else clean
-
-        whole: list[Text] = [
-            written(rule.prefix + text)
-            if isinstance(text, str)
-            else (written(text[0]), written(text[1]))
-            for text in texts
-        ]
-        return encode_inputs(self._encoder, whole, rule)
+        if not rule.cuts and rule.most_first is None and rule.most_second is None:
+            for place, text in enumerate(texts):
+                if length_of(text) > usual_characters(rule.most):
+                    try:
+                        whole = text if isinstance(text, str) else "".join(text)
+                        self._check_density(whole, rule.most)
+                    except TooManyTokens as error:
+                        raise InputTooLong(place, error.count, at_least=True) from None
+        return encode_inputs(self._encoder, texts, rule)
 
     def unmarked(self, text: str) -> str:
         """A text as it was meant, without the marks of `controls`."""
@@ -174,7 +245,13 @@ class Tokenizer:
         text = self.unmarked(text)
         if cover is None or len(text) * MAX_CHARACTER_BYTES < most * cover.most_bytes:
             return 0
-        return cover.least_tokens(text)
+        # The bytes of a huge text need not all be counted to see that there are too many.
+        num_kept = 0
+        for start in range(0, len(text), COUNTED_CHARACTERS):
+            num_kept += cover.num_kept_bytes(text[start : start + COUNTED_CHARACTERS])
+            if num_kept > most * cover.most_bytes:
+                break
+        return -(-num_kept // cover.most_bytes)
 
     def decode(
         self,

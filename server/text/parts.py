@@ -1,0 +1,80 @@
+"""Parts of long texts: how much of a text is read where only its first or last tokens matter."""
+
+import re
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+USUAL_CHARACTERS = 16
+"""For each token that matters, and as many more as SPARE_TOKENS: first so many are read. Ordinary
+text has 1 to 6 in a token."""
+MAX_CHARACTERS = 1_024
+"""The same, but never more than these are read: longer runs of what no token stands for (blanks,
+unknown words) count as nothing."""
+SPARE_TOKENS = 256
+"""Between the cut and the tokens that matter: where a text is cut, other tokens come out of it."""
+WORD_CHARACTERS = 2_048
+"""A cut is moved so far at most, to where a word ends and a blank begins."""
+
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class Counted(Protocol):
+    """Tokens."""
+
+    def __len__(self) -> int: ...
+
+
+Tokens = TypeVar("Tokens", bound=Counted)
+
+
+def without_lone_surrogates(text: str) -> str:
+    """`text` as it can be written in UTF-8: half characters become U+FFFD."""
+    return _LONE_SURROGATE.sub("\ufffd", text)
+
+
+def usual_characters(num_tokens: int) -> int:
+    """So many are read first for so many tokens."""
+    return USUAL_CHARACTERS * (num_tokens + SPARE_TOKENS)
+
+
+def max_characters(num_tokens: int) -> int:
+    """So many are read at most for so many tokens."""
+    return MAX_CHARACTERS * (num_tokens + SPARE_TOKENS)
+
+
+def part_of(text: str, num_characters: int, *, from_end: bool) -> str:
+    """The beginning or the end of `text`: so many characters and, up to the next blank, a few more;
+    all of it if it is hardly longer."""
+    if len(text) <= num_characters + WORD_CHARACTERS:
+        return text
+    if from_end:
+        place = len(text) - num_characters
+        return text[max(text.rfind(" ", place - WORD_CHARACTERS, place), place - WORD_CHARACTERS) :]
+    found = text.find(" ", num_characters, num_characters + WORD_CHARACTERS)
+    return text[: num_characters if found < 0 else found]
+
+
+def is_enough(tokens: Counted, part: str, text: str, num_tokens: int) -> bool:
+    """Whether the first (or last) `num_tokens` of `text` are among the tokens of its part, or no
+    more of it is ever read."""
+    return (
+        len(tokens) >= num_tokens + SPARE_TOKENS
+        or len(part) == len(text)
+        or len(part) >= max_characters(num_tokens)
+    )
+
+
+def read_part(
+    encode: Callable[[str], Tokens], text: str, num_tokens: int, *, from_end: bool
+) -> Tokens:
+    """The tokens of a part of `text` whose first (or last) `num_tokens` are those of the text; of
+    all of it where it has hardly more. They may differ in two cases: more than WORD_CHARACTERS
+    without a blank at the cut, in a run that is split by counting from its start (digits, say); and
+    tokens of more than MAX_CHARACTERS each."""
+    size = usual_characters(num_tokens)
+    while True:
+        part = part_of(text, size, from_end=from_end)
+        tokens = encode(part)
+        if is_enough(tokens, part, text, num_tokens):
+            return tokens
+        size *= 4
