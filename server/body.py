@@ -55,13 +55,13 @@ class BodyReader:
         size = sum(map(len, chunks))
         if not size:
             raise UserError("the body is empty, it must be a JSON object")
+        if size > BIG_BYTES:
+            self._trim_later()
         if size <= PIECE_BYTES:
             decoded = _decode(chunks)
         else:
             loop = asyncio.get_running_loop()
             decoded = await loop.run_in_executor(self._thread, _decode, chunks)
-        if size > BIG_BYTES:
-            self._trim_later()
         if not isinstance(decoded, dict):
             raise UserError("the body must be a JSON object")
         return Sent(decoded, size)

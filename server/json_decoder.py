@@ -25,6 +25,9 @@ MAX_OBJECTS = 2**19
 MAX_SPLIT_DEPTH = 32
 """Lists and objects around a value that is itself over PIECE_BYTES long."""
 
+MAX_SHORT_BYTES = 64 * 2**10
+"""Of a key, of a number, and of the space between two values, in a body that is cut."""
+
 _OPENERS, _CLOSERS = b"[{", b"]}"
 _MARKS = (b"[", b"{", b'"')
 _PAIRS = {b"[": b"]", b"{": b"}"}
@@ -141,9 +144,9 @@ class _Pieces:
         if first == last or self._kinds[first] != _COLON:
             raise _invalid(f"a key is missing at byte {start}")
         colon = int(self._at[first])
-        if colon - start > PIECE_BYTES:
+        if colon - start > MAX_SHORT_BYTES:
             raise UserError(
-                f"the body has a key of {colon - start} bytes, at most {PIECE_BYTES} are taken"
+                f"the body has a key of {colon - start} bytes, at most {MAX_SHORT_BYTES} are taken"
             )
         key = _decoded(self._data[start:colon])
         if not isinstance(key, str):
@@ -202,9 +205,11 @@ def _check_counts(num_values: int, num_objects: int) -> None:
 
 
 def _text(data: bytes, start: int, end: int) -> Any:
-    """A long string; anything else as it is."""
-    opens = data.find(b'"', start, start + PIECE_BYTES)
-    closes = data.rfind(b'"', end - PIECE_BYTES, end)
+    """A long string, or a number or word."""
+    opens = data.find(b'"', start, min(end, start + MAX_SHORT_BYTES))
+    closes = data.rfind(b'"', max(start, end - MAX_SHORT_BYTES), end)
+    if opens < 0 and end - start <= MAX_SHORT_BYTES:
+        return _decoded(data[start:end])
     if not (
         0 <= opens < closes and _is_blank(data, start, opens) and _is_blank(data, closes + 1, end)
     ):
@@ -259,9 +264,10 @@ def _before_character(data: bytes, start: int, stop: int) -> int:
 
 
 def _is_blank(data: bytes, start: int, end: int) -> bool:
-    if end - start > PIECE_BYTES:
+    if end - start > MAX_SHORT_BYTES:
         raise UserError(
-            f"the body has {end - start} bytes between two values, at most {PIECE_BYTES} are taken"
+            f"the body has {end - start} bytes between two values, at most {MAX_SHORT_BYTES} are "
+            "taken"
         )
     return not data[start:end].strip(b" \t\r\n")
 
