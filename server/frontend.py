@@ -22,6 +22,7 @@ from config.server import ServerConfig
 from config.version import VERSION
 from engine.client import ZmqClient
 from server.app import create_app
+from server.freed_memory import map_large_blocks
 from server.http_protocol import HttpConfig, HttpLimits, HttpProtocol
 from server.metrics import Metrics
 from server.open_files import max_connections
@@ -158,6 +159,7 @@ class FrontEnd:
 
         `on_folder` is called when the checkpoint is there and the engine may come.
         """
+        map_large_blocks()
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self.stop)
         loop.add_signal_handler(signal.SIGINT, self.interrupt)

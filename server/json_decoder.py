@@ -1,6 +1,8 @@
 """Strict JSON of a request body to Python objects: counted before it is decoded, and decoded in
 pieces, because the decoder holds the GIL for the whole of a call."""
 
+import sys
+from bisect import bisect_right
 from typing import Any
 
 import msgspec
@@ -15,8 +17,10 @@ MAX_WHOLE_BYTES = 2**20
 MAX_WHOLE_OBJECTS = 50_000
 """A body below both is decoded in one call too: some 10 ms at worst, an ordinary prompt of a MiB
 in one, a tenth of what cutting it takes."""
-TEXT_PIECE_BYTES = 2**20
-"""Of a long string: at worst (all of it escapes) 4 ms."""
+TEXT_PIECE_BYTES = 4 * 2**20
+"""Of a long string: at worst (all of it escapes) 16 ms."""
+SCANNED_BYTES = 2**20
+"""Of a body, at once."""
 MAX_VALUES = 2**22
 """Values in a body: as many token ids as may wait in the queue by default. As integers of 32 bytes
 and pointers of 8 they take 160 MiB."""
@@ -25,6 +29,8 @@ MAX_OBJECTS = 2**19
 MAX_SPLIT_DEPTH = 32
 """Lists and objects around a value that is itself over PIECE_BYTES long."""
 
+MAX_TEXT_BYTES = 64 * 2**20
+"""Memory of one text. One emoji makes Python take 4 bytes for each character of it."""
 MAX_SHORT_BYTES = 64 * 2**10
 """Of a key, of a number, and of the space between two values, in a body that is cut."""
 
@@ -34,6 +40,8 @@ _PAIRS = {b"[": b"]", b"{": b"}"}
 _COMMA, _COLON, _QUOTE = b',:"'
 _ESCAPE_BYTES = 6
 """Of the longest escape, `\\u` and four digits."""
+
+_HEADER_BYTES = sys.getsizeof("\xe9") - 2
 
 _decoder = msgspec.json.Decoder()
 
@@ -121,7 +129,9 @@ class _Pieces:
         place = 0
         while place < len(ends):
             start = int(at[edges[place]]) + 1
-            stop = int(np.searchsorted(ends, start + PIECE_BYTES, side="right"))
+            # Not numpy's: a thread that lets the GIL go that often and that shortly keeps others
+            # from it, for 100 ms and more.
+            stop = bisect_right(ends, start + PIECE_BYTES, place)
             if stop > place:
                 part = _decoded(before + data[start : int(ends[stop - 1])] + behind)
                 # A piece that is empty, beside others, has a comma too many.
@@ -162,7 +172,7 @@ def _structure(data: bytes) -> tuple[Places, npt.NDArray[np.int32]]:
     num_values, num_strings, num_opened, is_inside = 1, 0, 0, 0
     start = 0
     while start < len(data):
-        end = _before_escape(data, start, min(start + TEXT_PIECE_BYTES, len(data)))
+        end = _before_escape(data, start, min(start + SCANNED_BYTES, len(data)))
         # An escaped quote neither begins nor ends a string.
         plain = data[start:end].replace(b"\\\\", b"__").replace(b'\\"', b"__")
         piece = np.frombuffer(plain, np.uint8)
@@ -214,15 +224,29 @@ def _text(data: bytes, start: int, end: int) -> Any:
         0 <= opens < closes and _is_blank(data, start, opens) and _is_blank(data, closes + 1, end)
     ):
         raise _invalid(f"bytes {start} to {end} are no string, list or object")
-    parts = []
+    text, width = "", 1
     place = opens + 1
     while place < closes:
         stop = min(place + TEXT_PIECE_BYTES, closes)
         if stop < closes:
             stop = _before_character(data, place, _before_escape(data, place, stop))
-        parts.append(_decoded(b'"' + data[place:stop] + b'"'))
+        part = _decoded(b'"' + data[place:stop] + b'"')
+        width = max(width, _width(part))
+        if (size := (len(text) + len(part)) * width) > MAX_TEXT_BYTES:
+            raise UserError(
+                f"the body has a text that takes at least {size} bytes, {width} for each "
+                f"character, at most {MAX_TEXT_BYTES} are taken"
+            )
+        # In place, piece by piece (see `map_large_blocks`): to join all pieces at once would map
+        # and copy 64 MiB in one call, which takes 50 to 200 ms.
+        text += part
         place = stop
-    return "".join(parts)
+    return text
+
+
+def _width(text: str) -> int:
+    """Bytes of memory for each character: 1, 2 or 4."""
+    return 1 if text.isascii() else (sys.getsizeof(text) - _HEADER_BYTES) // (len(text) + 1)
 
 
 def _before_escape(data: bytes, start: int, stop: int) -> int:

@@ -14,7 +14,11 @@ from server import json_decoder
 from server.json_decoder import MAX_OBJECTS, MAX_VALUES, PIECE_BYTES, decode_json
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-99, 10**6) | st.floats(allow_nan=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers(-99, 10**6)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=3), inner),
     max_leaves=30,
 )
@@ -31,6 +35,7 @@ def small_pieces() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_decoder, "PIECE_BYTES", 24)
         patch.setattr(json_decoder, "TEXT_PIECE_BYTES", 16)
+        patch.setattr(json_decoder, "SCANNED_BYTES", 16)
         patch.setattr(json_decoder, "MAX_WHOLE_BYTES", 0)
         yield
 
@@ -111,7 +116,7 @@ def test_pieces_that_are_json_do_not_make_a_whole_that_is_none(data: bytes) -> N
 def test_what_would_be_too_many_objects_is_refused_before_they_are_made(
     data: bytes, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(json_decoder, "TEXT_PIECE_BYTES", 2**20)
+    monkeypatch.setattr(json_decoder, "SCANNED_BYTES", 2**20)
     monkeypatch.setattr(json_decoder, "_decoded", None)
 
     with pytest.raises(UserError, match=words):
@@ -120,11 +125,26 @@ def test_what_would_be_too_many_objects_is_refused_before_they_are_made(
 
 def test_commas_and_brackets_in_a_text_are_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_decoder, "TEXT_PIECE_BYTES", 2**20)
+    monkeypatch.setattr(json_decoder, "SCANNED_BYTES", 2**20)
     monkeypatch.setattr(json_decoder, "PIECE_BYTES", PIECE_BYTES)
     text = '[{,\\":' * 1_000_000
     data = json.dumps({"prompt": text}).encode()
 
     assert decode_json(data) == {"prompt": text}
+
+
+def test_one_wide_character_does_not_make_a_huge_text_of_a_long_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(json_decoder, "TEXT_PIECE_BYTES", 2**20)
+    monkeypatch.setattr(json_decoder, "SCANNED_BYTES", 2**20)
+    monkeypatch.setattr(json_decoder, "MAX_TEXT_BYTES", 6 * 2**20)
+    texts = ["x" * (5 * 2**20), "\xe9" * (5 * 2**20), "你" * (2 * 2**20), "🙂" * 2**20]
+
+    for text in texts:
+        assert decode_json(json.dumps([text], ensure_ascii=False).encode()) == [text]
+        with pytest.raises(UserError, match="4 for each character"):
+            decode_json(json.dumps([text + "🙂" * 2**20], ensure_ascii=False).encode())
 
 
 def test_a_later_key_wins_wherever_pieces_are_cut() -> None:
