@@ -1,0 +1,64 @@
+"""docs/security.md: the limits that it names are those of the code."""
+
+from pathlib import Path
+
+import pytest
+
+from config import fields, gguf_metadata, grammar, safetensors_files
+from config.server import ServerConfig
+from engine import compilation, grammar_bounds
+from server import http_protocol, json_decoder, open_files
+from server.text import isolated_template, renderer, template
+
+PAGE = (Path(__file__).parents[1] / "docs" / "security.md").read_text(encoding="utf-8")
+DEFAULTS = ServerConfig()
+KIB, MIB = 2**10, 2**20
+
+
+def isolation(limits: compilation.Limits) -> str:
+    """A row of the table of isolation, behind its first cell."""
+    return (
+        f"| {limits.cpu_s:g} s | {limits.wall_s:g} s | {limits.memory_bytes // MIB} MiB "
+        f"| {limits.stack_bytes // MIB} MiB |"
+    )
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        f"| a grammar {isolation(compilation.LIMITS)}",
+        f"| a template of a request {isolation(isolated_template.LIMITS)}",
+        f"stopped after {template.TIME_LIMIT_S:g} s on a thread, and after "
+        f"{template.INLINE_LIMIT_S * 1e3:g} ms",
+        f"| URL and headers | {DEFAULTS.h11_max_incomplete_event_size // KIB} KiB,",
+        f"| number of headers | {DEFAULTS.h11_max_header_count}, then 431",
+        f"| time for the headers | {DEFAULTS.request_header_timeout_s:g} s, then 408",
+        f"| time without a byte of the body | {DEFAULTS.request_body_timeout_s:g} s, then 408; "
+        f"and {http_protocol.MIN_BODY_BYTES_PER_S // KIB} KiB a second",
+        f"| the limit of open files, less {open_files.RESERVED}; then 503",
+        f"| requests waiting on one connection | {http_protocol.MAX_PIPELINED} |",
+        f"| body | {DEFAULTS.max_body_bytes // MIB} MiB, then 413",
+        f"| {json_decoder.MAX_VALUES:,}, of them {json_decoder.MAX_OBJECTS:,} strings",
+        f"| requests that wait | {DEFAULTS.max_queued_requests}, then 503",
+        f"| prompt tokens that wait | {DEFAULTS.max_queued_prompt_tokens:,}, then 503",
+        f"| schema, pattern or grammar | {grammar.MAX_CHARACTERS:,} characters",
+        f"| JSON schema | {grammar_bounds.MAX_NESTING} levels, {grammar_bounds.MAX_SCHEMAS:,} "
+        f"schemas, {grammar_bounds.MAX_DEPTH:,} on a path, {grammar_bounds.MAX_CHAIN} of one value",
+        f"| pattern | {grammar_bounds.MAX_PATTERN_SIZE:,} characters written out, "
+        f"{grammar_bounds.MAX_PATTERN_OPTIONS:,} of them optional",
+        f"| grammar | {grammar_bounds.MAX_RULES:,} rules, {grammar_bounds.MAX_RULE_DEPTH} on a "
+        f"path, {grammar_bounds.MAX_EXPRESSIONS:,} expressions",
+        f"| grammars that wait to be compiled | {compilation.MAX_PENDING}, then 503",
+        f"| grammars kept | {compilation.MAX_KEPT + compilation.MAX_PENDING}, and "
+        f"{compilation.MAX_KEPT_BYTES // MIB} MiB",
+        f"| prompt made by a template | {renderer.MAX_CHARACTERS // MIB} Mi characters",
+        f"| kept responses | {DEFAULTS.responses_store_max_count:,}, "
+        f"{DEFAULTS.responses_store_max_bytes // MIB} MiB, one day",
+        f"| JSON files of a checkpoint | {fields.MAX_JSON_BYTES // MIB} MiB;",
+        f"| header of a safetensors file | {safetensors_files.MAX_HEADER_BYTES // MIB} MiB",
+        f"| metadata of a GGUF file | {gguf_metadata.MAX_METADATA_BYTES // MIB} MiB, "
+        f"{gguf_metadata.MAX_ELEMENTS:,} array elements",
+    ],
+)
+def test_a_limit_that_the_page_names_is_that_of_the_code(row: str) -> None:
+    assert row in PAGE
