@@ -10,7 +10,7 @@ from engine.client import ZmqClient
 from engine.launch import launch
 from engine.messages import EngineStats
 from engine.process import front_end_endpoint
-from engine.wire import SocketDirectory
+from engine.wire import SocketDirectory, new_token
 
 WARM_STEPS = 200
 PROMPT_TOKENS = 128
@@ -20,10 +20,11 @@ async def step_seconds(num_rows: int, step_s: float, num_steps: int) -> list[flo
     """Of steps in which all rows decode on a device of `step_s` a step: how long each took it,
     with the time before that it had nothing to do. `step_s` is the least there can be."""
     config = make_config(num_rows, PROMPT_TOKENS + 3 * num_rows + WARM_STEPS + 2 * num_steps)
-    directory = SocketDirectory()
+    directory, token = SocketDirectory(), new_token()
     client = ZmqClient(
         front_end_endpoint(directory.path, 0),
         0,
+        token=token,
         max_queued_requests=num_rows,
         max_queued_prompt_tokens=num_rows * PROMPT_TOKENS,
     )
@@ -38,7 +39,7 @@ async def step_seconds(num_rows: int, step_s: float, num_steps: int) -> list[flo
 
     client.on_stats(hear)
     await client.start()
-    engine = launch(config, directory.path, 1, command=null_engine_command(step_s))
+    engine = launch(config, directory.path, 1, token=token, command=null_engine_command(step_s))
     try:
         await asyncio.wait_for(client.wait_ready(), 60)
         params = SamplingParams(max_tokens=config.max_model_len, ignore_eos=True)

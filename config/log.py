@@ -6,6 +6,8 @@ Knows the names of the libraries' loggers, and nothing of what is logged.
 import logging
 import re
 import sys
+import time
+from collections.abc import Callable
 
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(process_role)s %(name)s: %(message)s"
 TIME = "%Y-%m-%d %H:%M:%S"
@@ -74,6 +76,35 @@ class WithoutProbes(logging.Filter):
         if not isinstance(record.args, tuple) or len(record.args) < 3:
             return True
         return str(record.args[2]).partition("?")[0] not in PROBES
+
+
+class LimitedWarning:
+    """A warning of something that may happen often: logged at most once in `every_s`, with how
+    often it has happened since the start."""
+
+    def __init__(
+        self,
+        logger: logging.Logger,
+        text: str,
+        *,
+        every_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`text` has one %d, for the number."""
+        self._logger = logger
+        self._text = text
+        self._every_s = every_s
+        self._clock = clock
+        self._next_s = -float("inf")
+        self.count = 0
+
+    def add(self) -> None:
+        """It has happened once more."""
+        self.count += 1
+        now_s = self._clock()
+        if now_s >= self._next_s:
+            self._next_s = now_s + self._every_s
+            self._logger.warning(self._text, self.count)
 
 
 def setup(

@@ -27,7 +27,7 @@ from engine.messages import (
     ToEngine,
 )
 from engine.prefix import TOKEN_BYTES
-from engine.wire import HIGH_WATER, Switchboard, Wires
+from engine.wire import HIGH_WATER, Switchboard, Wires, rejection_warning
 
 CONTROL_TIMEOUT_S = 30.0
 SLOW_CONTROLS_S = {SLEEP: 600.0, WAKE_UP: 7200.0}
@@ -259,17 +259,21 @@ class ZmqClient(MailroomClient):
         endpoint: str,
         index: int,
         *,
+        token: str,
         max_queued_requests: int,
         max_queued_prompt_tokens: int,
     ) -> None:
-        """`index` is this front-end's number; `endpoint` is where it waits for its engine."""
+        """`index` is this front-end's number; `endpoint` is where it waits for its engine, which
+        presents `token`."""
         super().__init__(
             index,
             max_queued_requests=max_queued_requests,
             max_queued_prompt_tokens=max_queued_prompt_tokens,
         )
         self._endpoint = endpoint
-        self._wires = Wires()
+        self._wires = Wires(token)
+        self._rejected = rejection_warning(endpoint)
+        self._on_rejected_peer: Callable[[], None] = lambda: None
         self._switchboard: Switchboard[ToEngine, FromEngine] | None = None
         self._engine: bytes | None = None
         self._early_ready: Ready | None = None
@@ -277,7 +281,11 @@ class ZmqClient(MailroomClient):
     async def start(self) -> None:
         """Listen for the engine. Raises ConfigError when the address cannot be taken."""
         self._switchboard = self._wires.bind_router(self._endpoint, FromEngine)
-        self._switchboard.listen(self._receive_from, self._hung_up)
+        self._switchboard.listen(self._receive_from, self._hung_up, self._reject)
+
+    def on_rejected_peer(self, observe: Callable[[], None]) -> None:
+        """Call `observe` for each connection that ended without having been the engine's."""
+        self._on_rejected_peer = observe
 
     async def close(self) -> None:
         self.fail("the client was closed")
@@ -304,6 +312,10 @@ class ZmqClient(MailroomClient):
             return
         if self._engine is not None and self._early_ready is not None:
             self._receive(self._early_ready)
+
+    def _reject(self) -> None:
+        self._rejected.add()
+        self._on_rejected_peer()
 
     def _hung_up(self) -> None:
         asyncio.get_running_loop().call_later(HANGUP_GRACE_S, self.fail, "the engine has hung up")

@@ -6,7 +6,7 @@ from config.engine import EngineConfig
 from config.env import environment, hpu_environment, runtime_environment
 from engine.lifeline import Child, exit_with_parent, python_command, read_orders
 from engine.process import EngineOrders, engine_command, front_end_endpoint
-from engine.wire import SocketDirectory
+from engine.wire import SocketDirectory, new_token
 
 __all__ = [
     "Child",
@@ -15,6 +15,7 @@ __all__ = [
     "exit_with_parent",
     "front_end_endpoint",
     "launch",
+    "new_token",
     "python_command",
     "read_orders",
 ]
@@ -44,11 +45,13 @@ def launch(
     directory: str,
     num_front_ends: int,
     *,
+    token: str,
     on_exit: Callable[[str], None] | None = None,
     log_level: str = "info",
     command: Sequence[str] | None = None,
 ) -> EngineProcess:
-    """Start an engine that will connect to `front_end_endpoint(directory, i)` of each front-end.
+    """Start an engine that will connect to `front_end_endpoint(directory, i)` of each front-end
+    and present `token` there.
 
     `on_exit(sentence)` is called on a thread when it ends without `close`. `command` replaces the
     engine's own entry. Raises ConfigError for an execution mode that cannot be.
@@ -58,7 +61,7 @@ def launch(
     child = Child(
         "the engine",
         command or engine_command(),
-        EngineOrders(config, directory, num_front_ends, log_level=log_level),
+        EngineOrders(config, directory, num_front_ends, token, log_level=log_level),
         environment={**environment(), **runtime_environment(config)},
         on_exit=on_exit,
     )

@@ -43,6 +43,8 @@ class EngineOrders(msgspec.Struct, frozen=True):
     config: EngineConfig
     directory: str
     num_front_ends: int
+    token: str
+    """What front-ends ask of whoever connects to them."""
     engine: int = 0
     log_level: str = "info"
 
@@ -76,7 +78,7 @@ def run(orders: EngineOrders, make_executor: MakeExecutor) -> int:
 
 def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
     setup_log("engine", rank=orders.engine, level=orders.log_level)
-    wires = Wires()
+    wires = Wires(orders.token)
     output = Output(orders, wires)
     loop = EngineLoop(
         orders.config, output.put, num_front_ends=orders.num_front_ends, engine=orders.engine

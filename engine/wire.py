@@ -2,18 +2,24 @@
 The only file that knows zmq; it knows no message by name."""
 
 import asyncio
-import atexit
-import shutil
-import tempfile
+import hmac
+import logging
+import math
+import secrets
+import struct
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from config.errors import ConfigError
+from config.log import LimitedWarning
+from config.owned_directory import OwnedDirectory
+
+logger = logging.getLogger(__name__)
 
 Sent = TypeVar("Sent")
 Received = TypeVar("Received")
@@ -25,22 +31,39 @@ is minutes of silence, so a full channel means a hung peer: `send` says so, noth
 MAX_PATH_BYTES = 107
 """What a Unix socket address holds, on Linux."""
 
+MAX_MESSAGE_BYTES = 2**30
+"""What a listening socket takes as one message: far more than a plan or a result has, far less than
+a peer can announce."""
+
+HANDSHAKE_TIMEOUT_MS = 5000
+"""A connection that has not presented the token by then is closed. One of ours that a busy machine
+held up for so long connects again."""
+
+_USER = b"gaudiserve"
+"""PLAIN wants a user name beside the password."""
+
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+"""Where libzmq asks whether a peer may come in (ZeroMQ RFC 27)."""
+
+_EVENT = struct.Struct("=HI")
+"""The first frame of a monitor's message: what happened, and to which descriptor."""
+
 _MESSAGES_A_TURN = 64
 """Read in one go before other callbacks of the event loop get their turn."""
 
 
-class SocketDirectory:
-    """A directory of sockets that only this user can enter; gone when closed, or at exit."""
+class SocketDirectory(OwnedDirectory):
+    """A directory of sockets that only this user can enter; gone when closed, or at exit. What a
+    killed daemon left is removed when the next one makes its own."""
 
     def __init__(self, parent: str | None = None) -> None:
         """Make it below `parent` (None: the directory for temporary files)."""
-        self.path = tempfile.mkdtemp(prefix="gaudiserve-", dir=parent)
-        atexit.register(self.close)
+        super().__init__("gaudiserve-", parent)
 
-    def close(self) -> None:
-        """Remove the directory and whatever processes that died left in it; safe to call twice."""
-        atexit.unregister(self.close)
-        shutil.rmtree(self.path, ignore_errors=True)
+
+def new_token() -> str:
+    """A token that only those have to whom a launcher gives it, over their standard input."""
+    return secrets.token_hex(32)
 
 
 def endpoint(directory: str, name: str) -> str:
@@ -113,22 +136,30 @@ class Switchboard(Generic[Sent, Received]):
         self._decode: Callable[[bytes], Received] = msgspec.msgpack.Decoder(received).decode
         self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._connections: dict[bytes, int] = {}
+        """The descriptor over which each peer's messages come."""
         self._on_message: Callable[[bytes, Received], None]
         self._on_hangup: Callable[[], None]
+        self._on_rejected: Callable[[], None]
         self._drain_is_due = False
 
     def listen(
-        self, on_message: Callable[[bytes, Received], None], on_hangup: Callable[[], None]
+        self,
+        on_message: Callable[[bytes, Received], None],
+        on_hangup: Callable[[], None],
+        on_rejected: Callable[[], None] = lambda: None,
     ) -> None:
-        """Call back on the running loop: for each message with its peer, when a peer hung up."""
+        """Call back on the running loop: for each message with its peer, when a peer that has sent
+        one hung up, when any other connection ended (it had no token, or said nothing)."""
         self._on_message = on_message
         self._on_hangup = on_hangup
+        self._on_rejected = on_rejected
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(_number(self._socket, zmq.FD), self._drain)
-        self._loop.add_reader(_number(self._monitor, zmq.FD), self._drain_monitor)
+        self._loop.add_reader(_number(self._monitor, zmq.FD), self._watch_connections)
         # A descriptor stays silent until its socket was once found empty.
         self._look_again()
-        self._drain_monitor()
+        self._watch_connections()
 
     def send(self, peer: bytes, message: Sent) -> bool:
         """Send without waiting; False when `peer` is gone or has left HIGH_WATER messages unread.
@@ -169,41 +200,60 @@ class Switchboard(Generic[Sent, Received]):
                 if self._socket.closed:
                     return
                 try:
-                    peer, frame = self._socket.recv_multipart(zmq.NOBLOCK)
+                    source = self._socket.recv(zmq.NOBLOCK, copy=False)
                 except zmq.Again:
                     return
+                peer, frame = source.bytes, self._socket.recv(zmq.NOBLOCK)
+                if peer not in self._connections:
+                    # Stale news first: an earlier connection may have had the same descriptor.
+                    self._drain_monitor()
+                    self._connections[peer] = int(source.get(zmq.SRCFD))
                 self._on_message(peer, self._decode(frame))
         finally:
             if not self._socket.closed:
                 self._look_again()
 
-    def _drain_monitor(self) -> None:
-        while not self._monitor.closed:
+    def _watch_connections(self) -> None:
+        """A part of the news; strangers that come and go must not keep the loop from its work."""
+        if self._drain_monitor(_MESSAGES_A_TURN) and self._loop is not None:
+            self._loop.call_soon(self._watch_connections)
+
+    def _drain_monitor(self, most: float = math.inf) -> bool:
+        """Read the news of connections; False when nothing is left."""
+        while most > 0 and not self._monitor.closed:
             try:
-                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+                _, descriptor = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
             except zmq.Again:
-                return
-            if event["event"] == zmq.EVENT_DISCONNECTED:
-                self._on_hangup()
+                return False
+            peers = [peer for peer, fd in self._connections.items() if fd == descriptor]
+            for peer in peers:
+                del self._connections[peer]
+            (self._on_hangup if peers else self._on_rejected)()
+            most -= 1
+        return most <= 0
 
 
 class Wires:
-    """All channels of one process (or of one client in it)."""
+    """All channels of one process (or of one client in it): at most one that listens, any number
+    that connect. A peer is let in if it presents the token that the launcher gave to both."""
 
-    def __init__(self) -> None:
+    def __init__(self, token: str) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._token = token.encode()
+        self._doorkeeper: _Authenticator | None = None
 
     def bind_pair(self, endpoint: str, received: Any) -> Line[Any, Any]:
         """Open the parent's end of a step channel; `received` is the union it decodes. The child
-        speaks first: until it does there is nobody to send to."""
+        speaks first: until it does there is nobody to send to. Raises ConfigError when the address
+        cannot be taken."""
         socket = self._socket(zmq.PAIR)
-        _bind(socket, endpoint)
+        self._listen(socket, endpoint, counts=True)
         return Line(socket, received)
 
     def connect_pair(self, endpoint: str, received: Any) -> Line[Any, Any]:
         """Open the child's end of a step channel."""
         socket = self._socket(zmq.PAIR)
-        socket.connect(endpoint)
+        self._connect(socket, endpoint)
         return Line(socket, received)
 
     def connect_dealer(self, endpoint: str, name: str, received: Any) -> Line[Any, Any]:
@@ -211,14 +261,14 @@ class Wires:
         socket = self._socket(zmq.DEALER)
         socket.setsockopt(zmq.ROUTING_ID, name.encode())
         socket.setsockopt(zmq.RECONNECT_IVL, 10)
-        socket.connect(endpoint)
+        self._connect(socket, endpoint)
         return Line(socket, received)
 
     def bind_router(self, endpoint: str, received: Any) -> Switchboard[Any, Any]:
         """Open a switchboard. Raises ConfigError when the address cannot be taken."""
         socket = self._socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        _bind(socket, endpoint)
+        self._listen(socket, endpoint, counts=False)
         return Switchboard(socket, received)
 
     def close(self) -> None:
@@ -232,6 +282,97 @@ class Wires:
         socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
         socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
         return socket
+
+    def _connect(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
+        # PLAIN costs a handshake and nothing after it; CURVE would encrypt 4 MB of masks for 10 ms.
+        socket.setsockopt(zmq.PLAIN_USERNAME, _USER)
+        socket.setsockopt(zmq.PLAIN_PASSWORD, self._token)
+        socket.connect(endpoint)
+
+    def _listen(self, socket: "zmq.Socket[bytes]", endpoint: str, *, counts: bool) -> None:
+        assert self._doorkeeper is None, "these wires listen already"
+        socket.setsockopt(zmq.PLAIN_SERVER, 1)
+        socket.setsockopt(zmq.ZAP_DOMAIN, _USER)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._doorkeeper = _Authenticator(
+            self._context, self._token, rejection_warning(endpoint), socket if counts else None
+        )
+        _bind(socket, endpoint)
+
+
+class _Authenticator:
+    """Lets peers in that present the token; libzmq closes the connections of all others before one
+    of their frames is read. Also counts those of a socket that nobody else monitors.
+
+    A thread of its own, since the one that owns the socket may be waiting for a device. It wakes
+    for handshakes only, and ends with the context.
+    """
+
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        token: bytes,
+        rejected: LimitedWarning,
+        monitored: "zmq.Socket[bytes] | None",
+    ) -> None:
+        self._token = token
+        self._rejected = rejected
+        # Shadowed: the thread closes its own sockets, and Context.destroy must leave them to it.
+        shadow: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
+        self._requests = shadow.socket(zmq.ROUTER)
+        self._requests.bind(_ZAP_ENDPOINT)
+        self._monitor = shadow.socket(zmq.PAIR)
+        if monitored is not None:
+            address = "inproc://peers"
+            events = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+            monitored.monitor(address, events)
+            self._monitor.connect(address)
+        self._num_open = self._num_admitted = 0
+        threading.Thread(target=self._run, name="authenticator", daemon=True).start()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._requests, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        try:
+            while True:
+                for socket, _ in poller.poll():
+                    if socket is self._requests:
+                        self._answer()
+                    else:
+                        self._count(*_EVENT.unpack(self._monitor.recv_multipart()[0]))
+        except zmq.ContextTerminated:
+            pass
+        finally:
+            self._requests.close(linger=0)
+            self._monitor.close(linger=0)
+
+    def _answer(self) -> None:
+        asker, _, version, request, *_, mechanism, _, password = self._requests.recv_multipart()
+        is_right = mechanism == b"PLAIN" and hmac.compare_digest(password, self._token)
+        status = b"200" if is_right else b"400"
+        self._requests.send_multipart([asker, b"", version, request, status, b"", _USER, b""])
+
+    def _count(self, event: int, value: int) -> None:
+        """An admission does not say whose. So a connection that ends counts as rejected while as
+        many as were admitted are still open."""
+        if event == zmq.EVENT_ACCEPTED:
+            self._num_open += 1
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._num_admitted += 1
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._num_open -= 1
+            if self._num_open < self._num_admitted:
+                self._num_admitted -= 1
+            else:
+                self._rejected.add()
+
+
+def rejection_warning(endpoint: str) -> LimitedWarning:
+    """Counts the connections to `endpoint` that were rejected, and warns of them."""
+    text = f"{endpoint}: %d connections closed so far that did not present the launcher's token"
+    return LimitedWarning(logger, text)
 
 
 def _bind(socket: "zmq.Socket[bytes]", endpoint: str) -> None:

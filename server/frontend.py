@@ -61,6 +61,8 @@ class FrontEndOrders(msgspec.Struct, frozen=True):
     engine: EngineConfig
     server: ServerConfig
     endpoint: str
+    token: str
+    """What the engine and the other front-ends present when they connect."""
     created: int
     """Unix time of the server's start, the same for all of its front-ends."""
     index: int = 0
@@ -98,12 +100,14 @@ class FrontEnd:
         self._client = ZmqClient(
             orders.endpoint,
             orders.index,
+            token=orders.token,
             max_queued_requests=config.max_queued_requests,
             max_queued_prompt_tokens=config.max_queued_prompt_tokens,
         )
         names = config.served_model_names or (orders.engine.model,)
         metrics = Metrics(self._client, names[0], shared_folder=orders.metrics_folder)
         self._client.on_stats(metrics.observe_stats)
+        self._client.on_rejected_peer(metrics.peer_rejected)
         self.state = AppState(
             config,
             self._client,
@@ -114,7 +118,7 @@ class FrontEnd:
             engine_config=orders.engine,
             has_priorities=orders.engine.schedule.policy == "priority",
             created=orders.created,
-            siblings=Siblings(orders.index, orders.siblings),
+            siblings=Siblings(orders.index, orders.siblings, orders.token),
         )
         self._app = create_app(self.state)
         self._folder: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -165,8 +169,9 @@ class FrontEnd:
         loop.add_signal_handler(signal.SIGINT, self.interrupt)
         await self._client.start()
         asked = None
-        if siblings := self._orders.siblings:
-            asked = await listen(self._app, siblings[self._orders.index])
+        if self._orders.siblings:
+            rejected = self.state.metrics.peer_rejected
+            asked = await listen(self._app, self.state.siblings, rejected)
         settling = None
         if self._orders.metrics_folder is not None:
             settling = loop.create_task(self._settle())

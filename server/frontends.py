@@ -32,6 +32,7 @@ from engine.launch import (
     exit_with_parent,
     front_end_endpoint,
     launch,
+    new_token,
     python_command,
     read_orders,
 )
@@ -69,14 +70,17 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, resolve: Res
     warn_if_low(server_config.max_queued_requests, engine_config.schedule.max_num_seqs)
     listener = bind(server_config.host, server_config.port, shared=count > 1)
     server_config = dataclasses.replace(server_config, port=listener.getsockname()[1])
-    directory = SocketDirectory()
+    directory, token = SocketDirectory(), new_token()
     preparation = Preparation(resolve)
     try:
         if count == 1:
-            code = _serve_alone(engine_config, server_config, directory.path, listener, preparation)
+            code = _serve_alone(
+                engine_config, server_config, directory.path, token, listener, preparation
+            )
         else:
             with listener:
-                code = Fleet(engine_config, server_config, directory.path).run(preparation)
+                fleet = Fleet(engine_config, server_config, directory.path, token)
+                code = fleet.run(preparation)
     finally:
         has_ended = preparation.close()
         directory.close()
@@ -126,6 +130,7 @@ def _serve_alone(
     engine_config: EngineConfig,
     server_config: ServerConfig,
     directory: str,
+    token: str,
     listener: socket.socket,
     preparation: Preparation,
 ) -> int:
@@ -137,6 +142,7 @@ def _serve_alone(
             engine_config,
             server_config,
             front_end_endpoint(directory, 0),
+            token,
             created=int(time.time()),
         )
         front_end = FrontEnd(orders)
@@ -147,6 +153,7 @@ def _serve_alone(
                     dataclasses.replace(engine_config, model=folder),
                     directory,
                     1,
+                    token=token,
                     on_exit=lambda why: _tell(loop, front_end.fail, why),
                     log_level=server_config.log_level,
                 )
@@ -176,11 +183,12 @@ class Fleet:
     """Several front-ends before one engine. When one of these processes ends, all do."""
 
     def __init__(
-        self, engine_config: EngineConfig, server_config: ServerConfig, directory: str
+        self, engine_config: EngineConfig, server_config: ServerConfig, directory: str, token: str
     ) -> None:
         self._engine_config = engine_config
         self._config = server_config
         self._directory = directory
+        self._token = token
         self._news_path = str(Path(directory, "checkpoint.json"))
         self._created = int(time.time())
         self._engines: list[EngineProcess] = []
@@ -221,6 +229,7 @@ class Fleet:
                 dataclasses.replace(self._engine_config, model=folder),
                 self._directory,
                 self._config.api_server_count,
+                token=self._token,
                 on_exit=self._news.put,
                 log_level=self._config.log_level,
             )
@@ -233,6 +242,7 @@ class Fleet:
             self._engine_config,
             self._config,
             front_end_endpoint(self._directory, index),
+            self._token,
             self._created,
             index,
             str(folder),

@@ -117,6 +117,10 @@ class Metrics:
             (*LABELS, "reason"),
             registry=self._registry,
         )
+        self._rejected_peers = self._counter(
+            "gaudiserve:rejected_peers",
+            "Connections to internal sockets that were closed for want of the launcher's token.",
+        )
         # Present from the first scrape on, so that a rate over them is never empty.
         self._ended = {r: self._counted(self._success, r) for r in FINISH_REASONS}
         self._rejected = {r: self._counted(self._rejections, r) for r in REJECTIONS}
@@ -178,6 +182,10 @@ class Metrics:
     def rejected(self, reason: str) -> None:
         """A request got a 503: queue_full or not_ready."""
         self._rejected[reason].inc()
+
+    def peer_rejected(self) -> None:
+        """A connection to one of our own sockets did not present the launcher's token."""
+        self._rejected_peers.inc()
 
     def http_answered(self, route: str, method: str, status: int, seconds: float) -> None:
         """A response has ended. `route` is a template, so that the label set stays bounded."""

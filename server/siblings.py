@@ -3,11 +3,13 @@ its answer handed back. Knows no routes and no bodies."""
 
 import asyncio
 import contextlib
+import hmac
+import logging
 import os
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -15,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from config.errors import Overloaded
+from config.log import LimitedWarning
 from server.errors import ClientGone
 from server.hangup import UntilGone
 from server.record import record_of
@@ -22,6 +25,17 @@ from server.record import record_of
 _NUMBER = re.compile(r"[0-9a-f]{34}")
 _SIZE_BYTES = 4
 _GONE = "The front-end that keeps this is gone."
+
+TOKEN_TIMEOUT_S = 5.0
+"""How long a connection may take to present the token."""
+
+MAX_PENDING = 64
+"""Connections that have not presented the token yet; one more closes the oldest."""
+
+MAX_MESSAGE_BYTES = 2**30
+"""Far more than a request or an answer has, far less than a length prefix can announce."""
+
+logger = logging.getLogger(__name__)
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -45,31 +59,41 @@ class Piece(msgspec.Struct, array_like=True):
     body: bytes
 
 
+class Address(NamedTuple):
+    """Where a front-end is asked, and what must be presented there first."""
+
+    path: str
+    token: str
+
+
 @dataclass(frozen=True, slots=True)
 class Siblings:
     """All front-ends of a server by their sockets' paths; none where this one is alone."""
 
     index: int = 0
     paths: tuple[str, ...] = ()
+    token: str = ""
 
     def new_number(self) -> str:
         """A number that nobody has yet, and that says whose it is."""
         return f"{self.index:02x}{os.urandom(16).hex()}"
 
-    def path_of(self, number: str) -> str | None:
+    def address_of(self, number: str) -> Address | None:
         """Where the front-end is that gave `number`; None if it is this one, or none of us."""
         if not _NUMBER.fullmatch(number):
             return None
         index = int(number[:2], 16)
-        return self.paths[index] if index < len(self.paths) and index != self.index else None
+        if index >= len(self.paths) or index == self.index:
+            return None
+        return Address(self.paths[index], self.token)
 
 
 class HandedOn(Response):
-    """The answer of the sibling at `path` to a request whose body, JSON, was `body`."""
+    """The answer of the sibling at `address` to a request whose body, JSON, was `body`."""
 
-    def __init__(self, path: str, request: Request, body: Any = None) -> None:
+    def __init__(self, address: Address, request: Request, body: Any = None) -> None:
         super().__init__()
-        self._path = path
+        self._address = address
         record = record_of(request.scope)
         # The other one counts it and writes its line.
         record.is_handed_on = True
@@ -91,10 +115,11 @@ class HandedOn(Response):
 
     async def _pass_on(self, send: Send) -> None:
         try:
-            reader, writer = await asyncio.open_unix_connection(self._path)
+            reader, writer = await asyncio.open_unix_connection(self._address.path)
         except OSError:
             raise Overloaded(_GONE, type="server_error") from None
         try:
+            writer.write(self._address.token.encode())
             await _write(writer, self._request)
             async for piece in _pieces(reader):
                 if piece.status:
@@ -122,16 +147,45 @@ async def _pieces(reader: asyncio.StreamReader) -> AsyncIterator[Piece]:
             return
 
 
-async def listen(app: ASGIApp, path: str) -> asyncio.Server:
-    """Answer with `app` what siblings hand to this front-end, at `path`."""
+async def listen(
+    app: ASGIApp, siblings: Siblings, on_rejected: Callable[[], None]
+) -> asyncio.Server:
+    """Answer with `app` what siblings hand to this front-end. `on_rejected` is called for each
+    connection that does not present their token."""
+    path = siblings.paths[siblings.index]
+    token = siblings.token.encode()
+    rejected = LimitedWarning(
+        logger, f"{path}: %d connections closed so far that did not present the launcher's token"
+    )
+    pending: dict[asyncio.StreamWriter, None] = {}
+
+    async def is_sibling(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        if len(pending) >= MAX_PENDING:
+            oldest = next(iter(pending))
+            del pending[oldest]
+            oldest.transport.abort()
+        pending[writer] = None
+        try:
+            offered = await asyncio.wait_for(reader.readexactly(len(token)), TOKEN_TIMEOUT_S)
+            return hmac.compare_digest(offered, token)
+        except (asyncio.IncompleteReadError, asyncio.TimeoutError, OSError):
+            return False
+        finally:
+            pending.pop(writer, None)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
+            if not await is_sibling(reader, writer):
+                rejected.add()
+                on_rejected()
+                return
             data = await _read(reader)
             if data is not None:
                 await _answer(app, msgspec.msgpack.decode(data, type=Handed), reader, writer)
         except OSError:
             pass  # the sibling hung up, or is gone
+        except asyncio.CancelledError:
+            pass  # the loop ends; asyncio of Python 3.10 logs a traceback for what stays cancelled
         finally:
             writer.close()
 
@@ -199,9 +253,11 @@ async def _write(writer: asyncio.StreamWriter, value: Handed | Piece) -> None:
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes | None:
-    """The next value; None if there is none any more."""
+    """The next value; None if there is none any more. Raises OSError for one that is too long."""
     try:
-        size = await reader.readexactly(_SIZE_BYTES)
-        return await reader.readexactly(int.from_bytes(size, "big"))
+        size = int.from_bytes(await reader.readexactly(_SIZE_BYTES), "big")
+        if size > MAX_MESSAGE_BYTES:
+            raise OSError(f"the message has {size} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
+        return await reader.readexactly(size)
     except (asyncio.IncompleteReadError, ConnectionError):
         return None

@@ -325,7 +325,9 @@ def test_the_readme_has_an_example_of_each_kind() -> None:
 
 
 def test_every_metric_in_the_documents_is_served(served: tuple[str, str]) -> None:
-    named = set(re.findall(r"`((?:vllm:|hpu_)\w+)`", (ROOT / "docs/metrics.md").read_text()))
+    named = set(
+        re.findall(r"`((?:vllm:|hpu_|gaudiserve:)\w+)`", (ROOT / "docs/metrics.md").read_text())
+    )
 
     with urlopen(f"{served[0]}/metrics", timeout=10) as answer:
         text = answer.read().decode()

@@ -55,6 +55,8 @@ class WorkerOrders(msgspec.Struct, frozen=True):
 
     config: EngineConfig
     endpoint: str
+    token: str
+    """What the engine asks of whoever connects to `endpoint`."""
     rank: int = 0
     log_level: str = "info"
 
@@ -109,7 +111,7 @@ def run(orders: WorkerOrders, make_worker: Callable[[EngineConfig], StepWorker])
 
 def _work(orders: WorkerOrders, make_worker: Callable[[EngineConfig], StepWorker]) -> int:
     setup_log("worker", rank=orders.rank, level=orders.log_level)
-    wires = Wires()
+    wires = Wires(orders.token)
     line = wires.connect_pair(orders.endpoint, ToWorker)
     worker = make_worker(orders.config)
     code = 0

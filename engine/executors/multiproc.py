@@ -10,7 +10,7 @@ from config.engine import EngineConfig
 from config.errors import ConfigError, EngineDied, RequestFailed, UserError
 from engine.executors.child import WorkerOrders
 from engine.lifeline import Child
-from engine.wire import Line, Waiter, Wires, endpoint
+from engine.wire import Line, Waiter, Wires, endpoint, new_token
 from hpu.step import (
     WAKE_UP,
     FromWorker,
@@ -51,13 +51,14 @@ class MultiprocExecutor:
     ) -> None:
         self._name = f"worker {rank}"
         self._closed = threading.Event()
-        self._wires = Wires()
+        token = new_token()
+        self._wires = Wires(token)
         address = endpoint(directory, f"w{rank}.sock")
         self._line: Line[ToWorker, FromWorker] = self._wires.bind_pair(address, FromWorker)
         self._child = Child(
             self._name,
             command,
-            WorkerOrders(config, address, rank, _log_level()),
+            WorkerOrders(config, address, token, rank, _log_level()),
             environment=environment,
             on_exit=on_death,
         )

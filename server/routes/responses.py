@@ -55,8 +55,8 @@ def _add_making(router: APIRouter, state: AppState, store: ResponseStore) -> Non
         state.opened()
         sent = await state.bodies.read_object(request)
         body = await parse(ResponseBody, sent)
-        if (path := state.siblings.path_of(number_before(body))) is not None:
-            return HandedOn(path, request, sent.fields)
+        if (address := state.siblings.address_of(number_before(body))) is not None:
+            return HandedOn(address, request, sent.fields)
         is_stored = _is_stored(store, body)
         owner = record_of(request.scope).owner
         asked = await ask(store, body, sent.num_bytes, state.siblings.new_number(), owner)
@@ -94,8 +94,8 @@ def _add_making(router: APIRouter, state: AppState, store: ResponseStore) -> Non
         state.opened()
         sent = await state.bodies.read_object(request)
         body = await parse(ResponseBody, sent)
-        if (path := state.siblings.path_of(number_before(body))) is not None:
-            return HandedOn(path, request, sent.fields)
+        if (address := state.siblings.address_of(number_before(body))) is not None:
+            return HandedOn(address, request, sent.fields)
         owner = record_of(request.scope).owner
         asked = await ask(store, body, sent.num_bytes, state.siblings.new_number(), owner)
         with as_response_fields():
@@ -118,8 +118,8 @@ def _add_keeping(router: APIRouter, state: AppState, store: ResponseStore) -> No
         stream: bool = False,
         starting_after: int | None = None,
     ) -> Response:
-        if (path := state.siblings.path_of(number_of(response_id))) is not None:
-            return HandedOn(path, request)
+        if (address := state.siblings.address_of(number_of(response_id))) is not None:
+            return HandedOn(address, request)
         entry = _entry(store, request, response_id)
         if not stream:
             if starting_after is not None:
@@ -142,8 +142,8 @@ def _add_keeping(router: APIRouter, state: AppState, store: ResponseStore) -> No
         one, operation_id="delete_response", summary="Keep a response no longer", responses=ANSWERS
     )
     async def delete_response(request: Request, response_id: str) -> Response:
-        if (path := state.siblings.path_of(number_of(response_id))) is not None:
-            return HandedOn(path, request)
+        if (address := state.siblings.address_of(number_of(response_id))) is not None:
+            return HandedOn(address, request)
         store.drop(_entry(store, request, response_id))
         return answer_whole({"id": response_id, "object": "response", "deleted": True})
 
@@ -154,8 +154,8 @@ def _add_keeping(router: APIRouter, state: AppState, store: ResponseStore) -> No
         responses=ANSWERS,
     )
     async def cancel_response(request: Request, response_id: str) -> Response:
-        if (path := state.siblings.path_of(number_of(response_id))) is not None:
-            return HandedOn(path, request)
+        if (address := state.siblings.address_of(number_of(response_id))) is not None:
+            return HandedOn(address, request)
         entry = _entry(store, request, response_id)
         if not entry.is_background:
             raise UserError("only a response that was created with background can be cancelled")
@@ -176,8 +176,8 @@ def _add_keeping(router: APIRouter, state: AppState, store: ResponseStore) -> No
         order: str = "desc",
         after: str | None = None,
     ) -> Response:
-        if (path := state.siblings.path_of(number_of(response_id))) is not None:
-            return HandedOn(path, request)
+        if (address := state.siblings.address_of(number_of(response_id))) is not None:
+            return HandedOn(address, request)
         return answer_whole(_page(_entry(store, request, response_id), limit, order, after))
 
 

@@ -131,3 +131,18 @@ def test_access_lines_can_be_switched_off(capsys: pytest.CaptureFixture[str]) ->
     access("/v1/models")
 
     assert capsys.readouterr().err == ""
+
+
+def test_a_limited_warning_is_logged_once_a_minute_with_the_number(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now_s = [100.0]
+    warning = log.LimitedWarning(logging.getLogger("x"), "%d so far", clock=lambda: now_s[0])
+
+    for _ in range(5):
+        warning.add()
+    now_s[0] += 60
+    warning.add()
+
+    assert [one.getMessage() for one in caplog.records] == ["1 so far", "6 so far"]
+    assert warning.count == 6

@@ -54,7 +54,7 @@ def test_a_plan_that_comes_while_another_runs_is_launched_before_that_one_is_don
 ) -> None:
     monkeypatch.setattr(child, "PLAN_DUE_S", 60.0)
     address = endpoint(str(tmp_path_factory.mktemp("s")), "w")
-    wires, device = Wires(), HeldDevice()
+    wires, device = Wires("token"), HeldDevice()
     engine = wires.bind_pair(address, FromWorker)
     thread = threading.Thread(target=_work, args=(wires, address, device))
     thread.start()

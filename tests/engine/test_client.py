@@ -51,7 +51,7 @@ class ScriptedEngine:
 @pytest.fixture
 def wires() -> Iterator[Wires]:
     """The scripted engine's channels."""
-    wires = Wires()
+    wires = Wires("token")
     yield wires
     wires._context.destroy(linger=0)
 
@@ -63,7 +63,11 @@ async def pair(
     """A client and the engine that is ready for it."""
     address = endpoint(str(folder), "fe.sock")
     client = ZmqClient(
-        address, index, max_queued_requests=max_requests, max_queued_prompt_tokens=max_tokens
+        address,
+        index,
+        token="token",
+        max_queued_requests=max_requests,
+        max_queued_prompt_tokens=max_tokens,
     )
     await client.start()
     line = wires.connect_dealer(address, "0.in", ToEngine)

@@ -74,7 +74,8 @@ from engine_rig import counting_config
 from engine.launch import launch
 from engine.wire import SocketDirectory
 directory = SocketDirectory()
-launch(counting_config(executor="processes"), directory.path, 1, command=counting_command("engine"))
+command = counting_command("engine")
+launch(counting_config(executor="processes"), directory.path, 1, token="t", command=command)
 print(directory.path, flush=True)
 time.sleep(60)
 """

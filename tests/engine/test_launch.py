@@ -27,6 +27,7 @@ def launched(directory: Path, endings: list[str], died: threading.Event) -> Engi
         counting_config(),
         str(directory),
         0,
+        token="token",
         on_exit=on_exit,
         log_level="error",
         command=counting_command("engine"),

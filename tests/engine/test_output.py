@@ -18,13 +18,13 @@ PER_THREAD = 200
 
 @pytest.fixture
 def wires() -> Iterator[Wires]:
-    wires = Wires()
+    wires = Wires("token")
     yield wires
     wires.close()
 
 
 def orders(folder: Path) -> EngineOrders:
-    return EngineOrders(EngineConfig(model="none"), str(folder), num_front_ends=1)
+    return EngineOrders(EngineConfig(model="none"), str(folder), num_front_ends=1, token="token")
 
 
 async def test_what_many_threads_say_arrives_whole_and_in_each_ones_order(

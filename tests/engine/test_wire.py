@@ -19,7 +19,7 @@ from hpu.step import FromWorker, NewRow, RowSampling, StepPlan, StepResult, ToWo
 
 @pytest.fixture
 def wires() -> Iterator[Wires]:
-    wires = Wires()
+    wires = Wires("token")
     yield wires
     wires._context.destroy(linger=0)
 

@@ -3,13 +3,18 @@
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from engine_rig import eventually
 from http_rig import Rig, TalkingClient, on_port
+from strangers import connected
 
+from server import siblings
 from server.siblings import Siblings, listen
 
 ROUTE = "/v1/responses"
@@ -21,11 +26,13 @@ async def two(folder: Path, **config: Any) -> AsyncIterator[tuple[Rig, Rig]]:
     paths = tuple(str(folder / f"{index}.sock") for index in range(2))
     async with contextlib.AsyncExitStack() as stack:
         rigs = []
-        for index, path in enumerate(paths):
+        for index in range(2):
             client = TalkingClient("abc", pace_s=0.002)
             rig = await stack.enter_async_context(on_port(client, **config))
-            rig.state.siblings = Siblings(index, paths)
-            stack.callback((await listen(rig.app, path)).close)
+            rig.state.siblings = Siblings(index, paths, "token")
+            rejected = rig.state.metrics.peer_rejected
+            listener = await listen(rig.app, rig.state.siblings, rejected)
+            stack.callback(listener.close)
             rigs.append(rig)
         yield rigs[0], rigs[1]
 
@@ -148,3 +155,82 @@ async def test_a_sibling_that_is_gone_is_told_as_such(tmp_path: Path) -> None:
         assert answer.status_code == 503
         assert "is gone" in answer.json()["error"]["message"]
         assert unknown.status_code == 404
+
+
+HEALTH = siblings._encode(siblings.Handed("GET", "/health", b"", [], None, b""))
+
+STRANGERS = {
+    "nothing": b"",
+    "no token": len(HEALTH).to_bytes(4, "big") + HEALTH,
+    "a wrong token": b"nekot" + len(HEALTH).to_bytes(4, "big") + HEALTH,
+    "half a token": b"tok",
+    "garbage": bytes(range(256)) * 400,
+    "a length of 4 GiB": b"nekot" + b"\xff" * 4 + bytes(100_000),
+}
+
+
+@pytest.mark.parametrize("sends", STRANGERS.values(), ids=STRANGERS)
+async def test_who_does_not_present_the_token_is_dropped_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sends: bytes
+) -> None:
+    monkeypatch.setattr(siblings, "TOKEN_TIMEOUT_S", 0.2)
+    async with two(tmp_path) as (own, other):
+        made = (await own.post(ROUTE, {"input": "hi"})).json()
+        began = time.monotonic()
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "0.sock")
+        writer.write(sends)
+
+        answer = await _read_to_the_end(reader)
+        waited = time.monotonic() - began
+        got = await other.http.get(f"{ROUTE}/{made['id']}")
+        writer.close()
+
+        assert answer == b"" and waited < 2
+        assert got.json() == made
+        assert await own.metric("gaudiserve:rejected_peers_total") == 1
+
+
+async def _read_to_the_end(reader: asyncio.StreamReader) -> bytes:
+    # Who is dropped with something unread finds the connection reset.
+    with contextlib.suppress(ConnectionResetError):
+        return await asyncio.wait_for(reader.read(), 5)
+    return b""
+
+
+async def test_many_open_connections_without_a_token_keep_no_sibling_out(tmp_path: Path) -> None:
+    async with two(tmp_path) as (own, other):
+        made = (await own.post(ROUTE, {"input": "hi"})).json()
+        before = psutil.Process().num_fds()
+        path = tmp_path / "0.sock"
+        strangers = [await asyncio.to_thread(connected, path) for _ in range(200)]
+        await asyncio.sleep(0.1)
+        opened = psutil.Process().num_fds() - before
+
+        times = []
+        for _ in range(5):
+            began = time.monotonic()
+            got = await other.http.get(f"{ROUTE}/{made['id']}")
+            times.append(time.monotonic() - began)
+
+        assert got.json() == made
+        assert sorted(times)[2] < 0.1, times
+        # The 200 ends of the strangers themselves are this process's too.
+        assert opened <= 200 + siblings.MAX_PENDING
+        for stranger in strangers:
+            stranger.close()
+        assert await eventually(lambda: psutil.Process().num_fds() <= before + 4, 5)
+
+
+async def test_a_message_that_is_too_long_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(siblings, "MAX_MESSAGE_BYTES", 1000)
+    async with two(tmp_path) as (own, _):
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "0.sock")
+        writer.write(b"token" + (1001).to_bytes(4, "big"))
+
+        answer = await _read_to_the_end(reader)
+        writer.close()
+
+        assert answer == b""
+        assert await own.metric("gaudiserve:rejected_peers_total") == 0

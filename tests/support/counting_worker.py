@@ -11,6 +11,7 @@ from fake_executor import FakeExecutor, worker_ready
 
 from config.engine import EngineConfig
 from config.errors import ConfigError, RequestFailed, UserError
+from config.owned_directory import LOCK
 from engine.executors import child
 from engine.executors.base import Executor
 from engine.executors.multiproc import MultiprocExecutor
@@ -161,5 +162,5 @@ def worker_main() -> None:
 
 
 def sockets_in(directory: str) -> list[str]:
-    """What lies in a socket directory; empty when it is gone."""
-    return sorted(os.listdir(directory)) if os.path.isdir(directory) else []
+    """What lies in a socket directory beside its lock; empty when it is gone."""
+    return sorted({*os.listdir(directory)} - {LOCK}) if os.path.isdir(directory) else []

@@ -16,6 +16,8 @@ from engine.messages import Finish
 from engine.process import front_end_endpoint
 from engine.wire import SocketDirectory
 
+TOKEN = "the launcher's"
+
 
 class EngineRig:
     """One front-end and one engine, in a directory of their own."""
@@ -48,6 +50,7 @@ async def engine_rig(
     client = ZmqClient(
         front_end_endpoint(directory.path, 0),
         0,
+        token=TOKEN,
         max_queued_requests=max_queued_requests,
         max_queued_prompt_tokens=max_queued_prompt_tokens,
     )
@@ -57,6 +60,7 @@ async def engine_rig(
         counting_config(manners, executor=executor, max_waiting=max_waiting),
         directory.path,
         1,
+        token=TOKEN,
         on_exit=lambda message: _tell(loop, client, message),
         log_level="warning",
         command=counting_command("engine"),

@@ -1,0 +1,170 @@
+"""config/owned_directory.py: what a killed process left goes, and nothing else does."""
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from config.owned_directory import LOCK, OwnedDirectory
+
+ROOT = Path(__file__).parents[2]
+PREFIX = "gaudiserve-"
+
+OWNER = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from config.owned_directory import OwnedDirectory
+directory = OwnedDirectory({PREFIX!r}, sys.argv[1])
+print(directory.path, flush=True)
+time.sleep(60)
+"""
+
+
+@contextmanager
+def owner(parent: Path) -> Iterator[tuple[Path, "subprocess.Popen[str]"]]:
+    """A process with a directory in which it has what a daemon has."""
+    command = [sys.executable, "-c", OWNER, str(parent)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        path = Path(process.stdout.readline().strip())
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(str(path / "fe0.sock"))
+        (path / "metrics").mkdir()
+        (path / "metrics" / "counter_1.db").write_bytes(b"1")
+        (path / "checkpoint.json").write_bytes(b"{}")
+        try:
+            yield path, process
+        finally:
+            process.kill()
+
+
+def kill(process: "subprocess.Popen[str]") -> None:
+    process.send_signal(signal.SIGKILL)
+    process.wait(10)
+
+
+def made_in(parent: Path) -> OwnedDirectory:
+    return OwnedDirectory(PREFIX, parent)
+
+
+def test_what_a_killed_owner_left_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    with owner(tmp_path) as (path, process):
+        kill(process)
+        was_left = path.exists()
+
+        with closing(made_in(tmp_path)) as mine:
+            names = os.listdir(tmp_path)
+
+    assert was_left
+    assert names == [os.path.basename(mine.path)]
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_directory_of_a_living_owner_stays(tmp_path: Path) -> None:
+    with owner(tmp_path) as (dead, killed), owner(tmp_path) as (living, _):
+        kill(killed)
+        before = sorted(os.listdir(living))
+
+        made_in(tmp_path).close()
+
+        assert not dead.exists()
+        assert sorted(os.listdir(living)) == before
+
+
+def test_two_in_one_process_do_not_remove_each_other(tmp_path: Path) -> None:
+    with closing(made_in(tmp_path)) as first, closing(made_in(tmp_path)) as second:
+        both = sorted(os.listdir(tmp_path))
+
+    assert both == sorted(map(os.path.basename, (first.path, second.path)))
+
+
+def test_many_starts_at_once_each_keep_their_own(tmp_path: Path) -> None:
+    """Each may see another one between its directory, its file and its lock."""
+    made: list[OwnedDirectory] = []
+    barrier = threading.Barrier(8)
+
+    def start() -> None:
+        barrier.wait(10)
+        made.extend(made_in(tmp_path) for _ in range(20))
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    kept = [Path(one.path, LOCK).is_file() for one in made]
+    with ExitStack() as stack:
+        for one in made:
+            stack.callback(one.close)
+
+    assert len(made) == 160 and all(kept)
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_has_another_name_or_no_lock_stays(tmp_path: Path) -> None:
+    others = [tmp_path / "another-1", tmp_path / f"{PREFIX}notes", tmp_path / f"{PREFIX}file"]
+    others[0].mkdir()
+    (others[0] / LOCK).touch()
+    others[1].mkdir()
+    (others[1] / "notes.txt").touch()
+    others[2].touch()
+
+    made_in(tmp_path).close()
+
+    assert all(one.exists() for one in others)
+    assert (others[0] / LOCK).exists() and (others[1] / "notes.txt").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_the_directory_of_another_user_stays(tmp_path: Path) -> None:
+    other = tmp_path / f"{PREFIX}theirs"
+    other.mkdir()
+    (other / LOCK).touch()
+    os.chown(other, 12345, 12345)
+
+    made_in(tmp_path).close()
+
+    assert (other / LOCK).exists()
+
+
+def test_links_and_pipes_lead_nowhere(tmp_path: Path) -> None:
+    parent, elsewhere = tmp_path / "temporary", tmp_path / "precious"
+    for folder in (parent, elsewhere):
+        folder.mkdir()
+    (elsewhere / LOCK).touch()
+    (elsewhere / "data").touch()
+    (parent / f"{PREFIX}link").symlink_to(elsewhere)
+    lock_is_a_link = parent / f"{PREFIX}lock"
+    lock_is_a_link.mkdir()
+    (lock_is_a_link / LOCK).symlink_to(elsewhere / LOCK)
+    lock_is_a_pipe = parent / f"{PREFIX}pipe"
+    lock_is_a_pipe.mkdir()
+    os.mkfifo(lock_is_a_pipe / LOCK)
+    stale = parent / f"{PREFIX}stale"
+    stale.mkdir()
+    (stale / LOCK).touch()
+    (stale / "to_folder").symlink_to(elsewhere)
+    (stale / "to_file").symlink_to(elsewhere / "data")
+
+    made_in(parent).close()
+
+    assert not stale.exists()
+    assert (elsewhere / "data").exists() and (elsewhere / LOCK).exists()
+    assert lock_is_a_link.exists() and stat.S_ISFIFO((lock_is_a_pipe / LOCK).stat().st_mode)
+
+
+def test_a_child_that_outlives_its_parent_does_not_keep_the_directory(tmp_path: Path) -> None:
+    with closing(made_in(tmp_path)) as mine, subprocess.Popen(["sleep", "60"]) as child:
+        held = os.path.realpath(Path(mine.path, LOCK))
+        links = [os.path.realpath(one) for one in Path(f"/proc/{child.pid}/fd").iterdir()]
+        child.kill()
+
+    assert held not in links
