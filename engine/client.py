@@ -36,6 +36,9 @@ SLOW_CONTROLS_S = {SLEEP: 600.0, WAKE_UP: 7200.0}
 UNASKED = SamplingParams()
 """Of a request that samples nothing."""
 
+LINES_PER_ENGINE = 2
+"""One that it listens on and one that it talks on."""
+
 HANGUP_GRACE_S = 0.3
 """How long a better reason (the exit code) may take to arrive once the engine has hung up."""
 
@@ -280,7 +283,9 @@ class ZmqClient(MailroomClient):
 
     async def start(self) -> None:
         """Listen for the engine. Raises ConfigError when the address cannot be taken."""
-        self._switchboard = self._wires.bind_router(self._endpoint, FromEngine)
+        self._switchboard = self._wires.bind_router(
+            self._endpoint, FromEngine, num_peers=LINES_PER_ENGINE
+        )
         self._switchboard.listen(self._receive_from, self._hung_up, self._reject)
 
     def on_rejected_peer(self, observe: Callable[[], None]) -> None:

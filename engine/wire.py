@@ -130,10 +130,15 @@ class Switchboard(Generic[Sent, Received]):
     reads until nothing is left, and every send looks again.
     """
 
-    def __init__(self, socket: "zmq.Socket[bytes]", received: Any) -> None:
+    def __init__(
+        self, socket: "zmq.Socket[bytes]", received: Any, num_peers: int, on_all: Callable[[], None]
+    ) -> None:
+        """`on_all` is called when `num_peers` peers have sent a message."""
         self._socket = socket
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode: Callable[[bytes], Received] = msgspec.msgpack.Decoder(received).decode
+        self._num_peers = num_peers
+        self._on_all = on_all
         self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connections: dict[bytes, int] = {}
@@ -208,6 +213,8 @@ class Switchboard(Generic[Sent, Received]):
                     # Stale news first: an earlier connection may have had the same descriptor.
                     self._drain_monitor()
                     self._connections[peer] = int(source.get(zmq.SRCFD))
+                    if len(self._connections) == self._num_peers:
+                        self._on_all()
                 self._on_message(peer, self._decode(frame))
         finally:
             if not self._socket.closed:
@@ -241,6 +248,7 @@ class Wires:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._token = token.encode()
         self._doorkeeper: _Authenticator | None = None
+        self._path: str | None = None
 
     def bind_pair(self, endpoint: str, received: Any) -> Line[Any, Any]:
         """Open the parent's end of a step channel; `received` is the union it decodes. The child
@@ -264,12 +272,27 @@ class Wires:
         self._connect(socket, endpoint)
         return Line(socket, received)
 
-    def bind_router(self, endpoint: str, received: Any) -> Switchboard[Any, Any]:
-        """Open a switchboard. Raises ConfigError when the address cannot be taken."""
+    def bind_router(
+        self, endpoint: str, received: Any, *, num_peers: int = 0
+    ) -> Switchboard[Any, Any]:
+        """Open a switchboard, which stops accepting when it has heard from `num_peers` peers (0:
+        never). Raises ConfigError when the address cannot be taken."""
         socket = self._socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._listen(socket, endpoint, counts=False)
-        return Switchboard(socket, received)
+        return Switchboard(socket, received, num_peers, self.stop_accepting)
+
+    def stop_accepting(self) -> None:
+        """Let nobody connect from now on; safe to call twice. Connections that exist go on, so all
+        of ours must.
+
+        By removing the file: to unbind a ZeroMQ socket ends its connections. While a process
+        serves, a stranger must not even be accepted: libzmq aborts the process that accepts
+        one when no descriptor is left.
+        """
+        if self._path is not None:
+            Path(self._path).unlink(missing_ok=True)
+            self._path = None
 
     def close(self) -> None:
         """Wait until closed lines have lingered. Every channel must be closed before."""
@@ -299,6 +322,7 @@ class Wires:
             self._context, self._token, rejection_warning(endpoint), socket if counts else None
         )
         _bind(socket, endpoint)
+        self._path = endpoint.removeprefix("ipc://") if endpoint.startswith("ipc://") else None
 
 
 class _Authenticator:

@@ -75,6 +75,9 @@ class MultiprocExecutor:
 
     def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
         self._on_progress = on_progress
+        self._waiter.wait()
+        # The worker has sent something, or is dead: nobody else may connect.
+        self._wires.stop_accepting()
         ready = self._receive()
         assert isinstance(ready, WorkerReady), f"{ready} before the worker was ready"
         return ready

@@ -33,7 +33,11 @@ RAW: dict[str, bytes] = {
 def connected(path: Path, sends: bytes = b"") -> socket.socket:
     """A connection that is left open."""
     made = socket.socket(socket.AF_UNIX)
-    made.connect(str(path))
+    try:
+        made.connect(str(path))
+    except OSError:
+        made.close()
+        raise
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         made.sendall(sends)
     return made
