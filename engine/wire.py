@@ -139,7 +139,7 @@ class Switchboard(Generic[Sent, Received]):
         self._decode: Callable[[bytes], Received] = msgspec.msgpack.Decoder(received).decode
         self._num_peers = num_peers
         self._on_all = on_all
-        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = _monitor(socket, socket.context, zmq.EVENT_DISCONNECTED)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connections: dict[bytes, int] = {}
         """The descriptor over which each peer's messages come."""
@@ -346,31 +346,31 @@ class _Authenticator:
         shadow: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
         self._requests = shadow.socket(zmq.ROUTER)
         self._requests.bind(_ZAP_ENDPOINT)
-        self._monitor = shadow.socket(zmq.PAIR)
+        self._monitor: zmq.Socket[bytes] | None = None
         if monitored is not None:
-            address = "inproc://peers"
             events = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-            monitored.monitor(address, events)
-            self._monitor.connect(address)
+            self._monitor = _monitor(monitored, shadow, events)
         self._num_open = self._num_admitted = 0
         threading.Thread(target=self._run, name="authenticator", daemon=True).start()
 
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._requests, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
+        if self._monitor is not None:
+            poller.register(self._monitor, zmq.POLLIN)
         try:
             while True:
                 for socket, _ in poller.poll():
                     if socket is self._requests:
                         self._answer()
-                    else:
+                    elif self._monitor is not None:
                         self._count(*_EVENT.unpack(self._monitor.recv_multipart()[0]))
         except zmq.ContextTerminated:
             pass
         finally:
             self._requests.close(linger=0)
-            self._monitor.close(linger=0)
+            if self._monitor is not None:
+                self._monitor.close(linger=0)
 
     def _answer(self) -> None:
         asker, _, version, request, *_, mechanism, _, password = self._requests.recv_multipart()
@@ -405,6 +405,20 @@ def _bind(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
     except zmq.ZMQError as error:
         socket.close(linger=0)
         raise ConfigError(f"cannot listen on {endpoint}: {error.strerror}") from error
+
+
+def _monitor(
+    socket: "zmq.Socket[bytes]", context: "zmq.Context[Any]", events: int
+) -> "zmq.Socket[bytes]":
+    """Where the news of the socket's connections comes out."""
+    address = f"inproc://monitor-{id(socket)}"
+    monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+    # Without a bound: libzmq's own thread, which moves all messages, would wait for who reads here.
+    monitor.setsockopt(zmq.RCVHWM, 0)
+    monitor.setsockopt(zmq.LINGER, 0)
+    socket.monitor(address, events)
+    monitor.connect(address)
+    return monitor
 
 
 def _number(socket: "zmq.Socket[bytes]", option: int) -> int:

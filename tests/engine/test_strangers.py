@@ -207,6 +207,34 @@ def _target(link: Path) -> str:
         return ""
 
 
+async def test_thousands_of_strangers_while_the_loop_stands_still_hold_nobody_up(
+    wires: Wires, listening: Wires, tmp_path: Path
+) -> None:
+    """ZeroMQ's own thread would wait for who reads the news, and move no messages meanwhile."""
+    address, path = endpoint(str(tmp_path), "fe0.sock"), tmp_path / "fe0.sock"
+    board = listening.bind_router(address, FromEngine)
+    crowd = threading.Thread(target=connect_and_leave, args=(path, 3000), daemon=True)
+
+    crowd.start()
+    crowd.join(5)
+    has_passed = not crowd.is_alive()
+    line = wires.connect_dealer(address, "0.in", ToEngine)
+    line.send(Hello(0, 1))
+    greeted = asyncio.Event()
+    rejections: list[None] = []
+    board.listen(
+        lambda peer, message: greeted.set(),
+        lambda: None,
+        lambda: rejections.append(None),
+    )
+    await asyncio.wait_for(greeted.wait(), 5)
+    is_counted = await eventually(lambda: len(rejections) == 3000, 5)
+    line.close()
+    board.close()
+
+    assert has_passed and is_counted
+
+
 @pytest.mark.parametrize("stay_open", [True, False])
 def test_a_stranger_that_is_first_does_not_take_the_workers_place(
     wires: Wires,
