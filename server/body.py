@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from config.errors import UserError
+from config.errors import Overloaded, UserError
 from server.errors import ClientGone, RequestTooLarge, UnsupportedType, problem_with
 from server.freed_memory import trim_memory
 from server.json_decoder import PIECE_BYTES, decode_json
@@ -19,6 +19,8 @@ B = TypeVar("B", bound=Body)
 
 BIG_BYTES = 2**20
 """A request with such a body takes memory that the C library keeps when it is freed."""
+MAX_HELD_BODIES = 16
+"""Of the largest size, at once: what comes beyond gets 503."""
 TRIM_S = 2.0
 TRIMS = 10
 """For so long it is given back after the last big body: over and over, as requests end."""
@@ -39,32 +41,52 @@ class BodyReader:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
+        self._num_held_bytes = 0
+        """Of all bodies that are received, or wait to be decoded."""
         # One: several would hold the GIL by turns, and the event loop would wait for all of them.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode")
         self._timer: asyncio.TimerHandle | None = None
         self._num_trims = 0
 
     async def read_object(self, request: Request) -> Sent:
-        """The body, a JSON object; a big one is decoded on a thread. Raises UserError, or
-        ClientGone when it never comes."""
+        """The body, a JSON object; a big one is decoded on a thread. Raises UserError, Overloaded,
+        or ClientGone when it never comes."""
         _check_type(request.headers.get("content-type"))
+        _check_declared(request.headers.get("content-length", ""), self._max_bytes)
+        chunks: list[bytes] = []
+        size = 0
         try:
-            chunks = await _read(request, self._max_bytes)
+            async for chunk in request.stream():
+                size += len(chunk)
+                self._num_held_bytes += len(chunk)
+                self._check(size)
+                chunks.append(chunk)
+            if not size:
+                raise UserError("the body is empty, it must be a JSON object")
+            decoded = await self._decoded(chunks, size)
         except ClientDisconnect:
             raise ClientGone from None
-        size = sum(map(len, chunks))
-        if not size:
-            raise UserError("the body is empty, it must be a JSON object")
-        if size > BIG_BYTES:
-            self._trim_later()
-        if size <= PIECE_BYTES:
-            decoded = _decode(chunks)
-        else:
-            loop = asyncio.get_running_loop()
-            decoded = await loop.run_in_executor(self._thread, _decode, chunks)
+        finally:
+            self._num_held_bytes -= size
         if not isinstance(decoded, dict):
             raise UserError("the body must be a JSON object")
         return Sent(decoded, size)
+
+    def _check(self, size: int) -> None:
+        if size > self._max_bytes:
+            raise _too_large(f"more than {self._max_bytes}", self._max_bytes)
+        most = MAX_HELD_BODIES * self._max_bytes
+        if self._num_held_bytes > most:
+            raise Overloaded(
+                f"the bodies that are read have {self._num_held_bytes} bytes, at most {most} may"
+            )
+
+    async def _decoded(self, chunks: list[bytes], size: int) -> Any:
+        if size > BIG_BYTES:
+            self._trim_later()
+        if size <= PIECE_BYTES:
+            return _decode(chunks)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, _decode, chunks)
 
     def _trim_later(self) -> None:
         """What a big body leaves behind is free once its request ends; nobody tells when."""
@@ -110,18 +132,9 @@ def _decode(chunks: list[bytes]) -> Any:
     return decode_json(data)
 
 
-async def _read(request: Request, max_bytes: int) -> list[bytes]:
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) > max_bytes:
-        raise _too_large(declared[:20], max_bytes)
-    chunks: list[bytes] = []
-    size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > max_bytes:
-            raise _too_large(f"more than {max_bytes}", max_bytes)
-        chunks.append(chunk)
-    return chunks
+def _check_declared(length: str, max_bytes: int) -> None:
+    if length.isdecimal() and int(length[:20]) > max_bytes:
+        raise _too_large(length[:20], max_bytes)
 
 
 def _too_large(size: str, max_bytes: int) -> RequestTooLarge:

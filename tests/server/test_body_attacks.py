@@ -6,7 +6,7 @@ The server runs on a port in this process, and so does the other client.
 import asyncio
 import gc
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -249,3 +249,37 @@ async def test_a_text_of_more_tokens_than_are_counted_is_refused_with_both_numbe
     assert over.status_code == 400
     assert "at most 131072 are counted" in over.json()["error"]["message"]
     assert over.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_bodies_that_arrive_together_may_only_have_so_many_bytes_in_sum(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bodies, "MAX_HELD_BODIES", 2)
+    part = b'{"user": "' + b"a" * 60_000
+    rest = b'", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}'
+    headers = {"content-type": "application/json"}
+    async with on_port(max_body_bytes=65_536) as rig:
+        release = asyncio.Event()
+
+        async def halting() -> AsyncIterator[bytes]:
+            yield part
+            await release.wait()
+            yield rest
+
+        first = [
+            asyncio.create_task(rig.http.post(CHAT, content=halting(), headers=headers))
+            for _ in range(2)
+        ]
+        for _ in range(1_000):
+            if rig.state.bodies._num_held_bytes >= 2 * len(part):
+                break
+            await asyncio.sleep(0.01)
+        refused = await rig.http.post(CHAT, content=part + rest, headers=headers)
+        release.set()
+        taken = [(await one).status_code for one in first]
+        later = await rig.http.post(CHAT, content=part + rest, headers=headers)
+
+    assert refused.status_code == 503
+    assert "at most 131072" in refused.json()["error"]["message"]
+    assert taken == [200, 200] and later.status_code == 200
+    assert rig.state.bodies._num_held_bytes == 0
