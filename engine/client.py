@@ -197,7 +197,7 @@ class MailroomClient:
     async def control(self, name: str, **arguments: Any) -> Any:
         """See EngineClient.control. Raises UserError when the engine refuses, RequestFailed when it
         fails or does not answer within CONTROL_TIMEOUT_S (or SLOW_CONTROLS_S), Overloaded before it
-        is ready, EngineDied when it is gone."""
+        is ready or when it has no room, EngineDied when it is gone."""
         self._room.check_ready()
         timeout_s = SLOW_CONTROLS_S.get(name, CONTROL_TIMEOUT_S)
         call = next(self._call_numbers)
@@ -248,6 +248,8 @@ class MailroomClient:
             return
         if reply.is_refusal:
             answer.set_exception(UserError(reply.error or "refused", code=reply.code))
+        elif reply.is_overload:
+            answer.set_exception(Overloaded(reply.error or "no room"))
         elif reply.error is not None:
             answer.set_exception(RequestFailed(reply.error))
         else:

@@ -104,8 +104,12 @@ class EngineLoop:
         def answer(made: Grammar | Exception) -> None:
             reply = Reply(control.call)
             if isinstance(made, Exception):
-                refusal = isinstance(made, UserError)
-                reply = Reply(control.call, error=str(made), is_refusal=refusal)
+                reply = Reply(
+                    control.call,
+                    error=str(made),
+                    is_refusal=isinstance(made, UserError),
+                    is_overload=isinstance(made, Overloaded),
+                )
             self._emit(front_end, reply)
 
         try:

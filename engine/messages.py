@@ -155,6 +155,8 @@ class Reply(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=5
     """The error is the caller's own."""
     code: str | None = None
     """A word for a refusal that clients may match on."""
+    is_overload: bool = False
+    """There is no room now; the same call may succeed later."""
 
 
 class Hello(msgspec.Struct, array_like=True, gc=False, tag=6):

@@ -109,6 +109,24 @@ def test_a_request_that_is_aborted_while_its_grammar_is_compiled_never_comes_in(
     assert len(replies) == len(told)
 
 
+def test_a_grammar_that_finds_no_room_is_told_apart_from_one_that_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tokenizer(tmp_path)
+    told: list[FromEngine] = []
+    loop = EngineLoop(
+        EngineConfig("none"), lambda _, message: told.append(message), num_front_ends=1
+    )
+    loop._compiler.start(str(tmp_path), VOCAB_SIZE, frozenset([EOS]))
+    monkeypatch.setattr(compilation, "MAX_PENDING", 0)
+
+    loop.receive(0, Control(7, "compile_grammar", {"spec": ["regex", "a"]}))
+
+    (reply,) = told
+    assert isinstance(reply, Reply) and reply.is_overload and not reply.is_refusal
+    loop._compiler.close()
+
+
 def chain(count: int, **wrapped: str) -> str:
     """A JSON schema of `count` definitions, each of which refers to the next: under a keyword, if
     one is given."""

@@ -1,5 +1,6 @@
 """The fields that give an output a form: what each becomes, and what is refused by name."""
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -8,6 +9,7 @@ from http_rig import TalkingClient, in_memory
 
 from config.errors import UserError
 from config.grammar import GrammarSpec
+from server import job
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
 TEXT = '{"type":"object","properties":{"b":{},"a":{}}}'
@@ -124,3 +126,18 @@ async def test_what_is_wrong_is_a_400_that_names_its_field_before_a_stream_begin
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
     assert client.boxes == []
+
+
+async def test_a_grammar_that_waits_for_too_long_is_told_to_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Busy(TalkingClient):
+        async def control(self, name: str, **arguments: Any) -> Any:
+            await asyncio.sleep(60)
+
+    monkeypatch.setattr(job, "COMPILE_S", 0.05)
+    async with in_memory(Busy()) as rig:
+        answer = await rig.chat(**json_schema(schema=SCHEMA))
+
+    assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+    assert "waited 0.05 s" in answer.json()["error"]["message"]
