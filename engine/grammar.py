@@ -14,6 +14,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from config.errors import UserError
 from config.grammar import FREE, GrammarSpec, ThinkingSpec
 from engine.grammar_bounds import check_grammar_size, check_pattern_size
+from engine.grammar_cycles import check_cycles
 from engine.json_schema import prepared
 from engine.structural_tag import lark_of_tags
 from engine.thinking import BEHIND, INSIDE, OPENING, OVER, Lexicon, Marks, Thinking
@@ -24,6 +25,7 @@ MAX_ROW_ITEMS = 8_000
 """Both as the library counts: an object of some 2,000 optional properties."""
 PROBE_STEPS = 256
 """A new grammar is followed so far at random: what blows up mostly does so soon."""
+OTHER_PROBES, OTHER_PROBE_STEPS = 12, 24
 START_S, STEP_S = 0.1, 0.002
 """What it may cost to follow an output: at first, and for each token. Ordinary grammars take a
 twentieth; a very ambiguous one would hold up everybody's step."""
@@ -112,7 +114,7 @@ class Grammar:
         self._matcher = LLMatcher(vocabulary.tokens, self.source, log_level=0, limits=limits)
         if self._matcher.is_error():
             raise _bad(f"the {spec.kind} cannot be compiled: {_shown(self._matcher.get_error())}")
-        error = None if is_checked else self._probe()
+        error = None if is_checked else self._probe(spec.kind)
         if error is not None:
             raise _bad(f"the {spec.kind} cannot be compiled: {error}")
 
@@ -125,12 +127,19 @@ class Grammar:
         """A matcher at the beginning; only of one that binds."""
         return self._matcher.deep_copy()
 
-    def _probe(self) -> str | None:
+    def _probe(self, kind: str) -> str | None:
         """Follow it a little, so that what nobody can follow is refused before it runs."""
-        form = Form(self)
         random = np.random.default_rng(0)
+        error = self._follow_at_random(random, PROBE_STEPS)
+        # Of a grammar that a caller wrote, one way says little of the others.
+        for _ in range(OTHER_PROBES if kind == "grammar" else 0):
+            error = error or self._follow_at_random(random, OTHER_PROBE_STEPS)
+        return error
+
+    def _follow_at_random(self, random: np.random.Generator, num_steps: int) -> str | None:
+        form = Form(self)
         start, count = time.thread_time(), 0
-        while form.error is None and count < PROBE_STEPS:
+        while form.error is None and count < num_steps:
             words = without(form.words, form.ends)
             token = int(random.choice(tokens_of(words)))
             if token in self.vocabulary.eos_ids:
@@ -316,9 +325,11 @@ def _grammar(text: str) -> str:
     """Lark, or EBNF with `root ::=`."""
     check_grammar_size(text)
     try:
-        return LLMatcher.grammar_from_lark(any_to_lark(text) if "::=" in text else text)
+        lark = any_to_lark(text) if "::=" in text else text
     except Exception as error:  # the library's reader of EBNF raises this very class
         raise _bad(f"the grammar cannot be read: {_shown(str(error))}") from None
+    check_cycles(lark)
+    return LLMatcher.grammar_from_lark(lark)
 
 
 def _structural_tag(text: str, vocabulary: Vocabulary) -> str:

@@ -46,22 +46,9 @@ def tokenize_routes(state: AppState) -> APIRouter:
             text, special = body.prompt, body.add_special_tokens is not False
             param = "prompt"
         ids = await counted(state, text, special=special, param=param)
-
-        def answer() -> Response:
-            strings = None
-            if body.return_token_strs:
-                tokenizer = state.text_tokenizer("return_token_strs")
-                strings = [tokenizer.token_text(token_id) for token_id in ids]
-            return answer_whole(
-                {
-                    "count": len(ids),
-                    "max_model_len": state.max_model_len,
-                    "tokens": ids,
-                    "token_strs": strings,
-                }
-            )
-
-        return answer() if len(ids) <= MANY_IDS else await asyncio.to_thread(answer)
+        if len(ids) <= MANY_IDS:
+            return _tokenized(state, body, ids)
+        return await asyncio.to_thread(_tokenized, state, body, ids)
 
     @router.post(
         "/detokenize",
@@ -104,6 +91,23 @@ def tokenize_routes(state: AppState) -> APIRouter:
         )
 
     return router
+
+
+def _tokenized(
+    state: AppState, body: TokenizeTextBody | TokenizeChatBody, ids: list[int]
+) -> Response:
+    strings = None
+    if body.return_token_strs:
+        tokenizer = state.text_tokenizer("return_token_strs")
+        strings = [tokenizer.token_text(token_id) for token_id in ids]
+    return answer_whole(
+        {
+            "count": len(ids),
+            "max_model_len": state.max_model_len,
+            "tokens": ids,
+            "token_strs": strings,
+        }
+    )
 
 
 def _text_of(tokenizer: Tokenizer, ids: list[int]) -> str:

@@ -121,6 +121,7 @@ def _nested(depth: int) -> Any:
         {"grammar": "start: " + "(" * 3_000 + '"a"' + ")" * 3_000},
         {"grammar": 'start: s\ns: s s s | s s | "a" | "b" | ""'},
         {"grammar": "start: start"},
+        {"grammar": 'root ::= r "b"\nr ::= r? | s\ns ::= "a" ("b")*'},
         {"structural_tag": {"format": {"type": "strange"}}},
         {"structural_tag": {"structures": [{"begin": "a", "end": ""}], "triggers": ["b"]}},
         {"structural_tag": {}},
