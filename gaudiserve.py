@@ -1,11 +1,11 @@
 """The public face: `from gaudiserve import LLM, SamplingParams`. Holds nothing else."""
 
-from config.beams import BeamSearchParams
-from config.pooling import PoolingParams
-from config.sampling import SamplingParams
+from config.params.beam_search import BeamSearchParams
+from config.params.pooling import PoolingParams
+from config.params.sampling import SamplingParams
 from config.version import VERSION as __version__
-from server.llm import LLM
-from server.pooling_results import (
+from server.offline.llm import LLM
+from server.offline.pooling_results import (
     ClassificationOutput,
     ClassificationRequestOutput,
     EmbeddingOutput,
@@ -15,7 +15,7 @@ from server.pooling_results import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from server.results import (
+from server.offline.results import (
     BeamSearchOutput,
     BeamSearchSequence,
     CompletionOutput,
@@ -45,6 +45,6 @@ __all__ = [
 ]
 
 if __name__ == "__main__":
-    from server.cli import main
+    from server.cli.main import main
 
     raise SystemExit(main())

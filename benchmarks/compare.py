@@ -134,7 +134,7 @@ def _load(name: str, port: int, workload: Workload, extra: list[str]) -> dict[st
             [
                 sys.executable,
                 "-m",
-                "server.cli",
+                "server.cli.main",
                 "bench",
                 "serve",
                 f"--base-url=http://127.0.0.1:{port}",

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from cuda_decode import SHAPES, device_name, open_device
 
-from config.sampling import SamplingParams
+from config.params.sampling import SamplingParams
 from gaudiserve import LLM
 
 SIDES = ("gaudiserve", "continuous", "generate")

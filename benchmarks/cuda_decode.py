@@ -22,22 +22,22 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config.model import ModelConfig
+from config.model.model_config import ModelConfig
 from hpu.backends.base import Backend
 from hpu.backends.cpu import CpuBackend
 from hpu.backends.cuda import CudaBackend, missing_cuda
-from hpu.counters import Counters
-from hpu.graphs import Graphs
-from hpu.kv_cache import KVCache, block_bytes
 from hpu.models.decoder import Decoder
-from hpu.models.select import build_model
-from hpu.pending import PendingStep
-from hpu.rows import Rows
-from hpu.runner import Runner
-from hpu.sampler import AnySampler, Sampler
-from hpu.sampler_padded import PaddedSampler
-from hpu.staging import BucketInputs, Staging
-from hpu.step import DECODE, PREFILL, Launch, NewRow, RowSampling, StepPlan, StepResult
+from hpu.models.registry import build_model
+from hpu.profiling.counters import Counters
+from hpu.protocol import DECODE, PREFILL, Launch, NewRow, RowSampling, StepPlan, StepResult
+from hpu.runner.async_output import PendingStep
+from hpu.runner.batch_state import Rows
+from hpu.runner.graph_cache import Graphs
+from hpu.runner.input_buffers import BucketInputs, Staging
+from hpu.runner.kv_cache import KVCache, block_bytes
+from hpu.runner.model_runner import Runner
+from hpu.sampling.sampler import AnySampler, Sampler
+from hpu.sampling.sampler_padded import PaddedSampler
 
 GIB = 1024**3
 WARM_STEPS = 8
@@ -138,7 +138,7 @@ class Decoding:
         num_blocks = num_rows * blocks_a_row
         vocab_size, length = model.config.vocab_size, model.config.max_position
         counters, staging = Counters(), Staging(backend, BucketInputs)
-        # As hpu/build.py chooses.
+        # As hpu/worker/build.py chooses.
         sampler: AnySampler = Sampler(num_rows, vocab_size, backend.device, backend.index_dtype)
         if captures or backend.compiles:
             sampler = PaddedSampler(num_rows, vocab_size, backend)

@@ -5,12 +5,12 @@ import asyncio
 
 from benchmarks.host_rig import make_config
 from benchmarks.null_device import null_engine_command
-from config.sampling import SamplingParams
-from engine.client import ZmqClient
-from engine.launch import launch
-from engine.messages import EngineStats
-from engine.process import front_end_endpoint
-from engine.wire import SocketDirectory, new_token
+from config.params.sampling import SamplingParams
+from engine.client.zmq import ZmqClient
+from engine.process.engine_process import front_end_endpoint
+from engine.process.launcher import launch
+from engine.transport.channels import SocketDirectory, new_token
+from engine.transport.messages import EngineStats
 
 WARM_STEPS = 200
 PROMPT_TOKENS = 128

@@ -15,12 +15,12 @@ import msgspec
 from benchmarks.null_device import NullDevice
 from config.buckets import BucketConfig
 from config.engine import CacheConfig, EngineConfig, ScheduleConfig
-from config.sampling import SamplingParams
-from engine.core import EngineCore
-from engine.loop import EngineLoop, make_table
-from engine.messages import AddRequest, FromEngine, StepTokens
-from engine.prefix import block_hashes
-from hpu.step import FromWorker, StepPlan, StepResult
+from config.params.sampling import SamplingParams
+from engine.core.engine_core import EngineCore
+from engine.core.loop import EngineLoop, make_table
+from engine.kv_cache.prefix_hashes import block_hashes
+from engine.transport.messages import AddRequest, FromEngine, StepTokens
+from hpu.protocol import FromWorker, StepPlan, StepResult
 
 BUDGET = 8192
 """Tokens a step, as a card has."""

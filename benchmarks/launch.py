@@ -32,19 +32,19 @@ from hpu.backends.base import Backend
 from hpu.backends.cuda import CudaBackend, CudaGraph
 from hpu.backends.gaudi import GaudiBackend, HpuGraph
 from hpu.backends.select import select_backend
-from hpu.emulator.device import Device
-from hpu.emulator.graphs import HPUGraph
-from hpu.emulator.queue import PendingWork
-from hpu.emulator.segments import Recipes
-from hpu.emulator.streams import CardEvent
-from hpu.emulator.wrap import GraphedFunction
-from hpu.graphs import Graphs
+from hpu.emulator.card.device import Device
+from hpu.emulator.card.graphs import HPUGraph
+from hpu.emulator.card.queue import PendingWork
+from hpu.emulator.card.segments import Recipes
+from hpu.emulator.card.streams import CardEvent
+from hpu.emulator.vendor.wrap import GraphedFunction
 from hpu.models.decoder import Decoder
-from hpu.pending import PendingStep
-from hpu.rows import Rows
-from hpu.runner import Runner
-from hpu.sampler_padded import PaddedSampler
-from hpu.staging import Inputs, Staging
+from hpu.runner.async_output import PendingStep
+from hpu.runner.batch_state import Rows
+from hpu.runner.graph_cache import Graphs
+from hpu.runner.input_buffers import Inputs, Staging
+from hpu.runner.model_runner import Runner
+from hpu.sampling.sampler_padded import PaddedSampler
 
 LOGIC, GRAPH, CALLS, SAMPLING, REST = "logic", "graph", "calls", "sampling", "rest"
 RUNTIME, COMPUTED, WAITING = "runtime", "computed", "waiting"

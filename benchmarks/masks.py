@@ -18,14 +18,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config.buckets import BucketConfig
 from config.engine import EngineConfig, ScheduleConfig
-from config.grammar import GrammarSpec
-from config.model import read_model_config
-from config.sampling import SamplingParams
-from engine.core import EngineCore
-from engine.grammar import Grammar, Vocabulary
-from engine.messages import AddRequest
-from hpu.buckets import BucketLimits, BucketTable
-from hpu.step import DECODE, Masks, StepPlan, StepResult, WorkerReady
+from config.model.model_config import read_model_config
+from config.params.sampling import SamplingParams
+from config.params.structured_output import GrammarSpec
+from engine.core.engine_core import EngineCore
+from engine.structured_output.grammar import Grammar, Vocabulary
+from engine.transport.messages import AddRequest
+from hpu.bucketing.bucket_table import BucketTable
+from hpu.bucketing.limits import BucketLimits
+from hpu.protocol import DECODE, Masks, StepPlan, StepResult, WorkerReady
 
 FORM = GrammarSpec(
     "json",

@@ -12,14 +12,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config.engine import EngineConfig
-from engine.executors import child
+from engine.executors import worker_main as child
 from engine.executors.base import Executor
 from engine.executors.multiproc import MultiprocExecutor
-from engine.lifeline import read_orders
-from engine.process import EngineOrders
-from engine.process import run as run_engine
-from hpu.buckets import BucketLimits, BucketTable
-from hpu.step import DECODE, Masks, StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
+from engine.process.child_process import read_orders
+from engine.process.engine_process import EngineOrders
+from engine.process.engine_process import run as run_engine
+from hpu.bucketing.bucket_table import BucketTable
+from hpu.bucketing.limits import BucketLimits
+from hpu.protocol import DECODE, Masks, StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
 
 VOCAB_SIZE, END_TOKEN, TOKEN = 50_000, 2, 7
 

@@ -16,12 +16,13 @@ from tokenizers import Tokenizer
 
 from benchmarks.null_device import NullDevice
 from config.engine import EngineConfig
-from config.model import read_model_config
+from config.model.model_config import read_model_config
 from engine.executors.base import Executor
-from engine.lifeline import read_orders
-from engine.process import EngineOrders, run
-from hpu.step import WorkerReady
-from server import cli, frontends
+from engine.process.child_process import read_orders
+from engine.process.engine_process import EngineOrders, run
+from hpu.protocol import WorkerReady
+from server.cli import main as cli
+from server.process import supervisor as frontends
 
 BLOCK_SIZE = 128
 MAX_MODEL_LEN = 131_072

@@ -8,8 +8,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config.model import ModelConfig
-from hpu.model_size import count_parameters
+from config.model.model_config import ModelConfig
+from hpu.model_loader.size_estimate import count_parameters
 
 WIDTH = 2
 """Bytes of a number: bfloat16."""

@@ -1,4 +1,5 @@
-"""BucketConfig: which padded shapes a server prepares. Facts: hpu/buckets.py makes the lists."""
+"""BucketConfig: which padded shapes a server prepares. Facts: hpu/bucketing/bucket_table.py makes
+the lists."""
 
 from dataclasses import dataclass, field
 

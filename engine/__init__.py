@@ -1,0 +1,4 @@
+"""The engine process: scheduling, KV blocks, prefix cache and grammars over token ids.
+
+No text, no HTTP and no tensors.
+"""

@@ -15,13 +15,13 @@ from urllib.request import urlopen
 import pytest
 import yaml
 
-from config.arguments import server_parser
-from config.env import settings
-from config.load import load
-from config.reference import PATH, reference
-from server.bench.options import parser as bench_parser
-from server.buckets_command import parser as buckets_parser
-from server.plan_command import parser as plan_parser
+from config.loading.env import settings
+from config.loading.parser import server_parser
+from config.loading.reference import PATH, reference
+from config.loading.sources import load
+from server.cli.bench.options import parser as bench_parser
+from server.cli.buckets import parser as buckets_parser
+from server.cli.plan import parser as plan_parser
 
 ROOT = Path(__file__).parents[1]
 API = ROOT / "docs" / "api.md"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from config.load import load
-from config.vendor_knobs import knobs
-from server.cli import main
+from config.loading.sources import load
+from config.loading.vendor_knobs import knobs
+from server.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("gaudi*.md")}

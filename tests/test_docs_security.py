@@ -4,11 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from config import fields, gguf_metadata, grammar, safetensors_files
+from config.checkpoint import gguf_metadata, safetensors_files
+from config.model import json_fields as fields
+from config.params import structured_output as grammar
 from config.server import ServerConfig
-from engine import compilation, grammar_bounds
-from server import http_protocol, json_decoder, open_files
-from server.text import isolated_template, renderer, template
+from engine.structured_output import bounds as grammar_bounds
+from engine.structured_output import compilation
+from server.http import json_decoder
+from server.http import protocol as http_protocol
+from server.process import open_files
+from server.text import chat_template as template
+from server.text import isolated_template
+from server.text import template_renderer as renderer
 
 PAGE = (Path(__file__).parents[1] / "docs" / "security.md").read_text(encoding="utf-8")
 DEFAULTS = ServerConfig()

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from hpu.step import Masks, StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
+from hpu.protocol import Masks, StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
 
 IDLE_S = 0.25
 """Without a plan for so long, a worker prepares what is left of its warm-up."""

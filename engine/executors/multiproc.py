@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from config.engine import EngineConfig
 from config.errors import ConfigError, EngineDied, RequestFailed, UserError
-from engine.executors.child import WorkerOrders
-from engine.lifeline import Child
-from engine.wire import Line, Waiter, Wires, endpoint, new_token
-from hpu.step import (
+from engine.executors.worker_main import WorkerOrders
+from engine.process.child_process import Child
+from engine.transport.channels import Line, Waiter, Wires, endpoint, new_token
+from hpu.protocol import (
     WAKE_UP,
     FromWorker,
     Masks,

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 
 from config.engine import EngineConfig
-from config.env import (
+from config.loading.env import (
     chosen_device,
     hpu_environment,
     hpu_mode,
@@ -34,12 +34,12 @@ def make_executor(
         if device == "hpu":
             set_missing(hpu_environment(config))
         set_missing(openmp_environment())
-        from engine.executors.inline import InlineExecutor
+        from engine.executors.inproc import InlineExecutor
 
         return InlineExecutor(config)
 
-    from engine.executors.child import worker_command
     from engine.executors.multiproc import MultiprocExecutor
+    from engine.executors.worker_main import worker_command
 
     return MultiprocExecutor(
         config,

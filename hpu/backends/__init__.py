@@ -1,0 +1,4 @@
+"""Devices: cpu, cuda and gaudi behind one Backend protocol (base.py).
+
+select.py imports only the chosen one.
+"""

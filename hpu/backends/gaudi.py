@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from config.errors import ConfigError
 from config.execution import HPU_GRAPHS, LAZY, TORCH_COMPILE, ExecutionConfig, ModeChoice
 from hpu.backends.gaudi_copies import HostCopies
+from hpu.backends.gaudi_devices import GENERATIONS, has_kernel, release_of
 from hpu.backends.gaudi_group import GaudiGroup, Ranks
-from hpu.devices import GENERATIONS, has_kernel, release_of
-from hpu.memory import GIB
+from hpu.doctor.machine import distribution_version
+from hpu.doctor.software import RUNTIME_DISTRIBUTION
 from hpu.ops.kernels import Kernels
-from hpu.preflight_machine import distribution_version
-from hpu.preflight_software import RUNTIME_DISTRIBUTION
+from hpu.worker.memory import GIB
 
 logger = logging.getLogger(__name__)
 

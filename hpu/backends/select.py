@@ -1,7 +1,7 @@
 """Device name to Backend. Imports only the chosen one, so that what is not used is not loaded."""
 
-from config import env
 from config.engine import EngineConfig
+from config.loading import env
 from hpu.backends.base import Backend
 
 
@@ -28,10 +28,10 @@ def select_backend(config: EngineConfig) -> Backend:
 
 
 def _gaudi(config: EngineConfig) -> Backend:
-    from hpu.preflight import check_start
-    from hpu.preflight_errors import explain
-    from hpu.preflight_machine import Machine
-    from hpu.preflight_software import driver_version
+    from hpu.doctor.errors import explain
+    from hpu.doctor.machine import Machine
+    from hpu.doctor.preflight import check_start
+    from hpu.doctor.software import driver_version
 
     machine = Machine(environment=env.environment())
     check_start(machine)

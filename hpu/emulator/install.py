@@ -15,16 +15,16 @@ import torch
 from torch.library import Library
 
 from config.errors import ConfigError
-from hpu.emulator import collectives
-from hpu.emulator.compiled import patched_compile
-from hpu.emulator.device import Device
-from hpu.emulator.journal import Journal
-from hpu.emulator.memory import Memory
-from hpu.emulator.oplib import define_ops
-from hpu.emulator.rules import WHOLE
+from hpu.emulator.card.device import Device
+from hpu.emulator.card.journal import Journal
+from hpu.emulator.card.memory import Memory
+from hpu.emulator.card.rules import WHOLE
+from hpu.emulator.card.tensor import DEVICE, is_hpu, with_index
+from hpu.emulator.ops.oplib import define_ops
 from hpu.emulator.settings import EmulatorConfig, RuntimeVariables
-from hpu.emulator.tensor import DEVICE, is_hpu, with_index
-from hpu.emulator.vendor import ROOT, StandIn, bind_to_torch, make_modules
+from hpu.emulator.vendor import collectives
+from hpu.emulator.vendor.compiled import patched_compile
+from hpu.emulator.vendor.modules import ROOT, StandIn, bind_to_torch, make_modules
 
 
 class Emulator:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from config.errors import ConfigError, GaudiserveError
-from hpu.devices import GENERATIONS
+from hpu.backends.gaudi_devices import GENERATIONS
 
 
 class Misuse(GaudiserveError):

@@ -1,0 +1,4 @@
+"""Layers of the models: linear, embedding, attention and its metadata.
+
+No back end and no kernel library.
+"""

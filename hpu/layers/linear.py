@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hpu.layers.quantized import Quantized, torchs_product
+from hpu.quantization.quantized import Quantized, torchs_product
 
 Packer = Callable[[Tensor | Quantized, Tensor | None], Callable[[Tensor], Tensor]]
 """(weight, bias) to the product with both."""

@@ -1,0 +1,1 @@
+"""Model definitions, and the registry from architecture name to class."""

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from config.model import ModelConfig
+from config.model.model_config import ModelConfig
 from hpu.layers.attention import Attention, HeadNorm, HeadShape
 from hpu.layers.context import DecodeContext, LaunchContext, PrefillContext
 from hpu.layers.embedding import Embedding
 from hpu.layers.launch_plan import Windows, plan_launch
 from hpu.layers.linear import Linear, can_pack, multiplications
+from hpu.model_loader.weight_map import Place, parts, whole
 from hpu.models.layer import MLP, Layer, Norm
-from hpu.models.places import Place, parts, whole
 from hpu.native.decoder import EndWeights, NativeDecoder, Sizes
 from hpu.native.library import Library, PackedLinear, packer
 from hpu.ops.kernels import Kernels
@@ -54,7 +54,8 @@ def layer_windows(config: ModelConfig) -> Windows:
 
 
 class Decoder(nn.Module):
-    """A dense decoder. Parameters are allocated, not filled: hpu/loader.py does that."""
+    """A dense decoder. Parameters are allocated, not filled: hpu/model_loader/loader.py does
+    that."""
 
     def __init__(
         self,

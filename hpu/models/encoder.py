@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from config.encoder import DISTIL_BERT
-from config.model import ModelConfig
+from config.model.encoder import DISTIL_BERT
+from config.model.model_config import ModelConfig
 from hpu.layers.attention import Attention, HeadShape
 from hpu.layers.context import LaunchContext, TextContext
 from hpu.layers.embedding import Embedding
 from hpu.layers.launch_plan import LaunchPlan, Windows, plan_texts
 from hpu.layers.linear import Linear, can_pack, multiplications
+from hpu.model_loader.weight_map import Place, parts, whole
 from hpu.models.layer import activation_named
-from hpu.models.places import Place, parts, whole
 from hpu.native.library import Library, packer
 from hpu.ops.kernels import Kernels
 
@@ -106,7 +106,7 @@ class EncoderLayer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """An encoder. Parameters are allocated, not filled: hpu/loader.py does that."""
+    """An encoder. Parameters are allocated, not filled: hpu/model_loader/loader.py does that."""
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()

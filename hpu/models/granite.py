@@ -1,6 +1,6 @@
 """Granite 3: a Llama with four multipliers (embeddings, attention, residual, logits)."""
 
-from config.model import ModelConfig
+from config.model.model_config import ModelConfig
 from hpu.models.decoder import DecoderSpec, layer_windows
 
 

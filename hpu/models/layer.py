@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from config.errors import ConfigError
-from config.fields import shown
+from config.model.json_fields import shown
 from hpu.layers.attention import Attention, HeadNorm
 from hpu.layers.launch_plan import LaunchPlan, Windows
 from hpu.layers.linear import Linear

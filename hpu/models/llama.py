@@ -1,7 +1,7 @@
 """Llama 2 and 3, and Mistral: the plain decoder, with biases and windows where the checkpoint has
 them. Knows no tensors."""
 
-from config.model import ModelConfig
+from config.model.model_config import ModelConfig
 from hpu.models.decoder import DecoderSpec, layer_windows
 
 

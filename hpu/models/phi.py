@@ -1,6 +1,6 @@
 """Phi 3 and 4-mini: merged weights in the checkpoint, and only a part of each head rotated."""
 
-from config.model import ModelConfig
+from config.model.model_config import ModelConfig
 from hpu.models.decoder import DecoderSpec, layer_windows
 
 

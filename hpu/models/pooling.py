@@ -6,16 +6,16 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from config.model import ModelConfig
-from config.pooler import PoolerConfig
-from hpu.kept_weights import Kept, put_back
+from config.model.model_config import ModelConfig
+from config.model.pooler import PoolerConfig
 from hpu.layers.linear import Linear
-from hpu.loader import load_weights
+from hpu.model_loader.loader import load_weights
+from hpu.model_loader.weight_map import Place, parts
 from hpu.models.decoder import Decoder
 from hpu.models.encoder import Encoder
-from hpu.models.places import Place, parts
-from hpu.models.select import build_body
-from hpu.pooler import Pooler
+from hpu.models.pooler import Pooler
+from hpu.models.registry import build_body
+from hpu.worker.offloaded_weights import Kept, put_back
 
 
 @dataclass(frozen=True, slots=True)

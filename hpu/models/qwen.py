@@ -1,6 +1,6 @@
 """Qwen 2, 2.5 and 3: biases on queries, keys and values; from 3 on norms on queries and keys."""
 
-from config.model import ModelConfig
+from config.model.model_config import ModelConfig
 from hpu.models.decoder import DecoderSpec, layer_windows
 
 

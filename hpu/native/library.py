@@ -17,11 +17,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from config.env import cache_home
+from config.loading.env import cache_home
 from hpu.backends.host import cpu_flags
-from hpu.layers.quantized import Quantized
 from hpu.native.pages import HugePages
 from hpu.native.quantized import INT8_ROWS, PANEL, kind_of, panels
+from hpu.quantization.quantized import Quantized
 
 logger = logging.getLogger(__name__)
 

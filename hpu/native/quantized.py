@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hpu.layers.quantized import GROUP, Quantized
+from hpu.quantization.quantized import GROUP, Quantized
 
 PANEL = 16
 """Outputs that lie side by side."""

@@ -1,0 +1,1 @@
+"""Operators as plain tensor maths, and each device's fused kernels behind `Kernels`."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from config.errors import ConfigError
-from config.fields import shown
-from config.model import ModelConfig, RopeScaling
+from config.model.json_fields import shown
+from config.model.model_config import ModelConfig, RopeScaling
 from hpu.ops.kernels import Kernels
 
 

@@ -1,0 +1,1 @@
+"""The Messages API: its routes, bodies and answers, over the chat pipeline."""

@@ -7,15 +7,15 @@ from typing import Any
 import msgspec
 from pydantic_core import from_json
 
-from server.anthropic.faults import error_object
-from server.choices import Gathered
-from server.errors import Fault
-from server.generate import Delta
-from server.job import Job
+from server.anthropic.errors import error_object
+from server.generation.answer_parser import Piece
+from server.generation.job import Job
+from server.generation.pipeline import Delta
+from server.http.errors import Fault
+from server.http.sse import named_frame
+from server.openai.choices import Gathered
 from server.parsers.base import CallArguments, CallBegun, CallBroken, Event, Text
-from server.parsers.json_text import object_of
-from server.reading import Piece
-from server.streaming import named_frame
+from server.parsers.json_stream import object_of
 
 Block = dict[str, Any]
 

@@ -5,10 +5,10 @@ import re
 from dataclasses import dataclass
 
 from server.parsers.base import Event, Output, Tools
-from server.parsers.calls import MAX_NAME_CHARACTERS, checked_name
-from server.parsers.json_calls import NOTHING
-from server.parsers.json_text import read_value
-from server.parsers.source import Reader, Sink, Source, Steps, Unreadable
+from server.parsers.json_stream import read_value
+from server.parsers.text_stream import Reader, Sink, Source, Steps, Unreadable
+from server.parsers.tool.base import MAX_NAME_CHARACTERS, checked_name
+from server.parsers.tool.json import NOTHING
 
 MAX_HEADER_CHARACTERS = 512
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"

@@ -3,7 +3,7 @@
 import codecs
 from typing import Protocol
 
-from server.text.pieces import PieceTable
+from server.text.token_bytes import PieceTable
 from server.text.tokenizer import MAX_CHARACTER_BYTES, Tokenizer
 
 REPLACEMENT = "\ufffd".encode()

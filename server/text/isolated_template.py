@@ -1,13 +1,14 @@
-"""Renders, in a disposable process, templates that requests bring: see engine/isolation.py."""
+"""Renders, in a disposable process, templates that requests bring: see
+engine/process/isolation.py."""
 
 import json
 from collections.abc import Mapping
 from typing import Any
 
 from config.errors import UserError
-from engine.isolation import Call, ForkServer, Limits
-from server.text.controls import ControlMarker
-from server.text.renderer import MAX_CHARACTERS, Conversation, Renderer, TextTooLong
+from engine.process.isolation import Call, ForkServer, Limits
+from server.text.control_tokens import ControlMarker
+from server.text.template_renderer import MAX_CHARACTERS, Conversation, Renderer, TextTooLong
 
 LIMITS = Limits(cpu_s=1.0, wall_s=1.5, memory_bytes=256 * 2**20, stack_bytes=8 * 2**20)
 """A template takes a millisecond; a refusal must come within 2 s."""

@@ -11,21 +11,28 @@ from typing import TypeVar
 from tokenizers import Encoding
 from tokenizers import Tokenizer as Encoder
 
-from config.env import cache_home
 from config.errors import Overloaded, UserError
-from server.text.controls import ControlTexts
-from server.text.cover import cover_of
-from server.text.files import TextFiles, read_text_files
-from server.text.inputs import InputRule, InputTokens, InputTooLong, Text, batches, encode_inputs
-from server.text.inputs import num_characters as length_of
-from server.text.parts import (
+from config.loading.env import cache_home
+from server.text.control_tokens import ControlTexts
+from server.text.length_bounds import cover_of
+from server.text.long_texts import (
     SPARE_TOKENS,
     max_characters,
     read_part,
     usual_characters,
     without_lone_surrogates,
 )
-from server.text.pieces import PieceRule, PieceTable, piece_rule
+from server.text.pooling_inputs import (
+    InputRule,
+    InputTokens,
+    InputTooLong,
+    Text,
+    batches,
+    encode_inputs,
+)
+from server.text.pooling_inputs import num_characters as length_of
+from server.text.token_bytes import PieceRule, PieceTable, piece_rule
+from server.text.tokenizer_files import TextFiles, read_text_files
 
 INLINE_CHARACTERS = 2_000
 """Encoded where it is called: at 0.3 us a character, under a millisecond."""

@@ -27,10 +27,10 @@ def restored() -> Iterator[None]:
 def test_role_rank_and_logger_stand_in_each_line(capsys: pytest.CaptureFixture[str]) -> None:
     log.setup("worker", rank=3)
 
-    logging.getLogger("hpu.worker").info("loaded %d blocks", 7)
+    logging.getLogger("hpu.worker.worker").info("loaded %d blocks", 7)
 
     line = capsys.readouterr().err.strip()
-    assert line.endswith("INFO    worker 3 hpu.worker: loaded 7 blocks")
+    assert line.endswith("INFO    worker 3 hpu.worker.worker: loaded 7 blocks")
 
 
 def test_a_second_setup_replaces_the_first(capsys: pytest.CaptureFixture[str]) -> None:

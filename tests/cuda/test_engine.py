@@ -12,8 +12,8 @@ import pytest
 import torch
 from tiny_models import FAMILIES, make_tiny
 
-from config.sampling import SamplingParams
-from engine.messages import EngineStats
+from config.params.sampling import SamplingParams
+from engine.transport.messages import EngineStats
 from gaudiserve import LLM, RequestOutput
 
 pytestmark = [

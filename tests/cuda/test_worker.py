@@ -13,7 +13,7 @@ from tiny_models import make_tiny
 from worker_rig import WorkerRig
 
 from config.buckets import BucketConfig, Range
-from hpu.step import RowSampling, StepResult
+from hpu.protocol import RowSampling, StepResult
 
 pytestmark = [
     pytest.mark.cuda,

@@ -84,7 +84,9 @@ def test_an_attack_is_refused_soon_and_disturbs_nobody(attacked: LiveServer, nam
 def test_the_processes_that_isolate_may_die_and_no_request_notices(attacked: LiveServer) -> None:
     formed = {"prompt": "a", "max_tokens": 2, "structured_outputs": {"regex": "[bc]+"}}
     rendered = {"messages": MESSAGES, "max_tokens": 1, "chat_template": "y"}
-    isolating = [pid for pid in children_of(attacked.pid) if "engine.isolation" in command_of(pid)]
+    isolating = [
+        pid for pid in children_of(attacked.pid) if "engine.process.isolation" in command_of(pid)
+    ]
 
     for pid in isolating:
         os.kill(pid, signal.SIGKILL)

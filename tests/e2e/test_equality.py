@@ -14,11 +14,11 @@ from releases import transformers_before
 from tiny_models import FAMILIES, make_tiny
 from transformers import AutoModelForCausalLM
 
-from config.load import from_keywords
-from config.sampling import SamplingParams
-from engine.client import Mailbox
-from engine.inline import InlineClient
-from engine.messages import EngineStats
+from config.loading.sources import from_keywords
+from config.params.sampling import SamplingParams
+from engine.client.inproc import InlineClient
+from engine.client.zmq import Mailbox
+from engine.transport.messages import EngineStats
 from gaudiserve import LLM, RequestOutput
 
 NEW_TOKENS = 64

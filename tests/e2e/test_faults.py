@@ -93,7 +93,10 @@ def test_a_killed_worker_ends_the_daemon_too(tiny_model: str, tmp_path: Path) ->
         family = children_of(live.pid)
         assert len(family) >= 2
 
-        os.kill(workers_of(live.find("engine.process"))[-1], signal.SIGKILL)
+        os.kill(
+            workers_of(live.find("engine.process.engine_process"))[-1],
+            signal.SIGKILL,
+        )
 
         stream.join(5)
         assert not stream.is_alive()

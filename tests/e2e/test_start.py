@@ -14,7 +14,7 @@ import pytest
 from live import LiveServer, children_of
 from tiny_gguf import write_gguf
 
-from config.checkpoint import resolve
+from config.checkpoint.resolve import resolve
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 

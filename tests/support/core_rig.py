@@ -9,13 +9,14 @@ from slow_model import Ledger, expected_output, hashed_token, raw
 from config.buckets import BucketConfig
 from config.engine import CacheConfig, EngineConfig, ScheduleConfig
 from config.execution import ExecutionConfig, WarmupConfig
-from config.sampling import SamplingParams
-from engine.core import EngineCore
-from engine.grammar import Grammar
-from engine.messages import AddRequest, StepTokens
-from engine.prefix import block_hashes
-from hpu.buckets import BucketLimits, BucketTable
-from hpu.step import PREFILL, StepPlan
+from config.params.sampling import SamplingParams
+from engine.core.engine_core import EngineCore
+from engine.kv_cache.prefix_hashes import block_hashes
+from engine.structured_output.grammar import Grammar
+from engine.transport.messages import AddRequest, StepTokens
+from hpu.bucketing.bucket_table import BucketTable
+from hpu.bucketing.limits import BucketLimits
+from hpu.protocol import PREFILL, StepPlan
 
 MAX_TURNS = 5000
 

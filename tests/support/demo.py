@@ -7,8 +7,8 @@ import gguf
 import pytest
 from gguf import GGUFReader
 
-from config.checkpoint import resolve
-from config.demo import fetch_demo
+from config.checkpoint.demo import fetch_demo
+from config.checkpoint.resolve import resolve
 from config.errors import ConfigError
 
 

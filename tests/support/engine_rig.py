@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator
 from counting_worker import counting_command
 
 from config.engine import EngineConfig, ScheduleConfig
-from config.sampling import SamplingParams
-from engine.client import EngineClient, Mailbox, ZmqClient
-from engine.launch import EngineProcess, launch
-from engine.messages import Finish
-from engine.process import front_end_endpoint
-from engine.wire import SocketDirectory
+from config.params.sampling import SamplingParams
+from engine.client.zmq import EngineClient, Mailbox, ZmqClient
+from engine.process.engine_process import front_end_endpoint
+from engine.process.launcher import EngineProcess, launch
+from engine.transport.channels import SocketDirectory
+from engine.transport.messages import Finish
 
 TOKEN = "the launcher's"
 

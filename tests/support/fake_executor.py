@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from hpu.buckets import BucketTable
-from hpu.step import (
+from hpu.bucketing.bucket_table import BucketTable
+from hpu.protocol import (
     PREFILL,
     SLEEP,
     Launch,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpu.preflight_machine import Machine
+from hpu.doctor.machine import Machine
 
 MODULES = ("habanalabs", "habanalabs_cn", "habanalabs_ib", "habanalabs_en")
 VENDOR_TORCH = "2.7.1+git1234567"

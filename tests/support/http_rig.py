@@ -14,13 +14,13 @@ from scripted_client import ScriptedBox, ScriptedClient, columns, ready
 from starlette.types import ASGIApp
 
 from config.server import ServerConfig
-from server.app import create_app
-from server.frontend import Uvicorn, uvicorn_config
-from server.metrics import Metrics
-from server.state import AppState
-from server.text.files import TextFiles
-from server.text.template import ChatTemplate
+from server.http.app import create_app
+from server.http.state import AppState
+from server.metrics.registry import Metrics
+from server.process.api_server import Uvicorn, uvicorn_config
+from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import Tokenizer
+from server.text.tokenizer_files import TextFiles
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

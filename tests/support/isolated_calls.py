@@ -1,4 +1,4 @@
-"""Calls for the tests of engine/isolation.py: each payload says what the call is to do."""
+"""Calls for the tests of engine/process/isolation.py: each payload says what the call is to do."""
 
 import ctypes
 import os

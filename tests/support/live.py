@@ -58,7 +58,9 @@ def command_of(pid: int) -> str:
 
 def workers_of(pid: int) -> list[int]:
     """Living descendants but those that isolate third-party code."""
-    return [child for child in children_of(pid) if "engine.isolation" not in command_of(child)]
+    return [
+        child for child in children_of(pid) if "engine.process.isolation" not in command_of(child)
+    ]
 
 
 class LiveServer:

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from config.model import read_model_config
+from config.model.model_config import read_model_config
 from hpu.layers.context import DecodeContext, PrefillContext
-from hpu.loader import load_weights
+from hpu.model_loader.loader import load_weights
 from hpu.models.decoder import Decoder
-from hpu.models.select import build_model
+from hpu.models.registry import build_model
 
 
 def load_decoder(

@@ -6,8 +6,8 @@ from typing import Any
 
 from server.parsers.answer import AnswerParser
 from server.parsers.base import CallArguments, CallBegun, CallBroken, Event, Parser, Text, Thought
-from server.parsers.calls import CallParser
-from server.parsers.select import FAMILIES
+from server.parsers.registry import FAMILIES
+from server.parsers.tool.base import CallParser
 
 WEATHER = {
     "type": "object",

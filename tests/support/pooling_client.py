@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from scripted_client import ScriptedBox, ScriptedClient, ready
 
-from config.pooling import CLASSIFY, EMBED, SCORE, TOKEN_EMBED, PoolingFacts, PoolingParams
+from config.params.pooling import CLASSIFY, EMBED, SCORE, TOKEN_EMBED, PoolingFacts, PoolingParams
 
 Vectors = npt.NDArray[np.float32]
 

@@ -13,13 +13,14 @@ from slow_model import raw
 from config.buckets import BucketConfig
 from config.engine import EngineConfig, ScheduleConfig
 from config.execution import WarmupConfig
-from config.pooling import PoolingFacts, PoolingParams
-from config.sampling import SamplingParams
-from engine.core import EngineCore
-from engine.loop import make_table
-from engine.messages import AddRequest, Finish
-from hpu.buckets import BucketLimits, BucketTable
-from hpu.step import PREFILL, StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
+from config.params.pooling import PoolingFacts, PoolingParams
+from config.params.sampling import SamplingParams
+from engine.core.engine_core import EngineCore
+from engine.core.loop import make_table
+from engine.transport.messages import AddRequest, Finish
+from hpu.bucketing.bucket_table import BucketTable
+from hpu.bucketing.limits import BucketLimits
+from hpu.protocol import PREFILL, StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
 
 FACTS = PoolingFacts(
     tasks=("embed", "token_embed"), width=3, token_width=3, normalizes=True, dimensions=(2,)

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from hpu.step import RowSampling
+from hpu.protocol import RowSampling
 
 WORD_TOKENS = 4
 """Bad words are made of the first few tokens, so that their prefixes do come up."""

@@ -6,7 +6,7 @@ from typing import Any
 from tiny_models import EOS
 from tokenizers import Tokenizer
 
-from engine.grammar import Guide
+from engine.structured_output.grammar import Guide
 
 BY_HAND: list[Any] = [
     {"type": "object"},

@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from config.errors import EngineDied, Overloaded
-from config.pooling import PoolingFacts, PoolingParams
-from config.sampling import SamplingParams
-from engine.client import UNASKED, Update
-from engine.messages import EngineStats, Finish, Progress, Ready
-from hpu.step import Logprobs
+from config.params.pooling import PoolingFacts, PoolingParams
+from config.params.sampling import SamplingParams
+from engine.client.zmq import UNASKED, Update
+from engine.transport.messages import EngineStats, Finish, Progress, Ready
+from hpu.protocol import Logprobs
 
 
 def ready(

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 from fake_executor import NextToken, fingerprint
 
-from config.sampling import SamplingParams
-from engine.grammar import Grammar, Guide
-from engine.messages import Finish, StepTokens
-from hpu.step import RowSampling, WorkerReady
+from config.params.sampling import SamplingParams
+from engine.structured_output.grammar import Grammar, Guide
+from engine.transport.messages import Finish, StepTokens
+from hpu.protocol import RowSampling, WorkerReady
 
 
 def raw(tokens: list[int]) -> memoryview:

@@ -3,8 +3,8 @@
 import numpy as np
 import numpy.typing as npt
 
-from hpu.random_stream import uniforms
-from hpu.step import RowSampling
+from hpu.protocol import RowSampling
+from hpu.sampling.rng import uniforms
 
 Row = npt.NDArray[np.float64]
 

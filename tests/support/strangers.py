@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from engine.messages import Failed, Hello
+from engine.transport.messages import Failed, Hello
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"PLAIN".ljust(20, b"\0") + bytes(32)
 """Of ZMTP 3.0, as a client's; then commands follow."""

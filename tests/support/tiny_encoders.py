@@ -13,8 +13,8 @@ from tiny_models import COMMON, FAMILIES, PAD, VOCAB_SIZE, write_tokenizer
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from config.engine import CacheConfig, EngineConfig, ScheduleConfig
-from hpu.step import PREFILL, Launch, StepPlan, Text
-from hpu.worker import Worker
+from hpu.protocol import PREFILL, Launch, StepPlan, Text
+from hpu.worker.worker import Worker
 
 Vectors = npt.NDArray[np.float32]
 

@@ -1,8 +1,9 @@
-"""Compiles grammars in a fork as engine/compilation.py does, without bounds on schemas."""
+"""Compiles grammars in a fork as engine/structured_output/compilation.py does, without bounds on
+schemas."""
 
 from collections.abc import Callable
 
-from engine import compilation, json_schema
+from engine.structured_output import compilation, json_schema
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:

@@ -3,8 +3,8 @@
 import torch
 
 from config.engine import EngineConfig
-from engine.executors.inline import InlineExecutor
-from hpu.step import StepPlan
+from engine.executors.inproc import InlineExecutor
+from hpu.protocol import StepPlan
 
 WATCHED = ("compilations", "captures", "fallbacks", "host_sync", "ungraphed")
 """What a card's journal counts, and no request may cause."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from config.buckets import BucketConfig
 from config.engine import CacheConfig, EngineConfig, ScheduleConfig
-from hpu.step import (
+from hpu.protocol import (
     DECODE,
     PREFILL,
     Launch,
@@ -21,7 +21,7 @@ from hpu.step import (
     StepResult,
     WarmupProgress,
 )
-from hpu.worker import Worker
+from hpu.worker.worker import Worker
 
 GREEDY = RowSampling(temperature=0.0)
 BLOCK_SIZE = 8

@@ -15,15 +15,15 @@ from torch.utils._pytree import tree_leaves
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
-from config.model import ModelConfig
+from config.model.model_config import ModelConfig
 from hpu.backends.cuda import missing_cuda
 from hpu.backends.select import select_backend
 from hpu.layers.context import DecodeContext, LaunchContext, PrefillContext
-from hpu.logprobs import prompt_logprobs
-from hpu.models.select import build_model
+from hpu.models.registry import build_model
 from hpu.ops.cuda import CudaKernels
-from hpu.sampler import Sampler
-from hpu.step import RowSampling
+from hpu.protocol import RowSampling
+from hpu.sampling.logprobs import prompt_logprobs
+from hpu.sampling.sampler import Sampler
 
 META = torch.device("meta")
 """A device whose numbers nobody can read: whatever depends on one raises."""

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 from config.engine import EngineConfig
-from config.env import hpu_mode
 from config.errors import ConfigError
 from config.execution import ExecutionConfig
+from config.loading.env import hpu_mode
 from hpu.backends.gaudi import GaudiBackend
 from hpu.backends.gaudi_group import Ranks
 from hpu.emulator.install import install

@@ -6,8 +6,8 @@ import torch
 
 from benchmarks.launch import OURS, measure, open_device
 from benchmarks.stopwatch import Stopwatch
-from hpu.emulator.graphs import HPUGraph
-from hpu.runner import Runner
+from hpu.emulator.card.graphs import HPUGraph
+from hpu.runner.model_runner import Runner
 
 
 class Dinner:

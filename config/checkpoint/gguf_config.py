@@ -1,0 +1,230 @@
+"""config.json and generation_config.json from a GGUF file's metadata. Knows no tensors' contents,
+but for the few that stand for settings (rope factors)."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from config.checkpoint.gguf_metadata import GgufFile
+from config.errors import ConfigError
+from config.model.json_fields import shown
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+}
+
+MAX_FACTORS = 2**16
+"""Of rope, one for each frequency: half the width of a head."""
+
+# Ends of a turn that files declare as tokens, but not always as end tokens.
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
+_CONTROL = 3
+
+
+def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
+    """The config.json of `file`, whose weights are stored as `dtype`.
+
+    ConfigError for an architecture that is not in ARCHITECTURES, or a field that is missing.
+    """
+    if file.architecture not in ARCHITECTURES:
+        raise ConfigError(
+            f"{file.path} holds the architecture {shown(file.architecture)}, "
+            f"it must be one of {', '.join(ARCHITECTURES)}"
+        )
+    heads = file.count("attention.head_count")
+    hidden = file.count("embedding_length")
+    rope_dims = file.get("rope.dimension_count", int)
+    model_type = _model_type(file)
+    head_dim = file.get("attention.key_length", int) or _head_dim(
+        model_type, hidden, heads, rope_dims
+    )
+    theta = file.get("rope.freq_base", float)
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[model_type]],
+        "model_type": model_type,
+        "vocab_size": _vocab_size(file),
+        "hidden_size": hidden,
+        "intermediate_size": file.count("feed_forward_length"),
+        "num_hidden_layers": file.count("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": file.count("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": file.count("context_length"),
+        "rms_norm_eps": _need_number(file, "attention.layer_norm_rms_epsilon"),
+        "hidden_act": "silu",
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "torch_dtype": dtype,
+        "rope_theta": 10000.0 if theta is None else theta,
+    }
+    if "blk.0.attn_q.bias" in file.tensors and model_type != "qwen2":
+        config["attention_bias"] = True
+    if "blk.0.ffn_gate.bias" in file.tensors:
+        config["mlp_bias"] = True
+    if rope_dims is not None and rope_dims < head_dim:
+        config["partial_rotary_factor"] = rope_dims / head_dim
+    if window := file.get("attention.sliding_window", int):
+        config["sliding_window"] = window
+    if (scaling := _rope_scaling(file, config)) is not None:
+        config["rope_scaling"] = scaling
+    config.update(_multipliers(file))
+    config.update(_special_ids(file))
+    return config
+
+
+def generation_config(file: GgufFile) -> dict[str, Any]:
+    """The generation_config.json of `file`: where an answer ends."""
+    ids = _special_ids(file)
+    names = ("eos", "eot", "eom")
+    ends = [file.value(f"tokenizer.ggml.{name}_token_id", int) for name in names]
+    tokens = file.values("tokenizer.ggml.tokens", str) or []
+    kinds = file.values("tokenizer.ggml.token_type", int) or []
+    ends += [
+        number
+        for number, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
+        if kind == _CONTROL and token in _TURN_ENDS
+    ]
+    ids["eos_token_id"] = list(dict.fromkeys(end for end in ends if end is not None))
+    return ids
+
+
+def _model_type(file: GgufFile) -> str:
+    """Mistral's files call themselves llama; one that has a window can only be its kind."""
+    window = file.get("attention.sliding_window", int)
+    return "mistral" if file.architecture == "llama" and window else file.architecture
+
+
+def _head_dim(model_type: str, hidden: int, heads: int, rope_dims: int | None) -> int:
+    # Only in these families do all dimensions of a head turn.
+    if rope_dims is not None and model_type in ("llama", "mistral"):
+        return rope_dims
+    return hidden // heads
+
+
+def _vocab_size(file: GgufFile) -> int:
+    if "token_embd.weight" not in file.tensors:
+        raise ConfigError(f"{file.path} has no tensor token_embd.weight")
+    shape = file.tensors["token_embd.weight"].shape
+    if len(shape) != 2:
+        raise ConfigError(f"token_embd.weight in {file.path} has {len(shape)} dimensions, not 2")
+    return shape[1]
+
+
+def _need_number(file: GgufFile, name: str) -> float:
+    found = file.get(name, float)
+    if found is None:
+        raise ConfigError(f"{file.path} has no {file.architecture}.{name} in its metadata")
+    return found
+
+
+def _multipliers(file: GgufFile) -> dict[str, float]:
+    names = {
+        "embedding_scale": "embedding_multiplier",
+        "attention.scale": "attention_multiplier",
+        "residual_scale": "residual_multiplier",
+        "logit_scale": "logits_scaling",
+    }
+    found = {ours: file.get(name, float) for name, ours in names.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _special_ids(file: GgufFile) -> dict[str, Any]:
+    names = {"bos": "bos", "eos": "eos", "padding": "pad"}
+    found = {
+        f"{ours}_token_id": file.value(f"tokenizer.ggml.{name}_token_id", int)
+        for name, ours in names.items()
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _rope_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any] | None:
+    if "rope_factors_long.weight" in file.tensors:
+        return _longrope(file, config)
+    if "rope_freqs.weight" in file.tensors:
+        return _llama3(file, config)
+    kind = file.get("rope.scaling.type", str) or "none"
+    factor = file.get("rope.scaling.factor", float) or file.get("rope.scale_linear", float)
+    if kind == "none" and factor not in (None, 1.0):
+        kind = "linear"
+    if kind == "none" or (kind == "linear" and factor is None):
+        return None
+    if kind not in ("linear", "yarn") or factor is None:
+        raise ConfigError(
+            f"{file.path} scales rope by {shown(kind)} with factor {factor}, "
+            "it must be linear or yarn with a factor"
+        )
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        if original := file.get("rope.scaling.original_context_length", int):
+            scaling["original_max_position_embeddings"] = original
+        for name in ("beta_fast", "beta_slow"):
+            if (value := file.get(f"rope.scaling.yarn_{name}", float)) is not None:
+                scaling[name] = value
+    return scaling
+
+
+def _factors(file: GgufFile, name: str) -> list[float]:
+    tensor = file.tensors.get(name)
+    if tensor is None:
+        raise ConfigError(f"{file.path} has no tensor {name}")
+    if len(tensor.shape) != 1 or tensor.n_elements > MAX_FACTORS:
+        raise ConfigError(
+            f"{name} in {file.path} has the shape {shown(tensor.shape)}, it must be one row of at "
+            f"most {MAX_FACTORS} numbers"
+        )
+    values: list[float] = np.asarray(tensor.data, dtype=np.float32).tolist()
+    # NaN is neither.
+    if not all(0 < value < math.inf for value in values):
+        raise ConfigError(f"{name} in {file.path} must hold finite numbers above 0 only")
+    return values
+
+
+def _longrope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    scaling: dict[str, Any] = {
+        "rope_type": "longrope",
+        "short_factor": _factors(file, "rope_factors_short.weight"),
+        "long_factor": _factors(file, "rope_factors_long.weight"),
+    }
+    if original := file.get("rope.scaling.original_context_length", int):
+        config["original_max_position_embeddings"] = original
+        scaling["original_max_position_embeddings"] = original
+        scaling["factor"] = config["max_position_embeddings"] / original
+    if attention := file.get("rope.scaling.attn_factor", float):
+        scaling["attention_factor"] = attention
+    return scaling
+
+
+def _llama3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any] | None:
+    """The settings behind Llama 3's stored factors.
+
+    A file keeps only the outcome, one factor for each frequency; all published models share
+    everything but the largest factor, so the rest is assumed and then checked against the file.
+    """
+    stored = _factors(file, "rope_freqs.weight")
+    largest = max(stored)
+    if largest == min(stored) == 1.0:
+        return None
+    low, high, original = 1.0, 4.0, 8192
+    dims = 2 * len(stored)
+    for index, factor in enumerate(stored):
+        wavelength = 2 * math.pi * config["rope_theta"] ** (2 * index / dims)
+        smooth = (original / wavelength - low) / (high - low)
+        smooth = min(1.0, max(0.0, smooth))
+        expected = 1 / ((1 - smooth) / largest + smooth)
+        if not math.isclose(factor, expected, rel_tol=1e-3):
+            raise ConfigError(
+                f"{file.path} scales rope frequency {index} by {factor:.4f}, Llama 3 with factor "
+                f"{largest:g} scales it by {expected:.4f}; use the Hugging Face checkpoint instead"
+            )
+    return {
+        "rope_type": "llama3",
+        "factor": largest,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }

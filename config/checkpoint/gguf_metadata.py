@@ -1,0 +1,282 @@
+"""A GGUF file's metadata and tensor directory, with every count held to the bytes that are there.
+Knows no model family. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md"""
+
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from config.errors import ConfigError
+from config.model.json_fields import MAX_COUNT, shown
+
+MAX_METADATA_BYTES = 128 * 2**20
+MAX_ELEMENTS = 2**21
+"""Of all arrays in one file. A vocabulary of 262,144 tokens has 1.3 million: texts, types, scores
+and merges."""
+MAX_KEYS = 2**16
+MAX_TENSORS = 2**17
+MAX_DIMENSIONS = 4
+
+_VERSIONS = (2, 3)
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
+_SCALARS[12] = "d"
+_STRING, _ARRAY = 8, 9
+_ALIGNMENT = 32
+_NUMBER_TYPES = {
+    GGMLQuantizationType.F16: "f2",
+    GGMLQuantizationType.F32: "f4",
+    GGMLQuantizationType.F64: "f8",
+    GGMLQuantizationType.I8: "i1",
+    GGMLQuantizationType.I16: "i2",
+    GGMLQuantizationType.I32: "i4",
+    GGMLQuantizationType.I64: "i8",
+}
+"""Tensor types that are plain numbers; all others are blocks of bytes."""
+
+T = TypeVar("T")
+
+
+class GgufTensor(NamedTuple):
+    """One entry of the directory, with a view of its bytes in the mapped file."""
+
+    tensor_type: GGMLQuantizationType
+    shape: tuple[int, ...]
+    """From the innermost dimension."""
+    n_elements: int
+    n_bytes: int
+    data: npt.NDArray[Any]
+    """Dimensions from the outermost; blocks as bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """One file, memory-mapped."""
+
+    path: Path
+    metadata: dict[str, Any]
+    """Values as Python's own: str, int, float, bool, and lists of these."""
+    tensors: dict[str, GgufTensor]
+
+    @property
+    def architecture(self) -> str:
+        """llama, qwen2, ..."""
+        return self.value("general.architecture", str) or ""
+
+    def value(self, key: str, kind: type[T]) -> T | None:
+        """The value of `key`; None when it is not there. ConfigError when it is no `kind`, or a
+        number that is not finite or beyond MAX_COUNT."""
+        found = self.metadata.get(key)
+        if found is None:
+            return None
+        if kind is float and isinstance(found, int) and not isinstance(found, bool):
+            found = float(found)
+        if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
+            raise ConfigError(
+                f"{shown(key)} in {self.path} is {shown(found)}, it must be a {kind.__name__}"
+            )
+        if isinstance(found, (int, float)) and not abs(found) <= MAX_COUNT:
+            raise ConfigError(
+                f"{shown(key)} in {self.path} is {shown(found)}, it must be a finite number of at "
+                f"most {MAX_COUNT}"
+            )
+        return found
+
+    def values(self, key: str, kind: type[T]) -> list[T] | None:
+        """The array of `key`; None when it is not there. ConfigError when it holds others than
+        `kind`."""
+        found = self.value(key, list)
+        if found is not None and not all(isinstance(one, kind) for one in found):
+            raise ConfigError(
+                f"{shown(key)} in {self.path} is {shown(found)}, it must hold a {kind.__name__} "
+                "in each place"
+            )
+        return found
+
+    def get(self, name: str, kind: type[T]) -> T | None:
+        """As `value`, of the model itself: `name` without the architecture before it."""
+        return self.value(f"{self.architecture}.{name}", kind)
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """A whole number of at least 1 of the model itself; without a default it must be there."""
+        found = self.get(name, int)
+        if found is None:
+            found = default
+        if found is None:
+            raise ConfigError(f"{self.path} has no {self.architecture}.{name} in its metadata")
+        if found < 1:
+            raise ConfigError(
+                f"{self.architecture}.{name} in {self.path} is {found}, it must be at least 1"
+            )
+        return found
+
+
+def open_gguf(path: Path) -> GgufFile:
+    """Read the directory of `path`. ConfigError when it is no GGUF file, or a part of one."""
+    try:
+        file = _Reader(path).read()
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read as a GGUF file: {error}") from error
+    parts = file.value("split.count", int) or 1
+    if parts > 1:
+        raise ConfigError(f"{path} is one of {parts} parts, merge them into one file first")
+    return file
+
+
+class _Reader:
+    """Reads a file from its beginning. Raises ValueError at the first thing that cannot be."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._bytes: npt.NDArray[np.uint8] = np.memmap(path, mode="r", dtype=np.uint8)
+        self._view = self._bytes.data
+        self._offset = 0
+        self._num_elements = 0
+        self._order = "<"
+
+    def read(self) -> GgufFile:
+        if bytes(self._take(4, "the magic")) != b"GGUF":
+            raise ValueError("it does not begin with GGUF")
+        version = int(self._number("I"))
+        if version & 0xFFFF == 0:
+            # Written by a machine of the other byte order.
+            self._order = ">"
+            version = int.from_bytes(version.to_bytes(4, "little"), "big")
+        if version not in _VERSIONS:
+            raise ValueError(f"it is of version {version}, which is none of 2 and 3")
+        num_tensors = self._count("tensors", MAX_TENSORS)
+        num_keys = self._count("keys", MAX_KEYS)
+        # The least that each takes: lengths, types and offsets.
+        self._check_room("keys", num_keys, 13)
+        metadata: dict[str, Any] = {}
+        for _ in range(num_keys):
+            key = self._string("a key")
+            if key in metadata:
+                raise ValueError(f"it has the key {shown(key)} twice")
+            metadata[key] = self._value(int(self._number("I")), key)
+        self._check_room("tensors", num_tensors, 32)
+        entries = [self._entry() for _ in range(num_tensors)]
+        alignment = metadata.get("general.alignment", _ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise ValueError(f"its alignment is {shown(alignment)}, it must be a power of two")
+        begin = -(-self._offset // alignment) * alignment
+        return GgufFile(self._path, metadata, self._tensors(entries, begin))
+
+    def _take(self, num_bytes: int, what: str) -> memoryview:
+        end = self._offset + num_bytes
+        if end > min(len(self._view), MAX_METADATA_BYTES):
+            left = max(0, min(len(self._view), MAX_METADATA_BYTES) - self._offset)
+            raise ValueError(f"{what} takes {num_bytes} bytes, {left} are left or allowed")
+        taken = self._view[self._offset : end]
+        self._offset = end
+        return taken
+
+    def _number(self, code: str) -> Any:
+        size = struct.calcsize(f"<{code}")
+        return struct.unpack(f"{self._order}{code}", self._take(size, "a number"))[0]
+
+    def _count(self, what: str, most: int) -> int:
+        count = int(self._number("Q"))
+        if count > most:
+            raise ValueError(f"it says that it has {count} {what}, at most {most} are read")
+        return count
+
+    def _check_room(self, what: str, count: int, least_bytes: int) -> None:
+        left = len(self._view) - self._offset
+        if count * least_bytes > left:
+            raise ValueError(
+                f"it says that it has {count} {what} of at least {least_bytes} bytes, "
+                f"{left} bytes are left"
+            )
+
+    def _string(self, what: str) -> str:
+        length = int(self._number("Q"))
+        return str(self._take(length, what), "utf-8", "replace")
+
+    def _value(self, kind: int, key: str) -> Any:
+        if kind == _STRING:
+            return self._string(f"the value of {shown(key)}")
+        if kind == _ARRAY:
+            return self._array(key)
+        if kind not in _SCALARS:
+            raise ValueError(f"the value of {shown(key)} is of the unknown type {kind}")
+        return self._number(_SCALARS[kind])
+
+    def _array(self, key: str) -> list[Any]:
+        kind, count = int(self._number("I")), int(self._number("Q"))
+        if kind != _STRING and kind not in _SCALARS:
+            raise ValueError(
+                f"{shown(key)} is an array of type {kind}, it must be texts or numbers"
+            )
+        size = 8 if kind == _STRING else struct.calcsize(f"<{_SCALARS[kind]}")
+        self._check_room(f"elements in {shown(key)}", count, size)
+        self._num_elements += count
+        if self._num_elements > MAX_ELEMENTS:
+            raise ValueError(
+                f"its arrays up to {shown(key)} have {self._num_elements} elements, at most "
+                f"{MAX_ELEMENTS} are read"
+            )
+        if kind == _STRING:
+            what = f"a text in {shown(key)}"
+            return [self._string(what) for _ in range(count)]
+        data = self._take(count * size, shown(key))
+        return list(struct.unpack(f"{self._order}{count}{_SCALARS[kind]}", data))
+
+    def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
+        """(name, shape, type, offset)."""
+        name = self._string("a tensor's name")
+        num_dimensions = int(self._number("I"))
+        if not 1 <= num_dimensions <= MAX_DIMENSIONS:
+            raise ValueError(
+                f"tensor {shown(name)} has {num_dimensions} dimensions, it must be 1 to "
+                f"{MAX_DIMENSIONS}"
+            )
+        shape = tuple(int(self._number("Q")) for _ in range(num_dimensions))
+        return name, shape, int(self._number("I")), int(self._number("Q"))
+
+    def _tensors(
+        self, entries: list[tuple[str, tuple[int, ...], int, int]], begin: int
+    ) -> dict[str, GgufTensor]:
+        tensors: dict[str, GgufTensor] = {}
+        reached, before = begin, ""
+        for name, shape, kind, offset in sorted(entries, key=lambda entry: entry[3]):
+            if name in tensors:
+                raise ValueError(f"it has the tensor {shown(name)} twice")
+            start = begin + offset
+            if start < reached:
+                raise ValueError(
+                    f"tensor {shown(name)} begins at byte {start}, {shown(before)} ends at "
+                    f"{reached}"
+                )
+            tensors[name] = tensor = self._tensor(name, shape, kind, start)
+            reached, before = start + tensor.n_bytes, name
+        return {name: tensors[name] for name, *_ in entries}
+
+    def _tensor(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> GgufTensor:
+        try:
+            tensor_type = GGMLQuantizationType(kind)
+        except ValueError:
+            raise ValueError(f"tensor {shown(name)} is of the unknown type {kind}") from None
+        block_size, block_bytes = GGML_QUANT_SIZES[tensor_type]
+        if min(shape) < 1 or shape[0] % block_size:
+            raise ValueError(
+                f"tensor {shown(name)} has the shape {shown(shape)}, its rows must be blocks of "
+                f"{block_size} numbers"
+            )
+        n_elements = math.prod(shape)
+        n_bytes = n_elements // block_size * block_bytes
+        if start + n_bytes > len(self._view):
+            raise ValueError(
+                f"tensor {shown(name)} ends at byte {shown(start + n_bytes)}, the file has "
+                f"{len(self._view)}"
+            )
+        data: npt.NDArray[Any] = self._bytes[start : start + n_bytes]
+        if tensor_type in _NUMBER_TYPES:
+            data = data.view(f"{self._order}{_NUMBER_TYPES[tensor_type]}").reshape(shape[::-1])
+        else:
+            data = data.reshape(*shape[:0:-1], -1)
+        return GgufTensor(tensor_type, shape, n_elements, n_bytes, data)

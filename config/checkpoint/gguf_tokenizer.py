@@ -1,0 +1,273 @@
+"""tokenizer.json and tokenizer_config.json from a GGUF file's metadata. Knows no weights."""
+
+from typing import Any
+
+from config.checkpoint.gguf_metadata import GgufFile
+from config.errors import ConfigError
+from config.model.json_fields import shown
+
+MAX_CUTS = 2**23
+MAX_TOKEN_CHARACTERS = 1024
+"""Where merges are worked out by cutting each token at every character. A vocabulary of 262,144
+tokens has 2 million."""
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_SPACE = "\u2581"
+
+# How text is split before merging, as each family published it. These are part of a model: a
+# vocabulary's merges were learned on exactly such pieces.
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_WORD = r"[^\r\n\p{L}\p{N}]?"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = rf"{_WORD}{_UPPER}*{_LOWER}+|{_WORD}{_UPPER}+{_LOWER}*|\p{{N}}{_REST}"
+_SHORTENED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O = (
+    rf"{_WORD}{_UPPER}*{_LOWER}+{_SHORTENED}|{_WORD}{_UPPER}+{_LOWER}*{_SHORTENED}"
+    rf"|\p{{N}}{{1,3}}{_REST}"
+)
+_SPLITS = {
+    **dict.fromkeys(
+        ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe"), _LLAMA3
+    ),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
+    **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
+    "tekken": _TEKKEN,
+}
+_SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
+_GPT2 = ("gpt-2", "gpt2", "default", "olmo", "mpt", "jais")
+_WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken")
+"""Splits whose pieces, when they are in the vocabulary, are taken without merging."""
+
+
+def tokenizer_files(file: GgufFile) -> dict[str, dict[str, Any]] | None:
+    """File names to contents; None when the file has no vocabulary.
+
+    ConfigError for a kind of tokenizer, or a way to split text, that is not known here: a guess
+    would give tokens the model has never seen.
+    """
+    kind = file.value("tokenizer.ggml.model", str)
+    if kind is None or "tokenizer.ggml.tokens" not in file.metadata:
+        return None
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece}
+    if kind not in builders:
+        raise ConfigError(
+            f"{file.path} has a tokenizer of kind {shown(kind)}, it must be one of "
+            f"{', '.join(builders)}"
+        )
+    tokenizer = {"version": "1.0", "truncation": None, "padding": None}
+    tokenizer.update(builders[kind](file))
+    return {"tokenizer.json": tokenizer, "tokenizer_config.json": _tokenizer_config(file)}
+
+
+def byte_alphabet() -> list[str]:
+    """The character that stands for each byte in a byte-level vocabulary: the byte's own where it
+    shows on paper, the next one from U+0100 on where it does not."""
+    shown = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return [chr(byte if byte in shown else 0x100 + hidden.index(byte)) for byte in range(256)]
+
+
+def _tokens(file: GgufFile) -> list[tuple[str, int]]:
+    """(text, type) of each id."""
+    tokens = file.values("tokenizer.ggml.tokens", str) or []
+    kinds = file.values("tokenizer.ggml.token_type", int) or [_NORMAL] * len(tokens)
+    if len(kinds) != len(tokens):
+        raise ConfigError(f"{file.path} has {len(tokens)} tokens, but types for {len(kinds)}")
+    return list(zip(tokens, kinds, strict=True))
+
+
+def _byte_level(file: GgufFile) -> dict[str, Any]:
+    pre = file.value("tokenizer.ggml.pre", str) or "default"
+    alphabet = byte_alphabet()
+    letters = set(alphabet)
+
+    def spelled(token: str, kind: int) -> str:
+        # Added tokens are matched as they are; all others must be written in the byte alphabet.
+        if kind != _NORMAL or letters.issuperset(token):
+            return token
+        return "".join(alphabet[byte] for byte in token.encode())
+
+    tokens = _tokens(file)
+    merges = [merge.split(" ") for merge in file.values("tokenizer.ggml.merges", str) or []]
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": bool(file.value("tokenizer.ggml.add_space_prefix", bool)),
+        "trim_offsets": True,
+    }
+    return {
+        "added_tokens": _added_tokens(tokens, (_CONTROL,)),
+        "normalizer": None,
+        "pre_tokenizer": _pre_tokenizer(file, pre, byte_level),
+        "post_processor": _post_processor(file, bos=pre in ("llama3", "llama-v3", "llama-bpe")),
+        "decoder": {**byte_level, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "unk_token": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": pre in _WHOLE_WORDS,
+            "vocab": {spelled(token, kind): number for number, (token, kind) in enumerate(tokens)},
+            "merges": merges,
+        },
+    }
+
+
+def _pre_tokenizer(file: GgufFile, pre: str, byte_level: dict[str, Any]) -> dict[str, Any]:
+    if pre in _GPT2:
+        return {**byte_level, "use_regex": True}
+    if pre in _SINGLE_DIGITS:
+        first: dict[str, Any] = {"type": "Digits", "individual_digits": True}
+        second = {**byte_level, "use_regex": True}
+    elif pre in _SPLITS:
+        pattern = {"Regex": _SPLITS[pre]}
+        first = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+        second = {**byte_level, "use_regex": False}
+    else:
+        known = ", ".join(sorted((*_GPT2, *_SINGLE_DIGITS, *_SPLITS)))
+        raise ConfigError(f"{file.path} splits text by {shown(pre)}, it must be one of {known}")
+    return {"type": "Sequence", "pretokenizers": [first, second]}
+
+
+def _sentencepiece(file: GgufFile) -> dict[str, Any]:
+    tokens = _tokens(file)
+    vocab = {token: number for number, (token, _) in enumerate(tokens)}
+    unknown = file.value("tokenizer.ggml.unknown_token_id", int)
+    if unknown is not None and not 0 <= unknown < len(tokens):
+        raise ConfigError(
+            f"tokenizer.ggml.unknown_token_id in {file.path} is {unknown}, there are {len(tokens)} "
+            "tokens"
+        )
+    spaces: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    ]
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if file.value("tokenizer.ggml.add_space_prefix", bool) is not False:
+        spaces.insert(0, {"type": "Prepend", "prepend": _SPACE})
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {
+        "added_tokens": _added_tokens(tokens, (_CONTROL, _UNKNOWN)),
+        "normalizer": {"type": "Sequence", "normalizers": spaces},
+        "pre_tokenizer": None,
+        "post_processor": _post_processor(file, bos=True),
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {
+            "type": "BPE",
+            "unk_token": tokens[unknown][0] if unknown is not None else None,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "vocab": vocab,
+            "merges": _merges(file, vocab),
+        },
+    }
+
+
+def _merges(file: GgufFile, vocab: dict[str, int]) -> list[list[str]]:
+    """The file's merges, or those its scores stand for: every way to put a token together from two
+    others, the best token first."""
+    if stored := file.values("tokenizer.ggml.merges", str):
+        return [merge.split(" ") for merge in stored]
+    scores = file.values("tokenizer.ggml.scores", float) or []
+    if len(scores) < len(vocab):
+        raise ConfigError(f"{file.path} has {len(vocab)} tokens, but scores for {len(scores)}")
+    num_cuts = sum(map(len, vocab))
+    longest = max(map(len, vocab), default=0)
+    if num_cuts > MAX_CUTS or longest > MAX_TOKEN_CHARACTERS:
+        raise ConfigError(
+            f"{file.path} has tokens of {num_cuts} characters, the longest of {longest}: merges "
+            f"are made of at most {MAX_CUTS}, of {MAX_TOKEN_CHARACTERS} in a token"
+        )
+    found = [
+        (-scores[number], vocab[token[:cut]], vocab[token[cut:]], [token[:cut], token[cut:]])
+        for token, number in vocab.items()
+        for cut in range(1, len(token))
+        if token[:cut] in vocab and token[cut:] in vocab
+    ]
+    found.sort(key=lambda merge: merge[:3])
+    return [pair for *_, pair in found]
+
+
+def _added_tokens(tokens: list[tuple[str, int]], special: tuple[int, ...]) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": number,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": kind in special,
+        }
+        for number, (token, kind) in enumerate(tokens)
+        if token and (kind in special or kind == _USER_DEFINED)
+    ]
+
+
+def _named(file: GgufFile) -> dict[str, tuple[str, int]]:
+    """bos, eos, unk, pad to (text, id), where the file names them."""
+    names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+    tokens = file.values("tokenizer.ggml.tokens", str) or []
+    found = {}
+    for name, ours in names.items():
+        number = file.value(f"tokenizer.ggml.{name}_token_id", int)
+        if number is not None and 0 <= number < len(tokens):
+            found[ours] = (tokens[number], number)
+    return found
+
+
+def _adds(file: GgufFile, name: str, default: bool) -> bool:
+    adds = file.value(f"tokenizer.ggml.add_{name}_token", bool)
+    return default if adds is None else adds
+
+
+def _post_processor(file: GgufFile, *, bos: bool) -> dict[str, Any] | None:
+    """Puts the tokens around a text that the file wants; `bos` is its kind's default."""
+    named = _named(file)
+    before = [named["bos"]] if _adds(file, "bos", bos) and "bos" in named else []
+    after = [named["eos"]] if _adds(file, "eos", False) and "eos" in named else []
+    if not before and not after:
+        return None
+
+    def around(name: str, type_id: int) -> list[dict[str, Any]]:
+        return [
+            *[{"SpecialToken": {"id": token, "type_id": type_id}} for token, _ in before],
+            {"Sequence": {"id": name, "type_id": type_id}},
+            *[{"SpecialToken": {"id": token, "type_id": type_id}} for token, _ in after],
+        ]
+
+    return {
+        "type": "TemplateProcessing",
+        "single": around("A", 0),
+        "pair": [*around("A", 0), *around("B", 1)],
+        "special_tokens": {
+            token: {"id": token, "ids": [number], "tokens": [token]}
+            for token, number in (*before, *after)
+        },
+    }
+
+
+def _tokenizer_config(file: GgufFile) -> dict[str, Any]:
+    sentencepiece = file.value("tokenizer.ggml.model", str) == "llama"
+    pre = file.value("tokenizer.ggml.pre", str)
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": _adds(
+            file, "bos", sentencepiece or pre in ("llama3", "llama-v3", "llama-bpe")
+        ),
+        "add_eos_token": _adds(file, "eos", False),
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": file.count("context_length"),
+    }
+    config.update({f"{name}_token": token for name, (token, _) in _named(file).items()})
+    if template := file.value("tokenizer.chat_template", str):
+        config["chat_template"] = template
+    return config

@@ -1,0 +1,243 @@
+"""EngineConfig and ServerConfig from flags, variables, a YAML file and defaults, in that order.
+
+An unknown name or a value out of range is an error that says where it came from.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from config.buckets import BucketConfig, Range
+from config.engine import CacheConfig, EngineConfig, ScheduleConfig
+from config.errors import ConfigError
+from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
+from config.loading import env
+from config.loading.flag import PARTS, Flag
+from config.loading.flags import ACCEPTED, FILE_FLAGS, FLAGS
+from config.loading.parser import Parser, server_parser
+from config.loading.values import Given, convert, nearest, truth, wrong
+from config.server import ServerConfig
+
+DEFAULT = "default"
+_FLAG_OF = {name: flag for flag in FLAGS for name in flag.names}
+_NAMES = (*_FLAG_OF, *FILE_FLAGS, *ACCEPTED)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The whole configuration, and for each setting its value and where it came from."""
+
+    engine: EngineConfig
+    server: ServerConfig
+    sources: Mapping[str, tuple[object, str]]
+
+    def shown(self) -> dict[str, tuple[object, str]]:
+        """`sources` for people's eyes: secrets are masked."""
+        secret = {flag.key for flag in FLAGS if flag.is_secret}
+        return {
+            key: (_masked(value) if key in secret else value, source)
+            for key, (value, source) in self.sources.items()
+        }
+
+
+def _masked(value: object) -> tuple[str, ...]:
+    assert isinstance(value, tuple)
+    return ("***",) * len(value)
+
+
+def load(
+    argv: Sequence[str] | None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    default_model: str | None = None,
+    parser: Parser | None = None,
+) -> Loaded:
+    """Read every source. `environ` None: this process's own. Raises ConfigError.
+
+    `default_model` is served when nobody names one.
+    """
+    parser = parser or server_parser("gaudiserve serve", "")
+    found = parser.parse_all(argv or [])
+    flags: list[Given] = found.given
+    if found.model is not None:
+        flags = [*flags, Given("model", found.model, "argument MODEL")]
+    named = {given.value for given in flags if given.name == "model"}
+    if len(named) > 1:
+        raise ConfigError(f"two models are named, {' and '.join(sorted(map(repr, named)))}")
+    variables = _variables(environ)
+    return _merge(variables, flags, default_model)
+
+
+def from_keywords(**keywords: Any) -> Loaded:
+    """The same from Python: any flag as a keyword, underscores for dashes. A keyword wins over a
+    variable of this process. Raises ConfigError for one that is no setting."""
+    given = [
+        Given(_known(name, f"keyword {name}"), value, f"keyword {name}")
+        for name, value in keywords.items()
+    ]
+    return _merge(_variables(None), given, None)
+
+
+def _variables(environ: Mapping[str, str] | None) -> list[Given]:
+    pairs = env.settings(env.environment() if environ is None else environ)
+    return [Given(name, word, f"variable {variable}") for name, word, variable in pairs]
+
+
+def _merge(variables: list[Given], explicit: list[Given], default_model: str | None) -> Loaded:
+    """`explicit` are flags or keywords: they win over variables, and those over the file."""
+    files = {given.name: str(given.value) for given in (*variables, *explicit)}
+    in_file = _read_file(files["config"]) if "config" in files else []
+    values: dict[str, tuple[object, str]] = {}
+    for layer in (in_file, variables, explicit):
+        values.update(_layer(layer))
+    for asks, strategy in (("bucketing-file", "file"), ("bucketing-traffic", "fitted")):
+        if asks in values and "bucketing-strategy" not in values:
+            values["bucketing-strategy"] = (strategy, values[asks][1])
+    most_prompts = values.get("prompt-bs-bucket-max", (None, ""))
+    if most_prompts[0] is not None:
+        # Larger batches have no bucket, and with vLLM's plug-in the two are one setting.
+        values.setdefault("max-prefill-batch", most_prompts)
+    sliced = values.get("contiguous-pa", (None, ""))
+    if sliced[0] is True:
+        # vLLM's plug-in reads the wish this way, too.
+        values.setdefault("enable-prefix-caching", (False, sliced[1]))
+    if "model" not in values and default_model is not None:
+        values["model"] = (default_model, DEFAULT)
+    if "model" not in values:
+        raise ConfigError("no model is named; give a folder, a .gguf file or a hub id")
+    for flag in FLAGS:
+        values.setdefault(flag.key, (flag.default, DEFAULT))
+    return _build(values)
+
+
+def _layer(layer: Iterable[Given]) -> dict[str, tuple[object, str]]:
+    """The settings of one source. Within it the last one wins, but lists grow."""
+    values: dict[str, tuple[object, str]] = {}
+    for given in layer:
+        if given.name in ACCEPTED:
+            _check_accepted(given)
+        elif given.name == "api-key-file":
+            _extend(values, "api-key", _keys(given), given.source)
+        elif given.name in _FLAG_OF:
+            flag = _FLAG_OF[given.name]
+            value = convert(flag, given)
+            if isinstance(value, tuple) and flag.kind is tuple and given.source.startswith("flag"):
+                _extend(values, flag.key, value, given.source)
+            else:
+                values[flag.key] = (value, given.source)
+    return values
+
+
+def _extend(
+    values: dict[str, tuple[object, str]], key: str, more: tuple[str, ...], source: str
+) -> None:
+    before = values.get(key, ((), ""))[0]
+    assert isinstance(before, tuple)
+    values[key] = ((*before, *more), source)
+
+
+def _check_accepted(given: Given) -> None:
+    only, reason = ACCEPTED[given.name]
+    if only in ("true", "false"):
+        fits = truth(given) == (only == "true")
+    else:
+        fits = str(given.value) == only
+    if not fits:
+        raise wrong(given, f"{only}: {reason}")
+
+
+def _keys(given: Given) -> tuple[str, ...]:
+    path = str(given.value)
+    try:
+        with open(path, encoding="utf-8") as file:
+            keys = tuple(line.strip() for line in file if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the key file {path} cannot be read: {error}") from None
+    if not keys:
+        raise ConfigError(f"the key file {path} holds 0 keys, it must hold at least 1")
+    return keys
+
+
+def _read_file(path: str) -> list[Given]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.safe_load(file)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"the file {path} cannot be read: {error}") from None
+    if content is None:
+        return []
+    if not isinstance(content, dict):
+        raise ConfigError(f"the file {path} must hold `key: value` lines")
+    source = f"file {path}"
+    found: dict[str, Given] = {}
+    for key, value in content.items():
+        name = _known(str(key), source)
+        if name == "config":
+            raise ConfigError(f"{path} names another file ({value}); one is read at most")
+        owner = _FLAG_OF[name].key if name in _FLAG_OF else name
+        if owner in found:
+            raise ConfigError(f"{source} gives {owner} twice, as {found[owner].name} and as {key}")
+        found[owner] = Given(name, value, source)
+    return list(found.values())
+
+
+def _known(word: str, source: str) -> str:
+    name = word.replace("_", "-")
+    if name not in _NAMES:
+        raise ConfigError(f"{word} is no setting{nearest(name, _NAMES)} (from {source})")
+    return name
+
+
+def _build(values: Mapping[str, tuple[object, str]]) -> Loaded:
+    parts: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
+    for flag in FLAGS:
+        parts[flag.part][flag.field] = values[flag.key][0]
+    buckets = parts["buckets"]
+    ranges: dict[str, dict[str, Any]] = {}
+    for name in [name for name in buckets if "." in name]:
+        dimension, _, end = name.partition(".")
+        ranges.setdefault(dimension, {})[end] = buckets.pop(name)
+    try:
+        for dimension, ends in ranges.items():
+            buckets[dimension] = _range(dimension, ends)
+        engine = EngineConfig(
+            **parts["engine"],
+            cache=CacheConfig(**parts["cache"]),
+            schedule=ScheduleConfig(**parts["schedule"]),
+            buckets=BucketConfig(**buckets),
+            execution=ExecutionConfig(**parts["execution"]),
+            warmup=WarmupConfig(**parts["warmup"]),
+            emulator=EmulatorSettings(**parts["emulator"]),
+        )
+        server = ServerConfig(**parts["server"])
+    except ConfigError as error:
+        raise ConfigError(_named(str(error), values)) from None
+    return Loaded(engine, server, {flag.key: values[flag.key] for flag in FLAGS})
+
+
+def _range(dimension: str, ends: Mapping[str, Any]) -> Range:
+    try:
+        return Range(**ends)
+    except ConfigError as error:
+        raise ConfigError(f"{dimension}: {error}") from None
+
+
+def _named(message: str, values: Mapping[str, tuple[object, str]]) -> str:
+    """What a dataclass complains of, with the names that a user knows, and the sources."""
+    by_field: dict[str, list[Flag]] = {}
+    for flag in FLAGS:
+        by_field.setdefault(flag.field.partition(".")[0], []).append(flag)
+    sources: list[str] = []
+
+    def rename(match: re.Match[str]) -> str:
+        flags = by_field.get(match.group(), [])
+        given = [values[flag.key][1] for flag in flags]
+        sources.extend(source for source in given if source not in (DEFAULT, *sources))
+        return flags[0].key if len(flags) == 1 else match.group()
+
+    # A field is the first word, or has an underscore; other words are just words.
+    renamed = re.sub(r"^[a-z]+(?:_[a-z]+)*|\b[a-z]+(?:_[a-z]+)+\b", rename, message)
+    return renamed + (f" (from {', '.join(sources)})" if sources else "")

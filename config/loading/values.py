@@ -1,0 +1,144 @@
+"""What a word, or a value from a file or a caller, means for a setting. Reads no source itself."""
+
+import difflib
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from config.errors import ConfigError
+from config.loading.flag import NOTHING, Flag
+from config.loading.flags import ABSENT
+
+_NUMBER = re.compile(r"^([+-]?\d[\d_]*(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB])?$")
+# A small letter counts in thousands, a capital one in 1024s, as vLLM reads them.
+_UNITS = {
+    letter: base ** (1 + place)
+    for letters, base in (("kmgt", 1000), ("KMGT", 1024))
+    for place, letter in enumerate(letters)
+}
+_BOOLS = {"true": True, "yes": True, "on": True, "1": True}
+_BOOLS |= {"false": False, "no": False, "off": False, "0": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """One setting as somebody gave it."""
+
+    name: str
+    """The flag's name or one of its aliases."""
+    value: object
+    source: str
+    """For people: flag --port, variable GAUDISERVE_PORT, file serve.yaml, ..."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean x?`, or nothing when no known word is near."""
+    if word.lstrip("-") in ABSENT:
+        return "; vLLM has it, this version does not"
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.55)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def convert(flag: Flag, given: Given) -> object:
+    """The value of `flag`'s field. Raises ConfigError with the value, what it must be, and the
+    source."""
+    switches = flag.all_switches
+    may_say_auto = flag.kind in (int, float) or (flag.kind is bool and flag.may_be_open)
+    is_open = given.value is None or (may_say_auto and str(given.value).lower() in NOTHING)
+    if given.name in switches and not (is_open and flag.kind is bool and flag.may_be_open):
+        on, off = switches[given.name]
+        return on if truth(given, flag.spellings) else off
+    if is_open:
+        if not flag.may_be_open:
+            raise wrong(given, "a value: it may not be left open", is_secret=flag.is_secret)
+        return None
+    if flag.kind is tuple:
+        return _texts(given, is_secret=flag.is_secret)
+    if flag.kind is str:
+        return _choice(flag, given)
+    return _number(flag, given)
+
+
+def truth(given: Given, spellings: Mapping[str, str] = MappingProxyType({})) -> bool:
+    """Whether a switch is on; `spellings` are further words for true and false."""
+    if isinstance(given.value, bool):
+        return given.value
+    word = str(given.value).strip().lower()
+    found = _BOOLS.get(spellings.get(word, word))
+    if found is None:
+        raise wrong(given, "true or false")
+    return found
+
+
+def wrong(given: Given, expected: str, *, is_secret: bool = False) -> ConfigError:
+    """The one form of all these errors."""
+    shown = "***" if is_secret else repr(given.value)
+    return ConfigError(f"{given.name} is {shown}, it must be {expected} (from {given.source})")
+
+
+def _number(flag: Flag, given: Given) -> int | float:
+    whole = flag.kind is int
+    expected = "a whole number" if whole else "a number"
+    value = given.value
+    if isinstance(value, str):
+        match = _NUMBER.match(value.strip())
+        if match is None:
+            value = _plain_float(value)
+        else:
+            digits, unit, _ = match.groups()
+            value = float(digits) if "." in digits else int(digits)
+            value *= _UNITS.get(unit, 1)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise wrong(given, expected)
+    if not whole:
+        return float(value)
+    if value != int(value):
+        raise wrong(given, expected)
+    return int(value)
+
+
+def _plain_float(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def _choice(flag: Flag, given: Given) -> str:
+    value = given.value
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(value, Mapping) and not flag.choices:
+        value = json.dumps(value)
+    if not isinstance(value, str):
+        raise wrong(given, "text (in quotes)", is_secret=flag.is_secret)
+    if not flag.choices:
+        return value
+    word = flag.spellings.get(value.lower(), value.lower())
+    if word not in flag.choices:
+        hint = nearest(word, (*flag.choices, *flag.spellings))
+        raise wrong(given, f"one of {', '.join(flag.choices)}{hint}")
+    return word
+
+
+def _texts(given: Given, *, is_secret: bool) -> tuple[str, ...]:
+    """A list of strings: a list, a JSON list, or one string. Commas part them, but in a secret."""
+    value = given.value
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise wrong(given, "a JSON list of strings", is_secret=is_secret) from None
+    elif isinstance(value, str):
+        value = [value] if is_secret else [part.strip() for part in value.split(",")]
+    if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in value):
+        raise wrong(given, "text, or a list of texts (in quotes)", is_secret=is_secret)
+    if not all(value):
+        raise ConfigError(
+            f"{given.name} is empty, it must be left out or hold text (from {given.source})"
+        )
+    return tuple(value)

@@ -1,0 +1,99 @@
+"""What the config.json of a BERT-like encoder says, in the fields of ModelConfig and in its own.
+Knows no tensors."""
+
+from dataclasses import dataclass
+
+from config.errors import ConfigError
+from config.model.json_fields import Fields, Json, shown
+
+BERT, ROBERTA, XLM_ROBERTA, DISTIL_BERT = "Bert", "Roberta", "XLMRoberta", "DistilBert"
+FAMILIES = (BERT, ROBERTA, XLM_ROBERTA, DISTIL_BERT)
+ENDINGS = ("Model", "ForMaskedLM", "ForSequenceClassification")
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderConfig:
+    """What only encoders have."""
+
+    family: str
+    """One of FAMILIES."""
+    norm_eps: float
+    num_types: int
+    """Kinds of tokens (first and second text of a pair); 0: the model knows none."""
+    first_position: int
+    """Of the position table, the entry of a text's first token: RoBERTa's begins behind padding."""
+
+
+def encoder_fields(architecture: str, fields: Fields) -> Json | None:
+    """Fields of a ModelConfig for an encoder; None when `architecture` is something else. Raises
+    ConfigError for an encoder that is built differently."""
+    family = next((f for f in FAMILIES for end in ENDINGS if architecture == f + end), None)
+    if family is None:
+        return None
+    _refuse_variants(fields)
+    if family == DISTIL_BERT:
+        return _distilled(fields)
+    table, first = fields.count("max_position_embeddings"), 0
+    if family != BERT:
+        # Positions are counted from behind the entry of the padding token.
+        first = fields.get("pad_token_id", int, 1) + 1
+    if not 0 <= first < table:
+        raise ConfigError(
+            f"pad_token_id in {fields.file} is {shown(first - 1)}, it must be below "
+            f"max_position_embeddings - 1, which is {table - 1}: positions begin behind it"
+        )
+    return {
+        **_sizes(fields, "hidden_size", "intermediate_size", "num_hidden_layers"),
+        **_heads(fields.count("hidden_size"), fields.count("num_attention_heads"), fields),
+        "max_position": table - first,
+        "hidden_act": fields.get("hidden_act", str, "gelu"),
+        "encoder": EncoderConfig(
+            family,
+            fields.number("layer_norm_eps", 1e-12, above=0.0, most=1.0),
+            fields.count("type_vocab_size", 2),
+            first,
+        ),
+    }
+
+
+def _distilled(fields: Fields) -> Json:
+    """Half of BERT's layers, no token types, and other words for the rest."""
+    return {
+        **_sizes(fields, "dim", "hidden_dim", "n_layers"),
+        **_heads(fields.count("dim"), fields.count("n_heads"), fields),
+        "max_position": fields.count("max_position_embeddings"),
+        "hidden_act": fields.get("activation", str, "gelu"),
+        "encoder": EncoderConfig(DISTIL_BERT, 1e-12, 0, 0),
+    }
+
+
+def _sizes(fields: Fields, hidden: str, inner: str, layers: str) -> Json:
+    return {
+        "vocab_size": fields.count("vocab_size"),
+        "hidden_size": fields.count(hidden),
+        "intermediate_size": fields.count(inner),
+        "num_layers": fields.count(layers),
+    }
+
+
+def _heads(hidden_size: int, num_heads: int, fields: Fields) -> Json:
+    if hidden_size % num_heads:
+        raise ConfigError(f"{fields.file} divides hidden size {hidden_size} into {num_heads} heads")
+    return {
+        "num_heads": num_heads,
+        "num_kv_heads": num_heads,
+        "head_dim": hidden_size // num_heads,
+        "is_causal": False,
+    }
+
+
+def _refuse_variants(fields: Fields) -> None:
+    kind = fields.get("position_embedding_type", str, "absolute")
+    if kind != "absolute":
+        raise ConfigError(
+            f"position_embedding_type in {fields.file} is {shown(kind)}, only absolute ones are "
+            "built"
+        )
+    for name in ("is_decoder", "add_cross_attention"):
+        if fields.get(name, bool, False):
+            raise ConfigError(f"{name} in {fields.file} is true: only plain encoders are built")

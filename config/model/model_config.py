@@ -1,0 +1,359 @@
+"""ModelConfig: what a checkpoint says of itself. Reads config.json once; knows no tensors."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from config.errors import ConfigError
+from config.model.encoder import EncoderConfig, encoder_fields
+from config.model.json_fields import Fields, Json, read_json, shown
+
+GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+DTYPES = ("bfloat16", "float16", "float32")
+BLOCKS = "blocks.gguf.safetensors"
+"""The file beside the weights that keeps a GGUF file's own blocks."""
+
+_CLASS_NAME = re.compile(r"[A-Za-z0-9_]{1,100}\Z")
+
+MAX_LAYERS = 10_000
+MAX_POSITION = 2**24
+"""Of positions, windows and the like. The longest published context is 10,485,760 tokens."""
+MAX_WIDTH = 2**20
+MAX_VOCAB = 2**24
+MAX_TOKEN_ID = 2**32 - 1
+MAX_TOP_K = 2**31 - 1
+MAX_THETA = 1e30
+"""Well within float32, in which the frequencies are computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How rotary frequencies are stretched: the fields of a checkpoint's rope_scaling, typed."""
+
+    kind: str
+    """default, linear, dynamic, llama3, yarn or longrope."""
+    factor: float = 1.0
+    original_max_position: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """One checkpoint's facts, told apart by `architecture`.
+
+    Fields only some families have keep neutral defaults (no window, multiplier 1).
+    """
+
+    path: str
+    """Local folder with config.json, safetensors and tokenizer files (a GGUF file is converted)."""
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    partial_rotary_factor: float = 1.0
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    """Biases on q, k, v."""
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    hidden_act: str = "silu"
+    sliding_window: int | None = None
+    window_layers: tuple[bool, ...] = ()
+    """One entry a layer: whether it looks only `sliding_window` back; empty: all do, if set."""
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float | None = None
+    """Replaces 1/sqrt(head_dim)."""
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    """Logits are divided by it."""
+    is_causal: bool = True
+    """Whether a token sees only what comes before it."""
+    encoder: EncoderConfig | None = None
+    """Set for the BERT family: no decoder, and no rotary positions."""
+    dtype: str = "bfloat16"
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    generation_defaults: dict[str, float] = field(default_factory=dict)
+    """temperature, top_p, top_k, min_p, repetition_penalty of generation_config.json, if there."""
+
+
+def read_model_config(path: str) -> ModelConfig:
+    """What config.json and generation_config.json in folder `path` say.
+
+    Reads the spellings of transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5
+    (rope_parameters, dtype). ConfigError for a missing file or field, a value of the wrong type, a
+    quantised checkpoint, and a model that is neither a plain decoder nor an encoder of the BERT
+    family.
+    """
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"{path} holds no config.json, so it is not a model's folder")
+    generation_file = Path(path) / "generation_config.json"
+    generation = read_json(generation_file) if generation_file.is_file() else {}
+    return model_config_of(path, Fields(read_json(file), file), Fields(generation, generation_file))
+
+
+def model_config_of(path: str, fields: Fields, generation: Fields) -> ModelConfig:
+    """As read_model_config, from the contents of the two files. Sizes are those that `fields`
+    gives, however large: config/checkpoint/shapes.py holds them to the tensors before anything is
+    built."""
+    architecture = _architecture(fields)
+    _refuse_quantised(fields)
+    eos = generation.raw.get("eos_token_id", fields.raw.get("eos_token_id"))
+    encoder = encoder_fields(architecture, fields)
+    own = encoder or _decoder_fields(fields)
+    return ModelConfig(
+        path=path,
+        architecture=architecture,
+        **own,
+        # Checkpoints that name no type are decoders in 16 bits, and older encoders in 32.
+        dtype=_dtype(fields, "float32" if encoder else "bfloat16"),
+        eos_token_ids=_token_ids(eos, fields.file, own["vocab_size"]),
+        bos_token_id=fields.get("bos_token_id", int, None),
+        generation_defaults=_generation_defaults(generation),
+    )
+
+
+def check_limits(facts: ModelConfig) -> None:
+    """Raise ConfigError for sizes beyond those of any model: where there are no tensors to compare
+    them with."""
+    for name, value, most in (
+        ("layers", facts.num_layers, MAX_LAYERS),
+        ("tokens in its vocabulary", facts.vocab_size, MAX_VOCAB),
+        ("hidden features", facts.hidden_size, MAX_WIDTH),
+        ("inner features", facts.intermediate_size, MAX_WIDTH),
+        ("features in its query heads", facts.num_heads * facts.head_dim, MAX_WIDTH),
+    ):
+        if value > most:
+            raise ConfigError(f"{facts.path} has {value} {name}, at most {most} are built")
+
+
+def _architecture(fields: Fields) -> str:
+    names = fields.get("architectures", list, [])
+    if len(names) != 1 or not isinstance(names[0], str) or not _CLASS_NAME.match(names[0]):
+        raise ConfigError(
+            f"architectures in {fields.file} is {shown(names)}, it must name one model"
+        )
+    if "text_config" in fields.raw:
+        raise ConfigError(
+            f"{fields.file} describes a {names[0]} with parts beside its text model, "
+            "which is not supported"
+        )
+    return names[0]
+
+
+def _refuse_quantised(fields: Fields) -> None:
+    quantised = fields.raw.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        named = method if isinstance(method, str) else "method unnamed"
+        raise ConfigError(
+            f"{fields.file} says that its weights are quantised ({shown(named)[1:-1]}): "
+            "only bfloat16, float16 and float32 weights are supported yet"
+        )
+
+
+def _decoder_fields(fields: Fields) -> Json:
+    own = {**_sizes(fields), **_positions(fields), **_layers(fields)}
+    rotated = int(own["head_dim"] * own["partial_rotary_factor"])
+    scaling: RopeScaling | None = own["rope_scaling"]
+    least = 4 if scaling is not None and scaling.kind == "dynamic" else 2
+    if rotated % 2 or rotated < least:
+        raise ConfigError(
+            f"{fields.file} rotates {rotated} of {own['head_dim']} entries of a head, it must be "
+            f"an even number of at least {least}"
+        )
+    return own
+
+
+def _sizes(fields: Fields) -> Json:
+    """How wide, how deep, and how its heads divide."""
+    hidden_size = fields.count("hidden_size")
+    num_heads = fields.count("num_attention_heads")
+    num_kv_heads = fields.count("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise ConfigError(
+            f"{fields.file} has {num_heads} query heads, not a multiple of its {num_kv_heads} "
+            "key heads"
+        )
+    if "head_dim" not in fields.raw and hidden_size % num_heads:
+        raise ConfigError(f"{fields.file} divides hidden_size {hidden_size} into {num_heads} heads")
+    return {
+        "vocab_size": fields.count("vocab_size"),
+        "hidden_size": hidden_size,
+        "intermediate_size": fields.count("intermediate_size"),
+        "num_layers": fields.count("num_hidden_layers"),
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": fields.count("head_dim", hidden_size // num_heads),
+    }
+
+
+def _positions(fields: Fields) -> Json:
+    """How far it sees, and how it knows where."""
+    max_position = fields.count("max_position_embeddings", most=MAX_POSITION)
+    theta, partial, scaling = _rope(fields, max_position)
+    window, window_layers = _windows(fields, fields.count("num_hidden_layers"))
+    return {
+        "max_position": max_position,
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "partial_rotary_factor": partial,
+        "sliding_window": window,
+        "window_layers": window_layers,
+    }
+
+
+def _layers(fields: Fields) -> Json:
+    """What its layers add and multiply."""
+    attention_bias = fields.get("attention_bias", bool, False)
+    return {
+        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6, above=0.0, most=1.0),
+        "tie_word_embeddings": fields.get("tie_word_embeddings", bool, False),
+        "is_causal": fields.get("is_causal", bool, True),
+        "attention_bias": attention_bias,
+        "attention_out_bias": fields.get("attention_out_bias", bool, attention_bias),
+        "mlp_bias": fields.get("mlp_bias", bool, False),
+        "hidden_act": fields.get("hidden_act", str, "silu"),
+        "embedding_multiplier": fields.number("embedding_multiplier", 1.0),
+        "attention_multiplier": fields.number_or_none("attention_multiplier"),
+        "residual_multiplier": fields.number("residual_multiplier", 1.0),
+        "logits_scaling": fields.number("logits_scaling", 1.0, above=0.0),
+    }
+
+
+def _dtype(fields: Fields, default: str) -> str:
+    value = fields.get("dtype", str, None) or fields.get("torch_dtype", str, default)
+    name = str(value).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ConfigError(
+            f"dtype in {fields.file} is {shown(name)[1:-1]}, it must be {', '.join(DTYPES)}"
+        )
+    return name
+
+
+def _windows(fields: Fields, num_layers: int) -> tuple[int | None, tuple[bool, ...]]:
+    """(tokens, which layers): layers are named one by one, or all from max_window_layers on, or
+    all."""
+    window = fields.count_or_none("sliding_window", most=MAX_POSITION)
+    if window is None or not fields.get("use_sliding_window", bool, True):
+        return None, ()
+    # Here, because a list with an entry for each layer is made.
+    if num_layers > MAX_LAYERS:
+        raise ConfigError(f"{fields.file} says {num_layers} layers, at most {MAX_LAYERS} are built")
+    kinds = fields.get("layer_types", list, [])
+    if kinds:
+        if len(kinds) != num_layers:
+            raise ConfigError(
+                f"layer_types in {fields.file} names {len(kinds)} layers of {num_layers}"
+            )
+        known = ("sliding_attention", "full_attention")
+        unknown = [kind for kind in kinds if kind not in known]
+        if unknown:
+            raise ConfigError(
+                f"layer_types in {fields.file} has unknown kinds {shown(unknown[:1])}, it may have "
+                f"{' and '.join(known)}"
+            )
+        return window, tuple(kind == "sliding_attention" for kind in kinds)
+    first = fields.get("max_window_layers", int, 0)
+    return window, tuple(index >= first for index in range(num_layers))
+
+
+def _rope(fields: Fields, max_position: int) -> tuple[float, float, RopeScaling | None]:
+    """(theta, rotated share of a head, scaling). Version 5 keeps all three in one object."""
+    raw = fields.get("rope_parameters", dict, None) or fields.get("rope_scaling", dict, None) or {}
+    if any(isinstance(value, dict) for value in raw.values()):
+        raise ConfigError(
+            f"rope_parameters in {fields.file} differ from layer to layer, which is not supported"
+        )
+    rope = Fields(raw, fields.file)
+    bounds: dict[str, float] = {"above": 1.0, "most": MAX_THETA}
+    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0, **bounds), **bounds)
+    partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if not 0 < partial <= 1:
+        raise ConfigError(
+            f"partial_rotary_factor in {fields.file} is {partial}, it must be above 0, at most 1"
+        )
+    kind = rope.get("rope_type", str, None) or rope.get("type", str, "default")
+    if kind == "default":
+        return theta, partial, None
+    # Names that the first Phi-3 checkpoints gave it.
+    if kind == "su" or (kind == "yarn" and "short_factor" in raw):
+        kind = "longrope"
+    return theta, partial, _scaling(rope, fields, kind, max_position)
+
+
+def _scaling(rope: Fields, fields: Fields, kind: str, max_position: int) -> RopeScaling:
+    name = "original_max_position_embeddings"
+    original = rope.count_or_none(name, most=MAX_POSITION)
+    original = original or fields.count_or_none(name, most=MAX_POSITION)
+    factor = rope.number_or_none("factor", most=MAX_POSITION)
+    if factor is None:
+        # The published longrope and some yarn checkpoints leave it to be worked out.
+        factor = max_position / original if original else 1.0
+    if factor <= 0:
+        raise ConfigError(f"the rope factor in {fields.file} is {factor}, it must be above 0")
+    low = rope.number("low_freq_factor", 1.0, above=0.0)
+    high = rope.number("high_freq_factor", 4.0, above=0.0)
+    if kind == "llama3" and high <= low:
+        raise ConfigError(
+            f"high_freq_factor in {fields.file} is {high:g}, it must be above low_freq_factor, "
+            f"which is {low:g}"
+        )
+    if kind == "longrope" and (original or max_position) < 2:
+        raise ConfigError(f"{name} in {fields.file} is 1, longrope takes 2 or more")
+    return RopeScaling(
+        kind=kind,
+        factor=factor,
+        original_max_position=original,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        beta_fast=rope.number_or_none("beta_fast", least=0.0) or 32.0,
+        beta_slow=rope.number_or_none("beta_slow", least=0.0) or 1.0,
+        attention_factor=rope.number_or_none("attention_factor", above=0.0),
+        mscale=rope.number_or_none("mscale", least=0.0),
+        mscale_all_dim=rope.number_or_none("mscale_all_dim", least=0.0),
+        truncate=rope.get("truncate", bool, True),
+        short_factor=rope.numbers("short_factor", above=0.0),
+        long_factor=rope.numbers("long_factor", above=0.0),
+    )
+
+
+def _token_ids(value: object, file: Path, vocab_size: int) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    ids: list[Any] = value if isinstance(value, list) else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        raise ConfigError(
+            f"eos_token_id of {file} is {shown(value)}, it must be a token id or a list"
+        )
+    for token in ids:
+        if abs(token) > MAX_TOKEN_ID:
+            raise ConfigError(
+                f"eos_token_id of {file} is {shown(token)}, it must be at most {MAX_TOKEN_ID}"
+            )
+    # Some files say -1 where there is no such token, and none beyond the vocabulary is sampled.
+    return tuple(token for token in ids if 0 <= token < vocab_size)
+
+
+def _generation_defaults(generation: Fields) -> dict[str, float]:
+    values = {name: generation.number_or_none(name, most=MAX_TOP_K) for name in GENERATION_FIELDS}
+    return {name: value for name, value in values.items() if value is not None}

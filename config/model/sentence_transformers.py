@@ -1,0 +1,182 @@
+"""What sentence-transformers keeps beside a checkpoint: its modules, prompts and lengths. Reads
+files; knows no model and no settings."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from config.errors import ConfigError
+from config.model.json_fields import Fields, Json, read_any_json, read_json, shown
+
+CLS, MEAN, MAX, LAST = "cls", "mean", "max", "lasttoken"
+WEIGHTED_MEAN, MEAN_SQRT_LEN = "weightedmean", "mean_sqrt_len_tokens"
+MODES = (CLS, MEAN, MAX, LAST, WEIGHTED_MEAN, MEAN_SQRT_LEN)
+"""How the hidden states of a text's tokens become one vector; the order of the older files, in
+which several make one vector behind the other."""
+
+_OLDER = {
+    CLS: "pooling_mode_cls_token",
+    MAX: "pooling_mode_max_tokens",
+    MEAN: "pooling_mode_mean_tokens",
+    MEAN_SQRT_LEN: "pooling_mode_mean_sqrt_len_tokens",
+    WEIGHTED_MEAN: "pooling_mode_weightedmean_tokens",
+    LAST: "pooling_mode_lasttoken",
+}
+_MODELS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+"""What the file of lengths was named after in the first releases; always bert since."""
+
+NO_LIMIT = 10**40
+"""Above what tokenizers' files say when they mean that there is no limit (int(1e30))."""
+SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
+ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid", "SiLU")
+"""Of a dense module: names in torch.nn."""
+
+
+@dataclass(frozen=True, slots=True)
+class DenseConfig:
+    """One dense module: a product, perhaps with a bias, and an activation."""
+
+    folder: str
+    in_size: int
+    out_size: int
+    has_bias: bool
+    activation: str
+    """One of ACTIVATIONS."""
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceConfig:
+    """All that those files say."""
+
+    modes: tuple[str, ...]
+    includes_prompt: bool
+    dense: tuple[DenseConfig, ...]
+    normalizes: bool
+    max_tokens: int | None
+    lowers_case: bool
+    similarity: str
+    default_prompt: str | None
+    prompts: dict[str, str] = field(default_factory=dict)
+
+
+def read_sentence_config(folder: str) -> SentenceConfig | None:
+    """The files in `folder`; None when it holds no modules.json. Raises ConfigError for modules
+    that are not built here."""
+    path = Path(folder)
+    if not (path / "modules.json").is_file():
+        return None
+    kinds = _modules(path / "modules.json")
+    pooling = next(
+        _fields(path / place / "config.json") for kind, place in kinds if kind == "Pooling"
+    )
+    named = [path / f"sentence_{model}_config.json" for model in _MODELS]
+    lengths = _fields(next((file for file in named if file.is_file()), named[0]))
+    # Where that file says nothing, the tokenizer's own limit counts.
+    tokenizer = _fields(path / "tokenizer_config.json")
+    own = _fields(path / "config_sentence_transformers.json")
+    prompts = own.get("prompts", dict, {})
+    if not all(isinstance(text, str) for text in prompts.values()):
+        raise ConfigError(f"prompts in {own.file} must be texts by name")
+    default = own.get("default_prompt_name", str, None)
+    if default is not None and default not in prompts:
+        raise ConfigError(f"{own.file} has no prompt {shown(default)}, its default_prompt_name")
+    return SentenceConfig(
+        modes=_modes(pooling),
+        includes_prompt=pooling.get("include_prompt", bool, True),
+        dense=tuple(_dense(path / place) for kind, place in kinds if kind == "Dense"),
+        normalizes=any(kind == "Normalize" for kind, _ in kinds),
+        max_tokens=lengths.count_or_none("max_seq_length", most=NO_LIMIT)
+        or tokenizer.count_or_none("model_max_length", most=NO_LIMIT),
+        lowers_case=lengths.get("do_lower_case", bool, False),
+        similarity=_similarity(own),
+        default_prompt=default,
+        prompts=prompts,
+    )
+
+
+def _fields(file: Path) -> Fields:
+    """The fields of a file that need not be there."""
+    return Fields(read_json(file) if file.is_file() else {}, file)
+
+
+def _modules(file: Path) -> list[tuple[str, str]]:
+    """(kind, folder) of each module in order; `Transformer` is the model itself, and left out."""
+    listed: Any = read_any_json(file)
+    if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
+        raise ConfigError(f"{file} must hold a list of modules")
+    kinds = []
+    for one in listed:
+        entry: Json = one
+        fields = Fields(entry, file)
+        kind = str(fields.get("type", str, "")).rsplit(".", 1)[-1]
+        place = str(fields.get("path", str, ""))
+        if Path(place).is_absolute() or ".." in Path(place).parts:
+            raise ConfigError(f"{file} names the folder {shown(place)}, it must lie beside it")
+        kinds.append((kind, place))
+    names = [kind for kind, _ in kinds]
+    behind = [name for name in names[1:] if name != "Dropout"]
+    middle = behind[1:-1] if behind[-1:] == ["Normalize"] else behind[1:]
+    is_known = names[:1] == ["Transformer"] and behind[:1] == ["Pooling"]
+    if not is_known or any(name != "Dense" for name in middle):
+        listing = shown(", ".join(names))[1:-1]
+        raise ConfigError(
+            f"{file} lists {listing or 'nothing'}: what is built is a Transformer, then Pooling, "
+            "then any number of Dense, then perhaps Normalize"
+        )
+    if kinds[0][1]:
+        raise ConfigError(
+            f"{file} keeps the Transformer in {shown(kinds[0][1])}, it must lie beside the file "
+            "itself"
+        )
+    return kinds[1:]
+
+
+def _modes(fields: Fields) -> tuple[str, ...]:
+    """Newer files name the modes, older ones have a switch for each."""
+    named = fields.raw.get("pooling_mode")
+    if named is None:
+        chosen = [mode for mode, name in _OLDER.items() if fields.get(name, bool, False)]
+        named = chosen or MEAN
+    modes = tuple(named) if isinstance(named, list) else (named,)
+    # Each once: a list that repeats them makes a vector of any width.
+    if not modes or not all(mode in MODES for mode in modes) or len(set(modes)) < len(modes):
+        raise ConfigError(
+            f"the pooling mode in {fields.file} is {shown(named)}, it must be of {', '.join(MODES)}"
+        )
+    return modes
+
+
+def _dense(folder: Path) -> DenseConfig:
+    fields = _fields(folder / "config.json")
+    name = fields.get("activation_function", str, "torch.nn.modules.activation.Tanh")
+    activation = str(name).rsplit(".", 1)[-1]
+    known = str(name).startswith("torch.nn.") and activation in ACTIVATIONS
+    odd = [
+        key
+        for key, usual in (
+            ("use_residual", False),
+            ("module_input_name", "sentence_embedding"),
+            ("module_output_name", "sentence_embedding"),
+        )
+        if fields.raw.get(key) not in (None, usual)
+    ]
+    if not known or odd:
+        what = f"{odd[0]} {shown(fields.raw[odd[0]])}" if odd else f"the activation {shown(name)}"
+        raise ConfigError(f"{fields.file} asks for {what}, which is not built here")
+    return DenseConfig(
+        str(folder),
+        fields.count("in_features"),
+        fields.count("out_features"),
+        fields.get("bias", bool, True),
+        activation,
+    )
+
+
+def _similarity(fields: Fields) -> str:
+    name = fields.get("similarity_fn_name", str, "cosine")
+    if name not in SIMILARITIES:
+        raise ConfigError(
+            f"similarity_fn_name in {fields.file} is {shown(name)}, it must be one of "
+            f"{', '.join(SIMILARITIES)}"
+        )
+    return str(name)

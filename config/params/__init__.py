@@ -1,0 +1,1 @@
+"""What one request may ask for: sampling, beam search, pooling, structured output."""

@@ -1,0 +1,223 @@
+"""SamplingParams: what a caller may ask of sampling. Knows nothing of models or tokenizers."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from config.errors import UserError
+from config.params.structured_output import GrammarSpec, grammar_spec
+
+MAX_LOGPROBS = 20
+MAX_N = 128
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_TOKENS = 64
+"""Every row of a batch takes the room of the most and the longest bad words in it."""
+
+_TUPLES = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "bad_words_token_ids")
+_INTEGERS = (
+    "n",
+    "top_k",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+    "thinking_token_budget",
+)
+
+_RANGES = (
+    ("temperature", 0, 2),
+    ("min_p", 0, 1),
+    ("presence_penalty", -2, 2),
+    ("frequency_penalty", -2, 2),
+)
+"""Numbers of which both ends are allowed."""
+
+
+def _check(ok: bool, name: str, value: object, allowed: str) -> None:
+    if not ok:
+        raise UserError(f"{name} is {value!r}, it must be {allowed}", param=name)
+
+
+def _finite(value: float) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """How to sample one request. Neutral values change nothing, bit for bit.
+
+    Names, ranges and defaults are those of the OpenAI API, and of vLLM for its extensions.
+    The order in which they apply: allowed and banned tokens, `min_tokens`, `logit_bias`; penalties;
+    temperature; `min_p`; `top_k`; `top_p`. Raises `UserError` when a value is out of range.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or -1 is off."""
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = 16
+    """None: as many as the context holds."""
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """None: none. k: the chosen token and the k most likely ones."""
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Filled in by the text pipeline from `bad_words`; may also be given directly."""
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    """-1: the context; k: keep the last k tokens of the prompt."""
+    structured_outputs: GrammarSpec | None = None
+    """The form that the output must have; may be given as `{kind: value}`."""
+    thinking_token_budget: int | None = None
+    """Of the thinking before the form that `structured_outputs` says: at so many tokens it is
+    closed."""
+
+    def __post_init__(self) -> None:
+        for name in _TUPLES:
+            _as_tuple(self, name)
+        _check_grammar(self)
+        _check_kinds(self)
+        _check_bad_words(self)
+        _check_counts(self)
+        _check_shape(self)
+        _check_stops(self)
+        _check_tokens(self)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0 or self.top_k == 1 or self.min_p == 1
+
+    def replace(self, **changes: Any) -> "SamplingParams":
+        """A checked copy with `changes`."""
+        return msgspec.structs.replace(self, **changes)
+
+
+def _check_grammar(params: SamplingParams) -> None:
+    value: object = params.structured_outputs
+    if isinstance(value, Mapping):
+        msgspec.structs.force_setattr(params, "structured_outputs", grammar_spec(value))
+    else:
+        ok = value is None or isinstance(value, GrammarSpec)
+        _check(ok, "structured_outputs", value, "a mapping of a kind to its value")
+    form, budget = params.structured_outputs, params.thinking_token_budget
+    if budget is not None and (form is None or form.thinking is None):
+        raise UserError(
+            "thinking_token_budget needs a reasoning parser, which only a server's chat has",
+            param="thinking_token_budget",
+        )
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_kinds(params: SamplingParams) -> None:
+    """Offline nothing else stands between a caller's value and the device."""
+    for name in _INTEGERS:
+        value = getattr(params, name)
+        _check(value is None or _is_integer(value), name, value, "an integer")
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        for token in getattr(params, name) or ():
+            _check(_is_integer(token), name, token, "made of integer token ids")
+    for word in params.bad_words:
+        _check(isinstance(word, str), "bad_words", word, "made of strings")
+
+
+def _check_counts(params: SamplingParams) -> None:
+    """How many: choices, tokens, log-probabilities."""
+    _check(1 <= params.n <= MAX_N, "n", params.n, f"between 1 and {MAX_N}")
+    least, most = params.min_tokens, params.max_tokens
+    if most is not None:
+        _check(most >= 0, "max_tokens", most, "at least 1")
+        _check(least <= most, "min_tokens", least, f"at most max_tokens, which is {most}")
+    _check(least >= 0, "min_tokens", least, "at least 0")
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(params, name)
+        if value is not None:
+            _check(0 <= value <= MAX_LOGPROBS, name, value, f"between 0 and {MAX_LOGPROBS}")
+    budget = params.thinking_token_budget
+    _check(budget is None or budget >= 0, "thinking_token_budget", budget, "at least 0")
+    kept = params.truncate_prompt_tokens
+    if kept is not None:
+        _check(kept == -1 or kept >= 1, "truncate_prompt_tokens", kept, "-1, or at least 1")
+
+
+def _check_shape(params: SamplingParams) -> None:
+    """What forms the distribution and the draw."""
+    for name, least, most in _RANGES:
+        value = getattr(params, name)
+        ok = _finite(value) and least <= value <= most
+        _check(ok, name, value, f"between {least} and {most}")
+    top_p, top_k, repetition = params.top_p, params.top_k, params.repetition_penalty
+    _check(_finite(top_p) and 0 < top_p <= 1, "top_p", top_p, "greater than 0, and at most 1")
+    _check(top_k >= -1, "top_k", top_k, "-1 or 0 (off), or at least 1")
+    ok = _finite(repetition) and repetition > 0
+    _check(ok, "repetition_penalty", repetition, "greater than 0")
+    if params.seed is not None:
+        _check(-(2**63) <= params.seed < 2**63, "seed", params.seed, "a 64-bit integer")
+
+
+def _check_stops(params: SamplingParams) -> None:
+    ok = all(isinstance(text, str) and text for text in params.stop)
+    _check(ok, "stop", "an empty string", "non-empty strings")
+
+
+def _check_tokens(params: SamplingParams) -> None:
+    for token, bias in params.logit_bias.items():
+        _check(token >= 0, "logit_bias", token, "a token id of at least 0")
+        ok = _finite(bias) and -100 <= bias <= 100
+        _check(ok, "logit_bias", bias, "a bias between -100 and 100")
+    if params.allowed_token_ids is not None:
+        _check(len(params.allowed_token_ids) > 0, "allowed_token_ids", [], "not empty")
+
+
+def _check_bad_words(params: SamplingParams) -> None:
+    words = params.bad_words_token_ids
+    name = "bad_words_token_ids"
+    _check(len(words) <= MAX_BAD_WORDS, name, f"{len(words)} words", f"at most {MAX_BAD_WORDS}")
+    for word in words:
+        _check(
+            len(word) <= MAX_BAD_WORD_TOKENS,
+            name,
+            f"a word of {len(word)} tokens",
+            f"words of at most {MAX_BAD_WORD_TOKENS}",
+        )
+        _check(len(word) > 0, name, word, "words of at least 1 token")
+        for token in word:
+            _check(_is_integer(token), name, token, "made of integer token ids")
+    if not all(isinstance(word, tuple) for word in words):
+        msgspec.structs.force_setattr(params, name, tuple(map(tuple, words)))
+
+
+def _as_tuple(params: SamplingParams, name: str) -> None:
+    """Let callers write a string or a list where we keep a tuple (None means none)."""
+    value = getattr(params, name)
+    if isinstance(value, tuple) or (value is None and name == "allowed_token_ids"):
+        return
+    if value is None:
+        value = ()
+    elif isinstance(value, str):
+        value = (value,)
+    elif isinstance(value, Iterable):
+        value = tuple(value)
+    msgspec.structs.force_setattr(params, name, value)

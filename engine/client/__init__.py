@@ -1,0 +1,1 @@
+"""EngineClient: how a front end asks for tokens, over ZeroMQ or in its own process."""

@@ -1,0 +1,93 @@
+"""InlineClient: an EngineClient whose engine is a thread of this process."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+
+from config.engine import EngineConfig
+from config.errors import ConfigError, EngineDied
+from engine.client.zmq import MailroomClient
+from engine.core.loop import EngineLoop
+from engine.executors.base import Executor
+from engine.executors.select import make_executor
+from engine.transport.channels import SocketDirectory
+from engine.transport.messages import Failed, FromEngine, ToEngine
+
+logger = logging.getLogger(__name__)
+
+
+class Closed(Exception):
+    """The client was closed: the reason the loop is given to stop."""
+
+
+class InlineClient(MailroomClient):
+    """An EngineClient without a process. Belongs to one asyncio loop.
+
+    Every request may wait: offline a whole data set is added at once.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        make_executor: Callable[
+            [EngineConfig, str, Callable[[str], None]], Executor
+        ] = make_executor,
+    ) -> None:
+        most = config.schedule.max_waiting
+        super().__init__(0, max_queued_requests=most, max_queued_prompt_tokens=2**62)
+        self._config = config
+        self._make_executor = make_executor
+        self._engine = EngineLoop(config, self._emit, num_front_ends=1)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def start(self) -> None:
+        """Begin to load; `wait_ready` tells the end of it."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def close(self) -> None:
+        """Stop the thread and the worker, and wait for them; safe to call twice."""
+        self.fail("the client was closed")
+        self._engine.stop(Closed())
+        if self._thread.is_alive():
+            await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+
+    def _send(self, message: ToEngine) -> bool:
+        self._engine.receive(0, message)
+        return True
+
+    def _emit(self, front_end: int | None, message: FromEngine) -> None:
+        # A loop that is closed has nobody left who reads; `close` was forgotten.
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(self._receive, message)
+        except RuntimeError:
+            self._engine.stop(Closed())
+
+    def _run(self) -> None:
+        executor: Executor | None = None
+        is_config = False
+        directory = SocketDirectory()
+        try:
+            executor = self._make_executor(
+                self._config,
+                directory.path,
+                lambda message: self._engine.stop(EngineDied(message)),
+            )
+            self._engine.run(executor)
+        except Closed:
+            message = "the client was closed"
+        except ConfigError as error:
+            message, is_config = str(error), True
+        except EngineDied as error:
+            message = str(error)
+        except Exception as error:
+            logger.exception("the engine cannot go on")
+            message = f"{type(error).__name__}: {error}"
+        finally:
+            if executor is not None:
+                executor.close()
+            directory.close()
+        self._emit(None, Failed(0, message, is_config))

@@ -1,0 +1,301 @@
+"""The engine's loop: an inbox that other threads fill, the core's turns, messages out.
+Knows no socket and no process; what it sends goes to `emit`."""
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+
+import msgspec
+
+from config.engine import EngineConfig
+from config.errors import Overloaded, RequestFailed, UserError
+from config.params.structured_output import GrammarSpec
+from engine.core.engine_core import EngineCore
+from engine.executors.base import IDLE_S, Executor
+from engine.kv_cache.prefix_hashes import block_hashes
+from engine.structured_output.compilation import Compiler
+from engine.structured_output.grammar import Grammar
+from engine.transport.messages import (
+    COMPILE_GRAMMAR,
+    FRONT_END_SHIFT,
+    LATER,
+    Abort,
+    AddRequest,
+    Control,
+    Finish,
+    FromEngine,
+    Progress,
+    Ready,
+    Reply,
+    StepTokens,
+    ToEngine,
+)
+from hpu.bucketing.bucket_table import BucketTable
+from hpu.bucketing.limits import BucketLimits
+from hpu.protocol import WarmupProgress, WorkerReady
+
+Entry = tuple[int, ToEngine, list[bytes], Grammar | None] | BaseException
+
+Emit = Callable[[int | None, FromEngine], None]
+"""Takes a front-end's index (None: all of them) and a message; called on several threads."""
+
+
+class EngineLoop:
+    """Owns a core on the thread that calls `run`. `receive` and `stop` may be called from others.
+
+    A request is refused at once when the inbox holds `max_waiting` entries; aborts and controls are
+    always let in, since the requests they speak of were.
+    """
+
+    def __init__(
+        self, config: EngineConfig, emit: Emit, *, num_front_ends: int, engine: int = 0
+    ) -> None:
+        self._config = config
+        self._emit = emit
+        self._num_front_ends = num_front_ends
+        self._engine = engine
+        self._inbox: SimpleQueue[Entry] = SimpleQueue()
+        self._compiler = Compiler()
+        self._lock = threading.Lock()
+        self._compiling: set[int] = set()
+        """Keys of requests that come into the inbox when their grammar is compiled."""
+        self._block_size: int | None = None
+        """Set once prompts are to be hashed."""
+        self._stop_reason: BaseException | None = None
+        self._is_busy = False
+        """Whether the executor prepares buckets, one after the other, since nothing came."""
+
+    def receive(self, front_end: int, message: ToEngine) -> None:
+        """Take a message from a front-end. Prompts are hashed here, on the caller's thread;
+        grammars are compiled on others."""
+        if isinstance(message, Control) and message.name == COMPILE_GRAMMAR:
+            self._compile(front_end, message)
+            return
+        if isinstance(message, Abort):
+            with self._lock:
+                self._compiling.difference_update(message.keys)
+        if not isinstance(message, AddRequest):
+            self._inbox.put((front_end, message, [], None))
+            return
+        most = self._config.schedule.max_waiting
+        num_waiting = self._inbox.qsize() + len(self._compiling)
+        if num_waiting >= most:
+            self._refuse(message, f"{num_waiting} requests wait, at most {most} may")
+            return
+        hashes: list[bytes] = []
+        if self._block_size is not None:
+            hashes = block_hashes(
+                message.prompt, self._block_size, message.cache_salt, message.adapter
+            )
+        spec = message.sampling.structured_outputs
+        if spec is None:
+            self._inbox.put((front_end, message, hashes, None))
+            return
+        with self._lock:
+            self._compiling.add(message.key)
+        self._when_compiled(spec, lambda made: self._let_in(front_end, message, hashes, made))
+
+    def _compile(self, front_end: int, control: Control) -> None:
+        """Answer a call for a grammar, now or later, on whichever thread."""
+
+        def answer(made: Grammar | Exception) -> None:
+            reply = Reply(control.call)
+            if isinstance(made, Exception):
+                reply = Reply(
+                    control.call,
+                    error=str(made),
+                    is_refusal=isinstance(made, UserError),
+                    is_overload=isinstance(made, Overloaded),
+                )
+            self._emit(front_end, reply)
+
+        try:
+            spec = msgspec.convert(control.arguments.get("spec"), GrammarSpec)
+        except (msgspec.ValidationError, UserError) as error:
+            answer(error)
+            return
+        self._when_compiled(spec, answer)
+
+    def _when_compiled(
+        self, spec: GrammarSpec, tell: Callable[[Grammar | Exception], None]
+    ) -> None:
+        """Call `tell` with the grammar, or with why there is none; unless the loop ends first."""
+
+        def done(made: "Future[Grammar]") -> None:
+            if not made.cancelled():
+                error = made.exception()
+                assert error is None or isinstance(error, Exception)
+                tell(made.result() if error is None else error)
+
+        try:
+            self._compiler.compile(spec).add_done_callback(done)
+        except Overloaded as error:
+            tell(error)
+
+    def _let_in(
+        self, front_end: int, message: AddRequest, hashes: list[bytes], made: Grammar | Exception
+    ) -> None:
+        with self._lock:
+            if message.key not in self._compiling:
+                return  # aborted meanwhile
+            self._compiling.discard(message.key)
+        if isinstance(made, Grammar):
+            self._inbox.put((front_end, message, hashes, made))
+        else:
+            param = made.param if isinstance(made, UserError) else None
+            self._refuse(message, str(made), param)
+
+    def _refuse(self, message: AddRequest, error: str, param: str | None = None) -> None:
+        finish = Finish(message.key, "error", error=error, param=param)
+        self._emit(message.key >> FRONT_END_SHIFT, StepTokens(step=0, finished=[finish]))
+
+    def stop(self, reason: BaseException) -> None:
+        """Make `run` raise `reason` before its next turn, or while it starts."""
+        self._stop_reason = reason
+        self._inbox.put(reason)
+
+    def run(self, executor: Executor, *, freeze_garbage: bool = False) -> None:
+        """Start the executor, announce Ready, work until `stop`. Ends only by an exception; sleeps
+        when there is no work. Closing the executor is left to the caller. `freeze_garbage` is for
+        a process that does nothing else."""
+        try:
+            self._run(executor, freeze_garbage)
+        finally:
+            self._compiler.close()
+
+    def _run(self, executor: Executor, freeze_garbage: bool) -> None:
+        worker = executor.start(self._report)
+        ends = frozenset(worker.eos_token_ids)
+        self._compiler.start(self._config.model, worker.vocab_size, ends, early=freeze_garbage)
+        table = make_table(self._config, worker)
+        core = EngineCore(
+            self._config, executor, worker, table, time.monotonic, on_progress=self._report
+        )
+        for front_end in range(self._num_front_ends):
+            core.attach(front_end)
+        if self._config.cache.enable_prefix_caching and worker.pooling is None:
+            self._block_size = worker.block_size
+        if freeze_garbage:
+            # What lives now lives to the end: the collector need not look at it again.
+            gc.collect()
+            gc.freeze()
+        self._emit(None, make_ready(self._engine, worker, self._config))
+        num_later = 0
+        while True:
+            if num_later != core.num_later:
+                num_later = core.num_later
+                total = len(worker.buckets) + worker.num_later
+                self._emit(None, Progress(self._engine, LATER, total - num_later, total))
+            self._take_inbox(core)
+            for front_end, tokens in core.turn():
+                self._emit(front_end, tokens)
+
+    def _report(self, progress: WarmupProgress) -> None:
+        if self._stop_reason is not None:
+            raise self._stop_reason
+        stage, done, total = progress.stage, progress.done, progress.total
+        self._emit(None, Progress(self._engine, stage, done, total, progress.left_s))
+
+    def _take_inbox(self, core: EngineCore) -> None:
+        if not core.has_work:
+            entry = self._wait(core)
+            if entry is not None:
+                self._take(core, entry)
+        for _ in range(self._inbox.qsize()):
+            self._take(core, self._inbox.get())
+
+    def _wait(self, core: EngineCore) -> Entry | None:
+        """The next entry; None once a bucket was prepared meanwhile, which is to be told."""
+        while core.num_later:
+            try:
+                return self._inbox.get(timeout=0.0 if self._is_busy else IDLE_S)
+            except Empty:
+                self._is_busy = core.idle()
+            if core.has_work:
+                return None
+        return self._inbox.get()
+
+    def _take(self, core: EngineCore, item: Entry) -> None:
+        self._is_busy = False
+        if isinstance(item, BaseException):
+            raise item
+        front_end, message, hashes, grammar = item
+        if isinstance(message, AddRequest):
+            core.add(message, hashes, grammar)
+        elif isinstance(message, Abort):
+            core.abort(message.keys)
+        else:
+            reply = _answer(core, message)
+            # Whoever hears the answer knows what it changed: that the engine is awake, say.
+            for other, tokens in core.news():
+                self._emit(other, tokens)
+            self._emit(front_end, reply)
+
+
+def make_table(config: EngineConfig, worker: WorkerReady) -> BucketTable:
+    """The bucket table that the worker made for itself, made again here, with those buckets that
+    it has prepared."""
+    buckets = config.buckets
+    if buckets.strategy == "auto":
+        buckets = replace(buckets, strategy="exponential" if worker.buckets else "exact")
+    table = BucketTable.make(buckets, _limits(config, worker))
+    strange = set(worker.buckets) - set(table.buckets)
+    assert not strange, f"the worker prepared {sorted(strange)}, which the engine does not know"
+    if not table.is_exact:
+        table.keep(worker.buckets)
+    table.prefers_prepared = config.warmup.on_unwarmed_shape == "pad"
+    return table
+
+
+def _limits(config: EngineConfig, worker: WorkerReady) -> BucketLimits:
+    schedule = config.schedule
+    if worker.pooling is not None:
+        return BucketLimits.of_texts(
+            schedule, block_size=worker.block_size, max_model_len=worker.max_model_len
+        )
+    return BucketLimits(
+        block_size=worker.block_size,
+        max_model_len=worker.max_model_len,
+        max_num_seqs=schedule.max_num_seqs,
+        max_num_batched_tokens=schedule.max_num_batched_tokens,
+        max_prefill_batch=schedule.prompts_a_launch(),
+        num_blocks=worker.num_blocks,
+        prefix_caching=config.cache.enable_prefix_caching,
+    )
+
+
+def make_ready(engine: int, worker: WorkerReady, config: EngineConfig) -> Ready:
+    """What front-ends are told of a worker that is ready."""
+    return Ready(
+        engine=engine,
+        num_blocks=worker.num_blocks,
+        block_size=worker.block_size,
+        max_model_len=worker.max_model_len,
+        vocab_size=worker.vocab_size,
+        eos_token_ids=worker.eos_token_ids,
+        num_buckets=len(worker.buckets),
+        device=worker.device,
+        dtype=worker.dtype,
+        weight_bytes=worker.weight_bytes,
+        kv_bytes=worker.kv_bytes,
+        total_bytes=worker.total_bytes,
+        load_s=worker.load_s,
+        warmup_s=worker.warmup_s,
+        driver=worker.driver,
+        software=worker.software,
+        logprobs_mode=config.logprobs_mode,
+        pooling=worker.pooling,
+    )
+
+
+def _answer(core: EngineCore, control: Control) -> Reply:
+    try:
+        return Reply(control.call, core.control(control.name, control.arguments))
+    except UserError as error:
+        return Reply(control.call, error=error.message, is_refusal=True, code=error.code)
+    except RequestFailed as error:
+        return Reply(control.call, error=str(error))

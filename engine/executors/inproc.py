@@ -1,0 +1,54 @@
+"""Executor: a worker in this process, called by the thread that runs the engine."""
+
+from collections.abc import Callable
+
+from config.engine import EngineConfig
+from hpu.protocol import Masks, StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
+from hpu.worker.worker import Worker
+
+
+class InlineExecutor:
+    """No process and no copy; a step's Python runs where the scheduler's does.
+
+    On a CPU a plan is computed while it is submitted, so that its result is there before the next
+    plan is made: no row is ever late. On a card, which runs meanwhile, rows are late as elsewhere.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._worker = Worker(config)
+        self._warmed: list[Warmed] = []
+
+    def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
+        return self._worker.start(on_progress)
+
+    def submit(self, plan: StepPlan) -> None:
+        self._worker.submit(plan)
+
+    def mask(self, masks: Masks) -> None:
+        self._worker.mask(masks)
+
+    def has_result(self) -> bool:
+        return self._worker.has_result()
+
+    def collect(self) -> StepResult:
+        return self._worker.collect()
+
+    def call(self, name: str, level: int = 0) -> str:
+        return self._worker.call(name, level)
+
+    def wake_up(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
+        return self._worker.wake_up(on_progress)
+
+    def idle(self) -> bool:
+        warmed = self._worker.idle()
+        if warmed is None:
+            return False
+        self._warmed.append(warmed)
+        return warmed.num_later > 0
+
+    def take_warmed(self) -> list[Warmed]:
+        warmed, self._warmed = self._warmed, []
+        return warmed
+
+    def close(self) -> None:
+        self._worker.close()

@@ -1,0 +1,197 @@
+"""Main of a worker process: plans in over the step channel, results out. Knows no device.
+
+Its environment was set by the parent, before torch or a vendor's runtime could read it.
+"""
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from config.engine import EngineConfig
+from config.errors import ConfigError, RequestFailed, UserError
+from config.log import setup as setup_log
+from engine.executors.base import IDLE_S
+from engine.process.child_process import (
+    Terminated,
+    exit_with_parent,
+    finish_undisturbed,
+    obey_parent,
+    python_command,
+    read_orders,
+)
+from engine.transport.channels import Line, Waiter, Wires
+from hpu.protocol import (
+    WAKE_UP,
+    Masks,
+    StepPlan,
+    StepResult,
+    ToWorker,
+    Warmed,
+    WarmupProgress,
+    WorkerAnswer,
+    WorkerCall,
+    WorkerFailed,
+    WorkerReady,
+)
+
+logger = logging.getLogger(__name__)
+
+LINGER_S = 2.0
+
+PLAN_DUE_S = 0.02
+"""So long behind a plan or a result the next plan may come, if another fits in flight: many times
+what an engine needs."""
+
+GLANCE_S = 50e-6
+"""How often a worker looks meanwhile for a plan and for a result."""
+
+
+class WorkerOrders(msgspec.Struct, frozen=True):
+    """What a worker process is told at start."""
+
+    config: EngineConfig
+    endpoint: str
+    token: str
+    """What the engine asks of whoever connects to `endpoint`."""
+    rank: int = 0
+    log_level: str = "info"
+
+
+class StepWorker(Protocol):
+    """What this file asks of a worker: `hpu.worker.Worker`."""
+
+    def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady: ...
+
+    def submit(self, plan: StepPlan) -> None: ...
+
+    def mask(self, masks: Masks) -> None: ...
+
+    @property
+    def lacks_masks(self) -> bool: ...
+
+    def has_result(self) -> bool: ...
+
+    def collect(self) -> StepResult: ...
+
+    def call(self, name: str, level: int) -> str: ...
+
+    def wake_up(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady: ...
+
+    def idle(self) -> Warmed | None: ...
+
+    def close(self) -> None: ...
+
+
+def worker_command() -> list[str]:
+    """How to start this file as a process."""
+    return python_command("engine.executors.worker_main")
+
+
+def main() -> None:
+    """The entry of a worker's process."""
+    from hpu.worker.worker import Worker
+
+    sys.exit(run(read_orders(WorkerOrders), Worker))
+
+
+def run(orders: WorkerOrders, make_worker: Callable[[EngineConfig], StepWorker]) -> int:
+    """Work until told to stop; the exit code. The last word of a failure is WorkerFailed."""
+    exit_with_parent()
+    try:
+        obey_parent()
+        return _work(orders, make_worker)
+    except Terminated:
+        # Before there was anything to end.
+        return 0
+
+
+def _work(orders: WorkerOrders, make_worker: Callable[[EngineConfig], StepWorker]) -> int:
+    setup_log("worker", rank=orders.rank, level=orders.log_level)
+    wires = Wires(orders.token)
+    line = wires.connect_pair(orders.endpoint, ToWorker)
+    worker = make_worker(orders.config)
+    code = 0
+    try:
+        try:
+            line.send(worker.start(lambda progress: _tell(line, progress)))
+            _serve(worker, line, orders.config.schedule.depth)
+        except ConfigError as error:
+            code = 2
+            line.send(WorkerFailed(str(error), is_config=True))
+        except Exception as error:
+            code = 1
+            logger.exception("worker %d cannot go on", orders.rank)
+            line.send(WorkerFailed(f"worker {orders.rank}: {type(error).__name__}: {error}"))
+        finally:
+            finish_undisturbed()
+    except Terminated:
+        # Also when it came while a failure was being told: that failure's code stands.
+        pass
+    worker.close()
+    line.close(LINGER_S)
+    wires.close()
+    return code
+
+
+def _serve(worker: StepWorker, line: Line[Any, ToWorker], depth: int) -> None:
+    """`depth`: plans that the engine keeps in flight."""
+    waiter = Waiter([line])
+    in_flight = 0
+    may_idle, is_quiet = True, False
+    plan_is_due = 0.0
+    while True:
+        if in_flight and worker.has_result():
+            line.send(worker.collect())
+            in_flight -= 1
+            plan_is_due = time.monotonic() + PLAN_DUE_S
+        # A plan that has arrived is launched before the running one's result is awaited.
+        message = line.receive()
+        if isinstance(message, WorkerCall):
+            line.send(_answer(worker, message, lambda progress: _tell(line, progress)))
+            may_idle = may_idle or message.name == WAKE_UP
+        elif isinstance(message, Masks):
+            worker.mask(message)
+        elif message is not None:
+            worker.submit(message)
+            in_flight += 1
+            is_quiet = False
+            plan_is_due = time.monotonic() + PLAN_DUE_S
+        elif in_flight and not worker.lacks_masks:
+            if in_flight < depth and time.monotonic() < plan_is_due:
+                # Who waits for the device now would launch the next plan when it has run dry.
+                time.sleep(GLANCE_S)
+                continue
+            line.send(worker.collect())
+            in_flight -= 1
+            plan_is_due = time.monotonic() + PLAN_DUE_S
+        elif may_idle and is_quiet:
+            warmed = worker.idle()
+            if warmed is not None:
+                line.send(warmed)
+            may_idle = warmed is not None
+        else:
+            # Between two steps of a request, and before its masks, there is no time to prepare
+            # anything.
+            waiter.wait(IDLE_S if may_idle else None)
+            is_quiet = not in_flight
+
+
+def _answer(
+    worker: StepWorker, call: WorkerCall, on_progress: Callable[[WarmupProgress], None]
+) -> WorkerAnswer | WorkerReady:
+    try:
+        if call.name == WAKE_UP:
+            return worker.wake_up(on_progress)
+        return WorkerAnswer(worker.call(call.name, call.level))
+    except UserError as error:
+        return WorkerAnswer(error=error.message, is_refusal=True, code=error.code)
+    except RequestFailed as error:
+        return WorkerAnswer(error=str(error))
+
+
+def _tell(line: Line[Any, ToWorker], progress: WarmupProgress) -> None:
+    line.send(progress)

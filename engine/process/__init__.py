@@ -1,0 +1,1 @@
+"""Operating-system processes: the engine's own, its launcher, child processes, isolation."""

@@ -1,0 +1,359 @@
+"""Calls in disposable processes: third-party code that crashes, hangs or grows ends only its call.
+
+A fork server imports a module and prepares its state once. Each call runs in a fork of it, within
+limits of processor time, wall time, address space and stack; the fork ends with the call, so what
+it allocated is gone as well. A call costs the fork (4 ms from a process of 120 MiB) beside itself.
+"""
+
+import contextlib
+import gc
+import importlib
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import NoReturn
+
+import msgspec
+
+from config.errors import EngineDied
+from config.loading.env import environment
+from engine.process.child_process import describe_exit, python_command
+
+MAX_STARTS = 3
+"""Attempts at one call when the fork server itself is lost."""
+START_TIMEOUT_S = 60.0
+"""How long a fork server may take to prepare its state."""
+CLOSE_S = 0.5
+"""How long one that is closed may take to end by itself."""
+GRACE_S = 1.0
+"""How much longer than its wall time a call may take to report."""
+
+_FRAME = struct.Struct("<cQ")
+_RESULT, _FAILED, _EXITED, _READY = b"R", b"F", b"X", b"S"
+
+Call = Callable[[bytes], bytes]
+"""What runs in a fork."""
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """Of one call. Processor and wall time end it by a signal, also inside native code."""
+
+    cpu_s: float
+    wall_s: float
+    memory_bytes: int
+    """Address space beyond what the fork server has."""
+    stack_bytes: int
+
+
+class CallKilled(Exception):
+    """The process of a call ended before it gave a result: it crashed or met a limit."""
+
+
+class CallBroken(Exception):
+    """The call raised an exception that it should not raise."""
+
+
+class _Orders(msgspec.Struct, frozen=True):
+    module: str
+    setup: bytes
+    limits: Limits
+
+
+class ForkServer:
+    """Runs calls of one module. Safe to use from any thread; starts when first needed, and again
+    when it is lost. `module` has `prepare(setup: bytes) -> Call`, which runs once."""
+
+    def __init__(self, module: str, setup: bytes, limits: Limits) -> None:
+        self._orders = _Orders(module, setup, limits)
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._is_closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """Of the fork server, once it was started."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start without waiting for the state to be prepared; nothing happens if it runs."""
+        with self._lock:
+            self._connect()
+
+    def call(self, payload: bytes) -> bytes:
+        """The result of the call. Blocks. Raises CallKilled, CallBroken, and EngineDied when no
+        fork server can be had."""
+        for _ in range(MAX_STARTS):
+            ours, theirs = socket.socketpair()
+            with ours:
+                with theirs:
+                    if not self._hand_over(theirs):
+                        continue
+                ours.settimeout(START_TIMEOUT_S)
+                with contextlib.suppress(ConnectionError, TimeoutError):
+                    # The fork says that it begins: until then the state may be in preparation.
+                    if _receive_frame(ours) == (_READY, b""):
+                        return self._result_of(ours, payload)
+        raise EngineDied("the process that isolates third-party code cannot be started")
+
+    def close(self) -> None:
+        """End it and all calls in it; safe to call twice."""
+        with self._lock:
+            self._is_closed = True
+            if self._control is not None:
+                self._control.close()
+                self._control = None
+            process, self._process = self._process, None
+        if process is not None:
+            # It ends the calls in it and then itself, unless it still prepares.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(CLOSE_S)
+            process.kill()
+            process.wait()
+
+    def _hand_over(self, channel: socket.socket) -> bool:
+        with self._lock:
+            control = self._connect()
+            try:
+                socket.send_fds(control, [b"c"], [channel.fileno()])
+            except OSError:
+                self._forget()
+                return False
+            return True
+
+    def _connect(self) -> socket.socket:
+        if self._is_closed:
+            raise EngineDied("the process that isolates third-party code was closed")
+        if self._process is not None and self._process.poll() is not None:
+            self._forget()
+        if self._control is None:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                self._process = subprocess.Popen(
+                    [
+                        *python_command("engine.process.isolation"),
+                        str(theirs.fileno()),
+                    ],
+                    stdin=subprocess.PIPE,
+                    pass_fds=[theirs.fileno()],
+                    env=_environment(environment()),
+                )
+            self._control = ours
+            assert self._process.stdin is not None
+            with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
+                stdin.write(msgspec.msgpack.encode(self._orders))
+        return self._control
+
+    def _forget(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        if self._control is not None:
+            self._control.close()
+        self._process = self._control = None
+
+    def _result_of(self, channel: socket.socket, payload: bytes) -> bytes:
+        channel.settimeout(self._limits.wall_s + GRACE_S)
+        try:
+            channel.sendall(_FRAME.pack(_RESULT, len(payload)) + payload)
+            kind, data = _receive_frame(channel)
+        except TimeoutError:
+            # Closing the channel makes the fork server kill the call.
+            raise CallKilled(f"it took longer than {self._limits.wall_s:g} s") from None
+        except ConnectionError:
+            raise CallKilled("its process was lost") from None
+        if kind == _RESULT:
+            return data
+        if kind == _FAILED:
+            raise CallBroken(data.decode("utf-8", "replace"))
+        raise CallKilled(self._why(int(data)))
+
+    def _why(self, code: int) -> str:
+        limits = self._limits
+        mib = limits.memory_bytes / 2**20
+        reasons = {
+            -signal.SIGPROF: f"it took longer than {limits.cpu_s:g} s of processor time",
+            -signal.SIGALRM: f"it took longer than {limits.wall_s:g} s",
+            -signal.SIGABRT: f"it took more than {mib:g} MiB, or gave up",
+            _OUT_OF_MEMORY: f"it took more than {mib:g} MiB",
+        }
+        return reasons.get(code, f"its process {describe_exit(code)}")
+
+
+_OUT_OF_MEMORY = 17
+
+
+def main() -> None:
+    """The entry of a fork server."""
+    control = socket.socket(fileno=int(sys.argv[2]))
+    data = sys.stdin.buffer.read()
+    if not data:
+        return
+    orders = msgspec.msgpack.decode(data, type=_Orders)
+    # The parent closes the control channel to end this process, and a kernel closes it for it.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    call = importlib.import_module(orders.module).prepare(orders.setup)
+    # Forks share these objects' pages as long as the collector does not touch them.
+    gc.collect()
+    gc.freeze()
+    _Server(control, call, orders.limits).run()
+
+
+class _Server:
+    """The loop of a fork server: forks for each channel that comes, reports how forks end."""
+
+    def __init__(self, control: socket.socket, call: Call, limits: Limits) -> None:
+        self._control = control
+        self._call = call
+        self._limits = limits
+        self._calls: dict[int, socket.socket] = {}
+        self._ended, tell = os.pipe()
+        os.set_blocking(self._ended, False)
+        os.set_blocking(tell, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+
+    def run(self) -> None:
+        """Until the parent closes the control channel."""
+        while True:
+            poll = select.poll()
+            poll.register(self._control, select.POLLIN)
+            poll.register(self._ended, select.POLLIN)
+            for channel in self._calls.values():
+                # Nothing but the hang-up: what the parent writes is for the fork.
+                poll.register(channel, 0)
+            ready = dict(poll.poll())
+            if self._ended in ready:
+                os.read(self._ended, 4096)
+            self._reap()
+            self._kill_abandoned(ready)
+            if self._control.fileno() in ready and not self._accept():
+                break
+        for pid in self._calls:
+            os.kill(pid, signal.SIGKILL)
+
+    def _accept(self) -> bool:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._control, 1, 1)
+        except OSError:
+            return False
+        if not data or not descriptors:
+            return False
+        channel = socket.socket(fileno=descriptors[0])
+        try:
+            pid = os.fork()
+        except OSError as error:
+            _report(channel, _FAILED, str(error).encode())
+            channel.close()
+            return True
+        if pid == 0:
+            self._run_fork(channel)
+        self._calls[pid] = channel
+        return True
+
+    def _reap(self) -> None:
+        for pid in list(self._calls):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                channel = self._calls.pop(pid)
+                _report(channel, _EXITED, str(os.waitstatus_to_exitcode(status)).encode())
+                channel.close()
+
+    def _kill_abandoned(self, ready: Mapping[int, int]) -> None:
+        for pid, channel in self._calls.items():
+            if ready.get(channel.fileno(), 0) & (select.POLLHUP | select.POLLERR):
+                os.kill(pid, signal.SIGKILL)
+
+    def _run_fork(self, channel: socket.socket) -> NoReturn:
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._control.close()
+            for other in self._calls.values():
+                other.close()
+            # A library's last words are written by whoever made it crash.
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, 1)
+            os.dup2(nothing, 2)
+            _report(channel, _READY)
+            kind, payload = _receive_frame(channel)
+            assert kind == _RESULT, kind
+            _limit(self._limits)
+            code = _on_stack(
+                self._limits.stack_bytes, lambda: _answer(channel, self._call, payload)
+            )
+        finally:
+            os._exit(code)
+
+
+def _answer(channel: socket.socket, call: Call, payload: bytes) -> int:
+    try:
+        _report(channel, _RESULT, call(payload))
+    except MemoryError:
+        return _OUT_OF_MEMORY
+    except Exception as error:  # the border of this process: the parent hears of it
+        _report(channel, _FAILED, f"{type(error).__name__}: {error}".encode()[:4096])
+    return 0
+
+
+def _on_stack(stack_bytes: int, work: Callable[[], int]) -> int:
+    """What `work` gives, on a thread with a stack of this size."""
+    codes: list[int] = []
+    threading.stack_size(stack_bytes)
+    thread = threading.Thread(target=lambda: codes.append(work()))
+    thread.start()
+    thread.join()
+    return codes[0] if codes else _OUT_OF_MEMORY
+
+
+def _limit(limits: Limits) -> None:
+    signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
+    signal.setitimer(signal.ITIMER_REAL, limits.wall_s)
+    with open("/proc/self/statm", encoding="ascii") as file:
+        size = int(file.read().split()[0]) * resource.getpagesize()
+    most = size + limits.memory_bytes + limits.stack_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _environment(given: Mapping[str, str]) -> dict[str, str]:
+    """One thread in each library: a fork has none of its parent's other threads. One heap: what is
+    free in the parent's serves the call, which runs on a thread."""
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
+    return {
+        **given,
+        **dict.fromkeys(names, "1"),
+        "TOKENIZERS_PARALLELISM": "false",
+        "MALLOC_ARENA_MAX": "1",
+    }
+
+
+def _report(channel: socket.socket, kind: bytes, data: bytes = b"") -> None:
+    # The parent may have given up.
+    with contextlib.suppress(OSError):
+        channel.sendall(_FRAME.pack(kind, len(data)) + data)
+
+
+def _receive_frame(channel: socket.socket) -> tuple[bytes, bytes]:
+    kind, size = _FRAME.unpack(_receive(channel, _FRAME.size))
+    return kind, _receive(channel, size)
+
+
+def _receive(channel: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        piece = channel.recv(min(size - len(data), 1 << 20))
+        if not piece:
+            raise ConnectionError("the other end is closed")
+        data += piece
+    return bytes(data)

@@ -1,0 +1,68 @@
+"""Starts engine processes, watches them, stops them. Knows what they are told, not what they do."""
+
+from collections.abc import Callable, Sequence
+
+from config.engine import EngineConfig
+from config.loading.env import environment, hpu_environment, runtime_environment
+from engine.process.child_process import Child, exit_with_parent, python_command, read_orders
+from engine.process.engine_process import EngineOrders, engine_command, front_end_endpoint
+from engine.transport.channels import SocketDirectory, new_token
+
+__all__ = [
+    "Child",
+    "EngineProcess",
+    "SocketDirectory",
+    "exit_with_parent",
+    "front_end_endpoint",
+    "launch",
+    "new_token",
+    "python_command",
+    "read_orders",
+]
+
+
+class EngineProcess:
+    """An engine in a process of its own, which dies with this one."""
+
+    def __init__(self, child: Child) -> None:
+        self._child = child
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def poll(self) -> int | None:
+        """The exit code (negative: the signal), or None while it runs."""
+        return self._child.poll()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Say stop, wait for `timeout_s`, SIGKILL. Returns when it is gone; safe to call twice."""
+        self._child.close(timeout_s)
+
+
+def launch(
+    config: EngineConfig,
+    directory: str,
+    num_front_ends: int,
+    *,
+    token: str,
+    on_exit: Callable[[str], None] | None = None,
+    log_level: str = "info",
+    command: Sequence[str] | None = None,
+) -> EngineProcess:
+    """Start an engine that will connect to `front_end_endpoint(directory, i)` of each front-end
+    and present `token` there.
+
+    `on_exit(sentence)` is called on a thread when it ends without `close`. `command` replaces the
+    engine's own entry. Raises ConfigError for an execution mode that cannot be.
+    """
+    # Found out here, where the caller listens; the engine decides again, and says why.
+    hpu_environment(config)
+    child = Child(
+        "the engine",
+        command or engine_command(),
+        EngineOrders(config, directory, num_front_ends, token, log_level=log_level),
+        environment={**environment(), **runtime_environment(config)},
+        on_exit=on_exit,
+    )
+    return EngineProcess(child)

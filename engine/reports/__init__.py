@@ -1,0 +1,1 @@
+"""What `gaudiserve plan`, `buckets` and `doctor` print. Pure; server/cli calls it."""

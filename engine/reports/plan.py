@@ -1,0 +1,296 @@
+"""A plan for people and for programs: what a model takes of each card, which buckets it would get,
+what would make it fit. Looks at no device and no weights."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from config.engine import EngineConfig
+from config.errors import ConfigError
+from config.model.model_config import ModelConfig
+from engine.reports.buckets import BLOCK_SIZE, SECONDS_A_GRAPH, planned_table
+from hpu.backends.gaudi_devices import GIB, generation
+from hpu.bucketing.bucket_table import BucketTable
+from hpu.model_loader.size_estimate import count_parameters
+from hpu.protocol import PREFILL
+from hpu.worker.card_plan import CardPlan, CardWish, changes, plan_card
+
+WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
+KV_WIDTHS = {"auto": None, "fp8_inc": 1}
+"""Bytes of a number in the cache; None: as wide as the weights."""
+
+LENGTHS = (512, 2000, 8000, 32000)
+"""Tokens of a sequence that are shown when nobody names any, beside a full context."""
+
+GRAPH_BYTES = (5_000_000, 20_000_000)
+"""What one captured graph takes, least and most, as published calculators have it."""
+
+TENSOR_PARALLEL_NOTE = (
+    "one model on several cards is planned here already; serving it comes with a later version"
+)
+FP8_NOTE = "an FP8 cache is planned here already; serving with it comes with a later version"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where it is to run, beside what a server's settings say."""
+
+    device: str
+    num_cards: int = 1
+    kv_dtype: str = "auto"
+    card_bytes: int | None = None
+    lengths: tuple[int, ...] = ()
+    seconds_a_graph: float = SECONDS_A_GRAPH
+
+    def __post_init__(self) -> None:
+        generation(self.device)
+        if self.num_cards < 1:
+            raise ConfigError(f"tensor-parallel-size is {self.num_cards}, it must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that both reports show."""
+
+    facts: ModelConfig
+    target: Target
+    dtype: str
+    card: CardPlan
+    lengths: tuple[int, ...]
+    table: BucketTable | None
+    """None when nothing fits that could be launched."""
+    strategy: str
+    captures: bool
+    notes: tuple[str, ...]
+
+
+def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
+    """ConfigError when settings and model contradict each other, or the model cannot be divided."""
+    dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+    max_model_len = _max_model_len(facts, config)
+    cache, schedule = config.cache, config.schedule
+    wish = CardWish(
+        device=target.device,
+        num_cards=target.num_cards,
+        width=WIDTHS[dtype],
+        kv_width=KV_WIDTHS[target.kv_dtype] or WIDTHS[dtype],
+        max_model_len=max_model_len,
+        max_num_seqs=schedule.max_num_seqs,
+        max_num_batched_tokens=schedule.max_num_batched_tokens,
+        block_size=cache.block_size or BLOCK_SIZE,
+        utilization=cache.memory_utilization,
+        graph_reserved=0.0 if config.enforce_eager else config.warmup.graph_reserved_mem,
+        num_blocks=cache.num_blocks,
+        kv_bytes=cache.kv_cache_memory_bytes,
+        card_bytes=target.card_bytes,
+    )
+    card = plan_card(facts, wish)
+    table = _table(config, card) if card.fits else None
+    strategy = "exponential" if config.buckets.strategy == "auto" else config.buckets.strategy
+    notes = []
+    if target.num_cards > 1:
+        notes.append(TENSOR_PARALLEL_NOTE)
+    if target.kv_dtype != "auto":
+        notes.append(FP8_NOTE)
+    if table is not None and not config.enforce_eager:
+        notes += _graph_notes(card, len(table.needed))
+    return Plan(
+        facts,
+        target,
+        dtype,
+        card,
+        _lengths(target.lengths, max_model_len),
+        table,
+        strategy,
+        not config.enforce_eager,
+        tuple(notes),
+    )
+
+
+def _max_model_len(facts: ModelConfig, config: EngineConfig) -> int:
+    asked = config.max_model_len
+    if asked is not None and asked > facts.max_position:
+        raise ConfigError(
+            f"max-model-len is {asked}, the checkpoint was made for {facts.max_position}"
+        )
+    return asked or facts.max_position
+
+
+def _lengths(asked: Sequence[int], max_model_len: int) -> tuple[int, ...]:
+    for length in asked:
+        if not 1 <= length <= max_model_len:
+            raise ConfigError(
+                f"a length is {length}, it must be between 1 and max-model-len, {max_model_len}"
+            )
+    shorter = [length for length in LENGTHS if length < max_model_len]
+    return tuple(asked) or (*shorter, max_model_len)
+
+
+def _table(config: EngineConfig, card: CardPlan) -> BucketTable:
+    cache = replace(
+        config.cache, num_blocks=max(2, card.num_blocks), block_size=card.wish.block_size
+    )
+    return planned_table(replace(config, max_model_len=card.wish.max_model_len, cache=cache))
+
+
+def _graph_notes(card: CardPlan, count: int) -> list[str]:
+    """Whether the reserve holds all graphs, by the published sizes of one."""
+    least, most = (count * size for size in GRAPH_BYTES)
+    if most <= card.parts.graphs:
+        return []
+    wanted = math.ceil(100 * most / card.parts.usable) / 100
+    certainty = "will not" if least > card.parts.graphs else "may not"
+    cure = "fewer buckets (`gaudiserve buckets fit`)"
+    if wanted < 1:
+        cure = f"--graph-reserved-mem {wanted:g}, or {cure}"
+    return [
+        f"{count} graphs {certainty} all fit into {card.parts.graphs / GIB:.2f} GiB: they take "
+        f"{least / GIB:.2f} to {most / GIB:.2f} GiB; {cure}"
+    ]
+
+
+def as_text(plan: Plan) -> str:
+    """The report for people."""
+    lines = [*_head(plan), "", *_memory(plan)]
+    if plan.card.num_blocks:
+        lines += ["", *_sequences(plan)]
+    if plan.table is not None:
+        lines += ["", *_buckets(plan, plan.table)]
+    lines.append("")
+    if plan.card.fits:
+        lines.append("It fits.")
+    else:
+        lines.append(f"It does not fit: {_shortage(plan.card)}. What would:")
+        lines += [f"  {change}" for change in changes(plan.facts, plan.card)]
+    lines += [f"note: {note}" for note in plan.notes]
+    return "\n".join(lines)
+
+
+def _head(plan: Plan) -> list[str]:
+    card, target = plan.card, plan.target
+    parameters = count_parameters(plan.facts).total
+    title, wish = generation(target.device).title, card.wish
+    cards = f"{target.num_cards} cards" if target.num_cards > 1 else "1 card"
+    return [
+        f"{plan.facts.path}: {plan.facts.architecture}, {parameters / 1e9:.2f} billion parameters, "
+        f"{plan.dtype}",
+        f"{title}, {cards}; context {wish.max_model_len} tokens, {wish.max_num_seqs} sequences, "
+        f"{wish.max_num_batched_tokens} tokens a step",
+    ]
+
+
+def _memory(plan: Plan) -> list[str]:
+    card, wish = plan.card, plan.card.wish
+    told = wish.num_blocks is not None or wish.kv_bytes is not None
+    kv = (card.num_blocks + 1) * card.block_bytes if told else card.parts.kv
+    blocks = (
+        f"{card.num_blocks} blocks of {wish.block_size} tokens, {card.block_bytes / 2**20:.2f} MiB "
+        f"each{', as told' if told else ''}"
+    )
+    rows = (
+        ("memory", card.card_bytes, "that the runtime lets a process use"),
+        ("weights", card.weight_bytes, ""),
+        ("activations", card.activation_bytes, "of the widest launch, estimated"),
+        ("free", max(0, card.free_bytes), ""),
+        ("  usable", card.parts.usable, f"{wish.utilization:g} of it"),
+        ("    graphs", card.parts.graphs, f"{wish.graph_reserved:g} of what is usable"),
+        ("    KV cache", kv, blocks),
+        ("  margin", card.parts.margin, "never planned for"),
+    )
+    lines = [f"{'each card':<16}{'GiB':>8}"]
+    lines += [f"{name:<16}{size / GIB:>8.2f}  {what}".rstrip() for name, size, what in rows]
+    return lines
+
+
+def _sequences(plan: Plan) -> list[str]:
+    card, most = plan.card, plan.card.wish.max_num_seqs
+    lines = [f"{'tokens':>8}{'sequences at once':>20}"]
+    for length in plan.lengths:
+        count = card.sequences(length)
+        limit = f"  --max-num-seqs allows {most}" if count > most else ""
+        lines.append(f"{length:>8}{count:>20}{limit}")
+    return lines
+
+
+def _buckets(plan: Plan, table: BucketTable) -> list[str]:
+    prompts, decodes = _counts(table)
+    count, seconds = len(table.needed), plan.target.seconds_a_graph
+    lines = [f"buckets, {plan.strategy}: {prompts} for prompts, {decodes} for decodes"]
+    if not plan.captures:
+        return [*lines, "warm-up: no graphs are captured, eager is enforced"]
+    least, most = (count * size / GIB for size in GRAPH_BYTES)
+    lines.append(
+        f"warm-up: {count} graphs, about {count * seconds / 60:.1f} minutes at {seconds:g} s each, "
+        f"{least:.2f} to {most:.2f} GiB"
+    )
+    return lines
+
+
+def _counts(table: BucketTable) -> tuple[int, int]:
+    prompts = sum(1 for bucket in table.buckets if bucket[0] == PREFILL)
+    return prompts, len(table.buckets) - prompts
+
+
+def _shortage(card: CardPlan) -> str:
+    if card.free_bytes <= 0:
+        needed = card.weight_bytes + card.activation_bytes
+        return (
+            f"weights and activations take {needed / GIB:.2f} GiB, a card has "
+            f"{card.card_bytes / GIB:.2f}"
+        )
+    if card.num_blocks < card.context_blocks:
+        return (
+            f"a full context of {card.wish.max_model_len} tokens takes {card.context_blocks} "
+            f"blocks, there are {card.num_blocks}"
+        )
+    needed = (card.num_blocks + 1) * card.block_bytes
+    return (
+        f"{card.num_blocks} blocks take {needed / GIB:.2f} GiB, "
+        f"{card.free_bytes / GIB:.2f} GiB are free"
+    )
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The same for programs; sizes in bytes, of each card."""
+    card, wish = plan.card, plan.card.wish
+    return {
+        "model": plan.facts.path,
+        "architecture": plan.facts.architecture,
+        "parameters": count_parameters(plan.facts).total,
+        "dtype": plan.dtype,
+        "device": plan.target.device,
+        "tensor_parallel_size": plan.target.num_cards,
+        "max_model_len": wish.max_model_len,
+        "max_num_seqs": wish.max_num_seqs,
+        "block_size": wish.block_size,
+        "memory_bytes": card.card_bytes,
+        "weight_bytes": card.weight_bytes,
+        "activation_bytes": card.activation_bytes,
+        "free_bytes": card.free_bytes,
+        "usable_bytes": int(card.parts.usable),
+        "graph_bytes": int(card.parts.graphs),
+        "kv_bytes": int(card.parts.kv),
+        "margin_bytes": int(card.parts.margin),
+        "block_bytes": card.block_bytes,
+        "num_blocks": card.num_blocks,
+        "sequences": {str(length): card.sequences(length) for length in plan.lengths},
+        "buckets": _buckets_json(plan),
+        "fits": card.fits,
+        "changes": [] if card.fits else changes(plan.facts, card),
+        "notes": list(plan.notes),
+    }
+
+
+def _buckets_json(plan: Plan) -> dict[str, Any] | None:
+    if plan.table is None:
+        return None
+    prompts, decodes = _counts(plan.table)
+    graphs = len(plan.table.needed) if plan.captures else 0
+    return {
+        "strategy": plan.strategy,
+        "prompts": prompts,
+        "decodes": decodes,
+        "graphs": graphs,
+        "warmup_seconds": graphs * plan.target.seconds_a_graph,
+    }

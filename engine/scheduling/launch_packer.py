@@ -1,0 +1,185 @@
+"""Packing: rows into launches that fit buckets. Knows no blocks and no queue, only shapes."""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from engine.core.request import Request
+from engine.core.stats import PHASES, StepStats
+from hpu.bucketing.bucket_table import BucketTable, Lookup
+from hpu.protocol import DECODE, PREFILL, Launch
+
+MAX_MEMO = 4096
+
+FULL_PROMPTS = 4
+"""Prompts and contexts may be as large together, in a launch that no bucket bounds, as so many of
+full length."""
+
+
+class Chunk(NamedTuple):
+    """The next `num_tokens` known tokens of a request, behind `context` cached blocks."""
+
+    request: Request
+    num_tokens: int
+    context: int
+    samples: bool
+
+
+class Packer:
+    """Chooses launches. Every one names a bucket of the table, and is counted.
+
+    A launch that fits no prepared bucket takes one that the table makes for it, which costs a
+    compilation. With `on_unwarmed` reject there is no such launch, as long as the caller asks
+    `refusal` of every sequence before it plans it, and `must_split` of every decode.
+    """
+
+    def __init__(
+        self,
+        table: BucketTable,
+        *,
+        max_prefill_batch: int,
+        max_tokens: int,
+        stats: StepStats,
+        on_unwarmed: str = "run",
+        contiguous: bool = False,
+    ) -> None:
+        """`contiguous`: a decode's blocks are all up to the highest of any row, not a sum."""
+        self._table = table
+        self._rejects = on_unwarmed == "reject"
+        self._joined: Callable[[Iterable[int]], int] = max if contiguous else sum
+        self._max_batch = max_prefill_batch
+        self._max_tokens = max_tokens
+        self._stats = stats
+        self._launch_cost = table.overhead
+        self._most_positions = FULL_PROMPTS * table.limits.max_model_len
+        self._memo: dict[tuple[int, int, int], int | None] = {}
+
+    def forget(self) -> None:
+        """The table has changed."""
+        self._memo.clear()
+
+    def refusal(self, phase: int, num_tokens: int, num_blocks: int) -> str | None:
+        """Why a sequence may not be launched so, not even alone; None when it may."""
+        if not self._rejects or self._table.is_prepared(phase, 1, num_tokens, num_blocks):
+            return None
+        name = PHASES[phase]
+        self._stats.count_refusal(name)
+        own = [bucket[1:] for bucket in self._table.buckets if bucket[0] == phase]
+        batch, query, blocks = max(own, key=lambda bucket: self._table.cost(phase, bucket))
+        wants, has = f"over {num_blocks} KV blocks", f"over {blocks}"
+        if phase == PREFILL:
+            wants = f"of {num_tokens} tokens behind {num_blocks} KV blocks"
+            has = f"of {query} behind {blocks}"
+        return (
+            f"it needs a {name} {wants}, and no bucket that was warmed up holds that (the largest: "
+            f"batch {batch}, {has}); on-unwarmed-shape is reject"
+        )
+
+    def must_split(self, num_rows: int, num_blocks: int) -> bool:
+        """Whether a decode of so many rows has to go in several launches."""
+        return self._rejects and not self._table.is_prepared(DECODE, num_rows, 1, num_blocks)
+
+    def decode_apart(self, rows: list[int], blocks: list[int]) -> list[Launch]:
+        """Launches for decoding rows, each of which reads its entry of `blocks`, in their order;
+        as few as prepared buckets allow."""
+        launches = []
+        start = 0
+        while start < len(rows):
+            stop, total = start + 1, blocks[start]
+            while stop < len(rows) and self._table.is_prepared(
+                DECODE, stop + 1 - start, 1, self._joined((total, blocks[stop]))
+            ):
+                total = self._joined((total, blocks[stop]))
+                stop += 1
+            launches.append(self.decode(rows[start:stop], total))
+            start = stop
+        return launches
+
+    def decode(self, rows: list[int], num_blocks: int) -> Launch:
+        """One launch for all decoding rows, which read `num_blocks` together."""
+        lookup = self._table.find(DECODE, len(rows), 1, num_blocks)
+        self._count(DECODE, lookup, len(rows))
+        return Launch(DECODE, lookup.bucket, rows)
+
+    def prefill(self, chunks: list[Chunk]) -> list[tuple[Launch, list[Chunk]]]:
+        """Launches for all chunks, each with its own in launch order; together as cheap as
+        neighbours in length can be merged."""
+        chunks = sorted(chunks, key=_shape)
+        if self._table.is_exact and _shape(chunks[0]) == _shape(chunks[-1]):
+            most = self._most_rows(*_shape(chunks[0]))
+            size = -(-len(chunks) // -(-len(chunks) // most))
+            starts = range(0, len(chunks), size)
+            return [self._launch(chunks[start : start + size]) for start in starts]
+        # cheapest[i]: the first i chunks in launches, and where the last of those begins.
+        cheapest: list[tuple[int, int]] = [(0, 0)]
+        for stop in range(1, len(chunks) + 1):
+            best: tuple[int, int] | None = None
+            query, context = chunks[stop - 1].num_tokens, 0
+            for start in range(stop - 1, max(stop - 1 - self._max_batch, -1), -1):
+                context = max(context, chunks[start].context)
+                if self._table.is_exact and stop - start > self._most_rows(query, context):
+                    break
+                cost = self._cost(stop - start, query, context)
+                if cost is not None:
+                    option = (cheapest[start][0] + cost, start)
+                    best = option if best is None else min(best, option)
+            assert best is not None, "a chunk alone always has a cost"
+            cheapest.append(best)
+        launches = []
+        stop = len(chunks)
+        while stop:
+            start = cheapest[stop][1]
+            launches.append(self._launch(chunks[start:stop]))
+            stop = start
+        launches.reverse()
+        return launches
+
+    def _most_rows(self, query: int, context: int) -> int:
+        """Rows that may go together where every launch is its own bucket."""
+        positions = query + context * self._table.limits.block_size
+        fit = min(self._max_tokens // query, self._most_positions // positions)
+        return max(1, min(self._max_batch, fit))
+
+    def _cost(self, batch: int, query: int, context: int) -> int | None:
+        """Modelled cost of one launch, or None where several rows may not go together."""
+        shape = (batch, query, context)
+        if shape not in self._memo:
+            if len(self._memo) >= MAX_MEMO:
+                self._memo.clear()
+            self._memo[shape] = self._find_cost(shape)
+        return self._memo[shape]
+
+    def _find_cost(self, shape: tuple[int, int, int]) -> int | None:
+        batch = shape[0]
+        # Asked here, because `find` makes a bucket for whatever it is asked.
+        if batch > 1 and not self._table.is_prepared(PREFILL, *shape):
+            return None
+        bucket = self._table.find(PREFILL, *shape).bucket
+        if batch > 1 and bucket[0] * bucket[1] > self._max_tokens:
+            return None
+        return self._launch_cost + self._table.cost(PREFILL, bucket)
+
+    def _launch(self, chunks: list[Chunk]) -> tuple[Launch, list[Chunk]]:
+        counts = [chunk.num_tokens for chunk in chunks]
+        lookup: Lookup = self._table.find(
+            PREFILL, len(chunks), max(counts), max(chunk.context for chunk in chunks)
+        )
+        self._count(PREFILL, lookup, sum(counts))
+        rows = [chunk.request.row for chunk in chunks]
+        samples = [chunk.samples for chunk in chunks]
+        return Launch(PREFILL, lookup.bucket, rows, counts, samples), chunks
+
+    def _count(self, phase: int, lookup: Lookup, useful: int) -> None:
+        batch, query, blocks = shape = lookup.bucket
+        if self._table.is_exact:
+            # Of as many shapes as there are launches, those that are alike are told together.
+            shape = (_rounded(batch), _rounded(query), _rounded(blocks))
+        self._stats.count_launch(PHASES[phase], lookup.result, useful, batch * query, shape)
+
+
+def _shape(chunk: Chunk) -> tuple[int, int]:
+    return chunk.num_tokens, chunk.context
+
+
+def _rounded(size: int) -> int:
+    """Up to a power of two; 0 stays."""
+    return 1 << (size - 1).bit_length() if size else 0

@@ -1,0 +1,1 @@
+"""Grammars: checked, compiled in an isolated process, and followed token by token."""

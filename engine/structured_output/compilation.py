@@ -1,0 +1,184 @@
+"""Compiles grammars on threads, each once, and in a disposable process before that.
+
+The grammar library is native code: a spec that overflows its stack, or that it compiles without
+end, must not take the engine with it. So a spec is compiled and followed a little in a fork with
+limits first. What passes there is compiled here, from the same source, with more stack."""
+
+import contextlib
+import logging
+import os
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from config.errors import EngineDied, Overloaded, UserError
+from config.params.structured_output import FREE, GrammarSpec
+from engine.process.isolation import Call, CallBroken, CallKilled, ForkServer, Limits
+from engine.structured_output.grammar import Grammar, Vocabulary
+
+logger = logging.getLogger(__name__)
+
+NUM_THREADS = 2
+MAX_PENDING = 64
+"""Specs that may wait for a thread."""
+MAX_KEPT = 256
+"""Grammars, or refusals, of the specs that were asked for last."""
+MAX_KEPT_BYTES = 512 * 2**20
+"""Of memory that these grammars take. Whoever follows one keeps it, too."""
+MAX_GRAMMAR_BYTES = 128 * 2**20
+"""One that has grown beyond is compiled anew when it is next asked for."""
+STACK_BYTES = 128 * 2**20
+"""Four times what a spec may need in the fork."""
+LIMITS = Limits(cpu_s=1.0, wall_s=1.7, memory_bytes=512 * 2**20, stack_bytes=32 * 2**20)
+"""Ordinary schemas take 40 ms and 10 MiB; a refusal must come within 2 s."""
+
+
+class _Setup(msgspec.Struct, array_like=True):
+    folder: str
+    vocab_size: int
+    eos_ids: list[int]
+
+
+class _Checked(msgspec.Struct, array_like=True):
+    """What the fork found out about a spec."""
+
+    source: str = ""
+    num_bytes: int = 0
+    error: str | None = None
+
+
+class Compiler:
+    """Safe to call from any thread, once `start` was called."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[GrammarSpec, Future[Grammar]] = OrderedDict()
+        self._num_pending = 0
+        self._vocabulary: Future[Vocabulary] | None = None
+        self._fork_server: ForkServer | None = None
+
+    def start(
+        self, folder: str, vocab_size: int, eos_ids: frozenset[int], *, early: bool = False
+    ) -> None:
+        """Begin to read the vocabulary; what is compiled meanwhile waits for it. `early`: start the
+        fork server now and not with the first spec, which then waits for it some 0.5 s."""
+        setup = msgspec.msgpack.encode(_Setup(folder, vocab_size, sorted(eos_ids)))
+        self._fork_server = ForkServer("engine.structured_output.compilation", setup, LIMITS)
+        # Threads take the size that is set when they start, and they start when there is work.
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            self._vocabulary = self._threads.submit(Vocabulary, folder, vocab_size, eos_ids)
+            for _ in range(NUM_THREADS - 1):
+                self._threads.submit(self._vocabulary.exception)
+        finally:
+            threading.stack_size(before)
+        if early:
+            self._vocabulary.add_done_callback(self._start_fork_server)
+
+    def _start_fork_server(self, vocabulary: "Future[Vocabulary]") -> None:
+        assert self._fork_server is not None
+        # Closed meanwhile, there is nothing to start; a model without a vocabulary needs none.
+        with contextlib.suppress(EngineDied):
+            if not vocabulary.cancelled() and vocabulary.exception() is None:
+                self._fork_server.start()
+
+    def compile(self, spec: GrammarSpec) -> "Future[Grammar]":
+        """The grammar of `spec`, or a UserError: at once where it was asked for before. Raises
+        Overloaded when too many wait."""
+        with self._lock:
+            found = self._kept.get(spec)
+            if found is not None and _bytes_of(found) <= MAX_GRAMMAR_BYTES:
+                self._kept.move_to_end(spec)
+                return found
+            if self._num_pending >= MAX_PENDING:
+                raise Overloaded(f"{self._num_pending} grammars wait, at most {MAX_PENDING} may")
+            self._num_pending += 1
+            kept = self._kept
+            kept[spec] = made = self._threads.submit(self._make, spec)
+            num_bytes = sum(map(_bytes_of, kept.values()))
+            while len(kept) > MAX_KEPT + MAX_PENDING or num_bytes > MAX_KEPT_BYTES:
+                num_bytes -= _bytes_of(kept.popitem(last=False)[1])
+        return made
+
+    def close(self) -> None:
+        """Compile nothing more; safe to call twice."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._fork_server is not None:
+            self._fork_server.close()
+
+    def _make(self, spec: GrammarSpec) -> Grammar:
+        assert self._vocabulary is not None, "compile before start"
+        try:
+            vocabulary = self._vocabulary.result()
+            if spec.kind == FREE:
+                return Grammar(spec, vocabulary)
+            checked = self._check(spec)
+            return Grammar(spec, vocabulary, checked.source, checked.num_bytes)
+        except (UserError, EngineDied):
+            raise
+        except Exception as error:  # the border of this thread: a bug of ours or the library's
+            logger.exception("a grammar of kind %s broke the compiler", spec.kind)
+            raise UserError(f"the {spec.kind} cannot be compiled: {error}") from error
+        finally:
+            with self._lock:
+                self._num_pending -= 1
+
+    def _check(self, spec: GrammarSpec) -> _Checked:
+        """Compile `spec` in a fork. Raises UserError when that refuses it, or does not survive."""
+        assert self._fork_server is not None, "compile before start"
+        try:
+            answer = self._fork_server.call(msgspec.msgpack.encode(spec))
+        except (CallKilled, CallBroken) as error:
+            logger.warning("A %s was refused, since compiling it failed: %s", spec.kind, error)
+            raise UserError(
+                f"the {spec.kind} cannot be compiled: {error}", param="structured_outputs"
+            ) from None
+        checked = msgspec.msgpack.decode(answer, type=_Checked)
+        if checked.error is not None:
+            raise UserError(checked.error, param="structured_outputs")
+        return checked
+
+
+def prepare(setup: bytes) -> Call:
+    """What a fork server runs: compiles specs for one vocabulary, and follows them a little."""
+    asked = msgspec.msgpack.decode(setup, type=_Setup)
+    vocabulary = Vocabulary(asked.folder, asked.vocab_size, frozenset(asked.eos_ids))
+    decode = msgspec.msgpack.Decoder(GrammarSpec).decode
+    # What the library makes at its first use is made once, and is not counted below.
+    Grammar(GrammarSpec("json_object"), vocabulary)
+
+    def check(payload: bytes) -> bytes:
+        spec = decode(payload)
+        before = _private_bytes()
+        try:
+            grammar = Grammar(spec, vocabulary)
+            num_bytes = max(0, _private_bytes() - before)
+            if num_bytes > MAX_GRAMMAR_BYTES:
+                raise UserError(
+                    f"the {spec.kind} is too large: compiled it takes {num_bytes >> 20} MiB, at "
+                    f"most {MAX_GRAMMAR_BYTES >> 20} are allowed"
+                )
+            checked = _Checked(grammar.source or "", num_bytes)
+            # Freeing it is native code too.
+            del grammar
+        except UserError as error:
+            checked = _Checked(error=error.message)
+        return msgspec.msgpack.encode(checked)
+
+    return check
+
+
+def _bytes_of(made: "Future[Grammar]") -> int:
+    if not made.done() or made.cancelled() or made.exception() is not None:
+        return 0
+    return made.result().num_bytes
+
+
+def _private_bytes() -> int:
+    """Memory of this process that is no file's: what a fork reads of files is not its own."""
+    words = Path("/proc/self/statm").read_text(encoding="ascii").split()
+    return (int(words[1]) - int(words[2])) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,206 @@
+"""Structural tags as clients write them, to a Lark grammar: text, and parts of it bound to a form.
+Pure; knows no vocabulary but for the words that are special tokens."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from config.errors import UserError
+from engine.structured_output.bounds import check_pattern_size
+from engine.structured_output.json_schema import prepared
+
+MAX_TAGS = 256
+MAX_DEPTH = 32
+_ANY_TEXT = r"/(.|\n)*/"
+_PARTS = ("json_schema", "regex", "const_string", "tag", "sequence", "or", "triggered_tags")
+
+
+def lark_of_tags(
+    asked: Mapping[str, Any],
+    json_form: Mapping[str, Any],
+    special_ids: Mapping[str, int] | None = None,
+) -> str:
+    """The grammar of {"structures": [{begin, schema, end}], "triggers": [...]}, or of {"format":
+    part} with a part of one of the types json_schema, regex, const_string, tag, sequence, or, and,
+    outermost only, triggered_tags. Raises UserError.
+
+    More types are there for what servers say of calls: `optional` and `repeat`, of an `element`,
+    `text_until` a `mark`, and `calls`, outermost or one of an outermost `or`, which is
+    triggered_tags without `end`, with `silent` words that may stand in the text, and perhaps
+    with a `bare` part instead of text that begins with one of the `bare_starts`. With
+    "special_tokens": true words of `special_ids` are these tokens.
+    """
+    words = (special_ids or {}) if asked.get("special_tokens") is True else {}
+    writer = _Writer(json_form, words)
+    if "structures" in asked:
+        tags = [
+            {**_object(one), "content": {"type": "json_schema", "json_schema": one.get("schema")}}
+            for one in _list(asked, "structures")
+        ]
+        start = writer.triggered(_list(asked, "triggers"), tags, at_least_one=False)
+    elif isinstance(asked.get("format"), dict):
+        start = writer.outermost(asked["format"])
+    else:
+        raise _bad("it must have structures and triggers, or a format that is an object")
+    return "%llguidance {}\n" + "\n".join([f"start: {start}", *writer.rules]) + "\n"
+
+
+class _Writer:
+    def __init__(self, json_form: Mapping[str, Any], special_ids: Mapping[str, int]) -> None:
+        self.rules: list[str] = []
+        self._json_form = dict(json_form)
+        self._special_ids = special_ids
+        words = sorted(map(re.escape, special_ids), key=len, reverse=True)
+        self._special = re.compile(f"({'|'.join(words)})" if words else "((?!))")
+
+    def outermost(self, part: Any) -> str:
+        """A Lark expression of what only the outermost part may be, or one of it."""
+        kind = _object(part).get("type")
+        if kind == "or":
+            return " | ".join(self.outermost(one) for one in _list(part, "elements"))
+        if kind == "calls":
+            return self._calls(part)
+        if kind != "triggered_tags":
+            return self.part(part, 0)
+        if part.get("stop_after_first"):
+            raise _bad("stop_after_first of triggered_tags is not supported")
+        at_least_one = bool(part.get("at_least_one"))
+        return self.triggered(
+            _list(part, "triggers"), _list(part, "tags"), at_least_one=at_least_one
+        )
+
+    def triggered(self, triggers: list[Any], tags: list[Any], *, at_least_one: bool) -> str:
+        """Free text, in which a trigger must go on as one of the tags that begin with it."""
+        names = []
+        for tag in tags:
+            begin = _string(_object(tag), "begin")
+            trigger = next(
+                (one for one in triggers if isinstance(one, str) and one and begin.startswith(one)),
+                None,
+            )
+            if trigger is None:
+                raise _bad(f"begin {begin[:40]!r} starts with none of the {len(triggers)} triggers")
+            rest = self._literal(begin[len(trigger) :])
+            content = self.part(tag.get("content"), 1)
+            end = self._literal(_string(tag, "end"))
+            found = self._rule("trigger", f"TEXT {self._literal(trigger)}", "[lazy]")
+            names.append(self._rule("tag", f"{found} {rest} {content} {end}"))
+        self.rules.append(f"tail: TEXT\nTEXT: {_ANY_TEXT}")
+        return f"({' | '.join(names)}){'+' if at_least_one else '*'} tail"
+
+    def _calls(self, part: dict[str, Any]) -> str:
+        starts = part.get("bare_starts", "")
+        self.rules.append(f"TEXT: {_ANY_TEXT}")
+        silent = [self._literal(word) for word in part.get("silent", ()) if self._is_special(word)]
+        between = self._rule("between", f"({' | '.join(['TEXT', *silent])})*")
+        calls, first = [], []
+        for tag in part["tags"]:
+            begin, content = _string(tag, "begin"), self._rule("call", self.part(tag["content"], 1))
+            if self._is_special(begin):
+                calls.append(f"{self._literal(begin)} {content}")
+            # Spelled out, a special word is the same to whoever reads it.
+            lazy = self._rule("trigger", f"TEXT {_quoted(begin)}", "[lazy]")
+            calls.append(f"{lazy} {content}")
+            if starts:
+                lazy = self._rule("trigger", f"FIRST? {_quoted(begin)}", "[lazy]")
+                first.append(f"{lazy} {content}")
+        going_on = f"({' | '.join([*calls, between])})*"
+        if not starts:
+            return going_on
+        barred = re.escape(starts).replace("/", "\\/")
+        self.rules.append(f"FIRST: /[ \\t\\r\\n]*[^ \\t\\r\\n{barred}](.|\\n)*/")
+        bare = self._rule("bare", self.part(part.get("bare"), 1))
+        special = [one for one in calls if one.startswith("<[")]
+        options = " | ".join(["FIRST", *first, *special])
+        return f"{bare} | (({options}) {self._rule('more', going_on)})?"
+
+    def part(self, part: Any, depth: int) -> str:
+        """A Lark expression."""
+        if depth > MAX_DEPTH:
+            raise _bad(f"its parts lie {depth} deep, at most {MAX_DEPTH} are taken")
+        part = _object(part)
+        kind = part.get("type")
+        if kind == "json_schema":
+            schema = prepared(_object(part.get("json_schema")))
+            return f"%json {json.dumps({**schema, 'x-guidance': self._json_form})}"
+        if kind == "const_string":
+            return self._literal(_string(part, "value"))
+        if kind == "regex":
+            pattern = _string(part, "pattern")
+            if "\n" in pattern or not pattern:
+                raise _bad("the pattern of a regex must be one line that is not empty")
+            check_pattern_size(pattern, "structural_tag")
+            return f"/{_escaped(pattern)}/"
+        if kind == "tag":
+            begin = self._literal(_string(part, "begin"))
+            content = self._inner(part.get("content"), depth)
+            return f"{begin} ({content}) {self._literal(_string(part, 'end'))}"
+        if kind in ("sequence", "or"):
+            elements = [self._inner(one, depth) for one in _list(part, "elements")]
+            return f"({(' ' if kind == 'sequence' else ' | ').join(elements)})"
+        if kind in ("optional", "repeat"):
+            mark = "?" if kind == "optional" else "*"
+            return f"({self._inner(part.get('element'), depth)}){mark}"
+        if kind == "text_until":
+            mark = _string(part, "mark")
+            lazy = self._rule("until", f"{_ANY_TEXT} {_quoted(mark)}", "[lazy]")
+            return (
+                f"({lazy} | {_ANY_TEXT} {self._literal(mark)})" if self._is_special(mark) else lazy
+            )
+        raise _bad(f"a part has type {str(kind)[:40]!r}, it may have {', '.join(_PARTS)}")
+
+    def _inner(self, part: Any, depth: int) -> str:
+        return self._rule("part", self.part(part, depth + 1))
+
+    def _rule(self, name: str, expression: str, flags: str = "") -> str:
+        name = f"{name}_{len(self.rules)}"
+        self.rules.append(f"{name}{flags}: {expression}")
+        return name
+
+    def _is_special(self, word: str) -> bool:
+        return word in self._special_ids
+
+    def _literal(self, text: str) -> str:
+        pieces = [piece for piece in self._special.split(text) if piece]
+        return " ".join(
+            f"<[{self._special_ids[one]}]>" if one in self._special_ids else _quoted(one)
+            for one in pieces
+        )
+
+
+def _escaped(pattern: str) -> str:
+    """With every slash escaped, and what was escaped left alone."""
+    out, is_escaped = [], False
+    for character in pattern:
+        out.append("\\/" if character == "/" and not is_escaped else character)
+        is_escaped = character == "\\" and not is_escaped
+    return "".join(out)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _bad(f"it has {value!r:.40} where an object must stand")
+    return value
+
+
+def _list(holder: Mapping[str, Any], name: str) -> list[Any]:
+    value = holder.get(name)
+    if not isinstance(value, list) or not 1 <= len(value) <= MAX_TAGS:
+        raise _bad(f"{name} must be a list of 1 to {MAX_TAGS} entries")
+    return value
+
+
+def _string(holder: Mapping[str, Any], name: str) -> str:
+    value = holder.get(name)
+    if not isinstance(value, str):
+        raise _bad(f"{name} is {value!r:.40}, it must be a string")
+    return value
+
+
+def _bad(message: str) -> UserError:
+    return UserError(f"structural_tag: {message}", param="structured_outputs")

@@ -1,0 +1,220 @@
+"""What server and engine say to each other. Tagged structs of plain columns; no behaviour.
+
+Prompts and log-probabilities are binary fields that decode to views of the received frame, so they
+are never copied into Python objects on the way.
+"""
+
+from typing import Any
+
+import msgspec
+
+from config.params.pooling import PoolingFacts, PoolingParams
+from config.params.sampling import SamplingParams
+from hpu.protocol import Logprobs as Logprobs
+
+FRONT_END_SHIFT = 48
+"""A key is (front-end index << 48) | serial number."""
+
+
+COMPILE_GRAMMAR = "compile_grammar"
+"""Control with a `spec`, a GrammarSpec as a list: refused when it cannot be compiled."""
+
+
+SLEEP, WAKE_UP = "sleep", "wake_up"
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+"""What wakes up: the tags of WAKE_UP."""
+
+AWAKE, FALLING_ASLEEP = "awake", "falling_asleep"
+ASLEEP = ("weights_offloaded", "discard_all")
+"""Levels 1 and 2, in the words of vLLM's metric."""
+
+
+class AddRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=1):
+    """One sequence to generate (a request with n choices sends n, with derived seeds)."""
+
+    key: int
+    prompt: memoryview
+    """uint32, little-endian."""
+    sampling: SamplingParams
+    priority: int = 0
+    """Smaller runs first, under the priority policy."""
+    cache_salt: str = ""
+    adapter: str = ""
+    name: str = ""
+    """What its caller's log calls it."""
+    pooling: PoolingParams | None = None
+    """Makes it a request for vectors instead of tokens; `sampling` then says nothing."""
+    goes_on: bool = False
+    """It goes on with what was let in before (a beam with one token more): it stands at the head of
+    the line."""
+
+
+class Abort(msgspec.Struct, array_like=True, gc=False, tag=2):
+    """Forget these; unknown keys are ignored. Nothing more is sent for them."""
+
+    keys: list[int]
+
+
+class Control(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=3):
+    """A call answered by one Reply. Names: reset_prefix_cache, ping, start_profile and
+    stop_profile (each answers with the name of the trace's file), shapes (of launches, see
+    engine.stats.StepStats.shapes), SLEEP and WAKE_UP (see engine/core/engine_core.py), and
+    COMPILE_GRAMMAR."""
+
+    call: int
+    name: str
+    arguments: dict[str, Any] = {}
+
+
+ToEngine = AddRequest | Abort | Control
+
+
+class Finish(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """The last word on a key. Seconds are spent waiting, in prefill, and in decode."""
+
+    key: int
+    reason: str
+    """stop, length, abort or error."""
+    stop_token: int | None = None
+    """The stop_token_ids entry that ended it; None for an end token."""
+    error: str | None = None
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    num_preemptions: int = 0
+    param: str | None = None
+    """The caller's own setting that `error` is about, empty for the request as a whole; None when
+    the fault is ours."""
+    is_late: bool = False
+    """`error` says that the engine sleeps: later the same request may be taken."""
+
+
+class EngineStats(msgspec.Struct, omit_defaults=True, gc=False):
+    """One engine's gauges, and counters since the start. Sent with steps, and on change."""
+
+    running: int = 0
+    waiting: int = 0
+    waiting_prompt_tokens: int = 0
+    blocks_used: int = 0
+    blocks_total: int = 0
+    sleep: str = AWAKE
+    """AWAKE, FALLING_ASLEEP (nothing new is taken, what is open may end) or one of ASLEEP."""
+    preemptions: int = 0
+    steps: int = 0
+    lookups: dict[str, int] = {}
+    """'prefill.hit', 'decode.miss', ...: counts."""
+    useful_tokens: dict[str, int] = {}
+    """By phase."""
+    padding_tokens: dict[str, int] = {}
+    compilations: dict[str, int] = {}
+    """'prefill.warmup', 'decode.serving', ...: counts."""
+    compile_seconds: dict[str, float] = {}
+    """'warmup', 'serving': what all of its compilations took."""
+    recompilations: int = 0
+    """After warm-up, as the device's runtime counts them; 0 where it does not."""
+    cpu_fallbacks: int = 0
+    """Operations of the device that ran on the host after warm-up."""
+    recipes: dict[str, int] = {}
+    """'hit', 'miss': lookups in the runtime's cache of compiled recipes."""
+    graphs: int = 0
+    graph_bytes: int = 0
+    step_tokens: list[int] = []
+    """Tokens computed in each step since the last stats were sent (for a histogram)."""
+    step_seconds: list[tuple[int, float]] = []
+    """(phase, seconds) of each launch since the last stats were sent."""
+
+
+class StepTokens(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=4):
+    """Everything one step produced for one front-end, in columns."""
+
+    step: int
+    started: list[int] = []
+    """Keys that left the waiting line."""
+    started_cached: list[int] = []
+    """Their prompt tokens found in the prefix cache."""
+    keys: list[int] = []
+    counts: list[int] = []
+    tokens: list[int] = []
+    logprobs: list[tuple[int, Logprobs]] = []
+    """(key, positions): in the order of the key's tokens."""
+    prompt_logprobs: list[tuple[int, Logprobs]] = []
+    """(key, positions): prompt tokens 1 .. in chunks, all before the key's first token."""
+    vectors: list[tuple[int, int, memoryview]] = []
+    """(key, rows, float32 little-endian): all that a pooling request asked for; it ends with the
+    same message."""
+    finished: list[Finish] = []
+    stats: EngineStats | None = None
+
+
+class Reply(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=5):
+    """Answer to a Control: a value, or an error."""
+
+    call: int
+    value: Any = None
+    error: str | None = None
+    is_refusal: bool = False
+    """The error is the caller's own."""
+    code: str | None = None
+    """A word for a refusal that clients may match on."""
+    is_overload: bool = False
+    """There is no room now; the same call may succeed later."""
+
+
+class Hello(msgspec.Struct, array_like=True, gc=False, tag=6):
+    """First word of an engine to a front-end."""
+
+    engine: int
+    pid: int
+
+
+LATER = "later"
+"""Stage of the progress that comes after Ready: buckets that are prepared between requests."""
+
+
+class Progress(msgspec.Struct, array_like=True, gc=False, tag=7):
+    """Where start-up stands."""
+
+    engine: int
+    stage: str
+    done: int
+    total: int
+    left_s: float = 0.0
+    """Expected; 0 where nobody knows."""
+
+
+class Ready(msgspec.Struct, array_like=True, gc=False, tag=8):
+    """The engine takes requests."""
+
+    engine: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    num_buckets: int
+    device: str
+    dtype: str
+    weight_bytes: int
+    kv_bytes: int
+    total_bytes: int
+    load_s: float
+    warmup_s: float
+    driver: str = ""
+    software: str = ""
+    """Versions of the device's driver and runtime."""
+    logprobs_mode: str = "raw_logprobs"
+    """What the log-probabilities of sampled tokens are: one of config.engine.LOGPROBS_MODES."""
+    pooling: PoolingFacts | None = None
+    """Set when the model gives vectors, and no tokens."""
+
+
+class Failed(msgspec.Struct, array_like=True, gc=False, tag=9):
+    """The engine is gone; every open request gets this."""
+
+    engine: int
+    message: str
+    is_config: bool = False
+    """A setting is to blame: a ConfigError."""
+
+
+FromEngine = StepTokens | Reply | Hello | Progress | Ready | Failed

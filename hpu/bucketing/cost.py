@@ -1,0 +1,31 @@
+"""What a launch costs, as modelled: the one measure that lookups, packing and fitting share."""
+
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpu.protocol import PREFILL
+
+Numbers = TypeVar("Numbers", int, NDArray[np.int64])
+
+POSITIONS_A_TOKEN = 2048
+"""Cached positions whose attention costs as much as one token through the linear layers."""
+
+LAUNCH_TOKENS = 64
+"""A further launch costs about as much as so many more tokens in one (weights are read again)."""
+
+
+def launch_cost(
+    phase: int, batch: Numbers, query: Numbers, blocks: Numbers, block_size: int
+) -> Numbers:
+    """Modelled cost of a launch in this shape, in cached positions read."""
+    context = blocks * block_size
+    if phase == PREFILL:
+        return batch * query * (POSITIONS_A_TOKEN + context + query // 2)
+    return batch * POSITIONS_A_TOKEN // 16 + context
+
+
+def launch_overhead(block_size: int) -> int:
+    """Modelled cost of one launch more for the same tokens, in cached positions read."""
+    return LAUNCH_TOKENS * launch_cost(PREFILL, 1, 1, 0, block_size)

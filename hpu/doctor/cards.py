@@ -1,0 +1,175 @@
+"""Cards and who holds them: device nodes, the driver's own files, hl-smi, and open files of all
+processes. Paths are the Linux kernel's; opens no device."""
+
+import os
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+from hpu.backends.gaudi_devices import GENERATIONS, PCI_VENDOR
+from hpu.doctor.machine import Machine
+
+NODES = (("dev/accel", "accel", "accel"), ("dev", "hl", "habanalabs"))
+"""(folder, name before the number, class below sys/class), of newer and of older drivers."""
+
+SMI_FIELDS = "index,module_id,bus_id,uuid,name,memory.total,memory.used"
+
+MAX_COMMAND = 80
+
+
+class Holder(NamedTuple):
+    """A process that has a card's node open."""
+
+    pid: int
+    command: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} ({self.command})"
+
+
+class Card(NamedTuple):
+    """One card; what nobody tells is empty or None."""
+
+    node: str
+    """Path of the device node; empty: only hl-smi knows the card."""
+    module: int | None
+    bus_id: str
+    generation: str | None
+    name: str
+    memory: str
+    """Used of total, as hl-smi has it."""
+    holders: tuple[Holder, ...]
+    is_open_to_us: bool
+
+    def __str__(self) -> str:
+        module = "module unknown" if self.module is None else f"module {self.module}"
+        return ", ".join(part for part in (module, self.node, self.bus_id) if part)
+
+
+class Cards(NamedTuple):
+    """All cards, and how many processes would not show their open files."""
+
+    cards: tuple[Card, ...]
+    hidden_processes: int
+
+
+class _Row(NamedTuple):
+    module: int | None
+    name: str
+    memory: str
+
+
+def find_cards(machine: Machine) -> Cards:
+    """Every card that a node or hl-smi tells of, by module where that is known."""
+    nodes = _nodes(machine)
+    rows = _smi_rows(machine)
+    holders, hidden = _holders(machine, {node for node, _ in nodes}) if nodes else ({}, 0)
+    cards = []
+    for node, device in nodes:
+        bus_id = _bus_id(machine.root / device)
+        row = rows.pop(bus_id, _Row(None, "", ""))
+        module = _number(machine.text(f"{device}/module_id"))
+        cards.append(
+            Card(
+                node,
+                row.module if module is None else module,
+                bus_id,
+                _generation(machine.text(f"{device}/device")),
+                row.name,
+                row.memory,
+                tuple(holders.get(node, ())),
+                os.access(machine.root / node.lstrip("/"), os.R_OK | os.W_OK),
+            )
+        )
+    if not nodes:
+        cards = [
+            Card("", row.module, bus_id, None, row.name, row.memory, (), True)
+            for bus_id, row in rows.items()
+        ]
+    cards.sort(key=lambda card: (card.module is None, card.module, card.node))
+    return Cards(tuple(cards), hidden)
+
+
+def _nodes(machine: Machine) -> list[tuple[str, str]]:
+    """(node, its device's folder below sys/class) of each card."""
+    found = []
+    for folder, prefix, kind in NODES:
+        try:
+            names = sorted(os.listdir(machine.root / folder))
+        except OSError:
+            continue
+        for name in names:
+            device = f"sys/class/{kind}/{name}/device"
+            vendor = machine.text(f"{device}/vendor")
+            # Other vendors' accelerators lie in the same folder.
+            ours = vendor is None or _number(vendor) == PCI_VENDOR
+            if re.fullmatch(rf"{prefix}\d+", name) and ours:
+                found.append((f"/{folder}/{name}", device))
+    return found
+
+
+def _bus_id(device: Path) -> str:
+    try:
+        return os.path.basename(os.readlink(device))
+    except OSError:
+        return ""
+
+
+def _number(text: str | None) -> int | None:
+    try:
+        return None if text is None else int(text, 0)
+    except ValueError:
+        return None
+
+
+def _generation(pci_id: str | None) -> str | None:
+    number = _number(pci_id)
+    return next((name for name, own in GENERATIONS.items() if number in own.pci_ids), None)
+
+
+def _smi_rows(machine: Machine) -> dict[str, _Row]:
+    text = machine.run(["hl-smi", "-Q", SMI_FIELDS, "-f", "csv,noheader"])
+    rows = {}
+    for line in (text or "").splitlines():
+        words = [word.strip() for word in line.split(",")]
+        if len(words) == len(SMI_FIELDS.split(",")):
+            _, module, bus_id, _, name, total, used = words
+            rows[bus_id] = _Row(_number(module), name, f"{used} of {total}")
+    return rows
+
+
+def _holders(machine: Machine, nodes: set[str]) -> tuple[dict[str, list[Holder]], int]:
+    """Which processes have which node open, but for our own; and how many do not let us look."""
+    found: defaultdict[str, list[Holder]] = defaultdict(list)
+    hidden = 0
+    proc = machine.root / "proc"
+    pids = sorted(int(name) for name in os.listdir(proc) if name.isdigit()) if proc.is_dir() else []
+    for pid in pids:
+        folder = proc / str(pid) / "fd"
+        try:
+            links = os.listdir(folder)
+        except PermissionError:
+            hidden += 1
+            continue
+        except OSError:
+            # It ended while we looked.
+            continue
+        opened = {_target(folder / link) for link in links} & nodes
+        if pid != machine.pid:
+            for node in opened:
+                found[node].append(Holder(pid, _command(machine, pid)))
+    return found, hidden
+
+
+def _target(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:
+        return ""
+
+
+def _command(machine: Machine, pid: int) -> str:
+    line = (machine.text(f"proc/{pid}/cmdline") or "").replace("\0", " ").strip()
+    words = line or machine.text(f"proc/{pid}/comm") or "name unknown"
+    return words if len(words) <= MAX_COMMAND else f"{words[: MAX_COMMAND - 3]}..."

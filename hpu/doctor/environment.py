@@ -1,0 +1,214 @@
+"""Findings on runtime variables, and on what the host has left for a card. Sets nothing."""
+
+from hpu.backends.gaudi_devices import GIB, NUM_MODULES, PAIRS, QUADS
+from hpu.backends.host import usable_memory
+from hpu.doctor.cards import Card
+from hpu.doctor.machine import ERROR, OK, WARN, Finding, Machine
+from hpu.doctor.software import is_vendor_torch
+
+MODULES = "HABANA_VISIBLE_MODULES"
+DEVICES = "HABANA_VISIBLE_DEVICES"
+LAZY = "PT_HPU_LAZY_MODE"
+NO_TENSOR_CACHE = "PT_HPUGRAPH_DISABLE_TENSOR_CACHE"
+COLLECTIVES = "PT_HPU_ENABLE_LAZY_COLLECTIVES"
+WEIGHT_SHARING = "PT_HPU_WEIGHT_SHARING"
+
+HOST_BYTES_A_CARD = 409 * GIB // 8
+HUGE_PAGES_MIB_A_CARD = 95000 // 8
+"""What published manifests for eight cards ask of the host."""
+
+
+def visible_modules(machine: Machine) -> tuple[int, ...] | None:
+    """Module ids that HABANA_VISIBLE_MODULES names; None: not set, or not to be understood."""
+    words = [word.strip() for word in machine.environment.get(MODULES, "").split(",")]
+    if not any(words) or not all(word.isdigit() for word in words):
+        return None
+    return tuple(int(word) for word in words)
+
+
+def environment_findings(
+    machine: Machine, cards: tuple[Card, ...], num_cards: int
+) -> list[Finding]:
+    """Traps in the variables that are set; nothing is said of those that are not."""
+    return [
+        *_modules(machine, cards, num_cards),
+        *_devices(machine),
+        *_lazy(machine),
+        *_tensor_cache(machine),
+        *_collectives(machine, num_cards),
+        *_weight_sharing(machine),
+    ]
+
+
+def host_findings(machine: Machine, num_cards: int) -> list[Finding]:
+    """Host memory and huge pages, against what published deployments give a card."""
+    free, _ = usable_memory(machine.root)
+    wanted = HOST_BYTES_A_CARD * num_cards
+    findings = []
+    if 0 < free < wanted:
+        findings.append(
+            Finding(
+                WARN,
+                "host memory",
+                f"{free / GIB:.0f} GiB of host memory are free, published deployments give "
+                f"{wanted / GIB:.0f} GiB to {_cards(num_cards)}",
+                "loading and compiling may run out of it; a small model needs less",
+            )
+        )
+    pages = _huge_page_mib(machine)
+    wanted_mib = HUGE_PAGES_MIB_A_CARD * num_cards
+    if pages is not None and pages < wanted_mib:
+        findings.append(
+            Finding(
+                WARN,
+                "huge pages",
+                f"{pages} MiB of huge pages are reserved, published deployments give "
+                f"{wanted_mib} MiB to {_cards(num_cards)}",
+                "reserve 2 MiB pages on the host: sysctl vm.nr_hugepages="
+                f"{-(-wanted_mib // 2)}, or hugepages-2Mi in Kubernetes",
+            )
+        )
+    return findings or [Finding(OK, "host memory", f"{free / GIB:.0f} GiB are free")]
+
+
+def _modules(machine: Machine, cards: tuple[Card, ...], num_cards: int) -> list[Finding]:
+    text = machine.environment.get(MODULES)
+    if not text:
+        return []
+    modules = visible_modules(machine)
+    if modules is None:
+        what = f"{MODULES} is {text!r}: it must be module ids with commas between, like 0,1"
+        return [Finding(ERROR, MODULES, what, f"correct it, or unset {MODULES}")]
+    if len(set(modules)) < len(modules):
+        return [Finding(ERROR, MODULES, f"{MODULES} is {text!r}: it names a module twice")]
+    there = {card.module for card in cards} - {None} or set(range(NUM_MODULES))
+    missing = [module for module in modules if module not in there]
+    if missing:
+        return [
+            Finding(
+                ERROR,
+                MODULES,
+                f"{MODULES} is {text!r}, but this machine has the modules "
+                f"{', '.join(str(one) for one in sorted(there, key=str))}",
+                f"name only those, or unset {MODULES}; indices of hl-smi are no module ids",
+            )
+        ]
+    if len(modules) < num_cards:
+        what = f"{MODULES} names {len(modules)} modules, {num_cards} cards are asked for"
+        return [Finding(ERROR, MODULES, what, f"name {num_cards} modules")]
+    groups = {2: PAIRS, 4: QUADS}.get(num_cards, ())
+    used = tuple(sorted(modules[:num_cards]))
+    if groups and used not in groups:
+        valid = "  ".join(",".join(map(str, group)) for group in groups)
+        return [
+            Finding(
+                ERROR,
+                MODULES,
+                f"the modules {','.join(map(str, used))} are no group of {num_cards} that works "
+                "together",
+                f"take one of {valid}",
+            )
+        ]
+    return [Finding(OK, MODULES, f"modules {text}")]
+
+
+def _devices(machine: Machine) -> list[Finding]:
+    text = machine.environment.get(DEVICES)
+    if not text:
+        return []
+    words = [word.strip() for word in text.split(",")]
+    if text != "all" and not all(word.isdigit() for word in words):
+        what = f"{DEVICES} is {text!r}: it must be `all`, or indices with commas between, like 0,1"
+        return [Finding(WARN, DEVICES, what, "correct it where the container is started")]
+    if not machine.in_container and text != "all":
+        return [
+            Finding(
+                WARN,
+                DEVICES,
+                f"{DEVICES} is {text!r}: only the container runtime reads it, here it does nothing",
+                f"name module ids in {MODULES} instead",
+            )
+        ]
+    return [Finding(OK, DEVICES, f"{DEVICES} is {text}")]
+
+
+def _lazy(machine: Machine) -> list[Finding]:
+    text = machine.environment.get(LAZY)
+    if text is None:
+        return []
+    if text != "0" and is_vendor_torch(machine) is False:
+        return [
+            Finding(
+                ERROR,
+                LAZY,
+                f"{LAZY} is {text!r}, which asks for lazy mode, and torch "
+                f"{machine.version('torch')} is not the vendor's build: the runtime refuses",
+                f"set {LAZY}=0, or use an image with the vendor's torch",
+            )
+        ]
+    if text not in ("0", "1"):
+        what = f"{LAZY} is {text!r}: anything but 0 means lazy mode"
+        return [Finding(WARN, LAZY, what, "set 0 or 1")]
+    return [Finding(OK, LAZY, f"{LAZY} is {text}")]
+
+
+def _tensor_cache(machine: Machine) -> list[Finding]:
+    text = machine.environment.get(NO_TENSOR_CACHE)
+    if text is None:
+        return []
+    if text in ("0", "1"):
+        return [Finding(OK, NO_TENSOR_CACHE, f"{NO_TENSOR_CACHE} is {text}")]
+    return [
+        Finding(
+            WARN,
+            NO_TENSOR_CACHE,
+            f"{NO_TENSOR_CACHE} is {text!r}: only the exact word 1 means yes, so this keeps every "
+            "graph's tensors in device memory",
+            f"set {NO_TENSOR_CACHE}=1, or unset it",
+        )
+    ]
+
+
+def _collectives(machine: Machine, num_cards: int) -> list[Finding]:
+    text = machine.environment.get(COLLECTIVES)
+    if num_cards == 1 or text is None or text.lower() in ("1", "true"):
+        return []
+    return [
+        Finding(
+            ERROR,
+            COLLECTIVES,
+            f"{COLLECTIVES} is {text!r}: HPU graphs over {num_cards} cards would hang",
+            f"unset it, or set {COLLECTIVES}=true",
+        )
+    ]
+
+
+def _weight_sharing(machine: Machine) -> list[Finding]:
+    text = machine.environment.get(WEIGHT_SHARING)
+    if text in (None, "0"):
+        return []
+    return [
+        Finding(
+            WARN,
+            WEIGHT_SHARING,
+            f"{WEIGHT_SHARING} is {text!r}: parameters are wrapped, and a server gains nothing",
+            f"set {WEIGHT_SHARING}=0, or unset it",
+        )
+    ]
+
+
+def _huge_page_mib(machine: Machine) -> int | None:
+    """Size of all reserved huge pages; None when the kernel does not tell."""
+    fields = {}
+    for line in (machine.text("proc/meminfo") or "").splitlines():
+        name, _, rest = line.partition(":")
+        words = rest.split()
+        if words and words[0].isdigit():
+            fields[name] = int(words[0])
+    if "HugePages_Total" not in fields or "Hugepagesize" not in fields:
+        return None
+    return fields["HugePages_Total"] * fields["Hugepagesize"] // 1024
+
+
+def _cards(number: int) -> str:
+    return "one card" if number == 1 else f"{number} cards"

@@ -1,0 +1,65 @@
+"""What the runtime's error texts mean, in plain words. Knows texts, and who holds the cards."""
+
+import re
+
+from hpu.doctor.cards import find_cards
+from hpu.doctor.machine import Machine
+from hpu.doctor.preflight import holders_of
+
+MEANINGS: tuple[tuple[str, str], ...] = (
+    (
+        r"workspace allocation of size",
+        "a compiled shape needs more workspace than is left on the card: lower "
+        "--gpu-memory-utilization or --max-num-batched-tokens",
+    ),
+    (
+        r"cpu fallback is not supported during hpu graph capturing",
+        "an operation that the card does not know was met while a graph was captured: run with "
+        "--enforce-eager, and report the operation",
+    ),
+    (
+        r"empty tensor optional",
+        "a graph without tensor cache has freed a tensor that it still needs: set "
+        "PT_HPUGRAPH_DISABLE_TENSOR_CACHE=0",
+    ),
+    (
+        r"graph compile failed",
+        "a shape could not be compiled, most often because the card's memory is full: lower "
+        "--gpu-memory-utilization or --max-num-batched-tokens",
+    ),
+    (
+        r"synlaunch failed",
+        "a compiled shape could not be started, most often because the card's memory is full: "
+        "lower --gpu-memory-utilization",
+    ),
+)
+"""Pattern of a text in any case, and what it means."""
+
+BUSY, FAILED = 20, 26
+"""Status of a failed acquisition."""
+
+
+def explain(text: str, machine: Machine) -> str | None:
+    """What `text`, an error of the runtime, means on this machine; None for one we do not know."""
+    if re.search(r"device acquire failed", text, re.IGNORECASE):
+        return _acquisition(text, machine)
+    return next(
+        (meaning for pattern, meaning in MEANINGS if re.search(pattern, text, re.IGNORECASE)), None
+    )
+
+
+def _acquisition(text: str, machine: Machine) -> str:
+    found = re.search(r"synStatus\s*[=:]?\s*(\d+)", text, re.IGNORECASE)
+    status = int(found[1]) if found else None
+    meaning = {
+        BUSY: "another process has the card, or had it until a moment ago (status 20)",
+        FAILED: "the driver could not give the card, and does not say why (status 26): the driver "
+        "and the runtime may be of different releases",
+    }.get(status or 0, f"the driver could not give the card (status {status or 'unknown'})")
+    held = holders_of(find_cards(machine).cards)
+    if held:
+        return f"{meaning}; {'; '.join(held)}"
+    return (
+        f"{meaning}; no process that we can see holds a card, one in another container may. "
+        "`gaudiserve doctor` looks at the rest"
+    )

@@ -1,0 +1,161 @@
+"""What can be known of a Gaudi machine before anything is imported: findings in plain words, and a
+start that fails early. Touches no device and imports nothing of the vendor's."""
+
+from typing import NamedTuple
+
+from config.errors import ConfigError
+from hpu.backends.gaudi_devices import KERNELS, has_kernel
+from hpu.doctor.cards import Card, Cards, find_cards
+from hpu.doctor.environment import environment_findings, host_findings, visible_modules
+from hpu.doctor.machine import ERROR, OK, WARN, Finding, Machine
+from hpu.doctor.software import (
+    has_runtime,
+    loaded_modules,
+    runtime_release,
+    software_findings,
+)
+
+IN_CONTAINER = "in a container: --runtime=habana -e HABANA_VISIBLE_DEVICES=all"
+
+
+class Preflight(NamedTuple):
+    """All findings, the first error first to be mended, and the cards that they are about."""
+
+    findings: tuple[Finding, ...]
+    cards: tuple[Card, ...]
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.level == ERROR)
+
+
+def has_sign_of_gaudi(machine: Machine) -> bool:
+    """Whether anything here speaks of Gaudi: its runtime, its driver, or a card."""
+    return has_runtime(machine) or bool(loaded_modules(machine)) or bool(find_cards(machine).cards)
+
+
+def preflight(machine: Machine, *, num_cards: int = 1, rank: int | None = None) -> Preflight:
+    """Everything, from the runtime to the variables.
+
+    `rank`: the worker whose card must be free, of `num_cards`; None: all of them must be.
+    """
+    found = find_cards(machine)
+    findings = software_findings(machine)
+    if found.cards:
+        # A card that shows itself proves its driver, whatever the list of modules says.
+        findings = [_softened(finding) for finding in findings]
+    findings += environment_findings(machine, found.cards, num_cards)
+    findings += _card_findings(machine, found, num_cards, rank)
+    findings += host_findings(machine, num_cards)
+    return Preflight(tuple(findings), found.cards)
+
+
+def check_start(machine: Machine, *, num_cards: int = 1, rank: int = 0) -> None:
+    """For a worker, before the first import of the runtime: ConfigError with the first error."""
+    errors = preflight(machine, num_cards=num_cards, rank=rank).errors
+    if errors:
+        first = errors[0]
+        raise ConfigError(f"{first.what}: {first.do}" if first.do else first.what)
+
+
+def holders_of(cards: tuple[Card, ...]) -> list[str]:
+    """One line a held card: which, and by whom."""
+    return [
+        f"the card {card} is held by {' and '.join(map(str, card.holders))}"
+        for card in cards
+        if card.holders
+    ]
+
+
+def _softened(finding: Finding) -> Finding:
+    if finding.about == "driver" and finding.level == ERROR:
+        return finding._replace(level=WARN)
+    return finding
+
+
+def _card_findings(
+    machine: Machine, found: Cards, num_cards: int, rank: int | None
+) -> list[Finding]:
+    cards = found.cards
+    if not cards:
+        what = "no card is to be seen: neither a device node nor a line of hl-smi"
+        return [Finding(ERROR, "cards", what, f"look at hl-smi on the host; {IN_CONTAINER}")]
+    findings = [Finding(OK, "cards", f"{len(cards)} cards: {_names(cards)}")]
+    findings += _kernels(machine, cards)
+    closed = [card for card in cards if not card.is_open_to_us]
+    if closed:
+        nodes = ", ".join(card.node for card in closed)
+        level = ERROR if len(closed) == len(cards) else WARN
+        findings.append(
+            Finding(level, "cards", f"this user may not open {nodes}", "run as a user who may")
+        )
+    visible = visible_modules(machine)
+    asked = [card for card in cards if visible is None or card.module in (None, *visible)]
+    findings += _held(machine, asked, num_cards, rank)
+    if found.hidden_processes and not any(card.holders for card in cards):
+        findings.append(
+            Finding(
+                OK,
+                "cards",
+                f"{found.hidden_processes} processes do not show their open files, and other "
+                "containers' are not seen: a card may be held by one of them",
+            )
+        )
+    return findings
+
+
+def _kernels(machine: Machine, cards: tuple[Card, ...]) -> list[Finding]:
+    """What the table of kernels says of the first card and the installed release."""
+    generation, release = cards[0].generation, runtime_release(machine)
+    if generation is None or release is None:
+        return []
+    there = {kernel: has_kernel(kernel, generation, release) for kernel in KERNELS}
+    parts = [
+        f"{sum(map(bool, there.values()))} of {len(there)} fused kernels are known to be there"
+    ]
+    for answer, words in ((False, "not there"), (None, "only the runtime can tell")):
+        names = [kernel for kernel, found in there.items() if found is answer]
+        if names:
+            parts.append(f"{words}: {', '.join(names)}")
+    return [Finding(OK, "kernels", f"{generation}: {'; '.join(parts)}")]
+
+
+def _held(machine: Machine, cards: list[Card], num_cards: int, rank: int | None) -> list[Finding]:
+    """Whether enough of `cards` are free: for one worker its own, else as many as it takes."""
+    held = holders_of(tuple(cards))
+    free = [card for card in cards if not card.holders]
+    cure = "end it, or wait: a card stays busy for some seconds after its process has ended"
+    own = _own_module(machine, rank)
+    if rank is not None and own is not None and any(card.module == own for card in cards):
+        mine = [card for card in cards if card.module == own and card.holders]
+        if mine:
+            return [Finding(ERROR, "card held", holders_of(tuple(mine))[0], cure)]
+        return []
+    needed = num_cards if rank is None else 1
+    if len(cards) < needed:
+        what = f"{len(cards)} cards are to be seen, {needed} are asked for"
+        return [Finding(ERROR, "cards", what, IN_CONTAINER)]
+    if len(free) < needed:
+        what = f"{len(free)} of {len(cards)} cards are free, {needed} needed: {'; '.join(held)}"
+        return [Finding(ERROR, "card held", what, cure)]
+    pick = "" if free[0].module is None else f"HABANA_VISIBLE_MODULES={free[0].module}"
+    do = f"name a free one: {pick}" if pick else ""
+    return [Finding(WARN, "card held", line, do) for line in held]
+
+
+def _own_module(machine: Machine, rank: int | None) -> int | None:
+    """The module a worker is bound to, if a variable says so."""
+    word = machine.environment.get("HLS_MODULE_ID", "")
+    if word.isdigit():
+        return int(word)
+    visible = visible_modules(machine)
+    return visible[rank] if visible and rank is not None and rank < len(visible) else None
+
+
+def _names(cards: tuple[Card, ...]) -> str:
+    return "; ".join(
+        " ".join(
+            part for part in (str(card), card.generation or "", card.name, card.memory) if part
+        )
+        for card in cards
+    )

@@ -1,0 +1,153 @@
+"""Findings on installed software: the vendor's packages, torch, Python, the driver. Reads metadata
+and the kernel's files; imports nothing of the vendor's."""
+
+from hpu.backends.gaudi_devices import (
+    PYTHONS,
+    Release,
+    release_of,
+    torch_of_release,
+)
+from hpu.doctor.machine import ERROR, OK, WARN, Finding, Machine
+
+RUNTIME = "habana_frameworks"
+RUNTIME_DISTRIBUTION = "habana-torch-plugin"
+
+DRIVER_MODULES = ("habanalabs", "habanalabs_cn", "habanalabs_ib", "habanalabs_en")
+"""The first runs a card, the others the links between cards."""
+
+IMAGE = "start from a Gaudi PyTorch image or installation"
+
+
+def has_runtime(machine: Machine) -> bool:
+    return machine.has_module(RUNTIME)
+
+
+def runtime_release(machine: Machine) -> Release | None:
+    """Release of the vendor's package, from its metadata."""
+    return release_of(machine.version(RUNTIME_DISTRIBUTION) or "")
+
+
+def is_vendor_torch(machine: Machine) -> bool | None:
+    """Whether torch is the vendor's build, which alone runs lazy mode; None without torch.
+
+    The vendor's builds carry a local version that begins with git.
+    """
+    version = machine.version("torch")
+    return None if version is None else version.partition("+")[2].startswith("git")
+
+
+def driver_version(machine: Machine) -> str | None:
+    """As hl-smi tells it."""
+    text = machine.run(["hl-smi", "-Q", "driver_version", "-f", "csv,noheader"])
+    lines = [line.strip() for line in (text or "").splitlines() if line.strip()]
+    return lines[0] if lines and release_of(lines[0]) else None
+
+
+def loaded_modules(machine: Machine) -> set[str] | None:
+    """Of the driver's modules those that are loaded; None when the kernel does not tell."""
+    text = machine.text("proc/modules")
+    if text is None:
+        return None
+    return {line.split()[0] for line in text.splitlines() if line} & set(DRIVER_MODULES)
+
+
+def software_findings(machine: Machine) -> list[Finding]:
+    """What is installed, and whether the parts belong together."""
+    return [
+        _runtime(machine),
+        *_torch(machine),
+        _python(machine),
+        _driver(machine),
+        *_version_match(machine),
+    ]
+
+
+def _runtime(machine: Machine) -> Finding:
+    if not has_runtime(machine):
+        return Finding(
+            ERROR, "runtime", f"this Python has no {RUNTIME}", f"{IMAGE}; --device cpu needs none"
+        )
+    version = machine.version(RUNTIME_DISTRIBUTION) or "version unknown"
+    return Finding(OK, "runtime", f"{RUNTIME} is installed, {RUNTIME_DISTRIBUTION} {version}")
+
+
+def _torch(machine: Machine) -> list[Finding]:
+    version = machine.version("torch")
+    if version is None:
+        return [Finding(ERROR, "torch", "this Python has no torch", IMAGE)]
+    build = "the vendor's build" if is_vendor_torch(machine) else "a stock build"
+    findings = [Finding(OK, "torch", f"torch {version}, {build}")]
+    release, found = runtime_release(machine), release_of(version)
+    wanted = torch_of_release(release) if release else None
+    if release and wanted and found and found[:2] != wanted:
+        findings.append(
+            Finding(
+                WARN,
+                "torch",
+                f"torch is {version}, release {_dotted(release)} is known with "
+                f"{_dotted(wanted)}: the runtime refuses a torch it was not compiled for",
+                f"put the torch of the release back, or {IMAGE}",
+            )
+        )
+    return findings
+
+
+def _python(machine: Machine) -> Finding:
+    version = _dotted(machine.python)
+    if machine.python in PYTHONS:
+        return Finding(OK, "python", f"Python {version}")
+    known = ", ".join(_dotted(one) for one in PYTHONS)
+    return Finding(
+        WARN,
+        "python",
+        f"Python is {version}, the vendor's images have {known}",
+        f"use one of {known}",
+    )
+
+
+def _driver(machine: Machine) -> Finding:
+    loaded = loaded_modules(machine)
+    if loaded is None:
+        return Finding(WARN, "driver", "/proc/modules cannot be read: driver modules unknown")
+    if "habanalabs" not in loaded:
+        return Finding(
+            ERROR,
+            "driver",
+            "the kernel module habanalabs is not loaded",
+            "install the driver on the host, or load it there: modprobe habanalabs",
+        )
+    missing = [name for name in DRIVER_MODULES if name not in loaded]
+    if missing:
+        return Finding(
+            WARN,
+            "driver",
+            f"the kernel modules {', '.join(missing)} are not loaded: several cards cannot work "
+            "together",
+            "load them on the host with modprobe; one card alone needs none of them",
+        )
+    return Finding(OK, "driver", f"kernel modules loaded: {', '.join(DRIVER_MODULES)}")
+
+
+def _version_match(machine: Machine) -> list[Finding]:
+    """Driver against runtime; the vendor's guide wants them of one release."""
+    if not has_runtime(machine):
+        return []
+    driver, release = driver_version(machine), runtime_release(machine)
+    told = release_of(driver) if driver else None
+    if told is None or release is None:
+        return [Finding(OK, "driver version", f"driver version {driver or 'unknown'}")]
+    if told[:3] == release[:3]:
+        return [Finding(OK, "driver version", f"driver {driver} fits the runtime's release")]
+    return [
+        Finding(
+            WARN,
+            "driver version",
+            f"the driver is {driver}, the runtime {_dotted(release)}: they are made for each other "
+            "only within one release",
+            "take the image of the driver's release, or update the driver on the host",
+        )
+    ]
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))

@@ -1,0 +1,290 @@
+"""HPUGraph: a true recording of the ops between begin and end, replayed without Python, so that a
+value baked in by mistake shows. Knows nothing of modules and keys.
+
+With static tensors (tensor cache on) a replay writes the very tensors of the capture. Without,
+each replay makes its intermediates anew and frees them; those of the capture are poisoned.
+"""
+
+import gc
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from hpu.emulator.card import rules
+from hpu.emulator.card.device import Device
+from hpu.emulator.card.leases import FreedLease
+from hpu.emulator.card.memory import Block
+from hpu.emulator.card.queue import spoil
+from hpu.emulator.card.tensor import HpuTensor, device_tensors, map_leaves, storage_of, tensors_in
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Place of a tensor in a recording's table."""
+
+    number: int
+
+
+class Step(NamedTuple):
+    """One recorded op: arguments and results as slots."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    results: tuple[int, ...]
+    constants: tuple[Tensor, ...] | None
+    """What a random op drew: a graph repeats it, since no seed is among its inputs."""
+    stays: bool
+    """Whether a static replay may pass over it: a view, or memory without contents."""
+
+
+class HPUGraph:
+    """One recording of `device`. RuntimeError where the runtime refuses."""
+
+    def __init__(self, device: Device) -> None:
+        if not device.is_lazy():
+            raise RuntimeError("HPU graphs exist only in lazy mode: set PT_HPU_LAZY_MODE=1")
+        self._device = device
+        self._steps: list[Step] = []
+        self._table: list[Tensor | None] = []
+        self._places: dict[int, int] = {}
+        self._made: dict[int, weakref.ref[HpuTensor]] = {}
+        self._blocks: list[Block] = []
+        self._cost: Block | None = None
+        self._input_slots: list[int | None] = []
+        self._results: list[tuple[int, Tensor]] = []
+        """Slots whose values must be found in these tensors after a replay."""
+        self._is_static = True
+        self._is_dry = False
+        """Nothing runs while it is captured, so that its intermediates take no room at once."""
+
+    def capture_begin(self, dry_run: bool = False) -> None:
+        """Start recording; one capture at a time in a process."""
+        device = self._device
+        if device.recording is not None:
+            raise RuntimeError("an hpu graph is being captured already: one at a time")
+        if device.world_size > 1 and not device.variables.lazy_collectives():
+            raise RuntimeError(
+                f"hpu graphs on {device.world_size} cards need PT_HPU_ENABLE_LAZY_COLLECTIVES=true"
+            )
+        device.acquisition.touch()
+        device.close_segment()
+        if device.sealed:
+            device.journal.misuse("capture_after_warmup", "a new graph is captured while serving")
+        self._cost = device.memory.take_graph(device.config.graph_bytes)
+        self._is_dry = dry_run
+        device.recording = self
+
+    def capture_end(self) -> None:
+        device = self._device
+        device.recording = None
+        device.close_segment()
+        device.journal.counts["captures"] += 1
+
+    def abandon(self) -> None:
+        """End a capture that failed; what it took is given back."""
+        self._device.recording = None
+        self.reset()
+
+    def add(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Append an op on CPU tensors; `result` is what the program got."""
+        name = func._schema.name
+        outs = tuple(device_tensors(result))
+        shared = {storage_of(given) for given in tensors_in((args, kwargs))}
+        slot_args, slot_kwargs = self._slots(args), self._slots(kwargs)
+        for out in outs:
+            if id(out.host) not in self._places:
+                self._made[self._place(out.host)] = weakref.ref(out)
+                if not self._is_dry:
+                    self._blocks.append(out.block)
+        results = tuple(self._place(out.host) for out in outs)
+        constants = None
+        if name in rules.RANDOM:
+            constants = tuple(out.host.clone() for out in outs)
+            self._device.journal.misuse(
+                "random_in_graph", "a replay draws the captured numbers again", name
+            )
+        is_view = not func._schema.is_mutable and all(
+            storage_of(out.host) in shared for out in outs
+        )
+        stays = bool(outs) and (is_view or name in rules.EMPTY)
+        self._steps.append(Step(func, slot_args, slot_kwargs, results, constants, stays))
+
+    def mark_user_inputs(self, tensors: Sequence[Tensor]) -> None:
+        """Name the inputs, in the order in which `replayV3` gets them."""
+        self._input_slots = [
+            self._places.get(id(given.host)) if isinstance(given, HpuTensor) else None
+            for given in tensors
+        ]
+
+    def mark_user_outputs(self, tensors: Iterable[Tensor]) -> None:
+        """Name the outputs, which stay at their place whatever else is freed."""
+        for given in tensors:
+            if isinstance(given, HpuTensor) and id(given.host) in self._places:
+                self._results.append((self._places[id(given.host)], given.host))
+                self._blocks.append(given.block)
+
+    def get_user_input_match_indices(self) -> list[int]:
+        """Inputs that the recording reads itself; others reach it as copies only."""
+        return [place for place, slot in enumerate(self._input_slots) if slot is not None]
+
+    def free_intermediates(self, keep: Sequence[Tensor] = ()) -> None:
+        """No tensor cache: all but inputs, outputs and `keep` is poisoned, and charged no more."""
+        self._is_static = False
+        self._blocks.clear()
+        self.mark_user_outputs(keep)
+        kept = {storage_of(value) for _, value in self._results}
+        kept |= {
+            storage_of(value)
+            for slot, value in enumerate(self._table)
+            if value is not None and slot not in self._made
+        }
+        for slot, wrapper in self._made.items():
+            value = self._table[slot]
+            self._table[slot] = None
+            if value is None or storage_of(value) in kept:
+                continue
+            spoil(value)
+            alive = wrapper()
+            if alive is not None:
+                alive.lease = FreedLease()
+        self.clear_inputs()
+        self._made.clear()
+        self._places.clear()
+
+    def replay(self, asynchronous: bool = False) -> None:
+        """Run on the present contents of the captured tensors."""
+        self._count()
+        if self._is_static:
+            self._run_static()
+        else:
+            self._run_detached({})
+
+    def replayV2(
+        self, static: Sequence[Tensor], tensors: Sequence[Tensor], asynchronous: bool = False
+    ) -> None:
+        """Copy `tensors` into `static`, then replay."""
+        for target, source in zip(static, tensors, strict=True):
+            target.copy_(source, non_blocking=True)
+        self.replay(asynchronous)
+
+    def replayV3(self, tensors: Sequence[Tensor], asynchronous: bool = False) -> None:
+        """Run on the caller's own tensors in the places of the marked inputs."""
+        self._count()
+        bound: dict[int, Tensor] = {}
+        for slot, given in zip(self._input_slots, tensors, strict=True):
+            if slot is not None and isinstance(given, HpuTensor):
+                bound[slot] = given.host
+        self._run_detached(bound)
+
+    def clear_inputs(self) -> None:
+        for slot in self._input_slots:
+            if slot is not None:
+                self._table[slot] = None
+
+    def reset(self) -> None:
+        """Forget the recording and give its memory back."""
+        self._steps.clear()
+        self._table.clear()
+        self._places.clear()
+        self._made.clear()
+        self._blocks.clear()
+        self._results.clear()
+        self._cost = None
+
+    def _count(self) -> None:
+        if self._device.recording is not None:
+            raise RuntimeError("an hpu graph cannot be replayed during hpu graph capturing")
+        self._device.acquisition.touch()
+        self._device.close_segment()
+        self._device.journal.counts["replays"] += 1
+        for block in self._blocks:
+            self._device.clock.stamp(block)
+
+    def _run_static(self) -> None:
+        table = self._table
+        for step in self._steps:
+            if step.stays:
+                continue
+            fresh = self._compute(step, table)
+            for slot, value in zip(step.results, fresh, strict=True):
+                target = table[slot]
+                if target is not None and target is not value:
+                    target.copy_(value)
+
+    def _run_detached(self, bound: dict[int, Tensor]) -> None:
+        table = list(self._table)
+        for slot, given in bound.items():
+            table[slot] = given
+        for step in self._steps:
+            for slot, value in zip(step.results, self._compute(step, table), strict=True):
+                table[slot] = value
+        for slot, target in self._results:
+            found = table[slot]
+            if found is not None and found is not target:
+                target.copy_(found)
+
+    def _compute(self, step: Step, table: Sequence[Tensor | None]) -> list[Tensor]:
+        if step.constants is not None:
+            return self._repeat(step, step.constants, table)
+
+        def fill(leaf: Any) -> Any:
+            return table[leaf.number] if isinstance(leaf, Slot) else leaf
+
+        args, kwargs = map_leaves(fill, step.args), map_leaves(fill, step.kwargs)
+        return list(tensors_in(self._device.kernel(step.func, args, kwargs)))
+
+    def _repeat(
+        self, step: Step, constants: tuple[Tensor, ...], table: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """The captured draw, in place if the op was in place."""
+        if not step.func._schema.is_mutable:
+            return [value.clone() for value in constants]
+        fresh = []
+        for slot, constant in zip(step.results, constants, strict=True):
+            target = table[slot]
+            fresh.append(constant.clone() if target is None else target.copy_(constant))
+        return fresh
+
+    def _slots(self, value: Any) -> Any:
+        def change(leaf: Any) -> Any:
+            return Slot(self._place(leaf)) if isinstance(leaf, Tensor) else leaf
+
+        return map_leaves(change, value)
+
+    def _place(self, inner: Tensor) -> int:
+        place = self._places.get(id(inner))
+        if place is None:
+            place = len(self._table)
+            self._places[id(inner)] = place
+            self._table.append(inner)
+        return place
+
+
+class GraphContext:
+    """`with torch.hpu.graph(g):` records into `g`."""
+
+    def __init__(self, graph: HPUGraph, device: Device, dry_run: bool) -> None:
+        self._graph = graph
+        self._device = device
+        self._dry_run = dry_run
+
+    def __enter__(self) -> None:
+        self._device.synchronize()
+        gc.collect()
+        self._graph.capture_begin(self._dry_run)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self._graph.capture_end()
+        else:
+            self._graph.abandon()

@@ -1,0 +1,96 @@
+"""Recipes: what counts as compiled, in memory and on disk, and the lazy segment that grows until a
+mark or a host sync closes it. Knows signatures only, no tensors."""
+
+import hashlib
+import time
+from pathlib import Path
+
+from hpu.emulator.card.journal import Journal
+from hpu.emulator.card.memory import Memory
+from hpu.emulator.settings import EmulatorConfig, RuntimeVariables
+
+
+class Recipes:
+    """Every signature is compiled once a process, or once a folder if a disk cache is set.
+
+    An in-memory hit costs nothing; a disk hit is no compilation either, which is what makes a
+    restart with the same shapes quick.
+    """
+
+    def __init__(
+        self, config: EmulatorConfig, variables: RuntimeVariables, journal: Journal, memory: Memory
+    ) -> None:
+        self._config = config
+        self._journal = journal
+        self._memory = memory
+        self._known: set[str] = set()
+        self._folder = variables.recipe_cache()
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if variables.deletes_recipes():
+                for path in self._folder.glob("*.recipe"):
+                    path.unlink(missing_ok=True)
+
+    def launch(self, signature: str, workspace: int) -> bool:
+        """Run a recipe, compiling it first if it is new; True if it was compiled."""
+        compiled = signature not in self._known and not self._on_disk(signature)
+        if compiled:
+            self._compile(signature)
+        else:
+            self._journal.recipe_hits[signature] += 1
+        self._known.add(signature)
+        self._memory.need_workspace(int(workspace * self._config.workspace_ratio))
+        self._journal.counts["launches"] += 1
+        return compiled
+
+    def _compile(self, signature: str) -> None:
+        start = time.perf_counter()
+        if self._config.compile_delay_s:
+            time.sleep(self._config.compile_delay_s)
+        microseconds = int((time.perf_counter() - start) * 1e6)
+        self._journal.counts["compilations"] += 1
+        self._journal.compile_us += microseconds
+        self._journal.recipes.append((signature, microseconds))
+        self._journal.recipe_misses[signature] += 1
+        if self._folder is not None:
+            self._path(self._folder, signature).touch()
+
+    def _on_disk(self, signature: str) -> bool:
+        return self._folder is not None and self._path(self._folder, signature).exists()
+
+    def _path(self, folder: Path, signature: str) -> Path:
+        return folder / f"{self._config.generation}-{self._config.release}-{signature}.recipe"
+
+
+class Segment:
+    """Ops since the last mark: their names, shapes, dtypes, scalars and wiring, in order."""
+
+    def __init__(self, recipes: Recipes) -> None:
+        self._recipes = recipes
+        self._ops: list[object] = []
+        self._names: list[str] = []
+        self._values: dict[int, int] = {}
+        self._workspace = 0
+        self.last_ops: tuple[str, ...] = ()
+        """Names of the ops that were closed last, in order."""
+
+    def add(self, op: str, parts: tuple[object, ...], largest: int) -> None:
+        """Append an op; `largest` is the bytes of its largest output."""
+        self._ops.append((op, parts))
+        self._names.append(op)
+        self._workspace = max(self._workspace, largest)
+
+    def number(self, identity: int) -> int:
+        """Place of a tensor among those the segment has seen."""
+        return self._values.setdefault(identity, len(self._values))
+
+    def close(self) -> bool:
+        """Launch what has gathered; True if that compiled. An empty segment costs nothing."""
+        if not self._ops:
+            return False
+        self.last_ops = tuple(self._names)
+        self._names.clear()
+        ops, workspace = self._ops, self._workspace
+        self._ops, self._values, self._workspace = [], {}, 0
+        signature = hashlib.sha256(repr(ops).encode()).hexdigest()[:32]
+        return self._recipes.launch(signature, workspace)

@@ -1,0 +1,1 @@
+"""The modules that `habana_frameworks` has, over the emulated card."""

@@ -1,0 +1,107 @@
+"""The module `habana_frameworks.torch.hpu.metrics`: compilations, fallbacks, defragmentation and
+recipe cache, in the runtime's order of fields. Reads the journal; knows no tensors."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hpu.emulator.card.device import Device
+
+Stats = list[tuple[str, Any]]
+NAMES = ("graph_compilation", "cpu_fallback", "memory_defragmentation", "recipe_cache")
+
+
+class MetricNotFound(Exception):
+    """No metric of this name."""
+
+
+class Metric:
+    """What was counted since this metric was made or reset."""
+
+    def __init__(self, name: str, device: Device, since_start: bool) -> None:
+        if name not in NAMES:
+            raise MetricNotFound(f"metric {name!r} is not one of {', '.join(NAMES)}")
+        self._name = name
+        self._device = device
+        self._compilations = self._time_us = self._num_recipes = 0
+        self._fallbacks: Counter[str] = Counter()
+        self._hits: Counter[str] = Counter()
+        self._misses: Counter[str] = Counter()
+        if not since_start:
+            self.reset()
+
+    def name(self) -> str:
+        return self._name
+
+    def reset(self) -> None:
+        """Count from now on; the list of recipes stays, as with the real runtime."""
+        journal = self._device.journal
+        self._compilations = journal.counts["compilations"]
+        self._time_us = journal.compile_us
+        self._fallbacks = Counter(journal.fallback_ops)
+        self._hits = Counter(journal.recipe_hits)
+        self._misses = Counter(journal.recipe_misses)
+
+    def stats(self) -> Stats:
+        """Ordered (field, value) pairs."""
+        journal = self._device.journal
+        if self._name == "graph_compilation":
+            number = journal.counts["compilations"] - self._compilations
+            time_us = journal.compile_us - self._time_us
+            pairs: Stats = [
+                ("TotalNumber", number),
+                ("TotalTime", time_us),
+                ("AvgTime", time_us / number if number else 0),
+            ]
+            if self._device.variables.flag("PT_HPU_METRICS_GC_DETAILS"):
+                pairs.append(("Recipes", list(journal.recipes)))
+            return pairs
+        if self._name == "cpu_fallback":
+            ops = journal.fallback_ops - self._fallbacks
+            return [("TotalNumber", ops.total()), ("FallbackOps", dict(ops))]
+        if self._name == "memory_defragmentation":
+            fields = ("TotalNumber", "TotalSuccessful", "AvgTime", "MaxTime")
+            return [(field, 0) for field in fields]
+        hits, misses = journal.recipe_hits - self._hits, journal.recipe_misses - self._misses
+        return [
+            ("TotalHit", hits.total()),
+            ("RecipeHit", dict(hits)),
+            ("TotalMiss", misses.total()),
+            ("RecipeMiss", dict(misses)),
+        ]
+
+
+def make_module(device: Device) -> ModuleType:
+    """The module, filled."""
+    module = ModuleType("habana_frameworks.torch.hpu.metrics")
+    overall: dict[str, Metric] = {}
+
+    def metric_global(name: str) -> Metric:
+        if name not in overall:
+            overall[name] = Metric(name, device, since_start=True)
+        return overall[name]
+
+    @contextmanager
+    def metric_localcontext(name: str) -> Iterator[Metric]:
+        device.close_segment()
+        metric = Metric(name, device, since_start=False)
+        try:
+            yield metric
+        finally:
+            device.close_segment()
+
+    def metrics_dump(file: str | Path, format: str = "json") -> None:
+        table = {name: dict(metric_global(name).stats()) for name in NAMES}
+        Path(file).write_text(json.dumps(table, indent=1))
+
+    vars(module).update(
+        metric_global=metric_global,
+        metric_localcontext=metric_localcontext,
+        metrics_dump=metrics_dump,
+        MetricNotFound=MetricNotFound,
+    )
+    return module

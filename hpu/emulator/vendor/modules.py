@@ -1,0 +1,162 @@
+"""The stand-in package `habana_frameworks`: its modules by name, and the finder that imports them.
+Knows where each documented name lives; knows no rules."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from hpu.emulator.card.device import Device
+from hpu.emulator.vendor import collectives, hlml, metrics, torch_hpu
+from hpu.emulator.vendor import hpex as fused
+
+logger = logging.getLogger(__name__)
+
+ROOT = "habana_frameworks.torch"
+
+
+class synDeviceType(IntEnum):
+    synDeviceGaudi2 = 4
+    synDeviceGaudi3 = 5
+
+
+class StandIn(MetaPathFinder, Loader):
+    """Imports the prepared modules, and calls `loaded` when the package's root is imported."""
+
+    def __init__(self, modules: dict[str, ModuleType], loaded: Callable[[], None]) -> None:
+        self._modules = modules
+        self._loaded = loaded
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in self._modules:
+            return None
+        is_package = any(other.startswith(f"{name}.") for other in self._modules)
+        return ModuleSpec(name, self, is_package=is_package)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module is self._modules[ROOT]:
+            self._loaded()
+
+
+def make_modules(device: Device) -> dict[str, ModuleType]:
+    """Every module of the stand-in by its full name, bound to its parent's attribute."""
+    hpu = torch_hpu.make_module(device)
+    vars(hpu)["emulated"] = device
+    made = {
+        "habana_frameworks": ModuleType("habana_frameworks"),
+        ROOT: ModuleType(ROOT),
+        f"{ROOT}.core": _core(device),
+        f"{ROOT}.hpu": hpu,
+        f"{ROOT}.hpu.metrics": metrics.make_module(device),
+        f"{ROOT}.hpex": ModuleType(f"{ROOT}.hpex"),
+        f"{ROOT}.hpex.kernels": fused.kernels_module(),
+        f"{ROOT}.hpex.normalization": fused.normalization_module(),
+        f"{ROOT}.distributed": ModuleType(f"{ROOT}.distributed"),
+        f"{ROOT}.distributed.hccl": collectives.make_module(device),
+        f"{ROOT}.utils": ModuleType(f"{ROOT}.utils"),
+        f"{ROOT}.utils.internal": _internal(device),
+        f"{ROOT}.utils.experimental": _experimental(device),
+        f"{ROOT}.internal": ModuleType(f"{ROOT}.internal"),
+        f"{ROOT}.internal.bridge_config": _bridge_config(device),
+        "pyhlml": hlml.make_module(device),
+    }
+    for name, module in made.items():
+        parent, _, own = name.rpartition(".")
+        if parent:
+            setattr(made[parent], own, module)
+    return made
+
+
+def _core(device: Device) -> ModuleType:
+    def mark_step(device_str: str = "", sync: bool = False) -> None:
+        """Close the lazy segment; in eager and compile mode nothing at all."""
+        if not device.is_lazy():
+            return
+        device.acquisition.touch()
+        device.close_segment()
+        if sync:
+            device.host_sync("mark_step")
+
+    def add_step_closure(closure: Callable[..., Any], args: tuple[Any, ...] = ()) -> None:
+        mark_step()
+        closure(*args)
+
+    def set_env() -> None:
+        device.variables.environment["PT_HPU_INFERENCE_MODE"] = "1"
+
+    def teardown() -> None:
+        device.variables.environment.pop("PT_HPU_INFERENCE_MODE", None)
+
+    def initialize(model: Any = None, mark_only_scales_as_const: bool = False) -> None:
+        """Marks constants for real; here it ends the segment that loaded the weights."""
+        mark_step()
+
+    module = ModuleType(f"{ROOT}.core")
+    vars(module).update(
+        mark_step=mark_step,
+        iter_mark_step=mark_step,
+        add_step_closure=add_step_closure,
+        hpu_set_env=set_env,
+        hpu_initialize=initialize,
+        hpu_set_inference_env=set_env,
+        hpu_inference_set_env=set_env,
+        hpu_inference_initialize=initialize,
+        hpu_teardown_inference_env=teardown,
+    )
+    return module
+
+
+def _internal(device: Device) -> ModuleType:
+    module = ModuleType(f"{ROOT}.utils.internal")
+    vars(module).update(is_lazy=device.is_lazy)
+    return module
+
+
+def _experimental(device: Device) -> ModuleType:
+    kinds = {
+        "gaudi2": synDeviceType.synDeviceGaudi2,
+        "gaudi3": synDeviceType.synDeviceGaudi3,
+    }
+    module = ModuleType(f"{ROOT}.utils.experimental")
+    vars(module).update(
+        synDeviceType=synDeviceType,
+        _get_device_type=lambda: kinds[device.config.generation],
+    )
+    return module
+
+
+def _bridge_config(device: Device) -> ModuleType:
+    @contextlib.contextmanager
+    def env_setting(name: str, value: Any) -> Iterator[None]:
+        """A runtime variable for a while."""
+        environment = device.variables.environment
+        before = environment.get(name)
+        environment[name] = str(value)
+        try:
+            yield
+        finally:
+            device.close_segment()
+            if before is None:
+                environment.pop(name, None)
+            else:
+                environment[name] = before
+
+    module = ModuleType(f"{ROOT}.internal.bridge_config")
+    vars(module).update(env_setting=env_setting)
+    return module
+
+
+def bind_to_torch(modules: dict[str, ModuleType]) -> None:
+    """What importing the package does to torch: the device module appears."""
+    vars(torch)["hpu"] = modules[f"{ROOT}.hpu"]

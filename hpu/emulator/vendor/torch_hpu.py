@@ -1,0 +1,249 @@
+"""The module `torch.hpu`: device, memory, events, streams and random numbers of the emulated card.
+Knows the device only through its public methods."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpu.emulator.card import graphs
+from hpu.emulator.card.device import Device
+from hpu.emulator.card.streams import CardEvent, CardStream
+from hpu.emulator.vendor.wrap import GraphedFunction, make_graphed, wrap_module
+
+
+class Api:
+    """Every public function of `torch.hpu`, by its name."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._default = CardStream(device, device.line, 0)
+        self._stream = self._default
+
+    def _lazy_init(self) -> None:
+        """Torch calls it before a factory makes its first tensor on the device."""
+        self._device.acquisition.touch()
+
+    def init(self) -> None:
+        self._device.acquisition.touch()
+
+    def is_initialized(self) -> bool:
+        return self._device.acquisition.is_held
+
+    def is_available(self) -> bool:
+        return self.device_count() > 0
+
+    def device_count(self) -> int:
+        return self._device.config.num_devices
+
+    def get_device_name(self, device: Any = None) -> str:
+        self._device.acquisition.touch()
+        return self._device.generation.name
+
+    def get_device_capability(self, device: Any = None) -> str:
+        return self._device.config.release
+
+    def get_device_properties(self, device: Any = None) -> dict[str, Any]:
+        return {"name": self._device.generation.name, "total_memory": self._device.memory.limit}
+
+    def current_device(self) -> int:
+        self._device.acquisition.touch()
+        return 0
+
+    def set_device(self, device: Any) -> None:
+        """Pick an entry of the visible modules; refused once the card is taken."""
+        index = torch.device(device).index or 0 if not isinstance(device, int) else device
+        acquisition = self._device.acquisition
+        modules = self._device.variables.modules()
+        if index >= len(modules):
+            raise RuntimeError(f"device index {index} of {len(modules)} visible modules")
+        if acquisition.is_held and index not in (0, acquisition.index):
+            raise RuntimeError(
+                f"one device per process: index {acquisition.index} is held, {index} was asked"
+            )
+        if not acquisition.is_held:
+            acquisition.index = index
+            environment = self._device.variables.environment
+            environment.setdefault("HLS_MODULE_ID", str(modules[index]))
+
+    def synchronize(self, device: Any = None) -> None:
+        self._device.synchronize()
+
+    def is_bf16_supported(self) -> bool:
+        return True
+
+    def memory_usage(self, device: Any = None) -> float:
+        return 100.0 * self._device.memory.in_use / self._device.memory.limit
+
+    def utilization(self, device: Any = None) -> int:
+        return 0
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        """(free, limit) bytes."""
+        self._device.acquisition.touch()
+        memory = self._device.memory
+        return memory.limit - memory.in_use, memory.limit
+
+    def memory_allocated(self, device: Any = None) -> int:
+        return self._device.memory.in_use
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        return self._device.memory.peak
+
+    def memory_reserved(self, device: Any = None) -> int:
+        return self._device.memory.limit
+
+    def max_memory_reserved(self, device: Any = None) -> int:
+        return self._device.memory.limit
+
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
+        return self._device.memory.stats()
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        self._device.memory.reset_peak()
+
+    def reset_accumulated_memory_stats(self, device: Any = None) -> None:
+        self._device.memory.reset_counts()
+
+    def memory_summary(self, device: Any = None) -> str:
+        return "\n".join(f"{name}: {value}" for name, value in self.memory_stats().items())
+
+    def Event(self, enable_timing: bool = False) -> CardEvent:
+        return CardEvent(self._device, enable_timing)
+
+    def Stream(self, device: Any = None, priority: int = 0) -> CardStream:
+        return CardStream(self._device, self._device.new_line(), priority)
+
+    def current_stream(self, device: Any = None) -> CardStream:
+        return self._stream
+
+    def default_stream(self, device: Any = None) -> CardStream:
+        return self._default
+
+    @contextmanager
+    def stream(self, stream: CardStream) -> Iterator[None]:
+        before = self._stream
+        self._enter(stream)
+        try:
+            yield
+        finally:
+            self._enter(before)
+
+    def _enter(self, stream: CardStream) -> None:
+        self._stream = stream
+        self._device.line = stream.line
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def seed(self) -> int:
+        return torch.seed()
+
+    def initial_seed(self) -> int:
+        return torch.initial_seed()
+
+    def get_rng_state(self, device: Any = 0) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Tensor, device: Any = 0) -> None:
+        torch.set_rng_state(state)
+
+    def sdp_kernel(self, enable_recompute: bool = True) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def HPUGraph(self) -> graphs.HPUGraph:
+        return graphs.HPUGraph(self._device)
+
+    def graph(
+        self, hpu_graph: graphs.HPUGraph, stream: Any = None, dry_run: bool = False
+    ) -> graphs.GraphContext:
+        return graphs.GraphContext(hpu_graph, self._device, dry_run)
+
+    def wrap_in_hpu_graph(
+        self,
+        module: nn.Module,
+        asynchronous: bool = False,
+        disable_tensor_cache: bool = False,
+        dry_run: bool = False,
+        max_graphs: int | None = None,
+    ) -> nn.Module:
+        graphed = self.wrap_in_hpu_graph_func(
+            module.forward, asynchronous, disable_tensor_cache, dry_run, max_graphs
+        )
+        return wrap_module(module, graphed)
+
+    def wrap_in_hpu_graph_func(
+        self,
+        func: Any,
+        asynchronous: bool = False,
+        disable_tensor_cache: bool = False,
+        dry_run: bool = False,
+        max_graphs: int | None = None,
+    ) -> GraphedFunction:
+        return GraphedFunction(
+            func,
+            self._device,
+            disable_tensor_cache=disable_tensor_cache,
+            max_graphs=max_graphs,
+            asynchronous=asynchronous,
+            dry_run=dry_run,
+        )
+
+    def make_graphed_callables(
+        self,
+        callables: Any,
+        sample_args: tuple[Any, ...],
+        warmups: int = 0,
+        allow_unused_input: bool = False,
+        asynchronous: bool = False,
+        disable_tensor_cache: bool = False,
+        dry_run: bool = False,
+    ) -> Any:
+        """One callable and its arguments, or a tuple of each."""
+        options = {
+            "asynchronous": asynchronous,
+            "disable_tensor_cache": disable_tensor_cache,
+            "dry_run": dry_run,
+        }
+        if not isinstance(callables, tuple):
+            return make_graphed(callables, sample_args, self._device, **options)
+        return tuple(
+            make_graphed(function, arguments, self._device, **options)
+            for function, arguments in zip(callables, sample_args, strict=True)
+        )
+
+
+SWITCHES = (
+    "enable_inference_mode",
+    "disable_inference_mode",
+    "enable_quantization",
+    "disable_quantization",
+    "enable_matmul3d_2d_reshape",
+    "disable_matmul3d_2d_reshape",
+    "enable_dynamic_shape",
+    "disable_dynamic_shape",
+    "enable_recompute_sdp",
+)
+"""Functions of the runtime that change nothing we imitate."""
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """A switch of the runtime without a visible effect here."""
+
+
+def make_module(device: Device) -> ModuleType:
+    """`torch.hpu`, filled."""
+    module = ModuleType("torch.hpu")
+    api = Api(device)
+    for name in dir(Api):
+        if not name.startswith("__"):
+            setattr(module, name, getattr(api, name))
+    for name in SWITCHES:
+        setattr(module, name, nothing)
+    return module

@@ -1,0 +1,1 @@
+"""Counters, runtime diagnostics and Chrome traces of a worker."""

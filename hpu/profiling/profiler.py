@@ -1,0 +1,291 @@
+"""Profiler: what every step did, as a Chrome trace that Perfetto opens. Reads device times only of
+steps that are done, so it never waits; knows no model and no request."""
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from config.errors import ConfigError, RequestFailed, UserError
+from config.execution import ExecutionConfig
+from config.loading.env import cache_home
+from hpu.backends.base import Backend, Event
+from hpu.profiling.counters import phase_name
+from hpu.protocol import PREFILL, START_PROFILE, STOP_PROFILE
+from hpu.runner.async_output import PendingLaunch, PendingStep
+
+logger = logging.getLogger(__name__)
+
+MAX_EVENTS = 200_000
+"""Events in one trace, some 60 MB; a step takes four, and two for each of its launches; two
+more where sampling waited for masks."""
+
+STEPS, DEVICE, HOST = 1, 2, 3
+TRACKS = {STEPS: "steps", DEVICE: "device", HOST: "host"}
+"""One line of the picture each. Steps and launches lie where the device ran them."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Moment(NamedTuple):
+    """A point of the device's queue, and where it lies on the host's clock, in seconds."""
+
+    event: Event
+    seconds: float
+
+
+class Trace:
+    """The events of some steps, kept encoded in memory until `end` writes them.
+
+    The file holds valid JSON from the first moment: an empty trace until then. Ends by itself after
+    `max_events` events, or after step `last` (counted from 0, its own first; steps before `first`
+    are left out).
+    """
+
+    def __init__(
+        self,
+        path: str,
+        device: str,
+        begin: Moment,
+        *,
+        first: int = 0,
+        last: int | None = None,
+        max_events: int = MAX_EVENTS,
+    ) -> None:
+        """Raises OSError when the file cannot be written."""
+        self.path = path
+        self.is_over = False
+        self._device = device
+        self._begin_s = begin.seconds
+        self._anchor = begin
+        self._first = first
+        self._last = last
+        self._max_events = max_events
+        self._events: list[bytes] = []
+        self._num_steps = 0
+        self._submitted: dict[int, tuple[int, float, float]] = {}
+        """By step: its number in this trace, and when its submission began and ended. Holds what
+        is in flight."""
+        self._masked: dict[int, tuple[float, float]] = {}
+        """In the same way, when masks came behind it."""
+        self._write()
+
+    def submitted(self, pending: PendingStep, begun_s: float) -> None:
+        """A step was launched; the call for it came at `begun_s` (perf_counter)."""
+        if not self.is_over:
+            times = (self._num_steps, begun_s, time.perf_counter())
+            self._submitted[pending.step] = times
+            self._num_steps += 1
+
+    def masked(self, pending: PendingStep, begun_s: float) -> None:
+        """The rest of a step was launched; the call for it came at `begun_s`."""
+        if pending.step in self._submitted:
+            self._masked[pending.step] = begun_s, time.perf_counter()
+
+    def collected(self, pending: PendingStep, seconds: list[float], begun_s: float) -> None:
+        """A step is done: device `seconds` of each launch, and when its results began to be
+        read. Steps that were launched before the trace began are left out."""
+        noted = self._submitted.pop(pending.step, None)
+        masked = self._masked.pop(pending.step, None)
+        if noted is None or self.is_over:
+            return
+        number, submit_s, submitted_s = noted
+        if number >= self._first:
+            step = {"step": pending.step}
+            self._span(HOST, "submit", submit_s, submitted_s - submit_s, step)
+            if masked is not None:
+                self._span(HOST, "mask", masked[0], _length(masked), step)
+            self._launches(pending, seconds)
+            self._span(HOST, "collect", begun_s, time.perf_counter() - begun_s, step)
+        if self._last is not None and number >= self._last:
+            self.end_quietly(f"step {self._last} was its last")
+        elif len(self._events) >= self._max_events:
+            self.end_quietly(f"it holds {len(self._events)} events, at most {self._max_events}")
+
+    def end(self) -> str:
+        """Write the file and take nothing more; gives its path. Raises OSError."""
+        if not self.is_over:
+            self.is_over = True
+            self._write()
+            self._events.clear()
+            self._submitted.clear()
+            self._masked.clear()
+        return self.path
+
+    def end_quietly(self, reason: str) -> None:
+        """The same where a file that cannot be written must not end the worker."""
+        try:
+            logger.info("The trace %s ends: %s", self.end(), reason)
+        except OSError as error:
+            logger.error("the trace %s cannot be written: %s", self.path, error)
+
+    def _launches(self, pending: PendingStep, seconds: list[float]) -> None:
+        spans: list[tuple[float, float]] = []
+        real = padding = 0
+        for launch, device_s in zip(pending.launches, seconds, strict=True):
+            name, arguments = _described(launch)
+            arguments |= {"step": pending.step, "device_ms": _milli(device_s)}
+            self._span(HOST, f"fill {name}", launch.filled[0], _length(launch.filled), arguments)
+            for begin, end in launch.parts():
+                start_s = self._anchor.seconds + begin.seconds_since(self._anchor.event)
+                spans.append((start_s, start_s + end.seconds_since(begin)))
+                self._span(DEVICE, name, start_s, end.seconds_since(begin), arguments)
+                name = f"sample {name}"
+            real += arguments["tokens"]
+            padding += arguments["padding"]
+        if not spans or pending.end is None:
+            return
+        # Launches that waited for masks ran last, wherever the plan has them.
+        begin_s, stop_s = min(spans)[0], max(stop for _, stop in spans)
+        # The next step is placed from this one's end: a difference of long ago loses digits.
+        elapsed_s = pending.end.seconds_since(self._anchor.event)
+        self._anchor = Moment(pending.end, self._anchor.seconds + elapsed_s)
+        arguments = {
+            "step": pending.step,
+            "launches": len(pending.launches),
+            "tokens": real,
+            "padding": padding,
+            "host_ms": _milli(pending.host_s),
+            "device_ms": _milli(sum(seconds)),
+        }
+        self._span(STEPS, f"step {pending.step}", begin_s, stop_s - begin_s, arguments)
+        self._add(
+            name="tokens",
+            ph="C",
+            ts=self._micro(begin_s),
+            args={"real": real, "padding": padding},
+        )
+
+    def _span(self, track: int, name: str, start_s: float, length_s: float, args: Any) -> None:
+        micro = round(max(0.0, length_s) * 1e6, 3)
+        self._add(name=name, ph="X", ts=self._micro(start_s), dur=micro, tid=track, args=args)
+
+    def _micro(self, moment_s: float) -> float:
+        return round((moment_s - self._begin_s) * 1e6, 3)
+
+    def _add(self, **event: Any) -> None:
+        self._events.append(_encode({"pid": 0, **event}))
+
+    def _write(self) -> None:
+        """Replaces the file at once, so that a reader never finds a part of it."""
+        head = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": self._device}}]
+        for track, name in TRACKS.items():
+            head.append(
+                {"name": "thread_name", "ph": "M", "pid": 0, "tid": track, "args": {"name": name}}
+            )
+        part = f"{self.path}.part"
+        with open(part, "wb") as file:
+            file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
+            file.write(b",\n".join([*map(_encode, head), *self._events]))
+            file.write(b"\n]}\n")
+        os.replace(part, self.path)
+
+
+class HasTrace(Protocol):
+    """What notes its steps in a trace while there is one: `hpu.runner.Runner`."""
+
+    trace: Trace | None
+
+
+class Profiler:
+    """Begins and ends traces of one runner: one at a time."""
+
+    def __init__(
+        self,
+        runner: HasTrace,
+        backend: Backend,
+        config: ExecutionConfig,
+        cache_dir: str | None,
+        *,
+        max_events: int = MAX_EVENTS,
+    ) -> None:
+        self._runner = runner
+        self._backend = backend
+        self._config = config
+        self._folder = Path(cache_dir or cache_home()) / "traces"
+        self._max_events = max_events
+        self._num_traces = 0
+
+    def begin_with_server(self) -> None:
+        """The trace that the configuration asks for. Raises ConfigError when its file cannot be
+        written."""
+        if self._config.profiler is None:
+            return
+        path = self._config.profiler
+        try:
+            self._begin(self._own_path() if path == "auto" else path)
+        except OSError as error:
+            raise ConfigError(f"the trace cannot be written to {path}: {error}") from None
+
+    def call(self, name: str) -> str:
+        """Answer START_PROFILE or STOP_PROFILE with the path of the trace's file. Raises UserError
+        when there is a trace already, or none; RequestFailed when the file cannot be written."""
+        try:
+            if name == START_PROFILE:
+                return self._start()
+            if name == STOP_PROFILE:
+                return self._stop()
+        except OSError as error:
+            raise RequestFailed(f"the trace cannot be written: {error.strerror}") from None
+        raise UserError(f"a worker's call is {START_PROFILE} or {STOP_PROFILE}, not {name!r}")
+
+    def close(self) -> None:
+        """Write the running trace, if any."""
+        trace, self._runner.trace = self._runner.trace, None
+        if trace is not None and not trace.is_over:
+            trace.end_quietly("the worker stops")
+
+    def _start(self) -> str:
+        trace = self._runner.trace
+        if trace is not None and not trace.is_over:
+            raise UserError("a profile is already running", code="profile_running")
+        return self._begin(self._own_path())
+
+    def _stop(self) -> str:
+        trace, self._runner.trace = self._runner.trace, None
+        if trace is None:
+            raise UserError("no profile is running", code="profile_not_running")
+        return trace.end()
+
+    def _begin(self, path: str) -> str:
+        now = self._backend.event()
+        now.wait()
+        moment = Moment(now, time.perf_counter())
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        first, last = self._config.profiled_steps
+        self._runner.trace = Trace(
+            path, self._backend.name, moment, first=first, last=last, max_events=self._max_events
+        )
+        self._num_traces += 1
+        logger.info("Profiling into %s", path)
+        return path
+
+    def _own_path(self) -> str:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        return str(self._folder / f"trace-{stamp}-{os.getpid()}-{self._num_traces}.json")
+
+
+def _described(launch: PendingLaunch) -> tuple[str, dict[str, Any]]:
+    """A launch's name, and what it computed: decode (8, 1, 64), 6 of 8 tokens real."""
+    plan = launch.launch
+    assert plan is not None, "a launch of a plan keeps what was asked"
+    batch, query, _ = plan.bucket
+    tokens = sum(plan.counts) if plan.phase == PREFILL else len(plan.rows)
+    return f"{phase_name(plan.phase)} {plan.bucket}", {
+        "rows": len(plan.rows),
+        "bucket": plan.bucket,
+        "tokens": tokens,
+        "padding": batch * query - tokens,
+        "host_ms": _milli(_length(launch.filled)),
+    }
+
+
+def _length(span: tuple[float, float]) -> float:
+    return span[1] - span[0]
+
+
+def _milli(seconds: float) -> float:
+    return round(seconds * 1e3, 6)

@@ -1,0 +1,1 @@
+"""Weights in few bits: how they are made, stored and multiplied."""

@@ -1,0 +1,1 @@
+"""From logits to tokens on the device: penalties, filters, bitmasks, RNG, logprobs."""

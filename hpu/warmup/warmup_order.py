@@ -1,0 +1,78 @@
+"""Which buckets are warmed up first: the largest, in a background warm-up the most useful. Pure."""
+
+from config.traffic import Lengths
+from hpu.bucketing.bucket_table import BucketTable
+from hpu.bucketing.cost import launch_cost
+from hpu.protocol import DECODE, PREFILL
+
+Bucket = tuple[int, int, int, int]
+"""(phase, batch, query, blocks)"""
+
+SMALL_SHARE = 0.25
+"""Of a phase's buckets, the cheapest that are warmed up before the first request."""
+
+TRAFFIC_SHARE = 0.98
+"""Of each phase's launches in a traffic, that the buckets warmed up before the first request
+serve."""
+
+
+def largest_first(buckets: list[Bucket], block_size: int) -> list[Bucket]:
+    """Prompts before decodes, each by falling cost: what cannot fit shows at once."""
+    return sorted(buckets, key=lambda b: (b[0] == DECODE, -_cost(b, block_size), b))
+
+
+def split_buckets(
+    table: BucketTable, buckets: list[Bucket], traffic: list[Lengths] | None
+) -> tuple[list[Bucket], list[Bucket]]:
+    """(before the first request, between requests) of the table's `buckets` that are needed, the
+    latter in order of usefulness.
+
+    First come the buckets that serve most of `traffic` (None: the cheapest of each phase), and the
+    largest ones, so that every launch finds a bucket from the beginning, though a wide one.
+    """
+    size = table.limits.block_size
+    shares = {p.bucket: p.share for p in table.padding(traffic)} if traffic else {}
+    useful = sorted(buckets, key=lambda b: (-shares.get(b, 0.0), _cost(b, size), b))
+    first = set(_cover(buckets))
+    for phase in (PREFILL, DECODE):
+        own = [bucket for bucket in useful if bucket[0] == phase]
+        if traffic:
+            first.update(_serving(own, shares))
+        else:
+            first.update(own[: max(1, int(len(own) * SMALL_SHARE))])
+    return [b for b in useful if b in first], [b for b in useful if b not in first]
+
+
+def _serving(buckets: list[Bucket], shares: dict[Bucket, float]) -> list[Bucket]:
+    """As many of `buckets`, from the most used one on, as serve the better part of the launches."""
+    left = TRAFFIC_SHARE * sum(shares[bucket] for bucket in buckets)
+    found = []
+    for bucket in buckets:
+        if left <= 0:
+            break
+        found.append(bucket)
+        left -= shares[bucket]
+    return found
+
+
+def _cost(bucket: Bucket, block_size: int) -> int:
+    phase, batch, query, blocks = bucket
+    return launch_cost(phase, batch, query, blocks, block_size)
+
+
+def _cover(buckets: list[Bucket]) -> list[Bucket]:
+    """Buckets of which one holds whatever any of `buckets` holds: all decodes, and prompts one by
+    one, since prompts that find no wide batch are not merged."""
+    decodes = [b for b in buckets if b[0] == DECODE]
+    prompts = [b for b in buckets if b[0] == PREFILL]
+    alone = [b for b in prompts if b[1] == 1] or prompts
+    return _largest(decodes) + _largest(alone)
+
+
+def _largest(buckets: list[Bucket]) -> list[Bucket]:
+    """Those that fit into no other."""
+
+    def fits(one: Bucket, other: Bucket) -> bool:
+        return one != other and all(a <= b for a, b in zip(one, other, strict=True))
+
+    return [one for one in buckets if not any(fits(one, other) for other in buckets)]

@@ -1,0 +1,1 @@
+"""One device's life: build, load, profile run, warm up, step, sleep; and its memory budget."""

@@ -1,0 +1,176 @@
+"""CardPlan: how a model would lie in one card's memory, and what would make it fit. Numbers only:
+no device, no weights."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from config.errors import ConfigError
+from config.model.model_config import ModelConfig
+from hpu.backends.gaudi_devices import GENERATIONS, GIB, generation
+from hpu.model_loader.size_estimate import (
+    activation_bytes,
+    check_split,
+    context_bytes,
+    kv_block_bytes,
+    weight_bytes,
+)
+from hpu.worker.memory_plan import MemoryPlan, num_blocks, plan_memory
+
+TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
+"""That one box of eight cards can form."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardWish:
+    """What is to run, and on which cards."""
+
+    device: str
+    num_cards: int
+    width: int
+    """Bytes of a weight or an activation."""
+    kv_width: int
+    """Bytes of a number in the KV cache."""
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    utilization: float
+    graph_reserved: float
+    num_blocks: int | None = None
+    """As told; None: what fits."""
+    kv_bytes: int | None = None
+    """Of one card's KV cache, as told; None: what is left."""
+    card_bytes: int | None = None
+    """Memory of a card; None: the generation's."""
+
+
+@dataclass(frozen=True, slots=True)
+class CardPlan:
+    """Bytes on each card, and the blocks that come of them."""
+
+    wish: CardWish
+    card_bytes: int
+    weight_bytes: int
+    activation_bytes: int
+    parts: MemoryPlan
+    """Of what is free after the weights and the widest launch."""
+    block_bytes: int
+    num_blocks: int
+    """To lend; the pad block comes on top."""
+
+    @property
+    def free_bytes(self) -> int:
+        return self.card_bytes - self.weight_bytes - self.activation_bytes
+
+    @property
+    def context_blocks(self) -> int:
+        """Blocks of one full context."""
+        return math.ceil(self.wish.max_model_len / self.wish.block_size)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the weights, one full context and what was told fit."""
+        if self.num_blocks < self.context_blocks:
+            return False
+        return (self.num_blocks + 1) * self.block_bytes <= self.free_bytes
+
+    def sequences(self, num_tokens: int) -> int:
+        """Sequences of `num_tokens` that the cache holds at once, whatever the schedule allows."""
+        return self.num_blocks // math.ceil(num_tokens / self.wish.block_size)
+
+
+def plan_card(facts: ModelConfig, wish: CardWish) -> CardPlan:
+    """The documented split. ConfigError when the model cannot be divided or is not supported."""
+    check_split(facts, wish.num_cards)
+    card = wish.card_bytes or generation(wish.device).usable_bytes
+    weights = weight_bytes(
+        facts, num_cards=wish.num_cards, width=wish.width, length=wish.max_model_len
+    )
+    activations = activation_bytes(
+        facts,
+        num_cards=wish.num_cards,
+        width=wish.width,
+        num_tokens=wish.max_num_batched_tokens,
+        num_seqs=wish.max_num_seqs,
+    )
+    activations += context_bytes(
+        facts,
+        num_cards=wish.num_cards,
+        width=wish.width,
+        num_tokens=wish.max_num_batched_tokens,
+        max_model_len=wish.max_model_len,
+    )
+    block_bytes = kv_block_bytes(
+        facts, num_cards=wish.num_cards, width=wish.kv_width, block_size=wish.block_size
+    )
+    parts = plan_memory(
+        max(0, card - weights - activations),
+        utilization=wish.utilization,
+        graph_reserved=wish.graph_reserved,
+    )
+    if wish.num_blocks is not None:
+        blocks = wish.num_blocks
+    else:
+        blocks = num_blocks(parts.kv if wish.kv_bytes is None else wish.kv_bytes, block_bytes)
+    return CardPlan(wish, card, weights, activations, parts, block_bytes, blocks)
+
+
+def changes(facts: ModelConfig, plan: CardPlan) -> list[str]:
+    """What would make a plan that does not fit fit, one sentence each, with the numbers."""
+    found = [*_smaller_demands(plan), *_more_room(facts, plan)]
+    return found or ["no setting here makes it fit: a smaller model would"]
+
+
+def _smaller_demands(plan: CardPlan) -> Iterator[str]:
+    """On the same cards."""
+    wish, needed = plan.wish, (plan.context_blocks + 1) * plan.block_bytes
+    free = plan.free_bytes
+    if plan.num_blocks >= plan.context_blocks:
+        most = max(0, free // plan.block_bytes - 1)
+        asked = "--num-gpu-blocks-override" if wish.num_blocks else "--kv-cache-memory-bytes"
+        yield (
+            f"lower {asked}: {plan.num_blocks} blocks take "
+            f"{(plan.num_blocks + 1) * plan.block_bytes / GIB:.2f} GiB, {max(0, free) / GIB:.2f} "
+            f"GiB are free, which is {most} blocks"
+        )
+        return
+    holds = plan.num_blocks * wish.block_size
+    if holds:
+        yield f"--max-model-len {holds}: that is what {plan.num_blocks} blocks hold"
+    if wish.num_blocks is not None or wish.kv_bytes is not None or free <= needed:
+        return
+    share = math.ceil(100 * needed / (free * (1 - wish.graph_reserved))) / 100
+    if wish.graph_reserved < 1 and wish.utilization < share < 1:
+        yield (
+            f"--gpu-memory-utilization {share:g}: a full context takes {needed / GIB:.2f} GiB, "
+            f"{plan.parts.kv / GIB:.2f} GiB are left for KV at {wish.utilization:g}"
+        )
+    reserve = math.floor(100 * (1 - needed / (free * wish.utilization))) / 100
+    if 0.01 <= reserve < wish.graph_reserved:
+        yield f"--graph-reserved-mem {reserve:g}: graphs then get {reserve:.0%} of what is usable"
+
+
+def _more_room(facts: ModelConfig, plan: CardPlan) -> Iterator[str]:
+    """On more cards, or on others."""
+    wish = replace(plan.wish, num_blocks=None, kv_bytes=None)
+    for count in TENSOR_PARALLEL_SIZES:
+        if count > wish.num_cards and (text := _fitting(facts, replace(wish, num_cards=count))):
+            yield f"--tensor-parallel-size {count}: {text}"
+            break
+    if wish.card_bytes is None:
+        for name, other in GENERATIONS.items():
+            larger = other.memory_bytes > generation(wish.device).memory_bytes
+            if larger and (text := _fitting(facts, replace(wish, device=name))):
+                yield f"--device {name}: {text}"
+
+
+def _fitting(facts: ModelConfig, wish: CardWish) -> str | None:
+    """What a plan that fits says; None for one that does not, or cannot be."""
+    try:
+        plan = plan_card(facts, wish)
+    except ConfigError:
+        return None
+    if not plan.fits:
+        return None
+    return f"{plan.weight_bytes / GIB:.2f} GiB of weights and {plan.num_blocks} blocks on each card"

@@ -1,0 +1,290 @@
+"""Worker: one device's life. Build, load, measure, warm up; then plans in, results out; and sleep,
+which gives the device's memory back until the same is built again."""
+
+import gc
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from config.engine import EngineConfig
+from config.errors import ConfigError, RequestFailed, UserError
+from config.model.model_config import ModelConfig, read_model_config
+from config.model.pooler import choose_pooler
+from hpu.backends.base import Backend
+from hpu.backends.select import select_backend
+from hpu.profiling.counters import Counters
+from hpu.profiling.diagnostics import diagnostics_of
+from hpu.profiling.profiler import Profiler
+from hpu.protocol import (
+    SLEEP,
+    WAKE_WEIGHTS,
+    Masks,
+    StepPlan,
+    StepResult,
+    Warmed,
+    WarmupProgress,
+    WorkerReady,
+)
+from hpu.runner.async_output import PendingStep
+from hpu.runner.input_buffers import Bucket
+from hpu.runner.model_runner import Runner
+from hpu.runner.step_runner import Steps
+from hpu.warmup import report as announce
+from hpu.warmup.warmup import Warmup
+from hpu.worker.build import Built, OnDevice, load, name_of
+from hpu.worker.memory import GIB
+from hpu.worker.offloaded_weights import Kept, keep
+from hpu.worker.pooling_build import load_pooling
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[WarmupProgress], None]
+Woken = TypeVar("Woken")
+
+
+class Worker:
+    """One device. `start` once, then `submit` and `collect` in any order that never collects more
+    than was submitted, with a `mask` behind each plan that needs one, then `close`. With nothing
+    submitted, `sleep`, and then nothing but `call` until `wake_up`. Not thread-safe."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._backend: Backend | None = None
+        self._facts: ModelConfig | None = None
+        self._loaded: OnDevice | None = None
+        """None while the weights are not on the device."""
+        self._kept: Kept | None = None
+        """The weights, while only the host has them."""
+        self._built: Built | None = None
+        """None while it sleeps."""
+        self._num_blocks: int | None = None
+        """Of the KV cache, which never changes."""
+        self._runner: Steps | None = None
+        self._profiler: Profiler | None = None
+        self._warmup: Warmup | None = None
+        self._counters = Counters()
+        self._pending: deque[PendingStep] = deque()
+
+    def start(self, on_progress: Progress) -> WorkerReady:
+        """Everything before the first plan. Raises ConfigError when the checkpoint, the device and
+        the settings do not fit each other."""
+        try:
+            with torch.inference_mode():
+                return self._start(on_progress)
+        except (RuntimeError, MemoryError) as error:
+            if self._backend is None or not self._backend.is_out_of_memory(error):
+                raise
+            raise ConfigError(
+                f"the device's memory is full before the model is ready ({error}): it takes a "
+                "smaller model, a larger device, or smaller --max-num-seqs"
+            ) from error
+
+    def submit(self, plan: StepPlan) -> None:
+        """Apply and launch a plan; does not wait for the device (a CPU runs it at once)."""
+        assert self._runner is not None, "submit before start"
+        assert not (self._pending and self._pending[-1].late), "submit before mask"
+        with torch.inference_mode():
+            self._pending.append(self._runner.submit(plan))
+
+    def mask(self, masks: Masks) -> None:
+        """What may come next in the late rows of the newest plan: launch what waited for it. Does
+        not wait for the device."""
+        assert isinstance(self._runner, Runner) and self._pending, "mask without a plan"
+        with torch.inference_mode():
+            self._runner.mask(self._pending[-1], masks)
+
+    @property
+    def lacks_masks(self) -> bool:
+        """Whether the oldest plan not collected comes to no end before `mask`."""
+        return bool(self._pending and self._pending[0].late)
+
+    def has_result(self) -> bool:
+        """Whether `collect` would not wait."""
+        return bool(self._pending) and self._pending[0].is_done()
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest submitted plan, and give its result."""
+        assert self._runner is not None and self._pending, "collect without a plan"
+        assert not self.lacks_masks, "collect before mask"
+        with torch.inference_mode():
+            return self._runner.collect(self._pending.popleft())
+
+    def call(self, name: str, level: int = 0) -> str:
+        """Answer one of the calls of hpu.step.WorkerCall but WAKE_UP. Raises UserError or
+        RequestFailed."""
+        if name == SLEEP:
+            self.sleep(level)
+            return ""
+        if name == WAKE_WEIGHTS:
+            self.wake_weights()
+            return ""
+        if self._profiler is None:
+            raise UserError(f"{name} was asked of a worker that sleeps")
+        return self._profiler.call(name)
+
+    def sleep(self, level: int) -> None:
+        """Give the device's memory back: KV cache, graphs and all else but the weights; these too
+        where the device has memory of its own, or at level 2. At level 1 the host keeps them.
+        Deeper than before is possible, less deep changes nothing."""
+        assert self._backend is not None and not self._pending, "sleep with a plan, or before start"
+        before = self._backend.memory()[0]
+        with torch.inference_mode():
+            self._drop()
+            if level == 1 and self._loaded is not None and not self._backend.shares_host_memory:
+                self._kept = keep(self._loaded.modules)
+        if level > 1 or not self._backend.shares_host_memory:
+            self._loaded = None
+        if level > 1:
+            self._kept = None
+        # What a process froze after its start is looked at again: it may be garbage now.
+        gc.unfreeze()
+        gc.collect()
+        free = self._backend.memory()[0]
+        logger.info(
+            "Asleep at level %d: %.3f GiB of memory given back", level, max(0, free - before) / GIB
+        )
+
+    def wake_weights(self) -> None:
+        """Have the weights on the device again. Raises RequestFailed, and sleeps on then."""
+
+        def wake() -> None:
+            self._loaded = self._loaded or self._load(lambda progress: None)
+            self._kept = None
+
+        self._try(wake)
+
+    def wake_up(self, on_progress: Progress) -> WorkerReady:
+        """Be as before, with the same number of KV blocks and nothing in them. Shapes are compiled
+        and captured again. Raises RequestFailed, and sleeps on then."""
+        assert self._built is None, "wake_up of a worker that is awake"
+
+        def wake() -> WorkerReady:
+            self._loaded = self._loaded or self._load(on_progress)
+            self._kept = None
+            return self._build(self._loaded, on_progress)
+
+        return self._try(wake)
+
+    def idle(self) -> Warmed | None:
+        """Prepare one of the buckets that were left for later; None when there is none. Only with
+        nothing submitted."""
+        assert self._backend is not None and not self._pending, "idle with a plan, or before start"
+        if self._warmup is None or not self._warmup.num_later:
+            return None
+        with torch.inference_mode():
+            buckets = self._warmup.next()
+        return Warmed(buckets, self._warmup.num_later, self._counters.take_changed())
+
+    def close(self) -> None:
+        """Drop everything on the device and give it back; safe to call twice."""
+        self._pending.clear()
+        self._close_profiler()
+        self._runner = self._warmup = self._built = self._loaded = self._kept = None
+        if self._backend is not None:
+            self._backend.close()
+            self._backend = None
+
+    def _close_profiler(self) -> None:
+        if self._profiler is not None:
+            self._profiler.close()
+            self._profiler = None
+
+    def _try(self, wake: Callable[[], Woken]) -> Woken:
+        """An attempt to wake up: when it fails, nothing of it is left on the device."""
+        assert self._backend is not None, "it was never started"
+        try:
+            with torch.inference_mode():
+                return wake()
+        except (RuntimeError, MemoryError, ConfigError) as error:
+            if not (isinstance(error, ConfigError) or self._backend.is_out_of_memory(error)):
+                raise
+            why = str(error)
+        # Behind the handler: the error's frames hold what is to be dropped.
+        self.sleep(1)
+        raise RequestFailed(f"the worker cannot wake up, and sleeps on: {why}")
+
+    def _drop(self) -> None:
+        """All but the weights and the back end."""
+        self._close_profiler()
+        self._runner = self._warmup = None
+        built, self._built = self._built, None
+        if built is not None:
+            if built.cache is not None:
+                built.cache.close()
+            self._counters.add("graphs", -self._counters.total("graphs"))
+            self._counters.add("graph_bytes", -self._counters.total("graph_bytes"))
+        assert self._backend is not None
+        self._backend.unsettled()
+
+    def _start(self, on_progress: Progress) -> WorkerReady:
+        self._backend = select_backend(self._config)
+        self._facts = read_model_config(self._config.model)
+        self._loaded = self._load(on_progress)
+        ready = self._build(self._loaded, on_progress)
+        assert self._profiler is not None, "it was just made"
+        self._profiler.begin_with_server()
+        return ready
+
+    def _load(self, on_progress: Progress) -> OnDevice:
+        config, facts, backend = self._config, self._facts, self._backend
+        assert facts is not None and backend is not None, "load before start"
+        pooler = choose_pooler(config, facts)
+        if pooler is None:
+            return load(config, facts, backend, on_progress, self._kept)
+        return load_pooling(config, facts, pooler, backend, on_progress, self._kept)
+
+    def _build(self, loaded: OnDevice, on_progress: Progress) -> WorkerReady:
+        """All that the weights need beside them, warmed up."""
+        config, counters, backend = self._config, self._counters, self._backend
+        assert backend is not None, "build before start"
+        built = loaded.build(counters, num_blocks=self._num_blocks)
+        self._built = built
+        announce.tell_buckets(built.table, built.strategy)
+        runner, graphs, cache = built.runner, built.graphs, built.cache
+        self._runner = runner
+        self._num_blocks = None if cache is None else cache.num_blocks
+        diagnostics = diagnostics_of(backend, config.execution, counters, captures=graphs.captures)
+        runner.diagnostics = diagnostics
+        if cache is not None and backend.compiles:
+            cache.warm_scrub()
+        if cache is not None and built.contiguous:
+            cache.warm_moves()
+        warmup = Warmup(runner, graphs, built.staging, backend, config.warmup, built.block_size)
+        self._warmup = warmup
+        start = time.perf_counter()
+        prepared = warmup.start(built.table, on_progress)
+        warmup_s = time.perf_counter() - start
+        if diagnostics is not None:
+            diagnostics.forget()
+        self._profiler = Profiler(runner, backend, config.execution, config.cache_dir)
+        return self._ready(built, prepared, warmup_s)
+
+    def _ready(self, built: Built, prepared: list[Bucket], warmup_s: float) -> WorkerReady:
+        cache, backend, warmup = built.cache, self._backend, self._warmup
+        assert backend is not None and warmup is not None, "ready before it was built"
+        return WorkerReady(
+            num_blocks=0 if cache is None else cache.num_blocks,
+            block_size=built.block_size,
+            max_model_len=built.max_model_len,
+            vocab_size=built.facts.vocab_size,
+            eos_token_ids=built.facts.eos_token_ids,
+            buckets=prepared,
+            device=backend.name,
+            dtype=name_of(built.dtype),
+            weight_bytes=built.weight_bytes,
+            kv_bytes=0 if cache is None else cache.bytes,
+            graph_bytes=built.graphs.bytes,
+            total_bytes=backend.memory()[1],
+            load_s=built.load_s,
+            warmup_s=warmup_s,
+            num_later=warmup.num_later,
+            counters=self._counters.take_changed(),
+            driver=backend.driver,
+            software=backend.software,
+            contiguous=built.contiguous,
+            pooling=built.pooling,
+        )

@@ -1,0 +1,132 @@
+"""Routes for developers: profiles, what the server was told, prefixes, sleep. They are there on a
+server that has keys and was told to have them, see ServerConfig."""
+
+import asyncio
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from config.errors import UserError
+from engine.transport.messages import FALLING_ASLEEP, KV_CACHE, SLEEP, WAKE_UP, WEIGHTS
+from server.admin.settings import as_text, shown_settings
+from server.generation.job import answer_whole
+from server.http.openapi import ANSWERS
+from server.http.state import AppState
+
+POLL_S = 0.05
+FORMATS = ("text", "json")
+LEVELS = ("1", "2")
+MODES = ("abort", "wait")
+TAGS = (WEIGHTS, KV_CACHE)
+
+
+def development_routes(state: AppState) -> APIRouter:
+    """The routes, over `state`; none unless they were asked for."""
+    router = APIRouter(tags=["Development"])
+    if state.config.enable_dev_endpoints:
+        _add_profile(router, state)
+        _add_facts(router, state)
+        _add_sleep(router, state)
+    return router
+
+
+def _add_profile(router: APIRouter, state: AppState) -> None:
+    @router.post(
+        "/start_profile",
+        operation_id="start_profile",
+        summary="Begin a trace of every step, in a file of the worker's choosing",
+        responses=ANSWERS,
+    )
+    async def start_profile() -> Response:
+        return answer_whole({"file": await state.client.control("start_profile")})
+
+    @router.post(
+        "/stop_profile",
+        operation_id="stop_profile",
+        summary="End the trace and name its file",
+        responses=ANSWERS,
+    )
+    async def stop_profile() -> Response:
+        return answer_whole({"file": await state.client.control("stop_profile")})
+
+
+def _add_facts(router: APIRouter, state: AppState) -> None:
+    @router.get(
+        "/server_info",
+        operation_id="server_info",
+        summary="The settings in force, as text or as an object",
+        openapi_extra=_queries(config_format=FORMATS),
+        responses=ANSWERS,
+    )
+    async def server_info(request: Request) -> Response:
+        form = _word(request, "config_format", FORMATS)
+        shown = shown_settings(state)
+        return answer_whole({"vllm_config": as_text(shown) if form == "text" else shown})
+
+    @router.post(
+        "/reset_prefix_cache",
+        operation_id="reset_prefix_cache",
+        summary="Forget every prompt's prefix; running requests keep their own",
+        responses=ANSWERS,
+    )
+    async def reset_prefix_cache(request: Request) -> Response:
+        for name in ("reset_running_requests", "reset_external"):
+            if request.query_params.get(name, "false").lower() not in ("false", "0"):
+                raise UserError(f"{name} is on, it must be off: it is not supported", param=name)
+        await state.client.control("reset_prefix_cache")
+        return answer_whole({})
+
+
+def _add_sleep(router: APIRouter, state: AppState) -> None:
+    post = partial(router.post, responses=ANSWERS)
+
+    @post(
+        "/sleep",
+        operation_id="sleep",
+        summary="Give the device's memory back; answers when that is done",
+        openapi_extra=_queries(level=LEVELS, mode=MODES),
+    )
+    async def sleep(request: Request) -> Response:
+        level, mode = _word(request, "level", LEVELS), _word(request, "mode", MODES)
+        now = await state.client.control(SLEEP, level=int(level), mode=mode)
+        while now == FALLING_ASLEEP and not await request.is_disconnected():
+            await asyncio.sleep(POLL_S)
+            now = await state.client.control("sleep_state")
+        return answer_whole({})
+
+    @post(
+        "/wake_up",
+        operation_id="wake_up",
+        summary="Take memory and requests again; with tags, only the memory that they name",
+        openapi_extra=_queries(tags=TAGS),
+    )
+    async def wake_up(request: Request) -> Response:
+        tags = request.query_params.getlist("tags")
+        for tag in tags:
+            if tag not in TAGS:
+                raise UserError(
+                    f"tags has {tag[:40]!r}, it must be {' or '.join(TAGS)}", param="tags"
+                )
+        await state.client.control(WAKE_UP, tags=tags)
+        return answer_whole({})
+
+
+def _word(request: Request, name: str, known: tuple[str, ...]) -> str:
+    """The query's `name`, the first of those `known` if it has none. Raises UserError."""
+    word = request.query_params.get(name, known[0])
+    if word not in known:
+        raise UserError(f"{name} is {word[:40]!r}, it must be {' or '.join(known)}", param=name)
+    return word
+
+
+def _queries(**known: tuple[str, ...]) -> dict[str, Any]:
+    """The description of a route's queries, each with the words that it may be."""
+    return {
+        "parameters": [
+            {"name": name, "in": "query", "schema": {"type": "string", "enum": list(words)}}
+            for name, words in known.items()
+        ]
+    }

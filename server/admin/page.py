@@ -1,0 +1,96 @@
+"""GET / and its files: what this server is doing, in a browser, and a box to talk to its model.
+
+The page is open to everyone; what it shows it asks for with a key, if the server has keys.
+"""
+
+import asyncio
+from importlib.resources import files
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from config.errors import GaudiserveError
+from server.generation.job import answer_whole
+from server.http.state import AppState
+
+FILES = {
+    "/": ("page.html", "text/html; charset=utf-8"),
+    "/page/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page/page.js": ("page.js", "text/javascript; charset=utf-8"),
+}
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    # A newer server's page must not meet an older one's script.
+    "cache-control": "no-cache",
+}
+PATIENCE_S = 1.0
+"""How long an engine that is busy may take to tell its launches; the rest is told without."""
+
+
+def page_routes(state: AppState) -> APIRouter:
+    """The page, its files, and the figures that it asks for; none if it is switched off. Addresses
+    in it are relative, so that a path before ours is kept."""
+    router = APIRouter(include_in_schema=False)
+    if not state.config.enable_page:
+        return router
+    folder = files("server") / "page"
+    for path, (name, kind) in FILES.items():
+        _serve_file(router, path, (folder / name).read_bytes(), kind)
+
+    @router.get("/page/state")
+    async def get_state() -> Response:
+        answer = answer_whole(page_state(state) | {"shapes": await _shapes(state)})
+        answer.headers["cache-control"] = "no-store"
+        return answer
+
+    return router
+
+
+def _serve_file(router: APIRouter, path: str, content: bytes, kind: str) -> None:
+    @router.get(path)
+    async def get_file() -> Response:
+        return Response(content, headers={"content-type": kind, **HEADERS})
+
+
+async def _shapes(state: AppState) -> Any:
+    """engine.stats.StepStats.shapes; None when the engine does not tell."""
+    try:
+        return await asyncio.wait_for(state.client.control("shapes"), PATIENCE_S)
+    except (GaudiserveError, asyncio.TimeoutError):
+        return None
+
+
+def page_state(state: AppState) -> dict[str, Any]:
+    """All figures that a front-end knows itself."""
+    stats, ready = state.client.stats, state.client.ready
+    compiled = sum(n for name, n in stats.compilations.items() if name.endswith(".serving"))
+    return {
+        "model": state.model_names[0],
+        "version": state.version,
+        "status": state.status,
+        "progress": state.progress if state.status == "starting" else "",
+        "device": ready.device if ready else "",
+        "dtype": ready.dtype if ready else "",
+        "max_model_len": state.max_model_len,
+        "pools": state.inputs is not None,
+        "load": {
+            "running": stats.running,
+            "waiting": stats.waiting,
+            "waiting_prompt_tokens": stats.waiting_prompt_tokens,
+            "open": len(state.servings),
+            "blocks_used": stats.blocks_used,
+            "blocks_total": stats.blocks_total,
+        },
+        "lookups": stats.lookups,
+        "useful_tokens": stats.useful_tokens,
+        "padding_tokens": stats.padding_tokens,
+        "graphs": stats.graphs,
+        "compilations": max(compiled, stats.recompilations),
+        "recent": list(state.recent),
+    }

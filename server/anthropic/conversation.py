@@ -1,0 +1,236 @@
+"""Conversations of the Messages API as those of a chat: blocks to messages, tools to functions,
+fields to fields. Pure; knows no template."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from config.errors import UserError
+from server.anthropic.schema import CountBody, MessagesBody
+from server.http.body_bounds import MAX_PARTS
+from server.openai.schema.chat import ChatBody, Message
+
+_SHOWN = 40
+_MEDIA = ("image", "document", "container_upload", "video", "audio", "file")
+_BETWEEN_TURNS = "\n"
+"""Two turns of one role are one turn."""
+_ROLES = ("user", "assistant", "system")
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def chat_of(body: CountBody, *, may_think: bool) -> ChatBody:
+    """What `body` asks of a chat. Raises UserError for what no chat could mean. `may_think`:
+    the server knows how its model thinks; else there is no thinking that a budget could bound."""
+    body.check()
+    turns = _Turns()
+    turns.add_system(body.system)
+    for place, message in enumerate(body.messages):
+        turns.add(message, f"messages[{place}]")
+    if not body.messages:
+        raise _bad("messages is empty, it must have at least 1 message")
+    goes_on = turns.close()
+    fields: dict[str, Any] = {
+        "model": body.model,
+        "messages": turns.messages,
+        "continue_final_message": goes_on,
+        **_thinking(body),
+    }
+    if body.tools:
+        fields["tools"] = [_function(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
+    if (choice := body.tool_choice) is not None:
+        named = {"type": "function", "function": {"name": choice.name}}
+        # Without tools, auto asks for nothing.
+        if body.tools or choice.type in ("any", "tool"):
+            fields["tool_choice"] = _CHOICES.get(choice.type, named)
+        fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    if (form := body.form) is not None:
+        fields["response_format"] = {
+            "type": "json_schema",
+            "json_schema": {"name": "output", "schema": form.schema_},
+        }
+    if isinstance(body, MessagesBody):
+        fields |= {
+            "max_tokens": body.max_tokens,
+            "stop": body.stop_sequences,
+            "stream": body.stream,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": body.top_k,
+        }
+        if may_think and body.thinking is not None and body.thinking.type == "enabled":
+            fields["thinking_token_budget"] = body.thinking.budget_tokens
+    return ChatBody.model_validate(fields)
+
+
+def _thinking(body: CountBody) -> dict[str, Any]:
+    """A model thinks if it is asked to: its template may know that by either name."""
+    thinking = body.thinking
+    thinks = thinking is not None and thinking.type != "disabled"
+    made: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": thinks, "thinking": thinks}}
+    if body.output_config is not None:
+        made["reasoning_effort"] = body.output_config.effort
+    return made
+
+
+def _function(tool: Any, where: str) -> dict[str, Any]:
+    if not isinstance(tool, dict):
+        raise UserError(f"{where} must be an object", param="tools")
+    kind = tool.get("type")
+    if kind not in (None, "custom"):
+        raise UserError(
+            f"{where} has type {str(kind)[:_SHOWN]!r}, this server runs no tools of its own",
+            param="tools",
+        )
+    if not isinstance(tool.get("input_schema"), dict):
+        raise UserError(f"{where}.input_schema must be the JSON schema of an object", param="tools")
+    function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
+    return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
+
+
+class _Turns:
+    """Messages as they come, those of one role joined."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self._tools: dict[str, str] = {}
+        """The names of the tools that were used, by the ids of their uses."""
+
+    def add_system(self, system: str | list[Any] | None) -> None:
+        """What stands before the conversation."""
+        if system:
+            parts = [_text(block, where) for block, where in _blocks(system, "system")]
+            self._say("system", parts)
+
+    def add(self, message: Any, where: str) -> None:
+        """The next turn. Raises UserError."""
+        if not isinstance(message, dict) or message.get("role") not in _ROLES:
+            raise _bad(f"{where} must be an object whose role is user or assistant")
+        role, content = message["role"], message.get("content")
+        if not isinstance(content, (str, list)):
+            raise _bad(f"{where}.content must be a string or a list of blocks")
+        blocks = _blocks(content, f"{where}.content")
+        if role == "user":
+            self._add_user(blocks)
+        elif role == "assistant":
+            self._add_assistant(blocks)
+        else:
+            self._say("system", [_text(block, place) for block, place in blocks])
+
+    def close(self) -> bool:
+        """Whether the answer goes on with the last turn."""
+        last = self.messages[-1]
+        if last["role"] == "assistant":
+            if last.get("tool_calls"):
+                raise _bad("the last message uses a tool, a tool_result must follow")
+            if not any(part["text"] for part in last["content"]):
+                self.messages.pop()
+                if last.get("reasoning") or not self.messages:
+                    raise _bad("the last message is of the assistant and has no text to go on with")
+                last = {}
+        for message in self.messages:
+            parts = message["content"]
+            if message["role"] == "assistant" and not parts:
+                message["content"] = None if message.get("tool_calls") else ""
+            elif len(parts) == 1:
+                message["content"] = parts[0]["text"]
+        return last.get("role") == "assistant"
+
+    def _add_user(self, blocks: "Iterator[tuple[Any, str]]") -> None:
+        parts: list[dict[str, str]] = []
+        has_results = False
+        for block, where in blocks:
+            if block["type"] == "tool_result":
+                if parts:
+                    self._say("user", parts)
+                    parts = []
+                self.messages.append(self._result(block, where))
+                has_results = True
+            else:
+                parts.append(_text(block, where))
+        if parts or not has_results:
+            self._say("user", parts or [{"type": "text", "text": ""}])
+
+    def _add_assistant(self, blocks: "Iterator[tuple[Any, str]]") -> None:
+        parts, calls, thoughts = [], [], []
+        for block, where in blocks:
+            if block["type"] == "tool_use":
+                calls.append(self._call(block, where))
+            elif block["type"] == "thinking":
+                thoughts.append(_string(block, "thinking", where))
+            else:
+                parts.append(_text(block, where))
+        message = self._say("assistant", parts)
+        if calls:
+            message.setdefault("tool_calls", []).extend(calls)
+        if thoughts:
+            message["reasoning"] = "".join([message.get("reasoning", ""), *thoughts])
+
+    def _say(self, role: str, parts: list[dict[str, str]]) -> Message:
+        last = self.messages[-1] if self.messages else {}
+        if last.get("role") != role:
+            last = {"role": role, "content": []}
+            self.messages.append(last)
+        elif parts and last["content"]:
+            last["content"].append({"type": "text", "text": _BETWEEN_TURNS})
+        last["content"] += parts
+        return last
+
+    def _call(self, block: Any, where: str) -> dict[str, Any]:
+        call_id, name = _string(block, "id", where), _string(block, "name", where)
+        if not isinstance(block.get("input"), dict):
+            raise _bad(f"{where}.input must be an object")
+        self._tools[call_id] = name
+        function = {"name": name, "arguments": block["input"]}
+        return {"id": call_id, "type": "function", "function": function}
+
+    def _result(self, block: Any, where: str) -> Message:
+        call_id = _string(block, "tool_use_id", where)
+        if call_id not in self._tools:
+            raise _bad(f"{where}.tool_use_id {call_id[:_SHOWN]!r} is of no tool_use before it")
+        content = block.get("content")
+        if not isinstance(content, (str, list, type(None))):
+            raise _bad(f"{where}.content must be a string or a list of blocks")
+        parts = [_text(one, place) for one, place in _blocks(content or [], f"{where}.content")]
+        if not isinstance(block.get("is_error"), (bool, type(None))):
+            raise _bad(f"{where}.is_error must be true or false")
+        if block.get("is_error"):
+            # No template has a place for it but the text.
+            parts.insert(0, {"type": "text", "text": "Error: "})
+        return {
+            "role": "tool",
+            "tool_call_id": call_id,
+            "name": self._tools[call_id],
+            "content": parts or [{"type": "text", "text": ""}],
+        }
+
+
+def _blocks(content: str | list[Any], where: str) -> Iterator[tuple[Any, str]]:
+    """The blocks of a content, each with its place. Raises UserError for one without a type."""
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    if len(content) > MAX_PARTS:
+        raise _bad(f"{where} has {len(content)} blocks, at most {MAX_PARTS} are taken")
+    for number, block in enumerate(content):
+        place = f"{where}[{number}]"
+        if not isinstance(block, dict) or not isinstance(block.get("type"), str):
+            raise _bad(f"{place} must be an object with a type, such as 'text'")
+        yield block, place
+
+
+def _text(block: Any, where: str) -> dict[str, str]:
+    kind = block["type"]
+    if kind in _MEDIA:
+        raise _bad(f"{where} has type {kind!r}, this model takes text only")
+    if kind != "text":
+        raise _bad(f"{where} has type {kind[:_SHOWN]!r}, which is not supported here")
+    return {"type": "text", "text": _string(block, "text", where)}
+
+
+def _string(block: Any, name: str, where: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise _bad(f"{where} has no {name} that is a string")
+    return value
+
+
+def _bad(message: str) -> UserError:
+    return UserError(message, param="messages")

@@ -1,0 +1,64 @@
+"""POST /v1/messages and /v1/messages/count_tokens: the Messages API, over the chat's pipeline."""
+
+import asyncio
+from functools import partial
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.anthropic.answers import MessageEvents, whole_message
+from server.anthropic.conversation import chat_of
+from server.anthropic.errors import ROUTES
+from server.anthropic.schema import CountBody, MessagesBody
+from server.generation.job import answer_stream, answer_whole, gather
+from server.http.body import MANY_BYTES, Sent, parse
+from server.http.openapi import MESSAGES_ANSWERS, MESSAGES_GENERATES, takes
+from server.http.state import AppState
+from server.openai.conversation import count_prompt, start_conversation
+from server.openai.schema.chat import ChatBody
+
+
+def messages_routes(state: AppState) -> APIRouter:
+    """The routes, over `state`."""
+    router = APIRouter(tags=["Anthropic"])
+
+    @router.post(
+        ROUTES,
+        operation_id="create_message",
+        summary="Answer a conversation, in blocks",
+        openapi_extra=takes("MessagesBody"),
+        responses=MESSAGES_GENERATES,
+    )
+    async def create_message(request: Request) -> Response:
+        state.opened()
+        sent = await state.bodies.read_object(request)
+        body = await parse(MessagesBody, sent)
+        job = await start_conversation(
+            state, request, await _chat(state, body, sent), id_prefix="msg_"
+        )
+        shows = body.thinking is None or body.thinking.display != "omitted"
+        if body.stream:
+            return answer_stream(job, MessageEvents(job, shows_thinking=shows))
+        (choice,) = await gather(job, request)
+        return answer_whole(whole_message(job, choice, shows_thinking=shows))
+
+    @router.post(
+        f"{ROUTES}/count_tokens",
+        operation_id="count_message_tokens",
+        summary="Tokens of a conversation",
+        openapi_extra=takes("CountBody"),
+        responses=MESSAGES_ANSWERS,
+    )
+    async def count_message_tokens(request: Request) -> Response:
+        state.opened()
+        sent = await state.bodies.read_object(request)
+        chat = await _chat(state, await parse(CountBody, sent), sent)
+        return answer_whole({"input_tokens": await count_prompt(state, chat)})
+
+    return router
+
+
+async def _chat(state: AppState, body: CountBody, sent: Sent) -> ChatBody:
+    made = partial(chat_of, body, may_think=state.forms.thinking is not None)
+    return made() if sent.num_bytes <= MANY_BYTES else await asyncio.to_thread(made)

@@ -1,0 +1,167 @@
+"""Bodies of the Messages API: their fields. Knows no prompt."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, WithJsonSchema
+
+from config.errors import UserError
+from server.http.body_bounds import Blocks, Messages, Strings, Tools, Variables
+from server.openai.schema.generation import Body, Integer, Unsupported, check_stops
+
+_BLOCKS: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["type"],
+                "properties": {
+                    "type": {
+                        "type": "string",
+                        "examples": ["text", "tool_use", "tool_result", "thinking"],
+                    },
+                    "text": {"type": "string"},
+                },
+            },
+        },
+    ]
+}
+_MESSAGES = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "required": ["role", "content"],
+        "properties": {
+            "role": {"type": "string", "enum": ["user", "assistant", "system"]},
+            "content": _BLOCKS,
+        },
+    },
+}
+_SYSTEM = {"anyOf": [*_BLOCKS["anyOf"], {"type": "null"}]}
+_TOOLS = {
+    "anyOf": [
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["name", "input_schema"],
+                "properties": {
+                    "name": {"type": "string"},
+                    "description": {"type": "string"},
+                    "input_schema": {"type": "object"},
+                },
+            },
+        },
+        {"type": "null"},
+    ]
+}
+_KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
+
+
+class ToolChoice(Body):
+    """Whether a tool must be used, and which."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingChoice(Body):
+    """Whether the model is to think first."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Integer | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(Body):
+    """The form that the text is to have."""
+
+    schema_: dict[str, Any] = Field(alias="schema")
+    type: Literal["json_schema"]
+
+
+class OutputConfig(Body):
+    """Effort and form of the output."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class CountBody(Body):
+    """A conversation whose tokens are to be counted: what makes the prompt."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"messages": [{"role": "user", "content": "Hello!"}]}}
+    )
+    unsupported: ClassVar[Unsupported] = {
+        "container": (),
+        "context_management": ({}, {"edits": []}, {"edits": [_KEEP_ALL]}),
+        "mcp_servers": ([],),
+    }
+
+    model: str | None = Field(None, description="A served name; null is the first one.")
+    messages: Annotated[Messages, WithJsonSchema(_MESSAGES)]
+    system: Annotated[str | Blocks | None, WithJsonSchema(_SYSTEM)] = None
+    tools: Annotated[Tools | None, WithJsonSchema(_TOOLS)] = None
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingChoice | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = Field(None, description="As output_config.format.")
+
+    def check(self) -> None:
+        """Raise UserError for values that contradict each other."""
+        choice, thinking = self.tool_choice, self.thinking
+        if choice is not None and choice.type == "tool" and choice.name is None:
+            raise UserError("tool_choice is of type tool and has no name", param="tool_choice")
+        if thinking is not None and thinking.type == "enabled":
+            budget = thinking.budget_tokens
+            if budget is None or budget < 1:
+                raise UserError(
+                    f"thinking.budget_tokens is {budget}, it must be at least 1", param="thinking"
+                )
+        if self.output_format is not None and self.form is not self.output_format:
+            raise UserError(
+                "output_format and output_config.format are set, only one of them may be",
+                param="output_format",
+            )
+
+    @property
+    def form(self) -> OutputFormat | None:
+        """The form that the text is to have, by whichever of its two names."""
+        config = self.output_config
+        return self.output_format if config is None or config.format is None else config.format
+
+
+class MessagesBody(CountBody):
+    """A conversation to answer."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "max_tokens": 64,
+                "messages": [{"role": "user", "content": "Hello!"}],
+            }
+        }
+    )
+
+    max_tokens: Integer
+    stop_sequences: Strings | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Integer | None = None
+    metadata: Variables | None = None
+    service_tier: str | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.max_tokens < 1:
+            raise UserError(
+                f"max_tokens is {self.max_tokens}, it must be at least 1", param="max_tokens"
+            )
+        if not all(self.stop_sequences or ()):
+            raise UserError("stop_sequences holds an empty string", param="stop_sequences")
+        check_stops(self.stop_sequences, "stop_sequences")

@@ -1,0 +1,1 @@
+"""The command `gaudiserve`: main.py, and one file for each subcommand."""

@@ -1,0 +1,1 @@
+"""`gaudiserve bench serve`: a load client for one OpenAI-compatible server."""

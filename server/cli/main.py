@@ -1,0 +1,222 @@
+"""The command `gaudiserve`: reads the command line and starts one thing. Knows no HTTP itself.
+
+What a command needs is imported when it runs, so that `--help` and `config` answer at once.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from config import log
+from config.engine import EngineConfig
+from config.errors import ConfigError, EngineDied
+from config.loading.env import cache_home, environment
+from config.loading.flags import FLAGS
+from config.loading.parser import Parser, server_parser
+from config.loading.sources import load
+from config.loading.values import nearest
+from config.loading.vendor_knobs import idle_variables
+from config.progress import Report
+from config.server import ServerConfig
+from config.version import VERSION
+
+logger = logging.getLogger(__name__)
+
+HELP = f"""\
+usage: gaudiserve COMMAND ...
+
+OpenAI-compatible serving daemon for Intel Gaudi (HPU), with a CPU back end for everyone else.
+
+commands:
+  serve [MODEL]   start the server; without a model, serve the demo model
+  bench serve     load an OpenAI-compatible server and measure it
+  buckets show    a strategy's padded shapes, and what they waste on a traffic
+  buckets fit     choose padded shapes for a traffic
+  plan [MODEL]    how a model would lie in Gaudi memory, without a card
+  doctor          what this machine can serve on, and what is wrong with it
+  fetch-demo      fetch the demo model into the cache folder
+  config          print the resolved configuration and where each value came from
+
+  gaudiserve COMMAND --help shows a command's flags.
+  gaudiserve --version prints {VERSION}.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status: 0, 1 when it failed, 2 for a wrong setting, 130 for
+    Ctrl-C."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0 if words else 2
+    if words[0] in ("-V", "--version", "version"):
+        print(VERSION)
+        return 0
+    try:
+        return _command(words[0])(words[1:])
+    except ConfigError as error:
+        print(f"gaudiserve: {error}", file=sys.stderr)
+        return 2
+    except EngineDied as error:
+        print(f"gaudiserve: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; the interpreter's last flush must not complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _command(name: str) -> Callable[[list[str]], int]:
+    found = COMMANDS.get(name)
+    if found is None:
+        hint = nearest(name, COMMANDS) or f"; there are {', '.join(COMMANDS)}"
+        raise ConfigError(f"{name!r} is no command{hint}")
+    return found
+
+
+def _serve(argv: list[str]) -> int:
+    from config.checkpoint.demo import NAMES
+
+    loaded = load(
+        argv,
+        default_model=NAMES[0],
+        parser=server_parser("gaudiserve serve", "Serve a model to OpenAI clients."),
+    )
+    engine, server = loaded.engine, loaded.server
+    log.setup("server", level=server.log_level, access_log=not server.disable_access_log)
+    for variable, reason in idle_variables(environment()):
+        logger.warning("The variable %s does nothing here, %s", variable, reason)
+    from config.startup_checks import check_device
+
+    check_device(engine.device)
+    from server.process.supervisor import serve
+
+    own_names = NAMES if engine.model in NAMES else (engine.model,)
+    names = server.served_model_names or own_names
+    prepare = partial(_prepare, engine, server)
+    return serve(engine, dataclasses.replace(server, served_model_names=names), prepare)
+
+
+def _prepare(engine: EngineConfig, server: ServerConfig, report: Report) -> str:
+    """The checkpoint's folder, when all that is made from it once has been made."""
+    from config.checkpoint.resolve import resolve
+    from config.startup_checks import check_checkpoint
+
+    folder = resolve(
+        engine.model,
+        revision=engine.revision,
+        cache_dir=engine.cache_dir,
+        dtype=engine.dtype,
+        keep_blocks=engine.quantization == "gguf",
+        report=report,
+    )
+    check_checkpoint(engine, folder)
+    if not server.skip_tokenizer_init:
+        from server.text.tokenizer_files import tokenizer_folder
+
+        # Here it can be told of and stopped; front-ends find it in the cache.
+        tokenizer_folder(folder, Path(cache_home()), report)
+    return folder
+
+
+def _config(argv: list[str]) -> int:
+    parser = server_parser(
+        "gaudiserve config", "Print the configuration that `serve` would run with."
+    )
+    parser.add_argument("--json", action="store_true", help="Print JSON")
+    from config.checkpoint.demo import NAMES
+
+    loaded = load(argv, default_model=NAMES[0], parser=parser)
+    as_json = parser.parse_all(argv).json
+    print(_as_json(loaded.shown()) if as_json else _as_table(loaded.shown()))
+    return 0
+
+
+def _as_json(shown: Mapping[str, tuple[object, str]]) -> str:
+    rows = {key: {"value": value, "source": source} for key, (value, source) in shown.items()}
+    return json.dumps(rows, indent=2)
+
+
+def _as_table(shown: Mapping[str, tuple[object, str]]) -> str:
+    kinds = {flag.key: flag.kind for flag in FLAGS}
+    rows = [(key, _word(value, kinds[key]), source) for key, (value, source) in shown.items()]
+    wide = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return "\n".join(f"{row[0]:<{wide[0]}}  {row[1]:<{wide[1]}}  {row[2]}" for row in rows)
+
+
+def _word(value: object, kind: type) -> str:
+    # As the help shows a default, and as a flag may give it.
+    if value is None:
+        return "none" if kind is str else "auto"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "none"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)
+
+
+def _fetch_demo(argv: list[str]) -> int:
+    Parser(
+        prog="gaudiserve fetch-demo",
+        description="Fetch the demo model into the cache folder, and print where it lies.",
+    ).parse_all(argv)
+    log.setup("fetch-demo")
+    from config.checkpoint.demo import NAMES
+    from config.checkpoint.resolve import resolve
+
+    # Resolved, so that the first start need not convert it either.
+    print(resolve(NAMES[0]))
+    return 0
+
+
+def _bench(argv: list[str]) -> int:
+    if argv[:1] != ["serve"]:
+        if argv[:1] in (["-h"], ["--help"]):
+            print("usage: gaudiserve bench serve [flags]; --help after `serve` lists them")
+            return 0
+        given = " ".join(("gaudiserve", "bench", *argv[:1]))
+        raise ConfigError(f"`{given}` is no command; `gaudiserve bench serve` is")
+    from server.cli.bench.command import main as bench_serve
+
+    return bench_serve(argv[1:])
+
+
+def _buckets(argv: list[str]) -> int:
+    from server.cli.buckets import main as buckets
+
+    return buckets(argv)
+
+
+def _plan(argv: list[str]) -> int:
+    from server.cli.plan import main as plan
+
+    return plan(argv)
+
+
+def _doctor(argv: list[str]) -> int:
+    from server.cli.doctor import main as doctor
+
+    return doctor(argv)
+
+
+COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
+    "serve": _serve,
+    "bench": _bench,
+    "fetch-demo": _fetch_demo,
+    "config": _config,
+    "buckets": _buckets,
+    "plan": _plan,
+    "doctor": _doctor,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

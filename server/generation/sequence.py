@@ -1,0 +1,150 @@
+"""One choice: its tokens become final text, cut at the stop. Knows no engine calls and no HTTP."""
+
+from dataclasses import dataclass
+
+from config.params.sampling import SamplingParams
+from engine.client.zmq import Update
+from engine.transport.messages import Finish
+from server.generation.logprobs import read_logprobs
+from server.generation.outputs import Delta, PositionLogprobs, Prompt
+from server.text.detokenizer import make_detokenizer
+from server.text.stop_strings import StopMatcher, Stopped
+from server.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class Timing:
+    """Seconds in each part of a sequence's life. The engine's own once it has finished there,
+    before that (and after a stop string) measured here."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+class Sequence:
+    """Turns the updates of one choice into deltas.
+
+    After the delta with a finish reason nothing more is taken. `is_instant` says that there is
+    nothing to wait for: no output and no prompt log-probabilities were asked for.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        prompt: Prompt,
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        """`shown` are special tokens that are part of the text whatever `params` say."""
+        self.index = index
+        self.num_prompt_tokens = len(prompt.token_ids)
+        self.num_cached_tokens = 0
+        self.num_output_tokens = 0
+        self.num_preemptions = 0
+        self.is_finished = False
+        self.timing = Timing()
+        wants_prompt_logprobs = params.prompt_logprobs is not None and index % params.n == 0
+        self.prompt_logprobs: list[PositionLogprobs | None] | None = (
+            [None] if wants_prompt_logprobs else None
+        )
+        self.is_instant = params.max_tokens == 0 and not wants_prompt_logprobs
+        self._params = params
+        self._tokenizer = tokenizer
+        self._detokenizer = None
+        if tokenizer is not None and params.detokenize:
+            self._detokenizer = make_detokenizer(
+                tokenizer,
+                prompt.token_ids,
+                params.skip_special_tokens,
+                params.spaces_between_special_tokens,
+                shown,
+            )
+        self._matcher = None
+        if params.stop:
+            self._matcher = StopMatcher(params.stop, include_stop=params.include_stop_str_in_output)
+
+    def take(self, update: Update, elapsed_s: float) -> Delta | None:
+        """What is new, if the caller can see any of it. `elapsed_s` counts from the request on."""
+        if update.num_cached_tokens is not None:
+            self.num_cached_tokens = update.num_cached_tokens
+            self.timing.queue_s = elapsed_s
+        if self.prompt_logprobs is not None:
+            for columns in update.prompt_logprobs:
+                self.prompt_logprobs += read_logprobs(columns, self._tokenizer)
+        finish = update.finish
+        if finish is not None:
+            self.is_finished = True
+            self.num_preemptions = finish.num_preemptions
+        if self._params.max_tokens == 0:
+            return Delta(self.index, finish_reason="length") if finish else None
+        if update.tokens:
+            self._measure(elapsed_s)
+        elif finish is None:
+            return None
+        delta = self._delta(update, finish)
+        if finish is not None and (finish.queue_s or finish.prefill_s or finish.decode_s):
+            self.timing = Timing(finish.queue_s, finish.prefill_s, finish.decode_s)
+        return delta
+
+    def take_nothing(self) -> Delta:
+        """The one delta of an instant choice."""
+        self.is_finished = True
+        return Delta(self.index, finish_reason="length")
+
+    def _measure(self, elapsed_s: float) -> None:
+        timing = self.timing
+        if not self.num_output_tokens:
+            timing.prefill_s = elapsed_s - timing.queue_s
+        timing.decode_s = elapsed_s - timing.queue_s - timing.prefill_s
+
+    def _delta(self, update: Update, finish: Finish | None) -> Delta:
+        tokens = update.tokens
+        ended = finish is not None and finish.reason == "stop"
+        # The token that ended it is counted and listed, but it is no part of the text.
+        hides_last = ended and not self._params.include_stop_str_in_output
+        text, num_used, stop = self._read(tokens[:-1] if hides_last else tokens)
+        if stop is None:
+            num_used = len(tokens)
+            if finish is not None:
+                tail, stop = self._read_end()
+                text += tail
+        delta = Delta(self.index, text, tokens[:num_used])
+        self.num_output_tokens += num_used
+        if self._params.logprobs is not None:
+            entries = [e for part in update.logprobs for e in read_logprobs(part, self._tokenizer)]
+            delta.logprobs = entries[:num_used]
+        if stop is not None:
+            self.is_finished = True
+            delta.finish_reason, delta.stop_reason = "stop", stop
+        elif finish is not None:
+            delta.finish_reason, delta.stop_reason = finish.reason, finish.stop_token
+        return delta
+
+    def _read(self, tokens: list[int]) -> tuple[str, int, str | None]:
+        """(text that may go out, tokens used, the stop string that was found)."""
+        if self._detokenizer is None:
+            return "", len(tokens), None
+        if self._matcher is None:
+            return self._detokenizer.push(tokens), len(tokens), None
+        text = ""
+        for place, token in enumerate(tokens, start=1):
+            armed = self.num_output_tokens + place >= self._params.min_tokens
+            result = self._matcher.push(self._detokenizer.push([token]), armed=armed)
+            if isinstance(result, Stopped):
+                return text + result.text, place, result.stop
+            text += result
+        return text, len(tokens), None
+
+    def _read_end(self) -> tuple[str, str | None]:
+        """The text still held back, now that nothing can follow; a stop may lie in it."""
+        if self._detokenizer is None:
+            return "", None
+        text = self._detokenizer.flush()
+        if self._matcher is None:
+            return text, None
+        result = self._matcher.push(text)
+        if isinstance(result, Stopped):
+            return result.text, result.stop
+        return result + self._matcher.flush(), None

@@ -1,0 +1,1 @@
+"""The HTTP side: protocol bounds, application, middleware, auth, errors, SSE."""

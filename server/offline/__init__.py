@@ -1,0 +1,1 @@
+"""LLM: the text pipeline without HTTP, with the engine in this process."""

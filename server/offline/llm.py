@@ -1,0 +1,405 @@
+"""LLM: the text pipeline offline, with the engine in this process. Knows no HTTP."""
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+from config.checkpoint.resolve import resolve
+from config.errors import UserError
+from config.loading.sources import from_keywords
+from config.model.model_config import read_model_config
+from config.params.beam_search import BeamSearchParams
+from config.params.pooling import CLASSIFY, EMBED, PoolingParams
+from config.params.sampling import MAX_LOGPROBS, SamplingParams
+from config.startup_checks import check_checkpoint, check_device
+from engine.client.inproc import InlineClient
+from server.generation.outputs import Prompt
+from server.generation.pipeline import Pipeline
+from server.generation.search import Search
+from server.offline.event_loop import Background, in_turn
+from server.offline.pooling import OfflinePooling, Params, classes, embeddings
+from server.offline.pooling_results import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
+from server.offline.prompts import PromptInput, conversations, listed, prompt_of
+from server.offline.results import BeamSearchOutput, RequestOutput, beam_output, request_output
+from server.offline.shutdown import shut_down
+from server.pooling.inputs import generates_only, reader_of
+from server.pooling.scores import Pairs
+from server.text.chat_template import ChatTemplate, read_template
+from server.text.messages import Message
+from server.text.tokenizer import Tokenizer
+
+MakePrompt = Callable[[], Coroutine[Any, Any, Prompt]]
+
+
+class LLM:
+    """A model to call from Python: `LLM(model="...").generate(["Hello"])`.
+
+    Any engine or server flag is a keyword (`max_model_len=2048`); an unknown one is a ConfigError
+    that names the nearest. Use it in a `with` block, or call `close`: either way, and at the end of
+    the interpreter too, nothing is left running. One call at a time; calls are not thread-safe.
+    """
+
+    def __init__(self, model: str, **flags: Any) -> None:
+        loaded = from_keywords(model=model, **flags)
+        engine, server = loaded.engine, loaded.server
+        check_device(engine.device)
+        path = resolve(
+            engine.model,
+            revision=engine.revision,
+            cache_dir=engine.cache_dir,
+            dtype=engine.dtype,
+            keep_blocks=engine.quantization == "gguf",
+        )
+        check_checkpoint(engine, path)
+        self._tokenizer: Tokenizer | None = None
+        template: str | dict[str, str] | None = None
+        if not server.skip_tokenizer_init:
+            self._tokenizer = Tokenizer.load(
+                path,
+                server.tokenizer_threads,
+                special_tokens_as_text=server.special_tokens_as_text,
+            )
+            template = self._tokenizer.chat_template
+        if server.chat_template is not None:
+            template = read_template(server.chat_template)
+        named = self._tokenizer.special_tokens if self._tokenizer else {}
+        self._template = ChatTemplate(template, named)
+        self._defaults = SamplingParams()
+        if server.generation_config == "auto":
+            self._defaults = _defaults(read_model_config(path).generation_defaults)
+        self._client = InlineClient(dataclasses.replace(engine, model=path))
+        self._pipeline = Pipeline(self._client, self._tokenizer, server)
+        # Enough that the batch never runs dry; the rest of the prompts waits as text.
+        self._lookahead = 2 * engine.schedule.max_num_seqs
+        self._num_requests = 0
+        self._background = Background("llm")
+        self._end = weakref.finalize(
+            self, shut_down, self._background, self._client, self._template, self._tokenizer
+        )
+        try:
+            self._background.run(_start(self._client))
+        except BaseException:
+            self.close()
+            raise
+        reader = reader_of(self._client.ready, self._tokenizer)
+        self._pooling: OfflinePooling | None = None
+        if reader is not None:
+            self._pooling = OfflinePooling(self._client, reader, at_once=self._lookahead)
+
+    def generate(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete each prompt; results come in the prompts' order.
+
+        One SamplingParams for all or one for each; None takes the model's own defaults. Raises
+        UserError when an input is wrong, PromptTooLong when one does not fit.
+        """
+        wanted = [prompt_of(prompt) for prompt in listed(prompts)]
+        params = self._params(sampling_params, len(wanted))
+
+        def maker(text: str | None, ids: list[int] | None, param: SamplingParams) -> MakePrompt:
+            return lambda: self._prompt(text, ids, True, param)
+
+        jobs = [
+            (maker(text, ids, param), param, salt)
+            for (text, ids, salt), param in zip(wanted, params, strict=True)
+        ]
+        return self._background.run(self._generate(jobs, use_tqdm))
+
+    def beam_search(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        params: BeamSearchParams,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` best ways to go on from each prompt, best first; at most
+        `concurrency_limit` prompts at once. Raises like `generate`."""
+        sampling = SamplingParams(
+            n=params.beam_width,
+            max_tokens=params.max_tokens,
+            ignore_eos=params.ignore_eos,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            logprobs=min(2 * params.beam_width, MAX_LOGPROBS),
+        )
+        wanted = [prompt_of(prompt) for prompt in listed(prompts)]
+        work = self._beam_search(wanted, sampling, params, use_tqdm, concurrency_limit)
+        return self._background.run(work)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        documents: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several. Raises like `generate`."""
+        several = [list(conversation) for conversation in conversations(messages)]
+        params = self._params(sampling_params, len(several))
+        controls = None if self._tokenizer is None else self._tokenizer.controls
+
+        def maker(conversation: list[Message], param: SamplingParams) -> MakePrompt:
+            async def make() -> Prompt:
+                text = await self._template.render(
+                    conversation,
+                    tools=tools,
+                    documents=documents,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    kwargs=dict(chat_template_kwargs or {}),
+                    template=chat_template,
+                    mark=None if controls is None else controls.marked,
+                )
+                return await self._prompt(text, None, False, param)
+
+            return make
+
+        jobs = [
+            (maker(conversation, param), param, "")
+            for conversation, param in zip(several, params, strict=True)
+        ]
+        return self._background.run(self._generate(jobs, use_tqdm))
+
+    def encode(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        pooling_params: Params = None,
+        *,
+        pooling_task: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """What a pooling model makes of each prompt: vectors, or numbers for its classes.
+
+        `pooling_task` is embed, token_embed, classify or score; the other parameters of
+        `pooling_params` hold for any. Longer prompts are cut to `truncate_prompt_tokens` (-1: to
+        what the model takes), and refused without. Raises UserError, also when the model generates.
+        """
+        if pooling_task is None:
+            if not isinstance(pooling_params, PoolingParams):
+                raise UserError("pooling_task is missing, say what to make", param="pooling_task")
+            pooling_task = pooling_params.task
+        work = self._pools().encode(
+            prompts,
+            pooling_params,
+            pooling_task,
+            truncate=truncate_prompt_tokens,
+            use_tqdm=use_tqdm,
+        )
+        return self._background.run(work)
+
+    def embed(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        pooling_params: Params = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """The vector of each prompt. See `encode`."""
+        return embeddings(
+            self.encode(
+                prompts,
+                pooling_params,
+                pooling_task=EMBED,
+                truncate_prompt_tokens=truncate_prompt_tokens,
+                use_tqdm=use_tqdm,
+            )
+        )
+
+    def classify(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        pooling_params: Params = None,
+    ) -> list[ClassificationRequestOutput]:
+        """How well each of the model's classes fits each prompt. See `encode`."""
+        return classes(
+            self.encode(
+                prompts,
+                pooling_params,
+                pooling_task=CLASSIFY,
+                truncate_prompt_tokens=truncate_prompt_tokens,
+                use_tqdm=use_tqdm,
+            )
+        )
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well the texts of each pair go together: one with each of many, or each with its
+        like. See `encode`."""
+        pairs = Pairs(
+            [data_1] if isinstance(data_1, str) else list(data_1),
+            [data_2] if isinstance(data_2, str) else list(data_2),
+            ("data_1", "data_2"),
+            normalize=None if pooling_params is None else pooling_params.normalize,
+            truncate=truncate_prompt_tokens,
+        )
+        return self._background.run(self._pools().score(pairs, use_tqdm=use_tqdm))
+
+    def _pools(self) -> OfflinePooling:
+        if self._pooling is None:
+            raise generates_only()
+        return self._pooling
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises UserError after skip_tokenizer_init."""
+        if self._tokenizer is None:
+            raise UserError("there is no tokenizer: skip_tokenizer_init is set")
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint recommends, and neutral values for the rest."""
+        return self._defaults
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the model's weights, in the form in which they are held."""
+        ready = self._client.ready
+        return 0 if ready is None else ready.weight_bytes
+
+    def close(self) -> None:
+        """Stop the engine and every thread. Safe to call twice."""
+        self._end()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _params(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        if given is None:
+            given = self._defaults
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if len(given) != count:
+            raise UserError(
+                f"{count} prompts came with {len(given)} sampling_params, give one or as many",
+                param="sampling_params",
+            )
+        return list(given)
+
+    async def _prompt(
+        self, text: str | None, ids: list[int] | None, special: bool, params: SamplingParams
+    ) -> Prompt:
+        if ids is None:
+            assert text is not None
+            tokenizer = self.get_tokenizer()
+            ids, text = await tokenizer.encode(text, special), tokenizer.unmarked(text)
+        ready = self._client.ready
+        if params.truncate_prompt_tokens is not None and ready is not None:
+            kept = params.truncate_prompt_tokens
+            if kept == -1:
+                kept = max(1, ready.max_model_len - (params.max_tokens or 1))
+            ids = ids[-kept:]
+        return Prompt(ids, text)
+
+    async def _generate(
+        self, jobs: list[tuple[MakePrompt, SamplingParams, str]], use_tqdm: bool
+    ) -> list[RequestOutput]:
+        results: dict[int, RequestOutput] = {}
+        first_id = self._num_requests
+        self._num_requests += len(jobs)
+        num_tokens = 0
+
+        async def one(place: int) -> None:
+            nonlocal num_tokens
+            make_prompt, params, salt = jobs[place]
+            prompt = await make_prompt()
+            generation = self._pipeline.start([prompt], params, cache_salt=salt, param="prompt")
+            outputs = await generation.collect()
+            (prompt_logprobs,) = generation.prompt_logprobs
+            results[place] = request_output(str(first_id + place), prompt, outputs, prompt_logprobs)
+            num_tokens += generation.num_output_tokens
+            rate = num_tokens / max(bar.format_dict["elapsed"], 1e-3)
+            bar.set_postfix_str(f"{rate:.1f} output tokens/s", refresh=False)
+            bar.update()
+
+        most = max((params.n for _, params, _ in jobs), default=1)
+        workers = max(2, self._lookahead // most)
+        with tqdm(total=len(jobs), desc="Prompts", disable=not use_tqdm) as bar:
+            await in_turn(one, range(len(jobs)), workers)
+        return [results[place] for place in range(len(jobs))]
+
+    async def _beam_search(
+        self,
+        wanted: list[tuple[str | None, list[int] | None, str]],
+        sampling: SamplingParams,
+        params: BeamSearchParams,
+        use_tqdm: bool,
+        most_at_once: int | None,
+    ) -> list[BeamSearchOutput]:
+        results: dict[int, BeamSearchOutput] = {}
+
+        async def one(place: int) -> None:
+            text, ids, salt = wanted[place]
+            prompt = await self._prompt(text, ids, True, sampling)
+            search = Search(
+                self._pipeline,
+                [prompt],
+                sampling,
+                length_penalty=params.length_penalty,
+                cache_salt=salt,
+                param="prompt",
+            )
+            async for _ in search:
+                pass
+            (beams,) = search.best
+            results[place] = beam_output(prompt, beams, self._tokenizer)
+            bar.update()
+
+        workers = max(1, self._lookahead // sampling.n)
+        if most_at_once is not None:
+            workers = max(1, min(workers, most_at_once))
+        with tqdm(total=len(wanted), desc="Prompts", disable=not use_tqdm) as bar:
+            await in_turn(one, range(len(wanted)), workers)
+        return [results[place] for place in range(len(wanted))]
+
+
+async def _start(client: InlineClient) -> None:
+    await client.start()
+    await client.wait_ready()
+
+
+def _defaults(recommended: Mapping[str, float]) -> SamplingParams:
+    values: dict[str, Any] = dict(recommended)
+    if "top_k" in values:
+        values["top_k"] = int(values["top_k"])
+    return SamplingParams(**values)

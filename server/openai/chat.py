@@ -1,0 +1,97 @@
+"""POST /v1/chat/completions: a conversation in, an answer out, whole or streamed."""
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.generation.job import Job, answer_stream, answer_whole, gather
+from server.http.body import parse
+from server.http.openapi import ANSWERS, GENERATES, takes
+from server.http.state import AppState
+from server.openai.choices import Gathered, chat_logprobs, prompt_logprobs_of
+from server.openai.chunks import ChatChunks
+from server.openai.conversation import count_prompt, start_conversation
+from server.openai.schema.chat import ChatBody
+
+
+def chat_routes(state: AppState) -> APIRouter:
+    """The routes, over `state`."""
+    router = APIRouter(tags=["OpenAI"])
+
+    @router.post(
+        "/v1/chat/completions",
+        operation_id="create_chat_completion",
+        summary="Answer a conversation",
+        openapi_extra=takes("ChatBody"),
+        responses=GENERATES,
+    )
+    async def create_chat_completion(request: Request) -> Response:
+        state.opened()
+        body = await parse(ChatBody, await state.bodies.read_object(request))
+        job = await start_conversation(state, request, body, id_prefix="chatcmpl-")
+        echo = body.last_text if body.echo else ""
+        if body.stream:
+            shows = body.include_reasoning is not False
+            return answer_stream(job, ChatChunks(job, echo, shows_thinking=shows))
+        return answer_whole(_whole(job, await gather(job, request), echo))
+
+    @router.post(
+        "/v1/chat/completions/input_tokens",
+        operation_id="count_chat_tokens",
+        summary="Tokens of a conversation's prompt",
+        openapi_extra=takes("ChatBody"),
+        responses=ANSWERS,
+    )
+    async def count_chat_tokens(request: Request) -> Response:
+        state.opened()
+        body = await parse(ChatBody, await state.bodies.read_object(request))
+        count = await count_prompt(state, body)
+        return answer_whole({"object": "response.input_tokens", "input_tokens": count})
+
+    return router
+
+
+def _whole(job: Job, choices: list[Gathered], echo: str) -> dict[str, Any]:
+    answer: dict[str, Any] = {
+        "id": job.id,
+        "object": "chat.completion",
+        "created": job.created,
+        "model": job.model,
+        "choices": [_choice(job, index, choice, echo) for index, choice in enumerate(choices)],
+        "usage": job.usage(),
+        "system_fingerprint": job.state.fingerprint,
+    }
+    width = job.body.prompt_logprobs
+    if width is not None:
+        answer["prompt_logprobs"] = prompt_logprobs_of(job.generation.prompt_logprobs[0], width)
+    if job.body.return_token_ids:
+        answer["prompt_token_ids"] = job.prompts[0].token_ids
+    return answer
+
+
+def _choice(job: Job, index: int, choice: Gathered, echo: str) -> dict[str, Any]:
+    has_logprobs = job.params.logprobs is not None
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": echo + choice.text,
+        "refusal": None,
+    }
+    if job.answers is not None:
+        assert isinstance(job.body, ChatBody)
+        message = choice.message.fields(
+            echo,
+            thinks=job.answers.has_thinking,
+            shows_thinking=job.body.include_reasoning is not False,
+        )
+    made: dict[str, Any] = {
+        "index": index,
+        "message": message,
+        "logprobs": chat_logprobs(choice.logprobs, job.name) if has_logprobs else None,
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+    }
+    if job.body.return_token_ids:
+        made["token_ids"] = choice.token_ids
+    return made

@@ -1,0 +1,215 @@
+"""Deltas to the chunks of a stream, for chat and for text. Knows no sockets.
+
+Text alone, which is nearly every chunk, is written between a frozen head and tail; what else a
+chunk may carry goes through the encoder.
+"""
+
+from typing import Any
+
+from server.generation.answer_parser import AnswerReader, deltas_of
+from server.generation.job import Job
+from server.generation.pipeline import Delta
+from server.http.errors import Fault
+from server.http.sse import DONE, frame, json_line, json_text
+from server.openai.choices import (
+    TextLogprobs,
+    chat_logprobs,
+    joined_logprobs,
+)
+
+
+class ChatChunks:
+    """Chunks of /v1/chat/completions. The first one of a choice says who speaks."""
+
+    def __init__(self, job: Job, echo: str = "", *, shows_thinking: bool = True) -> None:
+        self._job = job
+        self._shows_thinking = shows_thinking
+        self._echo = echo
+        self._envelope = job.envelope("chat.completion.chunk")
+        self._begun: set[int] = set()
+        self._has_logprobs = job.params.logprobs is not None
+        self._has_ids = bool(job.body.return_token_ids)
+        self._counts = job.body.counts_continuously
+        self._name = job.name
+
+    def feed(self, deltas: list[Delta]) -> bytes:
+        return b"".join([self._one(delta) for delta in deltas])
+
+    def ending(self) -> bytes:
+        if not self._job.body.includes_usage:
+            return DONE
+        return self._envelope.chunk(b"", {"usage": self._job.usage()}) + DONE
+
+    def failing(self, fault: Fault) -> bytes:
+        return frame(fault.body()) + DONE
+
+    def _one(self, delta: Delta) -> bytes:
+        begin = b"" if delta.index in self._begun else self._begin(delta.index)
+        if self._job.answers is not None:
+            return begin + self._read(delta, self._job.answers.reader(delta.index))
+        plain = not (self._has_logprobs or self._has_ids or self._counts)
+        if plain and delta.finish_reason is None:
+            return begin + self._text(delta.index, delta.text) if delta.text else begin
+        shown = delta.text or delta.finish_reason or delta.logprobs or self._has_ids
+        return begin + self._full(delta) if shown else begin
+
+    def _read(self, delta: Delta, reader: AnswerReader) -> bytes:
+        """A chunk for each thing that `delta` says, and one for the end."""
+        said = deltas_of(reader.read(delta), shows_thinking=self._shows_thinking)
+        if delta.finish_reason is not None:
+            said.append({})
+        elif not said and (delta.logprobs or self._has_ids):
+            said.append({"content": ""})
+        frames = []
+        is_plain = not (self._has_logprobs or self._has_ids or self._counts)
+        for place, one in enumerate(said):
+            if is_plain and "content" in one:
+                frames.append(self._text(delta.index, one["content"]))
+                continue
+            choice: dict[str, Any] = {
+                "index": delta.index,
+                "delta": one,
+                "logprobs": None,
+                "finish_reason": None,
+            }
+            if place == 0 and delta.logprobs:
+                choice["logprobs"] = chat_logprobs(delta.logprobs, self._name)
+            if place == len(said) - 1 and delta.finish_reason is not None:
+                choice["finish_reason"] = reader.finish_reason(delta.finish_reason)
+                choice["stop_reason"] = delta.stop_reason
+            if self._has_ids:
+                choice["token_ids"] = delta.token_ids if place == 0 else []
+            frames.append(self._envelope.chunk(json_line(choice), self._extra()))
+        return b"".join(frames)
+
+    def _begin(self, index: int) -> bytes:
+        self._begun.add(index)
+        choice = {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        extra = self._extra()
+        if self._has_ids:
+            extra["prompt_token_ids"] = self._job.prompts[0].token_ids
+        data = self._envelope.chunk(json_line(choice), extra)
+        return data + self._text(index, self._echo) if self._echo else data
+
+    def _text(self, index: int, text: str) -> bytes:
+        choice = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (
+            index,
+            json_text(text),
+        )
+        return self._envelope.chunk(choice, self._extra() if self._counts else None)
+
+    def _full(self, delta: Delta) -> bytes:
+        choice: dict[str, Any] = {
+            "index": delta.index,
+            "delta": {"content": delta.text} if delta.text or not delta.finish_reason else {},
+            "logprobs": chat_logprobs(delta.logprobs, self._name) if delta.logprobs else None,
+            "finish_reason": delta.finish_reason,
+        }
+        if delta.finish_reason is not None:
+            choice["stop_reason"] = delta.stop_reason
+        if self._has_ids:
+            choice["token_ids"] = delta.token_ids
+        return self._envelope.chunk(json_line(choice), self._extra())
+
+    def _extra(self) -> dict[str, Any]:
+        return {"usage": self._job.usage()} if self._counts else {}
+
+
+class TextChunks:
+    """Chunks of /v1/completions. With echo, the first one of a choice has the prompt."""
+
+    def __init__(self, job: Job, prompt_texts: list[str] | None, hidden: frozenset[int]) -> None:
+        """`prompt_texts` are set with echo; `hidden` are the ids that have no text."""
+        self._job = job
+        self._prompt_texts = prompt_texts
+        self._envelope = job.envelope("text_completion")
+        self._has_logprobs = job.params.logprobs is not None
+        self._has_ids = bool(job.body.return_token_ids)
+        self._counts = job.body.counts_continuously
+        num_choices = len(job.prompts) * job.params.n
+        self._begun: set[int] = set()
+        self._held: list[Delta] = []
+        """Of choices that came before the log-probabilities of the prompt they are to echo, which
+        come with the prompt's first choice; at most until that one's first delta."""
+        self._writers = [TextLogprobs(job.name, hidden) for _ in range(num_choices)]
+
+    def feed(self, deltas: list[Delta]) -> bytes:
+        if self._prompt_texts is None or not self._has_logprobs:
+            return b"".join([self._one(delta) for delta in deltas])
+        deltas, self._held = self._held + deltas, []
+        frames = []
+        for delta in deltas:
+            if delta.index in self._begun or self._is_scored(delta.index // self._job.params.n):
+                frames.append(self._one(delta))
+            else:
+                self._held.append(delta)
+        return b"".join(frames)
+
+    def ending(self) -> bytes:
+        if not self._job.body.includes_usage:
+            return DONE
+        return self._envelope.chunk(b"", {"usage": self._job.usage()}) + DONE
+
+    def failing(self, fault: Fault) -> bytes:
+        return frame(fault.body()) + DONE
+
+    def _is_scored(self, place: int) -> bool:
+        """Whether the log-probabilities of a prompt are all there."""
+        positions = self._job.generation.prompt_logprobs[place] or []
+        return len(positions) == len(self._job.prompts[place].token_ids)
+
+    def _one(self, delta: Delta) -> bytes:
+        is_first = delta.index not in self._begun
+        self._begun.add(delta.index)
+        special = self._has_logprobs or self._has_ids or self._counts
+        if special or delta.finish_reason is not None or (is_first and self._prompt_texts):
+            return self._full(delta, is_first)
+        if not delta.text:
+            return b""
+        choice = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (
+            delta.index,
+            json_text(delta.text),
+        )
+        return self._envelope.chunk(choice)
+
+    def _full(self, delta: Delta, is_first: bool) -> bytes:
+        place = delta.index // self._job.params.n
+        text, parts = delta.text, []
+        writer = self._writers[delta.index]
+        if is_first and self._prompt_texts is not None:
+            text = self._prompt_texts[place] + text
+            if self._has_logprobs:
+                parts.append(prompt_part(self._job, place, writer, self._prompt_texts[place]))
+        if self._has_logprobs and delta.logprobs:
+            parts.append(writer.write(delta.logprobs))
+        if not (text or parts or delta.finish_reason or self._has_ids):
+            return b""
+        choice: dict[str, Any] = {
+            "index": delta.index,
+            "text": text,
+            "logprobs": joined_logprobs(parts) if parts else None,
+            "finish_reason": delta.finish_reason,
+        }
+        if delta.finish_reason is not None:
+            choice["stop_reason"] = delta.stop_reason
+        if self._has_ids:
+            choice["token_ids"] = delta.token_ids
+            if is_first:
+                choice["prompt_token_ids"] = self._job.prompts[place].token_ids
+        extra = {"usage": self._job.usage()} if self._counts else None
+        return self._envelope.chunk(json_line(choice), extra)
+
+
+def prompt_part(job: Job, place: int, writer: TextLogprobs, text: str) -> dict[str, Any]:
+    """The logprobs object of an echoed prompt; `writer` goes on behind it."""
+    tokenizer = job.state.tokenizer
+    first_id = job.prompts[place].token_ids[0]
+    data = tokenizer.token_bytes(first_id) if tokenizer else b""
+    positions = job.generation.prompt_logprobs[place] or []
+    width = job.params.logprobs or 0
+    return writer.write_prompt(first_id, data, positions, width, text)

@@ -1,0 +1,191 @@
+"""POST /v1/completions: texts or token ids in, what follows them out, whole or streamed."""
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from config.errors import PromptTooLong
+from config.params.sampling import SamplingParams
+from server.generation.job import (
+    Job,
+    answer_stream,
+    answer_whole,
+    check_admission,
+    check_grammar,
+    encoded,
+    gather,
+    start_job,
+    truncated,
+)
+from server.generation.pipeline import Prompt
+from server.generation.validation import check_comparable
+from server.http.access_log import log_prompt, record_of
+from server.http.body import parse
+from server.http.openapi import GENERATES, takes
+from server.http.state import AppState
+from server.openai.choices import (
+    Gathered,
+    TextLogprobs,
+    joined_logprobs,
+    likeliest,
+    prompt_logprobs_of,
+    usage_of,
+)
+from server.openai.chunks import TextChunks, prompt_part
+from server.openai.schema.completions import CompletionBody
+
+MANY_IDS = 10_000
+"""Token ids of a prompt that are checked on the event loop: a millisecond."""
+
+
+def completion_routes(state: AppState) -> APIRouter:
+    """The routes, over `state`."""
+    router = APIRouter(tags=["OpenAI"])
+
+    @router.post(
+        "/v1/completions",
+        operation_id="create_completion",
+        summary="Go on from a prompt",
+        openapi_extra=takes("CompletionBody"),
+        responses=GENERATES,
+    )
+    async def create_completion(request: Request) -> Response:
+        job = await _start(state, request)
+        texts = _prompt_texts(job) if job.body.echo else None
+        if job.body.stream:
+            return answer_stream(job, TextChunks(job, texts, _hidden(job)))
+        return answer_whole(_whole(job, await gather(job, request), texts))
+
+    return router
+
+
+async def _start(state: AppState, request: Request) -> Job:
+    state.opened()
+    body = await parse(CompletionBody, await state.bodies.read_object(request))
+    model = state.model(body.model)
+    body.check()
+    params = _params(state, body)
+    prompts = await _prompts(state, body, params)
+    if state.config.enable_log_requests:
+        for prompt in prompts:
+            log_prompt(record_of(request.scope), prompt.text or repr(prompt.token_ids))
+    if (form := body.form) is not None:
+        await check_grammar(state, *form)
+    return start_job(
+        state,
+        request,
+        body,
+        id_prefix="cmpl-",
+        model=model,
+        params=params,
+        prompts=prompts,
+        param="prompt",
+    )
+
+
+def _params(state: AppState, body: CompletionBody) -> SamplingParams:
+    prompt_logprobs = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:
+        prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
+    logprobs, num_choices = body.logprobs, 1 if body.n is None else body.n
+    if body.num_drawn > num_choices:
+        check_comparable(state.opened().ready.logprobs_mode, "best_of")
+        if logprobs is None:
+            # What the likeliest are told by.
+            logprobs = 0
+    params = body.sampling(
+        state.sampling_defaults,
+        max_tokens=body.limit,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+    return params.replace(n=body.num_drawn)
+
+
+async def _prompts(state: AppState, body: CompletionBody, params: SamplingParams) -> list[Prompt]:
+    keep, longest = body.truncate_prompt_tokens, body.most_ids
+    if keep is None and longest > state.max_model_len:
+        # Before a look at each of millions of ids.
+        raise PromptTooLong(longest, body.limit, state.max_model_len, param="prompt")
+    given = await asyncio.to_thread(body.prompts) if body.num_ids > MANY_IDS else body.prompts()
+    # Before the work of tokenizing thousands of texts that can never be taken.
+    check_admission(state, body, len(given) * params.n, "prompt")
+
+    async def prompt(one: str | list[int]) -> Prompt:
+        if not isinstance(one, str):
+            return Prompt(truncated(one, keep, state.max_model_len, body.limit))
+        special = body.add_special_tokens is not False
+        return await encoded(
+            state, one, special=special, keep=keep, limit=body.limit, param="prompt"
+        )
+
+    return await asyncio.gather(*map(prompt, given))
+
+
+def _prompt_texts(job: Job) -> list[str]:
+    """The prompts as echoed: as they were sent, or what their tokens say."""
+    tokenizer = job.state.tokenizer
+    return [
+        prompt.text
+        if prompt.text is not None
+        else tokenizer.decode(prompt.token_ids, job.params.skip_special_tokens)
+        if tokenizer
+        else ""
+        for prompt in job.prompts
+    ]
+
+
+def _hidden(job: Job) -> frozenset[int]:
+    tokenizer = job.state.tokenizer
+    if tokenizer is None or not job.params.skip_special_tokens:
+        return frozenset()
+    return tokenizer.special_ids
+
+
+def _whole(job: Job, choices: list[Gathered], texts: list[str] | None) -> dict[str, Any]:
+    body = job.body
+    assert isinstance(body, CompletionBody)
+    num_kept = body.n or 1
+    if num_kept < body.num_drawn:
+        choices = likeliest(choices, body.num_drawn, num_kept)
+    return {
+        "id": job.id,
+        "object": "text_completion",
+        "created": job.created,
+        "model": job.model,
+        "choices": [
+            _choice(job, body, index, choice, texts) for index, choice in enumerate(choices)
+        ],
+        "usage": usage_of(job.generation),
+        "system_fingerprint": job.state.fingerprint,
+    }
+
+
+def _choice(
+    job: Job, body: CompletionBody, index: int, choice: Gathered, texts: list[str] | None
+) -> dict[str, Any]:
+    place = index // (body.n or 1)
+    made: dict[str, Any] = {
+        "index": index,
+        "text": choice.text if texts is None else texts[place] + choice.text,
+        "logprobs": None if body.logprobs is None else _logprobs(job, place, choice, texts),
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+    }
+    width = body.prompt_logprobs
+    if width is not None:
+        positions = job.generation.prompt_logprobs[place]
+        made["prompt_logprobs"] = prompt_logprobs_of(positions, width)
+    if body.return_token_ids:
+        made["token_ids"] = choice.token_ids
+        made["prompt_token_ids"] = job.prompts[place].token_ids
+    return made
+
+
+def _logprobs(job: Job, place: int, choice: Gathered, texts: list[str] | None) -> dict[str, Any]:
+    writer = TextLogprobs(job.name, _hidden(job))
+    parts = [] if texts is None else [prompt_part(job, place, writer, texts[place])]
+    return joined_logprobs([*parts, writer.write(choice.logprobs)])

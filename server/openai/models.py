@@ -1,0 +1,50 @@
+"""GET /v1/models and /v1/models/{id}. An id may hold slashes."""
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from server.generation.job import answer_whole
+from server.http.openapi import ANSWERS
+from server.http.state import AppState
+
+
+def model_routes(state: AppState) -> APIRouter:
+    """The routes, over `state`."""
+    router = APIRouter(tags=["OpenAI"])
+
+    @router.get(
+        "/v1/models", operation_id="list_models", summary="Models served here", responses=ANSWERS
+    )
+    async def list_models() -> Response:
+        state.check_open()
+        data = [_entry(state, name) for name in state.model_names]
+        return answer_whole({"object": "list", "data": data})
+
+    @router.get(
+        "/v1/models/{id:path}",
+        operation_id="retrieve_model",
+        summary="One model",
+        responses=ANSWERS,
+    )
+    async def retrieve_model(id: str) -> Response:
+        if not id:
+            raise HTTPException(404)
+        state.check_open()
+        return answer_whole(_entry(state, state.model(id)))
+
+    return router
+
+
+def _entry(state: AppState, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "gaudiserve",
+        "root": state.root,
+        "parent": None,
+        "max_model_len": state.max_model_len,
+    }

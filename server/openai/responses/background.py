@@ -1,0 +1,96 @@
+"""A response that is made while nobody waits for it: its frames are kept where its stream may be
+asked for. Knows no HTTP."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from config.errors import Overloaded
+from server.generation.job import Job, frames
+from server.http.access_log import Record
+from server.http.errors import fault_of
+from server.openai.responses.store import Entry, ResponseStore
+from server.openai.responses.writer import ResponseWriter
+
+
+class BackgroundResponse:
+    """Runs `job` to its end, into `entry`; see `store.Running`."""
+
+    def __init__(
+        self,
+        job: Job,
+        writer: ResponseWriter,
+        entry: Entry,
+        store: ResponseStore,
+        record: Record,
+    ) -> None:
+        """`record` is that of the work alone: the request that asked for it ends before."""
+        self._job = job
+        self._record = record
+        self._writer = writer
+        self._entry = entry
+        self._store = store
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Take a place in the store, and go. Raises Overloaded when there is none; the job has
+        ended then."""
+        self._entry.running = self
+        try:
+            self._store.begin(self._entry)
+        except Overloaded:
+            self._job.end()
+            raise
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def fields(self) -> dict[str, Any]:
+        return self._writer.fields()
+
+    def cancel(self) -> None:
+        """End it now, as cancelled; what it has said is kept."""
+        self._keep(self._writer.cancelling())
+        self.stop()
+
+    def stop(self) -> None:
+        self._job.end()
+        if self._task is not None:
+            self._task.cancel()
+        self._entry.tell()
+
+    async def _run(self) -> None:
+        try:
+            self._keep(self._writer.opening())
+            async for data in frames(self._job, self._writer):
+                self._keep(data)
+        except Overloaded as error:
+            self._keep(self._writer.failing(fault_of(error)))
+        finally:
+            self._job.end()
+            self._record.status = 200
+            self._record.write(access_log=False)
+            self._entry.tell()
+
+    def _keep(self, data: bytes) -> None:
+        """Raises Overloaded when there is no room for it."""
+        events = self._entry.events
+        if events is None:
+            return
+        parts = data.split(b"\n\n")[:-1]
+        events += [part + b"\n\n" for part in parts]
+        self._entry.tell()
+        self._store.grow(self._entry, len(data))
+
+
+async def followed(entry: Entry, after: int) -> AsyncIterator[bytes]:
+    """The frames of a kept stream behind sequence number `after`, to its end."""
+    events = entry.events
+    assert events is not None
+    place = after + 1
+    while True:
+        has_changed = entry.has_changed
+        while place < len(events):
+            yield events[place]
+            place += 1
+        if entry.running is None:
+            return
+        await has_changed.wait()

@@ -1,0 +1,157 @@
+"""Items of a response's input: checked, in one form, with ids. Knows no messages and no store."""
+
+from typing import Any
+
+from config.errors import UserError
+from server.http.body_bounds import MAX_MESSAGES, MAX_PARTS
+
+Item = dict[str, Any]
+
+PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "reasoning": "rs",
+}
+ROLES = ("user", "system", "developer", "assistant")
+_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+"""Parts that are text, and the key that holds it."""
+_MEDIA = ("input_image", "input_file", "input_audio")
+_SHOWN = 40
+
+
+def item_id(kind: str, number: str, place: str) -> str:
+    """The id of an item of response `number`; other items may refer to it."""
+    return f"{PREFIXES[kind]}_{number}_{place}"
+
+
+def number_in(given_id: str) -> str | None:
+    """The number of the response that an item's id belongs to; None for what is no id of ours."""
+    prefix, _, rest = given_id.partition("_")
+    number, _, place = rest.partition("_")
+    return number if prefix in PREFIXES.values() and number and place else None
+
+
+def is_reference(item: Item) -> bool:
+    """Whether it only names an item that is kept."""
+    kind = item.get("type")
+    return kind == "item_reference" or (kind is None and "role" not in item)
+
+
+def read_items(given: Any, number: str) -> list[Item]:
+    """The items that the `input` of response `number` is; references stay what they are. Raises
+    UserError."""
+    if given is None:
+        return []
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    if not isinstance(given, list):
+        raise _bad("input must be a string or a list of items")
+    if len(given) > MAX_MESSAGES:
+        raise _bad(f"input has {len(given)} items, at most {MAX_MESSAGES} are taken")
+    return [
+        _read(item, f"input[{place}]", f"in{place}", number) for place, item in enumerate(given)
+    ]
+
+
+def _read(item: Any, where: str, place: str, number: str) -> Item:
+    if not isinstance(item, dict):
+        raise _bad(f"{where} is not an object")
+    # Only a type that is not there means a message: {} or "" is no type.
+    kind = "message" if item.get("type") is None else item["type"]
+    if is_reference(item):
+        kind = "item_reference"
+    made_id = item.get("id")
+    if not isinstance(made_id, (str, type(None))):
+        raise _bad(f"{where} has an id that is not a string")
+    if kind == "item_reference":
+        if not made_id:
+            raise _bad(f"{where} is an item_reference without an id")
+        return {"type": kind, "id": made_id}
+    if not isinstance(kind, str) or kind not in PREFIXES:
+        raise _bad(
+            f"{where} has type {str(kind)[:_SHOWN]!r}, it must be one of {', '.join(PREFIXES)} or "
+            "item_reference"
+        )
+    read = {
+        "message": _message,
+        "function_call": _call,
+        "function_call_output": _output,
+        "reasoning": _reasoning,
+    }[kind]
+    return {"id": made_id or item_id(kind, number, place), "type": kind, **read(item, where)}
+
+
+def _message(item: Item, where: str) -> Item:
+    role = item.get("role")
+    if role not in ROLES:
+        shown = repr(role[:_SHOWN]) if isinstance(role, str) else "no role"
+        raise _bad(f"{where} has {shown}, the role must be one of {', '.join(ROLES)}")
+    is_ours = role == "assistant"
+    content = item.get("content")
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise _bad(f"{where}.content must be a string or a list of parts")
+    if len(content) > MAX_PARTS:
+        raise _bad(f"{where}.content has {len(content)} parts, at most {MAX_PARTS} are taken")
+    parts = [_part(part, f"{where}.content[{i}]", is_ours) for i, part in enumerate(content)]
+    return {"role": role, "status": "completed", "content": parts}
+
+
+def _part(part: Any, where: str, is_ours: bool) -> Item:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str):
+        raise _bad(f"{where} must be an object with a type, such as 'input_text'")
+    if kind in _MEDIA:
+        raise _bad(f"{where} has type {kind!r}, this model takes text only")
+    if kind not in _TEXTS:
+        raise _bad(f"{where} has the unknown type {kind[:_SHOWN]!r}")
+    text = part.get(_TEXTS[kind])
+    if not isinstance(text, str):
+        raise _bad(f"{where} has type {kind!r} and no {_TEXTS[kind]}")
+    if kind == "refusal":
+        return {"type": kind, "refusal": text}
+    if is_ours:
+        return {"type": "output_text", "text": text, "annotations": []}
+    return {"type": "input_text", "text": text}
+
+
+def _call(item: Item, where: str) -> Item:
+    made = {name: item.get(name) for name in ("call_id", "name", "arguments")}
+    for name, value in made.items():
+        if not isinstance(value, str) or (not value and name != "arguments"):
+            raise _bad(f"{where} has type 'function_call' and no {name}, it must be a string")
+    return {**made, "status": _status(item)}
+
+
+def _output(item: Item, where: str) -> Item:
+    call_id, output = item.get("call_id"), item.get("output")
+    if not isinstance(call_id, str) or not call_id:
+        raise _bad(f"{where} has type 'function_call_output' and no call_id")
+    if isinstance(output, list):
+        output = [_part(part, f"{where}.output[{i}]", False) for i, part in enumerate(output)]
+    elif not isinstance(output, str):
+        raise _bad(f"{where}.output must be a string or a list of parts")
+    return {"call_id": call_id, "output": output, "status": "completed"}
+
+
+def _reasoning(item: Item, where: str) -> Item:
+    made = {}
+    for name, kind in (("summary", "summary_text"), ("content", "reasoning_text")):
+        parts = [] if item.get(name) is None else item[name]
+        if not isinstance(parts, list):
+            raise _bad(f"{where}.{name} must be a list of parts")
+        for i, part in enumerate(parts):
+            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                raise _bad(f"{where}.{name}[{i}] must be an object with a text")
+        made[name] = [{"type": kind, "text": part["text"]} for part in parts]
+    return {**made, "status": "completed"}
+
+
+def _status(item: Item) -> str:
+    return "incomplete" if item.get("status") == "incomplete" else "completed"
+
+
+def _bad(message: str) -> UserError:
+    return UserError(message, param="input")

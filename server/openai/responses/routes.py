@@ -1,0 +1,263 @@
+"""/v1/responses: items in, items out; whole, streamed or in the background, and kept for later."""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from config.errors import PromptTooLong, UserError
+from server.generation.job import Job, answer_whole, finish, frames
+from server.http.access_log import keep, record_of
+from server.http.body import parse
+from server.http.openapi import ANSWERS, GENERATES, takes
+from server.http.sse import EventStream
+from server.http.state import AppState
+from server.openai.conversation import count_prompt, start_conversation
+from server.openai.responses.background import BackgroundResponse, followed
+from server.openai.responses.chat_request import (
+    ID_PREFIX,
+    Asked,
+    as_response_fields,
+    ask,
+    number_before,
+)
+from server.openai.responses.schema import ResponseBody
+from server.openai.responses.store import Entry, ResponseStore
+from server.openai.responses.truncation import shortened
+from server.openai.responses.writer import Fields, ResponseWriter, number_of
+from server.process.peer_proxy import HandedOn
+
+ROUTE = "/v1/responses"
+MAX_ITEMS = 100
+"""Of one page of input items."""
+
+
+def response_routes(state: AppState) -> APIRouter:
+    """The routes, over `state`."""
+    config = state.config
+    store = ResponseStore(
+        config.responses_store_max_count,
+        config.responses_store_max_bytes,
+        config.responses_store_max_age_s,
+    )
+    router = APIRouter(tags=["Responses"])
+    _add_making(router, state, store)
+    _add_keeping(router, state, store)
+    return router
+
+
+def _add_making(router: APIRouter, state: AppState, store: ResponseStore) -> None:
+    @router.post(
+        ROUTE,
+        operation_id="create_response",
+        summary="Respond to items",
+        openapi_extra=takes("ResponseBody"),
+        responses=GENERATES,
+    )
+    async def create_response(request: Request) -> Response:
+        state.opened()
+        sent = await state.bodies.read_object(request)
+        body = await parse(ResponseBody, sent)
+        if (address := state.siblings.address_of(number_before(body))) is not None:
+            return HandedOn(address, request, sent.fields)
+        is_stored = _is_stored(store, body)
+        owner = record_of(request.scope).owner
+        asked = await ask(store, body, sent.num_bytes, state.siblings.new_number(), owner)
+        if body.background:
+            # Its own books: it goes on when this request is over.
+            keep(request.scope, replace(record_of(request.scope)))
+        job = await _start(state, request, asked, is_cut=body.truncation == "auto")
+        entry = Entry(job.id, owner, asked.turn, is_background=bool(body.background))
+
+        def on_end(response: Fields) -> None:
+            if is_stored:
+                store.end(entry, response)
+
+        writer = ResponseWriter(job, body, is_stored=is_stored, on_end=on_end)
+        if body.background:
+            if body.stream:
+                entry.events = []
+            first = writer.fields()
+            BackgroundResponse(job, writer, entry, store, record_of(request.scope)).start()
+            return _follow(state, entry, -1) if body.stream else answer_whole(first)
+        if body.stream:
+            return EventStream(
+                _streamed(job, writer), keep_alive_s=state.config.keep_alive_s, on_close=job.end
+            )
+        return answer_whole(await finish(job, request, _whole(job, writer)))
+
+    @router.post(
+        f"{ROUTE}/input_tokens",
+        operation_id="count_response_tokens",
+        summary="Tokens of the input of a response",
+        openapi_extra=takes("ResponseBody"),
+        responses=ANSWERS,
+    )
+    async def count_response_tokens(request: Request) -> Response:
+        state.opened()
+        sent = await state.bodies.read_object(request)
+        body = await parse(ResponseBody, sent)
+        if (address := state.siblings.address_of(number_before(body))) is not None:
+            return HandedOn(address, request, sent.fields)
+        owner = record_of(request.scope).owner
+        asked = await ask(store, body, sent.num_bytes, state.siblings.new_number(), owner)
+        with as_response_fields():
+            count = await count_prompt(state, asked.chat)
+        return answer_whole({"object": "response.input_tokens", "input_tokens": count})
+
+
+def _add_keeping(router: APIRouter, state: AppState, store: ResponseStore) -> None:
+    one = f"{ROUTE}/{{response_id}}"
+
+    @router.get(
+        one,
+        operation_id="get_response",
+        summary="A response that is kept; with `stream`, the events of one made in the background",
+        responses=GENERATES,
+    )
+    async def get_response(
+        request: Request,
+        response_id: str,
+        stream: bool = False,
+        starting_after: int | None = None,
+    ) -> Response:
+        if (address := state.siblings.address_of(number_of(response_id))) is not None:
+            return HandedOn(address, request)
+        entry = _entry(store, request, response_id)
+        if not stream:
+            if starting_after is not None:
+                raise UserError("starting_after needs stream to be true", param="starting_after")
+            return _told(entry)
+        if entry.events is None:
+            raise UserError(
+                "the events of this response are not kept: it was not created with background and "
+                "stream",
+                param="stream",
+            )
+        after = -1 if starting_after is None else starting_after
+        if after < -1:
+            raise UserError(
+                f"starting_after is {after}, it must be at least 0", param="starting_after"
+            )
+        return _follow(state, entry, after)
+
+    @router.delete(
+        one, operation_id="delete_response", summary="Keep a response no longer", responses=ANSWERS
+    )
+    async def delete_response(request: Request, response_id: str) -> Response:
+        if (address := state.siblings.address_of(number_of(response_id))) is not None:
+            return HandedOn(address, request)
+        store.drop(_entry(store, request, response_id))
+        return answer_whole({"id": response_id, "object": "response", "deleted": True})
+
+    @router.post(
+        f"{one}/cancel",
+        operation_id="cancel_response",
+        summary="End a response that is made in the background",
+        responses=ANSWERS,
+    )
+    async def cancel_response(request: Request, response_id: str) -> Response:
+        if (address := state.siblings.address_of(number_of(response_id))) is not None:
+            return HandedOn(address, request)
+        entry = _entry(store, request, response_id)
+        if not entry.is_background:
+            raise UserError("only a response that was created with background can be cancelled")
+        if entry.running is not None:
+            entry.running.cancel()
+        return _told(entry)
+
+    @router.get(
+        f"{one}/input_items",
+        operation_id="list_input_items",
+        summary="What a response was made from, page by page",
+        responses=ANSWERS,
+    )
+    async def list_input_items(
+        request: Request,
+        response_id: str,
+        limit: int = 20,
+        order: str = "desc",
+        after: str | None = None,
+    ) -> Response:
+        if (address := state.siblings.address_of(number_of(response_id))) is not None:
+            return HandedOn(address, request)
+        return answer_whole(_page(_entry(store, request, response_id), limit, order, after))
+
+
+def _entry(store: ResponseStore, request: Request, response_id: str) -> Entry:
+    """Raises NotFound for what is not kept for the request's API key."""
+    return store.get(response_id, record_of(request.scope).owner)
+
+
+def _is_stored(store: ResponseStore, body: ResponseBody) -> bool:
+    if store.is_on:
+        return body.store is not False
+    if body.store or body.background:
+        raise UserError(
+            "this server keeps no responses, since --responses-store-max-count is 0",
+            param="store" if body.store else "background",
+        )
+    return False
+
+
+async def _start(state: AppState, request: Request, asked: Asked, *, is_cut: bool) -> Job:
+    with as_response_fields():
+        try:
+            return await start_conversation(state, request, asked.chat, id_prefix=ID_PREFIX)
+        except PromptTooLong:
+            if not is_cut:
+                raise
+        chat = await shortened(state, asked.chat)
+        return await start_conversation(state, request, chat, id_prefix=ID_PREFIX)
+
+
+async def _streamed(job: Job, writer: ResponseWriter) -> AsyncIterator[bytes]:
+    yield writer.opening()
+    async for data in frames(job, writer):
+        yield data
+
+
+async def _whole(job: Job, writer: ResponseWriter) -> Fields:
+    async for deltas in job.serving:
+        writer.feed(deltas)
+    writer.ending()
+    return writer.fields()
+
+
+def _told(entry: Entry) -> Response:
+    if entry.running is not None:
+        return answer_whole(entry.running.fields())
+    return Response(entry.data, media_type="application/json")
+
+
+def _follow(state: AppState, entry: Entry, after: int) -> Response:
+    """The stream of a background response: who hangs up ends nothing."""
+    return EventStream(
+        followed(entry, after), keep_alive_s=state.config.keep_alive_s, on_close=lambda: None
+    )
+
+
+def _page(entry: Entry, limit: int, order: str, after: str | None) -> dict[str, Any]:
+    if not 1 <= limit <= MAX_ITEMS:
+        raise UserError(f"limit is {limit}, it must be between 1 and {MAX_ITEMS}", param="limit")
+    if order not in ("asc", "desc"):
+        raise UserError(f"order is {order[:40]!r}, it must be asc or desc", param="order")
+    items = entry.input.items()
+    if order == "desc":
+        items.reverse()
+    if after is not None:
+        places = [place for place, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise UserError(f"after is {after[:40]!r}, which is none of the items", param="after")
+        items = items[places[0] + 1 :]
+    shown = items[:limit]
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": len(items) > limit,
+    }

@@ -1,0 +1,296 @@
+"""The body of /v1/responses: fields, and the chat body that they amount to. Knows no items."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, WithJsonSchema, model_validator
+
+from config.errors import UserError
+from config.params.sampling import MAX_LOGPROBS
+from server.http.body_bounds import Documents, Labels, Strings, Tools, Variables
+from server.openai.schema.generation import UNSUPPORTED, Body, GenerationBody, Integer, Unsupported
+
+WITH_LOGPROBS = "message.output_text.logprobs"
+INCLUDABLE = (
+    WITH_LOGPROBS,
+    # A reasoning item has its text in the open, so that a client may send it back as it is.
+    "reasoning.encrypted_content",
+    # Of items that this server never makes: there is nothing to leave out.
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
+_MOVED = {
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+}
+"""Fields of a chat that have another name here."""
+_SHOWN = 40
+
+_INPUT = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {
+                    "type": {
+                        "anyOf": [{"type": "string"}, {"type": "null"}],
+                        "examples": [
+                            *("message", "function_call", "function_call_output"),
+                            *("reasoning", "item_reference"),
+                        ],
+                    },
+                    "role": {
+                        "type": "string",
+                        "enum": ["user", "system", "developer", "assistant"],
+                    },
+                    "content": {
+                        "anyOf": [
+                            {"type": "string"},
+                            {"type": "array", "items": {"type": "object"}},
+                        ]
+                    },
+                },
+            },
+        },
+        {"type": "null"},
+    ],
+    "description": "A text, or items. May be absent only with previous_response_id.",
+}
+_TOOLS = {
+    "anyOf": [
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["type", "name"],
+                "properties": {
+                    "type": {"type": "string", "const": "function"},
+                    "name": {"type": "string"},
+                    "description": {"type": "string"},
+                    "parameters": {"type": "object"},
+                    "strict": {"type": "boolean"},
+                },
+            },
+        },
+        {"type": "null"},
+    ]
+}
+_TOOL_CHOICE = {
+    "anyOf": [
+        {"type": "string", "enum": ["none", "auto", "required"]},
+        {
+            "type": "object",
+            "required": ["type"],
+            "properties": {
+                "type": {"type": "string", "enum": ["function", "allowed_tools"]},
+                "name": {"type": "string"},
+            },
+        },
+        {"type": "null"},
+    ]
+}
+
+
+class ReasoningOptions(Body):
+    """How much to think. A summary is never made: the thinking is given whole."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class TextOptions(Body):
+    """The form of the text."""
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ResponseBody(GenerationBody):
+    """Items to respond to."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"input": "Hello!", "max_output_tokens": 64}}
+    )
+    unsupported: ClassVar[Unsupported] = {
+        **UNSUPPORTED,
+        "best_of": (1,),
+        "context_management": ([],),
+        "conversation": (),
+        "echo": (False,),
+        "function_call": ("none", "auto"),
+        "functions": (),
+        "length_penalty": (1, 1.0),
+        "logprobs": (False,),
+        "moderation": (),
+        "n": (1,),
+        "prompt": (),
+        "prompt_logprobs": (),
+        "request_id": (),
+        "return_token_ids": (False,),
+        "suffix": ("",),
+        "use_beam_search": (False,),
+    }
+
+    input: Annotated[Any, WithJsonSchema(_INPUT)] = None
+    instructions: str | None = Field(None, description="Not inherited by the next response.")
+    previous_response_id: str | None = None
+    max_output_tokens: Integer | None = Field(None, description="null is the rest of the context.")
+    max_tool_calls: Integer | None = Field(None, description="Of hosted tools: there are none.")
+    top_logprobs: Integer | None = Field(None, description=f"Needs include to hold {WITH_LOGPROBS}")
+    include: Strings | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    tools: Annotated[Tools | None, WithJsonSchema(_TOOLS)] = None
+    tool_choice: Annotated[Any, WithJsonSchema(_TOOL_CHOICE)] = None
+    parallel_tool_calls: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    store: bool | None = None
+    background: bool | None = None
+    metadata: Labels | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    documents: Documents | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: Variables | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: Integer | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_moved(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for old, new in _MOVED.items():
+                if data.get(old) is not None:
+                    raise UserError(f"{old} is a field of chats, here it is {new}", param=old)
+        return data
+
+    def check(self) -> None:
+        super().check()
+        if not self.input and not isinstance(self.input, str) and not self.previous_response_id:
+            raise UserError("input is missing, it must be a text or at least 1 item", param="input")
+        for name in ("max_output_tokens", "max_tool_calls"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name} is {value}, it must be at least 1", param=name)
+        for one in self.include or ():
+            if one not in INCLUDABLE:
+                raise UserError(
+                    f"include has {one[:_SHOWN]!r}, it may have {', '.join(INCLUDABLE)}",
+                    param="include",
+                )
+        if self.top_logprobs is not None:
+            if not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+                raise UserError(
+                    f"top_logprobs is {self.top_logprobs}, it must be between 0 and {MAX_LOGPROBS}",
+                    param="top_logprobs",
+                )
+            if self.top_logprobs and not self.has_logprobs:
+                raise UserError(
+                    f"top_logprobs needs include to hold {WITH_LOGPROBS}", param="top_logprobs"
+                )
+        if self.background and self.store is False:
+            raise UserError("background needs store to be true", param="background")
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the texts come with log-probabilities."""
+        return WITH_LOGPROBS in (self.include or ())
+
+    @property
+    def chat_fields(self) -> dict[str, Any]:
+        """What a chat body has for these fields, but for its messages. Raises UserError."""
+        shared = {name: getattr(self, name) for name in _SHARED}
+        tools, choice = chat_tools(self.tools), chat_choice(self.tool_choice)
+        if isinstance(choice, dict) and choice["type"] == "allowed_tools":
+            tools, choice = _allowed(tools, choice)
+        return {
+            **shared,
+            "max_completion_tokens": self.max_output_tokens,
+            "logprobs": self.has_logprobs,
+            "top_logprobs": self.top_logprobs if self.has_logprobs else None,
+            "response_format": _format(self.text.format if self.text else None),
+            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+            "tools": tools,
+            "tool_choice": choice,
+        }
+
+
+_SHARED = (
+    *(set(GenerationBody.model_fields) - {"response_format", "stream_options"}),
+    *("parallel_tool_calls", "documents", "chat_template", "chat_template_kwargs"),
+    *("include_reasoning", "thinking_token_budget"),
+)
+
+
+def chat_tools(tools: list[Any] | None) -> list[Any] | None:
+    """Functions as a chat has them. Raises UserError for what is no function."""
+    made = []
+    for place, tool in enumerate(tools or ()):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind != "function":
+            shown = f"type {kind[:_SHOWN]!r}" if isinstance(kind, str) else "no type"
+            raise UserError(
+                f"tools[{place}] has {shown}, it must be 'function': this server runs no tools of "
+                "its own",
+                param="tools",
+            )
+        names = ("name", "description", "parameters", "strict")
+        function = {name: tool[name] for name in names if tool.get(name) is not None}
+        made.append({"type": "function", "function": function})
+    return made or None
+
+
+def chat_choice(choice: Any) -> Any:
+    """A tool_choice as a chat has it; one of allowed tools as it is. Raises UserError."""
+    if not isinstance(choice, dict):
+        return choice
+    kind = choice.get("type")
+    if kind == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if kind == "allowed_tools":
+        return choice
+    raise UserError(
+        f"tool_choice has type {str(kind)[:_SHOWN]!r}, it must be function or allowed_tools",
+        param="tool_choice",
+    )
+
+
+def _allowed(tools: list[Any] | None, choice: dict[str, Any]) -> tuple[list[Any] | None, Any]:
+    """Only the tools that the model may call, and whether it must."""
+    mode, listed = choice.get("mode"), choice.get("tools")
+    if not isinstance(listed, list):
+        raise UserError("tool_choice must have tools, a list", param="tool_choice")
+    allowed = chat_tools(listed)
+    if mode not in ("auto", "required"):
+        raise UserError(
+            f"tool_choice has mode {str(mode)[:_SHOWN]!r}, it must be auto or required",
+            param="tool_choice",
+        )
+    names = {one["function"].get("name") for one in allowed or ()}
+    known = {tool["function"].get("name") for tool in tools or ()}
+    if not names or names - known:
+        raise UserError(
+            f"tool_choice allows {len(names)} tools, {len(names - known)} of them are not in "
+            "tools; it must allow at least 1",
+            param="tool_choice",
+        )
+    return [tool for tool in tools or () if tool["function"].get("name") in names], mode
+
+
+def _format(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """`text.format` as a chat's response_format: what a schema has stands one level deeper."""
+    if given is None or given.get("type") != "json_schema":
+        return given
+    return {
+        "type": "json_schema",
+        "json_schema": {name: value for name, value in given.items() if name != "type"},
+    }

@@ -1,0 +1,36 @@
+"""Truncation `auto`: a conversation without its oldest part, so that it fits the context."""
+
+from config.errors import PromptTooLong
+from server.http.state import AppState
+from server.openai.conversation import count_prompt
+from server.openai.schema.chat import ChatBody
+from server.text.template_renderer import TextTooLong
+
+
+async def shortened(state: AppState, chat: ChatBody) -> ChatBody:
+    """`chat` without as few of its oldest messages as will do; system messages at its head stay. It
+    begins anew with a message of the user, and always has the last of these: what is still too
+    long then is refused as ever. Renders and counts about log2(messages) times."""
+    messages = chat.messages
+    head = next((i for i, one in enumerate(messages) if one["role"] != "system"), 0)
+    starts = [i for i in range(head + 1, len(messages)) if messages[i]["role"] == "user"]
+
+    def without(start: int) -> ChatBody:
+        return chat.model_copy(update={"messages": [*messages[:head], *messages[start:]]})
+
+    low, high = 0, len(starts) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if await _fits(state, without(starts[middle])):
+            high = middle
+        else:
+            low = middle + 1
+    return without(starts[low]) if starts else chat
+
+
+async def _fits(state: AppState, chat: ChatBody) -> bool:
+    try:
+        count = await count_prompt(state, chat)
+    except (PromptTooLong, TextTooLong):
+        return False
+    return count + (chat.limit or 1) <= state.max_model_len

@@ -1,0 +1,1 @@
+"""Request bodies of the OpenAI API, as pydantic models."""

@@ -1,0 +1,314 @@
+"""The body of /v1/chat/completions: fields, and what a message must be. Knows no template."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, WithJsonSchema
+
+from config.errors import UserError
+from config.params.sampling import MAX_LOGPROBS
+from config.params.structured_output import GrammarSpec
+from server.http.body_bounds import MAX_PARTS, Documents, Messages, Strings, Tools, Variables
+from server.openai.schema.forced import forced_schema, name_of
+from server.openai.schema.generation import UNSUPPORTED, Body, GenerationBody, Integer, Unsupported
+from server.openai.schema.structured import spec_of_schema
+from server.openai.schema.tools import TOOL_CHOICE_SCHEMA, TOOLS_SCHEMA, check_tools
+
+Message = dict[str, Any]
+
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Part types that are text, and the key that holds it."""
+MEDIA_PARTS = ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file")
+_NAMES_SHOWN = 40
+
+_MESSAGES = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "required": ["role"],
+        "properties": {
+            "role": {"type": "string", "examples": ["system", "user", "assistant", "tool"]},
+            "content": {
+                "anyOf": [
+                    {"type": "string"},
+                    {
+                        "type": "array",
+                        "items": {
+                            "type": "object",
+                            "properties": {
+                                "type": {"type": "string", "const": "text"},
+                                "text": {"type": "string"},
+                            },
+                        },
+                    },
+                    {"type": "null"},
+                ]
+            },
+            "name": {"type": "string"},
+            "tool_calls": {"type": "array", "items": {"type": "object"}},
+            "tool_call_id": {"type": "string"},
+        },
+    },
+}
+
+
+class ConversationBody(Body):
+    """What makes a prompt out of messages: shared by chat and /tokenize."""
+
+    messages: Annotated[Messages, WithJsonSchema(_MESSAGES)]
+    tools: Annotated[Tools | None, WithJsonSchema(TOOLS_SCHEMA)] = None
+    tool_choice: Annotated[Any, WithJsonSchema(TOOL_CHOICE_SCHEMA)] = None
+    documents: Documents | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: Variables | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
+
+    def check_conversation(self, *, trust_template: bool) -> None:
+        """Raises UserError."""
+        check_messages(self.messages)
+        check_tools(self.tools, self.tool_choice)
+        if self.chat_template is not None and not trust_template:
+            raise UserError(
+                "chat_template of a request is not trusted by this server", param="chat_template"
+            )
+        if self.continue_final_message and self.add_generation_prompt:
+            raise UserError(
+                "continue_final_message and add_generation_prompt cannot both be true",
+                param="continue_final_message",
+            )
+
+    def has_more_than(self, num_pieces: int) -> bool:
+        """Whether messages and parts of their contents are more than so many."""
+        if len(self.messages) > num_pieces:
+            return True
+        contents = [one.get("content") for one in self.messages if isinstance(one, dict)]
+        num_parts = sum(len(content) for content in contents if isinstance(content, list))
+        return len(self.messages) + num_parts > num_pieces
+
+    @property
+    def text(self) -> str:
+        """All that the messages say, one after the other; they must have been checked."""
+        return "".join(map(_text_of, self.messages))
+
+    @property
+    def last_text(self) -> str:
+        """What the last message says; it must have been checked."""
+        return _text_of(self.messages[-1])
+
+    @property
+    def shown_tools(self) -> list[Any] | None:
+        """The tools that the model is shown; none of them with tool_choice none."""
+        return None if self.tool_choice == "none" else self.tools
+
+    @property
+    def opens_answer(self) -> bool:
+        """Whether the template is to end with the start of an answer."""
+        if self.add_generation_prompt is None:
+            return not self.continue_final_message
+        return self.add_generation_prompt
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The caller's own variables, and what reasoning_effort stands for."""
+        made: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            made["reasoning_effort"] = self.reasoning_effort
+            made["enable_thinking"] = self.reasoning_effort != "none"
+        return {**made, **(self.chat_template_kwargs or {})}
+
+
+class ChatBody(ConversationBody, GenerationBody):
+    """A conversation to answer."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}
+        }
+    )
+    unsupported: ClassVar[Unsupported] = {
+        **UNSUPPORTED,
+        "best_of": (1,),
+        "functions": (),
+        "function_call": ("none", "auto"),
+        "suffix": ("",),
+    }
+
+    max_completion_tokens: Integer | None = Field(None, description="Wins over max_tokens.")
+    max_tokens: Integer | None = Field(None, description="null is the rest of the context.")
+    logprobs: bool | None = None
+    top_logprobs: Integer | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: Integer | None = Field(
+        None, description="Thinking is closed after so many tokens of it."
+    )
+    modalities: Strings | None = None
+    store: bool | None = None
+    metadata: Variables | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    verbosity: str | None = None
+
+    def check(self) -> None:
+        super().check()
+        check_tools(self.tools, self.tool_choice)
+        if self.must_call and (form := super().form) is not None:
+            raise UserError(
+                f"{form[0]} cannot be had where tool_choice asks for a call: its arguments are the "
+                f"answer; leave out {form[0]}, or set tool_choice to auto",
+                param=form[0],
+            )
+        budget = self.thinking_token_budget
+        if budget is not None and budget < 0:
+            raise UserError(
+                f"thinking_token_budget is {budget}, it must be at least 0",
+                param="thinking_token_budget",
+            )
+        for name in ("max_completion_tokens", "max_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name} is {value}, it must be at least 1", param=name)
+        if self.top_logprobs is not None:
+            if not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+                raise UserError(
+                    f"top_logprobs is {self.top_logprobs}, it must be between 0 and {MAX_LOGPROBS}",
+                    param="top_logprobs",
+                )
+            if not self.logprobs:
+                raise UserError("top_logprobs needs logprobs to be true", param="top_logprobs")
+        if self.modalities is not None and self.modalities != ["text"]:
+            raise UserError("modalities must be ['text']: only text is made", param="modalities")
+
+    @property
+    def form(self) -> tuple[str, GrammarSpec] | None:
+        """The form of a call that must be made, or that of the text."""
+        if self.shown_tools is not None:
+            parallel = self.parallel_tool_calls is not False
+            forced = forced_schema(self.shown_tools, self.tool_choice, is_parallel=parallel)
+            if forced is not None:
+                return "tools", spec_of_schema("tools", forced)
+        return super().form
+
+    @property
+    def must_call(self) -> bool:
+        """Whether tool_choice asks for a call."""
+        return self.shown_tools is not None and self.tool_choice not in (None, "auto")
+
+    @property
+    def max_calls(self) -> int | None:
+        """How many calls an answer may make, if that is bounded."""
+        return 1 if self.parallel_tool_calls is False else None
+
+    @property
+    def begun_text(self) -> str | None:
+        """What the answer goes on with, if it is not a new message."""
+        return self.last_text if self.continue_final_message else None
+
+    @property
+    def wants_thinking(self) -> bool:
+        """Whether thinking is not switched off."""
+        variables = self.template_variables
+        return all(variables.get(name) is not False for name in ("enable_thinking", "thinking"))
+
+    @property
+    def forced_name(self) -> str | None:
+        """The function that must be called, where tool_choice names one."""
+        return name_of(self.tool_choice)
+
+    @property
+    def limit(self) -> int | None:
+        """How many tokens may be generated for each choice; None: what the context holds."""
+        if self.max_completion_tokens is not None:
+            return self.max_completion_tokens
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """None: not asked for; 0: only the chosen token."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def _text_of(message: Message) -> str:
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(part[TEXT_PARTS[part["type"]]] for part in content)
+
+
+def check_messages(messages: list[Any]) -> None:
+    """Raise UserError for what no template could mean. Text itself is never refused."""
+    if not messages:
+        raise _bad("messages is empty, it must have at least 1 message")
+    for place, message in enumerate(messages):
+        _check_message(message, f"messages[{place}]")
+
+
+def _check_message(message: Any, where: str) -> None:
+    if not isinstance(message, dict):
+        raise _bad(f"{where} is not an object")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise _bad(f"{where} has no role, it must be a string such as 'user'")
+    content = message.get("content")
+    calls = message.get("tool_calls")
+    if calls is not None:
+        _check_calls(calls, f"{where}.tool_calls")
+    if role == "tool" and not isinstance(message.get("tool_call_id"), str):
+        raise _bad(f"{where} has role 'tool' and no tool_call_id")
+    if content is None:
+        if role == "assistant" and (calls or _has_words(message)):
+            return
+        raise _bad(f"{where} has role {role[:_NAMES_SHOWN]!r} and no content")
+    if isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        raise _bad(f"{where}.content must be a string or a list of parts")
+    _check_many(content, f"{where}.content")
+    for number, part in enumerate(content):
+        _check_part(part, f"{where}.content[{number}]")
+
+
+def _check_many(entries: list[Any], where: str) -> None:
+    if len(entries) > MAX_PARTS:
+        raise _bad(f"{where} has {len(entries)} entries, at most {MAX_PARTS} are taken")
+
+
+def _has_words(message: Mapping[str, Any]) -> bool:
+    """Whether an assistant message without content says something all the same."""
+    return any(
+        message.get(name) for name in ("reasoning", "reasoning_content", "refusal", "function_call")
+    )
+
+
+def _check_part(part: Any, where: str) -> None:
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise _bad(f"{where} must be an object with a type, such as 'text'")
+    kind = part["type"]
+    if kind in MEDIA_PARTS:
+        raise _bad(f"{where} has type {kind!r}, this model takes text only")
+    if kind not in TEXT_PARTS:
+        raise _bad(f"{where} has the unknown type {kind[:_NAMES_SHOWN]!r}")
+    if not isinstance(part.get(TEXT_PARTS[kind]), str):
+        raise _bad(f"{where} has type {kind!r} and no {TEXT_PARTS[kind]}")
+
+
+def _check_calls(calls: Any, where: str) -> None:
+    if not isinstance(calls, list):
+        raise _bad(f"{where} must be a list")
+    _check_many(calls, where)
+    for number, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise _bad(f"{where}[{number}] has no function with a name")
+        if not isinstance(function.get("arguments", ""), (str, dict)):
+            raise _bad(f"{where}[{number}] has arguments that are not a JSON string")
+
+
+def _bad(message: str) -> UserError:
+    return UserError(message, param="messages")

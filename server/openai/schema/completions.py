@@ -1,0 +1,99 @@
+"""The body of /v1/completions. Knows no tokenizer."""
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import ConfigDict, Field, WithJsonSchema
+
+from config.errors import UserError
+from config.params.sampling import MAX_LOGPROBS, MAX_N
+from server.openai.schema.generation import UNSUPPORTED, GenerationBody, Integer, Unsupported
+from server.openai.schema.prompts import (
+    Texts,
+    TokenLists,
+    given_prompts,
+    most_ids,
+    num_ids,
+    prompts_schema,
+)
+
+MAX_PROMPTS = 1024
+DEFAULT_MAX_TOKENS = 16
+
+
+class CompletionBody(GenerationBody):
+    """Plain text or token ids to go on from."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"prompt": "Once upon a time", "max_tokens": 32}}
+    )
+    unsupported: ClassVar[Unsupported] = {
+        **UNSUPPORTED,
+        "suffix": ("",),
+        "thinking_token_budget": (),
+    }
+
+    prompt: Annotated[Any, WithJsonSchema(prompts_schema(MAX_PROMPTS))]
+    max_tokens: Integer | None = Field(None, description=f"null is {DEFAULT_MAX_TOKENS}")
+    logprobs: Integer | None = None
+    best_of: Integer | None = Field(
+        None, description="Choices drawn for each prompt, of which the n likeliest are answered."
+    )
+
+    def check(self) -> None:
+        super().check()
+        self._check_best_of()
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise UserError(
+                f"logprobs is {self.logprobs}, it must be between 0 and {MAX_LOGPROBS}",
+                param="logprobs",
+            )
+        least = 0 if self.echo else 1
+        if self.max_tokens is not None and self.max_tokens < least:
+            only = "" if self.echo else " (0 only with echo)"
+            raise UserError(
+                f"max_tokens is {self.max_tokens}, it must be at least {least}{only}",
+                param="max_tokens",
+            )
+
+    def _check_best_of(self) -> None:
+        if self.best_of is None:
+            return
+        num_choices = 1 if self.n is None else self.n
+        if not num_choices <= self.best_of <= MAX_N:
+            raise UserError(
+                f"best_of is {self.best_of}, it must be at least n, which is {num_choices}, and at "
+                f"most {MAX_N}",
+                param="best_of",
+            )
+        if self.best_of == num_choices:
+            return
+        for name, is_on in (("stream", self.stream), ("use_beam_search", self.use_beam_search)):
+            if is_on:
+                raise UserError(
+                    f"best_of is {self.best_of}, with {name} it must be n, which is {num_choices}",
+                    param="best_of",
+                )
+
+    @property
+    def num_drawn(self) -> int:
+        """How many choices are drawn for each prompt; the best `n` of them are answered."""
+        return self.best_of or self.n or 1
+
+    @property
+    def limit(self) -> int:
+        """How many tokens may be generated for each choice."""
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def num_ids(self) -> int:
+        """The token ids of all prompts; nothing is checked."""
+        return num_ids(self.prompt)
+
+    @property
+    def most_ids(self) -> int:
+        """The length of the longest prompt of token ids, if there is one; nothing is checked."""
+        return most_ids(self.prompt)
+
+    def prompts(self) -> Texts | TokenLists:
+        """The prompts, one or many, all of one kind. Raises UserError."""
+        return given_prompts(self.prompt, "prompt", MAX_PROMPTS)

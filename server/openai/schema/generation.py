@@ -1,0 +1,318 @@
+"""What all request bodies share: strict types, sampling fields, features that are refused by name.
+
+Knows no route. Out-of-range values are refused by config.sampling; here are types and words.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+
+from config.errors import UserError
+from config.params.sampling import MAX_LOGPROBS, SamplingParams
+from config.params.structured_output import GrammarSpec
+from server.http.body_bounds import Biases, Strings, TokenIds, Words, whole
+from server.openai.schema.structured import FIELDS, spec_of
+
+MAX_SALT_CHARACTERS = 128
+MAX_REQUEST_ID_CHARACTERS = 512
+MAX_STOP_CHARACTERS = 1_024
+"""Of one stop string: each token's text is held against every beginning of it."""
+GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""What a model's own generation config may set."""
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+Integer = Annotated[int, BeforeValidator(whole), WithJsonSchema({"type": "integer"})]
+TextOrTexts = Annotated[
+    Strings,
+    BeforeValidator(_listed),
+    WithJsonSchema(
+        {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+    ),
+]
+
+Unsupported = Mapping[str, tuple[object, ...]]
+
+UNSUPPORTED: Unsupported = {
+    "audio": (),
+    "early_stopping": (False,),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "kv_transfer_params": ({},),
+    "logits_processors": ([],),
+    "lora_path": (),
+    "prompt_embeds": (),
+    "vllm_xargs": ({},),
+}
+"""Fields that ask for what we cannot do, and their values that ask for nothing (null always does).
+Dropping one silently would give unconstrained output with a 200."""
+
+
+def refuse_unsupported(data: Mapping[str, Any], table: Unsupported) -> None:
+    """Raise UserError for a field of `table` that asks for something."""
+    for name in table.keys() & data.keys():
+        value = data[name]
+        neutral = any(type(value) is type(one) and value == one for one in table[name])
+        if value is not None and not neutral:
+            raise UserError(f"{name} is not supported by this server", param=name)
+
+
+class Body(BaseModel):
+    """Strict, tolerant of unknown fields; an explicit null is the default everywhere."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+    unsupported: ClassVar[Unsupported] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            refuse_unsupported(data, cls.unsupported)
+        return data
+
+
+class StreamOptions(Body):
+    """What a stream carries beside text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(Body):
+    """Sampling and transport fields of chat and text completions."""
+
+    unsupported: ClassVar[Unsupported] = UNSUPPORTED
+
+    model: str | None = Field(None, description="A served name; null is the first one.")
+    n: Integer | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: TextOrTexts | None = None
+    seed: Integer | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Biases | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_json_object: bool | None = None
+    guided_regex: str | None = None
+    guided_choice: Words | None = None
+    guided_grammar: str | None = None
+    json_schema: dict[str, Any] | str | bool | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
+    structural_tag: dict[str, Any] | str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    top_k: Integer | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Integer | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    bad_words: Strings | None = None
+    allowed_token_ids: TokenIds | None = None
+    use_beam_search: bool | None = Field(None, description="n is the number of beams.")
+    length_penalty: float | None = None
+    prompt_logprobs: Integer | None = None
+    truncate_prompt_tokens: Integer | None = None
+    add_special_tokens: bool | None = None
+    echo: bool | None = None
+    priority: Integer | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    def check(self) -> None:
+        """Contradictions that no single field shows. Raises UserError."""
+        if self.stream_options is not None and not self.stream:
+            raise UserError("stream_options needs stream to be true", param="stream_options")
+        if self.prompt_logprobs is not None:
+            _between("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+            if self.stream:
+                raise UserError(
+                    "prompt_logprobs cannot be streamed; set stream to false",
+                    param="prompt_logprobs",
+                )
+        if self.truncate_prompt_tokens is not None and not (
+            self.truncate_prompt_tokens == -1 or self.truncate_prompt_tokens >= 1
+        ):
+            raise UserError(
+                f"truncate_prompt_tokens is {self.truncate_prompt_tokens}, it must be -1, or at "
+                "least 1",
+                param="truncate_prompt_tokens",
+            )
+        check_stops(self.stop, "stop")
+        _check_beam_search(self)
+        check_salt(self.cache_salt)
+        check_request_id(self.request_id)
+
+    @property
+    def form(self) -> tuple[str, GrammarSpec] | None:
+        """The field that gives the output a form, and the form. Raises UserError."""
+        given = ((name, getattr(self, name)) for name in FIELDS)
+        others = {name: value for name, value in given if value is not None}
+        return spec_of(self.response_format, self.structured_outputs, others)
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def counts_continuously(self) -> bool:
+        """Whether every chunk of a stream has the usage so far."""
+        return self.includes_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
+
+    def sampling(
+        self,
+        defaults: Mapping[str, float],
+        *,
+        max_tokens: int | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+    ) -> SamplingParams:
+        """The parameters asked for, over the model's `defaults`. Raises UserError."""
+        chosen: dict[str, Any] = {
+            name: defaults[name] for name in GENERATION_DEFAULTS if name in defaults
+        }
+        if "top_k" in chosen:
+            chosen["top_k"] = int(chosen["top_k"])
+        for name in _DIRECT:
+            value = getattr(self, name)
+            if value is not None:
+                chosen[name] = value
+        if self.logit_bias is not None:
+            chosen["logit_bias"] = {_token_id(k): v for k, v in self.logit_bias.items()}
+        if (form := self.form) is not None:
+            chosen["structured_outputs"] = form[1]
+        return SamplingParams(
+            **chosen, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs
+        )
+
+
+_DIRECT = (
+    "n",
+    "temperature",
+    "top_p",
+    "stop",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "bad_words",
+    "allowed_token_ids",
+)
+
+
+def _between(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise UserError(f"{name} is {value}, it must be between {least} and {most}", param=name)
+
+
+def _token_id(word: str) -> int:
+    if not (word.isascii() and word.isdecimal() and len(word) <= 12):
+        raise UserError(f"logit_bias has {word[:40]!r} for a token id", param="logit_bias")
+    return int(word)
+
+
+def check_stops(stops: list[str] | None, name: str) -> None:
+    """Raise UserError for a stop string that is too long."""
+    for stop in stops or ():
+        if len(stop) > MAX_STOP_CHARACTERS:
+            raise UserError(
+                f"{name} has a string of {len(stop)} characters, at most {MAX_STOP_CHARACTERS} are "
+                "taken",
+                param=name,
+            )
+
+
+def check_salt(salt: str | None) -> None:
+    """Raise UserError for a cache_salt that cannot be one."""
+    if salt is None:
+        return
+    if not 1 <= len(salt) <= MAX_SALT_CHARACTERS:
+        raise UserError(
+            f"cache_salt has {len(salt)} characters, it must have 1 to {MAX_SALT_CHARACTERS}",
+            param="cache_salt",
+        )
+    if any(c in "@/\\\0" for c in salt):
+        raise UserError("cache_salt must not hold @, /, \\ or NUL", param="cache_salt")
+
+
+def check_request_id(request_id: str | None) -> None:
+    """Raise UserError for a request_id that cannot be part of an id."""
+    if request_id is not None and not is_header_word(request_id):
+        raise UserError(
+            f"request_id must be 1 to {MAX_REQUEST_ID_CHARACTERS} visible ASCII characters",
+            param="request_id",
+        )
+
+
+def is_header_word(word: str) -> bool:
+    """Whether `word` may stand in a header and in an id: 1 to 512 visible ASCII characters."""
+    return 1 <= len(word) <= MAX_REQUEST_ID_CHARACTERS and all("!" <= c <= "~" for c in word)
+
+
+_CHANGE_TOKENS = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "stop": ([],),
+}
+"""Fields that change which tokens may come, and their values that change nothing."""
+
+
+def _check_beam_search(body: GenerationBody) -> None:
+    """Raise UserError for what a beam search cannot heed, and for a length_penalty without one.
+
+    What shapes a draw (temperature, top_p, top_k, min_p, seed) is fine, as in a greedy choice:
+    nothing is drawn.
+    """
+    if not body.use_beam_search:
+        if body.length_penalty not in (None, 1):
+            raise UserError(
+                f"length_penalty is {body.length_penalty}, without use_beam_search it must be 1",
+                param="length_penalty",
+            )
+        return
+    if body.stream:
+        raise UserError(
+            "a beam search cannot be streamed: its best sequence is known at the end; set stream "
+            "to false",
+            param="stream",
+        )
+    for name, neutral in _CHANGE_TOKENS.items():
+        value = getattr(body, name)
+        if value is not None and value not in neutral:
+            hint = "; use stop_token_ids" if name == "stop" else ""
+            raise UserError(f"{name} cannot be had with use_beam_search{hint}", param=name)
+    form = body.form
+    if form is not None:
+        raise UserError(f"{form[0]} cannot be had with use_beam_search", param=form[0])

@@ -1,0 +1,122 @@
+"""The fields that give an output a form, of which one may be set: response_format,
+structured_outputs, and other servers' names for it. Knows no route."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from config.errors import UserError
+from config.params.structured_output import GrammarSpec, grammar_spec
+
+NAME_CHARACTERS_SHOWN = 40
+_HINTS = ("disable_any_whitespace", "disable_fallback")
+"""Of structured_outputs: both are so in any case."""
+FIELDS = {
+    "guided_json": "json",
+    "guided_json_object": "json_object",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "grammar": "grammar",
+    "structural_tag": "structural_tag",
+}
+"""Fields of other servers, and the kinds of the forms that they ask for."""
+
+
+def spec_of(
+    response_format: Mapping[str, Any] | None,
+    structured_outputs: Mapping[str, Any] | None,
+    others: Mapping[str, Any],
+) -> tuple[str, GrammarSpec] | None:
+    """The field that asks for a form, and the form; `others` holds those of FIELDS that are set.
+    Raises UserError."""
+    found = {"response_format": _of_format(response_format)}
+    if structured_outputs is not None:
+        asked = {name: v for name, v in structured_outputs.items() if name not in _HINTS}
+        spec = grammar_spec(asked)
+        if spec is None:
+            raise UserError(
+                "structured_outputs sets no form, it must set one", param="structured_outputs"
+            )
+        found["structured_outputs"] = spec
+    for name, value in others.items():
+        found[name] = _renamed(name, {FIELDS[name]: value})
+    fields = [(name, spec) for name, spec in found.items() if spec is not None]
+    if len(fields) > 1:
+        names = " and ".join(name for name, _ in fields)
+        raise UserError(f"{names} are set, only one of them may be", param=fields[1][0])
+    return fields[0] if fields else None
+
+
+def spec_of_schema(field: str, schema: Mapping[str, Any]) -> GrammarSpec:
+    """The form that a schema of our own is, made from `field`, which errors name."""
+    spec = _renamed(field, {"json": dict(schema)})
+    assert spec is not None
+    return spec
+
+
+def spec_of_tags(field: str, part: Mapping[str, Any]) -> GrammarSpec:
+    """The form that a part of our own is, made from `field`; its words may be special tokens."""
+    asked = {"special_tokens": True, "format": dict(part)}
+    spec = _renamed(field, {"structural_tag": asked})
+    assert spec is not None
+    return spec
+
+
+def part_of(field: str, spec: GrammarSpec) -> dict[str, Any]:
+    """The part that says the same as `spec`. Raises UserError, which names `field`, where there is
+    none."""
+    if spec.kind in ("json", "json_object"):
+        schema = json.loads(spec.text) if spec.kind == "json" else {"type": "object"}
+        if isinstance(schema, dict):
+            return {"type": "json_schema", "json_schema": schema}
+    if spec.kind == "regex" and "\n" not in spec.text:
+        return {"type": "regex", "pattern": spec.text}
+    if spec.kind == "choice":
+        words = [{"type": "const_string", "value": word} for word in json.loads(spec.text)]
+        return {"type": "or", "elements": words}
+    raise UserError(
+        f"{field} asks for a {spec.kind} that cannot be had beside tools; set tool_choice to none, "
+        "or leave out one of the two",
+        param=field,
+    )
+
+
+def _of_format(given: Mapping[str, Any] | None) -> GrammarSpec | None:
+    if given is None:
+        return None
+    name = "response_format"
+    kind = given.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        if given.get("schema") is not None:
+            return _renamed(name, {"json": given["schema"]})
+        return _renamed(name, {"json_object": True})
+    if kind == "structural_tag":
+        return _renamed(name, {"structural_tag": {k: v for k, v in given.items() if k != "type"}})
+    if kind != "json_schema":
+        raise UserError(
+            f"response_format has type {str(kind)[:NAME_CHARACTERS_SHOWN]!r}, it must be text, "
+            "json_object, json_schema or structural_tag",
+            param=name,
+        )
+    schema = given.get("json_schema")
+    if not isinstance(schema, dict):
+        raise UserError("response_format has no json_schema that is an object", param=name)
+    if not isinstance(schema.get("name"), str) or not schema["name"]:
+        raise UserError("json_schema has no name, it must be a string", param=name)
+    if not isinstance(schema.get("schema"), (dict, bool)):
+        raise UserError("json_schema has no schema that is an object", param=name)
+    return _renamed(name, {"json": schema["schema"]})
+
+
+def _renamed(field: str, asked: Mapping[str, Any]) -> GrammarSpec | None:
+    """As `grammar_spec`; errors name `field`."""
+    try:
+        return grammar_spec(asked)
+    except UserError as error:
+        raise UserError(error.message, param=field) from None

@@ -1,0 +1,35 @@
+"""Bodies of /tokenize and /detokenize. Knows no tokenizer."""
+
+from pydantic import ConfigDict
+
+from server.http.body_bounds import PromptIds
+from server.openai.schema.chat import ConversationBody
+from server.openai.schema.generation import Body
+
+
+class TokenizeTextBody(Body):
+    """A text whose tokens are asked for."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"prompt": "Hello!"}})
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatBody(ConversationBody):
+    """A conversation whose tokens are asked for."""
+
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """Token ids whose text is asked for."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"tokens": [1, 2, 3]}})
+
+    model: str | None = None
+    tokens: PromptIds

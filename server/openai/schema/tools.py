@@ -1,0 +1,115 @@
+"""Tools and tool_choice of a request: what they must be. Knows no parser."""
+
+from typing import Any
+
+from config.errors import UserError
+from server.openai.schema.forced import name_of
+
+MAX_TOOL_NAME_CHARACTERS = 256
+_SHOWN = 40
+_CHOICES = ("none", "auto")
+
+TOOLS_SCHEMA = {
+    "anyOf": [
+        {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "required": ["type", "function"],
+                "properties": {
+                    "type": {"type": "string", "const": "function"},
+                    "function": {
+                        "type": "object",
+                        "required": ["name"],
+                        "properties": {
+                            "name": {"type": "string"},
+                            "description": {"type": "string"},
+                            "parameters": {"type": "object"},
+                            "strict": {"type": "boolean"},
+                        },
+                    },
+                },
+            },
+        },
+        {"type": "null"},
+    ]
+}
+TOOL_CHOICE_SCHEMA = {
+    "anyOf": [
+        {"type": "string", "enum": ["none", "auto", "required"]},
+        {
+            "type": "object",
+            "required": ["type", "function"],
+            "properties": {
+                "type": {"type": "string", "const": "function"},
+                "function": {
+                    "type": "object",
+                    "required": ["name"],
+                    "properties": {"name": {"type": "string"}},
+                },
+            },
+        },
+        {"type": "null"},
+    ],
+    "description": "auto, the default with tools: the model chooses. required, or the name of a "
+    "function: it must call.",
+}
+
+
+def check_tools(tools: list[Any] | None, choice: Any) -> None:
+    """Raise UserError for tools that are none, and for a choice that they do not have."""
+    if tools is not None and not tools:
+        raise _bad("tools is an empty list, it must be absent or hold at least 1")
+    names = {_checked(tool, f"tools[{place}]") for place, tool in enumerate(tools or ())}
+    if choice is None or choice in _CHOICES:
+        return
+    named = name_of(choice)
+    if choice != "required" and named is None:
+        shown = repr(choice[:_SHOWN]) if isinstance(choice, str) else f"a {type(choice).__name__}"
+        raise _bad_choice(
+            f"tool_choice is {shown}, it must be none, auto, required or name a function"
+        )
+    if tools is None:
+        raise _bad_choice("tool_choice asks for a call, and there are no tools")
+    if named is not None and named not in names:
+        raise _bad_choice(f"tool_choice names {named[:_SHOWN]!r}, which is not in tools")
+
+
+def _checked(tool: Any, where: str) -> str:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise _bad(f"{where} must be an object of type 'function'")
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise _bad(f"{where} has no function")
+    name = function.get("name")
+    if not isinstance(name, str) or not name.strip() or not name.isprintable():
+        raise _bad(f"{where}.function has no name")
+    if len(name) > MAX_TOOL_NAME_CHARACTERS:
+        raise _bad(
+            f"{where}.function has a name of {len(name)} characters, at most "
+            f"{MAX_TOOL_NAME_CHARACTERS} are taken"
+        )
+    if not isinstance(function.get("description"), (str, type(None))):
+        raise _bad(f"{where}.function.description must be a string")
+    _check_parameters(function.get("parameters"), f"{where}.function.parameters")
+    if not isinstance(function.get("strict"), (bool, type(None))):
+        raise _bad(f"{where}.function.strict must be true or false")
+    return name
+
+
+def _check_parameters(schema: Any, where: str) -> None:
+    if schema is None:
+        return
+    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+        raise _bad(f"{where} must be the JSON schema of an object")
+    if not isinstance(schema.get("properties", {}), dict):
+        raise _bad(f"{where}.properties must be an object")
+
+
+def _bad(message: str) -> UserError:
+    return UserError(message, param="tools")
+
+
+def _bad_choice(message: str) -> UserError:
+    return UserError(message, param="tool_choice")

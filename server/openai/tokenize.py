@@ -1,0 +1,121 @@
+"""POST /tokenize and /detokenize: what a prompt costs, and what tokens say; GET /tokenizer_info."""
+
+import asyncio
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from config.errors import UserError
+from server.generation.job import answer_whole, counted, most_counted
+from server.http.body import parse
+from server.http.openapi import ANSWERS, takes
+from server.http.state import AppState
+from server.openai.conversation import render
+from server.openai.schema.tokenize import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from server.text.tokenizer import Tokenizer
+from server.text.tokenizer_files import NAMED_TOKENS
+
+MANY_IDS = 10_000
+"""Tokens whose text is found on the event loop: a millisecond."""
+
+
+def tokenize_routes(state: AppState) -> APIRouter:
+    """The routes, over `state`."""
+    router = APIRouter(tags=["Tokens"])
+
+    @router.post(
+        "/tokenize",
+        operation_id="tokenize",
+        summary="Tokens of a text or a conversation",
+        openapi_extra=takes("TokenizeTextBody", "TokenizeChatBody"),
+        responses=ANSWERS,
+    )
+    async def tokenize(request: Request) -> Response:
+        state.check_open()
+        sent = await state.bodies.read_object(request)
+        body: TokenizeTextBody | TokenizeChatBody
+        if sent.fields.get("messages") is not None:
+            body = await parse(TokenizeChatBody, sent)
+            state.model(body.model)
+            text, special = await render(state, body), bool(body.add_special_tokens)
+            param = "messages"
+        else:
+            body = await parse(TokenizeTextBody, sent)
+            state.model(body.model)
+            text, special = body.prompt, body.add_special_tokens is not False
+            param = "prompt"
+        ids = await counted(state, text, special=special, param=param)
+        if len(ids) <= MANY_IDS:
+            return _tokenized(state, body, ids)
+        return await asyncio.to_thread(_tokenized, state, body, ids)
+
+    @router.post(
+        "/detokenize",
+        operation_id="detokenize",
+        summary="The text of tokens",
+        openapi_extra=takes("DetokenizeBody"),
+        responses=ANSWERS,
+    )
+    async def detokenize(request: Request) -> Response:
+        state.check_open()
+        sent = await state.bodies.read_object(request)
+        body = await parse(DetokenizeBody, sent)
+        state.model(body.model)
+        tokenizer = state.text_tokenizer("tokens")
+        if len(body.tokens) > (most := most_counted(state)):
+            raise UserError(
+                f"tokens has {len(body.tokens)} ids, it may have {most}", param="tokens"
+            )
+        if len(body.tokens) <= MANY_IDS:
+            text = _text_of(tokenizer, body.tokens)
+        else:
+            text = await asyncio.to_thread(_text_of, tokenizer, body.tokens)
+        return answer_whole({"prompt": text})
+
+    @router.get(
+        "/tokenizer_info",
+        operation_id="tokenizer_info",
+        summary="Special tokens and chat template, for clients that tokenize here",
+        responses=ANSWERS,
+    )
+    async def tokenizer_info() -> Response:
+        state.check_open()
+        tokens = state.text_tokenizer("model").special_tokens
+        return answer_whole(
+            {
+                **{name: tokens.get(name) for name in NAMED_TOKENS},
+                "chat_template": state.chat_template().default,
+                "model_max_length": state.max_model_len,
+            }
+        )
+
+    return router
+
+
+def _tokenized(
+    state: AppState, body: TokenizeTextBody | TokenizeChatBody, ids: list[int]
+) -> Response:
+    strings = None
+    if body.return_token_strs:
+        tokenizer = state.text_tokenizer("return_token_strs")
+        strings = [tokenizer.token_text(token_id) for token_id in ids]
+    return answer_whole(
+        {
+            "count": len(ids),
+            "max_model_len": state.max_model_len,
+            "tokens": ids,
+            "token_strs": strings,
+        }
+    )
+
+
+def _text_of(tokenizer: Tokenizer, ids: list[int]) -> str:
+    vocab_size = tokenizer.vocab_size
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            raise UserError(
+                f"tokens has id {token_id}, the vocabulary has 0 to {vocab_size - 1}",
+                param="tokens",
+            )
+    return tokenizer.decode(ids, skip_special_tokens=False)

@@ -1,0 +1,107 @@
+"""JSON as it arrives: checked character by character, handed on at once. Knows no calls."""
+
+import json
+import re
+
+from server.parsers.text_stream import BLANKS, Sink, Source, Steps, Unreadable
+
+MAX_DEPTH = 64
+MAX_SCALAR_CHARACTERS = 400
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+_WORD = re.compile(r"[\w.+-]*", re.ASCII)
+_SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
+_HEX = re.compile(r"[0-9a-fA-F]{4}")
+
+
+def read_value(source: Source, sink: Sink, depth: int = 0) -> Steps[None]:
+    """Any JSON value, handed on as it is written. Raises Unreadable at the first character that
+    cannot be, and for values nested deeper than MAX_DEPTH."""
+    first = yield from source.peek()
+    if first == '"':
+        yield from read_string(source, sink)
+    elif first in "{[":
+        if depth >= MAX_DEPTH:
+            raise Unreadable
+        yield from _read_container(source, sink, depth)
+    else:
+        word = yield from source.match(_WORD, MAX_SCALAR_CHARACTERS)
+        if not _SCALAR.fullmatch(word):
+            raise Unreadable
+        sink(source.take(len(word)))
+
+
+def read_string(source: Source, sink: Sink) -> Steps[None]:
+    """A JSON string. Bare control characters, which JSON forbids and models write, are escaped."""
+    yield from source.expect('"')
+    sink('"')
+    while True:
+        source.run(_PLAIN, sink)
+        character = yield from source.peek()
+        if character == '"':
+            sink(source.take(1))
+            return
+        if character == "\\":
+            yield from _read_escape(source, sink)
+        elif character < " ":
+            sink(json.dumps(source.take(1))[1:-1])
+
+
+def read_short_string(source: Source) -> Steps[str]:
+    """What a JSON string says."""
+    pieces: list[str] = []
+    yield from read_string(source, pieces.append)
+    said: str = json.loads("".join(pieces))
+    return said
+
+
+def _read_escape(source: Source, sink: Sink) -> Steps[None]:
+    kind = (yield from source.fill(2))[1]
+    if kind == "u":
+        if not _HEX.fullmatch((yield from source.fill(6))[2:]):
+            raise Unreadable
+        sink(source.take(6))
+    elif kind in '"\\/bfnrt':
+        sink(source.take(2))
+    else:
+        raise Unreadable
+
+
+def _read_container(source: Source, sink: Sink, depth: int) -> Steps[None]:
+    is_object = source.take(1) == "{"
+    closing = "}" if is_object else "]"
+    sink("{" if is_object else "[")
+    sink((yield from source.blanks()))
+    if (yield from source.peek()) == closing:
+        sink(source.take(1))
+        return
+    while True:
+        if is_object:
+            yield from read_string(source, sink)
+            sink((yield from source.blanks()))
+            yield from source.expect(":")
+            sink(":")
+            sink((yield from source.blanks()))
+        yield from read_value(source, sink, depth + 1)
+        sink((yield from source.blanks()))
+        character = yield from source.peek()
+        if character not in (",", closing):
+            raise Unreadable
+        sink(source.take(1))
+        if character == closing:
+            return
+        sink((yield from source.blanks()))
+
+
+def object_of(text: str) -> str | None:
+    """`text` if it is a JSON object as `read_value` takes it, else None."""
+    source = Source()
+    source.push(text.strip(BLANKS))
+    source.has_ended = True
+    pieces: list[str] = []
+    try:
+        for _ in read_value(source, pieces.append):
+            return None
+    except Unreadable:
+        return None
+    made = "".join(pieces)
+    return made if made.startswith("{") and source.is_empty else None

@@ -1,0 +1,1 @@
+"""Reasoning parsers: thinking told apart from the answer."""

@@ -1,0 +1,139 @@
+"""Names of parsers, as --tool-call-parser and --reasoning-parser take them, to parsers; and which
+one a chat template asks for."""
+
+import secrets
+import string
+from collections.abc import Mapping
+from dataclasses import fields
+
+from server.parsers import harmony
+from server.parsers.base import ThoughtForm
+from server.parsers.reasoning import blocks as reasoning
+from server.parsers.tool import deepseek as deepseek_calls
+from server.parsers.tool import gemma as gemma_calls
+from server.parsers.tool import json as json_calls
+from server.parsers.tool import pythonic as llama_calls
+from server.parsers.tool import xml as xml_calls
+from server.parsers.tool.base import Family
+
+FAMILIES: Mapping[str, Family] = {
+    "hermes": json_calls.HERMES,
+    "qwen25": json_calls.HERMES,
+    "llama3_json": json_calls.LLAMA3_JSON,
+    "llama4_json": json_calls.LLAMA3_JSON,
+    "pythonic": llama_calls.PYTHONIC,
+    "llama4_pythonic": llama_calls.LLAMA4_PYTHONIC,
+    "mistral": json_calls.MISTRAL,
+    "granite": json_calls.GRANITE,
+    "granite-20b-fc": json_calls.GRANITE_20B,
+    "granite4": json_calls.HERMES,
+    "deepseek_v3": deepseek_calls.DEEPSEEK,
+    "deepseek_v31": deepseek_calls.DEEPSEEK,
+    "deepseek_v32": xml_calls.DSML,
+    "deepseek_v4": xml_calls.DSML,
+    "qwen3_coder": xml_calls.QWEN3_CODER,
+    "qwen3_xml": xml_calls.QWEN3_CODER,
+    "mimo": xml_calls.QWEN3_CODER,
+    "glm45": xml_calls.GLM,
+    "glm47": xml_calls.GLM,
+    "kimi_k2": deepseek_calls.KIMI,
+    "minimax_m2": xml_calls.MINIMAX,
+    "seed_oss": xml_calls.SEED,
+    "jamba": json_calls.JAMBA,
+    "hunyuan_a13b": json_calls.JAMBA,
+    "internlm": json_calls.INTERNLM,
+    "phi4_mini_json": json_calls.PHI4_MINI,
+    "xlam": json_calls.XLAM,
+    "lfm2": llama_calls.LFM2,
+    "hunyuan": xml_calls.HUNYUAN,
+    "step3": xml_calls.STEP3,
+    "functiongemma": gemma_calls.FUNCTIONGEMMA,
+    "gemma4": gemma_calls.GEMMA4,
+    "openai": harmony.CALLS,
+}
+
+THINKING: Mapping[str, ThoughtForm] = {
+    "deepseek_r1": reasoning.DEEPSEEK_R1,
+    "deepseek_v3": reasoning.THINK,
+    "qwen3": reasoning.THINK,
+    "glm45": reasoning.THINK,
+    "granite": reasoning.GRANITE,
+    "mistral": reasoning.MISTRAL,
+    "hunyuan_a13b": reasoning.HUNYUAN,
+    "seed_oss": reasoning.SEED,
+    "kimi_k2": reasoning.KIMI,
+    "minimax_m2": reasoning.DEEPSEEK_R1,
+    "step3": reasoning.DEEPSEEK_R1,
+    "gemma4": reasoning.GEMMA4,
+    "openai_gptoss": harmony.HARMONY,
+}
+
+_CALLS_BY_TEMPLATE: tuple[tuple[str, str], ...] = (
+    ("<|constrain|>", "openai"),
+    ("<|tool_call>", "gemma4"),
+    ("<start_function_call>", "functiongemma"),
+    ("<steptml:", "step3"),
+    ("<tool_sep>", "hunyuan"),
+    ("<\uff5cDSML\uff5c", "deepseek_v32"),
+    ("<\uff5ctool\u2581call\u2581begin\uff5c>", "deepseek_v3"),
+    ("<|tool_call_begin|>", "kimi_k2"),
+    ("<minimax:tool_call>", "minimax_m2"),
+    ("<seed:tool_call>", "seed_oss"),
+    ("<arg_key>", "glm45"),
+    ("<function=", "qwen3_coder"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|tool_call_start|>", "lfm2"),
+    ("<|python_start|>", "llama4_pythonic"),
+    ("<|action_start|>", "internlm"),
+    ("functools[", "phi4_mini_json"),
+    ("[func_name1(", "pythonic"),
+    ("<|python_tag|>", "llama3_json"),
+    ('{"name": function name, "parameters":', "llama3_json"),
+    ("<function_call>", "granite-20b-fc"),
+    ("<|tool_call|>", "granite"),
+    ("<tool_calls>", "jamba"),
+    ("<tool_call>", "hermes"),
+)
+"""What only the template of one family says, and its parser; the first that is found counts."""
+
+_THINKING_BY_TEMPLATE: tuple[tuple[str, str], ...] = (
+    ("<|constrain|>", "openai_gptoss"),
+    ("<|channel>", "gemma4"),
+    ("<steptml:", "step3"),
+    ("[THINK]", "mistral"),
+    ("<seed:think>", "seed_oss"),
+    ("\u25c1/think\u25b7", "kimi_k2"),
+    ("Here is my thought process:", "granite"),
+    ("<answer>", "hunyuan_a13b"),
+    ("<|extra_4|>", "hunyuan_a13b"),
+    ("think>", "qwen3"),
+)
+
+
+def tool_parser_of(template: str) -> str | None:
+    """The name of the parser for what a template tells the model to write, if it tells."""
+    return _first(_CALLS_BY_TEMPLATE, template)
+
+
+def reasoning_parser_of(template: str) -> str | None:
+    """The name of the parser for the thinking that a template knows of, if it does."""
+    return _first(_THINKING_BY_TEMPLATE, template)
+
+
+def _first(table: tuple[tuple[str, str], ...], template: str) -> str | None:
+    return next((name for words, name in table if words in template), None)
+
+
+def words_of(form: Family | ThoughtForm) -> frozenset[str]:
+    """Every word by which a parser finds its way, some of which may be special tokens."""
+    values = [getattr(form, one.name) for one in fields(form)]  # type: ignore[arg-type]
+    words = [word for value in values for word in (value if isinstance(value, tuple) else (value,))]
+    return frozenset(word for word in words if isinstance(word, str) and word)
+
+
+def new_call_id(parser: str) -> str:
+    """An id for a call to which the model gave none."""
+    if parser == "mistral":
+        # Mistral's templates take nothing but nine letters and digits.
+        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+    return f"call_{secrets.token_hex(12)}"

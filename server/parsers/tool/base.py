@@ -1,0 +1,119 @@
+"""The frame of every tool parser: text up to a marker, a call, text again. Knows no family."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from server.parsers.base import Event, Output, Tools
+from server.parsers.text_stream import CutShort, Reader, Source, Steps, Unreadable
+
+MAX_NAME_CHARACTERS = 256
+
+
+class Family(Protocol):
+    """How one family of models writes calls."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Where a call, or several, may begin. None begins another."""
+        ...
+
+    @property
+    def silent(self) -> tuple[str, ...]:
+        """Markers around calls that mean nothing by themselves."""
+        ...
+
+    @property
+    def begins_bare(self) -> bool:
+        """Whether an answer may begin with a call that has no marker."""
+        ...
+
+    def read(self, marker: str, source: Source, output: Output, tools: Tools) -> Steps[None]:
+        """Read what follows `marker` ("": the answer began without one), up to its end. Raises
+        Unreadable where it is no call; `source` remembers from the marker on, or from the end of
+        the last whole call."""
+        ...
+
+
+class CallParser:
+    """A Parser of one family's calls. What it cannot read is text."""
+
+    def __init__(self, family: Family, tools: Tools) -> None:
+        self._family = family
+        self._tools = tools
+        self._source = Source()
+        self._output = Output()
+        self._is_cut = False
+        self._reader = Reader(self._source, self._run())
+
+    def feed(self, text: str) -> list[Event]:
+        self._reader.push(text)
+        return self._output.drain()
+
+    def finish(self, *, is_cut: bool) -> list[Event]:
+        self._is_cut = is_cut
+        self._reader.end()
+        return self._output.drain()
+
+    def _run(self) -> Steps[None]:
+        family, source, output = self._family, self._source, self._output
+        words = (*family.markers, *family.silent)
+        if family.begins_bare:
+            space = yield from source.blanks()
+            if marker := (yield from source.accept(*family.markers)):
+                output.text(space)
+                source.remember(marker)
+            else:
+                source.remember(space)
+            yield from self._read(marker)
+        while word := (yield from source.upto(words, output.text)):
+            if word in family.markers:
+                source.remember(word)
+                yield from self._read(word)
+
+    def _read(self, marker: str) -> Steps[None]:
+        source, output = self._source, self._output
+        try:
+            yield from self._family.read(marker, source, output, self._tools)
+            source.forget()
+        except CutShort:
+            # A call whose end was cut off is one all the same: the caller is told of the cut.
+            if not (self._is_cut and output.is_open):
+                output.fail(source.raw())
+        except Unreadable:
+            output.fail(source.raw())
+
+
+def checked_name(name: str) -> str:
+    """`name` without blanks around it. Raises Unreadable if it cannot be a function's."""
+    name = name.strip()
+    if not 1 <= len(name) <= MAX_NAME_CHARACTERS or not name.isprintable():
+        raise Unreadable
+    return name
+
+
+def types_of(schema: Mapping[str, Any], name: str) -> frozenset[str]:
+    """The JSON types that a parameter may have, as far as its schema names them."""
+    properties = schema.get("properties")
+    return _types(properties.get(name)) if isinstance(properties, dict) else frozenset()
+
+
+def _types(schema: object) -> frozenset[str]:
+    if not isinstance(schema, dict):
+        return frozenset()
+    found = set(_words(schema.get("type")))
+    for name in ("anyOf", "oneOf"):
+        branches = schema.get(name)
+        # One level: what is nested deeper is told apart by what was written.
+        for branch in branches if isinstance(branches, list) else ():
+            inner = branch.get("type") if isinstance(branch, dict) else None
+            found.update(_words(inner) or ("any",))
+    if not found and isinstance(schema.get("enum"), list):
+        found = {"string" if isinstance(one, str) else "any" for one in schema["enum"]}
+    if "$ref" in schema or "allOf" in schema or "const" in schema:
+        found.add("any")
+    return frozenset(found)
+
+
+def _words(kind: object) -> list[str]:
+    kinds = kind if isinstance(kind, list) else [kind]
+    return [one for one in kinds if isinstance(one, str)]

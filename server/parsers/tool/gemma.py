@@ -1,0 +1,116 @@
+"""Calls with bare keys and texts between marks of their own: FunctionGemma and Gemma 4."""
+
+from dataclasses import dataclass
+
+from server.parsers.base import Output, Tools
+from server.parsers.json_stream import MAX_DEPTH, MAX_SCALAR_CHARACTERS, read_string
+from server.parsers.text_stream import CutShort, Sink, Source, Steps, Unreadable
+from server.parsers.tool.base import MAX_NAME_CHARACTERS, checked_name, types_of
+from server.parsers.tool.xml import as_json, cast
+
+_ANY: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma:
+    """`call:NAME{key:value,...}` between two marks. A text stands between two `quote`s as it is,
+    whatever it holds; what has none is a number, a word, an object or a list."""
+
+    markers: tuple[str, ...]
+    end: str
+    quote: str
+    silent: tuple[str, ...]
+    """What the model writes where it waits for the results."""
+    begins_bare: bool = False
+
+    def read(self, marker: str, source: Source, output: Output, tools: Tools) -> Steps[None]:
+        yield from source.blanks()
+        if not (yield from source.accept("call:")):
+            raise Unreadable
+        name, _ = yield from source.collect(("{",), most=MAX_NAME_CHARACTERS, leave=True)
+        name = checked_name(name)
+        output.begin(name)
+        yield from self._read_object(source, output.arguments, 1, tools.get(name, {}))
+        output.end()
+        source.remember()
+        yield from source.blanks()
+        yield from source.accept(self.end)
+
+    def _read_object(
+        self, source: Source, sink: Sink, depth: int, schema: "Tools | dict[str, object]"
+    ) -> Steps[None]:
+        yield from source.expect("{")
+        sink("{")
+        keys: set[str] = set()
+        while True:
+            yield from source.blanks()
+            if (yield from source.accept("}")):
+                break
+            if keys:
+                yield from source.expect(",")
+                yield from source.blanks()
+            key = yield from self._read_key(source)
+            if key in keys:
+                raise Unreadable
+            sink(f"{', ' if keys else ''}{as_json(key)}: ")
+            keys.add(key)
+            yield from source.blanks()
+            yield from self._read_value(source, sink, depth, types_of(schema, key))
+        sink("}")
+
+    def _read_key(self, source: Source) -> Steps[str]:
+        if (yield from source.accept(self.quote)):
+            key, _ = yield from source.collect((self.quote,), most=MAX_NAME_CHARACTERS)
+            yield from source.blanks()
+            yield from source.expect(":")
+        else:
+            key, _ = yield from source.collect((":",), most=MAX_NAME_CHARACTERS)
+        return checked_name(key.strip().strip('"'))
+
+    def _read_value(
+        self, source: Source, sink: Sink, depth: int, types: frozenset[str]
+    ) -> Steps[None]:
+        if (yield from source.accept(self.quote)):
+            sink('"')
+            if not (yield from source.upto((self.quote,), lambda one: sink(as_json(one)[1:-1]))):
+                raise CutShort
+            sink('"')
+            return
+        first = yield from source.peek()
+        if first in "{[" and depth >= MAX_DEPTH:
+            raise Unreadable
+        if first == "{":
+            yield from self._read_object(source, sink, depth + 1, {})
+        elif first == "[":
+            yield from self._read_list(source, sink, depth + 1)
+        elif first == '"':
+            yield from read_string(source, sink)
+        else:
+            word, _ = yield from source.collect(
+                (",", "}", "]"), most=MAX_SCALAR_CHARACTERS, leave=True
+            )
+            if not word.strip():
+                raise Unreadable
+            sink(cast(word.strip(), types))
+
+    def _read_list(self, source: Source, sink: Sink, depth: int) -> Steps[None]:
+        yield from source.expect("[")
+        sink("[")
+        count = 0
+        while True:
+            yield from source.blanks()
+            if (yield from source.accept("]")):
+                break
+            if count:
+                yield from source.expect(",")
+                yield from source.blanks()
+                sink(", ")
+            yield from self._read_value(source, sink, depth, _ANY)
+            count += 1
+        sink("]")
+
+
+FUNCTIONGEMMA = Gemma(
+    ("<start_function_call>",), "<end_function_call>", "<escape>", ("<start_function_response>",)
+)
+GEMMA4 = Gemma(("<|tool_call>",), "<tool_call|>", '<|"|>', ("<|tool_response>",))

@@ -1,0 +1,225 @@
+"""Calls written as JSON between markers: Hermes, Qwen, Granite, Mistral, Llama and others."""
+
+from dataclasses import dataclass
+
+from server.parsers.base import Output, Tools
+from server.parsers.json_stream import object_of, read_short_string, read_value
+from server.parsers.text_stream import Sink, Source, Steps, Unreadable
+from server.parsers.tool.base import MAX_NAME_CHARACTERS, checked_name
+
+ARGUMENTS = ("arguments", "parameters")
+NOTHING = "{}"
+
+
+def read_object_call(source: Source, output: Output, known: Tools | None = None) -> Steps[None]:
+    """`{"name": ..., "arguments": {...}}`, keys in any order, other keys ignored.
+
+    With `known`, an object that names none of these, or has no arguments, is no call.
+    """
+    call = _Call(output, known)
+    yield from source.expect("{")
+    while True:
+        yield from source.blanks()
+        key = yield from read_short_string(source)
+        yield from source.blanks()
+        yield from source.expect(":")
+        yield from source.blanks()
+        if key == "name" and call.name is None:
+            call.take_name((yield from read_short_string(source)))
+        elif key in ARGUMENTS and not call.has_arguments:
+            yield from read_arguments(source, call.take_arguments)
+        else:
+            yield from read_value(source, _ignore)
+        yield from source.blanks()
+        if (yield from source.accept("}")):
+            break
+        yield from source.expect(",")
+    call.end()
+    source.remember()
+
+
+class _Call:
+    """A call whose name and arguments come in any order."""
+
+    def __init__(self, output: Output, known: Tools | None) -> None:
+        self.name: str | None = None
+        self.has_arguments = False
+        self._output = output
+        self._known = known
+        self._held: list[str] = []
+        self._is_begun = False
+
+    def take_name(self, name: str) -> None:
+        self.name = checked_name(name)
+        if self._known is not None and self.name not in self._known:
+            raise Unreadable
+        if self._held:
+            self.take_arguments("".join(self._held))
+
+    def take_arguments(self, piece: str) -> None:
+        self.has_arguments = True
+        if self.name is None:
+            self._held.append(piece)
+            return
+        if not self._is_begun:
+            self._is_begun = True
+            self._output.begin(self.name)
+        self._output.arguments(piece)
+
+    def end(self) -> None:
+        if self.name is None or (self._known is not None and not self.has_arguments):
+            raise Unreadable
+        if not self.has_arguments:
+            self.take_arguments(NOTHING)
+        self._output.end()
+
+
+def _ignore(piece: str) -> None:
+    """A value that means nothing to us."""
+
+
+def read_arguments(source: Source, sink: Sink) -> Steps[None]:
+    """An object, handed on as it comes; a string that holds one; or null, for none."""
+    first = yield from source.peek()
+    if first == "{":
+        yield from read_value(source, sink)
+    elif first == '"':
+        text = yield from read_short_string(source)
+        found = object_of(text) if text.strip() else NOTHING
+        if found is None:
+            raise Unreadable
+        sink(found.encode("utf-8", "replace").decode())
+    elif (yield from source.accept("null")):
+        sink(NOTHING)
+    else:
+        raise Unreadable
+
+
+def read_calls(source: Source, output: Output, known: Tools | None = None) -> Steps[None]:
+    """One call as an object, or a list of them."""
+    if (yield from source.peek()) != "[":
+        yield from read_object_call(source, output, known)
+        return
+    yield from source.expect("[")
+    yield from source.blanks()
+    if known is None and (yield from source.accept("]")):
+        return
+    while True:
+        yield from read_object_call(source, output, known)
+        yield from source.blanks()
+        if (yield from source.accept("]")):
+            return
+        yield from source.expect(",")
+        yield from source.blanks()
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedJson:
+    """One object or a list behind a marker, perhaps with an end."""
+
+    markers: tuple[str, ...]
+    ends: tuple[str, ...] = ()
+    after: str = ""
+    """What may stand behind the marker."""
+    begins_bare: bool = False
+    """Then, and behind `must_be_known`, only functions of the request are calls: the text may be
+    any JSON."""
+    must_be_known: tuple[str, ...] = ()
+    separators: str = ""
+    """Between calls that follow each other."""
+    silent: tuple[str, ...] = ()
+    key: str = "arguments"
+    """Where the model writes a call's arguments; either of ARGUMENTS is read."""
+
+    def read(self, marker: str, source: Source, output: Output, tools: Tools) -> Steps[None]:
+        known = tools if not marker or marker in self.must_be_known else None
+        yield from source.blanks()
+        if self.after:
+            yield from source.accept(self.after)
+            yield from source.blanks()
+        yield from read_calls(source, output, known)
+        # A brace too many is the commonest slip.
+        space = yield from source.blanks("}" if marker else "")
+        while self.separators and (yield from source.accept(*self.separators)):
+            yield from source.blanks()
+            yield from read_calls(source, output, known)
+            space = yield from source.blanks()
+        if not (self.ends and (yield from source.accept(*self.ends))):
+            output.text(space.replace("}", ""))
+
+
+@dataclass(frozen=True, slots=True)
+class Mistral:
+    """`[TOOL_CALLS]` with a list of objects, or with a name, `[ARGS]` and an object."""
+
+    markers: tuple[str, ...] = ("[TOOL_CALLS]",)
+    silent: tuple[str, ...] = ()
+    begins_bare: bool = False
+    before_id: str = "[CALL_ID]"
+    before_arguments: str = "[ARGS]"
+
+    def read(self, marker: str, source: Source, output: Output, tools: Tools) -> Steps[None]:
+        yield from source.blanks()
+        if (yield from source.peek()) in "[{":
+            yield from read_calls(source, output)
+            return
+        name, _ = yield from source.collect(
+            (self.before_id, self.before_arguments, "{"), most=MAX_NAME_CHARACTERS, leave=True
+        )
+        call_id = None
+        if (yield from source.accept(self.before_id)):
+            call_id, _ = yield from source.collect(
+                (self.before_arguments,), most=MAX_NAME_CHARACTERS, leave=True
+            )
+            call_id = checked_name(call_id)
+        yield from source.accept(self.before_arguments)
+        yield from source.blanks()
+        if (yield from source.peek()) != "{":
+            raise Unreadable
+        output.begin(checked_name(name), call_id)
+        yield from read_value(source, output.arguments)
+        output.end()
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """Nothing but the arguments of the function `name`."""
+
+    name: str
+    markers: tuple[str, ...] = ()
+    silent: tuple[str, ...] = ()
+    begins_bare: bool = True
+
+    def read(self, marker: str, source: Source, output: Output, tools: Tools) -> Steps[None]:
+        yield from source.blanks()
+        if (yield from source.peek()) != "{":
+            raise Unreadable
+        output.begin(self.name)
+        yield from read_value(source, output.arguments)
+        output.end()
+
+
+CALLS_ALONE = TaggedJson((), begins_bare=True)
+"""A list of calls and nothing else, in the form of a grammar."""
+HERMES = TaggedJson(("<tool_call>",), ("</tool_call>",))
+GRANITE = TaggedJson(("<|tool_call|>", "<tool_call>"), ("</tool_call>", "<|tool_call|>"))
+GRANITE_20B = TaggedJson(("<function_call>",))
+LLAMA3_JSON = TaggedJson(
+    ("<|python_tag|>",),
+    begins_bare=True,
+    must_be_known=("<|python_tag|>",),
+    separators=";,",
+    key="parameters",
+)
+JAMBA = TaggedJson(("<tool_calls>",), ("</tool_calls>",))
+INTERNLM = TaggedJson(
+    ("<|action_start|>",), ("<|action_end|>",), after="<|plugin|>", key="parameters"
+)
+PHI4_MINI = TaggedJson(("functools", "<|tool_call|>"), ("<|/tool_call|>",))
+XLAM = TaggedJson(
+    ("```json", "[TOOL_CALLS]", "<tool_call>"),
+    ("```", "</tool_call>"),
+    begins_bare=True,
+    must_be_known=("```json",),
+)
+MISTRAL = Mistral()

@@ -1,0 +1,193 @@
+"""Calls written as Python: Llama 3.2, Llama 4, LFM2."""
+
+import json
+import re
+from dataclasses import dataclass
+
+from server.parsers.base import Output, Tools
+from server.parsers.json_stream import MAX_DEPTH, MAX_SCALAR_CHARACTERS
+from server.parsers.text_stream import Sink, Source, Steps, Unreadable
+
+_NAME = re.compile(r"[A-Za-z_][\w.-]*|", re.ASCII)
+_WORD = re.compile(r"[\w.+-]*", re.ASCII)
+_NUMBER = re.compile(r"([+-]?)(\d[\d_]*)?(\.\d*)?([eE][+-]?\d+)?", re.ASCII)
+_WORDS = {
+    "True": "true",
+    "False": "false",
+    "None": "null",
+    "true": "true",
+    "false": "false",
+    "null": "null",
+}
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0"}
+_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+_MAX_NAME = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Pythonic:
+    """`[f(a="x", b=1), g()]`: a list of calls with keywords, whose values are literals.
+
+    Where an answer begins without a marker, only functions of the request are calls.
+    """
+
+    markers: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
+    begins_bare: bool = False
+    silent: tuple[str, ...] = ()
+
+    def read(self, marker: str, source: Source, output: Output, tools: Tools) -> Steps[None]:
+        yield from source.blanks()
+        yield from source.expect("[")
+        yield from source.blanks()
+        while True:
+            yield from _read_call(source, output, None if marker else tools)
+            source.remember()
+            yield from source.blanks()
+            if (yield from source.accept("]")):
+                break
+            yield from source.expect(",")
+            yield from source.blanks()
+        if self.ends:
+            space = yield from source.blanks()
+            if not (yield from source.accept(*self.ends)):
+                output.text(space)
+
+
+def _read_call(source: Source, output: Output, known: Tools | None) -> Steps[None]:
+    name = yield from source.match(_NAME, _MAX_NAME)
+    if not name or (known is not None and name not in known):
+        raise Unreadable
+    source.take(len(name))
+    yield from source.expect("(")
+    output.begin(name)
+    output.arguments("{")
+    keys: set[str] = set()
+    while True:
+        yield from source.blanks()
+        if (yield from source.accept(")")):
+            break
+        if keys:
+            yield from source.expect(",")
+            yield from source.blanks()
+            if (yield from source.accept(")")):
+                break
+        key = yield from source.match(_NAME, _MAX_NAME)
+        if not key or key in keys:
+            raise Unreadable
+        source.take(len(key))
+        yield from source.blanks()
+        yield from source.expect("=")
+        yield from source.blanks()
+        output.arguments(f"{', ' if keys else ''}{json.dumps(key)}: ")
+        keys.add(key)
+        yield from _read_literal(source, output.arguments, 1)
+    output.arguments("}")
+    output.end()
+
+
+def _read_literal(source: Source, sink: Sink, depth: int) -> Steps[None]:
+    """A Python literal, handed on as JSON."""
+    first = yield from source.peek()
+    if first in "\"'":
+        sink('"')
+        yield from _read_string(source, sink)
+        sink('"')
+    elif first in "[({":
+        if depth >= MAX_DEPTH:
+            raise Unreadable
+        yield from _read_items(source, sink, depth)
+    else:
+        word = yield from source.match(_WORD, MAX_SCALAR_CHARACTERS)
+        found = _WORDS.get(word) or _number(word)
+        if found is None:
+            raise Unreadable
+        source.take(len(word))
+        sink(found)
+
+
+def _number(word: str) -> str | None:
+    found = _NUMBER.fullmatch(word)
+    if found is None or not (found[2] or (found[3] or ".") != "."):
+        return None
+    try:
+        whole = int(word) if not found[3] and not found[4] else None
+        value = float(word) if whole is None else 0.0
+    except ValueError:
+        return None
+    if value in (float("inf"), float("-inf")):
+        return None
+    return repr(value if whole is None else whole)
+
+
+def _read_items(source: Source, sink: Sink, depth: int) -> Steps[None]:
+    opening = source.take(1)
+    is_dict = opening == "{"
+    closing = {"[": "]", "(": ")", "{": "}"}[opening]
+    sink("{" if is_dict else "[")
+    count = 0
+    while True:
+        yield from source.blanks()
+        if count and (yield from source.peek()) != closing:
+            yield from source.expect(",")
+            yield from source.blanks()
+        if (yield from source.accept(closing)):
+            break
+        if count:
+            sink(", ")
+        if is_dict:
+            if (yield from source.peek()) not in "\"'":
+                raise Unreadable
+            yield from _read_literal(source, sink, depth + 1)
+            yield from source.blanks()
+            yield from source.expect(":")
+            yield from source.blanks()
+            sink(": ")
+        yield from _read_literal(source, sink, depth + 1)
+        count += 1
+    sink("}" if is_dict else "]")
+
+
+def _read_string(source: Source, sink: Sink) -> Steps[None]:
+    quote = source.take(1)
+    plain = re.compile(rf"[^\\{quote}]+")
+
+    def take(piece: str) -> None:
+        sink(_escaped(piece))
+
+    while True:
+        source.run(plain, take)
+        character = yield from source.peek()
+        if character == quote:
+            source.take(1)
+            return
+        if character == "\\":
+            yield from _read_escape(source, take)
+
+
+def _read_escape(source: Source, sink: Sink) -> Steps[None]:
+    kind = (yield from source.fill(2))[1]
+    digits = _HEX_DIGITS.get(kind)
+    if digits is None:
+        source.take(2)
+        if kind != "\n":
+            # As Python has it: a backslash before anything else stays.
+            sink(_ESCAPES.get(kind) or (kind if kind in "\\'\"" else "\\" + kind))
+        return
+    written = (yield from source.fill(2 + digits))[2:]
+    if not all(digit in "0123456789abcdefABCDEF" for digit in written):
+        raise Unreadable
+    number = int(written, 16)
+    if number > 0x10FFFF:
+        raise Unreadable
+    source.take(2 + digits)
+    sink(chr(number))
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text.encode("utf-8", "replace").decode(), ensure_ascii=False)[1:-1]
+
+
+PYTHONIC = Pythonic(begins_bare=True)
+LLAMA4_PYTHONIC = Pythonic(("<|python_start|>",), ("<|python_end|>",), begins_bare=True)
+LFM2 = Pythonic(("<|tool_call_start|>",), ("<|tool_call_end|>",))

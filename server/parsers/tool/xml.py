@@ -1,0 +1,257 @@
+"""Calls written as tags around each argument: Qwen3-Coder, GLM, MiniMax, DeepSeek V3.2, Seed,
+Step3, Hunyuan."""
+
+import json
+from dataclasses import dataclass
+
+from server.parsers.base import Output, Tools
+from server.parsers.json_stream import read_value
+from server.parsers.text_stream import CutShort, Source, Steps, Unreadable
+from server.parsers.tool.base import MAX_NAME_CHARACTERS, checked_name, types_of
+
+MAX_ATTRIBUTES_CHARACTERS = 256
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """The tags of a family. `opening` ends before the name, `key` before a parameter's."""
+
+    markers: tuple[str, ...]
+    """The tags around a call or several; the opening itself, where models leave those out."""
+    opening: str
+    name_end: tuple[str, ...]
+    key: str
+    key_end: str
+    value_end: str
+    call_end: str
+    section_end: str = ""
+    value: str = ""
+    """The tag between key and value."""
+    has_attributes: bool = False
+    """Whether `string="true"` and the like stand behind the key, up to `>`."""
+    is_framed: bool = True
+    """Whether a line break before and after a value is none of it."""
+    leaves_name_end: bool = False
+    """Whether what ends the name is the next tag."""
+    silent: tuple[str, ...] = ()
+    begins_bare: bool = False
+
+    def read(self, marker: str, source: Source, output: Output, tools: Tools) -> Steps[None]:
+        num_calls = 0
+        while True:
+            if marker != self.opening or num_calls:
+                yield from source.blanks()
+                if self.section_end and (yield from source.accept(self.section_end)):
+                    break
+                if self.opening and not (yield from source.accept(self.opening)):
+                    if num_calls:
+                        return
+                    raise Unreadable
+            yield from self._read_call(source, output, tools)
+            source.remember()
+            num_calls += 1
+            if not self.opening:
+                break
+        if not num_calls:
+            raise Unreadable
+
+    def _read_call(self, source: Source, output: Output, tools: Tools) -> Steps[None]:
+        name, _ = yield from source.collect(
+            self.name_end, most=MAX_NAME_CHARACTERS, leave=self.leaves_name_end
+        )
+        name = checked_name(name.strip("\"' \t\r\n"))
+        schema = tools.get(name, {})
+        output.begin(name)
+        output.arguments("{")
+        keys: set[str] = set()
+        while True:
+            yield from source.blanks()
+            if (yield from source.accept(self.call_end)):
+                break
+            if not (yield from source.accept(self.key)):
+                raise Unreadable
+            key, _ = yield from source.collect((self.key_end,), most=MAX_NAME_CHARACTERS)
+            key = checked_name(key.strip("\"' \t\r\n"))
+            if key in keys:
+                raise Unreadable
+            output.arguments(f"{', ' if keys else ''}{json.dumps(key)}: ")
+            keys.add(key)
+            yield from self._read_value(source, output, types_of(schema, key))
+        output.arguments("}")
+        output.end()
+
+    def _read_value(self, source: Source, output: Output, types: frozenset[str]) -> Steps[None]:
+        is_text = not types or types == {"string"}
+        if self.has_attributes:
+            attributes, _ = yield from source.collect((">",), most=MAX_ATTRIBUTES_CHARACTERS)
+            if "string=" in attributes:
+                is_text = 'string="true"' in attributes
+                types = frozenset(("any",))
+        if self.value:
+            yield from source.blanks()
+            if not (yield from source.accept(self.value)):
+                raise Unreadable
+        if self.is_framed:
+            yield from source.accept("\n")
+        if is_text:
+            yield from self._read_text(source, output)
+        else:
+            yield from self._read_cast(source, output, types)
+
+    def _read_text(self, source: Source, output: Output) -> Steps[None]:
+        """Text that runs on as it comes, up to the tag or the line break before it."""
+        output.arguments('"')
+        held = ""
+
+        def take(piece: str) -> None:
+            nonlocal held
+            whole = held + piece
+            held = "\n" if self.is_framed and whole.endswith("\n") else ""
+            if ready := whole[: len(whole) - len(held)]:
+                output.arguments(as_json(ready)[1:-1])
+
+        if not (yield from source.upto((self.value_end,), take)):
+            raise CutShort
+        output.arguments('"')
+
+    def _read_cast(self, source: Source, output: Output, types: frozenset[str]) -> Steps[None]:
+        pieces: list[str] = []
+        if not (yield from source.upto((self.value_end,), pieces.append)):
+            raise CutShort
+        text = "".join(pieces)
+        if self.is_framed:
+            text = text.removesuffix("\n")
+        output.arguments(cast(text, types))
+
+
+def as_json(text: str) -> str:
+    """`text` as a JSON string."""
+    return json.dumps(text.encode("utf-8", "replace").decode(), ensure_ascii=False)
+
+
+def cast(text: str, types: frozenset[str]) -> str:
+    """The JSON that `text` stands for, given the types it may have; itself, as a string, where it
+    is none of them."""
+    bare = text.strip()
+    bare = _PYTHON.get(bare, bare)
+    if bare[:1] == '"' and "string" in types:
+        return as_json(text)
+    value = _value_of(bare)
+    if value is None or ("string" in types and not _fits(value, types)):
+        return as_json(text)
+    return value
+
+
+def _value_of(text: str) -> str | None:
+    source = Source()
+    source.push(text)
+    source.has_ended = True
+    pieces: list[str] = []
+    try:
+        for _ in read_value(source, pieces.append):
+            return None
+    except Unreadable:
+        return None
+    return "".join(pieces) if source.is_empty else None
+
+
+def _fits(value: str, types: frozenset[str]) -> bool:
+    """Whether a JSON value is of one of `types` beside string."""
+    if "any" in types:
+        return True
+    first = value[0]
+    if first == "{":
+        return "object" in types
+    if first == "[":
+        return "array" in types
+    if first in "tf":
+        return "boolean" in types
+    if first == "n":
+        return "null" in types
+    is_whole = value.lstrip("-").isdecimal()
+    return "number" in types or ("integer" in types and is_whole)
+
+
+QWEN3_CODER = Tags(
+    markers=("<tool_call>", "<function="),
+    opening="<function=",
+    name_end=(">",),
+    key="<parameter=",
+    key_end=">",
+    value_end="</parameter>",
+    call_end="</function>",
+    section_end="</tool_call>",
+)
+SEED = Tags(
+    markers=("<seed:tool_call>",),
+    opening="<function=",
+    name_end=(">",),
+    key="<parameter=",
+    key_end=">",
+    value_end="</parameter>",
+    call_end="</function>",
+    section_end="</seed:tool_call>",
+)
+MINIMAX = Tags(
+    markers=("<minimax:tool_call>",),
+    opening="<invoke name=",
+    name_end=(">",),
+    key="<parameter name=",
+    key_end=">",
+    value_end="</parameter>",
+    call_end="</invoke>",
+    section_end="</minimax:tool_call>",
+)
+DSML = Tags(
+    markers=("<\uff5cDSML\uff5cfunction_calls>", "<\uff5cDSML\uff5ctool_calls>"),
+    opening='<\uff5cDSML\uff5cinvoke name="',
+    name_end=('">',),
+    key='<\uff5cDSML\uff5cparameter name="',
+    key_end='"',
+    value_end="</\uff5cDSML\uff5cparameter>",
+    call_end="</\uff5cDSML\uff5cinvoke>",
+    has_attributes=True,
+    is_framed=False,
+    silent=("</\uff5cDSML\uff5cfunction_calls>", "</\uff5cDSML\uff5ctool_calls>"),
+)
+GLM = Tags(
+    markers=("<tool_call>",),
+    opening="",
+    name_end=("\n", "<arg_key>", "</tool_call>"),
+    key="<arg_key>",
+    key_end="</arg_key>",
+    value="<arg_value>",
+    value_end="</arg_value>",
+    call_end="</tool_call>",
+    is_framed=False,
+    leaves_name_end=True,
+)
+HUNYUAN = Tags(
+    markers=("<tool_call>",),
+    opening="",
+    name_end=("<tool_sep>",),
+    key="<arg_key>",
+    key_end="</arg_key>",
+    value="<arg_value>",
+    value_end="</arg_value>",
+    call_end="</tool_call>",
+    is_framed=False,
+    silent=("<tool_calls>", "</tool_calls>"),
+)
+STEP3 = Tags(
+    markers=("<steptml:invoke name=",),
+    opening="<steptml:invoke name=",
+    name_end=(">",),
+    key="<steptml:parameter name=",
+    key_end=">",
+    value_end="</steptml:parameter>",
+    call_end="</steptml:invoke>",
+    is_framed=False,
+    silent=(
+        "<\uff5ctool_calls_begin\uff5c>",
+        "<\uff5ctool_call_begin\uff5c>function<\uff5ctool_sep\uff5c>",
+        "<\uff5ctool_call_end\uff5c>",
+        "<\uff5ctool_calls_end\uff5c>",
+    ),
+)

@@ -1,0 +1,1 @@
+"""Embeddings, classification and scores: routes, bodies, and requests to the engine."""

@@ -1,0 +1,222 @@
+"""POST /v1/embeddings, /pooling and /classify: texts, token ids or a conversation in, vectors or
+classes out."""
+
+import asyncio
+import dataclasses
+from typing import Any, TypeVar
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from config.errors import UserError
+from config.params.pooling import CLASSIFY, EMBED, SCORE, TOKEN_EMBED, PoolingParams
+from server.generation.job import answer_whole
+from server.http.access_log import log_prompt, record_of
+from server.http.body import parse
+from server.http.disconnect import UntilGone
+from server.http.openapi import ANSWERS, takes
+from server.http.state import AppState
+from server.openai.conversation import render
+from server.openai.schema.chat import ConversationBody
+from server.pooling.inputs import Asked
+from server.pooling.job import PoolingJob, gather_vectors, off_loop, start_pooling, written
+from server.pooling.pipeline import PoolingInput, Vectors
+from server.pooling.schema import (
+    ClassifyBody,
+    ClassifyChatBody,
+    EmbeddingBody,
+    EmbeddingChatBody,
+    PoolBody,
+    PoolChatBody,
+)
+from server.text.tokenizer import TooManyCharacters, TooManyTokens
+
+BY_CHOICE = (EMBED, CLASSIFY, SCORE, TOKEN_EMBED)
+"""/pooling does the first of these that the model can."""
+
+InputsBody = EmbeddingBody | EmbeddingChatBody | ClassifyBody | ClassifyChatBody
+Plain = TypeVar("Plain", EmbeddingBody, PoolBody, ClassifyBody)
+Chat = TypeVar("Chat", EmbeddingChatBody, PoolChatBody, ClassifyChatBody)
+
+
+def embedding_routes(state: AppState) -> APIRouter:
+    """The routes, over `state`."""
+    router = APIRouter(tags=["Pooling"])
+
+    @router.post(
+        "/v1/embeddings",
+        operation_id="create_embedding",
+        summary="Vectors of texts",
+        openapi_extra=takes("EmbeddingBody", "EmbeddingChatBody"),
+        responses=ANSWERS,
+    )
+    async def create_embedding(request: Request) -> Response:
+        body = await _read(state, request, EmbeddingBody, EmbeddingChatBody)
+        params = PoolingParams(task=EMBED, dimensions=body.dimensions, normalize=body.normalizes)
+        job = await _start(state, request, body, params, id_prefix="embd-")
+        return await _vectors(job, request, "embedding", "embedding", body.encoding_format)
+
+    @router.post(
+        "/pooling",
+        operation_id="create_pooling",
+        summary="What a pooling model makes of texts",
+        openapi_extra=takes("PoolBody", "PoolChatBody"),
+        responses=ANSWERS,
+    )
+    async def create_pooling(request: Request) -> Response:
+        body = await _read(state, request, PoolBody, PoolChatBody)
+        tasks = state.pooling().facts.tasks
+        params = PoolingParams(
+            task=body.task or next(task for task in BY_CHOICE if task in tasks),
+            dimensions=body.dimensions,
+            normalize=body.normalizes,
+        )
+        job = await _start(state, request, body, params, id_prefix="pool-")
+        return await _vectors(
+            job,
+            request,
+            "pooling",
+            "data",
+            body.encoding_format,
+            all_rows=params.task == TOKEN_EMBED,
+        )
+
+    @router.post(
+        "/classify",
+        operation_id="classify",
+        summary="Classes of texts",
+        openapi_extra=takes("ClassifyBody", "ClassifyChatBody"),
+        responses=ANSWERS,
+    )
+    async def classify(request: Request) -> Response:
+        body = await _read(state, request, ClassifyBody, ClassifyChatBody)
+        params = PoolingParams(task=CLASSIFY, normalize=body.normalizes)
+        job = await _start(state, request, body, params, id_prefix="classify-")
+        vectors = await gather_vectors(job, request)
+        labels = state.pooling().facts.labels
+        data = [_class(place, made, labels) for place, made in enumerate(vectors)]
+        return answer_whole(job.answer(data))
+
+    return router
+
+
+async def _read(
+    state: AppState, request: Request, kind: type[Plain], chat: type[Chat]
+) -> Plain | Chat:
+    state.pooling()
+    sent = await state.bodies.read_object(request)
+    if sent.fields.get("messages") is None:
+        return await parse(kind, sent)
+    if sent.fields.get("input") is not None:
+        raise UserError("input and messages cannot both be given", param="input")
+    return await parse(chat, sent)
+
+
+async def _start(
+    state: AppState,
+    request: Request,
+    body: InputsBody,
+    params: PoolingParams,
+    *,
+    id_prefix: str,
+) -> PoolingJob:
+    reader = state.pooling()
+    model = state.model(body.model)
+    body.check()
+    reader.check(params, "task" if isinstance(body, (PoolBody, PoolChatBody)) else "model")
+    asked = Asked(
+        params,
+        truncate=body.truncate_prompt_tokens,
+        keeps_end=body.truncation_side == "left",
+    )
+    if isinstance(body, ConversationBody):
+        reading = _read_conversation(state, request, body, asked)
+    else:
+        reading = _read_inputs(state, request, body, asked)
+    with UntilGone(request.receive):
+        inputs = await reading
+    reader.check_size(inputs)
+    return start_pooling(state, request, body, inputs, id_prefix=id_prefix, model=model)
+
+
+async def _read_conversation(
+    state: AppState,
+    request: Request,
+    body: EmbeddingChatBody | ClassifyChatBody,
+    asked: Asked,
+) -> list[PoolingInput]:
+    text = await render(state, body)
+    tokenizer = state.text_tokenizer("messages")
+    if state.config.enable_log_requests:
+        log_prompt(record_of(request.scope), tokenizer.unmarked(text))
+    asked = dataclasses.replace(asked, param="messages", is_list=False)
+    special, reader = bool(body.add_special_tokens), state.pooling()
+    most = reader.limit(asked.truncate)
+    try:
+        if asked.truncate is None:
+            ids = await tokenizer.encode(text, special, most)
+        else:
+            ids = await tokenizer.encode_part(text, special, most, from_end=asked.keeps_end)
+    except TooManyTokens as error:
+        raise reader.too_long(error.count, asked, at_least=error.at_least) from None
+    except TooManyCharacters as error:
+        error.param = asked.param
+        raise
+    return await reader.token_lists([ids], asked)
+
+
+async def _read_inputs(
+    state: AppState, request: Request, body: EmbeddingBody | ClassifyBody, asked: Asked
+) -> list[PoolingInput]:
+    reader = state.pooling()
+    given = await asyncio.to_thread(body.inputs) if body.is_big else body.inputs()
+    if state.config.enable_log_requests:
+        for one in given:
+            log_prompt(record_of(request.scope), one if isinstance(one, str) else repr(one))
+    asked = dataclasses.replace(
+        asked,
+        is_list=body.is_listed,
+        special=body.add_special_tokens is not False,
+        prompt_name=body.prompt_name,
+    )
+    texts = [one for one in given if isinstance(one, str)]
+    if texts:
+        return await reader.texts(texts, asked)
+    return await reader.token_lists([one for one in given if not isinstance(one, str)], asked)
+
+
+async def _vectors(
+    job: PoolingJob,
+    request: Request,
+    kind: str,
+    field: str,
+    encoding_format: str | None,
+    *,
+    all_rows: bool = False,
+) -> Response:
+    """The answer whose entries are of a `kind` and hold their numbers in a `field`."""
+    vectors = await gather_vectors(job, request)
+
+    def encoded() -> list[dict[str, Any]]:
+        return [
+            {
+                "index": place,
+                "object": kind,
+                field: written(made if all_rows else made[0], encoding_format),
+            }
+            for place, made in enumerate(vectors)
+        ]
+
+    return answer_whole(job.answer(await off_loop(vectors, encoded)))
+
+
+def _class(place: int, vectors: Vectors, labels: tuple[str, ...]) -> dict[str, Any]:
+    numbers = vectors[0]
+    best = int(numbers.argmax())
+    return {
+        "index": place,
+        "label": labels[best] if best < len(labels) else None,
+        "probs": numbers.tolist(),
+        "num_classes": len(numbers),
+    }

@@ -1,0 +1,112 @@
+"""POST /score and /rerank in their spellings: pairs of texts in, how well they go together out."""
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.generation.job import answer_whole
+from server.http.access_log import log_prompt, record_of
+from server.http.body import parse
+from server.http.disconnect import UntilGone
+from server.http.openapi import ANSWERS, takes
+from server.http.state import AppState
+from server.pooling.job import PoolingJob, gather_vectors, off_loop, start_pooling
+from server.pooling.schema import RerankBody, ScoreBody
+from server.pooling.scores import Pairs, pair_inputs, pair_scores
+
+SCORE_PATHS = ("/score", "/v1/score")
+RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
+
+
+def score_routes(state: AppState) -> APIRouter:
+    """The routes, over `state`."""
+    router = APIRouter(tags=["Pooling"])
+
+    async def score(request: Request) -> Response:
+        state.pooling()
+        body = await parse(ScoreBody, await state.bodies.read_object(request))
+        job, scores = await _scores(state, request, body, body.names, id_prefix="score-")
+        data = [
+            {"index": place, "object": "score", "score": one} for place, one in enumerate(scores)
+        ]
+        return answer_whole(job.answer(data))
+
+    async def rerank(request: Request) -> Response:
+        state.pooling()
+        body = await parse(RerankBody, await state.bodies.read_object(request))
+        names = ("query", "documents")
+        job, scores = await _scores(state, request, body, names, id_prefix="rerank-")
+        return answer_whole(
+            {
+                "id": job.id,
+                "model": job.model,
+                "usage": job.usage(),
+                "results": _ranked(body, scores),
+            }
+        )
+
+    for paths, call, summary, takes_body in (
+        (SCORE_PATHS, score, "Scores of pairs of texts", "ScoreBody"),
+        (RERANK_PATHS, rerank, "Documents by how well they answer a query", "RerankBody"),
+    ):
+        for path in paths:
+            router.add_api_route(
+                path,
+                call,
+                methods=["POST"],
+                operation_id=path.strip("/").replace("/", "_"),
+                summary=summary,
+                openapi_extra=takes(takes_body),
+                responses=ANSWERS,
+            )
+    return router
+
+
+async def _scores(
+    state: AppState,
+    request: Request,
+    body: ScoreBody | RerankBody,
+    names: tuple[str, str],
+    *,
+    id_prefix: str,
+) -> tuple[PoolingJob, list[float]]:
+    """One score a pair."""
+    reader = state.pooling()
+    model = state.model(body.model)
+    body.check()
+    firsts, seconds = body.pairs()
+    if state.config.enable_log_requests:
+        for text in (*firsts, *seconds):
+            log_prompt(record_of(request.scope), text)
+    pairs = Pairs(
+        firsts,
+        seconds,
+        names,
+        normalize=body.normalizes,
+        truncate=body.truncate_prompt_tokens,
+        keeps_end=body.truncation_side == "left",
+        most_first=body.max_tokens_per_query or None,
+        most_second=body.max_tokens_per_doc or None,
+    )
+    with UntilGone(request.receive):
+        inputs = await pair_inputs(reader, pairs)
+    job = start_pooling(state, request, body, inputs, id_prefix=id_prefix, model=model)
+    vectors = await gather_vectors(job, request)
+    return job, await off_loop(vectors, lambda: pair_scores(reader.facts, vectors, len(firsts)))
+
+
+def _ranked(body: RerankBody, scores: list[float]) -> list[dict[str, Any]]:
+    _, documents = body.pairs()
+    order = sorted(range(len(scores)), key=lambda place: -scores[place])
+    return [
+        {"index": place, "relevance_score": scores[place]}
+        if body.return_documents is False
+        else {
+            "index": place,
+            "document": {"text": documents[place]},
+            "relevance_score": scores[place],
+        }
+        for place in order[: body.top_n or len(order)]
+    ]

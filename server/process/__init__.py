@@ -1,0 +1,1 @@
+"""Processes of the server: supervisor, API servers, model download, requests to peers."""

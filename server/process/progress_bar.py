@@ -1,0 +1,50 @@
+"""How far start-up is, in words and as a bar: for a log, which other processes write to as well, so
+each state is a line of its own. Knows no HTTP."""
+
+from engine.transport.messages import Progress
+
+WIDTH = 24
+EVERY_S = 5.0
+"""Between two lines."""
+
+
+def in_words(progress: Progress) -> str:
+    """`warmup, 12 of 97, about 3 min left`."""
+    if not progress.total:
+        return progress.stage
+    text = f"{progress.stage}, {progress.done} of {progress.total}"
+    if progress.left_s > 0 and progress.done < progress.total:
+        text += f", about {_duration(progress.left_s)} left"
+    return text
+
+
+def bar(progress: Progress) -> str:
+    """`[######------------------] warmup, 12 of 48, about 3 min left`."""
+    if not progress.total:
+        return in_words(progress)
+    filled = WIDTH * min(progress.done, progress.total) // progress.total
+    return f"[{'#' * filled}{'-' * (WIDTH - filled)}] {in_words(progress)}"
+
+
+class Reporter:
+    """Says when a line is due: at most one each EVERY_S, and none that says nothing new."""
+
+    def __init__(self, started_s: float) -> None:
+        self._last: Progress | None = None
+        self._next_s = started_s + EVERY_S
+
+    def line(self, progress: Progress | None, now_s: float) -> str | None:
+        """The line to write now, if any."""
+        if progress is None or progress == self._last or now_s < self._next_s:
+            return None
+        self._last = progress
+        self._next_s = now_s + EVERY_S
+        return bar(progress)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    if seconds < 90 * 60:
+        return f"{round(seconds / 60)} min"
+    return f"{seconds / 3600:.1f} h"

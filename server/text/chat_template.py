@@ -1,0 +1,350 @@
+"""Chat templates: which template a conversation is rendered by, and where it runs.
+
+The model's own template runs on threads, where it is stopped when its time is up; for short
+conversations on the event loop once it was seen to be quick, where another thread stops it. A
+template that a request brings runs in a disposable process with limits.
+"""
+
+import asyncio
+import ctypes
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from config.errors import ConfigError, Overloaded, UserError
+from engine.process.isolation import CallKilled, ForkServer
+from server.text.messages import Message
+from server.text.template_renderer import (
+    MAX_CHARACTERS,
+    Conversation,
+    Mark,
+    Renderer,
+    TextTooLong,
+    TooSlow,
+)
+
+TIME_LIMIT_S = 1.5
+"""What a conversation that is refused for it waits for its answer."""
+MAX_PENDING = 1_024
+"""Conversations that may wait for a thread."""
+SHORT_CHARACTERS = 2_000
+SHORT_MESSAGES = 32
+QUICK_S = 0.002
+"""Where the server's own template took less for the last short conversation, the next one is
+rendered where it is asked for: a thread costs several times what the rendering does."""
+INLINE_LIMIT_S = 0.03
+"""Processor time after which that is stopped, and goes on on a thread."""
+INLINE_POLL_S = 0.02
+INLINE_IDLE_POLLS = 50
+STOP_GRACE_S = 0.3
+"""How long a stopped template may take to notice, before its thread is given up for the request."""
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+
+
+def read_template(given: str) -> str:
+    """The template that `--chat-template` means: a file, or the text itself. Raises ConfigError."""
+    if any(mark in given for mark in ("{{", "{%", "\n")):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"chat template {given!r} is neither Jinja text nor a file that can be read"
+        ) from error
+
+
+class ChatTemplate:
+    """Renders conversations within `time_limit_s` and `max_characters`."""
+
+    def __init__(
+        self,
+        source: str | Mapping[str, str] | None,
+        special_tokens: Mapping[str, str],
+        *,
+        time_limit_s: float = TIME_LIMIT_S,
+        max_characters: int = MAX_CHARACTERS,
+        threads: int = 2,
+        now: Callable[[], datetime] = datetime.now,
+        isolation: ForkServer | None = None,
+    ) -> None:
+        """`source` is a template, several by name (default, tool_use), or None. `isolation` renders
+        templates that requests bring, see server/text/isolated_template.py; without it they run as
+        the model's own do."""
+        self._sources = {"default": source} if isinstance(source, str) else dict(source or {})
+        self._special_tokens = dict(special_tokens)
+        self._time_limit_s = time_limit_s
+        self._renderer = Renderer(max_characters, now)
+        self._isolation = isolation
+        self._inline = _InlineWatch()
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="template")
+        # Apart from the model's own, which must not wait for what a request brings.
+        self._isolated = ThreadPoolExecutor(threads, thread_name_prefix="isolated-template")
+        self._pending = 0
+
+    @property
+    def source(self) -> str:
+        """The text of all its templates."""
+        return "\n".join(self._sources.values())
+
+    @property
+    def default(self) -> str | None:
+        """The text of the template for requests that name none."""
+        return self._sources.get("default")
+
+    async def render(
+        self,
+        messages: list[Message],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        documents: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        kwargs: Mapping[str, Any] | None = None,
+        template: str | None = None,
+        mark: Mark | None = None,
+    ) -> str:
+        """The prompt. Raises UserError for what the template refuses, and when it is too slow or
+        makes too much; Overloaded when too many conversations wait.
+
+        `kwargs` are the caller's own variables; `template` replaces the model's. `mark` is called
+        on all that the caller wrote, as the template will read it.
+        """
+        if continue_final_message and add_generation_prompt:
+            raise UserError(
+                "continue_final_message and add_generation_prompt cannot both be true",
+                param="continue_final_message",
+            )
+        if not messages:
+            raise UserError("messages is empty, it must have at least 1 message", param="messages")
+        for name in kwargs or {}:
+            if name in RESERVED:
+                raise UserError(
+                    f"chat_template_kwargs sets {name!r}, which is a field of its own",
+                    param="chat_template_kwargs",
+                )
+        source = self._source(template, tools)
+        given = {**(kwargs or {}), "tools": tools, "documents": documents}
+        options = {**self._special_tokens, "add_generation_prompt": add_generation_prompt}
+        is_short = not (template or tools or documents or kwargs) and _is_short(messages)
+        conversation = Conversation(source, messages, given, options, continue_final_message)
+        is_foreign = template is not None and template not in self._sources
+        if not is_foreign and is_short and self._may_run_inline(source):
+            try:
+                return self._inline.run(partial(self._render, conversation, mark, is_timed=True))
+            except TooSlow:
+                self._forbid_inline(source)
+        if self._pending >= MAX_PENDING:
+            raise Overloaded(f"{self._pending} conversations wait for their template")
+        self._pending += 1
+        try:
+            if is_foreign and self._isolation is not None:
+                return await self._render_isolated(self._isolation, conversation, mark)
+            return await self._run(
+                _Job(partial(self._render, conversation, mark, is_timed=is_short))
+            )
+        finally:
+            self._pending -= 1
+
+    def close(self) -> None:
+        """Let the threads go; what still waits is dropped."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._isolated.shutdown(wait=False, cancel_futures=True)
+        self._inline.close()
+        if self._isolation is not None:
+            self._isolation.close()
+
+    def _may_run_inline(self, source: str) -> bool:
+        known = self._renderer.known(source)
+        if known is None or known.last_s is None or known.was_stopped:
+            return False
+        return known.last_s < QUICK_S
+
+    def _forbid_inline(self, source: str) -> None:
+        known = self._renderer.known(source)
+        if known is not None:
+            known.was_stopped = True
+
+    def _render(
+        self, conversation: Conversation, mark: Mark | None, *, is_timed: bool = False
+    ) -> str:
+        return self._renderer.render(conversation, mark, is_timed=is_timed)
+
+    def _source(self, template: str | None, tools: list[dict[str, Any]] | None) -> str:
+        if template is not None:
+            return self._sources.get(template, template)
+        if tools is not None and "tool_use" in self._sources:
+            return self._sources["tool_use"]
+        if "default" in self._sources:
+            return self._sources["default"]
+        if self._sources:
+            raise UserError(
+                f"the model has no default chat template, only {', '.join(sorted(self._sources))}",
+                param="chat_template",
+            )
+        raise UserError(
+            "the model has no chat template; use completions, or start with --chat-template",
+            param="messages",
+        )
+
+    async def _run(self, job: "_Job") -> str:
+        future = asyncio.get_running_loop().run_in_executor(self._threads, job.run)
+        try:
+            while True:
+                # Time in line does not count, so the limit runs from where the thread began.
+                left_s = self._time_limit_s - job.seconds()
+                if left_s <= 0:
+                    job.stop()
+                    await asyncio.wait([future], timeout=STOP_GRACE_S)
+                    break
+                done, _ = await asyncio.wait([future], timeout=left_s)
+                if done:
+                    break
+        finally:
+            if not future.done():
+                job.stop()
+                future.cancel()
+        if not future.cancelled() and future.done():
+            try:
+                return future.result()
+            except TooSlow:
+                pass
+        raise UserError(
+            f"the chat template took longer than the {self._time_limit_s:g} s it may take",
+            param="messages",
+        )
+
+    async def _render_isolated(
+        self, isolation: ForkServer, conversation: Conversation, mark: Mark | None
+    ) -> str:
+        fields = {name: getattr(conversation, name) for name in conversation.__struct_fields__}
+        payload = json.dumps({**fields, "is_marked": mark is not None}).encode()
+        call = partial(isolation.call, payload)
+        try:
+            answer = await asyncio.get_running_loop().run_in_executor(self._isolated, call)
+        except CallKilled as error:
+            raise UserError(
+                f"the chat template was stopped: {error}", param="chat_template"
+            ) from None
+        told: dict[str, Any] = json.loads(answer)
+        if "text" in told:
+            return str(told["text"])
+        kind = TextTooLong if told["is_too_long"] else UserError
+        raise kind(told["error"], param=told["param"])
+
+
+def _is_short(messages: list[Message]) -> bool:
+    """Whether these are a few messages with little text and nothing else."""
+    if len(messages) > SHORT_MESSAGES:
+        return False
+    texts = [message.get("content") for message in messages if len(message) == 2]
+    words = [text for text in texts if isinstance(text, str)]
+    return len(words) == len(messages) and sum(map(len, words)) <= SHORT_CHARACTERS
+
+
+class _Job:
+    """A call that another thread can stop, once."""
+
+    def __init__(self, call: Callable[[], str]) -> None:
+        self._call = call
+        self._lock = threading.Lock()
+        self._thread: int | None = None
+        self._began_s: float | None = None
+        self._clock = 0
+        self._began_cpu_s = 0.0
+        self._was_stopped = False
+
+    def run(self) -> str:
+        """What the call gives. Raises TooSlow when it was stopped."""
+        with self._lock:
+            self._thread = threading.get_ident()
+            self._clock = time.pthread_getcpuclockid(self._thread)
+            self._began_cpu_s = time.thread_time()
+            self._began_s = time.monotonic()
+        try:
+            return self._call()
+        finally:
+            with self._lock:
+                thread, self._thread = self._thread, None
+                if self._was_stopped:
+                    # A stop that has not struck yet must not hit what the thread does next.
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread or 0), None)
+
+    def seconds(self) -> float:
+        """How long it runs; 0 while it waits for a thread."""
+        return 0.0 if self._began_s is None else time.monotonic() - self._began_s
+
+    def cpu_seconds(self) -> float:
+        """Processor time that it took so far; 0 when it is not running."""
+        with self._lock:
+            if self._thread is None:
+                return 0.0
+            return time.clock_gettime(self._clock) - self._began_cpu_s
+
+    def stop(self) -> None:
+        """Raise TooSlow where the call is now; nothing happens if it is not running. Once: a second
+        one could strike when the first has ended the call."""
+        with self._lock:
+            if self._thread is not None and not self._was_stopped:
+                self._was_stopped = True
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(self._thread), ctypes.py_object(TooSlow)
+                )
+
+
+class _InlineWatch:
+    """Stops calls on the event loop that take more than INLINE_LIMIT_S of processor time. A thread
+    looks every INLINE_POLL_S, as long as there are calls: to wake it for each would cost more than
+    most calls."""
+
+    def __init__(self) -> None:
+        self._job: _Job | None = None
+        self._num_calls = 0
+        self._is_watched = False
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def run(self, call: Callable[[], str]) -> str:
+        """What `call` gives. Raises TooSlow."""
+        self._num_calls += 1
+        if not self._is_watched:
+            self._start()
+        self._job = job = _Job(call)
+        try:
+            return job.run()
+        finally:
+            self._job = None
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._wake.set()
+
+    def _start(self) -> None:
+        self._is_watched = True
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="inline", daemon=True)
+            self._thread.start()
+        self._wake.set()
+
+    def _watch(self) -> None:
+        while not self._is_closed:
+            seen, num_idle = self._num_calls, 0
+            while num_idle < INLINE_IDLE_POLLS and not self._is_closed:
+                time.sleep(INLINE_POLL_S)
+                job = self._job
+                if job is not None and job.cpu_seconds() > INLINE_LIMIT_S:
+                    job.stop()
+                num_idle = 0 if self._num_calls != seen or job is not None else num_idle + 1
+                seen = self._num_calls
+            self._wake.clear()
+            self._is_watched = False
+            # A call that began before that line was seen to be watched.
+            if self._num_calls == seen and not self._is_closed:
+                self._wake.wait()
+            self._is_watched = True

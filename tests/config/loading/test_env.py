@@ -1,0 +1,100 @@
+"""config/loading/env.py: which variables are settings, which are not, and what a worker is
+given."""
+
+from pathlib import Path
+
+import pytest
+
+from config.engine import EngineConfig
+from config.errors import ConfigError
+from config.loading.env import cache_home, runtime_environment, settings, variable_table
+from config.loading.flags import FLAGS
+from config.loading.sources import load
+
+
+def test_every_flag_has_a_variable() -> None:
+    table = variable_table()
+
+    assert {flag.key for flag in FLAGS} <= set(table.values())
+    assert table["GAUDISERVE_MAX_MODEL_LEN"] == "max-model-len"
+    assert table["GAUDISERVE_CONFIG"] == "config"
+
+
+def test_an_unknown_variable_of_ours_names_the_nearest() -> None:
+    with pytest.raises(
+        ConfigError, match=r"GAUDISERVE_MAX_MODELLEN.*mean GAUDISERVE_MAX_MODEL_LEN"
+    ):
+        settings({"GAUDISERVE_MAX_MODELLEN": "3"})
+
+
+def test_variables_of_others_are_none_of_our_business() -> None:
+    assert settings({"VLLM_USE_V1": "1", "HOME": "/", "HF_HOME": "/x"}) == []
+
+
+def test_what_kubernetes_adds_for_a_service_of_our_name_is_no_setting() -> None:
+    links = {
+        "GAUDISERVE_SERVICE_HOST": "10.0.0.1",
+        "GAUDISERVE_SERVICE_PORT": "8000",
+        "GAUDISERVE_SERVICE_PORT_HTTP": "8000",
+        "GAUDISERVE_PORT": "tcp://10.0.0.1:8000",
+        "GAUDISERVE_PORT_8000_TCP": "tcp://10.0.0.1:8000",
+        "GAUDISERVE_PORT_8000_TCP_ADDR": "10.0.0.1",
+        "GAUDISERVE_LLAMA_PORT": "tcp://10.0.0.1:8000",
+    }
+
+    assert settings(links) == []
+
+
+def test_our_own_name_wins_over_one_from_elsewhere() -> None:
+    environ = {"OMP_NUM_THREADS": "4,2", "GAUDISERVE_NUM_THREADS": "3"}
+
+    both = load([], environ=environ, default_model="m")
+    theirs = load([], environ={"OMP_NUM_THREADS": "4,2"}, default_model="m")
+
+    assert both.engine.num_threads == 3
+    assert theirs.engine.num_threads == 4
+
+
+def test_a_key_comes_from_vllms_variable() -> None:
+    loaded = load([], environ={"VLLM_API_KEY": "secret, with comma"}, default_model="m")
+
+    assert loaded.server.api_keys == ("secret, with comma",)
+
+
+def test_an_empty_variable_is_not_set() -> None:
+    assert settings({"GAUDISERVE_PORT": ""}) == []
+
+
+@pytest.mark.parametrize("variable", ["GAUDISERVE_API_KEY", "VLLM_API_KEY"])
+def test_an_empty_key_does_not_open_the_server(variable: str) -> None:
+    with pytest.raises(ConfigError, match=f"{variable} is set but empty"):
+        settings({variable: ""})
+
+
+def test_the_cache_lies_where_xdg_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    given = cache_home()
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+
+    ignored = cache_home()
+
+    assert given == "/somewhere/gaudiserve"
+    assert ignored == f"{tmp_path}/.cache/gaudiserve"
+
+
+def test_a_worker_gets_its_threads_but_keeps_the_users_own_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("KMP_BLOCKTIME", "7")
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+
+    told = runtime_environment(EngineConfig(model="m", num_threads=3))
+    untold = runtime_environment(EngineConfig(model="m"))
+
+    assert told["OMP_NUM_THREADS"] == "3"
+    assert "OMP_NUM_THREADS" not in untold
+    assert "KMP_BLOCKTIME" not in told
+    assert int(told["GOMP_SPINCOUNT"]) > 0

@@ -1,0 +1,288 @@
+"""config/loading/sources.py: sources, their order, and errors that name the nearest right word."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from config.errors import ConfigError
+from config.loading.flag import PARTS
+from config.loading.flags import FLAGS
+from config.loading.sources import Loaded, from_keywords, load
+
+
+def given(*argv: str, **environ: str) -> Loaded:
+    return load(argv, environ=environ, default_model="demo")
+
+
+def test_every_field_of_every_part_has_exactly_one_flag() -> None:
+    expected = sorted(
+        (part, field.name)
+        for part, owner in PARTS.items()
+        for field in dataclasses.fields(owner)
+        if field.name not in PARTS
+    )
+
+    found = sorted({(flag.part, flag.field.partition(".")[0]) for flag in FLAGS})
+
+    assert found == expected
+    names = [name for flag in FLAGS for name in flag.names]
+    assert len(names) == len(set(names))
+
+
+def test_without_any_source_every_value_is_the_default() -> None:
+    loaded = given()
+
+    assert loaded.engine.model == "demo"
+    assert loaded.engine.schedule.max_num_seqs == 32
+    assert {source for _, source in loaded.sources.values()} == {"default"}
+
+
+def test_a_flag_wins_over_a_variable_and_a_variable_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("max-num-seqs: 3\nport: 3\nseed: 3\n")
+
+    loaded = given(
+        "--config",
+        str(file),
+        "--max-num-seqs=1",
+        GAUDISERVE_MAX_NUM_SEQS="2",
+        GAUDISERVE_PORT="2",
+    )
+
+    assert loaded.sources["max-num-seqs"] == (1, "flag --max-num-seqs")
+    assert loaded.sources["port"] == (2, "variable GAUDISERVE_PORT")
+    assert loaded.sources["seed"] == (3, f"file {file}")
+    assert loaded.engine.schedule.max_num_seqs == 1
+    assert loaded.server.port == 2
+    assert loaded.engine.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [("4096", 4096), ("4k", 4000), ("4K", 4096), ("1.5k", 1500), ("2M", 2**21), ("4GiB", 2**32)],
+)
+def test_sizes_are_read_as_vllm_reads_them(word: str, value: int) -> None:
+    loaded = given("--kv-cache-memory-bytes", word)
+
+    assert loaded.engine.cache.kv_cache_memory_bytes == value
+
+
+def test_underscores_and_other_names_are_the_same_flag() -> None:
+    loaded = given("--max_model_len=64", "--memory-utilization", "0.5", "--num-blocks", "7")
+
+    assert loaded.engine.max_model_len == 64
+    assert loaded.engine.cache.memory_utilization == 0.5
+    assert loaded.engine.cache.num_blocks == 7
+
+
+def test_switches_go_both_ways() -> None:
+    loaded = given(
+        "--no-enable-prefix-caching",
+        "--enforce-eager",
+        "--no-async-scheduling",
+        "--disable-fastapi-docs",
+        "--disable-log-requests",
+    )
+
+    assert not loaded.engine.cache.enable_prefix_caching
+    assert loaded.engine.enforce_eager
+    assert loaded.engine.schedule.depth == 1
+    assert not loaded.server.enable_docs
+    assert not loaded.server.enable_log_requests
+
+
+def test_a_word_for_open_takes_back_what_a_file_gave(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("max_model_len: 64\n")
+
+    loaded = given("--config", str(file), "--max-model-len", "auto")
+
+    assert loaded.engine.max_model_len is None
+
+
+def test_lists_grow_on_the_command_line_and_come_as_json_or_yaml(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("served-model-name: [a, b]\n")
+
+    loaded = given(
+        "--config",
+        str(file),
+        "--api-key=one",
+        "--api-key=t,wo",
+        '--allowed-origins=["http://x", "http://y"]',
+    )
+
+    assert loaded.server.served_model_names == ("a", "b")
+    assert loaded.server.api_keys == ("one", "t,wo")
+    assert loaded.server.allowed_origins == ("http://x", "http://y")
+
+
+def test_keys_of_a_file_join_those_of_flags_and_are_never_shown(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("second\n\nthird\n")
+
+    loaded = given("--api-key", "first", "--api-key-file", str(file))
+
+    assert loaded.server.api_keys == ("first", "second", "third")
+    assert loaded.shown()["api-key"][0] == ("***", "***", "***")
+
+
+def test_one_bucket_limit_lands_in_its_range() -> None:
+    loaded = given("--prompt-seq-bucket-max", "64", VLLM_DECODE_BS_BUCKET_STEP="4")
+
+    assert loaded.engine.buckets.prompt_query.max == 64
+    assert loaded.engine.buckets.decode_batch.step == 4
+
+
+@pytest.mark.parametrize("end", ["MIN", "STEP", "MAX", "PAD_MAX", "PAD_PERCENT"])
+@pytest.mark.parametrize(
+    ("word", "dimension"),
+    [
+        ("PROMPT_BS", "prompt_batch"),
+        ("PROMPT_QUERY", "prompt_query"),
+        ("PROMPT_SEQ", "prompt_query"),
+        ("PROMPT_CTX", "prompt_context"),
+        ("DECODE_BS", "decode_batch"),
+        ("DECODE_BLOCK", "decode_blocks"),
+    ],
+)
+def test_vllms_bucket_variables_are_understood(word: str, dimension: str, end: str) -> None:
+    loaded = given(**{f"VLLM_{word}_BUCKET_{end}": "7"})
+
+    assert getattr(getattr(loaded.engine.buckets, dimension), end.lower()) == 7
+
+
+@pytest.mark.parametrize(
+    ("variables", "strategy"),
+    [
+        ({"VLLM_BUCKETING_STRATEGY": "exp"}, "exponential"),
+        ({"VLLM_BUCKETING_STRATEGY": "lin"}, "linear"),
+        ({"VLLM_BUCKETING_STRATEGY": "pad"}, "padding-aware"),
+        ({"VLLM_EXPONENTIAL_BUCKETING": "true"}, "exponential"),
+        ({"VLLM_EXPONENTIAL_BUCKETING": "False"}, "linear"),
+        # The older variable still wins there.
+        ({"VLLM_EXPONENTIAL_BUCKETING": "0", "VLLM_BUCKETING_STRATEGY": "pad"}, "linear"),
+        (
+            {"VLLM_EXPONENTIAL_BUCKETING": "0", "GAUDISERVE_BUCKETING_STRATEGY": "pad"},
+            "padding-aware",
+        ),
+        ({"VLLM_BUCKETING_FROM_FILE": "shapes.txt"}, "file"),
+        ({"GAUDISERVE_BUCKETING_TRAFFIC": "traffic.jsonl"}, "fitted"),
+    ],
+)
+def test_vllms_words_choose_the_strategy(variables: dict[str, str], strategy: str) -> None:
+    loaded = given(**variables)
+
+    assert loaded.engine.buckets.strategy == strategy
+
+
+def test_fitted_without_a_traffic_is_refused() -> None:
+    with pytest.raises(ConfigError, match="traffic file need each other"):
+        given("--bucketing-strategy", "fitted")
+
+
+def test_a_bucket_file_asks_for_its_strategy() -> None:
+    loaded = given("--bucketing-file", "shapes.txt")
+
+    assert loaded.engine.buckets.strategy == "file"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--max-modellen", "3"], "--max-modellen is no flag.*did you mean --max-model-len"),
+        (["--dtype", "bf16"], r"dtype is 'bf16'.*did you mean bfloat16\? \(from flag --dtype"),
+        (["--port", "99999"], r"port is 99999.* 0 and 65535 \(from flag --port"),
+        (["--port", "x"], "port is 'x', it must be a whole number"),
+        (["--port", "1.5"], "port is '1.5', it must be a whole number"),
+        (["--port", "auto"], "port is 'auto', it must be a value"),
+        (
+            ["--gpu-memory-utilization", "1.5"],
+            "gpu-memory-utilization is 1.5.*at most 1 .from flag",
+        ),
+        (["--max-num-seqs", "4096"], "is 2048, it must be at least max-num-seqs, which is 4096"),
+        (
+            ["--prompt-bs-bucket-min=4", "--prompt-bs-bucket-max=2"],
+            "prompt_batch.*from 4 down to 2",
+        ),
+        (["--tensor-parallel-size", "2"], "must be 1: one device runs"),
+        (["--trust-remote-code"], "trust-remote-code is True, it must be false"),
+        (["a", "--model", "b"], "two models are named, 'a' and 'b'"),
+        (["a", "b"], "does not know what to do with 'b'"),
+        (["--port"], "--port: expected one argument"),
+        (
+            ["--enable-prefix-caching=false"],
+            "takes no value, .*=false gives one; --no-enable-prefix-caching switches it off",
+        ),
+        (["--quantization", "fp8"], "is .fp8., it must be one of int8, int4, gguf"),
+        (["--swap-space", "4"], "--swap-space is no flag of.*vLLM has it, this version does"),
+        (["--bucketing-strategy=file"], "is 'file' and bucketing-file is 'none'.*need each other"),
+        (["--api-key", ""], "api-key is empty"),
+        (["--allowed-origins", "[1"], "must be a JSON list"),
+        (["--config", "/does/not/exist"], "/does/not/exist cannot be read"),
+        (["--api-key-file", "/does/not/exist"], "/does/not/exist cannot be read"),
+    ],
+)
+def test_a_wrong_command_line_says_what_is_wrong(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        given(*argv)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max-modellen: 3", "max-modellen is no setting; did you mean max-model-len.*serve.yaml"),
+        ("max-model-len: 3\nmax_model_len: 4", "gives max-model-len twice"),
+        ("num-blocks: 3\nnum-gpu-blocks-override: 4", "gives num-gpu-blocks-override twice"),
+        ("port: yes", "port is True, it must be a whole number"),
+        ("api-key: 123", r"api-key is \*\*\*, it must be text"),
+        ("enforce-eager: perhaps", "enforce-eager is 'perhaps', it must be true or false"),
+        ("port:", "port is None, it must be a value"),
+        ("config: other.yaml", "names another file"),
+        ("- port", "must hold `key: value` lines"),
+        ("port: [", "cannot be read"),
+        ("tensor-parallel-size: 4", "must be 1"),
+    ],
+)
+def test_a_wrong_file_says_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(text)
+
+    with pytest.raises(ConfigError, match=message):
+        given("--config", str(file))
+
+
+def test_what_is_true_anyway_is_accepted_from_other_servers_scripts() -> None:
+    loaded = given("m", "--tensor-parallel-size=1", "--enable-chunked-prefill", "--dtype=half")
+
+    assert loaded.engine.dtype == "float16"
+
+
+def test_keywords_are_flags_with_underscores() -> None:
+    loaded = from_keywords(
+        model=Path("folder"), max_model_len=64, gpu_memory_utilization=0.5, tensor_parallel_size=1
+    )
+
+    assert loaded.engine.model == "folder"
+    assert loaded.engine.max_model_len == 64
+    assert loaded.engine.cache.memory_utilization == 0.5
+
+
+def test_an_unknown_keyword_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="max_modellen is no setting; did you mean max-model-len"):
+        from_keywords(model="m", max_modellen=64)
+
+
+def test_keywords_win_over_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GAUDISERVE_SEED", "1")
+    monkeypatch.setenv("GAUDISERVE_MAX_MODEL_LEN", "2")
+
+    loaded = from_keywords(model="m", seed=3)
+
+    assert (loaded.engine.seed, loaded.engine.max_model_len) == (3, 2)
+
+
+def test_no_model_is_an_error_where_there_is_no_default() -> None:
+    with pytest.raises(ConfigError, match="no model is named"):
+        load([], environ={})

@@ -1,0 +1,119 @@
+"""config/loading/vendor_knobs.py: the table of vLLM's settings against our flags, and what the log
+says."""
+
+import logging
+
+import pytest
+
+from config.errors import ConfigError
+from config.loading.flags import FLAGS
+from config.loading.sources import load
+from config.loading.vendor_knobs import PATH, idle_variables, knobs, page, row_of
+from config.loading.vendor_table import NOT_BUILT, NOT_NEEDED
+from server.cli import main as cli
+
+
+def test_the_page_is_the_tables() -> None:
+    assert PATH.read_text(encoding="utf-8") == page(), "run `python -m config.vendor_knobs`"
+
+
+def test_a_knob_has_either_a_flag_that_reads_it_or_a_reason() -> None:
+    rows = [row_of(knob) for knob in knobs()]
+
+    for row in rows:
+        has_reason = row.knob.word in (NOT_BUILT, NOT_NEEDED) and bool(row.knob.why)
+        assert has_reason == (row.flag is None), row.knob.variable
+    assert len({row.knob.variable for row in rows}) == len(rows)
+
+
+def test_every_variable_of_vllm_that_a_device_setting_reads_is_in_the_table() -> None:
+    parts = ("execution", "warmup", "schedule", "buckets")
+    read = {
+        variable
+        for flag in FLAGS
+        if flag.part in parts
+        for variable in (*flag.variables, *flag.variables_of_switches)
+    }
+
+    assert read <= {knob.variable for knob in knobs()}
+
+
+def test_a_variable_that_does_nothing_is_told_once_with_the_reason() -> None:
+    environ = {
+        "VLLM_DEFRAG_WITH_GRAPHS": "1",
+        "VLLM_GC_THR_GEN0": "9",
+        "VLLM_DEBUG": "",
+        "VLLM_SKIP_WARMUP": "1",
+        "VLLM_NOT_OF_THE_GUIDE": "1",
+    }
+
+    found = idle_variables(environ)
+
+    assert found == [
+        (
+            "VLLM_DEFRAG_WITH_GRAPHS",
+            "not needed: blocks move between launches, in shapes that warm-up has met",
+        ),
+        ("VLLM_GC_THR_GEN0", "not needed: what lives at start is taken out of its sight"),
+    ]
+
+
+def test_sequence_lengths_of_old_decode_buckets_are_not_taken_for_blocks() -> None:
+    environ = {"VLLM_DECODE_SEQ_BUCKET_MAX": "4096"}
+
+    loaded = load(["m"], environ=environ)
+
+    assert loaded.engine.buckets.decode_blocks.max is None
+    ((variable, why),) = idle_variables(environ)
+    assert variable == "VLLM_DECODE_SEQ_BUCKET_MAX" and "VLLM_DECODE_BLOCK_BUCKET_*" in why
+
+
+def test_serve_warns_of_such_a_variable(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("VLLM_HANDLE_TOPK_DUPLICATES", "true")
+    monkeypatch.setattr("server.process.supervisor.serve", lambda *arguments: 0)
+    monkeypatch.setattr("config.log.setup", lambda *arguments, **options: None)
+    caplog.set_level(logging.WARNING)
+
+    code = cli.main(["serve", "m"])
+
+    assert code == 0
+    assert "VLLM_HANDLE_TOPK_DUPLICATES does nothing here, not needed: they" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("environ", "part", "field", "value"),
+    [
+        ({"VLLM_PROFILER_ENABLED": "full"}, "execution", "profiler", "auto"),
+        ({"VLLM_PROFILER_ENABLED": "false"}, "execution", "profiler", None),
+        ({"VLLM_CONTIGUOUS_PA": "true"}, "execution", "contiguous_pa", True),
+        ({"GAUDISERVE_CONTIGUOUS_PA": "auto"}, "execution", "contiguous_pa", None),
+        ({"VLLM_DELAYED_SAMPLING": "false"}, "schedule", "depth", 1),
+        ({"VLLM_PROMPT_BS_BUCKET_MAX": "8"}, "schedule", "max_prefill_batch", 8),
+        (
+            {"VLLM_PROMPT_BS_BUCKET_MAX": "8", "GAUDISERVE_MAX_NUM_PREFILL_SEQS": "2"},
+            "schedule",
+            "max_prefill_batch",
+            2,
+        ),
+        ({"VLLM_PROFILE_STEPS": "3,5"}, "execution", "profiled_steps", (3, 5)),
+    ],
+)
+def test_a_variable_of_vllm_means_our_setting(
+    environ: dict[str, str], part: str, field: str, value: object
+) -> None:
+    loaded = load(["m"], environ=environ)
+
+    assert getattr(getattr(loaded.engine, part), field) == value
+
+
+@pytest.mark.parametrize("word", ["5,3", "1,2,3", "some"])
+def test_steps_that_make_no_sense_are_refused(word: str) -> None:
+    with pytest.raises(ConfigError, match="profiler-steps"):
+        load(["m", "--profiler-steps", word], environ={})
+
+
+def test_developer_routes_are_never_open_without_a_key() -> None:
+    with pytest.raises(ConfigError, match="api-key holds 0 keys, it needs 1"):
+        load(["m"], environ={"VLLM_SERVER_DEV_MODE": "1"})

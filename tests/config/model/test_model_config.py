@@ -1,0 +1,161 @@
+"""read_model_config: both spellings of config.json, and an error for what we cannot run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config.errors import ConfigError
+from config.model.model_config import ModelConfig, RopeScaling, read_model_config
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+}
+
+
+def _read(folder: Path, generation: dict[str, Any] | None = None, **changes: Any) -> ModelConfig:
+    """LLAMA with `changes`; None takes a field away."""
+    raw = {name: value for name, value in {**LLAMA, **changes}.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(raw))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return read_model_config(str(folder))
+
+
+def test_what_a_checkpoint_leaves_out_has_the_usual_meaning(tmp_path: Path) -> None:
+    config = _read(tmp_path)
+
+    assert config == ModelConfig(str(tmp_path), "LlamaForCausalLM", 320, 64, 128, 2, 4, 4, 16, 512)
+
+
+def test_the_old_and_the_new_spelling_of_rope_say_the_same(tmp_path: Path) -> None:
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    }
+
+    old = _read(tmp_path, rope_theta=5e5, rope_scaling={"type": "llama3", **scaling})
+    new = _read(tmp_path, rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling})
+
+    assert old == new
+    assert new.rope_theta == 5e5
+    assert new.rope_scaling == RopeScaling("llama3", factor=8.0, original_max_position=128)
+
+
+def test_a_default_rope_is_no_scaling(tmp_path: Path) -> None:
+    config = _read(
+        tmp_path,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 7.0,
+            "partial_rotary_factor": 0.75,
+        },
+    )
+
+    assert (config.rope_theta, config.partial_rotary_factor) == (7.0, 0.75)
+    assert config.rope_scaling is None
+
+
+@pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
+def test_the_factor_of_longrope_is_worked_out_from_the_lengths(tmp_path: Path, name: str) -> None:
+    rope = {"type": name, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+    config = _read(tmp_path, rope_scaling=rope, original_max_position_embeddings=64)
+
+    assert config.rope_scaling == RopeScaling(
+        "longrope",
+        factor=8.0,
+        original_max_position=64,
+        short_factor=(1.0,) * 8,
+        long_factor=(2.0,) * 8,
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "window", "layers"),
+    [
+        ({"sliding_window": 9}, 9, (True, True)),
+        ({"sliding_window": 9, "use_sliding_window": False}, None, ()),
+        ({"sliding_window": 9, "max_window_layers": 1}, 9, (False, True)),
+        (
+            {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
+            9,
+            (True, False),
+        ),
+        ({}, None, ()),
+    ],
+)
+def test_windows_are_read_for_each_layer(
+    tmp_path: Path, fields: dict[str, Any], window: int | None, layers: tuple[bool, ...]
+) -> None:
+    config = _read(tmp_path, **fields)
+
+    assert (config.sliding_window, config.window_layers) == (window, layers)
+
+
+def test_end_tokens_and_sampling_defaults_come_from_the_generation_config(tmp_path: Path) -> None:
+    generation = {"eos_token_id": [5, 6], "temperature": 0.6, "top_k": 20, "do_sample": True}
+
+    config = _read(tmp_path, generation, eos_token_id=4, bos_token_id=1)
+
+    assert config.eos_token_ids == (5, 6)
+    assert config.bos_token_id == 1
+    assert config.generation_defaults == {"temperature": 0.6, "top_k": 20.0}
+
+
+def test_end_tokens_come_from_the_config_if_nothing_else_names_them(tmp_path: Path) -> None:
+    assert _read(tmp_path, {}, eos_token_id=4).eos_token_ids == (4,)
+
+
+@pytest.mark.parametrize("fields", [{"dtype": "float16"}, {"torch_dtype": "float16"}])
+def test_the_dtype_is_read_in_both_spellings(tmp_path: Path, fields: dict[str, Any]) -> None:
+    assert _read(tmp_path, **fields).dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_size": None}, "has no hidden_size"),
+        ({"hidden_size": "64"}, "hidden_size in .* is '64', it must be a int"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers in .* is 0, it must be at least 1"),
+        ({"num_key_value_heads": 3}, "4 query heads, not a multiple of its 3 key heads"),
+        ({"hidden_size": 66}, "divides hidden_size 66 into 4 heads"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps in .* is 'small', it must be a number"),
+        ({"architectures": []}, r"architectures in .* is \[\], it must name one model"),
+        ({"text_config": {}}, "parts beside its text model"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"are quantised \(awq\)"),
+        ({"dtype": "float8"}, "dtype in .* is float8"),
+        ({"sliding_window": 0}, "sliding_window in .* is 0"),
+        ({"sliding_window": 5, "layer_types": ["full_attention"]}, "names 1 layers of 2"),
+        ({"sliding_window": 5, "layer_types": ["a", "a"]}, r"unknown kinds \['a'\]"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor in .* is 1.5"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope factor in .* is 0"),
+        ({"rope_parameters": {"full_attention": {}}}, "differ from layer to layer"),
+        ({"eos_token_id": "end"}, "eos_token_id of .* is 'end'"),
+    ],
+)
+def test_what_we_cannot_run_is_named(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _read(tmp_path, **fields)
+
+
+def test_a_folder_without_a_config_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no config.json"):
+        read_model_config(str(tmp_path))
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "cannot be read"), ("[]", "holds a list")])
+def test_a_config_that_is_no_object_is_an_error(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+
+    with pytest.raises(ConfigError, match=message):
+        read_model_config(str(tmp_path))

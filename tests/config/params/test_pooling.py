@@ -1,0 +1,23 @@
+"""What a caller may ask of a pooling model."""
+
+import pytest
+
+from config.errors import UserError
+from config.params.pooling import PoolingParams
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "words"),
+    [
+        ({"task": "rank"}, "task", "'rank'"),
+        ({"task": "embed", "dimensions": 0}, "dimensions", "0, it must be at least 1"),
+        ({"task": "embed", "dimensions": True}, "dimensions", "True"),
+        ({"task": "classify", "dimensions": 4}, "dimensions", "classify gives no vector"),
+        ({"task": "score", "num_first": -1}, "num_first", "-1, it must be at least 0"),
+    ],
+)
+def test_what_no_model_takes_is_refused_by_name(asked, param, words):  # type: ignore[no-untyped-def]
+    with pytest.raises(UserError, match=words) as refusal:
+        PoolingParams(**asked)
+
+    assert refusal.value.param == param

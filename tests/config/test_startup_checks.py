@@ -1,0 +1,69 @@
+"""config/startup_checks.py: what is refused before a process is started."""
+
+import importlib.util
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from tiny_models import make_tiny
+
+from config.engine import EngineConfig
+from config.errors import ConfigError
+from config.model.model_config import read_model_config
+from config.startup_checks import check_checkpoint, check_device, choose_max_model_len
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny("llama", tmp_path_factory.mktemp("models") / "tiny"))
+
+
+def test_a_context_longer_than_the_checkpoints_is_refused_with_both_numbers(folder: str) -> None:
+    facts = read_model_config(folder)
+    most = facts.max_position
+
+    with pytest.raises(ConfigError, match=rf"max_model_len is {most + 1}, .* for {most}"):
+        check_checkpoint(EngineConfig(folder, max_model_len=most + 1), folder)
+
+    assert choose_max_model_len(None, facts) == most
+    assert choose_max_model_len(100, facts) == 100
+    # Asked or not: a long context is hours of warm-up on the emulated card.
+    assert choose_max_model_len(None, facts, is_emulated=True) == min(most, 512)
+    assert choose_max_model_len(most, facts, is_emulated=True) == most
+
+
+def test_a_checkpoint_that_no_worker_could_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+
+    with pytest.raises(ConfigError, match="has no hidden_size"):
+        check_checkpoint(EngineConfig(str(tmp_path)), str(tmp_path))
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("habana_frameworks") is not None, reason="a Gaudi's software is here"
+)
+def test_a_gaudi_without_its_runtime_is_refused_and_an_emulated_one_is_not() -> None:
+    with pytest.raises(ConfigError, match=r"'hpu', and habana_frameworks.* hpu-emulator"):
+        check_device("hpu")
+
+    for device in ("auto", "cpu", "hpu-emulator"):
+        check_device(device)
+
+
+@pytest.mark.skipif(not version("torch").endswith("+cpu"), reason="torch is built for more")
+def test_a_gpu_is_refused_where_torch_is_built_for_the_cpu() -> None:
+    with pytest.raises(ConfigError, match=r"'cuda', and torch .*\+cpu is built for the CPU alone"):
+        check_device("cuda")
+
+
+def test_checking_never_imports_torch() -> None:
+    code = (
+        "import sys; from config.startup_checks import check_device; check_device('cpu');"
+        "sys.exit('torch' in sys.modules)"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False)
+
+    assert done.returncode == 0

@@ -1,0 +1,261 @@
+"""ZmqClient and its mailboxes, before a scripted engine on real sockets."""
+
+import asyncio
+import contextlib
+from array import array
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_rig import asking, engine_rig, eventually, prompt_of, read_all
+
+from config.errors import EngineDied, Overloaded, UserError
+from config.params.pooling import PoolingParams
+from config.params.sampling import SamplingParams
+from engine.client.zmq import ZmqClient
+from engine.transport.channels import Line, Wires, endpoint
+from engine.transport.messages import (
+    Abort,
+    AddRequest,
+    EngineStats,
+    Failed,
+    Finish,
+    Hello,
+    Ready,
+    StepTokens,
+    ToEngine,
+)
+
+READY = Ready(0, 8, 16, 128, 50, (2,), 0, "fake", "float32", 0, 0, 0, 0.0, 0.0)
+
+
+class ScriptedEngine:
+    """The engine's end of the request channel, played by the test."""
+
+    def __init__(self, line: Line[Any, ToEngine]) -> None:
+        self.line = line
+
+    async def hears(self) -> ToEngine:
+        """The next message from the client."""
+        for _ in range(500):
+            if (message := self.line.receive()) is not None:
+                return message
+            await asyncio.sleep(0.005)
+        raise AssertionError("the client sent nothing")
+
+    def says(self, message: object) -> None:
+        assert self.line.send(message)
+
+
+@pytest.fixture
+def wires() -> Iterator[Wires]:
+    """The scripted engine's channels."""
+    wires = Wires("token")
+    yield wires
+    wires._context.destroy(linger=0)
+
+
+@contextlib.asynccontextmanager
+async def pair(
+    wires: Wires, folder: Path, *, index: int = 0, max_requests: int = 10, max_tokens: int = 1000
+) -> AsyncIterator[tuple[ZmqClient, ScriptedEngine]]:
+    """A client and the engine that is ready for it."""
+    address = endpoint(str(folder), "fe.sock")
+    client = ZmqClient(
+        address,
+        index,
+        token="token",
+        max_queued_requests=max_requests,
+        max_queued_prompt_tokens=max_tokens,
+    )
+    await client.start()
+    line = wires.connect_dealer(address, "0.in", ToEngine)
+    engine = ScriptedEngine(line)
+    engine.says(Hello(0, 1))
+    engine.says(READY)
+    try:
+        await asyncio.wait_for(client.wait_ready(), 5)
+        yield client, engine
+    finally:
+        line.close()
+        await client.close()
+
+
+async def settle() -> None:
+    """Let what was sent arrive."""
+    await asyncio.sleep(0.1)
+
+
+async def test_a_request_goes_down_with_its_front_end_in_the_key(
+    wires: Wires, tmp_path: Path
+) -> None:
+    async with pair(wires, tmp_path, index=3) as (client, engine):
+        box = client.add(prompt_of(7, 8), asking(5), priority=2, cache_salt="s")
+
+        message = await engine.hears()
+
+    assert isinstance(message, AddRequest)
+    assert (message.key, message.key >> 48, bytes(message.prompt)) == (box.key, 3, prompt_of(7, 8))
+    assert (message.sampling, message.priority, message.cache_salt) == (asking(5), 2, "s")
+
+
+async def test_what_is_not_read_is_merged(wires: Wires, tmp_path: Path) -> None:
+    async with pair(wires, tmp_path) as (client, engine):
+        box, other = (client.add(prompt_of(1), asking(5)) for _ in range(2))
+        key = box.key
+        engine.says(StepTokens(1, started=[key], started_cached=[4]))
+        engine.says(StepTokens(2, keys=[other.key, key], counts=[2, 1], tokens=[9, 9, 1]))
+        engine.says(StepTokens(3, keys=[key], counts=[3], tokens=[2, 3, 4]))
+        engine.says(StepTokens(4, finished=[Finish(key, "stop")]))
+        await settle()
+
+        update = await box.get()
+
+        assert (update.tokens, update.num_cached_tokens) == ([1, 2, 3, 4], 4)
+        assert update.finish == Finish(key, "stop")
+        with pytest.raises(EngineDied, match="has ended"):
+            await box.get()
+
+
+async def test_the_line_has_two_limits_and_says_both_numbers(wires: Wires, tmp_path: Path) -> None:
+    async with pair(wires, tmp_path, max_requests=2, max_tokens=10) as (client, engine):
+        first = client.add(prompt_of(*range(6)), asking(5))
+        with pytest.raises(Overloaded, match=r"6 prompt tokens .* has 5, and at most 10"):
+            client.add(prompt_of(*range(5)), asking(5))
+        client.add(prompt_of(1), asking(5))
+        with pytest.raises(Overloaded, match="2 requests are waiting, and at most 2") as caught:
+            client.add(prompt_of(1), asking(5))
+        going_on = client.add(prompt_of(*range(9)), asking(5), goes_on=True)
+        client.abort([going_on.key])
+        engine.says(StepTokens(1, started=[first.key], started_cached=[0]))
+        await first.get()
+
+        client.add(prompt_of(*range(9)), asking(5))
+
+    assert (caught.value.retry_after_s, caught.value.type) == (1, "server_overloaded")
+
+
+async def test_an_aborted_mailbox_ends_at_once_and_what_comes_later_is_dropped(
+    wires: Wires, tmp_path: Path
+) -> None:
+    async with pair(wires, tmp_path) as (client, engine):
+        box = client.add(prompt_of(1), asking(5))
+        await engine.hears()
+
+        client.abort([box.key, 12345])
+        client.abort([box.key])
+        engine.says(StepTokens(1, keys=[box.key], counts=[1], tokens=[9]))
+        await settle()
+        update = await box.get()
+
+        assert await engine.hears() == Abort([box.key])
+        assert engine.line.receive() is None
+        assert (update.tokens, update.finish) == ([], Finish(box.key, "abort"))
+
+
+async def test_aborts_at_any_moment_give_every_place_in_the_line_back(
+    wires: Wires, tmp_path: Path
+) -> None:
+    async with pair(wires, tmp_path, max_requests=1) as (client, engine):
+        waiting = client.add(prompt_of(1), asking(5))
+        client.abort([waiting.key])
+        running = client.add(prompt_of(1), asking(5))
+        engine.says(StepTokens(1, keys=[running.key], counts=[1], tokens=[9]))
+        await running.get()
+        client.abort([running.key])
+        done = client.add(prompt_of(1), asking(5))
+        engine.says(StepTokens(2, finished=[Finish(done.key, "length")]))
+        await done.get()
+        client.abort([done.key])
+
+        last = client.add(prompt_of(1), asking(5))
+
+        with pytest.raises(Overloaded):
+            client.add(prompt_of(1), asking(5))
+        assert last.key > done.key
+
+
+async def test_failed_ends_every_mailbox_and_closes_the_door(wires: Wires, tmp_path: Path) -> None:
+    async with pair(wires, tmp_path) as (client, engine):
+        boxes = [client.add(prompt_of(1), asking(5)) for _ in range(3)]
+        readers = [asyncio.ensure_future(box.get()) for box in boxes]
+        call = asyncio.ensure_future(client.control("ping"))
+        await asyncio.sleep(0)
+
+        engine.says(Failed(0, "the card is gone"))
+        endings = await asyncio.gather(*readers, call, return_exceptions=True)
+
+        assert [str(end) for end in endings] == ["the card is gone"] * 4
+        with pytest.raises(EngineDied, match="the card is gone"):
+            client.add(prompt_of(1), asking(5))
+        with pytest.raises(EngineDied, match="the card is gone"):
+            await client.wait_ready()
+
+
+async def test_a_request_that_cannot_be_encoded_is_the_callers_fault(
+    wires: Wires, tmp_path: Path
+) -> None:
+    async with pair(wires, tmp_path, max_requests=1) as (client, engine):
+        with pytest.raises(UserError, match="cannot be encoded"):
+            client.add(prompt_of(1), SamplingParams(), cache_salt="\ud800")
+
+        client.add(prompt_of(1), asking(5))
+
+        assert isinstance(await engine.hears(), AddRequest)
+
+
+async def test_every_sample_of_the_stats_is_seen(wires: Wires, tmp_path: Path) -> None:
+    seen: list[int] = []
+    async with pair(wires, tmp_path) as (client, engine):
+        client.on_stats(lambda stats: seen.extend(stats.step_tokens))
+        for step in range(3):
+            engine.says(StepTokens(step, stats=EngineStats(running=step, step_tokens=[step])))
+        await settle()
+
+        running = client.stats.running
+
+    assert (running, seen) == (2, [0, 1, 2])
+
+
+async def test_closing_ends_open_mailboxes(wires: Wires, tmp_path: Path) -> None:
+    async with pair(wires, tmp_path) as (client, _):
+        box = client.add(prompt_of(1), asking(5))
+
+        await client.close()
+
+        with pytest.raises(EngineDied, match="closed"):
+            await box.get()
+
+
+async def test_an_abort_reaches_a_real_engine_and_frees_its_row() -> None:
+    async with engine_rig("step_s=0.005") as rig:
+        box = rig.client.add(prompt_of(1), asking(4000))
+        await box.get()
+
+        rig.client.abort([box.key])
+
+        assert await eventually(lambda: rig.client.stats.running == 0, 1)
+        assert rig.client.stats.blocks_used == 0
+        _, finish = await read_all(box)
+    assert finish.reason == "abort"
+
+
+async def test_a_pooling_request_is_answered_by_its_vectors_and_its_end_at_once(
+    wires: Wires, tmp_path: Path
+) -> None:
+    asked = PoolingParams(task="embed", dimensions=2, num_first=1)
+    data = array("f", [0.5, -0.25]).tobytes()
+    async with pair(wires, tmp_path) as (client, engine):
+        box = client.add(prompt_of(1, 2, 3), pooling=asked)
+        heard = await engine.hears()
+        vectors = [(box.key, 1, memoryview(data))]
+        engine.says(StepTokens(0, vectors=vectors, finished=[Finish(box.key, "stop")]))
+
+        update = await box.get()
+
+    assert isinstance(heard, AddRequest)
+    assert heard.pooling == asked
+    assert update.vectors is not None
+    assert (update.vectors[0], bytes(update.vectors[1])) == (1, data)
+    assert update.finish == Finish(box.key, "stop")

@@ -1,0 +1,456 @@
+"""engine/core/engine_core.py: turns, refusals, aborts, and the invariants that the engine must
+keep."""
+
+import itertools
+import time
+
+import msgspec
+import pytest
+from core_rig import CoreRig
+from slow_model import raw
+
+from config.engine import EngineConfig
+from config.errors import UserError
+from config.params.sampling import SamplingParams
+from engine.core.engine_core import EngineCore
+from engine.scheduling.scheduler import KEPT_STEPS
+from engine.transport.messages import AddRequest
+
+LONG = {"max_tokens": 30, "ignore_eos": True}
+
+
+def test_two_steps_are_in_flight_at_depth_two_and_one_at_depth_one() -> None:
+    for depth in (1, 2):
+        rig = CoreRig(depth=depth)
+        rig.add(0, [1, 2, 3], **LONG)
+
+        rig.run()
+
+        assert rig.executor.max_in_flight == depth
+        rig.check_output(0)
+
+
+def test_an_idle_core_has_no_work_and_says_nothing() -> None:
+    rig = CoreRig()
+    rig.add(0, [1], max_tokens=1)
+    rig.run()
+
+    messages = rig.turn()
+
+    assert not rig.core.has_work
+    assert messages == []
+    assert rig.core.in_flight == 0
+
+
+def test_what_goes_on_with_a_sequence_stands_before_all_who_wait() -> None:
+    rig = CoreRig(rows=1)
+    for key in range(3):
+        rig.add(key, [1, 2, key], max_tokens=1)
+    rig.ledger.open(3)
+    rig.send(AddRequest(3, raw([1, 2, 9]), SamplingParams(max_tokens=1), goes_on=True))
+
+    rig.run()
+
+    assert [new.tokens[-4:].tobytes()[0] for plan in rig.plans for new in plan.new_rows] == [
+        9,
+        0,
+        1,
+        2,
+    ]
+
+
+def test_a_full_batch_keeps_the_row_of_what_goes_on_for_a_while() -> None:
+    rig = CoreRig(rows=2)
+    rig.add(0, [1, 2, 3], **LONG)
+
+    def go_on(key: int) -> None:
+        rig.ledger.open(key)
+        rig.send(AddRequest(key, raw([key] * 3), SamplingParams(max_tokens=1), goes_on=True))
+
+    go_on(1)
+    rig.add(2, [4, 5], max_tokens=1)
+    rig.run(turns=6)
+    go_on(3)
+    rig.run(turns=6)
+    waited = (rig.reason(1), rig.reason(2), rig.reason(3))
+    rig.run(turns=KEPT_STEPS)
+
+    assert waited == ("length", None, "length")
+    assert (rig.reason(2), rig.reason(0)) == ("length", None)
+    rig.run()
+    rig.check_output(0)
+
+
+def test_a_row_is_kept_only_beside_others() -> None:
+    rig = CoreRig(rows=1)
+    rig.ledger.open(0)
+    rig.send(AddRequest(0, raw([1, 2]), SamplingParams(max_tokens=1), goes_on=True))
+    rig.add(1, [4, 5], max_tokens=1)
+
+    rig.run(turns=5)
+
+    assert rig.reason(1) == "length"
+
+
+def test_a_step_with_nothing_to_launch_is_not_submitted_and_freed_rows_ride_later() -> None:
+    rig = CoreRig()
+    rig.add(0, [1], max_tokens=1)
+    rig.run()
+    after_first = len(rig.plans)
+
+    rig.run(turns=3)
+    rig.add(1, [1], max_tokens=1)
+    rig.run()
+
+    assert after_first == 1
+    assert len(rig.plans) == 2
+    assert rig.plans[1].freed_rows == [rig.plans[0].new_rows[0].row]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "error"),
+    [
+        ([], {}, "the prompt has 0 tokens, it must have at least 1"),
+        ([1] * 64, {}, "the prompt has 64 tokens, the model's context of 64 takes at most 63"),
+        ([1, 50], {}, "the prompt has token 50, the vocabulary has 50"),
+        ([1], {"logit_bias": {77: 1.0}}, "the sampling names token 77, the vocabulary has 50"),
+        ([1], {"allowed_token_ids": (3, 51)}, "the sampling names token 51, the vocabulary has 50"),
+        (
+            [1],
+            {"bad_words_token_ids": ((4, 90),)},
+            "the sampling names token 90, the vocabulary has 50",
+        ),
+        ([1] * 50, {}, "the prompt needs 13 KV blocks of 4 tokens, the cache has 12"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_both_numbers(
+    prompt: list[int], sampling: dict[str, object], error: str
+) -> None:
+    rig = CoreRig(num_blocks=12)
+
+    rig.add(7, prompt, **sampling)
+    rig.run()
+
+    assert (rig.reason(7), rig.error(7)) == ("error", error)
+    assert rig.plans == []
+    assert rig.core.num_open == 0
+
+
+def test_a_prompt_of_broken_bytes_is_refused() -> None:
+    rig = CoreRig()
+    rig.ledger.open(1)
+
+    rig.core.add(AddRequest(1, memoryview(b"12345"), SamplingParams()), [])
+    rig.run()
+
+    assert rig.error(1) == "the prompt has 5 bytes, which is no multiple of 4"
+
+
+def test_a_full_line_refuses_and_leaks_nothing() -> None:
+    rig = CoreRig(max_waiting=2)
+    for key in range(3):
+        rig.add(key, [1, 2], max_tokens=2, ignore_eos=True)
+
+    rig.run()
+
+    assert rig.error(2) == "2 requests wait, at most 2 may"
+    assert rig.reason(0) == rig.reason(1) == "length"
+    assert rig.core.num_open == 0
+
+
+def test_a_key_used_twice_ends_once_with_an_error() -> None:
+    rig = CoreRig()
+    rig.add(3, [1, 2], **LONG)
+    rig.run(turns=4)
+
+    rig.send(AddRequest(3, raw([5]), SamplingParams()))
+    rig.run()
+
+    assert rig.reason(3) == "error"
+    assert "already open" in rig.error(3)
+    assert rig.core.num_open == 0
+
+
+def test_missing_seeds_are_drawn_from_the_config_and_given_ones_kept() -> None:
+    def seeds(rig: CoreRig) -> list[int]:
+        for key, seed in enumerate([None, None, 5, -1]):
+            rig.add(key, [key], temperature=1.0, seed=seed, max_tokens=1)
+        rig.run()
+        return [new.sampling.seed for plan in rig.plans for new in plan.new_rows]
+
+    one, other = seeds(CoreRig()), seeds(CoreRig())
+
+    assert one == other
+    assert len(set(one)) == 4
+    assert one[2] == 5
+    assert all(0 <= seed < 2**63 for seed in one)
+
+
+def test_controls_answer_or_say_what_is_wrong() -> None:
+    rig = CoreRig()
+
+    assert rig.core.control("ping", {}) == "pong"
+    with pytest.raises(UserError, match="'pong' is not one of ping, reset_prefix_cache"):
+        rig.core.control("pong", {})
+    with pytest.raises(UserError, match="takes 0 arguments, it got 1"):
+        rig.core.control("ping", {"loud": True})
+
+
+def test_a_reset_prefix_cache_finds_nothing_of_before() -> None:
+    rig = CoreRig()
+    rig.add(0, list(range(20)), max_tokens=1)
+    rig.run()
+    rig.add(1, list(range(20)), max_tokens=1)
+    rig.run()
+
+    answer = rig.core.control("reset_prefix_cache", {})
+    rig.add(2, list(range(20)), max_tokens=1)
+    rig.run()
+
+    assert answer is True
+    assert [rig.ledger.requests[key].num_cached for key in range(3)] == [0, 16, 0]
+
+
+def test_a_failed_executor_ends_every_open_request_with_its_words() -> None:
+    rig = CoreRig(rows=2)
+    for key in range(4):
+        rig.add(key, [key], **LONG)
+    rig.run(turns=3)
+
+    rig.ledger.take(rig.core.fail("the worker is gone"))
+
+    assert [rig.error(key) for key in range(4)] == ["the worker is gone"] * 4
+    assert rig.core.num_open == 0
+
+
+def test_stats_go_to_every_front_end_even_to_one_without_requests() -> None:
+    rig = CoreRig(depth=1)
+    rig.core.attach(1)
+    rig.add(0, [1, 2, 3], max_tokens=2, ignore_eos=True)
+
+    messages = [message for _ in range(2) for message in rig.turn()]
+
+    assert sorted(front_end for front_end, _ in messages) == [0, 0, 1, 1]
+    last = messages[-1][1].stats
+    assert last is not None
+    assert (last.steps, last.running, last.blocks_total) == (2, 0, 64)
+    samples = [m.stats.step_tokens for f, m in messages if f == 1 and m.stats is not None]
+    assert samples == [[3], [1]]
+
+
+def test_an_abort_alone_is_enough_to_send_new_gauges() -> None:
+    rig = CoreRig(rows=1)
+    rig.add(0, [1], **LONG)
+    rig.add(1, [2], **LONG)
+    rig.run(turns=3)
+    rig.abort(0, 1)
+
+    last = None
+    while rig.core.has_work:
+        for _, message in rig.turn():
+            last = message.stats
+
+    assert last is not None
+    assert (last.running, last.waiting, last.blocks_used) == (0, 0, 0)
+
+
+def test_a_front_end_that_is_gone_leaves_nothing_behind() -> None:
+    rig = CoreRig(rows=2)
+    gone = [(1 << 48) | serial for serial in range(3)]
+    for key in gone:
+        rig.add(key, [1, 2], **LONG)
+    rig.add(0, [3], max_tokens=4, ignore_eos=True)
+    rig.run(turns=3)
+
+    rig.core.detach(1)
+    for key in gone:
+        rig.ledger.abort(key)
+    messages = []
+    while rig.core.has_work:
+        messages += rig.turn()
+
+    assert {front_end for front_end, _ in messages} == {0}
+    rig.check_output(0)
+    assert rig.core.stats().blocks_used == 0
+
+
+# Invariants of the architecture, by number.
+
+
+def test_invariant_1_free_and_held_blocks_are_all_blocks_at_every_step() -> None:
+    rig = CoreRig(num_blocks=14, rows=4, budget=12)
+    for key in range(12):
+        rig.add(key, [1, 2, 3, 4] * 3 + [key], max_tokens=12 + key, ignore_eos=True)
+
+    while rig.core.has_work:
+        rig.turn()  # which checks holders against tables
+
+    assert rig.core.stats().blocks_used == 0
+    assert rig.core.stats().preemptions > 0
+
+
+def test_invariant_1_books_that_lie_are_found() -> None:
+    rig = CoreRig()
+    rig.add(0, [1, 2, 3], **LONG)
+    rig.run(turns=2)
+
+    rig.core._kv.pool.take(1)
+
+    with pytest.raises(AssertionError, match="block 1 has 1 holders, 0 tables name it"):
+        rig.core.check_books()
+
+
+def test_invariant_2_only_full_blocks_of_accepted_tokens_are_shared() -> None:
+    # With a step in flight the row has written a token that nobody accepted yet.
+    rig = CoreRig(depth=2)
+    rig.add(0, [1, 2, 3], max_tokens=40, ignore_eos=True)
+    request = rig.core._requests[0]
+
+    while rig.core.has_work:
+        rig.turn()
+        filed = sum(rig.core._kv.pool.find(name) is not None for name in request.hashes)
+        assert filed == len(request.hashes) <= max(request.known - 1, 0) // 4
+
+    assert len(request.hashes) == 10
+
+
+def test_invariant_2_generated_blocks_are_found_by_the_next_turn_of_a_talk() -> None:
+    rig = CoreRig()
+    rig.add(0, list(range(10, 20)), max_tokens=15, ignore_eos=True)
+    rig.run()
+    talk = list(range(10, 20)) + rig.tokens(0)
+
+    rig.add(1, [*talk, 5, 6], max_tokens=3, ignore_eos=True)
+    rig.run()
+
+    assert rig.ledger.requests[1].num_cached == 24
+    rig.check_output(1)
+
+
+def test_invariant_3_a_preempted_request_delivers_every_token_once() -> None:
+    for depth in (1, 2):
+        rig = CoreRig(num_blocks=9, rows=3, depth=depth)
+        for key in range(3):
+            rig.add(key, [key] * 6, max_tokens=20, ignore_eos=True)
+
+        rig.run()
+
+        assert rig.core.stats().preemptions > 0
+        for key in range(3):
+            rig.check_output(key)
+
+
+def test_invariant_4_every_launch_names_a_prepared_bucket() -> None:
+    for strategy in ("exponential", "linear"):
+        rig = CoreRig(buckets=strategy, rows=8, budget=24, num_blocks=40)
+        for key in range(20):
+            rig.add(key, [1] * (1 + 2 * key), max_tokens=10, ignore_eos=True)
+
+        rig.run()
+
+        lookups = rig.core.stats().lookups
+        assert set(lookups) == {"prefill.hit", "decode.hit"}
+        for key in range(20):
+            rig.check_output(key)
+
+
+def test_invariant_7_each_plan_is_collected_once_and_nothing_follows_a_finish() -> None:
+    rig = CoreRig(rows=3)
+    for key in range(9):
+        rig.add(key, [key, 1], max_tokens=7)
+
+    rig.run()  # the ledger fails on anything late or doubled
+
+    assert rig.executor.collected == len(rig.plans) == rig.core.stats().steps
+    for key in range(9):
+        rig.check_output(key)
+
+
+def test_invariant_8_same_tokens_whatever_the_batch_bucket_chunk_prefix_or_preemption() -> None:
+    prompt = [4, 5, 6, 7] * 4
+    outputs = set()
+
+    for depth, budget, num_blocks, buckets in itertools.product(
+        (1, 2), (5, 40), (14, 60), ("exact", "linear")
+    ):
+        rig = CoreRig(depth=depth, budget=budget, num_blocks=num_blocks, buckets=buckets, rows=4)
+        for key in range(4):
+            rig.add(key, prompt[: 4 + 4 * key], seed=11, temperature=1.0, max_tokens=18)
+        rig.run()
+        outputs.add(tuple(rig.tokens(3)))
+
+    assert len(outputs) == 1
+
+
+def test_invariant_10_an_abort_at_any_moment_leaves_nothing_behind() -> None:
+    for depth, turns, size in itertools.product((1, 2), range(9), (3, 30)):
+        rig = CoreRig(depth=depth, budget=8, rows=2)
+        rig.add(0, [1] * size, **LONG)
+        rig.add(1, [2, 3], **LONG)
+        rig.add(2, [4], **LONG)
+        rig.run(turns=turns)
+
+        rig.abort(0, 2)
+        rig.core.abort([0, 2, 99])
+        rig.run()
+
+        assert rig.core.num_open == 0
+        assert rig.core.stats().blocks_used == 0
+        rig.check_output(0)
+        rig.check_output(1)
+
+
+def test_invariant_10_blocks_of_an_aborted_row_come_back_after_its_last_plan() -> None:
+    rig = CoreRig(depth=2)
+    rig.add(0, [1, 2, 3], **LONG)
+    rig.run(turns=4)
+    assert rig.core.in_flight == 1
+
+    rig.abort(0)
+    right_after = rig.core.stats()
+    rig.turn()
+
+    assert (right_after.running, right_after.blocks_used) == (0, 2)
+    assert rig.core.stats().blocks_used == 0
+    assert rig.core.in_flight == 0
+
+
+def test_a_step_does_the_same_work_with_a_long_line() -> None:
+    def quickest_turn(num_waiting: int) -> float:
+        rig = CoreRig(rows=1, max_waiting=30_000)
+        rig.add(0, [1], **LONG)
+        for key in range(1, num_waiting + 1):
+            rig.core.add(AddRequest(key, raw([1]), SamplingParams()), [])
+        seconds = []
+        for _ in range(20):
+            begun = time.perf_counter()
+            rig.core.turn()
+            seconds.append(time.perf_counter() - begun)
+        return min(seconds)
+
+    # The quickest of twenty hardly wavers; a line that was walked would take 100 times as long.
+    assert quickest_turn(20_000) < 5 * quickest_turn(1)
+
+
+def test_who_waits_can_leave_a_long_line_in_any_order() -> None:
+    rig = CoreRig(rows=1, max_waiting=30_000)
+    for key in range(20_000):
+        rig.core.add(AddRequest(key, raw([1]), SamplingParams()), [])
+
+    rig.core.abort(range(19_999, 0, -2))
+    rig.core.abort(range(0, 20_000, 2))
+
+    assert rig.core.stats().waiting == rig.core.num_open == 0
+    rig.core.check_books()
+
+
+def test_what_warm_up_counted_is_known_before_the_first_step() -> None:
+    rig = CoreRig()
+    counters = {"graphs": 4.0, "compilations.decode.warmup": 4.0}
+    ready = msgspec.structs.replace(rig.ready, counters=counters)
+    assert rig.executor.table is not None
+    core = EngineCore(EngineConfig("none"), rig.executor, ready, rig.executor.table, lambda: 0.0)
+
+    stats = core.stats()
+
+    assert (stats.graphs, stats.compilations) == (4, {"decode.warmup": 4})

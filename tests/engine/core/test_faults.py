@@ -1,0 +1,100 @@
+"""Sudden death of each process: who hears, how soon, and what is left behind."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from counting_worker import ROOT, sockets_in
+from engine_rig import EngineRig, asking, engine_rig, eventually, prompt_of, read_all
+from live import alive, children_of, workers_of
+
+from config.errors import EngineDied
+from engine.client.zmq import Mailbox
+
+
+async def streaming(rig: EngineRig, count: int) -> list[Mailbox]:
+    """Requests that are in the middle of their tokens."""
+    boxes: list[Mailbox] = [rig.client.add(prompt_of(1), asking(4000)) for _ in range(count)]
+    await asyncio.gather(*(box.get() for box in boxes))
+    return boxes
+
+
+@pytest.mark.parametrize("victim", ["engine", "worker"])
+async def test_kill_9_ends_every_request_and_leaves_nothing(victim: str) -> None:
+    async with engine_rig("step_s=0.01", executor="processes") as rig:
+        (worker,) = workers_of(rig.engine.pid)
+        boxes = await streaming(rig, 20)
+        began = time.monotonic()
+
+        os.kill(rig.engine.pid if victim == "engine" else worker, signal.SIGKILL)
+        endings = await asyncio.gather(*map(read_all, boxes), return_exceptions=True)
+
+        assert time.monotonic() - began < 1.5
+        assert all(
+            isinstance(end, EngineDied) and "was killed by SIGKILL" in str(end) for end in endings
+        ), endings
+        assert await eventually(lambda: rig.engine.poll() is not None, 5)
+        assert rig.engine.poll() != 0
+        assert await eventually(lambda: not alive(worker), 2)
+        with pytest.raises(EngineDied):
+            rig.client.add(prompt_of(1), asking(1))
+    assert sockets_in(rig.directory) == []
+
+
+async def test_a_worker_that_dies_while_nobody_asks_ends_the_engine() -> None:
+    async with engine_rig(executor="processes") as rig:
+        (worker,) = workers_of(rig.engine.pid)
+
+        os.kill(worker, signal.SIGKILL)
+
+        assert await eventually(lambda: rig.client.failure is not None, 1)
+        assert await eventually(lambda: rig.engine.poll() is not None, 3)
+
+
+async def test_a_front_end_that_nobody_told_hears_of_the_death_by_itself() -> None:
+    async with engine_rig("step_s=0.01") as rig:
+        rig.engine._child._on_exit = None
+        (box,) = await streaming(rig, 1)
+
+        os.kill(rig.engine.pid, signal.SIGKILL)
+
+        with pytest.raises(EngineDied, match="hung up"):
+            await asyncio.wait_for(read_all(box), 2)
+
+
+PARENT = """
+import sys, time
+sys.path[:0] = [{root!r}, {root!r} + "/tests/support"]
+from counting_worker import counting_command
+from engine_rig import counting_config
+from engine.launch import launch
+from engine.wire import SocketDirectory
+directory = SocketDirectory()
+command = counting_command("engine")
+launch(counting_config(executor="processes"), directory.path, 1, token="t", command=command)
+print(directory.path, flush=True)
+time.sleep(60)
+"""
+
+
+def test_when_the_parent_is_killed_its_children_leave_and_tidy_up() -> None:
+    code = PARENT.format(root=str(ROOT))
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as it:
+        assert it.stdout is not None
+        directory = it.stdout.readline().strip()
+        deadline = time.monotonic() + 10
+        while len(family := children_of(it.pid)) < 2:
+            assert time.monotonic() < deadline, family
+            time.sleep(0.02)
+
+        it.kill()
+        deadline = time.monotonic() + 2
+        while any(map(alive, family)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    assert not any(map(alive, family))
+    assert not os.path.exists(directory)

@@ -1,0 +1,78 @@
+"""What an engine process sends: from any thread, in order, and never waiting for a reader."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from config.engine import EngineConfig
+from config.errors import EngineDied
+from engine.process.engine_process import EngineOrders, Output, front_end_endpoint
+from engine.transport.channels import HIGH_WATER, Wires
+from engine.transport.messages import FromEngine, Reply
+
+PER_THREAD = 200
+
+
+@pytest.fixture
+def wires() -> Iterator[Wires]:
+    wires = Wires("token")
+    yield wires
+    wires.close()
+
+
+def orders(folder: Path) -> EngineOrders:
+    return EngineOrders(EngineConfig(model="none"), str(folder), num_front_ends=1, token="token")
+
+
+async def test_what_many_threads_say_arrives_whole_and_in_each_ones_order(
+    wires: Wires, tmp_path: Path
+) -> None:
+    board = wires.bind_router(front_end_endpoint(str(tmp_path), 0), FromEngine)
+    heard: list[int] = []
+    all_heard = asyncio.Event()
+
+    def hear(peer: bytes, message: Reply) -> None:
+        heard.append(message.call)
+        if len(heard) == PER_THREAD * len(starts):
+            all_heard.set()
+
+    starts = [1000 * number for number in range(4)]
+    board.listen(hear, lambda: None)
+    output = Output(orders(tmp_path), wires)
+
+    def say(first: int) -> None:
+        for call in range(first, first + PER_THREAD):
+            output.put(None if call % 2 else 0, Reply(call))
+
+    threads = [threading.Thread(target=say, args=(start,)) for start in starts]
+    for thread in threads:
+        thread.start()
+    await asyncio.wait_for(all_heard.wait(), 20)
+    for thread in threads:
+        thread.join()
+    output.close()
+    board.close()
+
+    for start in starts:
+        mine = [call for call in heard if start <= call < start + 1000]
+        assert mine == list(range(start, start + PER_THREAD))
+
+
+def test_a_front_end_that_does_not_read_ends_the_engine_with_the_number(
+    wires: Wires, tmp_path: Path
+) -> None:
+    output = Output(orders(tmp_path), wires)
+    errors: list[BaseException] = []
+    output.on_error = errors.append
+
+    for call in range(HIGH_WATER):
+        output.put(0, Reply(call))
+    assert not errors
+    output.put(0, Reply(HIGH_WATER))
+
+    assert [type(error) for error in errors] == [EngineDied]
+    assert str(HIGH_WATER) in str(errors[0])
+    output.close()

@@ -1,0 +1,87 @@
+"""engine/core/request.py: what a request is told and what it remembers."""
+
+import pytest
+from slow_model import raw
+
+from config.params.sampling import SamplingParams
+from engine.core.request import ModelLimits, Request
+from engine.transport.messages import AddRequest
+
+LIMITS = ModelLimits(max_model_len=20, vocab_size=50, eos_ids=frozenset({2}))
+
+
+def make(prompt: list[int], *, key: int = 1, **sampling: object) -> Request:
+    return Request(
+        AddRequest(key, raw(prompt), SamplingParams(**sampling)),  # type: ignore[arg-type]
+        [],
+        seed=99,
+        rank=(0, 0),
+        limits=LIMITS,
+        arrived_at=0.0,
+    )
+
+
+def test_no_max_tokens_means_the_rest_of_the_context() -> None:
+    assert make([1] * 5, max_tokens=None).max_known == 20
+    assert make([1] * 5, max_tokens=100).max_known == 20
+    assert make([1] * 5, max_tokens=3).max_known == 8
+
+
+def test_the_top_bits_of_a_key_name_the_front_end() -> None:
+    assert make([1], key=(3 << 48) | 17).front_end == 3
+
+
+def test_end_tokens_are_those_of_the_model_and_those_asked_for() -> None:
+    plain = make([1], stop_token_ids=(2, 7))
+    ignoring = make([1], stop_token_ids=(7,), ignore_eos=True)
+
+    assert plain.end_ids == {2, 7}
+    assert plain.stop_ids == {7}
+    assert ignoring.end_ids == ignoring.stop_ids == {7}
+
+
+def test_a_stop_token_outside_the_vocabulary_never_reaches_the_device() -> None:
+    request = make([1], stop_token_ids=(7, 50, 4_000_000), min_tokens=1)
+
+    assert request.row_sampling().end_token_ids == (2, 7)
+
+
+def test_neutral_sampling_stays_neutral_and_gets_its_seed() -> None:
+    row = make([1], top_k=-1, logit_bias={9: 1.0, 3: -1.0}).row_sampling()
+
+    assert (row.top_k, row.seed, row.num_logprobs, row.num_prompt_logprobs) == (0, 99, -1, -1)
+    assert row.logit_bias == ((3, -1.0), (9, 1.0))
+    assert row.end_token_ids == ()
+
+
+@pytest.mark.parametrize(("asked", "told"), [(5e-324, 1e-30), (1e308, 1e30), (1.25, 1.25)])
+def test_a_repetition_penalty_stays_within_what_32_bits_can_apply(
+    asked: float, told: float
+) -> None:
+    row = make([1], repetition_penalty=asked).row_sampling()
+
+    assert row.repetition_penalty == pytest.approx(told)
+
+
+def test_scores_of_the_prompt_are_asked_for_until_all_went_up() -> None:
+    request = make([1, 2, 3], prompt_logprobs=2)
+    before = request.row_sampling()
+
+    request.num_scored = 2
+
+    assert before.num_prompt_logprobs == 2
+    assert request.row_sampling().num_prompt_logprobs == -1
+    assert request.row_sampling().temperature == before.temperature
+
+
+def test_known_tokens_are_prompt_and_output() -> None:
+    request = make([5, 6, 7])
+    fresh = bytes(request.known_tokens())
+    request.outputs.extend([8, 9])
+    request.known += 2
+
+    assert fresh == bytes(raw([5, 6, 7]))
+    assert bytes(request.known_tokens()) == bytes(raw([5, 6, 7, 8, 9]))
+    assert request.token_bytes(0, 2) == bytes(raw([5, 6]))
+    assert request.token_bytes(2, 4) == bytes(raw([7, 8]))
+    assert request.token_bytes(3, 5) == bytes(raw([8, 9]))

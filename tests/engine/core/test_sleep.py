@@ -1,0 +1,154 @@
+"""An engine sleeps and wakes up: what becomes of requests, prefixes and what the worker is told."""
+
+import pytest
+from core_rig import CoreRig
+from counting_worker import NO_MEMORY, counting_command
+
+from config.engine import EngineConfig
+from config.errors import RequestFailed, UserError
+from engine.executors.multiproc import MultiprocExecutor
+from engine.transport.messages import SLEEP, WAKE_UP, EngineStats
+from hpu.protocol import SLEEP as WORKER_SLEEP
+from hpu.protocol import WAKE_WEIGHTS, WarmupProgress
+
+PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+LONG = {"max_tokens": 20, "ignore_eos": True}
+
+
+def state(rig: CoreRig) -> str:
+    return rig.core.stats().sleep
+
+
+def test_requests_that_are_open_end_with_a_word_that_they_may_come_again() -> None:
+    rig = CoreRig(rows=1)
+    rig.add(0, PROMPT, **LONG)
+    rig.add(1, PROMPT, **LONG)
+    rig.run(turns=3)
+
+    asleep = rig.core.control(SLEEP, {"level": 1})
+
+    finished = {f.key: f for _, message in rig.core.turn() for f in message.finished}
+    assert asleep == state(rig) == "weights_offloaded"
+    assert [finished[key].is_late for key in (0, 1)] == [True, True]
+    assert rig.executor.calls == [(WORKER_SLEEP, 1)]
+    rig.core.check_books()
+
+
+def test_nothing_is_taken_while_it_sleeps_and_all_is_as_before_when_it_wakes() -> None:
+    rig = CoreRig()
+    rig.add(0, PROMPT, **LONG)
+    rig.run()
+    rig.core.control(SLEEP, {"level": 2})
+    rig.add(1, PROMPT, **LONG)
+    told = [f for _, message in rig.core.turn() for f in message.finished]
+
+    awake = rig.core.control(WAKE_UP, {})
+    rig.add(2, PROMPT, **LONG)
+    rig.run()
+
+    assert [(f.key, f.is_late) for f in told] == [(1, True)]
+    assert awake == state(rig) == "awake"
+    rig.check_output(2)
+    # No prefix outlived the sleep, and no row of the time before is freed again.
+    assert rig.plans[-1].freed_rows == []
+    assert [new.num_computed for plan in rig.plans for new in plan.new_rows] == [0, 0]
+
+
+def test_by_mode_wait_it_sleeps_once_nobody_is_open() -> None:
+    rig = CoreRig()
+    rig.add(0, PROMPT, **LONG)
+    rig.run(turns=2)
+
+    first = rig.core.control(SLEEP, {"mode": "wait"})
+    rig.add(1, PROMPT)
+    rig.run()
+
+    rig.check_output(0)
+    assert (first, state(rig)) == ("falling_asleep", "weights_offloaded")
+    assert rig.executor.calls == [(WORKER_SLEEP, 1)]
+
+
+def test_to_wake_up_ends_a_wait_for_sleep() -> None:
+    rig = CoreRig()
+    rig.add(0, PROMPT, **LONG)
+    rig.run(turns=2)
+    rig.core.control(SLEEP, {"mode": "wait"})
+
+    rig.core.control(WAKE_UP, {})
+    rig.add(1, PROMPT, **LONG)
+    rig.run()
+
+    assert state(rig) == "awake" and rig.executor.calls == []
+    rig.check_output(0)
+    rig.check_output(1)
+
+
+def test_by_tags_it_wakes_in_parts_and_a_deeper_sleep_is_told() -> None:
+    rig = CoreRig()
+    rig.core.control(SLEEP, {"level": 1})
+    rig.core.control(SLEEP, {"level": 2})
+    rig.core.control(SLEEP, {"level": 1})
+
+    part = rig.core.control(WAKE_UP, {"tags": ["weights"]})
+    between = state(rig)
+    whole = rig.core.control(WAKE_UP, {"tags": ["kv_cache"]})
+
+    assert (part, between, whole) == ("discard_all", "discard_all", "awake")
+    assert rig.executor.calls == [(WORKER_SLEEP, 1), (WORKER_SLEEP, 2), (WAKE_WEIGHTS, 0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "error"),
+    [
+        (SLEEP, {"level": 3}, "level is 3, it must be 1 or 2"),
+        (SLEEP, {"mode": "keep"}, "mode is 'keep', it must be abort or wait"),
+        (WAKE_UP, {"tags": ["lora"]}, "tags has 'lora', it must be weights or kv_cache"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(name: str, arguments: dict[str, object], error: str) -> None:
+    rig = CoreRig()
+
+    with pytest.raises(UserError) as caught:
+        rig.core.control(name, arguments)
+
+    assert caught.value.message == error
+    assert rig.core.stats() == EngineStats(blocks_total=64)
+
+
+def test_a_worker_process_tells_its_progress_while_it_wakes_up(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    told: list[WarmupProgress] = []
+    executor = worker_process("", tmp_path_factory)
+    ready = executor.start(lambda progress: None)
+    executor.call(WORKER_SLEEP, 1)
+
+    again = executor.wake_up(told.append)
+
+    executor.close()
+    assert again == ready
+    assert told == [WarmupProgress("warmup", 1, 2), WarmupProgress("warmup", 1, 1)]
+
+
+def test_a_worker_process_that_cannot_wake_up_says_why_and_lives(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    executor = worker_process("no_memory=1", tmp_path_factory)
+    executor.start(lambda progress: None)
+    executor.call(WORKER_SLEEP, 1)
+
+    with pytest.raises(RequestFailed, match=NO_MEMORY):
+        executor.wake_up(lambda progress: None)
+
+    answer = executor.call(WAKE_WEIGHTS)
+    executor.close()
+    assert answer == ""
+
+
+def worker_process(manners: str, folders: pytest.TempPathFactory) -> MultiprocExecutor:
+    return MultiprocExecutor(
+        EngineConfig(model=f"counting:{manners}"),
+        str(folders.mktemp("s")),
+        lambda death: None,
+        command=counting_command("worker"),
+    )

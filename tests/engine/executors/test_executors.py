@@ -1,0 +1,267 @@
+"""Executors with real workers' processes: order, death, words, and which one is chosen."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from counting_worker import REFUSAL, counting_command
+from engine_rig import counting_config
+from live import ROOT, alive
+
+from config.engine import EngineConfig
+from config.errors import ConfigError, EngineDied, UserError
+from engine.executors.base import IDLE_S
+from engine.executors.inproc import InlineExecutor
+from engine.executors.multiproc import MultiprocExecutor
+from engine.executors.select import make_executor
+from hpu.protocol import (
+    DECODE,
+    PREFILL,
+    Launch,
+    Masks,
+    NewRow,
+    RowSampling,
+    StepPlan,
+    WarmupProgress,
+)
+
+
+def executor_of(
+    manners: str, directory: object, deaths: list[str] | None = None
+) -> MultiprocExecutor:
+    return MultiprocExecutor(
+        counting_config(manners),
+        str(directory),
+        (deaths if deaths is not None else []).append,
+        command=counting_command("worker"),
+    )
+
+
+def plan_of(step: int) -> StepPlan:
+    """One new sequence of two tokens in a row and a block of its own."""
+    new = NewRow(step, memoryview(b"\1\0\0\0\2\0\0\0"), 2, 0, [step], RowSampling())
+    return StepPlan(step, [Launch(PREFILL, (1, 2, 0), [step], [2], [True])], new_rows=[new])
+
+
+def test_plans_that_are_in_flight_together_come_back_in_order(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    executor = executor_of("", tmp_path_factory.mktemp("s"))
+    progress: list[WarmupProgress] = []
+    executor.start(progress.append)
+
+    executor.submit(plan_of(0))
+    executor.submit(plan_of(1))
+    results = [executor.collect(), executor.collect()]
+    pid = executor.pid
+    executor.close()
+    executor.close()
+
+    assert [result.step for result in results] == [0, 1]
+    assert [one.stage for one in progress] == ["load", "warmup"]
+    assert not alive(pid)
+
+
+def test_an_idle_worker_prepares_what_was_left_and_tells_it_between_results(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    executor = executor_of("later=3", tmp_path_factory.mktemp("s"))
+    ready = executor.start(lambda progress: None)
+    executor.submit(plan_of(0))
+    executor.collect()
+
+    warmed: list[int] = []
+    deadline = time.monotonic() + 10
+    while len(warmed) < 3 and time.monotonic() < deadline:
+        warmed += [one.num_later for one in executor.take_warmed()]
+        time.sleep(0.01)
+    executor.submit(plan_of(1))
+    result = executor.collect()
+    executor.close()
+
+    assert (ready.num_later, warmed, result.step) == (3, [2, 1, 0], 1)
+    assert not executor.idle()
+
+
+def test_a_worker_killed_while_collect_waits_is_noticed_at_once(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    deaths: list[str] = []
+    executor = executor_of("step_s=30", tmp_path_factory.mktemp("s"), deaths)
+    executor.start(lambda progress: None)
+    executor.submit(plan_of(0))
+    threading.Timer(0.2, os.kill, (executor.pid, signal.SIGKILL)).start()
+    began = time.monotonic()
+
+    with pytest.raises(EngineDied, match=r"worker 0 \(process \d+\) was killed by SIGKILL"):
+        executor.collect()
+
+    assert time.monotonic() - began < 1.2
+    executor.close()
+    assert len(deaths) == 1 and "SIGKILL" in deaths[0]
+
+
+def test_a_worker_that_cannot_start_is_quoted(tmp_path_factory: pytest.TempPathFactory) -> None:
+    executor = executor_of("refuse=1", tmp_path_factory.mktemp("s"))
+
+    with pytest.raises(ConfigError) as caught:
+        executor.start(lambda progress: None)
+    executor.close()
+
+    assert str(caught.value) == REFUSAL
+
+
+def test_a_closed_executor_reports_no_death(tmp_path_factory: pytest.TempPathFactory) -> None:
+    deaths: list[str] = []
+    executor = executor_of("", tmp_path_factory.mktemp("s"), deaths)
+    executor.start(lambda progress: None)
+
+    executor.close()
+    time.sleep(0.1)
+
+    assert deaths == []
+
+
+def test_on_a_cpu_the_worker_lives_in_the_engines_process_unless_asked_otherwise(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    directory = str(tmp_path_factory.mktemp("s"))
+
+    chosen = make_executor(EngineConfig(model="m", device="cpu"), directory, lambda death: None)
+    asked = make_executor(
+        EngineConfig(model="m", device="cpu", executor="processes"), directory, lambda death: None
+    )
+
+    asked.close()
+    assert isinstance(chosen, InlineExecutor)
+    assert isinstance(asked, MultiprocExecutor)
+
+
+def test_where_a_runtime_is_installed_auto_gives_the_worker_a_process_and_says_why_its_mode(
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = tmp_path_factory.mktemp("s")
+    (folder / "habana_frameworks").mkdir()
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delenv("PT_HPU_LAZY_MODE", raising=False)
+    caplog.set_level(logging.INFO)
+
+    executor = make_executor(EngineConfig(model="m"), str(folder), lambda death: None)
+
+    executor.close()
+    assert isinstance(executor, MultiprocExecutor)
+    assert "torch-compile, since HPU graphs need the vendor's build of torch" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("device", "variable", "word"),
+    [("hpu", "PT_HPU_LAZY_MODE", "0"), ("cpu", "GOMP_SPINCOUNT", "1000")],
+)
+def test_a_worker_in_this_process_finds_its_runtimes_variables_when_torch_is_imported(
+    device: str, variable: str, word: str
+) -> None:
+    program = f"""
+import os, sys
+from config.engine import EngineConfig
+from engine.executors.select import make_executor
+
+class Watch:
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            sys.exit(os.environ["{variable}"])
+
+sys.meta_path.insert(0, Watch())
+make_executor(EngineConfig("m", device="{device}", executor="inline"), "", print)
+"""
+    own = (variable, "OMP_WAIT_POLICY")
+    environment = {name: value for name, value in os.environ.items() if name not in own}
+
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert done.stderr.splitlines()[-1] == word
+
+
+def test_a_call_is_answered_between_plans_whose_results_still_come_in_order(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    executor = executor_of("step_s=0.05", tmp_path_factory.mktemp("s"))
+    executor.start(lambda progress: None)
+    executor.submit(plan_of(0))
+    executor.submit(plan_of(1))
+
+    answer = executor.call("start_profile")
+    with pytest.raises(UserError, match="was called before") as refused:
+        executor.call("start_profile")
+    steps = [executor.collect().step, executor.collect().step]
+    executor.close()
+
+    assert answer == "start_profile after 2 plans"
+    assert refused.value.code == "twice"
+    assert steps == [0, 1]
+
+
+def masked_plans() -> tuple[StepPlan, StepPlan, Masks]:
+    """A row's first token and its second, whose mask comes behind the plan; only 4 and 3 may."""
+    new = NewRow(
+        0, memoryview(b"\1\0\0\0\2\0\0\0"), 2, 0, [0], RowSampling(temperature=0.0, masked=True)
+    )
+    masks = [memoryview(bytes([1 << token, *bytes(627)])) for token in (4, 3)]
+    first = StepPlan(0, [Launch(PREFILL, (1, 2, 0), [0], [2], [True])], [new])
+    first.masked_rows, first.masks = [0], masks[0]
+    second = StepPlan(1, [Launch(DECODE, (1, 1, 1), [0])], late_rows=[0])
+    return first, second, Masks(1, [0], masks[1])
+
+
+def test_a_worker_that_waits_for_masks_hands_up_what_is_done_and_answers_calls_meanwhile(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    first, second, masks = masked_plans()
+    executor = executor_of("later=1", tmp_path_factory.mktemp("s"))
+    executor.start(lambda progress: None)
+
+    executor.submit(first)
+    executor.submit(second)
+    tokens = executor.collect().tokens
+    answer = executor.call("start_profile")
+    time.sleep(2 * IDLE_S)
+    is_early, warmed = executor.has_result(), executor.take_warmed()
+    executor.mask(masks)
+    tokens += executor.collect().tokens
+    executor.close()
+
+    assert answer == "start_profile after 2 plans"
+    assert (is_early, warmed) == (False, [])
+    assert tokens == [4, 3]
+
+
+def test_a_worker_that_waits_for_masks_leaves_when_it_is_told_to(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    first, second, _ = masked_plans()
+    deaths: list[str] = []
+    executor = executor_of("", tmp_path_factory.mktemp("s"), deaths)
+    executor.start(lambda progress: None)
+    executor.submit(first)
+    executor.submit(second)
+    executor.collect()
+    began = time.monotonic()
+
+    executor.close()
+
+    assert time.monotonic() - began < 2
+    assert not alive(executor.pid)
+    assert deaths == []

@@ -1,0 +1,219 @@
+"""engine/kv_cache/manager.py: tables, prefix hits and filing."""
+
+import pytest
+from slow_model import raw
+
+from config.params.sampling import SamplingParams
+from engine.core.request import NEVER, ModelLimits, Request
+from engine.kv_cache.manager import KvManager
+from engine.kv_cache.prefix_hashes import block_hashes
+from engine.transport.messages import AddRequest
+
+LIMITS = ModelLimits(max_model_len=100, vocab_size=100, eos_ids=frozenset())
+SIZE = 4
+
+
+def make(prompt: list[int], *, salt: str = "", **sampling: object) -> Request:
+    return Request(
+        AddRequest(1, raw(prompt), SamplingParams(**sampling), 0, salt),  # type: ignore[arg-type]
+        block_hashes(raw(prompt), SIZE, salt),
+        seed=0,
+        rank=(0, 0),
+        limits=LIMITS,
+        arrived_at=0.0,
+    )
+
+
+def fill(kv: KvManager, request: Request) -> None:
+    """Run the whole prompt."""
+    kv.start(request, kv.find_prefix(request))
+    kv.grow(request, kv.blocks_for(request.known) - len(request.blocks))
+    request.computed = request.written = request.known
+    kv.file(request, request.written)
+
+
+def test_only_full_blocks_are_shared() -> None:
+    kv = KvManager(8, SIZE, prefix_caching=True)
+    first = make(list(range(10)))
+    fill(kv, first)
+
+    found = kv.find_prefix(make(list(range(12))))
+
+    assert found == first.blocks[:2]
+
+
+def test_a_full_hit_leaves_one_token_to_compute() -> None:
+    kv = KvManager(8, SIZE, prefix_caching=True)
+    first = make(list(range(8)))
+    fill(kv, first)
+
+    found = kv.find_prefix(make(list(range(8))))
+
+    assert found == first.blocks[:1]
+
+
+def test_a_prompt_whose_scores_are_wanted_is_computed_whole() -> None:
+    kv = KvManager(8, SIZE, prefix_caching=True)
+    fill(kv, make(list(range(12))))
+    scored = make(list(range(12)), prompt_logprobs=0)
+
+    nothing = kv.find_prefix(scored)
+    scored.num_scored = 5
+    sent_already = kv.find_prefix(scored)
+    scored.num_scored = 11
+    all_sent = kv.find_prefix(scored)
+
+    assert (len(nothing), len(sent_already), len(all_sent)) == (0, 1, 2)
+
+
+def test_another_salt_finds_nothing() -> None:
+    kv = KvManager(8, SIZE, prefix_caching=True)
+    fill(kv, make(list(range(8)), salt="mine"))
+
+    assert kv.find_prefix(make(list(range(8)))) == []
+    assert len(kv.find_prefix(make(list(range(8)), salt="mine"))) == 1
+
+
+def test_without_prefix_caching_nothing_is_filed_or_found() -> None:
+    kv = KvManager(8, SIZE, prefix_caching=False)
+    first = make(list(range(8)))
+    fill(kv, first)
+
+    assert first.file_at == NEVER
+    assert kv.find_prefix(make(list(range(12)))) == []
+
+
+def test_generated_blocks_are_filed_across_the_end_of_the_prompt() -> None:
+    kv = KvManager(8, SIZE, prefix_caching=True)
+    talk = make([1, 2, 3, 4, 5, 6], max_tokens=10)
+    fill(kv, talk)
+    talk.outputs.extend([7, 8, 9])
+    talk.known += 3
+
+    kv.file(talk, 8)
+
+    follow_up = make([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
+    assert kv.find_prefix(follow_up) == talk.blocks[:2]
+
+
+def test_a_prefix_outlives_what_follows_it() -> None:
+    kv = KvManager(3, SIZE, prefix_caching=True)
+    old = make(list(range(12)))
+    fill(kv, old)
+    kv.release(old)
+
+    kv.grow(make([50]), 1)
+
+    assert len(kv.find_prefix(make(list(range(13))))) == 2
+
+
+def test_the_cost_of_a_request_counts_the_free_blocks_it_revives() -> None:
+    kv = KvManager(8, SIZE, prefix_caching=True)
+    held, gone = make(list(range(8))), make(list(range(20, 28)))
+    fill(kv, held)
+    fill(kv, gone)
+    kv.release(gone)
+    sharing, reviving = make(list(range(12))), make(list(range(20, 32)))
+
+    costs = [kv.cost(r, kv.find_prefix(r)) for r in (sharing, reviving)]
+
+    assert costs == [1, 3]
+
+
+def test_forgotten_prefixes_are_not_filed_again_by_who_holds_them() -> None:
+    kv = KvManager(8, SIZE, prefix_caching=True)
+    talk = make([1, 2, 3, 4, 5, 6])
+    fill(kv, talk)
+
+    kv.forget_prefixes([talk])
+    talk.outputs.extend([7, 8])
+    talk.known += 2
+    kv.file(talk, 8)
+    refiled = make([1, 2, 3, 4])
+    fill(kv, refiled)
+
+    # Block 2 of the talk belongs to the time before, though block 1 is known again.
+    assert kv.find_prefix(make([1, 2, 3, 4, 5, 6, 7, 8, 9])) == refiled.blocks
+
+
+def test_a_poisoned_prefix_is_found_by_nobody() -> None:
+    kv = KvManager(8, SIZE, prefix_caching=True)
+    bad = make(list(range(8)))
+    fill(kv, bad)
+
+    kv.distrust(bad)
+    kv.release(bad)
+
+    assert kv.find_prefix(make(list(range(8)))) == []
+    kv.check([])
+
+
+def test_books_that_do_not_fit_the_tables_are_an_error_with_numbers() -> None:
+    kv = KvManager(8, SIZE, prefix_caching=True)
+    request = make(list(range(8)))
+    fill(kv, request)
+    request.computed = 20
+
+    with pytest.raises(AssertionError, match="holds 2 blocks, its 20 computed tokens need 5"):
+        kv.check([request])
+
+
+def test_it_pays_to_wait_for_who_computes_half_of_the_rest_or_more() -> None:
+    kv = KvManager(20, SIZE, prefix_caching=True)
+    busy = make(list(range(12)))
+    kv.start(busy, [])
+
+    same = kv.pays_to_wait(make(list(range(12))), [])
+    longer = kv.pays_to_wait(make(list(range(24))), [])
+    much_longer = kv.pays_to_wait(make(list(range(25))), [])
+    other = kv.pays_to_wait(make(list(range(1, 12))), [])
+    kv.release(busy)
+    gone = kv.pays_to_wait(make(list(range(12))), [])
+
+    assert (same, longer, much_longer, other, gone) == (True, True, False, False, False)
+
+
+def test_nobody_waits_for_blocks_that_are_written_already() -> None:
+    kv = KvManager(6, SIZE, prefix_caching=True)
+    slow, quick = make(list(range(12))), make(list(range(12)))
+    kv.start(slow, [])
+    fill(kv, quick)
+    kv.grow(slow, 3)
+    kv.file(slow, 12)  # too late: the other one's blocks have the hashes
+    kv.release(quick)
+    kv.grow(make([50]), 3)
+
+    late = make(list(range(12)))
+
+    assert kv.find_prefix(late) == []
+    assert not kv.pays_to_wait(late, [])
+
+
+def test_a_requests_reach_follows_its_highest_block_where_decodes_read_a_slice() -> None:
+    kv = KvManager(8, SIZE, prefix_caching=False, contiguous=True)
+    first, second = (make(list(range(2 * SIZE))) for _ in range(2))
+    for request in (first, second):
+        kv.start(request, [])
+        kv.grow(request, 2)
+    kv.release(first)
+    first_after = first.reach
+    kv.grow(second, 1)
+
+    assert second.blocks == [2, 3, 0]
+    assert (first_after, second.reach, kv.decode_blocks(second)) == (0, 4, 4)
+
+
+def test_blocks_are_packed_only_when_more_than_the_slack_lies_unused_below_the_highest() -> None:
+    kv = KvManager(12, SIZE, prefix_caching=False, contiguous=True)
+    first, second = make(list(range(5 * SIZE))), make(list(range(2 * SIZE)))
+    for request in (first, second):
+        fill(kv, request)
+    kv.release(first)
+
+    too_few = kv.pack([second], slack=5)
+    moves = kv.pack([second], slack=4)
+
+    assert too_few == []
+    assert moves == [(6, 0), (5, 1)]
+    assert (second.blocks, second.reach) == ([1, 0], 2)
+    kv.check([second])

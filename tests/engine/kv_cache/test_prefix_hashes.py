@@ -1,0 +1,45 @@
+"""engine/kv_cache/prefix_hashes.py: chained block hashes."""
+
+from hashlib import sha256
+
+from slow_model import raw
+
+from engine.kv_cache.prefix_hashes import block_hashes, chain, root_hash
+
+
+def test_only_full_blocks_get_a_hash() -> None:
+    prompt = raw(list(range(11)))
+
+    hashes = block_hashes(prompt, 4)
+
+    assert len(hashes) == 2
+    assert block_hashes(raw([1, 2, 3]), 4) == []
+
+
+def test_a_hash_covers_everything_before_its_block() -> None:
+    one = block_hashes(raw([1, 2, 3, 4, 5, 6]), 2)
+    other = block_hashes(raw([9, 2, 3, 4, 5, 6]), 2)
+    longer = block_hashes(raw([1, 2, 3, 4, 5, 6, 7, 8]), 2)
+
+    assert one == longer[:3]
+    assert not set(one) & set(other)
+
+
+def test_salt_and_adapter_keep_prefixes_apart() -> None:
+    prompt = raw([1, 2, 3, 4])
+
+    firsts = {
+        block_hashes(prompt, 4, salt, adapter)[0]
+        for salt, adapter in [("", ""), ("a", ""), ("", "a"), ("ab", "c"), ("a", "bc")]
+    }
+
+    assert len(firsts) == 5
+
+
+def test_the_chain_is_sha256_of_parent_and_raw_bytes() -> None:
+    tokens = raw([1, 2])
+
+    (name,) = block_hashes(tokens, 2, "salt")
+
+    assert name == sha256(root_hash("salt", "") + bytes(tokens)).digest()
+    assert name == chain(root_hash("salt", ""), tokens)

@@ -1,0 +1,139 @@
+"""The engine process, whole: real sockets and processes around a worker that counts."""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+from counting_worker import REFUSAL
+from engine_rig import asking, engine_rig, eventually, generate, prompt_of, read_all
+from live import cpu_seconds, workers_of
+
+from config.errors import ConfigError, EngineDied, Overloaded, UserError
+from engine.process.child_process import STOP
+
+
+@pytest.mark.parametrize("executor", ["inline", "processes"])
+async def test_a_request_gets_its_tokens_in_order_and_one_finish(executor: str) -> None:
+    async with engine_rig(executor=executor) as rig:
+        tokens = await generate(rig.client, 50)
+
+    assert tokens == list(range(50))
+
+
+async def test_a_thousand_requests_each_get_all_of_their_tokens() -> None:
+    async with engine_rig() as rig:
+        outputs = await asyncio.gather(
+            *(generate(rig.client, 1 + number % 7) for number in range(1000))
+        )
+
+    assert outputs == [list(range(1 + number % 7)) for number in range(1000)]
+
+
+async def test_start_up_tells_its_progress_and_takes_no_requests() -> None:
+    async with engine_rig("start_s=1", ready=False) as rig:
+        assert await eventually(lambda: rig.client.progress is not None, 10)
+
+        with pytest.raises(Overloaded, match=r"starting \(load: 1 of 2\)") as caught:
+            rig.client.add(prompt_of(1), asking(1))
+
+    assert caught.value.type == "server_error"
+
+
+@pytest.mark.parametrize("executor", ["inline", "processes"])
+async def test_what_is_wrong_at_start_reaches_the_client_in_the_workers_own_words(
+    executor: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with engine_rig("refuse=1", executor=executor, ready=False) as rig:
+        with pytest.raises(ConfigError) as caught:
+            await asyncio.wait_for(rig.client.wait_ready(), 10)
+        assert await eventually(lambda: rig.engine.poll() is not None, 5)
+        code = rig.engine.poll()
+
+    assert str(caught.value) == REFUSAL
+    assert code not in (0, None)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("executor", ["inline", "processes"])
+async def test_a_worker_that_breaks_ends_the_engine_and_every_request(executor: str) -> None:
+    async with engine_rig("crash_at=20", executor=executor) as rig:
+        boxes = [rig.client.add(prompt_of(1), asking(1000)) for _ in range(5)]
+
+        endings = await asyncio.gather(*map(read_all, boxes), return_exceptions=True)
+        assert await eventually(lambda: rig.engine.poll() is not None, 5)
+        code = rig.engine.poll()
+
+    assert all(isinstance(end, EngineDied) and "too many" in str(end) for end in endings), endings
+    assert code == 1
+
+
+async def test_an_idle_engine_sleeps() -> None:
+    async with engine_rig(executor="processes") as rig:
+        await generate(rig.client, 5)
+        before = cpu_seconds(rig.engine.pid)
+        own = time.process_time()
+
+        await asyncio.sleep(3)
+
+        assert cpu_seconds(rig.engine.pid) - before <= 0.06
+        assert time.process_time() - own <= 0.06
+
+
+async def test_a_stop_tells_the_front_end_and_exits_with_0() -> None:
+    async with engine_rig("step_s=0.01") as rig:
+        box = rig.client.add(prompt_of(1), asking(4000))
+        await box.get()
+
+        os.kill(rig.engine.pid, STOP)
+        with pytest.raises(EngineDied, match="told to stop"):
+            await read_all(box)
+        assert await eventually(lambda: rig.engine.poll() is not None, 3)
+        code = rig.engine.poll()
+
+    assert code == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_signals_to_the_whole_group_are_left_to_the_parent(number: signal.Signals) -> None:
+    async with engine_rig(executor="processes") as rig:
+        os.kill(rig.engine.pid, number)
+        os.kill(workers_of(rig.engine.pid)[-1], number)
+
+        tokens = await generate(rig.client, 3)
+
+    assert tokens == [0, 1, 2]
+
+
+async def test_requests_beyond_the_engines_bound_are_refused_at_once() -> None:
+    async with engine_rig("step_s=0.3", max_waiting=40) as rig:
+        boxes = [rig.client.add(prompt_of(1), asking(1)) for _ in range(200)]
+
+        finishes = [finish for _, finish in await asyncio.gather(*map(read_all, boxes))]
+
+    reasons = [finish.reason for finish in finishes]
+    refused = next(finish for finish in finishes if finish.reason == "error")
+    assert reasons.count("length") >= 40
+    assert "at most 40 may" in str(refused.error)
+
+
+async def test_controls_are_answered_and_refusals_say_why() -> None:
+    async with engine_rig() as rig:
+        answer = await rig.client.control("ping")
+
+        with pytest.raises(UserError, match="dance"):
+            await rig.client.control("dance")
+
+    assert answer == "pong"
+
+
+async def test_a_call_to_the_worker_reaches_it_and_its_refusal_is_the_callers() -> None:
+    async with engine_rig(executor="processes") as rig:
+        answer = await rig.client.control("start_profile")
+
+        with pytest.raises(UserError, match="was called before") as refused:
+            await rig.client.control("start_profile")
+
+    assert answer == "start_profile after 0 plans"
+    assert refused.value.code == "twice"

@@ -1,0 +1,126 @@
+"""engine/process/isolation.py: a call that crashes, hangs or grows ends alone, and soon."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+from live import alive, children_of
+
+from config.errors import EngineDied
+from engine.process.isolation import CallBroken, CallKilled, ForkServer, Limits
+
+LIMITS = Limits(cpu_s=0.4, wall_s=0.8, memory_bytes=128 * 2**20, stack_bytes=2**20)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    made = ForkServer("tests.support.isolated_calls", b"state, ", LIMITS)
+    made.start()
+    yield made
+    made.close()
+
+
+def test_a_call_runs_on_the_prepared_state_in_a_process_of_its_own(server: ForkServer) -> None:
+    payload = os.urandom(3 * 2**20)
+
+    echoed = server.call(b"echo " + payload)
+    first, second = (server.call(b"pids").split() for _ in range(2))
+
+    assert echoed == b"state, " + payload
+    assert first[0] == second[0] and first[1] != second[1]
+
+
+@pytest.mark.parametrize(
+    ("payload", "reason"),
+    [
+        (b"crash", "was killed by SIGSEGV"),
+        (b"exit", "exited with code 5"),
+        (b"spin", "longer than 0.4 s of processor time"),
+        (b"sleep", "longer than 0.8 s"),
+        (b"allocate 500000000", "more than 128 MiB"),
+    ],
+)
+def test_what_crashes_hangs_or_grows_ends_only_its_call(
+    server: ForkServer, payload: bytes, reason: str
+) -> None:
+    prepared_in = server.call(b"pids").split()[0]
+    start = time.monotonic()
+
+    with pytest.raises(CallKilled, match=reason):
+        server.call(payload)
+
+    assert time.monotonic() - start < 2
+    assert server.call(b"pids").split()[0] == prepared_in
+
+
+def test_an_exception_is_told_and_memory_within_the_limit_is_to_be_had(server: ForkServer) -> None:
+    with pytest.raises(CallBroken, match="ValueError: other"):
+        server.call(b"other")
+
+    assert server.call(b"allocate 50000000") == b"50000000"
+
+
+def settle(process: psutil.Process) -> None:
+    """Wait until the last call's process was reaped, which happens behind its answer."""
+    deadline = time.monotonic() + 5
+    while process.children() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.05)
+
+
+def test_calls_run_side_by_side_and_leave_no_process_and_no_descriptor(server: ForkServer) -> None:
+    process = psutil.Process(server.pid)
+    server.call(b"echo")
+    settle(process)
+    before = process.num_fds()
+    payloads = [b"sleep", *[b"echo %d" % n for n in range(20)], b"crash"]
+
+    def run(payload: bytes) -> bytes | None:
+        try:
+            return server.call(payload)
+        except CallKilled:
+            return None
+
+    with ThreadPoolExecutor(4) as threads:
+        results = list(threads.map(run, payloads))
+
+    assert results == [None, *[b"state, %d" % n for n in range(20)], None]
+    settle(process)
+    assert process.children() == [] and process.num_fds() == before
+
+
+def test_a_fork_server_that_is_killed_is_started_again() -> None:
+    server = ForkServer("tests.support.isolated_calls", b"", LIMITS)
+    server.call(b"echo")
+    first = server.pid
+    assert first is not None
+
+    os.kill(first, signal.SIGKILL)
+    echoed = server.call(b"echo again")
+
+    assert echoed == b"again" and server.pid != first
+    server.close()
+
+
+def test_closing_ends_calls_that_run_and_every_process() -> None:
+    server = ForkServer("tests.support.isolated_calls", b"", LIMITS)
+    server.call(b"echo")
+    assert server.pid is not None
+    pid = server.pid
+
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(server.call, b"sleep")
+        while not (forks := children_of(pid)):
+            time.sleep(0.01)
+        server.close()
+        with pytest.raises((CallKilled, EngineDied)):
+            running.result(5)
+
+    deadline = time.monotonic() + 5
+    while any(map(alive, [pid, *forks])) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(alive, [pid, *forks]))

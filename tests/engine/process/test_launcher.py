@@ -1,0 +1,116 @@
+"""Engine processes: started, watched, stopped; and what a front-end has to load for it."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from counting_worker import ROOT, counting_command
+from engine_rig import counting_config
+from live import alive
+
+from engine.process.child_process import STOP, Child, describe_exit, python_command
+from engine.process.launcher import EngineProcess, launch
+
+
+def launched(directory: Path, endings: list[str], died: threading.Event) -> EngineProcess:
+    def on_exit(sentence: str) -> None:
+        endings.append(sentence)
+        died.set()
+
+    return launch(
+        counting_config(),
+        str(directory),
+        0,
+        token="token",
+        on_exit=on_exit,
+        log_level="error",
+        command=counting_command("engine"),
+    )
+
+
+def wait_for_mask(pid: int, mask: str) -> None:
+    """Until the process catches (SigCgt) or ignores (SigIgn) STOP, however long it takes to
+    start."""
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        status = Path(f"/proc/{pid}/status").read_text()
+        signals = int(re.findall(rf"{mask}:\s*(\w+)", status)[0], 16)
+        if signals >> (STOP - 1) & 1:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"process {pid} has no STOP in {mask} after 30 s")
+
+
+def test_a_death_is_told_once_with_the_process_and_the_signal(tmp_path: Path) -> None:
+    endings: list[str] = []
+    died = threading.Event()
+    engine = launched(tmp_path, endings, died)
+    running = engine.poll()
+    began = time.monotonic()
+
+    os.kill(engine.pid, signal.SIGKILL)
+    heard = died.wait(5)
+
+    assert running is None and heard and time.monotonic() - began < 1
+    assert engine.poll() == -signal.SIGKILL
+    assert endings == [f"the engine (process {engine.pid}) was killed by SIGKILL"]
+    engine.close()
+    engine.close()
+
+
+def test_closing_stops_it_and_is_no_death(tmp_path: Path) -> None:
+    endings: list[str] = []
+    engine = launched(tmp_path, endings, threading.Event())
+    wait_for_mask(engine.pid, "SigCgt")
+
+    engine.close(5)
+    time.sleep(0.1)
+
+    assert engine.poll() == 0
+    assert not alive(engine.pid)
+    assert endings == []
+
+
+def test_a_child_that_does_not_stop_is_killed() -> None:
+    code = f"import signal, time; signal.signal({int(STOP)}, signal.SIG_IGN); time.sleep(60)"
+    child = Child("stubborn", [sys.executable, "-c", code], {})
+    wait_for_mask(child.pid, "SigIgn")
+
+    child.close(0.2)
+
+    assert child.poll() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [(0, "exited with code 0"), (-11, "was killed by SIGSEGV"), (-99, "was killed by signal 99")],
+)
+def test_an_exit_code_reads_as_a_sentence(code: int, sentence: str) -> None:
+    assert describe_exit(code) == sentence
+
+
+def test_a_users_own_config_module_is_not_taken_for_ours(tmp_path: Path) -> None:
+    (tmp_path / "config.py").write_text("raise SystemExit('the wrong config')")
+    command = python_command("config.errors")
+
+    done = subprocess.run(
+        command, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20
+    )
+
+    assert "cannot import name 'main' from 'config.errors'" in done.stderr
+
+
+def test_a_front_end_loads_no_torch() -> None:
+    code = "import engine.client.zmq, engine.process.launcher, sys; print('torch' in sys.modules)"
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+    assert done.stdout.strip() == "False", done.stderr

@@ -1,0 +1,134 @@
+"""The doctor's report on laid-out machines: what would be taken, and whether it can serve."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gaudi_machine import GaudiMachine
+
+from config.engine import EngineConfig
+from config.execution import ExecutionConfig
+from config.loading.env import chosen_device, environment, hpu_mode
+from engine.reports.doctor import Examination, as_json, as_text, examine, this_machine
+
+
+@pytest.fixture
+def gaudi(tmp_path: Path) -> GaudiMachine:
+    return GaudiMachine(tmp_path / "root")
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> GaudiMachine:
+    """A machine without anything of Gaudi's."""
+    machine = GaudiMachine(tmp_path / "root", cards=0)
+    machine.modules.clear()
+    machine.driver = None
+    machine.write("proc/modules", "")
+    machine.versions["torch"] = "2.13.0+cpu"
+    return machine
+
+
+def examined(machine: GaudiMachine, **settings: Any) -> Examination:
+    return examine(machine.seen(), EngineConfig("m", **settings), str(machine.root / "cache"))
+
+
+def test_a_plain_machine_serves_on_its_cpu(plain: GaudiMachine) -> None:
+    found = examined(plain)
+
+    text = as_text(found)
+
+    assert found.can_serve
+    assert "--device auto takes cpu: habana_frameworks is not installed" in text
+    assert "none here: no runtime, no driver, no card" in text
+    assert "torch-compile on a Gaudi: HPU graphs need the vendor's build of torch" in text
+    assert text.endswith("can run here, on cpu.")
+
+
+def test_a_plain_machine_cannot_serve_on_a_gaudi(plain: GaudiMachine) -> None:
+    found = examined(plain, device="hpu")
+
+    text = as_text(found)
+
+    assert not found.can_serve
+    assert "error this Python has no habana_frameworks\n        start from a Gaudi" in text
+    assert "the errors above stand in the way: runtime, driver, cards" in text
+    assert text.endswith("cannot run here; --device cpu may.")
+
+
+def test_a_gaudi_machine_takes_a_card_and_its_graphs(gaudi: GaudiMachine) -> None:
+    found = examined(gaudi)
+
+    assert (found.taken, found.can_serve) == ("hpu", True)
+    assert found.mode is not None and found.mode.mode == "hpu-graphs"
+    assert "8 cards: module 0, /dev/accel/accel0" in as_text(found)
+
+
+def test_a_gaudi_with_a_stock_torch_compiles(gaudi: GaudiMachine) -> None:
+    gaudi.versions["torch"] = "2.11.0"
+
+    mode = examined(gaudi).mode
+
+    assert mode is not None and mode.mode == "torch-compile"
+
+
+def test_modes_that_contradict_each_other_cannot_serve(gaudi: GaudiMachine) -> None:
+    gaudi.environment["PT_HPU_LAZY_MODE"] = "0"
+
+    found = examined(gaudi, execution=ExecutionConfig(mode="hpu-graphs"))
+
+    assert not found.can_serve
+    assert "execution-mode is 'hpu-graphs' and PT_HPU_LAZY_MODE is '0'" in as_text(found)
+
+
+def test_a_gpu_without_a_driver_cannot_serve(plain: GaudiMachine) -> None:
+    without = examined(plain, device="cuda")
+    plain.write("proc/driver/nvidia/version", "NVRM version: 1\n")
+
+    assert not without.can_serve
+    assert examined(plain, device="cuda").can_serve
+
+
+def test_nothing_serves_without_torch(plain: GaudiMachine) -> None:
+    plain.versions["torch"] = None
+
+    found = examined(plain)
+
+    assert not found.can_serve
+    assert as_text(found).endswith("cannot run here.")
+
+
+def test_a_cache_folder_that_takes_no_files_is_a_hint(plain: GaudiMachine) -> None:
+    plain.write("a-file", "")
+
+    found = examine(plain.seen(), EngineConfig("m"), str(plain.root / "a-file"))
+
+    assert found.can_serve
+    assert "a-file cannot be written to\n        name another by --cache-dir" in as_text(found)
+
+
+def test_the_json_holds_what_the_text_says(gaudi: GaudiMachine) -> None:
+    gaudi.hold(4711, "/dev/accel/accel0")
+
+    told = json.loads(json.dumps(as_json(examined(gaudi))))
+
+    assert told["device"] == {
+        "asked": "auto",
+        "taken": "hpu",
+        "why": "habana_frameworks is installed",
+    }
+    assert told["execution_mode"]["mode"] == "hpu-graphs"
+    assert told["packages"]["habana-torch-plugin"] == "1.22.1.6"
+    assert [card["module"] for card in told["cards"]] == list(range(8))
+    (held,) = [found for found in told["findings"] if found["about"] == "card held"]
+    assert (held["section"], held["level"]) == ("gaudi", "warn")
+    assert "process 4711" in held["what"]
+
+
+def test_the_doctor_and_a_worker_decide_alike_on_this_machine(tmp_path: Path) -> None:
+    config = EngineConfig("m")
+
+    found = examine(this_machine(environment()), config, str(tmp_path))
+
+    assert found.taken == chosen_device("auto")
+    assert found.mode == hpu_mode(config)

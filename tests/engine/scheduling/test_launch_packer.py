@@ -1,0 +1,211 @@
+"""engine/scheduling/launch_packer.py: rows into launches that fit buckets."""
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slow_model import raw
+
+from config.buckets import BucketConfig
+from config.engine import ScheduleConfig
+from config.params.sampling import SamplingParams
+from engine.core.request import ModelLimits, Request
+from engine.core.stats import StepStats
+from engine.scheduling.launch_packer import Chunk, Packer
+from engine.transport.messages import AddRequest
+from hpu.bucketing.bucket_table import BucketTable
+from hpu.bucketing.limits import BucketLimits
+from hpu.protocol import DECODE, PREFILL, Launch
+
+LIMITS = ModelLimits(max_model_len=2048, vocab_size=100, eos_ids=frozenset())
+MAX_BATCH = 4
+BUDGET = 2048
+
+
+def make_table(strategy: str) -> BucketTable:
+    return BucketTable.make(
+        BucketConfig(strategy=strategy),
+        BucketLimits(16, 2048, 64, BUDGET, MAX_BATCH, 1000, True),
+    )
+
+
+def make_packer(table: BucketTable, stats: StepStats | None = None) -> Packer:
+    return Packer(table, max_prefill_batch=MAX_BATCH, max_tokens=BUDGET, stats=stats or StepStats())
+
+
+def make_chunk(row: int, num_tokens: int, context: int = 0) -> Chunk:
+    request = Request(
+        AddRequest(row, raw([1]), SamplingParams()),
+        [],
+        seed=0,
+        rank=(0, row),
+        limits=LIMITS,
+        arrived_at=0.0,
+    )
+    request.row = row
+    return Chunk(request, num_tokens, context, row % 2 == 0)
+
+
+def pack(packer: Packer, lengths: list[tuple[int, int]]) -> list[Launch]:
+    chunks = [make_chunk(row, *shape) for row, shape in enumerate(lengths)]
+    return [launch for launch, _ in packer.prefill(chunks)]
+
+
+def test_prompts_of_one_length_share_launches() -> None:
+    launches = pack(make_packer(make_table("exact")), [(16, 0)] * 6)
+
+    assert sorted(len(launch.rows) for launch in launches) in ([2, 4], [3, 3])
+    assert all(launch.bucket[1] == 16 for launch in launches)
+
+
+def test_a_short_prompt_is_not_padded_to_a_long_one() -> None:
+    launches = pack(make_packer(make_table("exact")), [(1000, 0), (20, 0), (22, 0)])
+
+    assert [launch.counts for launch in launches] == [[20, 22], [1000]]
+
+
+def test_a_launch_never_pads_beyond_the_token_budget() -> None:
+    launches = pack(make_packer(make_table("exact")), [(600, 0)] * 4)
+
+    assert all(batch * query <= BUDGET for batch, query, _ in (x.bucket for x in launches))
+
+
+def test_where_no_bucket_is_prepared_a_launch_takes_all_that_the_budget_holds() -> None:
+    table = make_table("exact")
+    most = ScheduleConfig(max_num_seqs=64).prompts_a_launch(exact=table.is_exact)
+    packer = Packer(table, max_prefill_batch=most, max_tokens=BUDGET, stats=StepStats())
+
+    alike = pack(packer, [(40, 0)] * 60)
+    mixed = pack(packer, [(40 + row % 3, 0) for row in range(40)])
+
+    assert [len(launch.rows) for launch in alike] == [30, 30]
+    assert [len(launch.rows) for launch in mixed] == [40]
+
+
+def test_contexts_in_one_launch_take_no_more_than_four_full_ones() -> None:
+    packer = Packer(make_table("exact"), max_prefill_batch=64, max_tokens=BUDGET, stats=StepStats())
+    blocks = 2048 // 16 - 1
+
+    alike = pack(packer, [(16, blocks)] * 9)
+    mixed = pack(packer, [(15 + row % 2, blocks) for row in range(9)])
+
+    for launches in (alike, mixed):
+        assert max(len(launch.rows) for launch in launches) in (3, 4)
+        assert sum(len(launch.rows) for launch in launches) == 9
+
+
+def test_context_is_padded_to_the_largest_of_the_group() -> None:
+    (launch,) = pack(make_packer(make_table("exact")), [(16, 1), (17, 2)])
+
+    assert launch.bucket == (2, 17, 2)
+
+
+def test_rows_counts_and_samples_keep_one_order() -> None:
+    chunks = [make_chunk(row, count) for row, count in enumerate([40, 41, 39, 300])]
+
+    packed = make_packer(make_table("exact")).prefill(chunks)
+
+    for launch, members in packed:
+        assert launch.phase == PREFILL
+        assert launch.rows == [chunk.request.row for chunk in members]
+        assert launch.counts == [chunk.num_tokens for chunk in members]
+        assert launch.samples == [chunk.samples for chunk in members]
+
+
+def test_decodes_go_into_one_launch_by_batch_and_total_blocks() -> None:
+    launch = make_packer(make_table("exact")).decode([5, 3, 9], num_blocks=17)
+
+    assert (launch.phase, launch.bucket, launch.rows) == (DECODE, (3, 1, 17), [5, 3, 9])
+    assert not launch.counts and not launch.samples
+
+
+def test_useful_and_padding_tokens_are_counted_by_phase() -> None:
+    stats = StepStats()
+    packer = make_packer(make_table("exact"), stats)
+
+    packer.prefill([make_chunk(0, 20), make_chunk(1, 22)])
+    packer.decode([0, 1], num_blocks=4)
+
+    sent = stats.snapshot(
+        running=0,
+        waiting=0,
+        waiting_prompt_tokens=0,
+        blocks_used=0,
+        blocks_total=0,
+        sleep="awake",
+        with_samples=True,
+    )
+    assert stats.shapes == [("prefill", 2, 32, 0, 1, 1, 42, 2), ("decode", 2, 1, 4, 1, 1, 2, 0)]
+    assert sent.useful_tokens == {"prefill": 42, "decode": 2}
+    assert sent.padding_tokens == {"prefill": 2, "decode": 0}
+    assert sent.lookups == {"prefill.hit": 1, "decode.hit": 1}
+
+
+@pytest.mark.parametrize("strategy", ["exponential", "linear"])
+def test_every_launch_fits_a_bucket_that_was_prepared(strategy: str) -> None:
+    table = make_table(strategy)
+    prepared = set(table.buckets)
+    packer = make_packer(table)
+
+    for lengths in ([(1, 0)] * 9, [(3, 100), (700, 0), (650, 5)], [(2048, 0)], [(1, 127)] * 5):
+        for launch in pack(packer, lengths):
+            assert (PREFILL, *launch.bucket) in prepared
+    for rows, blocks in [(1, 1), (64, 64 * 128), (33, 200)]:
+        assert (DECODE, *packer.decode(list(range(rows)), blocks).bucket) in prepared
+
+    assert set(table.buckets) == prepared
+
+
+def test_prompts_are_not_merged_into_a_shape_that_was_not_prepared(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    limits = BucketLimits(16, 2048, 64, BUDGET, MAX_BATCH, 1000, True)
+    prompts = [(1, 64, 0), (1, 64, 128), (2, 32, 0)]
+    table = BucketTable(prompts, [(64, 1, 8192)], limits, exact=False)
+    packer = make_packer(table)
+
+    short = pack(packer, [(30, 0), (31, 0)])
+    long = pack(packer, [(40, 0), (41, 0)])
+
+    assert [launch.bucket for launch in short] == [(2, 32, 0)]
+    assert [launch.bucket for launch in long] == [(1, 64, 0), (1, 64, 0)]
+    assert not caplog.records  # the table would warn, and make the bucket that it was asked for
+
+
+@settings(derandomize=True, deadline=None, database=None, max_examples=60)
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=7))
+def test_no_other_split_of_the_sorted_prompts_is_cheaper(lengths: list[int]) -> None:
+    table = make_table("exact")
+
+    launches = pack(make_packer(table), [(length, 0) for length in lengths])
+
+    total = sum(table.overhead + table.cost(PREFILL, launch.bucket) for launch in launches)
+    ordered = sorted(lengths)
+    options = []
+    for pieces in range(len(ordered)):
+        for cuts in combinations(range(1, len(ordered)), pieces):
+            bounds = [0, *cuts, len(ordered)]
+            groups = [ordered[a:b] for a, b in pairwise(bounds)]
+            if all(len(g) <= MAX_BATCH and len(g) * g[-1] <= BUDGET for g in groups):
+                shapes = [(len(g), g[-1], 0) for g in groups]
+                options.append(sum(table.overhead + table.cost(PREFILL, s) for s in shapes))
+    assert total == min(options)
+    assert sorted(count for launch in launches for count in launch.counts) == ordered
+
+
+def test_decodes_that_read_a_slice_share_its_length() -> None:
+    limits = BucketLimits(16, 2048, 64, BUDGET, MAX_BATCH, 1000, False)
+    table = BucketTable([(1, 16, 0)], [(2, 1, 40)], limits, exact=False)
+    packer = Packer(
+        table,
+        max_prefill_batch=MAX_BATCH,
+        max_tokens=BUDGET,
+        stats=StepStats(),
+        on_unwarmed="reject",
+        contiguous=True,
+    )
+
+    launches = packer.decode_apart([5, 6, 7], [30, 40, 20])
+
+    assert [(x.bucket, x.rows) for x in launches] == [((2, 1, 40), [5, 6]), ((2, 1, 40), [7])]

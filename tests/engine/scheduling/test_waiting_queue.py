@@ -1,0 +1,80 @@
+"""engine/scheduling/waiting_queue.py: the waiting line."""
+
+import time
+
+from slow_model import raw
+
+from config.params.sampling import SamplingParams
+from engine.core.request import ModelLimits, Request
+from engine.scheduling.waiting_queue import WaitingLine
+from engine.transport.messages import AddRequest
+
+LIMITS = ModelLimits(100, 100, frozenset())
+
+
+def make(key: int, rank: tuple[int, int], num_tokens: int = 2) -> Request:
+    return Request(
+        AddRequest(key, raw([1] * num_tokens), SamplingParams()),
+        [],
+        seed=0,
+        rank=rank,
+        limits=LIMITS,
+        arrived_at=0.0,
+    )
+
+
+def leave_in_order(line: WaitingLine) -> list[int]:
+    keys = []
+    while (request := line.first()) is not None:
+        line.remove(request)
+        keys.append(request.key)
+    return keys
+
+
+def test_who_has_the_smallest_rank_is_first() -> None:
+    line = WaitingLine()
+    for key, rank in [(1, (0, 1)), (2, (-5, 2)), (3, (0, 0)), (4, (7, 3))]:
+        line.push(make(key, rank))
+
+    assert leave_in_order(line) == [2, 3, 1, 4]
+
+
+def test_who_comes_back_stands_before_those_who_came_later() -> None:
+    line = WaitingLine()
+    old = make(1, (0, 0))
+    line.push(old)
+    line.push(make(2, (0, 1)))
+    line.remove(old)
+
+    line.push(old)
+
+    assert leave_in_order(line) == [1, 2]
+
+
+def test_leaving_from_the_middle_leaves_nothing_behind() -> None:
+    line = WaitingLine()
+    requests = [make(key, (0, key), num_tokens=3) for key in range(1000)]
+    for request in requests:
+        line.push(request)
+
+    for request in requests[10:]:
+        line.remove(request)
+
+    assert (len(line), line.num_tokens) == (10, 30)
+    assert len(line._heap) < 200
+    assert leave_in_order(line) == list(range(10))
+
+
+def test_a_long_line_does_not_slow_a_change() -> None:
+    line = WaitingLine()
+    requests = [make(key, (0, key)) for key in range(20_000)]
+    for request in requests:
+        line.push(request)
+
+    start = time.perf_counter()
+    for request in requests[::2]:
+        line.remove(request)
+        line.first()
+    seconds = time.perf_counter() - start
+
+    assert seconds < 1.0, f"10000 changes took {seconds:.2f} s"

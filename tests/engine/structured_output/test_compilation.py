@@ -1,0 +1,298 @@
+"""engine/structured_output/compilation.py: each spec once, on other threads, within the limits of a
+fork."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from msgspec import structs
+from tiny_models import EOS, VOCAB_SIZE, write_tokenizer
+
+from config.engine import EngineConfig
+from config.errors import Overloaded, UserError
+from config.params.sampling import SamplingParams
+from config.params.structured_output import GrammarSpec
+from engine.core.loop import EngineLoop
+from engine.process.isolation import ForkServer
+from engine.structured_output import compilation
+from engine.structured_output.compilation import LIMITS, Compiler
+from engine.structured_output.grammar import Grammar
+from engine.transport.messages import Abort, AddRequest, Control, FromEngine, Reply
+
+TIMEOUT_S = 20
+
+
+def started(folder: Path) -> Compiler:
+    compiler = Compiler()
+    compiler.start(str(folder), VOCAB_SIZE, frozenset([EOS]))
+    return compiler
+
+
+def test_a_spec_is_compiled_once_and_so_is_a_refusal(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    compiler = started(tmp_path)
+    good, bad = GrammarSpec("regex", "a+"), GrammarSpec("regex", "(")
+
+    grammars = [compiler.compile(GrammarSpec("regex", "a+")).result(TIMEOUT_S) for _ in range(2)]
+    errors = [compiler.compile(bad).exception(TIMEOUT_S) for _ in range(2)]
+
+    assert grammars[0] is grammars[1] is compiler.compile(good).result(TIMEOUT_S)
+    assert isinstance(errors[0], UserError) and errors[0] is errors[1]
+    compiler.close()
+
+
+def test_without_a_tokenizer_every_spec_is_refused(tmp_path: Path) -> None:
+    compiler = started(tmp_path)
+
+    error = compiler.compile(GrammarSpec("json_object")).exception(TIMEOUT_S)
+
+    assert isinstance(error, UserError) and "tokenizer.json" in error.message
+    compiler.close()
+
+
+def test_more_specs_than_may_wait_are_refused_and_the_oldest_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tokenizer(tmp_path)
+    compiler, gate = Compiler(), threading.Event()
+    for _ in range(compilation.NUM_THREADS):
+        compiler._threads.submit(gate.wait, TIMEOUT_S)
+    compiler.start(str(tmp_path), VOCAB_SIZE, frozenset([EOS]))
+    monkeypatch.setattr(compilation, "MAX_KEPT", 0)
+    specs = [GrammarSpec("regex", "a" * (n + 1)) for n in range(compilation.MAX_PENDING)]
+
+    made = [compiler.compile(spec) for spec in specs]
+    with pytest.raises(Overloaded, match=f"{len(specs)} grammars wait"):
+        compiler.compile(GrammarSpec("regex", "b"))
+    gate.set()
+
+    assert all(isinstance(one.result(TIMEOUT_S), Grammar) for one in made)
+    compiler.compile(GrammarSpec("regex", "b")).result(TIMEOUT_S)
+    again = compiler.compile(specs[0])
+    assert again is not made[0] and again.result(TIMEOUT_S) is not made[0].result()
+    compiler.close()
+
+
+def test_a_request_that_is_aborted_while_its_grammar_is_compiled_never_comes_in(
+    tmp_path: Path,
+) -> None:
+    write_tokenizer(tmp_path)
+    told: list[FromEngine] = []
+    loop = EngineLoop(
+        EngineConfig("none"), lambda _, message: told.append(message), num_front_ends=1
+    )
+    gate = threading.Event()
+    for _ in range(compilation.NUM_THREADS):
+        loop._compiler._threads.submit(gate.wait, TIMEOUT_S)
+    loop._compiler.start(str(tmp_path), VOCAB_SIZE, frozenset([EOS]))
+    sampling = SamplingParams(structured_outputs={"regex": "a"})
+
+    for key in (1, 2):
+        loop.receive(0, AddRequest(key, memoryview(b"\1\0\0\0"), sampling))
+    loop.receive(0, AddRequest(3, memoryview(b"\1\0\0\0"), SamplingParams()))
+    loop.receive(0, Abort([1]))
+    gate.set()
+    for regex in ("a", "("):
+        loop.receive(0, Control(7, "compile_grammar", {"spec": ["regex", regex]}))
+    loop._compiler._threads.shutdown(wait=True)
+    loop._compiler.close()
+
+    entered = [loop._inbox.get_nowait() for _ in range(loop._inbox.qsize())]
+    keys = [entry[1].key for entry in entered if isinstance(entry[1], AddRequest)]
+    assert keys == [3, 2]
+    replies = [message for message in told if isinstance(message, Reply)]
+    assert sorted(reply.error is None for reply in replies) == [False, True]
+    assert len(replies) == len(told)
+
+
+def test_a_grammar_that_finds_no_room_is_told_apart_from_one_that_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tokenizer(tmp_path)
+    told: list[FromEngine] = []
+    loop = EngineLoop(
+        EngineConfig("none"), lambda _, message: told.append(message), num_front_ends=1
+    )
+    loop._compiler.start(str(tmp_path), VOCAB_SIZE, frozenset([EOS]))
+    monkeypatch.setattr(compilation, "MAX_PENDING", 0)
+
+    loop.receive(0, Control(7, "compile_grammar", {"spec": ["regex", "a"]}))
+
+    (reply,) = told
+    assert isinstance(reply, Reply) and reply.is_overload and not reply.is_refusal
+    loop._compiler.close()
+
+
+def chain(count: int, **wrapped: str) -> str:
+    """A JSON schema of `count` definitions, each of which refers to the next: under a keyword, if
+    one is given."""
+
+    def step(place: int) -> Any:
+        link: Any = {"$ref": f"#/$defs/d{place + 1}"}
+        for keyword, kind in wrapped.items():
+            link = {keyword: [link] if kind == "list" else {"a": link}}
+        return link
+
+    definitions = {f"d{place}": step(place) for place in range(count - 1)}
+    definitions[f"d{count - 1}"] = {"type": "string"}
+    return json.dumps({"$ref": "#/$defs/d0", "$defs": definitions})
+
+
+def rules(count: int, sign: str, first: str) -> str:
+    lines = [f'r{place}{sign} "a" r{place + 1}' for place in range(count)]
+    return "\n".join([f"{first}{sign} r0", *lines, f'r{count}{sign} "b"'])
+
+
+HOSTILE = {
+    "a chain of references": ("json", chain(1000)),
+    "a chain of allOf": ("json", chain(1000, allOf="list")),
+    "a chain of anyOf": ("json", chain(1000, anyOf="list")),
+    "a chain of properties": ("json", chain(4300, properties="object")),
+    "many rules of Lark": ("grammar", rules(3000, ":", "start")),
+    "many rules of EBNF": ("grammar", rules(3000, " ::=", "root")),
+    "rules that nest": ("grammar", rules(900, ":", "start")),
+    "many options": ("regex", "[ab]?" * 50_000),
+    "options within the bounds": ("regex", "[ab]?" * 9_000),
+    "counts within counts": ("regex", "((a{100}){100}){100}"),
+    "a pattern in Lark": ("grammar", "start: /" + "[ab]?" * 20_000 + "/"),
+    "options of rules": ("grammar", "start: " + "b? " * 19_000 + '\nb: "b"'),
+    "intersections": ("grammar", "start: A\nA: " + " & ".join(f"/.*a.{{{n}}}/" for n in range(60))),
+    "patterns that all hold": (
+        "json",
+        json.dumps(
+            {"allOf": [{"type": "string", "pattern": f"a.{{{n}}}b"} for n in range(50, 70)]}
+        ),
+    ),
+    "a schema in Lark": ("grammar", "start: %json " + '{"anyOf":[' * 5_000 + "{}" + "]}" * 5_000),
+    "a pattern of a tag": (
+        "structural_tag",
+        json.dumps({"format": {"type": "regex", "pattern": "[ab]?" * 40_000}}),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def shared_compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiler]:
+    folder = tmp_path_factory.mktemp("tokens")
+    write_tokenizer(folder)
+    compiler = started(folder)
+    compiler.compile(GrammarSpec("regex", "a")).result(TIMEOUT_S)
+    yield compiler
+    compiler.close()
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_spec_is_refused_in_under_two_seconds_and_costs_no_memory(
+    shared_compiler: Compiler, name: str
+) -> None:
+    process = psutil.Process()
+    before = process.memory_info().rss
+    start = time.monotonic()
+
+    error = shared_compiler.compile(GrammarSpec(*HOSTILE[name])).exception(TIMEOUT_S)
+
+    assert time.monotonic() - start < 2
+    assert isinstance(error, UserError)
+    assert process.memory_info().rss - before < 50 * 2**20
+
+
+def test_what_no_bound_foresees_ends_only_its_own_spec(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    compiler = started(tmp_path)
+    bounded = compiler._fork_server
+    assert bounded is not None
+    bounded.close()
+    setup = bounded._orders.setup
+    small = structs.replace(LIMITS, stack_bytes=8 * 2**20)
+    compiler._fork_server = ForkServer("tests.support.unbounded_grammars", setup, small)
+
+    crashed = compiler.compile(GrammarSpec(*HOSTILE["a chain of properties"])).exception(TIMEOUT_S)
+    others = [compiler.compile(GrammarSpec("regex", word)) for word in ("a", "b")]
+
+    assert isinstance(crashed, UserError) and "killed by SIGSEGV" in crashed.message
+    assert all(isinstance(one.result(TIMEOUT_S), Grammar) for one in others)
+    compiler.close()
+
+
+def test_two_that_compile_for_long_hold_up_a_third_for_no_longer_than_they_may_take(
+    shared_compiler: Compiler,
+) -> None:
+    slow = [GrammarSpec("regex", "[ab]?" * (8_000 + n)) for n in range(2)]
+    start = time.monotonic()
+
+    made = [shared_compiler.compile(spec) for spec in [*slow, GrammarSpec("regex", "third")]]
+    made[2].result(TIMEOUT_S)
+
+    assert time.monotonic() - start < compilation.LIMITS.wall_s + 1
+    assert all(isinstance(one.exception(TIMEOUT_S), UserError) for one in made[:2])
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": [f"value-{n:06d}-{n * 7919 % 100003}" for n in range(9_500)]},
+        {
+            "$defs": {
+                f"T{n}": {
+                    "type": "object",
+                    "properties": {
+                        "id": {"type": "integer"},
+                        "name": {"type": "string"},
+                        "next": {"anyOf": [{"$ref": f"#/$defs/T{(n * 7 + 1) % 200}"}, {}]},
+                        "all": {"type": "array", "items": {"$ref": f"#/$defs/T{(n + 1) % 200}"}},
+                    },
+                    "required": ["id"],
+                }
+                for n in range(200)
+            },
+            "$ref": "#/$defs/T0",
+        },
+    ],
+    ids=["an enum of 200 kB", "as large as an OpenAPI page"],
+)
+def test_a_large_schema_that_means_well_is_compiled_once(
+    shared_compiler: Compiler, schema: Any
+) -> None:
+    spec = GrammarSpec("json", json.dumps(schema))
+
+    made = shared_compiler.compile(spec)
+
+    assert isinstance(made.result(TIMEOUT_S), Grammar)
+    assert shared_compiler.compile(GrammarSpec("json", json.dumps(schema))) is made
+
+
+def test_grammars_that_take_too_much_memory_together_are_forgotten_oldest_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tokenizer(tmp_path)
+    compiler = started(tmp_path)
+    specs = [GrammarSpec("regex", word) for word in ("one", "two", "three")]
+    first, second = (compiler.compile(spec) for spec in specs[:2])
+    for made in (first, second):
+        # As if it had been followed for so long.
+        made.result(TIMEOUT_S).slow_s = 1.0
+    monkeypatch.setattr(compilation, "MAX_KEPT_BYTES", 100 * 2**20)
+
+    compiler.compile(specs[2]).result(TIMEOUT_S)
+
+    assert compiler.compile(specs[1]) is second
+    assert compiler.compile(specs[0]) is not first
+    compiler.close()
+
+
+def test_a_grammar_that_has_grown_too_large_is_compiled_anew(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    compiler = started(tmp_path)
+    spec = GrammarSpec("regex", "a+")
+    made = compiler.compile(spec)
+    made.result(TIMEOUT_S).slow_s = 3.0
+
+    again = compiler.compile(spec)
+
+    assert again is not made and again.result(TIMEOUT_S).num_bytes < made.result().num_bytes
+    compiler.close()

@@ -1,0 +1,289 @@
+"""Grammars: what is let through fits its form, what cannot be compiled is refused, and soon."""
+
+import json
+import random
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from schemas import BY_HAND, REFUSED, random_output, random_schema
+from tiny_models import EOS, VOCAB_SIZE, write_tokenizer
+from tokenizers import Tokenizer
+
+from config.errors import UserError
+from config.params.structured_output import GrammarSpec, grammar_spec
+from engine.structured_output.grammar import Grammar, Guide, Vocabulary
+from engine.structured_output.json_ends import check_ends
+
+NUM_GENERATED = 190
+MOST_TOKENS = 600
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def vocabulary(folder: Path) -> Vocabulary:
+    return Vocabulary(str(folder), VOCAB_SIZE, frozenset([EOS]))
+
+
+@pytest.fixture(scope="module")
+def encoder(folder: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def compiled(vocabulary: Vocabulary, **asked: Any) -> Grammar:
+    spec = grammar_spec(asked)
+    assert spec is not None
+    return Grammar(spec, vocabulary)
+
+
+def guide_of(grammar: Grammar, **rules: Any) -> Guide:
+    end_ids = frozenset(rules.pop("end_ids", [EOS]))
+    return Guide(grammar, **{"min_tokens": 0, "ignore_eos": False, "end_ids": end_ids, **rules})
+
+
+def test_outputs_of_more_than_two_hundred_schemas_parse_and_validate(
+    vocabulary: Vocabulary, encoder: Tokenizer
+) -> None:
+    rng = random.Random(7)
+    schemas = BY_HAND + [random_schema(rng) for _ in range(NUM_GENERATED)]
+    ended = 0
+
+    for schema in schemas:
+        grammar = compiled(vocabulary, json=schema)
+        for _ in range(2):
+            text = random_output(guide_of(grammar), encoder, rng, MOST_TOKENS)
+            if text is not None:
+                ended += 1
+                jsonschema.validate(json.loads(text), schema)
+
+    assert len(schemas) > 200
+    assert ended > 1.8 * len(schemas)
+
+
+@pytest.mark.parametrize("schema", REFUSED, ids=lambda schema: json.dumps(schema)[:40])
+def test_a_schema_that_cannot_be_enforced_is_refused(vocabulary: Vocabulary, schema: Any) -> None:
+    with pytest.raises(UserError, match="json"):
+        compiled(vocabulary, json=schema)
+
+
+def test_the_page_says_what_is_enforced_and_what_is_refused(vocabulary: Vocabulary) -> None:
+    page = (Path(__file__).parents[3] / "docs/structured-output.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^\| `(\{.*\})` \| (enforced|taken|refused)", page, re.MULTILINE)
+
+    for schema, said in lines:
+        try:
+            compiled(vocabulary, json=schema)
+            found = True
+        except UserError:
+            found = False
+        assert found == (said != "refused"), schema
+
+    assert len(lines) > 40
+
+
+def _nested(depth: int) -> Any:
+    schema: Any = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"regex": "("},
+        {"regex": "((a{1,999}){1,999}){1,999}"},
+        {"regex": "(a|aa)*" * 500},
+        {"regex": "(a?){5000}a{5000}"},
+        {"regex": "a(?=b)"},
+        {"json": _nested(101)},
+        {"json": _nested(400)},
+        {"json": {"anyOf": [_nested(1) | {"title": str(i)} for i in range(7000)]}},
+        {"json": {"type": "integer", "multipleOf": 99_991, "maximum": 10**15, "minimum": 1}},
+        {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}},
+        {"json": {"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"allOf": [{"$ref": "#"}]}}}},
+        {"regex": "a{1000000}"},
+        {"json": {"properties": {f"k{i}": {"type": "null"} for i in range(6000)}}},
+        {"grammar": "start: undefined"},
+        {"grammar": 'root ::= "a" ('},
+        {"grammar": "root ::= undefined"},
+        {"grammar": "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000},
+        {"grammar": "root ::= " + " | ".join(f'"w{place}"' for place in range(9000))},
+        {"grammar": "start: " + "(" * 3_000 + '"a"' + ")" * 3_000},
+        {"grammar": 'start: s\ns: s s s | s s | "a" | "b" | ""'},
+        {"grammar": "start: start"},
+        {"grammar": 'root ::= r "b"\nr ::= r? | s\ns ::= "a" ("b")*'},
+        {"structural_tag": {"format": {"type": "strange"}}},
+        {"structural_tag": {"structures": [{"begin": "a", "end": ""}], "triggers": ["b"]}},
+        {"structural_tag": {}},
+    ],
+    ids=lambda asked: str(asked)[:40],
+)  # fmt: skip
+def test_what_is_broken_or_hostile_is_refused_in_under_two_seconds(
+    vocabulary: Vocabulary, asked: dict[str, Any]
+) -> None:
+    start = time.monotonic()
+
+    with pytest.raises(UserError) as refused:
+        compiled(vocabulary, **asked)
+
+    assert time.monotonic() - start < 2
+    assert len(refused.value.message) < 500
+
+
+HOLDS_ITSELF: Any = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "ends"),
+    [
+        (HOLDS_ITSELF, False),
+        ({**HOLDS_ITSELF, "required": []}, True),
+        ({**HOLDS_ITSELF, "type": ["object", "null"]}, True),
+        ({"type": "array", "items": {"$ref": "#"}}, True),
+        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, False),
+        ({"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 1}, False),
+        ({"type": "array", "prefixItems": [{}, {"$ref": "#"}], "minItems": 1}, True),
+        ({"anyOf": [{"$ref": "#/anyOf/1"}, HOLDS_ITSELF["properties"]["a"]]}, False),
+        ({"anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#"}}]}, True),
+        ({"$defs": {"a/b": {"const": 1}}, "$ref": "#/$defs/a~1b"}, True),
+        ({"$defs": {"a": {**HOLDS_ITSELF, "required": ["b"]}}, "$ref": "#/$defs/a"}, True),
+    ],
+    ids=str,
+)
+def test_a_schema_that_only_endless_values_fit_is_told_apart(schema: Any, ends: bool) -> None:
+    if ends:
+        check_ends(schema)
+        return
+    with pytest.raises(UserError, match="without end"):
+        check_ends(schema)
+
+
+@pytest.mark.parametrize(
+    ("asked", "pattern"),
+    [
+        ({"regex": r"[0-9]{3}-[a-z]+"}, r"\d{3}-[a-z]+"),
+        ({"regex": "^(ja|nein)$"}, "ja|nein"),
+        ({"choice": ["yes", "no", 'may"be', "é\n"]}, 'yes|no|may"be|é\n'),
+        ({"grammar": 'start: "a" B\nB: /[0-9]{2}/'}, r"a\d\d"),
+        ({"grammar": 'root ::= "a" num\nnum ::= [0-9] | [0-9] num'}, r"a\d+"),
+        (
+            {"structural_tag": {"format": {"type": "sequence", "elements": [
+                {"type": "const_string", "value": "<f>"},
+                {"type": "or", "elements": [
+                    {"type": "regex", "pattern": "a/b"},
+                    {"type": "tag", "begin": "[", "end": "]", "content":
+                        {"type": "json_schema", "json_schema": {"enum": [1, 2]}}},
+                ]},
+            ]}}},
+            r"<f>(a/b|\[[12]\])",
+        ),
+    ],
+)  # fmt: skip
+def test_outputs_have_the_form_that_was_asked_for(
+    vocabulary: Vocabulary, encoder: Tokenizer, asked: dict[str, Any], pattern: str
+) -> None:
+    grammar, rng = compiled(vocabulary, **asked), random.Random(1)
+
+    texts = [random_output(guide_of(grammar), encoder, rng, MOST_TOKENS) for _ in range(20)]
+
+    assert all(text is not None and re.fullmatch(pattern, text) for text in texts), texts
+
+
+def test_a_trigger_in_free_text_must_go_on_as_its_tag(
+    vocabulary: Vocabulary, encoder: Tokenizer
+) -> None:
+    tag = {"begin": "<f=x>", "schema": {"const": 1}, "end": "</f>"}
+    grammar = compiled(vocabulary, structural_tag={"structures": [tag], "triggers": ["<f="]})
+    guide = guide_of(grammar)
+
+    for token in encoder.encode("so <f=").ids:
+        assert guide.advance(token) is None
+    after_trigger = {encoder.decode([token]) for token in guide.allowed()}
+    for token in encoder.encode("x>1</f>").ids:
+        assert guide.advance(token) is None
+
+    assert after_trigger == {"x"}
+    assert EOS in guide.allowed() and len(guide.allowed()) > 100
+
+
+def test_blanks_are_bounded(vocabulary: Vocabulary, encoder: Tokenizer) -> None:
+    guide = guide_of(compiled(vocabulary, json={"type": "array", "items": {"type": "null"}}))
+
+    for token in encoder.encode("[ ").ids:
+        guide.advance(token)
+
+    assert {encoder.decode([token]) for token in guide.allowed()} == {"n", "]"}
+
+
+def test_min_tokens_and_ignore_eos_hold_while_the_grammar_has_another_way(
+    vocabulary: Vocabulary, encoder: Tokenizer
+) -> None:
+    (z,) = encoder.encode("z").ids
+    grammar = compiled(vocabulary, regex="z{1,3}")
+    shown = []
+
+    for rules in ({}, {"min_tokens": 2}, {"ignore_eos": True}, {"min_tokens": 9}):
+        guide, seen = guide_of(grammar, **rules), []
+        for _ in range(3):
+            guide.advance(z)
+            seen.append(sorted({EOS: "end", z: "z"}[token] for token in guide.allowed()))
+        shown.append(seen)
+
+    free, going_on, end = ["end", "z"], ["z"], ["end"]
+    assert shown == [
+        [free, free, end],
+        [going_on, free, end],
+        [going_on, going_on, end],
+        [going_on, going_on, end],
+    ]
+
+
+def test_a_model_without_a_fit_tokenizer_refuses_every_grammar(
+    folder: Path, tmp_path: Path
+) -> None:
+    for place, size, ends in (
+        (tmp_path, VOCAB_SIZE, [EOS]),
+        (folder, 100, [EOS]),
+        (folder, 320, []),
+    ):
+        with pytest.raises(UserError, match="structured output"):
+            Vocabulary(str(place), size, frozenset(ends))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"regex": "a", "json": {}},
+        {"regex": ""},
+        {"choice": []},
+        {"choice": ["a", 1]},
+        {"json": "{"},
+        {"json": 3},
+        {"grammar": "x" * 300_000},
+        {"regex": "\ud800"},
+        {"strange": 1},
+    ],
+    ids=lambda asked: str(asked)[:30],
+)
+def test_a_spec_of_the_wrong_kind_is_refused_before_it_is_sent(asked: dict[str, Any]) -> None:
+    with pytest.raises(UserError):
+        grammar_spec(asked)
+
+
+def test_equal_schemas_are_one_spec_and_the_order_of_properties_counts() -> None:
+    ordered = grammar_spec({"json": {"a": 1, "b": 2}})
+
+    assert (
+        ordered == grammar_spec({"json": '{"a": 1, "b": 2}'}) == GrammarSpec("json", ordered.text)
+    )
+    assert ordered != grammar_spec({"json": {"b": 2, "a": 1}})

@@ -1,0 +1,183 @@
+"""Requests with a grammar among others: masks come with the plans that sample them, or behind."""
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+from core_rig import CoreRig
+from tiny_models import EOS, VOCAB_SIZE, write_tokenizer
+from tokenizers import Tokenizer
+
+from config.params.structured_output import GrammarSpec
+from engine.structured_output.grammar import Grammar, Vocabulary
+
+PATTERN = "[a-f]{4,9};[0-9]{3}"
+FORM = GrammarSpec("regex", PATTERN)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def grammar(folder: Path) -> Grammar:
+    return Grammar(FORM, Vocabulary(str(folder), VOCAB_SIZE, frozenset([EOS])))
+
+
+@pytest.fixture(scope="module")
+def encoder(folder: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_every_output_fits_through_chunks_preemptions_and_prefix_hits_beside_free_rows(
+    grammar: Grammar, encoder: Tokenizer, depth: int
+) -> None:
+    rng = random.Random(depth)
+    rig = CoreRig(num_blocks=16, rows=6, budget=9, depth=depth, vocab_size=VOCAB_SIZE)
+    guided = {key for key in range(40) if rng.random() < 0.5}
+    common = [rng.randrange(3, VOCAB_SIZE) for _ in range(12)]
+
+    for key in range(40):
+        prompt = [*common[: rng.randint(0, 12)], rng.randrange(3, VOCAB_SIZE)]
+        rules = {"structured_outputs": FORM, "grammar": grammar} if key in guided else {}
+        rig.add(key, prompt, max_tokens=20, logprobs=rng.choice([None, 1]), **rules)
+        rig.run(turns=rng.randint(0, 4))
+    rig.run()
+
+    for key in range(40):
+        rig.check_output(key)
+        if key in guided:
+            tokens = rig.tokens(key)
+            assert (rig.reason(key), tokens[-1]) == ("stop", EOS)
+            assert re.fullmatch(PATTERN, encoder.decode(tokens[:-1]))
+    assert rig.core.stats().preemptions > 0
+    assert rig.executor.max_in_flight == depth
+
+
+def test_a_guided_row_is_planned_one_step_ahead_and_its_mask_follows_the_token_before(
+    grammar: Grammar,
+) -> None:
+    rig = CoreRig(vocab_size=VOCAB_SIZE)
+    rig.add(0, [5, 6], max_tokens=5, structured_outputs=FORM, grammar=grammar)
+    rig.add(1, [7, 8], max_tokens=6, ignore_eos=True)
+    rig.run()
+
+    guided, free = (new.row for new in rig.plans[0].new_rows)
+    named = [[row for launch in plan.launches for row in launch.rows] for plan in rig.plans]
+
+    assert named == [[guided, free]] * 5 + [[free]]
+    assert [plan.masked_rows for plan in rig.plans] == [[guided], [], [], [], [], []]
+    assert [plan.late_rows for plan in rig.plans] == [[], *[[guided]] * 4, []]
+    assert [(masks.step, masks.rows) for masks in rig.executor.masks] == [
+        (step, [guided]) for step in range(1, 5)
+    ]
+    assert rig.executor.collected_before == [0, 0, 1, 2, 3, 4]
+
+
+def test_a_row_whose_token_is_known_when_it_is_planned_brings_its_mask_along(
+    grammar: Grammar,
+) -> None:
+    rig = CoreRig(vocab_size=VOCAB_SIZE, early_every=1)
+    rig.add(0, [5, 6], max_tokens=5, structured_outputs=FORM, grammar=grammar)
+    rig.run()
+
+    assert len(rig.plans) == 5
+    assert all(plan.masked_rows and not plan.late_rows for plan in rig.plans)
+
+
+@pytest.mark.parametrize("reason", ["stop", "error"])
+def test_a_row_that_ends_with_the_step_before_gets_no_mask_and_harms_no_other(
+    grammar: Grammar, encoder: Tokenizer, reason: str
+) -> None:
+    rig = CoreRig(vocab_size=VOCAB_SIZE)
+    # Letters only, and the pattern wants something else behind nine of them at most.
+    letters = tuple(encoder.encode("".join(pair)).ids[0] for pair in "abcdef")
+    rules = {"stop": {}, "error": {"allowed_token_ids": letters}}[reason]
+    guided = {"structured_outputs": FORM, "grammar": grammar, "max_tokens": 20}
+    rig.add(0, [5, 6], **guided, **rules)
+    rig.add(1, [5, 7], **guided)
+    rig.run()
+
+    (ended,) = [
+        masks.step
+        for masks in rig.executor.masks
+        if len(masks.rows) < len(rig.plans[masks.step].late_rows) > 1
+    ]
+    assert rig.plans[ended].late_rows == [0, 1]
+    assert rig.reason(0) == reason
+    rig.check_output(1)
+
+
+def test_a_row_that_gives_way_in_the_step_it_is_planned_in_still_gets_its_mask(
+    grammar: Grammar,
+) -> None:
+    rig = CoreRig(num_blocks=12, rows=6, budget=6, policy="priority", vocab_size=VOCAB_SIZE)
+    for key in range(2):
+        rules = {"structured_outputs": FORM, "grammar": grammar}
+        rig.add(key, [5, 6, 7], priority=1, max_tokens=30, **rules)
+    rig.run(turns=1)
+    rig.add(2, list(range(10, 38)), max_tokens=2)
+    rig.run()
+
+    assert rig.core.stats().preemptions > 0
+    for key in range(3):
+        rig.check_output(key)
+
+
+def test_an_output_that_is_cut_by_length_ends_with_it(grammar: Grammar, encoder: Tokenizer) -> None:
+    rig = CoreRig(vocab_size=VOCAB_SIZE)
+    rig.add(0, [5], max_tokens=3, structured_outputs=FORM, grammar=grammar)
+    rig.run()
+
+    assert rig.reason(0) == "length"
+    assert re.fullmatch("[a-f]+", encoder.decode(rig.tokens(0)))
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_grammar_that_leaves_nothing_allowed_ends_the_request_and_says_why(
+    grammar: Grammar, encoder: Tokenizer, after: int
+) -> None:
+    rig = CoreRig(vocab_size=VOCAB_SIZE)
+    allowed = encoder.encode("xc").ids[: after + 1] if after else encoder.encode("x").ids
+    words = ((encoder.encode("c").ids * 2),)
+    rig.add(
+        0,
+        [5],
+        max_tokens=9,
+        structured_outputs=FORM,
+        grammar=grammar,
+        allowed_token_ids=tuple(allowed),
+        bad_words_token_ids=words,
+    )
+    rig.run()
+
+    assert "allowed_token_ids or bad_words bar" in rig.error(0)
+    assert len(rig.tokens(0)) == after
+    finish = rig.ledger.requests[0].finish
+    assert finish is not None and finish.param == "structured_outputs"
+
+
+def test_an_output_that_costs_too_much_to_follow_ends_alone(
+    grammar: Grammar, encoder: Tokenizer
+) -> None:
+    rig = CoreRig(vocab_size=VOCAB_SIZE, depth=2)
+    for key in (0, 1):
+        rig.add(key, [5, key], max_tokens=30, structured_outputs=FORM, grammar=grammar)
+    rig.add(2, [7, 8], max_tokens=12, ignore_eos=True)
+    rig.run(turns=4)
+    guide = next(r for r in rig.core._requests.values() if r.key == 1).guide
+    assert guide is not None
+
+    guide._spent_s = 3.0
+    rig.run()
+
+    assert re.fullmatch(PATTERN, encoder.decode(rig.tokens(0)[:-1]))
+    rig.check_output(2)
+    assert "took 3.0" in rig.error(1)
+    finish = rig.ledger.requests[1].finish
+    assert finish is not None and finish.param == "structured_outputs"

@@ -1,0 +1,177 @@
+"""The central promise: once warm, no traffic makes the card compile, capture, fall back, wait in
+a step, or take more memory. A real engine and a real worker, on a strict emulated card."""
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from slow_model import Ledger, raw
+from tiny_models import EOS, VOCAB_SIZE, make_tiny
+
+from config.buckets import BucketConfig
+from config.engine import CacheConfig, EngineConfig, ScheduleConfig
+from config.execution import EmulatorSettings
+from config.params.sampling import SamplingParams
+from config.params.structured_output import GrammarSpec
+from engine.core.engine_core import EngineCore
+from engine.core.loop import make_table
+from engine.executors.inproc import InlineExecutor
+from engine.kv_cache.prefix_hashes import block_hashes
+from engine.structured_output.grammar import Grammar, Vocabulary
+from engine.transport.messages import AddRequest
+from hpu.protocol import Masks, StepPlan
+
+REQUESTS = 500
+MOST_TURNS = 20_000
+
+
+class WatchedExecutor(InlineExecutor):
+    """Tells the emulated card when a step is being made: waiting for the card then is a misuse.
+    Mostly a result is not there before the next plan, as on a card that takes its time."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.num_late = 0
+        """Launches whose masks came behind their plan."""
+        self._luck = random.Random(3)
+
+    def submit(self, plan: StepPlan) -> None:
+        with _in_step():
+            super().submit(plan)
+
+    def mask(self, masks: Masks) -> None:
+        self.num_late += 1
+        with _in_step():
+            super().mask(masks)
+
+    def has_result(self) -> bool:
+        return self._luck.random() < 0.2 and super().has_result()
+
+
+@contextmanager
+def _in_step() -> Iterator[None]:
+    card = torch.hpu.emulated  # type: ignore[attr-defined]  # the emulator's
+    card.in_step = True
+    try:
+        yield
+    finally:
+        card.in_step = False
+
+
+FORMS = [
+    GrammarSpec("json", '{"type":"array","items":{"type":"integer"}}'),
+    GrammarSpec("regex", "[a-z]{3}[0-9]*"),
+    GrammarSpec("choice", '["yes","no"]'),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny("llama", tmp_path_factory.mktemp("tiny"), max_position_embeddings=256))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: str) -> Iterator[tuple[EngineCore, WatchedExecutor]]:
+    config = EngineConfig(
+        folder,
+        device="hpu-emulator",
+        dtype="float32",
+        num_threads=1,
+        cache=CacheConfig(block_size=16, num_blocks=64),
+        schedule=ScheduleConfig(max_num_seqs=6, max_num_batched_tokens=64, max_prefill_batch=2),
+        buckets=BucketConfig(strategy="exponential"),
+        emulator=EmulatorSettings(is_strict=True, memory_bytes=32 << 30),
+    )
+    executor = WatchedExecutor(config)
+    ready = executor.start(lambda progress: None)
+    yield EngineCore(config, executor, ready, make_table(config, ready), time.monotonic), executor
+    executor.close()
+
+
+def random_sampling(rng: random.Random) -> SamplingParams:
+    """Half of the requests plain, the others with anything that a client may ask for."""
+    settings: dict[str, Any] = {"max_tokens": rng.randint(1, 12), "temperature": 0.0}
+    if rng.random() < 0.5:
+        return SamplingParams(**settings)
+    settings["temperature"] = rng.choice([0.0, 0.5, 1.0, 1.7])
+    settings["seed"] = rng.randrange(1000)
+    choices: dict[str, list[Any]] = {
+        "top_k": [1, 5, 50],
+        "top_p": [0.1, 0.9],
+        "min_p": [0.05],
+        "presence_penalty": [0.5],
+        "frequency_penalty": [-0.5],
+        "repetition_penalty": [1.2],
+        "logit_bias": [{3: 5.0}, dict.fromkeys(range(9), -1.0)],
+        "allowed_token_ids": [(5, 6, 7, 8)],
+        "min_tokens": [1],
+        "stop_token_ids": [(9,), (9, 10, 11)],
+        "bad_words_token_ids": [((4, 5),), ((7,), (8, 9, 10))],
+        "logprobs": [0, 1, 7, 20],
+        "prompt_logprobs": [0, 3],
+        "ignore_eos": [True],
+        "structured_outputs": FORMS,
+    }
+    for name, values in choices.items():
+        if rng.random() < (0.4 if name == "structured_outputs" else 0.15):
+            settings[name] = rng.choice(values)
+    settings["min_tokens"] = min(settings.get("min_tokens", 0), settings["max_tokens"])
+    return SamplingParams(**settings)
+
+
+def random_prompt(rng: random.Random, prefixes: list[list[int]]) -> list[int]:
+    """Of 1 to 200 tokens; a third of them begin as another one did."""
+    length = rng.choice([rng.randint(1, 40), rng.randint(1, 200)])
+    prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
+    if rng.random() < 0.33:
+        prompt = (rng.choice(prefixes) + prompt)[:200]
+    return prompt
+
+
+def test_five_hundred_random_requests_cost_no_compilation_capture_fallback_wait_or_memory(
+    engine: tuple[EngineCore, WatchedExecutor], folder: str
+) -> None:
+    core, executor = engine
+    rng = random.Random(5)
+    vocabulary = Vocabulary(folder, VOCAB_SIZE, frozenset([EOS]))
+    grammars = {form: Grammar(form, vocabulary) for form in FORMS}
+    card = torch.hpu.emulated  # type: ignore[attr-defined]  # the emulator's
+    prefixes = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (48, 80, 112)]
+    ledger, waiting = Ledger(), list(range(REQUESTS))
+    watched = ("compilations", "captures", "fallbacks", "host_sync", "ungraphed")
+    before = {name: card.journal.counts[name] for name in watched}
+    memory = card.memory.in_use
+
+    turns = 0
+    while waiting or core.has_work:
+        for _ in range(rng.choice([0, 0, 1, 1, 2])):
+            if waiting:
+                key = waiting.pop()
+                prompt = raw(random_prompt(rng, prefixes))
+                ledger.open(key)
+                sampling = random_sampling(rng)
+                form = sampling.structured_outputs
+                grammar = None if form is None else grammars[form]
+                core.add(AddRequest(key, prompt, sampling), block_hashes(prompt, 16, ""), grammar)
+                gone = key + rng.randint(0, 30)
+                if rng.random() < 0.1 and gone in ledger.requests and not ledger.is_over(gone):
+                    core.abort([gone])
+                    ledger.abort(gone)
+        ledger.take(core.turn())
+        core.check_books()
+        turns += 1
+        assert turns < MOST_TURNS
+
+    after = {name: card.journal.counts[name] for name in watched}
+    assert after == before
+    # Every launch was a replay: two at least for each request, alone or shared with others.
+    assert card.journal.counts["replays"] > 1000
+    assert card.memory.in_use <= memory
+    requests = ledger.requests.values()
+    assert all(request.is_aborted or request.finish is not None for request in requests)
+    assert 0 < sum(request.is_aborted for request in requests) < REQUESTS / 4
+    assert executor.num_late > 100

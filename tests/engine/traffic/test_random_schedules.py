@@ -1,0 +1,271 @@
+"""Random schedules: the real core over a KV store that remembers what every slot holds, against the
+slow model that runs each request alone. Invariants 1, 2, 3, 7, 8 and 10, at every step."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from core_rig import CoreRig
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slow_model import hashed_token
+from tiny_models import EOS, VOCAB_SIZE, write_tokenizer
+
+from config.params.structured_output import GrammarSpec
+from engine.structured_output.grammar import Grammar, Vocabulary
+
+VOCABULARY = 50
+PROFILE = settings(derandomize=True, deadline=None, database=None, print_blob=False)
+
+# A few talks that many requests begin with, so that prefixes are shared, and some differ late.
+TALKS = [
+    [(7 * index + index * index * talk + talk) % VOCABULARY for index in range(60)]
+    for talk in range(3)
+]
+TALKS.append([*TALKS[0][:9], *TALKS[1][9:]])
+
+FORMS = [
+    GrammarSpec("regex", "[a-c]{2,9};[0-9]{2}"),
+    GrammarSpec("json", '{"type":"array","items":{"type":"integer"}}'),
+]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of a schedule."""
+
+    prompt: tuple[int, ...]
+    salt: str
+    priority: int
+    front_end: int
+    sampling: dict[str, Any]
+    form: int | None = None
+    """Of FORMS, where grammars are played."""
+
+
+Move = Ask | int | str
+"""A request; so many turns; or, below zero, an abort, counted from the newest; or "reset"."""
+
+
+def random_ask(rng: random.Random) -> Ask:
+    prompt = rng.choice(TALKS)[: rng.choice([rng.randint(1, 45), rng.randint(1, 16)])]
+    prompt = [*prompt, *(rng.randrange(VOCABULARY) for _ in range(rng.choice([0, 0, 0, 2, 5])))]
+    sampling: dict[str, Any] = {"seed": 7, "max_tokens": rng.choice([1, 2, 15, 30, 40, None])}
+    options: dict[str, list[Any]] = {
+        "temperature": [0.0, 1.0],
+        "ignore_eos": [False, True, True],
+        "stop_token_ids": [(), (), (), (3,), (2, 4, 6, 8), tuple(range(10, 20))],
+        "min_tokens": [0, 0, 1],
+        "logprobs": [None, None, 0, 2],
+        "prompt_logprobs": [None, None, None, 0, 1],
+    }
+    sampling.update({name: rng.choice(values) for name, values in options.items()})
+    return Ask(
+        tuple(prompt),
+        rng.choice(["", "", "", "salt"]),
+        rng.randint(-1, 1),
+        rng.randint(0, 1),
+        sampling,
+        rng.choice([None, *range(len(FORMS))]),
+    )
+
+
+def random_move(rng: random.Random) -> Move:
+    """Mostly requests and turns; now and then an abort, or a cache that is emptied."""
+    kind = rng.random()
+    if kind < 0.5:
+        return random_ask(rng)
+    if kind < 0.85:
+        return rng.choice([1, 1, 2, 3, 5, 12])
+    if kind < 0.98:
+        return -rng.choice([1, 2, 3, 6, 10])
+    return "reset"
+
+
+rigs = st.fixed_dictionaries(
+    {
+        "num_blocks": st.sampled_from([16, 17, 18, 22, 30, 60]),
+        "rows": st.sampled_from([9, 5, 2, 1]),
+        "budget": st.sampled_from([9, 16, 40, 200]),
+        "depth": st.integers(1, 2),
+        "policy": st.sampled_from(["fcfs", "priority"]),
+        "prefix_caching": st.sampled_from([True, True, True, False]),
+        "buckets": st.sampled_from(["exact", "exponential", "linear"]),
+        "max_prefill_batch": st.sampled_from([1, 3]),
+    }
+)
+
+
+schedules = st.tuples(st.integers(0, 2**32 - 1), st.integers(20, 90)).map(
+    lambda drawn: [random_move(rng) for rng in [random.Random(drawn[0])] for _ in range(drawn[1])]
+)
+
+
+class Schedule:
+    """Makes the moves, and knows which prefixes each salt has ever filled."""
+
+    def __init__(self, rig: CoreRig, grammars: list[Grammar]) -> None:
+        self.rig = rig
+        self._grammars = grammars
+        self.keys: list[int] = []
+        self.asks: dict[int, Ask] = {}
+
+    def make(self, move: Move) -> None:
+        if isinstance(move, Ask):
+            key = (move.front_end << 48) | len(self.keys)
+            self.keys.append(key)
+            self.asks[key] = move
+            rules = {} if move.form is None else self._rules(move.form)
+            place: dict[str, Any] = {"priority": move.priority, "salt": move.salt}
+            self.rig.add(key, move.prompt, **place, **move.sampling, **rules)
+        elif move == "reset":
+            self.rig.core.control("reset_prefix_cache", {})
+        elif isinstance(move, int) and move < 0:
+            if self.keys and -move <= len(self.keys):
+                key = self.keys[move]
+                if self.rig.ledger.is_over(key):
+                    self.rig.core.abort([key])
+                else:
+                    self.rig.abort(key)
+        elif isinstance(move, int):
+            self.rig.run(turns=move)
+
+    def _rules(self, form: int) -> dict[str, Any]:
+        if not self._grammars:
+            return {}
+        return {"structured_outputs": FORMS[form], "grammar": self._grammars[form]}
+
+    def check_prefixes(self) -> None:
+        """What was found in the cache is what some request with the same salt had filled."""
+        size = self.rig.ready.block_size
+        for key, ask in self.asks.items():
+            cached = self.rig.ledger.requests[key].num_cached
+            assert cached % size == 0 and cached < max(len(ask.prompt), 1)
+            if cached:
+                assert self.rig.ledger.requests[key].num_started == 1
+                assert ask.sampling.get("prompt_logprobs") is None
+                assert any(
+                    ask.prompt[:cached] == (*other.prompt, *self.rig.tokens(by))[:cached]
+                    for by, other in self.asks.items()
+                    if by != key and other.salt == ask.salt
+                ), f"key {key} found {cached} tokens that nobody with its salt had"
+
+
+def play(rig: CoreRig, schedule_moves: list[Move], grammars: Sequence[Grammar] = ()) -> None:
+    schedule = Schedule(rig, list(grammars))
+    for move in schedule_moves:
+        schedule.make(move)
+    rig.run()
+
+    for key in schedule.keys:
+        rig.check_output(key)
+    schedule.check_prefixes()
+    stats = rig.core.stats()
+    assert (stats.running, stats.waiting, stats.blocks_used, rig.core.in_flight) == (0, 0, 0, 0)
+    assert rig.core.num_open == 0
+    assert rig.executor.collected == len(rig.plans) == stats.steps
+    assert rig.executor.max_in_flight <= 2
+    assert not any(name.endswith(("miss", "fallback")) for name in stats.lookups)
+
+
+@settings(PROFILE, max_examples=300)
+@given(rigs, schedules)
+def test_every_request_gets_what_it_gets_alone(
+    shape: dict[str, Any], schedule_moves: list[Move]
+) -> None:
+    play(CoreRig(**shape), schedule_moves)
+
+
+@settings(PROFILE, max_examples=60)
+@given(rigs, schedules)
+def test_a_row_whose_logits_are_no_numbers_harms_no_other(
+    shape: dict[str, Any], schedule_moves: list[Move]
+) -> None:
+    play(CoreRig(**shape, next_token=hashed_token(VOCABULARY, bad_every=23)), schedule_moves)
+
+
+@settings(PROFILE, max_examples=60)
+@given(rigs, schedules)
+def test_a_decode_that_reads_a_slice_reaches_the_highest_block_of_its_rows(
+    shape: dict[str, Any], schedule_moves: list[Move]
+) -> None:
+    play(CoreRig(**{**shape, "prefix_caching": False, "contiguous": True}), schedule_moves)
+
+
+@pytest.fixture(scope="module")
+def grammars(tmp_path_factory: pytest.TempPathFactory) -> list[Grammar]:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    vocabulary = Vocabulary(str(folder), VOCAB_SIZE, frozenset([EOS]))
+    return [Grammar(form, vocabulary) for form in FORMS]
+
+
+@settings(PROFILE, max_examples=60)
+@given(rigs, st.sampled_from([0, 0, 2, 3]), schedules)
+def test_a_request_with_a_grammar_gets_what_it_gets_alone_with_overlap_and_without(
+    grammars: list[Grammar], shape: dict[str, Any], early_every: int, schedule_moves: list[Move]
+) -> None:
+    play(CoreRig(**shape, vocab_size=VOCAB_SIZE, early_every=early_every), schedule_moves, grammars)
+
+
+def test_blocks_move_down_when_those_before_them_leave() -> None:
+    rig = CoreRig(
+        num_blocks=60,
+        rows=9,
+        budget=200,
+        prefix_caching=False,
+        contiguous=True,
+        defrag_threshold=20,
+    )
+    for key in range(9):
+        tokens = 3 if key < 8 else 40
+        rig.add(key, TALKS[key % 2][:16], max_tokens=tokens, ignore_eos=True)
+
+    rig.run()
+
+    moved = [plan for plan in rig.plans if plan.moved_from]
+    rig.check_output(8)
+    assert len(moved) == 1 and max(moved[0].moved_from) > 30
+    assert rig.plans[-1].launches[0].bucket == (1, 1, 14)
+
+
+def test_where_nothing_unprepared_may_run_only_blocks_within_the_widest_slice_are_lent() -> None:
+    rig = CoreRig(
+        num_blocks=60,
+        rows=6,
+        prefix_caching=False,
+        contiguous=True,
+        buckets="linear",
+        on_unwarmed="reject",
+        widest_decode=24,
+    )
+    for key in range(8):
+        rig.add(key, TALKS[key % 2][:20], max_tokens=30, ignore_eos=True)
+
+    rig.run()
+
+    stats = rig.core.stats()
+    for key in range(8):
+        rig.check_output(key)
+    assert stats.blocks_total == 24 and stats.preemptions > 0
+    assert not any(name.endswith(("miss", "fallback")) for name in stats.lookups)
+
+
+def test_the_schedules_reach_what_they_are_meant_to_reach() -> None:
+    # Not hypothesis's luck: the same kind of load must preempt, share, chunk and end early.
+    rig = CoreRig(num_blocks=18, rows=5, budget=9)
+    ask_of = {"max_tokens": 25, "seed": 7, "stop_token_ids": (3, 4)}
+    schedule: list[Move] = []
+    for number in range(12):
+        prompt = tuple(TALKS[number % 2][: 8 + number])
+        schedule += [Ask(prompt, "", 0, 0, ask_of), 5]
+
+    play(rig, schedule)
+
+    stats = rig.core.stats()
+    assert stats.preemptions > 0
+    assert any(row.num_computed for plan in rig.plans for row in plan.new_rows)
+    assert any(len(plan.grown_rows) > 1 for plan in rig.plans)
+    assert any(not all(x.samples) for plan in rig.plans for x in plan.launches)

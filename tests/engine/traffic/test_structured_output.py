@@ -1,0 +1,111 @@
+"""Requests with a grammar through a real worker: masks behind their plan change nothing."""
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slow_model import Ledger, raw
+from tiny_models import EOS, VOCAB_SIZE, make_tiny
+
+from config.engine import CacheConfig, EngineConfig, ScheduleConfig
+from config.params.sampling import SamplingParams
+from config.params.structured_output import GrammarSpec
+from engine.core.engine_core import EngineCore
+from engine.core.loop import make_table
+from engine.executors.inproc import InlineExecutor
+from engine.kv_cache.prefix_hashes import block_hashes
+from engine.structured_output.grammar import Grammar, Vocabulary
+from engine.transport.messages import AddRequest
+from hpu.protocol import Masks
+
+REQUESTS = 40
+FORMS = [
+    GrammarSpec("json", '{"type":"array","items":{"type":"integer"}}'),
+    GrammarSpec("regex", "[a-z]{3,8}[0-9]*"),
+    GrammarSpec("choice", '["yes","no","perhaps"]'),
+]
+
+
+class SlowCard(InlineExecutor):
+    """A CPU that passes for a card: a result is not there before the next plan is made."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.num_masks = 0
+
+    def has_result(self) -> bool:
+        return False
+
+    def mask(self, masks: Masks) -> None:
+        self.num_masks += 1
+        super().mask(masks)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("tiny"))
+
+
+def random_asks() -> list[tuple[list[int], SamplingParams]]:
+    """Groups of a few with one prompt, as of `n`; two of three with a grammar."""
+    rng = random.Random(11)
+    asks = []
+    while len(asks) < REQUESTS:
+        prompt = [rng.randrange(4, VOCAB_SIZE) for _ in range(rng.randint(1, 40))]
+        options: dict[str, list[Any]] = {
+            "structured_outputs": [None, *FORMS, *FORMS],
+            "temperature": [0.0, 1.0],
+            "min_tokens": [0, 0, 4],
+            "top_k": [0, 9],
+            "repetition_penalty": [1.0, 1.3],
+            "bad_words_token_ids": [(), ((70, 71), (40,))],
+            "logprobs": [None, 0, 2],
+        }
+        chosen = {name: rng.choice(values) for name, values in options.items()}
+        for number in range(rng.choice([1, 1, 2, 3])):
+            params = SamplingParams(max_tokens=rng.randint(4, 16), seed=number, **chosen)
+            asks.append((prompt, params))
+    return asks
+
+
+def answers(folder: Path, depth: int) -> tuple[list[tuple[Any, ...]], EngineCore, int]:
+    """What every request got, the engine, and how often masks came late."""
+    config = EngineConfig(
+        str(folder),
+        dtype="float32",
+        device="cpu",
+        max_model_len=112,
+        num_threads=1,
+        cache=CacheConfig(block_size=8, num_blocks=14),
+        schedule=ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=20, depth=depth),
+    )
+    vocabulary = Vocabulary(str(folder), VOCAB_SIZE, frozenset([EOS]))
+    grammars = {form: Grammar(form, vocabulary) for form in FORMS}
+    executor = SlowCard(config)
+    ready = executor.start(lambda progress: None)
+    core = EngineCore(config, executor, ready, make_table(config, ready), time.monotonic)
+    ledger = Ledger()
+    for key, (prompt, params) in enumerate(random_asks()):
+        ledger.open(key)
+        form = params.structured_outputs
+        grammar = None if form is None else grammars[form]
+        core.add(AddRequest(key, raw(prompt), params), block_hashes(raw(prompt), 8, ""), grammar)
+    while core.has_work:
+        ledger.take(core.turn())
+        core.check_books()
+    executor.close()
+    requests = ledger.requests.values()
+    found = [(r.tokens, r.logprob_ids, r.finish and r.finish.reason) for r in requests]
+    return found, core, executor.num_masks
+
+
+def test_late_masks_give_the_tokens_that_early_ones_give(folder: Path) -> None:
+    alone, _, never = answers(folder, depth=1)
+    ahead, core, often = answers(folder, depth=2)
+
+    assert ahead == alone
+    assert never == 0 and often > 50
+    assert core.stats().preemptions > 0
+    assert {reason for _, _, reason in ahead} == {"stop", "length"}

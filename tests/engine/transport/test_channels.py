@@ -1,0 +1,188 @@
+"""Channels on real sockets: round trips, edges, bounds, addresses."""
+
+import asyncio
+import contextlib
+import os
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from config.errors import ConfigError
+from engine.transport.channels import HIGH_WATER, SocketDirectory, Waiter, Wires, endpoint
+from engine.transport.messages import Abort, FromEngine, Hello, Reply, StepTokens, ToEngine
+from hpu.protocol import (
+    FromWorker,
+    NewRow,
+    RowSampling,
+    StepPlan,
+    StepResult,
+    ToWorker,
+    WarmupProgress,
+)
+
+
+@pytest.fixture
+def wires() -> Iterator[Wires]:
+    wires = Wires("token")
+    yield wires
+    wires._context.destroy(linger=0)
+
+
+def test_a_directory_is_private_and_goes_with_all_that_is_in_it() -> None:
+    directory = SocketDirectory()
+    mode = stat.S_IMODE(os.stat(directory.path).st_mode)
+    Path(directory.path, "left.sock").touch()
+
+    directory.close()
+    directory.close()
+
+    assert mode == 0o700
+    assert not os.path.exists(directory.path)
+
+
+def test_a_path_that_no_socket_can_have_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    folder = "/" + "x" * 100
+
+    with pytest.raises(ConfigError, match="has 110 bytes, a Unix socket takes 107"):
+        endpoint(folder, "fe0.sock")
+
+    assert endpoint("/" + "x" * 97, "fe0.sock").endswith("xx/fe0.sock")
+
+
+def test_an_address_that_is_no_directory_is_refused(wires: Wires) -> None:
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        wires.bind_pair(endpoint("/nowhere/at/all", "w0.sock"), FromWorker)
+
+
+def test_plans_and_results_cross_a_pair_in_order_and_whole(wires: Wires, tmp_path: Path) -> None:
+    address = endpoint(str(tmp_path), "w0.sock")
+    engine = wires.bind_pair(address, FromWorker)
+    worker = wires.connect_pair(address, ToWorker)
+    row = NewRow(3, memoryview(b"\1\0\0\0\2\0\0\0"), 2, 0, [5], RowSampling(seed=9))
+
+    worker.send(WarmupProgress("load", 0, 1))
+    Waiter([engine]).wait(5)
+    first = engine.receive()
+    for step in range(3):
+        assert engine.send(StepPlan(step, [], new_rows=[row]))
+    received = []
+    while len(received) < 3:
+        Waiter([worker]).wait(5)
+        plan = worker.receive()
+        assert plan is not None
+        received.append(plan)
+        worker.send(StepResult(plan.step, [plan.step]))
+    Waiter([engine]).wait(5)
+    result = engine.receive()
+
+    assert [plan.step for plan in received] == [0, 1, 2]
+    assert bytes(received[0].new_rows[0].tokens) == bytes(row.tokens)
+    assert received[0].new_rows[0].sampling == row.sampling
+    assert (first, result) == (WarmupProgress("load", 0, 1), StepResult(0, [0]))
+    engine.close()
+    worker.close()
+
+
+def test_a_full_channel_says_so_and_loses_nothing(wires: Wires, tmp_path: Path) -> None:
+    address = endpoint(str(tmp_path), "w0.sock")
+    sender = wires.connect_pair(address, ToWorker)
+    sent = 0
+    while sender.send(Reply(sent)):
+        sent += 1
+    receiver = wires.bind_pair(address, FromEngine)
+    calls = []
+    while len(calls) < sent:
+        Waiter([receiver]).wait(5)
+        reply = receiver.receive()
+        assert reply is not None, len(calls)
+        calls.append(reply.call)
+
+    assert sent == HIGH_WATER
+    assert calls == list(range(sent))
+    sender.close()
+    receiver.close()
+
+
+def test_waiting_ends_with_the_time_or_with_a_descriptor(wires: Wires, tmp_path: Path) -> None:
+    line = wires.bind_pair(endpoint(str(tmp_path), "w0.sock"), FromWorker)
+    end, signal = os.pipe()
+    waiter = Waiter([line], [end])
+
+    began = time.monotonic()
+    woken_by_time = waiter.wait(0.05)
+    waited = time.monotonic() - began
+    os.close(signal)
+    woken_by_end = waiter.wait(5)
+
+    assert woken_by_time == set() and waited >= 0.04
+    assert woken_by_end == {end}
+    os.close(end)
+    line.close()
+
+
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_no_edge_is_missed_when_both_sides_talk_at_once(
+    loop_factory: type[asyncio.AbstractEventLoop], wires: Wires, tmp_path: Path
+) -> None:
+    """Each send may swallow the edge of a message that came in: 3000 rounds would hang on one."""
+    address = endpoint(str(tmp_path), "fe0.sock")
+    rounds = 3000
+
+    async def talk() -> list[int]:
+        board = wires.bind_router(address, FromEngine)
+        line = wires.connect_dealer(address, "0.in", ToEngine)
+        heard: list[int] = []
+        greeted, done = asyncio.Event(), asyncio.Event()
+
+        def hear(peer: bytes, message: object) -> None:
+            if isinstance(message, Hello):
+                greeted.set()
+            elif isinstance(message, StepTokens):
+                heard.append(message.step)
+                if len(heard) == rounds:
+                    done.set()
+
+        board.listen(hear, lambda: None)
+        line.send(Hello(0, 1))
+        await asyncio.wait_for(greeted.wait(), 5)
+        for step in range(rounds):
+            line.send(StepTokens(step))
+            board.send(b"0.in", Abort([step]))
+            if step % 7 == 0:
+                await asyncio.sleep(0)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(done.wait(), 5)
+        line.close()
+        board.close()
+        return heard
+
+    loop = loop_factory()
+    heard = loop.run_until_complete(talk())
+    loop.close()
+
+    assert heard == list(range(rounds))
+
+
+async def test_sending_to_nobody_is_told_and_a_hangup_is_heard(
+    wires: Wires, tmp_path: Path
+) -> None:
+    address = endpoint(str(tmp_path), "fe0.sock")
+    board = wires.bind_router(address, FromEngine)
+    greeted, hung_up = asyncio.Event(), asyncio.Event()
+    board.listen(lambda peer, message: greeted.set(), hung_up.set)
+    line = wires.connect_dealer(address, "0.in", ToEngine)
+    line.send(Hello(0, 1))
+    await asyncio.wait_for(greeted.wait(), 5)
+
+    reached = board.send(b"0.in", Abort([]))
+    missed = board.send(b"stranger", Abort([]))
+    line.close()
+    await asyncio.wait_for(hung_up.wait(), 5)
+
+    assert reached and not missed
+    board.close()
+    board.close()

@@ -1,0 +1,301 @@
+"""Local processes that connect to an engine's sockets: dropped, counted, and without effect."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import zmq
+from counting_worker import sockets_in
+from engine_rig import (
+    TOKEN,
+    asking,
+    engine_rig,
+    eventually,
+    generate,
+    prompt_of,
+    read_all,
+)
+from strangers import all_strangers, connect_and_leave, connected, counting, forgers
+
+from engine.client.zmq import ZmqClient
+from engine.transport import channels as wire
+from engine.transport.channels import Waiter, Wires, endpoint
+from engine.transport.messages import Finish, FromEngine, Hello, Ready, StepTokens, ToEngine
+from hpu.protocol import FromWorker, StepPlan, ToWorker, WarmupProgress
+
+MIB = 2**20
+READY = Ready(0, 8, 16, 128, 50, (2,), 0, "fake", "float32", 0, 0, 0, 0.0, 0.0)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "HANDSHAKE_TIMEOUT_MS", 300)
+
+
+@pytest.fixture
+def wires() -> Iterator[Wires]:
+    """The channels of a peer that has the token."""
+    wires = Wires(TOKEN)
+    yield wires
+    wires._context.destroy(linger=0)
+
+
+@pytest.fixture
+def listening() -> Iterator[Wires]:
+    """Those of the process that strangers connect to."""
+    wires = Wires(TOKEN)
+    yield wires
+    wires._context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("executor", ["inline", "processes"])
+async def test_strangers_that_are_first_do_not_keep_the_engine_or_its_worker_out(
+    executor: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    process = psutil.Process()
+    async with engine_rig("start_s=0.3", executor=executor, ready=False) as rig:
+        rejected = counting(rig.client.on_rejected_peer)
+        before, files = process.memory_info().rss, process.num_fds()
+
+        with contextlib.ExitStack() as stack:
+            path = Path(rig.directory, "fe0.sock")
+            count = stack.enter_context(all_strangers(path, zmq.DEALER, b"0.in"))
+            if executor == "processes":
+                path = Path(rig.directory, "w0.sock")
+                assert await eventually(path.exists, 10)
+                stack.enter_context(all_strangers(path, zmq.PAIR, b""))
+            await asyncio.wait_for(rig.client.wait_ready(), 20)
+            tokens = await generate(rig.client, 5)
+            is_counted = await eventually(lambda: rejected() >= count, 5)
+
+        assert tokens == list(range(5))
+        assert is_counted, (rejected(), count)
+        assert rig.client.failure is None and rig.engine.poll() is None
+        assert process.memory_info().rss - before < 50 * MIB
+        # The engine's two connections are there for good.
+        assert await eventually(lambda: process.num_fds() <= files + 4, 5)
+    warnings = [one for one in caplog.records if "launcher's token" in one.getMessage()]
+    assert len(warnings) == 1 and warnings[0].levelno == logging.WARNING
+
+
+@pytest.mark.parametrize("executor", ["inline", "processes"])
+async def test_nobody_can_connect_to_a_serving_engine(executor: str) -> None:
+    """libzmq would abort the process that accepts a connection and has no descriptor for it."""
+    async with engine_rig(executor=executor) as rig:
+        tokens = await generate(rig.client, 5)
+
+        assert sockets_in(rig.directory) == []
+        for name in ("fe0.sock", "w0.sock"):
+            with pytest.raises(FileNotFoundError):
+                connected(Path(rig.directory, name))
+        assert tokens == list(range(5)) == await generate(rig.client, 5)
+
+
+async def test_strangers_beside_an_engine_that_is_connected_disturb_no_request(
+    wires: Wires, tmp_path: Path
+) -> None:
+    address, path = endpoint(str(tmp_path), "fe0.sock"), tmp_path / "fe0.sock"
+    client = ZmqClient(
+        address, 0, token=TOKEN, max_queued_requests=10, max_queued_prompt_tokens=1000
+    )
+    await client.start()
+    rejected = counting(client.on_rejected_peer)
+    # An engine that has said nothing on its second line yet: the socket still accepts.
+    line = wires.connect_dealer(address, "0.in", ToEngine)
+    line.send(Hello(0, 1))
+    line.send(READY)
+    await asyncio.wait_for(client.wait_ready(), 5)
+    latencies = []
+
+    with all_strangers(path, zmq.DEALER, b"0.in") as count:
+        while rejected() < count and len(latencies) < 500:
+            began = time.monotonic()
+            box = client.add(prompt_of(1), asking(1))
+            assert await eventually(lambda: line.receive() is not None, 5)
+            line.send(
+                StepTokens(1, [], [], [box.key], [1], [7], finished=[Finish(box.key, "stop")])
+            )
+            assert (await read_all(box))[0] == [7]
+            latencies.append(time.monotonic() - began)
+    line.close()
+    await client.close()
+
+    assert rejected() >= count
+    # `eventually` looks every 20 ms.
+    assert sorted(latencies)[len(latencies) // 2] < 0.1, latencies
+
+
+async def test_the_engines_end_is_told_from_a_strangers(
+    wires: Wires, listening: Wires, tmp_path: Path
+) -> None:
+    address = endpoint(str(tmp_path), "fe0.sock")
+    board = listening.bind_router(address, FromEngine)
+    events: list[str] = []
+    board.listen(
+        lambda peer, message: events.append(peer.decode()),
+        lambda: events.append("hangup"),
+        lambda: events.append("rejected"),
+    )
+    line = wires.connect_dealer(address, "0.in", ToEngine)
+    line.send(Hello(0, 1))
+    assert await eventually(lambda: events == ["0.in"], 5)
+
+    connect_and_leave(tmp_path / "fe0.sock", 3)
+    assert await eventually(lambda: len(events) == 4, 5)
+    line.close()
+    assert await eventually(lambda: len(events) == 5, 5)
+    connect_and_leave(tmp_path / "fe0.sock", 1)
+    assert await eventually(lambda: len(events) == 6, 5)
+    board.close()
+
+    assert events == ["0.in", "rejected", "rejected", "rejected", "hangup", "rejected"]
+
+
+async def test_a_descriptor_that_a_stranger_had_before_is_the_engines_now(
+    wires: Wires, listening: Wires, tmp_path: Path
+) -> None:
+    address, path = endpoint(str(tmp_path), "fe0.sock"), tmp_path / "fe0.sock"
+    board = listening.bind_router(address, FromEngine)
+    events: list[str] = []
+    board.listen(
+        lambda peer, message: events.append(peer.decode()),
+        lambda: events.append("hangup"),
+        lambda: events.append("rejected"),
+    )
+
+    # The loop stands still, so that the engine's first message and the strangers' ends are both
+    # there when it goes on. The strangers' own descriptors stay taken.
+    strangers = [connected(path) for _ in range(20)]
+    threading.Event().wait(0.1)
+    theirs = descriptors_of(path)
+    for stranger in strangers:
+        stranger.shutdown(socket.SHUT_RDWR)
+    threading.Event().wait(0.1)
+    line = wires.connect_dealer(address, "0.in", ToEngine)
+    line.send(Hello(0, 1))
+    threading.Event().wait(0.2)
+    is_one_of_theirs = len(theirs) == 21 and descriptors_of(path) < theirs
+    for stranger in strangers:
+        stranger.close()
+    is_told = await eventually(lambda: len(events) == 21, 5)
+    line.close()
+    board.close()
+
+    assert is_one_of_theirs, "the kernel gave the engine another descriptor: nothing was tested"
+    assert is_told and sorted(events) == ["0.in"] + ["rejected"] * 20
+
+
+def descriptors_of(path: Path) -> set[int]:
+    """Ours that belong to the Unix socket at `path`: the listener and the accepted connections."""
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+    inodes = {f"socket:[{line[6]}]" for line in lines if line[-1] == str(path)}
+    links = {int(one.name): one for one in Path("/proc/self/fd").iterdir()}
+    return {number for number, link in links.items() if _target(link) in inodes}
+
+
+def _target(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except OSError:
+        return ""
+
+
+async def test_thousands_of_strangers_while_the_loop_stands_still_hold_nobody_up(
+    wires: Wires, listening: Wires, tmp_path: Path
+) -> None:
+    """ZeroMQ's own thread would wait for who reads the news, and move no messages meanwhile."""
+    address, path = endpoint(str(tmp_path), "fe0.sock"), tmp_path / "fe0.sock"
+    board = listening.bind_router(address, FromEngine)
+    crowd = threading.Thread(target=connect_and_leave, args=(path, 3000), daemon=True)
+
+    crowd.start()
+    crowd.join(5)
+    has_passed = not crowd.is_alive()
+    line = wires.connect_dealer(address, "0.in", ToEngine)
+    line.send(Hello(0, 1))
+    greeted = asyncio.Event()
+    rejections: list[None] = []
+    board.listen(
+        lambda peer, message: greeted.set(),
+        lambda: None,
+        lambda: rejections.append(None),
+    )
+    await asyncio.wait_for(greeted.wait(), 5)
+    is_counted = await eventually(lambda: len(rejections) == 3000, 5)
+    line.close()
+    board.close()
+
+    assert has_passed and is_counted
+
+
+@pytest.mark.parametrize("stay_open", [True, False])
+def test_a_stranger_that_is_first_does_not_take_the_workers_place(
+    wires: Wires,
+    listening: Wires,
+    tmp_path: Path,
+    stay_open: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A PAIR takes one peer only."""
+    address, path = endpoint(str(tmp_path), "w0.sock"), tmp_path / "w0.sock"
+    engine = listening.bind_pair(address, FromWorker)
+
+    with all_strangers(path, zmq.PAIR, b""):
+        if stay_open:
+            worker = wires.connect_pair(address, ToWorker)
+            worker.send(WarmupProgress("load", 0, 1))
+            Waiter([engine]).wait(5)
+            first = engine.receive()
+    if not stay_open:
+        worker = wires.connect_pair(address, ToWorker)
+        worker.send(WarmupProgress("load", 0, 1))
+        Waiter([engine]).wait(5)
+        first = engine.receive()
+    connect_and_leave(path, 50)
+    with forgers(path, zmq.PAIR, b""):
+        sent = engine.send(StepPlan(7, []))
+        Waiter([worker]).wait(5)
+        plan = worker.receive()
+    nothing_else = engine.receive()
+    worker.close()
+    engine.close()
+
+    assert first == WarmupProgress("load", 0, 1)
+    assert sent and isinstance(plan, StepPlan) and plan.step == 7
+    assert nothing_else is None
+    assert any("w0.sock" in one.getMessage() for one in caplog.records)
+
+
+def test_a_connection_that_never_presents_the_token_is_closed(
+    listening: Wires, tmp_path: Path
+) -> None:
+    path = tmp_path / "w0.sock"
+    engine = listening.bind_pair(endpoint(str(tmp_path), "w0.sock"), FromWorker)
+    stranger = connected(path)
+    stranger.settimeout(5)
+
+    began = time.monotonic()
+    while stranger.recv(64):
+        pass
+    waited = time.monotonic() - began
+    stranger.close()
+    engine.close()
+
+    assert 0.2 < waited < 2
+
+
+async def test_the_token_is_on_no_command_line_and_in_no_environment() -> None:
+    async with engine_rig(executor="processes") as rig:
+        family = [psutil.Process(rig.engine.pid), *psutil.Process(rig.engine.pid).children()]
+
+        shown = [" ".join(one.cmdline()) + str(one.environ()) for one in family]
+
+    assert len(shown) == 2
+    assert not any(TOKEN in text for text in shown)

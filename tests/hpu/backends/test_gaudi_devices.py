@@ -1,0 +1,65 @@
+"""The table of devices, and what it says of kernels and releases."""
+
+import pytest
+
+from config.errors import ConfigError
+from hpu.backends.gaudi_devices import (
+    FP8_RESCALE,
+    GENERATIONS,
+    generation,
+    has_kernel,
+    release_of,
+    torch_of_release,
+)
+from hpu.emulator.settings import EmulatorConfig
+
+
+def test_the_generations_differ_in_memory_fp8_range_and_scales() -> None:
+    older, newer = generation("gaudi2"), generation("gaudi3")
+
+    assert (older.memory_bytes >> 30, newer.memory_bytes >> 30) == (96, 128)
+    assert older.fp8_max / newer.fp8_max == FP8_RESCALE
+    assert older.aligned_scales == (16, 1, 0.0625, 0.00390625)
+    assert newer.aligned_scales is None
+    assert round(older.usable_bytes / 2**30, 2) == 94.62
+
+
+def test_an_unknown_generation_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="'gaudi1' is not one of gaudi2, gaudi3"):
+        generation("gaudi1")
+
+
+@pytest.mark.parametrize("name", GENERATIONS)
+def test_an_emulated_card_is_as_large_as_the_table_says(name: str) -> None:
+    config = EmulatorConfig(generation=name, memory_bytes=None)
+
+    assert config.limit_bytes == GENERATIONS[name].memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("kernel", "device", "release", "expected"),
+    [
+        ("FusedSDPA", "gaudi2", None, True),
+        ("FusedSDPA.sinks", "gaudi2", (1, 24), None),
+        ("block_softmax_adjustment", "gaudi2", (1, 24, 0, 1), False),
+        ("block_softmax_adjustment", "gaudi3", (1, 22, 0, 493), False),
+        ("block_softmax_adjustment", "gaudi3", (1, 22, 0, 494), True),
+        ("block_softmax_adjustment", "gaudi3", (1, 22, 1), True),
+        ("block_softmax_adjustment", "gaudi3", (1, 22, 0), None),
+        ("block_softmax_adjustment", "gaudi3", None, None),
+    ],
+)
+def test_a_kernel_is_there_from_its_release_on(
+    kernel: str, device: str, release: tuple[int, ...] | None, expected: bool | None
+) -> None:
+    assert has_kernel(kernel, device, release) is expected
+
+
+def test_a_release_is_read_off_a_version() -> None:
+    texts = ("1.22.1-6f0bb5a", "1.22.0.740", "hl-smi", "1")
+
+    releases = [release_of(text) for text in texts]
+
+    assert releases == [(1, 22, 1), (1, 22, 0, 740), None, None]
+    assert torch_of_release((1, 24, 1, 482)) == (2, 11)
+    assert torch_of_release((1, 23, 0)) is None

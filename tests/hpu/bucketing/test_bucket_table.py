@@ -1,0 +1,287 @@
+"""Bucket lists against published ones, and the table's promises."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from config.buckets import BucketConfig, Range
+from config.engine import ScheduleConfig
+from config.errors import ConfigError
+from hpu.bucketing.bucket_table import FALLBACK, HIT, MISS, BucketTable, Lookup
+from hpu.bucketing.exponential import padding_points, v3_decode_axes, v3_prompt_axes, v3_prompts
+from hpu.bucketing.limits import BucketLimits
+from hpu.bucketing.linear import (
+    exponential_decodes,
+    exponential_points,
+    exponential_prompts,
+    fallback_point,
+    linear_points,
+    parse_buckets,
+)
+from hpu.protocol import DECODE, PREFILL
+
+VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "buckets.json").read_text())[
+    "vectors"
+]
+
+GENERATORS: dict[str, Any] = {
+    "linear_range": lambda p: linear_points(p["bmin"], p["step"], p["bmax"]),
+    "exp_range": lambda p: exponential_points(
+        p["bmin"], p["step"], p["bmax"], p["limit"], fill=False, exact_last=p["exact_last"]
+    ),
+    "exp_range_fill": lambda p: exponential_points(
+        p["bmin"], p["step"], p["bmax"], p["limit"], fill=True, exact_last=p["exact_last"]
+    ),
+    "fallback_value": lambda p: fallback_point(p["n"], p["base"], 10**9),
+    "parse_bucket_file": lambda p: parse_buckets(p["text"]),
+    "g1_prompt": lambda p: exponential_prompts(
+        p["max_prefill_bs"], p["block"], p["budget"], p["max_len"], contexts=p["prefix_caching"]
+    ),
+    "g1_decode": lambda p: exponential_decodes(
+        p["max_bs"], p["block"], p["max_blocks"], exact_last=p["contiguous_pa"]
+    ),
+    "linear_2d": lambda p: list(
+        itertools.product(linear_points(*p["bs_cfg"]), linear_points(*p["seq_cfg"]))
+    ),
+    "pad_range": lambda p: padding_points(
+        p["bmin"], p["step"], p["bmax"], p["pad_max"], p["pad_percent"]
+    ),
+    "g3_prompt_cfg": lambda p: v3_prompt_axes(
+        p["max_prefill_bs"], p["block"], p["budget"], p["max_len"]
+    ),
+    "g3_decode_cfg": lambda p: v3_decode_axes(
+        p["max_bs"], p["block"], p["max_len"], p["max_blocks"], contiguous=p["contiguous_pa"]
+    ),
+}
+
+
+def limits(**changes: Any) -> BucketLimits:
+    given_limits = {
+        "block_size": 16,
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 128,
+        "max_prefill_batch": 4,
+        "num_blocks": 64,
+        "prefix_caching": True,
+    }
+    return BucketLimits(**{**given_limits, **changes})
+
+
+@pytest.mark.parametrize(
+    "vector", [v for v in VECTORS if v["func"] in GENERATORS], ids=lambda v: v["name"]
+)
+def test_lists_equal_the_published_ones(vector: dict[str, Any]) -> None:
+    made = GENERATORS[vector["func"]](vector["params"])
+
+    assert json.loads(json.dumps(made)) == vector["expected"]
+
+
+@pytest.mark.parametrize(
+    "vector", [v for v in VECTORS if v["func"] == "find_bucket"], ids=lambda v: v["name"]
+)
+def test_lookup_agrees_with_the_published_cases(vector: dict[str, Any]) -> None:
+    shapes = [tuple(shape) for shape in vector["params"]["buckets"]]
+    phase = DECODE if shapes[0][1] == 1 else PREFILL
+    table = BucketTable(shapes, shapes, limits(), exact=False)
+
+    found = table.find(phase, *vector["params"]["want"])
+
+    assert (list(found.bucket), found.result) == (vector["expected"], "hit")
+
+
+@pytest.mark.parametrize("strategy", ["exponential", "exponential-v3", "linear", "padding-aware"])
+def test_without_shared_blocks_no_decode_is_wider_than_the_cache(strategy: str) -> None:
+    # 61 is no multiple of anything: rounded up, a slice would end behind the cache.
+    config = BucketConfig(strategy=strategy, decode_blocks=Range(max=80))
+
+    table = BucketTable.make(config, limits(num_blocks=61, prefix_caching=False))
+
+    widest = [blocks for phase, _, _, blocks in table.buckets if phase == DECODE]
+    assert max(widest) == 61
+    assert table.find(DECODE, 8, 1, 61).result == "hit"
+
+
+@pytest.mark.parametrize(
+    "strategy", ["exponential", "exponential-v3", "linear", "padding-aware", "fitted"]
+)
+def test_every_text_of_a_pooling_model_finds_a_prepared_bucket(
+    strategy: str, tmp_path: Path
+) -> None:
+    traffic = tmp_path / "traffic.jsonl"
+    traffic.write_text('{"prompt_tokens": 40, "output_tokens": 1}\n')
+    file = str(traffic) if strategy == "fitted" else None
+    schedule = ScheduleConfig(max_num_seqs=8, max_num_batched_tokens=300)
+    texts = BucketLimits.of_texts(schedule, block_size=32, max_model_len=250)
+
+    table = BucketTable.make(BucketConfig(strategy=strategy, traffic=file), texts)
+
+    assert {(phase, blocks) for phase, _, _, blocks in table.buckets} == {(PREFILL, 0)}
+    assert {table.find(PREFILL, 1, count, 0).result for count in range(1, 251)} == {"hit"}
+
+
+def test_an_exact_table_pads_nothing() -> None:
+    table = BucketTable.make(BucketConfig(strategy="exact"), limits())
+
+    found = table.find(PREFILL, 3, 77, 5)
+
+    assert (found.bucket, found.result, table.buckets) == ((3, 77, 5), "hit", [])
+
+
+@pytest.mark.parametrize("strategy", ["exponential", "exponential-v3", "linear", "padding-aware"])
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_every_shape_a_lone_prompt_or_a_decode_can_have_is_prepared(
+    strategy: str, data: st.DataObject
+) -> None:
+    bounds = limits(
+        block_size=data.draw(st.sampled_from([8, 16, 128])),
+        max_model_len=data.draw(st.integers(1, 500)),
+        max_num_seqs=data.draw(st.integers(1, 9)),
+        max_num_batched_tokens=data.draw(st.integers(9, 300)),
+        prefix_caching=data.draw(st.booleans()),
+    )
+    table = BucketTable.make(BucketConfig(strategy=strategy), bounds)
+    query = data.draw(st.integers(1, bounds.max_query))
+    context = data.draw(st.integers(0, bounds.max_model_len - query))
+    batch = data.draw(st.integers(1, bounds.max_num_seqs))
+    held = data.draw(st.integers(min(batch, bounds.max_decode_blocks), bounds.max_decode_blocks))
+
+    prompt = table.find(PREFILL, 1, query, -(-context // bounds.block_size))
+    decode = table.find(DECODE, batch, 1, held)
+
+    assert (prompt.result, decode.result) == ("hit", "hit")
+    assert decode.bucket[0] >= batch
+    assert decode.bucket[2] >= held
+
+
+def test_the_cheapest_bucket_is_taken_not_the_first() -> None:
+    table = BucketTable([(1, 16, 0)], [(2, 1, 4096), (4, 1, 16)], limits(), exact=False)
+
+    found = table.find(DECODE, 2, 1, 10)
+
+    assert found.bucket == (4, 1, 16)
+
+
+def test_a_shape_beyond_all_buckets_runs_and_is_remembered(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    table = BucketTable([(1, 16, 0)], [(1, 1, 4)], limits(), exact=False)
+
+    first = table.find(PREFILL, 1, 31, 0)
+    second = table.find(PREFILL, 1, 31, 0)
+    smaller = table.find(PREFILL, 1, 100, 0)
+
+    assert (first.bucket, first.result) == ((1, 128, 0), "fallback")
+    assert (second.bucket, second.result) == ((1, 128, 0), "miss")
+    assert (smaller.bucket, smaller.result) == ((1, 128, 0), "miss")
+    assert "was not warmed-up" in caplog.text
+    assert (PREFILL, 1, 128, 0) not in table.buckets
+
+
+def test_the_newer_rule_makes_the_documented_number_of_prompt_buckets() -> None:
+    shapes = v3_prompts(1, 128, 1024, 1024)
+
+    assert len(shapes) == 35
+
+
+def test_each_query_of_a_long_context_gets_what_it_leaves_room_for() -> None:
+    free = v3_prompts(1, 128, 2048, 16_384)
+    capped = v3_prompts(1, 128, 2048, 16_384, context_max=120)
+
+    assert (1, 128, 127) in free
+    assert (1, 128, 127) not in capped
+    assert (1, 2048, 112) in capped
+
+
+def test_a_query_of_one_token_is_prepared_where_it_is_asked_for() -> None:
+    config = BucketConfig(strategy="exponential-v3", prompt_query=Range(min=1))
+
+    table = BucketTable.make(config, limits())
+
+    assert table.find(PREFILL, 1, 1, 2).bucket[1] == 1
+
+
+@pytest.mark.parametrize("strategy", ["exponential", "exponential-v3"])
+def test_ranges_that_a_strategy_ignores_are_warned_about(
+    strategy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = BucketConfig(strategy=strategy, decode_batch=Range(step=3))
+
+    BucketTable.make(config, limits())
+
+    assert "limits given for decode-bs change nothing" in caplog.text
+
+
+def test_padding_limits_thin_out_the_axis() -> None:
+    loose = BucketConfig(strategy="padding-aware", decode_blocks=Range(pad_percent=50, pad_max=64))
+    tight = BucketConfig(strategy="padding-aware", decode_blocks=Range(pad_percent=0))
+
+    few, many = (
+        {shape[3] for shape in BucketTable.make(config, limits()).buckets if shape[0] == DECODE}
+        for config in (loose, tight)
+    )
+
+    assert few < many
+    assert many == set(range(16, 129, 16))
+
+
+def test_ranges_replace_the_linear_defaults() -> None:
+    config = BucketConfig(strategy="linear", prompt_query=Range(min=32, step=32, max=64))
+
+    table = BucketTable.make(config, limits(max_num_batched_tokens=64, max_model_len=64))
+
+    assert {shape[2] for shape in table.buckets if shape[0] == PREFILL} == {32, 64}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("(1, 2)", "three elements"),
+        ("(1, 128, 0)\n(1, 2, x)", "line 2"),
+        ("(0, 128, 0)", "at least 1"),
+        ("(1, range(0, 10**9), 0)", "line 1"),
+        ("(1, range(5, 5), 0)", "0 values"),
+        ("__import__('os')", "three elements"),
+        ("\n(1, ", "line 2: '\\(1,': '\\(' was never closed$"),
+    ],
+)
+def test_a_bad_bucket_file_names_the_line(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_buckets(text)
+
+
+def test_a_bucket_file_makes_the_table(tmp_path: Path) -> None:
+    file = tmp_path / "buckets.txt"
+    file.write_text("# prompts\n([1, 2], 64, range(0, 17, 8))\n(8, 1, 128)\n")
+
+    table = BucketTable.make(BucketConfig(strategy="file", file=str(file)), limits())
+
+    assert (PREFILL, 2, 64, 16) in table.buckets
+    assert (DECODE, 8, 1, 128) in table.buckets
+
+
+def test_a_table_without_one_phase_is_refused() -> None:
+    with pytest.raises(ConfigError, match="0 decode buckets"):
+        BucketTable([(1, 16, 0)], [], limits(), exact=False)
+
+
+def test_a_bucket_that_a_fallback_made_gives_way_to_a_wider_prepared_one_if_asked() -> None:
+    limits = BucketLimits(128, 4096, 8, 4096, 1, 100, True)
+    table = BucketTable([(1, 128, 0), (1, 4096, 32)], [(8, 1, 256)], limits, exact=False)
+    table.keep([(PREFILL, 1, 128, 0), (DECODE, 8, 1, 256)])
+    made = table.find(PREFILL, 1, 2000, 0)
+    table.add([(PREFILL, 1, 4096, 32)])
+
+    cheapest = table.find(PREFILL, 1, 2000, 0)
+    table.prefers_prepared = True
+    table.add([])
+    prepared = table.find(PREFILL, 1, 2000, 0)
+
+    assert made.result == FALLBACK and cheapest.result == MISS
+    assert prepared == Lookup((1, 4096, 32), HIT)

@@ -1,0 +1,251 @@
+"""The preflight on laid-out machines: each thing that can be wrong is said in plain words."""
+
+from pathlib import Path
+
+import pytest
+from gaudi_machine import GaudiMachine
+
+from config.errors import ConfigError
+from hpu.doctor.cards import find_cards
+from hpu.doctor.errors import explain
+from hpu.doctor.machine import ERROR, OK, WARN, Machine, has_module, run_command
+from hpu.doctor.preflight import check_start, has_sign_of_gaudi, preflight
+
+
+@pytest.fixture
+def gaudi(tmp_path: Path) -> GaudiMachine:
+    return GaudiMachine(tmp_path)
+
+
+def levels(machine: Machine, *, num_cards: int = 1) -> dict[str, str]:
+    """About what something was found, and the worst of it."""
+    rank = {OK: 0, WARN: 1, ERROR: 2}
+    found: dict[str, str] = {}
+    for finding in preflight(machine, num_cards=num_cards).findings:
+        found[finding.about] = max(
+            found.get(finding.about, OK), finding.level, key=rank.__getitem__
+        )
+    return {about: level for about, level in found.items() if level != OK}
+
+
+def test_a_machine_with_all_in_place_has_nothing_to_mend(gaudi: GaudiMachine) -> None:
+    found = preflight(gaudi.seen(), num_cards=8)
+
+    assert {finding.level for finding in found.findings} == {OK}
+    assert [card.module for card in found.cards] == list(range(8))
+    assert {card.generation for card in found.cards} == {"gaudi3"}
+    check_start(gaudi.seen())
+
+
+def test_a_machine_without_gaudi_says_so_first(tmp_path: Path) -> None:
+    bare = GaudiMachine(tmp_path, cards=0)
+    bare.modules.clear()
+    bare.driver = None
+    bare.write("proc/modules", "ext4 1 0 - Live 0x0\n")
+
+    assert not has_sign_of_gaudi(bare.seen())
+    with pytest.raises(ConfigError, match="this Python has no habana_frameworks: start from"):
+        check_start(bare.seen())
+    assert levels(bare.seen()) == {
+        "runtime": ERROR,
+        "driver": ERROR,
+        "cards": ERROR,
+    }
+
+
+def test_a_stock_torch_is_told_from_the_vendors_without_importing_it(gaudi: GaudiMachine) -> None:
+    gaudi.versions["torch"] = "2.7.1+cpu"
+
+    findings = preflight(gaudi.seen()).findings
+
+    assert "torch 2.7.1+cpu, a stock build" in [finding.what for finding in findings]
+    check_start(gaudi.seen())
+
+
+def test_lazy_mode_on_a_stock_torch_is_an_error(gaudi: GaudiMachine) -> None:
+    gaudi.versions["torch"] = "2.7.1"
+    gaudi.environment["PT_HPU_LAZY_MODE"] = "1"
+
+    with pytest.raises(ConfigError, match=r"not the vendor's build.*set PT_HPU_LAZY_MODE=0"):
+        check_start(gaudi.seen())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "level"),
+    [
+        ("PT_HPU_LAZY_MODE", "true", WARN),
+        ("PT_HPU_LAZY_MODE", "1", OK),
+        ("PT_HPUGRAPH_DISABLE_TENSOR_CACHE", "true", WARN),
+        ("PT_HPUGRAPH_DISABLE_TENSOR_CACHE", "1", OK),
+        ("PT_HPU_WEIGHT_SHARING", "1", WARN),
+        ("PT_HPU_WEIGHT_SHARING", "0", OK),
+        ("PT_HPU_ENABLE_LAZY_COLLECTIVES", "false", ERROR),
+        ("HABANA_VISIBLE_DEVICES", "2", WARN),
+        ("HABANA_VISIBLE_DEVICES", "all", OK),
+        ("HABANA_VISIBLE_DEVICES", "first", WARN),
+        ("HABANA_VISIBLE_MODULES", "all", ERROR),
+        ("HABANA_VISIBLE_MODULES", "0,0", ERROR),
+        ("HABANA_VISIBLE_MODULES", "0,9", ERROR),
+        ("HABANA_VISIBLE_MODULES", "3", ERROR),
+        ("HABANA_VISIBLE_MODULES", "1,2", ERROR),
+        ("HABANA_VISIBLE_MODULES", "2,3", OK),
+        ("HABANA_VISIBLE_MODULES", "3,2", OK),
+    ],
+)
+def test_a_trap_in_a_variable_is_found(
+    gaudi: GaudiMachine, name: str, value: str, level: str
+) -> None:
+    gaudi.environment[name] = value
+
+    found = levels(gaudi.seen(), num_cards=2)
+
+    assert found.get(name, OK) == level
+
+
+def test_indices_in_a_container_are_the_runtimes_business(gaudi: GaudiMachine) -> None:
+    gaudi.environment["HABANA_VISIBLE_DEVICES"] = "2"
+    gaudi.write(".dockerenv", "")
+
+    assert levels(gaudi.seen()) == {}
+
+
+def test_driver_and_runtime_of_two_releases_are_named(gaudi: GaudiMachine) -> None:
+    gaudi.driver = "1.20.0-bd4b6a8"
+
+    (found,) = [f for f in preflight(gaudi.seen()).findings if f.about == "driver version"]
+
+    assert found.level == WARN
+    assert "the driver is 1.20.0-bd4b6a8, the runtime 1.22.1.6" in found.what
+
+
+def test_an_unknown_driver_version_is_called_unknown(gaudi: GaudiMachine) -> None:
+    gaudi.driver = None
+
+    (found,) = [f for f in preflight(gaudi.seen()).findings if f.about == "driver version"]
+
+    assert (found.level, found.what) == (OK, "driver version unknown")
+
+
+def test_a_torch_of_another_release_is_named_with_both_versions(gaudi: GaudiMachine) -> None:
+    gaudi.versions["torch"] = "2.9.0+git1"
+
+    (found,) = [f for f in preflight(gaudi.seen()).findings if f.level == WARN]
+
+    assert "torch is 2.9.0+git1, release 1.22.1.6 is known with 2.7" in found.what
+
+
+def test_missing_kernel_modules_matter_to_several_cards(gaudi: GaudiMachine) -> None:
+    gaudi.write("proc/modules", "habanalabs 1 0 - Live 0x0\nhabanalabs_cn 1 0 - Live 0x0\n")
+
+    (found,) = [f for f in preflight(gaudi.seen()).findings if f.level == WARN]
+
+    assert "habanalabs_ib, habanalabs_en are not loaded" in found.what
+
+
+def test_other_vendors_accelerators_are_no_cards(tmp_path: Path) -> None:
+    machine = GaudiMachine(tmp_path, cards=1)
+    machine.card(1, vendor="0x8086")
+
+    assert [card.node for card in find_cards(machine.seen()).cards] == ["/dev/accel/accel0"]
+
+
+def test_cards_without_nodes_are_known_from_hl_smi(tmp_path: Path) -> None:
+    machine = GaudiMachine(tmp_path, cards=0)
+    machine.smi_modules = [5, 2]
+
+    cards = find_cards(machine.seen()).cards
+
+    assert [(card.module, card.name, card.memory) for card in cards] == [
+        (2, "HL-325L", "672 MiB of 131072 MiB"),
+        (5, "HL-325L", "672 MiB of 131072 MiB"),
+    ]
+
+
+def test_kernels_are_told_by_generation_and_release(tmp_path: Path) -> None:
+    older = GaudiMachine(tmp_path, cards=1, pci_id="0x1020")
+
+    (found,) = [f for f in preflight(older.seen()).findings if f.about == "kernels"]
+
+    assert found.what.startswith("gaudi2: 7 of 13 fused kernels are known to be there; ")
+    assert "; not there: block_softmax_adjustment; only the runtime can tell: " in found.what
+
+
+def test_a_held_card_is_no_obstacle_while_others_are_free(gaudi: GaudiMachine) -> None:
+    gaudi.hold(4711, "/dev/accel/accel0")
+
+    (found,) = [f for f in preflight(gaudi.seen()).findings if f.level == WARN]
+
+    assert "module 0, /dev/accel/accel0, 0000:10:00.0 is held by process 4711" in found.what
+    assert found.do == "name a free one: HABANA_VISIBLE_MODULES=1"
+    check_start(gaudi.seen())
+
+
+def test_a_worker_bound_to_a_held_card_does_not_start(gaudi: GaudiMachine) -> None:
+    gaudi.hold(4711, "/dev/accel/accel3")
+    gaudi.environment["HABANA_VISIBLE_MODULES"] = "2,3"
+
+    check_start(gaudi.seen(), num_cards=2, rank=0)
+    with pytest.raises(ConfigError, match=r"module 3.* is held by process 4711 \(python3 server"):
+        check_start(gaudi.seen(), num_cards=2, rank=1)
+
+
+def test_a_server_needs_as_many_free_cards_as_it_has_workers(tmp_path: Path) -> None:
+    machine = GaudiMachine(tmp_path, cards=2)
+    machine.hold(7, "/dev/accel/accel1")
+
+    found = preflight(machine.seen(), num_cards=2).errors
+
+    assert [finding.what.partition(":")[0] for finding in found] == [
+        "1 of 2 cards are free, 2 needed"
+    ]
+
+
+def test_our_own_hold_and_a_monitors_are_none(gaudi: GaudiMachine) -> None:
+    gaudi.hold(1, "/dev/accel/accel0")
+    gaudi.hold(2, "/dev/accel/accel_controlD0")
+
+    assert levels(gaudi.seen(pid=1), num_cards=8) == {}
+
+
+def test_few_huge_pages_are_a_hint(gaudi: GaudiMachine) -> None:
+    gaudi.huge_pages(10)
+
+    (found,) = [f for f in preflight(gaudi.seen()).findings if f.level != OK]
+
+    assert (found.level, found.about) == (WARN, "huge pages")
+    assert "20 MiB of huge pages are reserved, published deployments give 11875 MiB" in found.what
+
+
+@pytest.mark.parametrize(
+    ("text", "meaning"),
+    [
+        ("synStatus=20 [Device busy] Device acquire failed.", "another process has the card"),
+        ("synStatus=26 [Generic failure] Device acquire failed", "does not say why"),
+        ("Device acquire failed", "status unknown"),
+        ("Graph compile failed. 26", "could not be compiled"),
+        ("workspace Allocation of size ::1048576 failed!", "needs more workspace"),
+        ("cpu fallback is not supported during hpu graph capturing", "--enforce-eager"),
+    ],
+)
+def test_the_runtimes_errors_are_explained(gaudi: GaudiMachine, text: str, meaning: str) -> None:
+    assert meaning in str(explain(f"RuntimeError: {text}", gaudi.seen()))
+
+
+def test_a_failed_acquisition_names_the_holders(gaudi: GaudiMachine) -> None:
+    gaudi.hold(4711, "/dev/accel/accel0")
+
+    told = explain("synStatus=20 [Device busy] Device acquire failed.", gaudi.seen())
+
+    assert told is not None
+    assert told.endswith("0000:10:00.0 is held by process 4711 (python3 server.py)")
+
+
+def test_an_error_of_another_kind_is_left_alone(gaudi: GaudiMachine) -> None:
+    assert explain("division by zero", gaudi.seen()) is None
+
+
+def test_this_machine_is_read_by_the_same_means() -> None:
+    assert has_module("torch") and not has_module("no_such_module")
+    assert run_command(["no-such-command-anywhere"]) is None
+    assert run_command(["echo", "1.22.1"]) == "1.22.1\n"
+    assert preflight(Machine(environment={})).findings

@@ -1,0 +1,168 @@
+"""Weights from safetensors: every file layout, and an error for everything that does not fit."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from paged_harness import load_decoder
+from safetensors.torch import load_file, save_file
+from tiny_models import make_tiny
+from torch import Tensor
+
+from config.errors import ConfigError
+from config.model.model_config import read_model_config
+from hpu.model_loader.loader import load_weights
+from hpu.models.registry import build_model
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("llama"), attention_bias=True)
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    """A copy of the checkpoint that a test may spoil."""
+    for file in original.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def _change(folder: Path, **changes: Tensor | None) -> None:
+    """Replace tensors of the checkpoint, None takes one away; two underscores are a dot."""
+    tensors = load_file(folder / WEIGHTS)
+    for key, tensor in changes.items():
+        name = key.replace("__", ".")
+        tensors.pop(name, None)
+        if tensor is not None:
+            tensors[name] = tensor
+    save_file(tensors, folder / WEIGHTS)
+
+
+def _state(folder: Path) -> dict[str, Tensor]:
+    return dict(load_decoder(folder).state_dict())
+
+
+def test_merged_projections_hold_their_parts_one_below_the_other(original: Path) -> None:
+    tensors = load_file(original / WEIGHTS)
+    prefix = "model.layers.1.self_attn."
+
+    state = _state(original)
+
+    parts = [tensors[f"{prefix}{name}_proj.weight"] for name in "qkv"]
+    biases = [tensors[f"{prefix}{name}_proj.bias"] for name in "qkv"]
+    assert torch.equal(state["layers.1.attention.qkv.weight"], torch.cat(parts))
+    assert torch.equal(state["layers.1.attention.qkv.bias"], torch.cat(biases))
+
+
+def test_shards_give_the_same_weights_as_one_file(original: Path, tmp_path: Path) -> None:
+    sharded = make_tiny("llama", tmp_path, attention_bias=True, max_shard_size="100KB")
+
+    state = _state(sharded)
+
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    for name, tensor in _state(original).items():
+        assert torch.equal(state[name], tensor), name
+
+
+def test_weights_are_converted_to_the_model_s_dtype(original: Path) -> None:
+    model = load_decoder(original, dtype=torch.bfloat16)
+
+    tensors = load_file(original / WEIGHTS)
+    assert torch.equal(model.norm.weight, tensors["model.norm.weight"].bfloat16())
+
+
+def test_progress_counts_tensors_up_to_the_total(original: Path) -> None:
+    config = read_model_config(str(original))
+    model = build_model(config, dtype=torch.float32, device=torch.device("cpu"))
+    seen: list[tuple[int, int]] = []
+
+    load_weights(model, str(original), on_progress=lambda done, total: seen.append((done, total)))
+
+    total = len(load_file(original / WEIGHTS))
+    assert seen == [(done, total) for done in range(1, total + 1)]
+
+
+def test_a_missing_tensor_is_named_with_its_shape(folder: Path) -> None:
+    _change(folder, model__layers__1__mlp__up_proj__weight=None)
+
+    with pytest.raises(ConfigError, match=r"missing are model.layers.1.mlp.up_proj.weight 128x64"):
+        load_decoder(folder)
+
+
+def test_an_unexpected_tensor_is_named(folder: Path) -> None:
+    _change(folder, model__layers__0__mlp__extra__weight=torch.zeros(2))
+
+    with pytest.raises(ConfigError, match=r"holds model.layers.0.mlp.extra.weight, which"):
+        load_decoder(folder)
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(folder: Path) -> None:
+    _change(folder, model__layers__0__self_attn__k_proj__weight=torch.zeros(64, 64))
+
+    with pytest.raises(ConfigError, match=r"k_proj.weight in .* is 64x64, the model needs 32x64"):
+        load_decoder(folder)
+
+
+def test_integer_weights_are_refused_as_quantised(folder: Path) -> None:
+    _change(folder, model__norm__weight=torch.zeros(64, dtype=torch.int8))
+
+    with pytest.raises(ConfigError, match=r"model.norm.weight .* is torch.int8"):
+        load_decoder(folder)
+
+
+def test_frequencies_kept_by_old_checkpoints_are_passed_over(folder: Path) -> None:
+    _change(folder, model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(8))
+
+    load_decoder(folder)
+
+
+def test_a_head_in_a_tied_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path, tie_word_embeddings=True)
+    _change(folder, lm_head__weight=torch.zeros(320, 64))
+
+    model = load_decoder(folder)
+
+    assert model.head.weight is model.embedding.weight
+    assert model.embedding.weight.abs().sum() > 0
+
+
+def test_pickles_are_refused_by_name(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+
+    with pytest.raises(ConfigError, match=r"only as pickles \(pytorch_model.bin\)"):
+        load_decoder(folder)
+
+
+def test_a_folder_without_weights_says_so(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+
+    with pytest.raises(ConfigError, match="no safetensors files"):
+        load_decoder(folder)
+
+
+def test_a_torn_file_is_named(folder: Path) -> None:
+    whole = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(whole[: len(whole) // 2])
+
+    with pytest.raises(ConfigError, match=r"model.safetensors is not a whole safetensors file"):
+        load_decoder(folder)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({"weight_map": {"a": "gone.safetensors"}}, "names gone.safetensors, which is not there"),
+        ({"weight_map": {"a": "../x.safetensors"}}, "it must be a safetensors file beside it"),
+        ({"weight_map": {"a": "x.bin"}}, "it must be a safetensors file beside it"),
+        ({}, "is not an index of safetensors files"),
+    ],
+)
+def test_a_wrong_index_is_an_error(folder: Path, index: dict[str, object], message: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    with pytest.raises(ConfigError, match=message):
+        load_decoder(folder)

@@ -1,0 +1,114 @@
+"""Sizes from a config alone, against the real decoders and the guide's numbers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import COMMON, FAMILIES, make_tiny
+
+from config.errors import ConfigError
+from config.model.model_config import ModelConfig, read_model_config
+from hpu.model_loader.size_estimate import (
+    check_split,
+    context_bytes,
+    count_parameters,
+    kv_block_bytes,
+    weight_bytes,
+)
+from hpu.models.registry import build_model
+from hpu.runner.kv_cache import block_bytes
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+}
+
+
+def tiny(folder: Path, family: str, **overrides: Any) -> ModelConfig:
+    """The facts of a tiny model of `family`, without its weights."""
+    fields = {**COMMON, **FAMILIES[family], "architectures": [ARCHITECTURES[family]], **overrides}
+    (folder / "config.json").write_text(json.dumps(fields))
+    return read_model_config(str(folder))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "overrides",
+    [{}, {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}],
+    ids=["plain", "tied with biases"],
+)
+def test_the_parameters_are_those_of_the_real_decoder(
+    family: str, overrides: dict[str, Any], tmp_path: Path
+) -> None:
+    facts = tiny(tmp_path, family, **overrides)
+
+    model = build_model(facts, dtype=torch.float32, device=torch.device("cpu"))
+
+    assert count_parameters(facts).total == sum(p.numel() for p in model.parameters())
+    held = sum(t.numel() for t in (*model.parameters(), *model.buffers()))
+    assert weight_bytes(facts, num_cards=1, width=4, length=512) == held * 4
+    assert kv_block_bytes(facts, num_cards=1, width=4, block_size=16) == block_bytes(
+        model, 16, torch.float32
+    )
+
+
+def test_a_checkpoint_on_disk_is_sized_as_it_was_saved(tmp_path: Path) -> None:
+    folder = make_tiny("qwen3", tmp_path, tie_word_embeddings=True)
+
+    facts = read_model_config(str(folder))
+
+    model = build_model(facts, dtype=torch.float32, device=torch.device("cpu"))
+    assert count_parameters(facts).total == sum(p.numel() for p in model.parameters())
+
+
+def test_an_8b_model_has_the_published_sizes() -> None:
+    facts = ModelConfig(
+        "8b", "LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, max_position=131072
+    )
+
+    parameters = count_parameters(facts)
+
+    assert parameters.total == 8_030_261_248
+    assert kv_block_bytes(facts, num_cards=1, width=2, block_size=128) == 16 << 20
+    assert kv_block_bytes(facts, num_cards=8, width=2, block_size=128) == 2 << 20
+
+
+@pytest.mark.parametrize(
+    ("num_cards", "overrides", "words"),
+    [
+        (8, {}, "has 4 query heads, and 8"),
+        (4, {}, "has 2 key heads, and 4"),
+        (2, {"vocab_size": 321}, "has 321 tokens in the vocabulary, and 2"),
+        (2, {"intermediate_size": 129}, "has 129 inner features, and 2"),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_both_numbers(
+    num_cards: int, overrides: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    facts = tiny(tmp_path, "llama", **overrides)
+
+    with pytest.raises(ConfigError, match=words):
+        check_split(facts, num_cards)
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    facts = tiny(tmp_path, "llama", architectures=["GPT2LMHeadModel"])
+
+    with pytest.raises(ConfigError, match="is a GPT2LMHeadModel, supported are LlamaForCausalLM"):
+        count_parameters(facts)
+
+
+def test_a_long_context_takes_a_mask_and_a_copy_of_its_keys_and_values(tmp_path: Path) -> None:
+    facts = tiny(tmp_path, "llama", num_attention_heads=16, num_key_value_heads=8, head_dim=128)
+
+    taken = context_bytes(facts, num_cards=2, width=2, num_tokens=8192, max_model_len=131072)
+
+    # A float32 mask of 8192 x 131072 and its copy in two bytes; keys and values of half of the
+    # heads, once gathered and once joined.
+    assert taken == 8192 * 131072 * 6 + 2 * 2 * 131072 * 4 * 128 * 2

@@ -1,0 +1,268 @@
+"""Every family, in many variations, against the plain forward of transformers in float32."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paged_harness import PagedHarness, load_decoder
+from releases import transformers_before
+from tiny_models import FAMILIES, make_tiny
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from config.errors import ConfigError
+from config.model.model_config import ModelConfig
+from hpu.models.decoder import Decoder
+from hpu.models.registry import build_model
+
+NEW_TOKENS = 64
+TOLERANCE = 1e-3
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+
+VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in FAMILIES},
+    "llama: as many key heads as heads": ("llama", {"num_key_value_heads": 4}),
+    "llama: one key head": ("llama", {"num_key_value_heads": 1}),
+    "llama: nine heads on three, three layers": (
+        "llama",
+        {
+            "hidden_size": 72,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "num_hidden_layers": 3,
+        },
+    ),
+    "llama: tied": ("llama", {"tie_word_embeddings": True}),
+    "llama: biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama: llama3 rope": ("llama", {"rope_parameters": LLAMA3}),
+    "llama: linear rope": ("llama", {"rope_parameters": LINEAR}),
+    "llama: dynamic rope": ("llama", {"rope_parameters": DYNAMIC}),
+    "llama: yarn rope": ("llama", {"rope_parameters": YARN}),
+    "mistral: window shorter than the text": ("mistral", {"sliding_window": 9}),
+    "qwen2: tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2: window in the upper layers": (
+        "qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 1,
+            "num_hidden_layers": 3,
+        },
+    ),
+    "qwen3: one key head, tied": (
+        "qwen3",
+        {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
+    "granite: biases, tied": (
+        "granite",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            # A large one makes a tied model repeat its last token.
+            "embedding_multiplier": 0.3,
+        },
+    ),
+    "phi3: half of each head rotated": (
+        "phi3",
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            }
+        },
+    ),
+    "phi3: window, one key head": ("phi3", {"sliding_window": 9, "num_key_value_heads": 1}),
+}
+
+LATER = {
+    "qwen2: window in the upper layers": pytest.mark.skipif(
+        transformers_before("4.53"),
+        reason="transformers before 4.53 masks every layer of a Qwen2 by the window, also those "
+        "below max_window_layers",
+    )
+}
+
+
+def _greedy_by_transformers(
+    folder: Path, prompts: list[list[int]]
+) -> list[tuple[list[int], Tensor]]:
+    """For each prompt NEW_TOKENS greedy tokens, and the logits (tokens, vocab) before each."""
+    model = AutoModelForCausalLM.from_pretrained(folder).float()
+    results = []
+    for prompt in prompts:
+        ids, cache, gathered = list(prompt), None, []
+        feed = torch.tensor([prompt])
+        for _ in range(NEW_TOKENS):
+            out = model(feed, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            gathered.append(out.logits[0])
+            ids.append(int(out.logits[0, -1].argmax()))
+            feed = torch.tensor([ids[-1:]])
+        results.append((ids[len(prompt) :], torch.cat(gathered)))
+    return results
+
+
+def _greedy_by_pages(model: Decoder, prompts: list[list[int]]) -> list[tuple[list[int], Tensor]]:
+    """The same through chunked prefills and padded decodes, all rows side by side."""
+    harness = PagedHarness(model)
+    rows = range(len(prompts))
+    logits: dict[int, list[Tensor]] = {row: [] for row in rows}
+    fed = dict.fromkeys(rows, 0)
+    chunk = 11
+    while pending := [row for row in rows if fed[row] < len(prompts[row])]:
+        new = {row: prompts[row][fed[row] : fed[row] + chunk] for row in pending}
+        for row, part in harness.prefill(new, pad_rows=1, pad_query=2, pad_blocks=1).items():
+            logits[row].append(part)
+            fed[row] += len(part)
+    tokens = {row: [int(logits[row][-1][-1].argmax())] for row in rows}
+    for step in range(NEW_TOKENS - 1):
+        last = {row: tokens[row][-1] for row in rows}
+        for row, one in harness.decode(last, pad_rows=step % 3, pad_blocks=step % 5).items():
+            logits[row].append(one.unsqueeze(0))
+            tokens[row].append(int(one.argmax()))
+    return [(tokens[row], torch.cat(logits[row])) for row in rows]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=LATER.get(name, ())) for name in VARIATIONS]
+)
+@torch.inference_mode()
+def test_greedy_tokens_and_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    family, overrides = VARIATIONS[name]
+    folder = make_tiny(family, tmp_path, **overrides)
+    random = torch.Generator().manual_seed(1)
+    prompts = [
+        torch.randint(4, 320, (length,), generator=random).tolist() for length in (1, 23, 40)
+    ]
+
+    expected = _greedy_by_transformers(folder, prompts)
+    found = _greedy_by_pages(load_decoder(folder), prompts)
+
+    for (tokens, logits), (expected_tokens, expected_logits) in zip(found, expected, strict=True):
+        assert tokens == expected_tokens
+        assert len(set(tokens)) > 3, "a model that repeats itself proves nothing"
+        assert (logits - expected_logits).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("length", [20, 50])
+@torch.inference_mode()
+def test_longrope_takes_the_factors_of_the_length_that_is_served(
+    length: int, tmp_path: Path
+) -> None:
+    # transformers chooses by the tokens at hand, we by the longest sequence that is allowed: so
+    # they agree on a prompt of that length.
+    factors = {
+        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+        "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0],
+    }
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    folder = make_tiny("phi3", tmp_path, rope_parameters=rope, original_max_position_embeddings=32)
+    prompt = list(range(4, 4 + length))
+
+    expected = (
+        AutoModelForCausalLM.from_pretrained(folder).float()(torch.tensor([prompt])).logits[0]
+    )
+    found = PagedHarness(load_decoder(folder, max_model_len=length)).prefill({0: prompt})[0]
+
+    assert (found - expected).abs().max() < TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with windowed and unwindowed layers."""
+    return make_tiny(
+        "qwen2",
+        tmp_path_factory.mktemp("windowed"),
+        use_sliding_window=True,
+        sliding_window=9,
+        max_window_layers=1,
+    )
+
+
+@torch.inference_mode()
+def test_padding_changes_nothing_and_is_finite(windowed: Path) -> None:
+    prompts = {0: list(range(10, 31)), 1: list(range(50, 57))}
+    bare, padded = PagedHarness(load_decoder(windowed)), PagedHarness(load_decoder(windowed))
+    bare.prefill(prompts)
+    padded.prefill(prompts, pad_rows=3, pad_query=9, pad_blocks=4)
+
+    expected = bare.decode({0: 5, 1: 6})
+    found = padded.decode({0: 5, 1: 6}, pad_rows=6, pad_blocks=9)
+
+    for row in prompts:
+        torch.testing.assert_close(found[row], expected[row], atol=1e-5, rtol=0)
+    for cache in (cache for pair in padded.caches for cache in pair):
+        assert cache.isfinite().all()
+
+
+@torch.inference_mode()
+def test_a_row_does_not_feel_its_neighbours(windowed: Path) -> None:
+    prompts = {0: list(range(10, 31)), 1: list(range(50, 57)), 2: [9]}
+    together = PagedHarness(load_decoder(windowed))
+    together.prefill(prompts)
+    found = together.decode({0: 5, 1: 6, 2: 7})
+
+    for row, token in {0: 5, 1: 6, 2: 7}.items():
+        alone = PagedHarness(load_decoder(windowed))
+        alone.prefill({row: prompts[row]})
+        torch.testing.assert_close(found[row], alone.decode({row: token})[row], atol=1e-5, rtol=0)
+
+
+@torch.inference_mode()
+def test_packed_bfloat16_weights_give_the_logits_of_unpacked_ones(tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path, tie_word_embeddings=True, attention_bias=True)
+    prompt = {0: list(range(10, 31))}
+    plain = load_decoder(folder, dtype=torch.bfloat16)
+    packed = load_decoder(folder, dtype=torch.bfloat16)
+    if not packed.pack_weights():
+        pytest.skip("this CPU has no packed product")
+
+    rigs = [PagedHarness(plain), PagedHarness(packed)]
+    expected, found = (rig.prefill(prompt)[0] for rig in rigs)
+    # One row takes the short form of the norms too.
+    expected_next, found_next = (rig.decode({0: 5})[0] for rig in rigs)
+
+    assert "layers.0.attention.qkv.weight" not in packed.state_dict()
+    assert packed.embedding.weight.shape == (320, 64)
+    torch.testing.assert_close(found, expected, atol=0.15, rtol=0)
+    torch.testing.assert_close(found_next, expected_next, atol=0.15, rtol=0)
+
+
+@torch.inference_mode()
+def test_float32_weights_are_left_as_they_are(windowed: Path) -> None:
+    model = load_decoder(windowed)
+
+    assert not model.pack_weights()
+    assert model.head.weight is not None
+
+
+def test_an_unknown_architecture_is_named_with_those_we_have() -> None:
+    config = ModelConfig("somewhere", "GPT2LMHeadModel", 8, 8, 8, 1, 1, 1, 8, 8)
+
+    with pytest.raises(ConfigError, match="GPT2LMHeadModel, supported are LlamaForCausalLM"):
+        build_model(config, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_an_unknown_activation_is_named() -> None:
+    config = ModelConfig("somewhere", "LlamaForCausalLM", 8, 8, 8, 1, 1, 1, 8, 8, hidden_act="tan")
+
+    with pytest.raises(ConfigError, match="hidden_act is 'tan', it must be one of silu"):
+        build_model(config, dtype=torch.float32, device=torch.device("cpu"))

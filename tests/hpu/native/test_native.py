@@ -1,0 +1,316 @@
+"""The compiled kernels of the CPU against torch's own operators, which they must equal up to the
+rounding of bfloat16."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paged_harness import PagedHarness, load_decoder
+from tiny_models import make_tiny
+from torch import Tensor
+from worker_rig import WorkerRig
+
+from hpu.models.decoder import Decoder
+from hpu.native import library as library_module
+from hpu.native.library import Library, PackedLinear, open_library
+from hpu.protocol import RowSampling
+from hpu.sampling.filters import best_of
+from hpu.sampling.sampler import GREEDY
+
+PROMPTS = {0: list(range(10, 60)), 1: list(range(70, 77)), 2: [9]}
+NEXT = [{0: 5, 1: 6, 2: 7}, {0: 8, 1: 9, 2: 10}]
+HEADS = {"head_dim": 32, "hidden_size": 128, "num_attention_heads": 4}
+
+
+def packed(folder: Path, library: Library | None) -> Decoder:
+    model = load_decoder(folder, dtype=torch.bfloat16)
+    if library is not None:
+        assert model.pack_weights(library)
+    return model
+
+
+def decoded(model: Decoder, **padding: int) -> Tensor:
+    """Logits of two decodes of three rows, behind prompts that were computed by the same model."""
+    harness = PagedHarness(model)
+    harness.prefill(PROMPTS, **({"pad_query": 3} if padding else {}))
+    steps = [harness.decode(last, **padding) for last in NEXT]
+    return torch.stack([step[row] for step in steps for row in PROMPTS]).float()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("llama", HEADS),
+        ("llama", {**HEADS, "num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
+        ("llama", {"hidden_size": 288, "num_attention_heads": 9, "num_key_value_heads": 3}),
+        ("mistral", {**HEADS, "sliding_window": 9}),
+        ("qwen2", {**HEADS, "tie_word_embeddings": True}),
+        ("qwen3", {**HEADS, "num_key_value_heads": 1}),
+        ("granite", HEADS),
+        ("phi3", {**HEADS, "hidden_size": 256, "head_dim": 64}),
+    ],
+)
+def test_a_decode_is_as_near_to_float32_as_torchs_own(
+    family: str, overrides: dict[str, Any], library: Library, tmp_path: Path
+) -> None:
+    folder = make_tiny(family, tmp_path, **overrides)
+    exact = decoded(load_decoder(folder))
+    own = (decoded(packed(folder, None)) - exact).square().mean().sqrt()
+    model = packed(folder, library)
+
+    found = decoded(model)
+
+    assert model.has_native
+    error = (found - exact).square().mean().sqrt()
+    assert error < 1.5 * own + 1e-3, f"{error} is not near {own}"
+    assert error < 0.1 * exact.std()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_a_prompt_in_chunks_is_as_near_to_float32_as_torchs_own(
+    family: str, library: Library, tmp_path: Path
+) -> None:
+    folder = make_tiny(family, tmp_path, **HEADS)
+
+    def chunks(model: Decoder) -> Tensor:
+        harness = PagedHarness(model)
+        first = harness.prefill(PROMPTS, pad_rows=1, pad_query=2, pad_blocks=1)
+        then = harness.prefill({0: [4, 5, 6], 2: [7]}, pad_blocks=2)
+        return torch.cat([*first.values(), *then.values()]).float()
+
+    exact, own = chunks(load_decoder(folder)), chunks(packed(folder, None))
+    model = packed(folder, library)
+
+    found = chunks(model)
+
+    error, allowed = (found - exact).square().mean(), (own - exact).square().mean()
+    assert model.has_native
+    assert error.sqrt() < 1.5 * allowed.sqrt() + 1e-3
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("llama", {"head_dim": 64, "hidden_size": 384, "num_attention_heads": 6}),
+        ("qwen3", {"head_dim": 256, "num_attention_heads": 2, "num_key_value_heads": 1}),
+        ("mistral", {**HEADS, "sliding_window": 9}),
+        ("mistral", {**HEADS, "sliding_window": 170}),
+    ],
+)
+def test_long_prompts_and_their_second_chunks_are_as_near_to_float32(
+    family: str, overrides: dict[str, Any], library: Library, tmp_path: Path
+) -> None:
+    folder = make_tiny(family, tmp_path, **overrides)
+    tokens = torch.randint(8, 90, (800,), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def chunks(model: Decoder) -> Tensor:
+        harness = PagedHarness(model)
+        first = harness.prefill({0: tokens[:333], 1: tokens[333:370], 2: [5]}, pad_rows=1)
+        then = harness.prefill({0: tokens[400:540], 1: tokens[540:740]}, pad_blocks=3)
+        return torch.cat([*first.values(), *then.values()]).float()
+
+    exact, own = chunks(load_decoder(folder)), chunks(packed(folder, None))
+    model = packed(folder, library)
+
+    found = chunks(model)
+
+    error, allowed = (found - exact).square().mean(1), (own - exact).square().mean(1)
+    assert model.has_native
+    assert error.mean().sqrt() < 1.5 * allowed.mean().sqrt() + 1e-3
+    assert error.max().sqrt() < 3 * allowed.max().sqrt() + 1e-3
+
+
+@torch.inference_mode()
+def test_prompts_are_laid_out_some_at_a_time_to_the_same_end(
+    library: Library, tmp_path: Path
+) -> None:
+    folder = make_tiny("llama", tmp_path, head_dim=256, num_attention_heads=4)
+    generator = torch.Generator().manual_seed(0)
+    # Keys and values of one layer take 12 MiB a prompt: more than two do not go in at once.
+    prompts = {
+        row: torch.randint(8, 90, (3000,), generator=generator).tolist()[:length]
+        for row, length in enumerate((40, 3, 64, 17, 50))
+    }
+    alone = PagedHarness(packed(folder, library), num_blocks=2048)
+    expected = {
+        row: alone.prefill({row: ids}, pad_blocks=1500)[row] for row, ids in prompts.items()
+    }
+
+    found = PagedHarness(packed(folder, library), num_blocks=2048).prefill(prompts, pad_blocks=1500)
+
+    assert all(torch.equal(found[row], expected[row]) for row in prompts)
+
+
+@torch.inference_mode()
+def test_padding_neighbours_and_threads_change_no_bit(library: Library, tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path, **HEADS)
+    together = decoded(packed(folder, library))
+
+    padded = decoded(packed(folder, library), pad_rows=3, pad_blocks=5)
+    alone = PagedHarness(packed(folder, library))
+    alone.prefill(PROMPTS)
+    ones = [alone.decode({row: token})[row].float() for last in NEXT for row, token in last.items()]
+
+    assert torch.equal(padded, together)
+    assert torch.equal(torch.stack(ones), together)
+
+
+@torch.inference_mode()
+def test_a_row_that_is_not_a_number_stays_alone(library: Library, tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path, **HEADS)
+    expected = decoded(packed(folder, library))[:3]
+    harness = PagedHarness(packed(folder, library))
+    harness.prefill(PROMPTS)
+    slot = harness.slot(0, 3)
+    for keys, _ in harness.caches:
+        keys[slot] = float("nan")
+
+    found = harness.decode(NEXT[0])
+
+    assert found[0].isnan().all()
+    assert torch.equal(found[1].float(), expected[1])
+    assert torch.equal(found[2].float(), expected[2])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("rows", [1, 2, 6, 7, 16, 17, 33, 500])
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (112, 64), (48, 34), (2048, 1536)])
+def test_a_product_is_that_of_the_weight(
+    outputs: int, inputs: int, rows: int, library: Library
+) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    weight, bias, hidden = (
+        torch.randn(*shape, generator=generator).bfloat16()
+        for shape in ((outputs, inputs), (outputs,), (rows, inputs))
+    )
+
+    linear = PackedLinear(library, weight, bias)
+
+    exact = hidden.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(linear(hidden).double(), exact, atol=1e-2, rtol=8e-3)
+    sums = linear.exact(hidden)
+    torch.testing.assert_close(sums.double(), exact, atol=1e-4, rtol=1e-5)
+    assert torch.equal(sums.bfloat16(), linear(hidden))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("rows", [1, 6, 7, 16, 33, 100])
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (112, 64), (2048, 34)])
+def test_the_best_output_is_the_first_of_the_largest(
+    outputs: int, inputs: int, rows: int, library: Library
+) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    # Whole numbers, so that many outputs are equal.
+    weight = torch.randint(-2, 3, (outputs, inputs), generator=generator).bfloat16()
+    hidden = torch.randint(-1, 2, (rows, inputs), generator=generator).bfloat16()
+    linear = PackedLinear(library, weight, None)
+    logits = linear.exact(hidden)
+    assert rows < 33 or (logits == logits.amax(1, keepdim=True)).sum() > rows
+
+    found = linear.best(hidden)
+
+    assert found.tolist() == best_of(logits).indices.flatten().tolist()
+
+
+@torch.inference_mode()
+def test_a_best_output_that_is_no_finite_number_is_none(library: Library) -> None:
+    weight = torch.randn(64, 32).bfloat16()
+    hidden = torch.randn(5, 32).bfloat16()
+    bias = torch.zeros(64).bfloat16()
+    hidden[1, 3] = torch.nan
+    hidden[3] = -torch.inf
+    found = PackedLinear(library, weight, None).best(hidden)
+    assert [place < 0 for place in found.tolist()] == [False, True, False, True, False]
+
+    bias[17] = torch.inf
+    assert PackedLinear(library, weight, bias).best(hidden[:1]).tolist() == [-1]
+    bias[:] = -torch.inf
+    assert PackedLinear(library, weight, bias).best(hidden[:1]).tolist() == [-1]
+    bias[40] = 0
+    assert PackedLinear(library, weight, bias).best(hidden[:1]).tolist() == [40]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["llama", "granite"])
+def test_a_model_knows_its_best_tokens_unless_it_divides_its_logits(
+    family: str, library: Library, tmp_path: Path
+) -> None:
+    folder = make_tiny(family, tmp_path, **HEADS)
+    model, torchs = packed(folder, library), packed(folder, None)
+    hidden = torch.randn(9, 128).bfloat16()
+
+    found = model.best(hidden)
+
+    assert torchs.best(hidden) is None
+    if family == "granite":
+        assert found is None
+    else:
+        assert found is not None
+        assert torch.equal(found, model.logits(hidden).argmax(1))
+
+
+def test_a_greedy_row_says_the_same_whether_all_its_logits_are_made_or_not(
+    built: Library, kernel_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_tiny("llama", tmp_path / "model", **HEADS)
+    (tmp_path / "kernels").symlink_to(kernel_folder)
+    best, calls = PackedLinear.best, []
+    monkeypatch.setattr(PackedLinear, "best", lambda *given: calls.append(1) or best(*given))
+    said = []
+    for sampling in (GREEDY, RowSampling(temperature=0.0, num_logprobs=0)):
+        rig = WorkerRig(folder, dtype="bfloat16", cache_dir=str(tmp_path))
+        calls.clear()
+        rig.admit(0, list(range(20, 50)))
+        rig.admit(1, [44, 45, 46], sampling=sampling)
+        rig.prefill({0: None, 1: None})
+        rig.step()
+        rig.run([0, 1], 9)
+        rig.worker.close()
+        said.append((rig.rows[0].sampled, rig.rows[1].sampled))
+        assert len(calls) == (10 if sampling is GREEDY else 0)
+
+    assert said[0] == said[1]
+
+
+def test_a_shape_without_a_kernel_runs_on_torch(built: Library, tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path)
+
+    model = packed(folder, built)
+    decoded(model)
+
+    assert not model.has_native
+
+
+def test_a_second_start_compiles_nothing(built: Library, kernel_folder: Path) -> None:
+    (file,) = kernel_folder.iterdir()
+    made = file.stat().st_mtime_ns
+
+    second = open_library(kernel_folder, 1)
+
+    assert second is not None
+    assert [path.stat().st_mtime_ns for path in kernel_folder.iterdir()] == [made]
+
+
+def test_without_a_compiler_or_with_a_broken_one_torch_does_all(
+    built: Library,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho out of luck >&2\nexit 1\n")
+    broken.chmod(0o755)
+
+    with caplog.at_level("INFO", logger="hpu.native.library"):
+        monkeypatch.setattr(library_module, "COMPILERS", (str(broken),))
+        assert open_library(tmp_path / "one", 1) is None
+        monkeypatch.setattr(library_module, "COMPILERS", ("no-such-compiler",))
+        assert open_library(tmp_path / "two", 1) is None
+
+    assert "failed: out of luck" in caplog.text
+    assert "there is no C++ compiler" in caplog.text
+    assert not list((tmp_path / "one").iterdir())

@@ -1,0 +1,149 @@
+"""Rotary frequencies against those that transformers works out."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from releases import transformers_before
+from tiny_models import rope_fields
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from config.errors import ConfigError
+from config.model.model_config import ModelConfig, RopeScaling
+from hpu.ops.rope import Rotary, inverse_frequencies, rotate
+
+THETA = 500000.0
+PLAIN = ModelConfig("here", "LlamaForCausalLM", 8, 512, 8, 1, 4, 4, 128, 4096, rope_theta=THETA)
+
+SCALINGS = {
+    "linear": RopeScaling("linear", factor=3.0),
+    "dynamic": RopeScaling("dynamic", factor=4.0),
+    "llama3": RopeScaling("llama3", factor=8.0, original_max_position=1024),
+    "llama3, other borders": RopeScaling(
+        "llama3", factor=32.0, low_freq_factor=2.0, high_freq_factor=9.0, original_max_position=512
+    ),
+    "yarn": RopeScaling("yarn", factor=4.0, original_max_position=1024),
+    "yarn, untruncated": RopeScaling(
+        "yarn", factor=4.0, original_max_position=1024, truncate=False
+    ),
+    "yarn, other ramp": RopeScaling(
+        "yarn", factor=16.0, original_max_position=256, beta_fast=20.0, beta_slow=2.0
+    ),
+    "yarn, attention factor": RopeScaling(
+        "yarn", factor=4.0, original_max_position=1024, attention_factor=0.9
+    ),
+    "yarn, mscale": RopeScaling(
+        "yarn", factor=16.0, original_max_position=256, mscale=0.7, mscale_all_dim=1.3
+    ),
+    "yarn, factor beyond the positions": RopeScaling(
+        "yarn", factor=40.0, original_max_position=1024
+    ),
+    "longrope": RopeScaling(
+        "longrope",
+        factor=4.0,
+        original_max_position=1024,
+        short_factor=tuple(1 + i / 64 for i in range(64)),
+        long_factor=tuple(1 + i / 8 for i in range(64)),
+    ),
+}
+
+# What older releases make of a scaling that they do not know as published.
+LATER = {
+    "yarn, untruncated": pytest.mark.skipif(
+        transformers_before("4.55"),
+        reason="transformers before 4.55 rounds the ends of yarn's ramp whatever truncate says",
+    ),
+    "yarn, factor beyond the positions": pytest.mark.skipif(
+        transformers_before("4.56"),
+        reason="transformers before 4.56 puts max_position_embeddings / original_max_position_"
+        "embeddings in the place of yarn's factor",
+    ),
+}
+
+
+def _reference(scaling: RopeScaling, length: int) -> tuple[torch.Tensor, float]:
+    """What transformers makes of the same scaling for a sequence of `length` tokens."""
+    names = {
+        "rope_type": scaling.kind,
+        "rope_theta": THETA,
+        "factor": scaling.factor,
+        "attention_factor": scaling.attention_factor,
+        "original_max_position_embeddings": scaling.original_max_position,
+        "mscale": scaling.mscale,
+        "mscale_all_dim": scaling.mscale_all_dim,
+    }
+    by_kind = {
+        "llama3": ("low_freq_factor", "high_freq_factor"),
+        "yarn": ("beta_fast", "beta_slow"),
+        "longrope": ("short_factor", "long_factor"),
+    }
+    rope: dict[str, Any] = {name: value for name, value in names.items() if value is not None}
+    for name in by_kind.get(scaling.kind, ()):
+        value = getattr(scaling, name)
+        rope[name] = list(value) if isinstance(value, tuple) else value
+    if not scaling.truncate:
+        rope["truncate"] = False
+    fields = {
+        "hidden_size": 512,
+        "num_attention_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": PLAIN.max_position,
+        "rope_parameters": rope,
+    }
+    config = LlamaConfig(**rope_fields(fields))
+    frequencies, factor = ROPE_INIT_FUNCTIONS[scaling.kind](config, None, seq_len=length)
+    return frequencies, float(factor)
+
+
+@pytest.mark.parametrize("length", [512, 4096, 9000])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=LATER.get(name, ())) for name in SCALINGS]
+)
+def test_frequencies_equal_those_of_transformers(name: str, length: int) -> None:
+    scaling = SCALINGS[name]
+
+    frequencies, factor = inverse_frequencies(replace(PLAIN, rope_scaling=scaling), length)
+
+    expected, expected_factor = _reference(scaling, length)
+    torch.testing.assert_close(frequencies, expected, rtol=1e-5, atol=0)
+    assert factor == pytest.approx(expected_factor, rel=1e-6)
+
+
+def test_an_unknown_scaling_is_named() -> None:
+    config = replace(PLAIN, rope_scaling=RopeScaling("spiral"))
+
+    with pytest.raises(ConfigError, match="'spiral' is not one of default, linear"):
+        inverse_frequencies(config, 10)
+
+
+def test_longrope_with_too_few_factors_says_both_numbers() -> None:
+    config = replace(PLAIN, rope_scaling=RopeScaling("longrope", short_factor=(1.0, 2.0)))
+
+    with pytest.raises(ConfigError, match="2 factors, a head with 128 rotated entries needs 64"):
+        inverse_frequencies(config, 10)
+
+
+def test_products_of_turned_heads_depend_on_the_distance_only() -> None:
+    rotary = Rotary(PLAIN, length=200, dtype=torch.float32, device=torch.device("cpu"))
+    heads = torch.randn(1, 1, 2, 128, generator=torch.Generator().manual_seed(0))
+
+    def product(first: int, second: int) -> torch.Tensor:
+        query = rotate(heads[:, :, :1], rotary(torch.tensor([[first]])))
+        key = rotate(heads[:, :, 1:], rotary(torch.tensor([[second]])))
+        return (query * key).sum()
+
+    torch.testing.assert_close(product(17, 5), product(190, 178), rtol=1e-3, atol=1e-3)
+    assert abs(product(17, 5) - product(18, 5)) > 1e-2
+
+
+def test_entries_beyond_the_rotated_part_pass_unchanged() -> None:
+    half = replace(PLAIN, partial_rotary_factor=0.5)
+    rotary = Rotary(half, length=200, dtype=torch.float32, device=torch.device("cpu"))
+    heads = torch.randn(1, 3, 2, 128, generator=torch.Generator().manual_seed(0))
+
+    turned = rotate(heads, rotary(torch.tensor([[4, 5, 6]])))
+
+    assert torch.equal(turned[..., 64:], heads[..., 64:])
+    assert not torch.equal(turned[..., :64], heads[..., :64])

@@ -1,0 +1,120 @@
+"""hpu/profiling/diagnostics.py with plain callables in place of a runtime."""
+
+import logging
+
+import pytest
+
+from config.execution import ExecutionConfig
+from hpu.backends.cpu import CpuBackend, CpuEvent
+from hpu.profiling.counters import Counters
+from hpu.profiling.diagnostics import Diagnostics, diagnostics_of
+from hpu.protocol import DECODE, PREFILL, Launch
+from hpu.runner.async_output import PendingLaunch, PendingStep
+
+
+class Runtime:
+    """Totals that a test moves."""
+
+    def __init__(self) -> None:
+        self.compiled = 40
+        self.on_host = {"aten::nonzero": 3}
+        self.recipes = (10, 40)
+
+    def diagnostics(
+        self, counters: Counters, *, counts_by_phase: bool = False, **config: bool
+    ) -> Diagnostics:
+        return Diagnostics(
+            ExecutionConfig(**config),
+            counters,
+            compilations=lambda: self.compiled,
+            compile_seconds=lambda: self.compiled / 2,
+            cpu_fallbacks=lambda: self.on_host,
+            recipe_cache=lambda: self.recipes,
+            counts_by_phase=counts_by_phase,
+        )
+
+
+def step(number: int) -> PendingStep:
+    launch = Launch(DECODE, (8, 1, 64), [0, 1, 2])
+    pending = PendingLaunch([0, 1, 2], [], CpuEvent(), launch=launch)
+    return PendingStep(number, 0.0, launches=[pending])
+
+
+def test_only_what_happens_after_warm_up_is_counted_but_recipes_count_from_the_start() -> None:
+    runtime, counters = Runtime(), Counters()
+    diagnostics = runtime.diagnostics(counters)
+
+    diagnostics.collected(step(0))
+    runtime.compiled, runtime.recipes = 42, (15, 42)
+    runtime.on_host = {"aten::nonzero": 4, "aten::unique": 2}
+    diagnostics.collected(step(1))
+    runtime.compiled = 50
+    diagnostics.forget()
+    diagnostics.collected(step(2))
+
+    assert counters.take_changed() == {
+        "recompilations": 2,
+        "cpu_fallbacks": 3,
+        "recipe_hits": 15,
+        "recipe_misses": 42,
+    }
+
+
+def test_a_step_that_compiled_or_fell_back_is_logged_with_its_shapes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runtime = Runtime()
+    diagnostics = runtime.diagnostics(
+        Counters(), log_graph_compilation=True, log_cpu_fallbacks=True
+    )
+    caplog.set_level(logging.INFO)
+
+    diagnostics.collected(step(6))
+    runtime.compiled += 2
+    runtime.on_host = {"aten::nonzero": 4}
+    diagnostics.collected(step(7))
+
+    assert [record.getMessage() for record in caplog.records] == [
+        "Step 7 compiled 2 graphs: decode (8, 1, 64) with 3 rows",
+        "Step 7 ran 1 operations on the host (aten::nonzero 1): decode (8, 1, 64) with 3 rows",
+    ]
+
+
+def test_every_step_is_logged_when_asked(caplog: pytest.LogCaptureFixture) -> None:
+    diagnostics = Runtime().diagnostics(
+        Counters(), log_graph_compilation_all=True, log_cpu_fallbacks_all=True
+    )
+    caplog.set_level(logging.INFO)
+
+    diagnostics.collected(step(8))
+
+    assert [record.getMessage() for record in caplog.records] == [
+        "Step 8 compiled 0 graphs: decode (8, 1, 64) with 3 rows",
+        "Step 8 ran 0 operations on the host: decode (8, 1, 64) with 3 rows",
+    ]
+
+
+def test_a_back_end_that_counts_nothing_has_no_diagnostics() -> None:
+    assert diagnostics_of(CpuBackend(1), ExecutionConfig(), Counters(), captures=False) is None
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_where_no_graphs_are_captured_compilations_are_told_by_phase(captures: bool) -> None:
+    runtime, counters = Runtime(), Counters()
+    diagnostics = runtime.diagnostics(counters, counts_by_phase=not captures)
+
+    runtime.compiled += 3
+    diagnostics.warmed(PREFILL)
+    runtime.compiled += 1
+    diagnostics.collected(step(0))
+
+    counts = counters.take_changed()
+    by_phase = {name: count for name, count in counts.items() if name.startswith("compil")}
+    told = {
+        "compilations.prefill.warmup": 3,
+        "compile_seconds.warmup": 1.5,
+        "compilations.decode.serving": 1,
+        "compile_seconds.serving": 0.5,
+    }
+    assert by_phase == ({} if captures else told)
+    assert counts["recompilations"] == 1

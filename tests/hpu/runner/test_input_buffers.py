@@ -1,0 +1,105 @@
+"""Static inputs of buckets."""
+
+import pytest
+import torch
+
+from hpu.backends.cpu import CpuBackend
+from hpu.layers.context import DecodeContext, PrefillContext
+from hpu.protocol import DECODE, PREFILL
+from hpu.runner.input_buffers import MAX_PASSING, BucketInputs, DecodeFields, PrefillFields, Staging
+
+
+class Card(CpuBackend):
+    """With memory of its own, as it says."""
+
+    shares_host_memory = False
+
+
+BOTH = pytest.mark.parametrize("kind", [CpuBackend, Card])
+
+
+@BOTH
+def test_what_is_written_for_a_prefill_is_what_its_context_holds(kind: type[CpuBackend]) -> None:
+    inputs = BucketInputs((PREFILL, 2, 3, 4), kind(num_threads=1), is_static=True)
+    fields = inputs.fields()
+    assert isinstance(fields, PrefillFields)
+
+    for number, field in enumerate(fields):
+        field[:] = number
+    inputs.upload()
+
+    context = inputs.context
+    assert isinstance(context, PrefillContext)
+    assert inputs.last is not None
+    sent = [inputs.tokens, *context, inputs.last, inputs.rows]
+    assert [tensor.unique().tolist() for tensor in sent] == [[i] for i in range(8)]
+    assert [tuple(tensor.shape) for tensor in sent] == [
+        (2, 3),
+        (2, 3),
+        (6,),
+        (2,),
+        (2,),
+        (8,),
+        (2,),
+        (2,),
+    ]
+
+
+@BOTH
+def test_what_is_written_for_a_decode_is_what_its_context_holds(kind: type[CpuBackend]) -> None:
+    inputs = BucketInputs((DECODE, 2, 1, 5), kind(num_threads=1), is_static=True)
+    fields = inputs.fields()
+    assert isinstance(fields, DecodeFields)
+
+    for number, field in enumerate(fields):
+        field[:] = number
+    inputs.upload()
+
+    context = inputs.context
+    assert isinstance(context, DecodeContext)
+    assert [t.unique().tolist() for t in [inputs.rows, *context]] == [[i] for i in range(7)]
+    assert context.positions.shape == (2, 1)
+    assert inputs.tokens.shape == (2, 1)
+
+
+def test_the_set_a_launch_may_still_read_is_not_the_one_written_next() -> None:
+    inputs = BucketInputs((PREFILL, 1, 1, 0), Card(num_threads=1), is_static=True)
+    first = inputs.fields()
+    inputs.upload()
+
+    second = inputs.fields()
+    inputs.upload()
+
+    assert second is not first
+    assert inputs.fields() is first
+
+
+@BOTH
+def test_the_device_tensors_stay_in_place_from_launch_to_launch(kind: type[CpuBackend]) -> None:
+    staging = Staging(kind(num_threads=1), BucketInputs)
+    staging.prepare((PREFILL, 1, 4, 2))
+
+    places = set()
+    for _ in range(3):
+        inputs = staging.inputs((PREFILL, 1, 4, 2))
+        inputs.fields()
+        inputs.upload()
+        places.add(inputs.context[0].data_ptr())
+
+    assert len(places) == 1
+    assert staging.inputs((PREFILL, 1, 4, 2)).is_static
+
+
+def test_inputs_of_passing_shapes_are_dropped_and_prepared_ones_are_kept() -> None:
+    staging = Staging(CpuBackend(num_threads=1), BucketInputs)
+    staging.prepare((PREFILL, 1, 4, 2))
+    kept = staging.inputs((PREFILL, 1, 4, 2))
+    dropped = staging.inputs((DECODE, 1, 1, 1))
+
+    for blocks in range(2, MAX_PASSING + 2):
+        staging.inputs((DECODE, 1, 1, blocks))
+
+    assert staging.inputs((PREFILL, 1, 4, 2)) is kept
+    assert staging.inputs((DECODE, 1, 1, 1)) is not dropped
+    assert not dropped.is_static
+    assert dropped.tokens.dtype == torch.int64

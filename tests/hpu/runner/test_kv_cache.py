@@ -1,0 +1,120 @@
+"""The tensors behind the block numbers."""
+
+import torch
+from emulated import emulated
+from torch import Tensor
+
+from config.execution import HPU_GRAPHS, ExecutionConfig, ModeChoice
+from hpu.backends.cpu import CpuBackend
+from hpu.backends.gaudi import GaudiBackend
+from hpu.runner.kv_cache import KVCache, Shape, block_bytes
+
+NAN = float("nan")
+
+
+class _Layers:
+    """Two layers of two heads of three numbers."""
+
+    def __init__(self) -> None:
+        self.caches: list[tuple[Tensor, Tensor]] = []
+
+    def cache_shapes(self, num_blocks: int, block_size: int) -> list[tuple[Shape, Shape]]:
+        return [((num_blocks, block_size, 2, 3), (num_blocks, block_size, 2, 3))] * 2
+
+    def bind_caches(self, caches: list[tuple[Tensor, Tensor]], block_size: int) -> None:
+        self.caches = caches
+
+
+def _cache(model: _Layers) -> KVCache:
+    return KVCache(model, CpuBackend(1), num_blocks=3, block_size=4, dtype=torch.float32)
+
+
+def test_a_pad_block_lies_behind_the_blocks_to_lend_and_is_counted() -> None:
+    model = _Layers()
+
+    cache = _cache(model)
+
+    assert [keys.shape[0] for keys, _ in model.caches] == [4, 4]
+    assert block_bytes(model, 4, torch.float32) == 2 * 2 * 4 * 2 * 3 * 4
+    assert cache.bytes == 4 * block_bytes(model, 4, torch.float32)
+
+
+def test_scrubbing_replaces_what_is_not_a_number_in_these_blocks_alone() -> None:
+    model = _Layers()
+    cache = _cache(model)
+    keys, values = model.caches[1]
+    keys[1, 2, 0, 1] = NAN
+    keys[1, 2, 0, 2] = 5.0
+    values[2, 0, 0, 0] = float("inf")
+    values[0, 0, 0, 0] = NAN
+
+    cache.scrub([1, 2])
+
+    assert keys[1, 2, 0].tolist() == [0.0, 0.0, 5.0]
+    assert values[2].isfinite().all()
+    assert values[0, 0, 0, 0].isnan()
+
+
+def test_scrubbing_any_number_of_blocks_compiles_nothing_and_waits_for_nothing() -> None:
+    model, mode = _Layers(), ModeChoice(HPU_GRAPHS, "the test's")
+    with torch.inference_mode(), emulated(strict=True) as card:
+        backend = GaudiBackend(ExecutionConfig(), mode)
+        cache = KVCache(model, backend, num_blocks=40, block_size=4, dtype=torch.float32)
+        cache.warm_scrub()
+        keys = model.caches[1][0]
+        backend.upload(keys, torch.full((41, 4, 2, 3), NAN))
+        backend.event()
+        card.seal()
+
+        with card.step():
+            for blocks in ([3], [7, 9], [*range(10, 38)]):
+                cache.scrub(blocks)
+
+        is_broken = [bool(block.isnan().any()) for block in keys.cpu()]
+
+    scrubbed = {3, 7, 9, *range(10, 38), 40}
+    assert is_broken == [block not in scrubbed for block in range(41)]
+    assert card.journal.misuses == []
+
+
+def test_blocks_are_moved_with_their_contents_and_leave_nothing_behind() -> None:
+    model = _Layers()
+    cache = KVCache(model, CpuBackend(1), num_blocks=20, block_size=4, dtype=torch.float32)
+    cache.warm_moves()
+    for number, (keys, values) in enumerate(model.caches):
+        for block in range(20):
+            keys[block], values[block] = block + 100 * number, -block
+    sources = [*range(19, 9, -1)]
+    targets = [*range(10)]
+    model.caches[0][0][19, 0, 0, 0] = NAN
+
+    cache.move(sources, targets)
+
+    for number, (keys, values) in enumerate(model.caches):
+        assert keys[1:10, 3, 1, 2].tolist() == [block + 100 * number for block in range(18, 9, -1)]
+        assert values[:10, 0, 0, 0].tolist() == [-block for block in sources]
+        assert not keys[10:].any() and not values[10:].any()
+
+
+class _Narrow(CpuBackend):
+    """Has no memory for more than eight pairs of numbers."""
+
+    def upload(self, target: Tensor, source: Tensor) -> None:
+        if source.numel() > 16:
+            raise MemoryError
+        super().upload(target, source)
+
+
+def test_where_memory_is_short_more_small_moves_do_the_work_of_a_large_one() -> None:
+    model = _Layers()
+    cache = KVCache(model, _Narrow(1), num_blocks=40, block_size=4, dtype=torch.float32)
+    cache.warm_moves()
+    keys = model.caches[0][0]
+    for block in range(40):
+        keys[block] = block
+
+    cache.move([*range(39, 27, -1)], [*range(12)])
+
+    assert keys[:12, 0, 0, 0].tolist() == [*range(39, 27, -1)]
+    assert keys[12:28, 0, 0, 0].tolist() == [*range(12, 28)]
+    assert not keys[28:].any()

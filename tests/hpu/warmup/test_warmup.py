@@ -1,0 +1,211 @@
+"""What is prepared, in which order, and what is said when memory does not suffice."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from captured_card import GRAPH_BYTES, CapturedCard
+from tiny_models import make_tiny
+
+from config.buckets import BucketConfig, Range
+from config.engine import CacheConfig, EngineConfig, ScheduleConfig
+from config.errors import ConfigError
+from config.execution import WarmupConfig
+from config.model.model_config import read_model_config
+from hpu.profiling.counters import Counters
+from hpu.protocol import DECODE, PREFILL, WarmupProgress
+from hpu.runner.graph_cache import Graphs
+from hpu.runner.model_runner import Runner
+from hpu.sampling.sampler import GREEDY
+from hpu.warmup.capture_order import order_buckets
+from hpu.warmup.warmup import Warmup
+from hpu.worker.build import load, make_runner, make_sampler
+
+BUCKETS = BucketConfig(
+    strategy="linear",
+    prompt_batch=Range(1, 2, 2),
+    prompt_query=Range(32, 32, 64),
+    prompt_context=Range(0, 32, 32),
+    decode_batch=Range(2, 2, 4),
+    decode_blocks=Range(32, 32, 64),
+)
+
+
+class Rig(NamedTuple):
+    """A warm-up that has run, and what it worked on."""
+
+    warmup: Warmup
+    graphs: Graphs
+    runner: Runner
+    card: CapturedCard
+    counters: Counters
+    buckets: list[tuple[int, int, int, int]]
+    """The whole table."""
+    ready: list[tuple[int, int, int, int]]
+    progress: list[WarmupProgress]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("tiny"))
+
+
+def warmed(folder: Path, card: CapturedCard, *, graph_bytes: int = 1 << 20, **settings: Any) -> Rig:
+    config = EngineConfig(
+        str(folder),
+        dtype="float32",
+        max_model_len=256,
+        cache=CacheConfig(block_size=8, num_blocks=40),
+        schedule=ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=64),
+        buckets=BUCKETS,
+        warmup=WarmupConfig(**settings),
+    )
+    counters = Counters()
+    progress: list[WarmupProgress] = []
+    with torch.inference_mode():
+        loaded = load(config, read_model_config(config.model), card, lambda _: None)
+        loaded.model.register_forward_pre_hook(card.refuse)
+        sampler, table = make_sampler(loaded), loaded.table(40)
+        runner, graphs, staging, _ = make_runner(
+            loaded, sampler, counters, num_blocks=40, captures=True, graph_bytes=graph_bytes
+        )
+        warmup = Warmup(runner, graphs, staging, card, config.warmup, 8)
+        ready = warmup.start(table, progress.append)
+    return Rig(warmup, graphs, runner, card, counters, table.buckets, ready, progress)
+
+
+def tokens_of(bucket: tuple[int, int, int, int]) -> tuple[int, int]:
+    return bucket[1:3]
+
+
+def phase_of(rig: Rig, phase: int) -> list[tuple[int, int, int, int]]:
+    return [bucket for bucket in rig.buckets if bucket[0] == phase]
+
+
+def test_every_bucket_is_captured_in_the_documented_order_and_replayed(folder: Path) -> None:
+    rig = warmed(folder, CapturedCard())
+
+    prompts = order_buckets(phase_of(rig, PREFILL), "min_tokens", 8)
+    decodes = order_buckets(phase_of(rig, DECODE), "max_bs", 8)
+    assert rig.card.captured == [tokens_of(bucket) for bucket in prompts + decodes]
+    assert rig.card.replays >= len(rig.buckets)
+    assert rig.ready and sorted(rig.ready) == rig.buckets
+    assert rig.graphs.stage == "serving" and rig.card.is_settled
+    assert rig.counters.total("graphs") == len(rig.buckets)
+
+
+def test_progress_goes_through_runs_samplings_and_captures_to_its_end(folder: Path) -> None:
+    rig = warmed(folder, CapturedCard())
+
+    done = [progress.done for progress in rig.progress]
+    assert done == list(range(rig.progress[0].total + 1))
+    assert len(done) > 2 * len(rig.buckets)
+    assert rig.progress[1].left_s > 0 and rig.progress[-1].left_s == 0
+
+
+def test_what_the_budget_leaves_out_is_named_with_the_flags_and_runs_without_a_graph(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = warmed(folder, CapturedCard(), graph_bytes=6 * GRAPH_BYTES, graph_prompt_ratio=0.5)
+
+    assert len(rig.card.captured) == 6
+    assert sorted(rig.ready) == rig.buckets
+    (text,) = [text for text in caplog.messages if "prompt buckets have no graph" in text]
+    for flag in ("--graph-reserved-mem (now 0.1)", "--graph-prompt-ratio (now 0.5)"):
+        assert flag in text
+    left_out = [bucket for bucket in rig.ready if not rig.graphs.holds(bucket)]
+    caplog.clear()
+    with torch.inference_mode():
+        rig.runner.warm(left_out[0], GREEDY)
+    assert not caplog.messages  # nothing is compiled: it has run before
+    assert rig.counters.total("compilations.prefill.serving") == 0
+
+
+def test_what_prompts_do_not_need_goes_to_decodes_and_the_other_way(folder: Path) -> None:
+    for ratio in (0.95, 0.05):
+        rig = warmed(folder, CapturedCard(), graph_bytes=60 * GRAPH_BYTES, graph_prompt_ratio=ratio)
+
+        assert len(rig.buckets) < 60
+        assert rig.counters.total("graphs") == len(rig.buckets)
+
+
+def test_a_card_that_is_full_ends_the_captures_and_serves_on(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = warmed(folder, CapturedCard(capacity=3))
+
+    assert len(rig.card.captured) == 3
+    assert sorted(rig.ready) == rig.buckets
+    texts = [text for text in caplog.messages if "have no graph" in text]
+    assert len(texts) == 2
+    assert all("memory is full" in text and "--gpu-memory-utilization" in text for text in texts)
+
+
+def test_a_bucket_that_cannot_run_is_not_used(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = warmed(folder, CapturedCard(most_tokens=63))
+
+    lost = set(rig.buckets) - set(rig.ready)
+    assert lost and all(bucket[1] * bucket[2] == 64 for bucket in lost)
+    assert all(rig.graphs.holds(bucket) for bucket in rig.ready)
+    assert any("does not fit" in text for text in caplog.messages)
+
+
+def test_a_phase_without_any_bucket_is_an_error_that_names_the_flag(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"0 of .* prompt buckets fit .*--max-num-batched-tokens"):
+        warmed(folder, CapturedCard(most_tokens=10))
+
+
+def test_a_background_warm_up_prepares_the_rest_one_by_one(folder: Path) -> None:
+    rig = warmed(folder, CapturedCard(), mode="background")
+    num_later = rig.warmup.num_later
+
+    with torch.inference_mode():
+        early, settled_early = list(rig.ready), rig.card.is_settled
+        later = [rig.warmup.next() for _ in range(num_later)]
+
+    assert 0 < len(early) < len(rig.buckets) and not settled_early
+    assert all(len(buckets) == 1 for buckets in later)
+    assert sorted(early + [bucket for (bucket,) in later]) == rig.buckets
+    assert all(rig.graphs.holds(bucket) for bucket in rig.buckets)
+    assert rig.card.is_settled
+    assert rig.counters.total("compilations.prefill.serving") == 0
+
+
+def test_traffic_says_which_buckets_come_first(folder: Path, tmp_path: Path) -> None:
+    traffic = tmp_path / "traffic.jsonl"
+    traffic.write_text('{"prompt_tokens": 20, "output_tokens": 3}\n' * 20)
+
+    rig = warmed(folder, CapturedCard(), mode="background", traffic=str(traffic))
+
+    assert (PREFILL, 1, 32, 0) in rig.ready
+    assert rig.warmup.num_later > 0
+
+
+def test_without_a_warm_up_nothing_runs_and_the_operator_is_told(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = warmed(folder, CapturedCard(), mode="skip")
+
+    assert rig.card.captured == [] and sorted(rig.ready) == rig.buckets
+    assert any("Warm-up is skipped" in text for text in caplog.messages)
+    assert rig.graphs.on_demand
+
+
+def test_lines_tell_buckets_steps_graphs_and_the_total(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+
+    rig = warmed(folder, CapturedCard())
+
+    prompts = len(phase_of(rig, PREFILL))
+    texts = caplog.messages
+    largest = max(phase_of(rig, PREFILL), key=lambda b: (b[1] * b[2], b[3]))
+    first = f"Warm-up, prompt 1/{prompts}: batch {largest[1]}, query {largest[2]}"
+    assert any(text.startswith(first) and text.endswith("GiB free") for text in texts)
+    assert any(text.startswith(f"Warm-up, graph of prompt 1/{prompts}:") for text in texts)
+    assert any(text.startswith(f"Captured {prompts} of {prompts} prompt") for text in texts)
+    assert texts[-1].startswith(f"Warm-up: {len(rig.buckets)} buckets in ")

@@ -1,0 +1,91 @@
+"""What is warmed up first, and that it is enough to begin with."""
+
+from dataclasses import replace
+
+import pytest
+
+from config.buckets import BucketConfig
+from config.traffic import Lengths
+from hpu.bucketing.bucket_table import HIT, BucketTable
+from hpu.bucketing.limits import BucketLimits
+from hpu.protocol import DECODE, PREFILL
+from hpu.warmup.warmup_order import largest_first, split_buckets
+
+LIMITS = BucketLimits(
+    block_size=128,
+    max_model_len=2048,
+    max_num_seqs=16,
+    max_num_batched_tokens=2048,
+    max_prefill_batch=4,
+    num_blocks=300,
+    prefix_caching=True,
+)
+
+
+@pytest.fixture
+def table() -> BucketTable:
+    return BucketTable.make(BucketConfig(strategy="exponential"), LIMITS)
+
+
+def test_prompts_come_before_decodes_and_each_phase_begins_with_its_largest() -> None:
+    buckets = [(DECODE, 4, 1, 8), (PREFILL, 1, 128, 0), (DECODE, 4, 1, 64), (PREFILL, 1, 512, 0)]
+
+    order = largest_first(buckets, 128)
+
+    assert order == [buckets[3], buckets[1], buckets[2], buckets[0]]
+
+
+@pytest.mark.parametrize("traffic", [None, [Lengths(100, 20)] * 50])
+def test_what_is_ready_first_holds_every_prompt_and_every_decode(
+    table: BucketTable, traffic: list[Lengths] | None
+) -> None:
+    first, rest = split_buckets(table, table.buckets, traffic)
+
+    assert sorted(first + rest) == sorted(table.buckets)
+    assert 0 < len(first) < len(table.buckets) / 2
+    table.keep(first)
+    for phase, _, query, blocks in rest:
+        batches = (1,) if phase == PREFILL else (1, 16)
+        for batch in batches:
+            assert table.find(phase, batch, query, blocks).result == HIT
+
+
+def test_the_most_used_buckets_of_the_traffic_come_first(table: BucketTable) -> None:
+    traffic = [Lengths(100, 20)] * 50
+    shares = {padding.bucket: padding.share for padding in table.padding(traffic)}
+
+    first, rest = split_buckets(table, table.buckets, traffic)
+
+    order = [shares[bucket] for bucket in first + rest if shares[bucket]]
+    assert order[0] == max(shares.values())
+    assert sum(shares[bucket] for bucket in rest) < 0.03
+
+
+def test_without_a_traffic_the_cheapest_of_both_phases_come_first(table: BucketTable) -> None:
+    first, _ = split_buckets(table, table.buckets, None)
+
+    assert (PREFILL, *table.find(PREFILL, 1, 1, 0).bucket) in first
+    assert (DECODE, *table.find(DECODE, 1, 1, 1).bucket) in first
+
+
+def test_without_the_buckets_that_no_rows_can_fill_every_launch_finds_the_bucket_it_had() -> None:
+    limits = replace(LIMITS, num_blocks=4000)
+    full = BucketTable.make(BucketConfig(strategy="exponential"), limits)
+    table = BucketTable.make(BucketConfig(strategy="exponential"), limits)
+
+    table.keep(full.needed)
+
+    assert len(table.buckets) < 0.9 * len(full.buckets)
+    for batch in range(1, 17):
+        for blocks in range(batch, batch * 16 + 1):
+            assert table.find(DECODE, batch, 1, blocks) == full.find(DECODE, batch, 1, blocks)
+    for query in range(1, 2049, 7):
+        for blocks in range((2048 - query) // 128 + 1):
+            assert table.find(PREFILL, 1, query, blocks) == full.find(PREFILL, 1, query, blocks)
+
+
+def test_where_a_decode_reads_a_slice_of_the_cache_every_length_is_needed() -> None:
+    limits = replace(LIMITS, prefix_caching=False)
+    table = BucketTable.make(BucketConfig(strategy="exponential"), limits)
+
+    assert table.needed == table.buckets

@@ -1,0 +1,134 @@
+"""A model in a card's memory: the guide's example, and what is advised when it does not fit."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from config.errors import ConfigError
+from config.model.model_config import ModelConfig
+from hpu.backends.gaudi_devices import GIB
+from hpu.worker.card_plan import CardWish, changes, plan_card
+
+SMALL = ModelConfig(
+    "8b", "LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, max_position=131072
+)
+LARGE = replace(
+    SMALL, path="70b", hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64
+)
+
+
+def wish(**changed: Any) -> CardWish:
+    given: dict[str, Any] = {
+        "device": "gaudi2",
+        "num_cards": 1,
+        "width": 2,
+        "kv_width": 2,
+        "max_model_len": 8192,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 2048,
+        "block_size": 128,
+        "utilization": 0.9,
+        "graph_reserved": 0.1,
+    }
+    return CardWish(**{**given, **changed})
+
+
+def test_the_guides_example_is_split_as_published() -> None:
+    guide = wish(utilization=0.5, graph_reserved=0.4, max_model_len=2048)
+    taken = plan_card(SMALL, guide)
+    card_bytes = taken.weight_bytes + taken.activation_bytes + int(79.16 * GIB)
+
+    plan = plan_card(SMALL, replace(guide, card_bytes=card_bytes))
+
+    parts = [plan.free_bytes, plan.parts.usable, plan.parts.graphs, plan.parts.kv]
+    assert [round(part / GIB, 2) for part in parts] == [79.16, 39.58, 15.83, 23.75]
+    assert plan.block_bytes == 16 << 20
+    assert plan.fits
+    # The guide's log prints the blocks of what it rounds to 23.75.
+    assert plan_card(SMALL, replace(guide, kv_bytes=int(23.75 * GIB))).num_blocks == 1519
+
+
+def test_the_guides_card_leaves_about_what_its_log_says() -> None:
+    plan = plan_card(SMALL, wish(max_model_len=2048))
+
+    assert round(plan.card_bytes / GIB, 2) == 94.62
+    assert abs(plan.weight_bytes / GIB - 14.97) < 0.02
+    assert abs(plan.free_bytes / GIB - 79.16) < 0.25
+
+
+def test_each_card_holds_its_share() -> None:
+    alone, shared = plan_card(SMALL, wish()), plan_card(SMALL, wish(num_cards=8))
+
+    assert 8 * shared.block_bytes == alone.block_bytes
+    assert alone.weight_bytes / 8 < shared.weight_bytes < alone.weight_bytes / 7
+    assert shared.num_blocks > 8 * alone.num_blocks
+
+
+def test_sequences_at_once_are_counted_in_whole_blocks() -> None:
+    plan = plan_card(SMALL, wish(num_blocks=100))
+
+    assert [plan.sequences(tokens) for tokens in (128, 129, 8192)] == [100, 50, 1]
+
+
+def test_weights_beyond_a_card_ask_for_more_cards() -> None:
+    plan = plan_card(LARGE, wish())
+
+    advice = changes(LARGE, plan)
+
+    assert not plan.fits
+    assert advice == ["--tensor-parallel-size 2: 65.71 GiB of weights and 1175 blocks on each card"]
+
+
+def test_a_context_beyond_the_cache_asks_for_less_of_it_or_more_memory() -> None:
+    tight = wish(card_bytes=int(20.93 * GIB), max_model_len=32768, utilization=0.85)
+    plan = plan_card(SMALL, tight)
+
+    advice = changes(SMALL, plan)
+
+    assert not plan.fits
+    holds = plan.num_blocks * 128
+    assert advice[0].startswith(f"--max-model-len {holds}: ")
+    for flag, field in (
+        ("--gpu-memory-utilization", "utilization"),
+        ("--graph-reserved-mem", "graph_reserved"),
+    ):
+        (said,) = [line for line in advice if line.startswith(flag)]
+        value = float(said.split()[1].rstrip(":"))
+        assert plan_card(SMALL, replace(tight, **{field: value})).fits
+    assert any(line.startswith("--tensor-parallel-size 2") for line in advice)
+    assert plan_card(SMALL, replace(tight, max_model_len=holds)).fits
+
+
+def test_a_larger_generation_is_offered() -> None:
+    plan = plan_card(LARGE, wish(num_cards=2, max_model_len=131072, utilization=0.75))
+
+    advice = changes(LARGE, plan)
+
+    assert not plan.fits
+    assert any(line.startswith("--device gaudi3: ") for line in advice)
+
+
+def test_blocks_that_were_told_must_fit_into_what_is_free() -> None:
+    plan = plan_card(SMALL, wish(num_blocks=6000))
+
+    (first, *_) = changes(SMALL, plan)
+
+    most = int(first.rpartition("which is ")[2].split()[0])
+    assert not plan.fits
+    assert first.startswith("lower --num-gpu-blocks-override: 6000 blocks take 93.77 GiB")
+    assert plan_card(SMALL, wish(num_blocks=most)).fits
+    assert not plan_card(SMALL, wish(num_blocks=most + 1)).fits
+
+
+def test_nothing_helps_a_model_that_no_box_holds() -> None:
+    huge = replace(LARGE, num_layers=4000)
+
+    assert changes(huge, plan_card(huge, wish())) == [
+        "no setting here makes it fit: a smaller model would"
+    ]
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ConfigError, match="8 key heads, and 16"):
+        plan_card(SMALL, wish(num_cards=16))

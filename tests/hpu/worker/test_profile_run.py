@@ -1,0 +1,90 @@
+"""Memory as it is found on a card: by running the largest launches before the cache is made."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import make_tiny
+
+from config.buckets import BucketConfig, Range
+from config.engine import CacheConfig, EngineConfig, ScheduleConfig
+from config.errors import ConfigError
+from config.execution import EmulatorSettings
+from hpu.worker.worker import Worker
+
+FEW = BucketConfig(
+    strategy="linear",
+    prompt_batch=Range(1, 1, 1),
+    prompt_query=Range(128, 128, 128),
+    prompt_context=Range(0, 16, 16),
+    decode_batch=Range(4, 4, 4),
+    decode_blocks=Range(64, 64, 64),
+)
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("tiny"))
+
+
+def config_of(folder: Path, memory_bytes: int, **settings: Any) -> EngineConfig:
+    return EngineConfig(
+        str(folder),
+        device="hpu-emulator",
+        dtype="float32",
+        max_model_len=256,
+        num_threads=1,
+        cache=CacheConfig(block_size=16, **settings),
+        schedule=ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=128),
+        buckets=FEW,
+        emulator=EmulatorSettings(memory_bytes=memory_bytes, is_strict=True),
+    )
+
+
+def test_the_largest_launch_is_measured_and_what_it_needs_stays_free(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    worker = Worker(config_of(folder, 128 * MIB))
+
+    ready = worker.start(lambda progress: None)
+
+    card = torch.hpu.emulated  # type: ignore[attr-defined]  # the emulator's
+    free = card.memory.limit - card.memory.in_use
+    worker.close()
+    (memory,) = [text for text in caplog.messages if text.startswith("Memory: ")]
+    assert "for the largest launch (measured)" in memory and "gpu-memory-utilization 0.9" in memory
+    # A block: keys and values of two layers, two heads of 16 in float32, 16 tokens.
+    assert ready.kv_bytes == (ready.num_blocks + 1) * 2 * 2 * 2 * 16 * 4 * 16
+    assert 0.75 * 128 * MIB < ready.kv_bytes < 0.81 * 128 * MIB
+    assert ready.graph_bytes > 0 and free > 0
+
+
+def test_a_pinned_number_of_blocks_is_kept_whatever_is_free(folder: Path) -> None:
+    found = []
+    for megabytes in (64, 128):
+        worker = Worker(config_of(folder, megabytes * MIB, num_blocks=200))
+        found.append(worker.start(lambda progress: None).num_blocks)
+        worker.close()
+
+    assert found == [200, 200]
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "words"),
+    [
+        (2 * MIB, r"memory is full before the model is ready \(.*Allocation failed.*\)"),
+        (3 * MIB, r"largest launch .* GiB are free; lower --max-num"),
+    ],
+)
+def test_a_card_that_is_too_small_says_what_did_not_fit(
+    folder: Path, memory_bytes: int, words: str
+) -> None:
+    worker = Worker(config_of(folder, memory_bytes))
+
+    with pytest.raises(ConfigError, match=words):
+        worker.start(lambda progress: None)
+
+    worker.close()

@@ -1,0 +1,256 @@
+"""server/bench: the load client against an event server whose times and counts are known."""
+
+import asyncio
+import itertools
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from event_server import EventServer
+
+from config.errors import ConfigError
+from server.cli.bench.command import main
+from server.cli.bench.openai import OpenAIServer, Outcome
+from server.cli.bench.report import as_text, percentile, summarise
+from server.cli.bench.target import HttpFailure, Target
+from server.cli.bench.workload import Job, Shape, gaps, lengths, text_jobs, token_jobs
+
+
+def run(url: str, *flags: str) -> tuple[int, dict[str, Any]]:
+    """The command in a thread of its own (it owns an event loop), and its JSON."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "result.json"
+        status = main(["--base-url", url, "--quiet", "--json", str(file), *flags])
+        return status, json.loads(file.read_text())
+
+
+async def bench(server: EventServer, *flags: str) -> tuple[int, dict[str, Any]]:
+    return await asyncio.get_running_loop().run_in_executor(None, run, server.url, *flags)
+
+
+async def test_a_closed_loop_keeps_its_concurrency_and_counts_every_token() -> None:
+    async with EventServer(first_s=0.01, gap_s=0.002).listening() as server:
+        status, found = await bench(
+            server,
+            "--num-prompts=12",
+            "--max-concurrency=4",
+            "--random-input-len=10",
+            "--random-output-len=5",
+            "--num-warmups=3",
+        )
+
+    assert status == 0
+    assert server.most_running == 4
+    assert len(server.bodies) == 15
+    assert found["completed"] == 12
+    assert (found["prompt_tokens"], found["output_tokens"]) == (120, 60)
+    assert all(len(body["prompt"]) == 10 for body in server.bodies)
+    assert all(body["ignore_eos"] and body["model"] == "double" for body in server.bodies)
+
+
+async def test_times_are_those_the_server_took() -> None:
+    async with EventServer(first_s=0.05, gap_s=0.01).listening() as server:
+        _, found = await bench(
+            server, "--num-prompts=4", "--max-concurrency=1", "--random-output-len=6"
+        )
+
+    # Sleeps are never shorter than asked; a busy machine may make them much longer.
+    assert 50 <= found["ttft_ms"]["p50"] < 500
+    assert 9 <= found["itl_ms"]["p50"] < 100
+    assert 9 <= found["tpot_ms"]["p50"] < 100
+    assert found["e2e_ms"]["p50"] >= found["ttft_ms"]["p50"] + 5 * 9
+
+
+async def test_connections_are_reused() -> None:
+    async with EventServer().listening() as server:
+        await bench(server, "--num-prompts=20", "--max-concurrency=2", "--random-output-len=2")
+
+    assert server.num_connections <= 3
+
+
+async def test_an_open_loop_sends_without_waiting_for_answers() -> None:
+    async with EventServer(first_s=0.2).listening() as server:
+        _, found = await bench(
+            server,
+            "--num-prompts=10",
+            "--request-rate=200",
+            "--random-output-len=1",
+            "--num-warmups=0",
+        )
+
+    assert server.most_running > 5
+    assert found["duration_s"] < 10 * 0.2
+
+
+async def test_chat_sends_text_of_the_wanted_length_as_the_template_counts_it() -> None:
+    async with EventServer(tokens_a_word=2).listening() as server:
+        await bench(
+            server,
+            "--endpoint=chat",
+            "--num-prompts=3",
+            "--random-input-len=41",
+            "--random-output-len=2",
+        )
+
+    words = [len(body["messages"][0]["content"].split()) for body in server.bodies]
+    assert words == [(41 - 5) // 2] * 5
+
+
+async def test_a_server_without_tokenize_gets_plain_words() -> None:
+    async with EventServer(has_tokenize=False).listening() as server:
+        _, found = await bench(
+            server, "--num-prompts=2", "--random-input-len=9", "--random-output-len=2"
+        )
+
+    assert found["settings"]["prompt_kind"] == "words"
+    assert all(len(body["prompt"].split()) == 9 for body in server.bodies)
+
+
+async def test_failures_are_told_apart_and_the_status_says_so() -> None:
+    async with EventServer(fail_every=3).listening() as server:
+        status, found = await bench(
+            server, "--num-prompts=6", "--num-warmups=0", "--random-output-len=2"
+        )
+
+    assert status == 1
+    assert found["completed"] == 4
+    ((reason, count),) = found["failures"].items()
+    assert (count, "503" in reason, "line is full" in reason) == (2, True, True)
+
+
+async def test_a_stream_that_breaks_is_a_failure() -> None:
+    async with EventServer(break_after=2).listening() as server:
+        target = Target(server.url)
+
+        outcome = await OpenAIServer(target, "completions", "m").ask(Job([1], 5), timeout_s=5)
+
+        await target.close()
+    assert outcome.failure is not None
+    assert "middle of an answer" in outcome.failure
+    assert len(outcome.arrivals) == 2
+
+
+async def test_a_request_that_hangs_ends_at_its_timeout() -> None:
+    async with EventServer(first_s=30).listening() as server:
+        target = Target(server.url)
+
+        outcome = await OpenAIServer(target, "chat", "m").ask(Job("a", 1), timeout_s=0.1)
+
+        await target.close()
+    assert outcome.failure == "no end after 0.1 s"
+
+
+async def test_the_key_travels_as_a_bearer_token() -> None:
+    async with EventServer().listening() as server:
+        target = Target(f"{server.url}/v1", api_key="secret")
+
+        await target.call("GET", "/v1/models")
+        with pytest.raises(HttpFailure, match=r"404.*no such route"):
+            await target.call("GET", "/v1/nothing")
+
+        await target.close()
+    assert server.authorizations[0] == "Bearer secret"
+
+
+def test_lengths_lie_in_their_range_and_repeat_with_the_seed() -> None:
+    shape = Shape(200, 100, 10, range_ratio=0.5, seed=1)
+
+    found = list(lengths(shape))
+
+    assert found == list(lengths(shape))
+    assert all(50 <= one <= 150 and 5 <= other <= 15 for one, other in found)
+    assert len({one for one, _ in found}) > 20
+
+
+def test_a_shared_prefix_is_shared_and_the_rest_is_not() -> None:
+    jobs = token_jobs(Shape(5, 20, 1, shared_prefix_len=30), list(range(1000)))
+
+    prompts = [job.prompt for job in jobs]
+
+    assert len({tuple(prompt[:30]) for prompt in prompts}) == 1
+    assert len({tuple(prompt[30:]) for prompt in prompts}) == 5
+    assert {len(prompt) for prompt in prompts} == {50}
+
+
+async def test_text_of_uneven_words_is_off_by_one_at_most_and_keeps_its_prefix() -> None:
+    async def count(text: str) -> int:
+        return sum(1 + len(word) // 5 for word in text.split())
+
+    jobs = await text_jobs(Shape(10, 40, 1, shared_prefix_len=10), count)
+
+    counts = [await count(str(job.prompt)) for job in jobs]
+    assert all(abs(found - 50) <= 1 for found in counts)
+    assert len({" ".join(str(job.prompt).split()[:6]) for job in jobs}) == 1
+
+
+def test_arrivals_have_the_wanted_rate() -> None:
+    waits = list(gaps(50.0, 4000, seed=3))
+
+    assert statistics.mean(waits) == pytest.approx(1 / 50, rel=0.1)
+    assert set(itertools.islice(gaps(float("inf"), 5, 0), 5)) == {0.0}
+
+
+def test_percentiles_lie_between_the_two_nearest() -> None:
+    ordered = [1.0, 2.0, 3.0, 4.0]
+
+    found = [percentile(ordered, share) for share in (0, 50, 90, 100)]
+
+    assert found == pytest.approx([1.0, 2.5, 3.7, 4.0])
+
+
+def test_a_report_of_known_outcomes() -> None:
+    outcomes = [
+        Outcome(0.0, 2.0, [1.0, 1.5, 2.0], prompt_tokens=10, output_tokens=3),
+        Outcome(0.0, 4.0, [2.0, 3.0, 4.0], prompt_tokens=10, output_tokens=3),
+        Outcome(1.0, 4.0, failure="503"),
+    ]
+
+    report = summarise(outcomes)
+
+    assert report.output_tokens_per_s == pytest.approx(6 / 4)
+    assert report.ttft_ms is not None
+    assert report.ttft_ms.mean == pytest.approx(1500)
+    assert report.tpot_ms is not None
+    assert report.tpot_ms.mean == pytest.approx(750)
+    assert report.failures == {"503": 1}
+    assert "failed 1 x 503" in as_text(report)
+
+
+def test_nothing_done_is_a_report_too() -> None:
+    report = summarise([Outcome(0.0, 1.0, failure="gone")])
+
+    assert report.ttft_ms is None
+    assert report.output_tokens_per_s == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--base-url", "ftp://x"], "must look like http://host:port"),
+        (["--request-rate", "0"], "request-rate is 0.0, it must be above 0"),
+        (["--random-range-ratio", "2"], "between 0 and 1"),
+        (["--endpoint", "chat", "--prompt-kind", "tokens"], "takes text only"),
+        (["--num-prompt", "3"], "did you mean --num-prompts"),
+        (["--extra-body", "[]"], "must be a JSON object"),
+        (["--extra-body", "{x"], "no JSON"),
+        (["--json", "/no/such/folder/x.json"], "there is no such folder"),
+        (["--base-url", "http://localhost:port"], "must look like http://host:port"),
+        (["--temperature", "-1"], "must be at least 0"),
+    ],
+)
+def test_wrong_flags_are_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        main(flags)
+
+
+async def test_a_stream_without_done_counts_when_it_told_how_it_finished() -> None:
+    async with EventServer(says_done=False).listening() as server:
+        status, found = await bench(
+            server, "--num-prompts=2", "--random-output-len=3", "--no-stream-usage"
+        )
+
+    assert (status, found["completed"], found["failures"]) == (0, 2, {})
+    assert "stream_options" not in server.bodies[0]

@@ -1,0 +1,143 @@
+"""server/cli/main.py as a user meets it: words, exit statuses, and nothing heavy imported."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from config.version import VERSION
+from server.cli.main import main
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_no_command_shows_the_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    status = main([])
+
+    assert status == 2
+    assert "serve [MODEL]" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["--version"])
+
+    assert (status, capsys.readouterr().out) == (0, f"{VERSION}\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["sevre"], "'sevre' is no command; did you mean serve?"),
+        (["frobnicate"], "there are serve, bench, fetch-demo, config"),
+        (["fetch-demo", "--force"], "--force is no flag of gaudiserve fetch-demo"),
+        (["serve", "--prot", "1"], "--prot is no flag of gaudiserve serve; did you mean --port?"),
+        (["config", "--port", "-1"], "port is -1, it must be between 0 and 65535"),
+        (["bench"], "`gaudiserve bench` is no command; `gaudiserve bench serve` is"),
+        (["buckets", "draw"], "`gaudiserve buckets draw` is no command; show and fit are"),
+        (["buckets", "fit"], "needs a traffic: --traffic FILE"),
+        (["buckets", "show", "--trafic", "x"], "did you mean --traffic?"),
+        (["buckets", "show", "--traffic", "/no/such"], "/no/such cannot be read"),
+        (["buckets", "show", "--seconds-per-graph", "0"], "must be above 0"),
+        (["serve", "--device", "hpu"], "habana_frameworks, the runtime of Gaudi, is not installed"),
+        (["bench", "serve", "--num-prompts", "0"], "num-prompts is 0, it must be at least 1"),
+        (["bench", "serve", "--base-url", "http://127.0.0.1:1"], "cannot be measured"),
+    ],
+)
+def test_a_mistake_is_one_line_on_stderr_and_status_2(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main(argv)
+
+    captured = capsys.readouterr()
+    assert status == 2
+    assert words in captured.err
+    assert captured.err.startswith("gaudiserve: ")
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_config_prints_each_value_with_its_source(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["config", "m", "--port", "81", "--api-key", "secret"])
+
+    lines = {line.split()[0]: line.split(maxsplit=2)[1:] for line in _lines(capsys)}
+    assert lines["port"] == ["81", "flag --port"]
+    assert lines["model"] == ["m", "argument MODEL"]
+    assert lines["api-key"] == ["***", "flag --api-key"]
+    assert lines["seed"] == ["0", "default"]
+    assert lines["max-model-len"] == ["auto", "default"]
+    assert lines["shutdown-timeout"] == ["30", "default"]
+
+
+def _lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().out.splitlines()
+
+
+def test_config_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["config", "--json"])
+
+    found = json.loads(capsys.readouterr().out)
+    assert found["port"] == {"value": 8000, "source": "default"}
+    assert found["model"]["value"] == "demo"
+
+
+def test_buckets_that_were_fitted_are_shown_again_from_their_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    traffic, file = tmp_path / "traffic.jsonl", tmp_path / "buckets.txt"
+    traffic.write_text('{"prompt_tokens": 300, "output_tokens": 40}\n' * 3)
+    flags = ["--max-num-seqs", "4", "--traffic", str(traffic)]
+    budget = ["--warmup-seconds", "30", "--seconds-per-graph", "2"]
+
+    fitted = main(["buckets", "fit", *flags, *budget, "--output", str(file)])
+    first = capsys.readouterr().out
+    shown = main(["buckets", "show", *flags, "--bucketing-file", str(file)])
+
+    again = capsys.readouterr().out
+    assert (fitted, shown) == (0, 0)
+    assert "15 graphs at most" in file.read_text()
+    assert [line for line in first.splitlines() if "padding" in line] == [
+        line for line in again.splitlines() if "padding" in line
+    ]
+
+
+def test_help_is_grouped_and_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--help"])
+
+    text = capsys.readouterr().out
+    assert ended.value.code == 0
+    for group in ("Model:", "KV cache:", "Scheduling:", "Buckets:", "HTTP:", "Logs:"):
+        assert f"\n{group}\n" in text
+    assert "Port to listen on; 0 takes a free one [8000]" in text
+
+
+def test_the_command_line_never_loads_torch_or_a_web_framework() -> None:
+    code = (
+        "import sys; from server.cli.main import main; main(['config']);"
+        "print([n for n in ('torch', 'fastapi', 'transformers', 'zmq') if n in sys.modules])"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_model_that_is_not_there_is_one_line_and_status_2() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "server.cli.main",
+        "serve",
+        "/no/such/model.gguf",
+        "--port=0",
+    ]
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+    assert done.returncode == 2
+    assert done.stderr == "gaudiserve: there is no file /no/such/model.gguf\n"

@@ -1,0 +1,140 @@
+"""`gaudiserve plan` and `gaudiserve doctor` as a user meets them."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_gguf import write_gguf
+from tiny_models import COMMON
+
+from server.cli.main import main
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**COMMON, "architectures": ["LlamaForCausalLM"]}))
+    return file
+
+
+@pytest.mark.parametrize("as_folder", [False, True])
+def test_a_plan_needs_a_config_alone(
+    as_folder: bool, config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(config_file.parent if as_folder else config_file)
+
+    status = main(["plan", model, "--device", "gaudi2", "--lengths", "100,512", "--json"])
+
+    told = json.loads(capsys.readouterr().out)
+    assert status == 0
+    assert (told["model"], told["device"]) == (model, "gaudi2")
+    assert set(told["sequences"]) == {"100", "512"}
+
+
+def test_a_gguf_file_is_planned_by_its_metadata(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file)
+
+    status = main(["plan", str(file)])
+
+    assert status == 0
+    assert "LlamaForCausalLM" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_ends_with_status_1(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main(["plan", str(config_file), "--card-gib", "0.0005"])
+
+    assert status == 1
+    assert "It does not fit: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--tensor-parallel-size", "4"], "2 key heads, and 4 (tensor-parallel-size)"),
+        (["--lengths", "2000;8000"], "must be numbers with commas between"),
+        (["--lengths", "513"], "between 1 and max-model-len, 512"),
+        (["--card-gib", "0"], "card-gib is 0, it must be above 0"),
+        (["--device", "gaudi1"], "invalid choice: 'gaudi1'"),
+        (["--max-model-len", "1K"], "max-model-len is 1024, the checkpoint was made for 512"),
+    ],
+)
+def test_a_wrong_wish_is_one_line_and_status_2(
+    flags: list[str], words: str, config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main(["plan", str(config_file), *flags])
+
+    captured = capsys.readouterr()
+    assert status == 2
+    assert words in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nowhere", "there is no folder 'nowhere'"),
+        ("file.txt", "neither a folder nor a config.json nor a .gguf file"),
+        ("none.gguf", "there is no file"),
+    ],
+)
+def test_a_model_that_is_not_there_is_named(
+    name: str,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file.txt").touch()
+
+    status = main(["plan", name])
+
+    assert status == 2
+    assert words in capsys.readouterr().err
+
+
+def test_the_doctor_says_what_this_machine_can_do(capsys: pytest.CaptureFixture[str]) -> None:
+    cpu = main(["doctor", "--device", "cpu", "--json"])
+
+    told = json.loads(capsys.readouterr().out)
+    assert cpu == 0
+    assert told["device"]["taken"] == "cpu"
+    assert told["packages"]["torch"]
+
+
+def test_the_documents_example_prints_what_the_document_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    config, command, shown = re.findall(r"```\w+\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "8b").mkdir()
+    (tmp_path / "8b" / "config.json").write_text(config)
+    monkeypatch.chdir(tmp_path)
+
+    main(command.split()[1:])
+
+    assert capsys.readouterr().out == shown
+
+
+def test_neither_command_loads_torch() -> None:
+    code = (
+        "import sys; from server.cli.main import main; main(['doctor']);"
+        "import server.cli.plan;"
+        "print([n for n in ('torch', 'transformers', 'zmq') if n in sys.modules])"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr

@@ -1,0 +1,165 @@
+"""Beam search over HTTP: what is answered, what is refused, and that nothing is left behind."""
+
+import asyncio
+import contextlib
+from typing import Any
+
+import msgspec
+import pytest
+from http_rig import EOS, TalkingClient, ids, in_memory, on_port
+from scripted_client import ScriptedBox, columns
+
+from server.generation.beams import BeamSearch
+from server.generation.outputs import PositionLogprobs, TokenLogprob
+
+A, B, C, D = ids("abcd")
+CHAT = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+"""What the conversation of one "hi" is as a prompt."""
+
+
+class BranchingClient(TalkingClient):
+    """Its tokens depend on what came before: `tree` says by the tokens behind the prompt which may
+    follow, with their log-probabilities; what it does not name is followed by C."""
+
+    def __init__(self, num_prompt: int, tree: dict[tuple[int, ...], dict[int, float]]) -> None:
+        super().__init__()
+        assert self.ready is not None
+        self.ready = msgspec.structs.replace(self.ready, eos_token_ids=(EOS,))
+        self._num_prompt = num_prompt
+        self._tree = tree
+
+    async def _talk(self, box: ScriptedBox) -> None:
+        await asyncio.sleep(self.pace_s)
+        if box.key in self.aborted:
+            return
+        said = tuple(box.prompt[self._num_prompt :])
+        likely = self._tree.get(said, {C: -0.1})
+        others = {token: -50.0 - token for token in range(60, 100) if token not in likely}
+        count = box.sampling.logprobs or 0
+        top = sorted((likely | others).items(), key=lambda one: -one[1])[:count]
+        tokens, values = [token for token, _ in top], [value for _, value in top]
+        entry = ([tokens[0], *tokens], [values[0], *values], 1)
+        box.say(tokens[0], finish="length", logprobs=[columns([entry])], cached=0)
+
+
+TREE = {
+    (): {A: -0.5, B: -1.0},
+    (A,): {C: -2.0, EOS: -2.5},
+    (B,): {EOS: -0.25, D: -0.5},
+    (B, D): {EOS: -0.1, A: -3.0},
+}
+
+
+async def test_the_best_beams_are_the_choices() -> None:
+    async with in_memory(BranchingClient(2, TREE)) as rig:
+        response = await rig.complete(use_beam_search=True, n=2, max_tokens=3, logprobs=1)
+
+        answer = response.json()
+        # B, end: -1.25 / 2. B, D, end: -1.6 / 3. A, C, C: -2.6 / 3.
+        texts = [(choice["text"], choice["finish_reason"]) for choice in answer["choices"]]
+        assert texts == [("bd", "stop"), ("b", "stop")]
+        logprobs = answer["choices"][0]["logprobs"]
+        assert logprobs["tokens"] == ["b", "d", "</s>"]
+        assert logprobs["token_logprobs"] == pytest.approx([-1.0, -0.5, -0.1])
+        assert logprobs["top_logprobs"][1] == pytest.approx({"</s>": -0.25, "d": -0.5})
+        assert answer["usage"]["prompt_tokens"] == 2
+        assert answer["usage"]["completion_tokens"] == 5
+        assert [box.goes_on for box in rig.client.boxes[:3]] == [False, True, True]
+        assert await rig.metric("vllm:request_success_total") == 2
+        assert await rig.metric("vllm:generation_tokens_total") == 5
+
+
+async def test_a_length_penalty_chooses_the_short_one_and_chat_has_beams_too() -> None:
+    async with in_memory(BranchingClient(len(ids(CHAT)), TREE)) as rig:
+        fields: dict[str, Any] = {"use_beam_search": True, "n": 2, "max_tokens": 3}
+        response = await rig.chat(
+            length_penalty=-1, return_token_ids=True, stop_token_ids=[D], **fields
+        )
+
+        choices = response.json()["choices"]
+        # B, end: -2.5. B, D: -3: its last token ends it too, and is no part of the text.
+        assert [choice["message"]["content"] for choice in choices] == ["b", "b"]
+        assert [choice["token_ids"] for choice in choices] == [[B, EOS], [B, D]]
+        assert [choice["stop_reason"] for choice in choices] == [None, D]
+
+
+async def test_prompts_are_searched_side_by_side_and_echoed() -> None:
+    async with in_memory(BranchingClient(1, TREE)) as rig:
+        response = await rig.complete(
+            ["p", "q"], use_beam_search=True, n=2, max_tokens=None, echo=True, temperature=0
+        )
+
+        texts = [choice["text"] for choice in response.json()["choices"]]
+        assert texts == ["pbd", "pb", "qbd", "qb"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stream", True),
+        ("n", 20),
+        ("stop", ["x"]),
+        ("presence_penalty", 0.5),
+        ("repetition_penalty", 1.1),
+        ("min_tokens", 1),
+        ("logit_bias", {"5": 1}),
+        ("allowed_token_ids", [5]),
+        ("bad_words", ["x"]),
+        ("guided_regex", "a+"),
+        ("structured_outputs", {"choice": ["a"]}),
+        ("length_penalty", 10.5),
+        ("best_of", 3),
+    ],
+)
+async def test_what_a_beam_search_cannot_heed_is_a_400(field: str, value: Any) -> None:
+    async with in_memory() as rig:
+        response = await rig.complete(use_beam_search=True, **{field: value})
+
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == field
+        assert rig.client.boxes == []
+
+
+async def test_logits_are_not_compared() -> None:
+    async with in_memory(TalkingClient(logprobs_mode="processed_logits")) as rig:
+        for fields in ({"use_beam_search": True}, {"best_of": 2}):
+            error = (await rig.complete(**fields)).json()["error"]
+
+            (name,) = fields
+            assert error["param"] == name
+            assert "this server reports processed_logits" in error["message"]
+
+
+async def test_a_search_nobody_waits_for_stops() -> None:
+    client = BranchingClient(2, {})
+    client.pace_s = 0.01
+    async with on_port(client) as rig:
+        asked = rig.complete(use_beam_search=True, n=2, max_tokens=2000)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(asked, 0.3)
+        await asyncio.sleep(0.2)
+        count = len(client.boxes)
+        await asyncio.sleep(0.1)
+
+        assert 2 < count == len(client.boxes)
+        assert set(client.aborted) <= {box.key for box in client.boxes[-2:]}
+        assert (
+            await rig.metric('vllm:request_success_total{engine="0",finished_reason="abort"') == 2
+        )
+        assert not rig.state.servings
+
+
+def test_a_search_ends_when_nothing_that_lives_can_beat_what_has_ended() -> None:
+    def what(**values: float) -> PositionLogprobs:
+        tokens = {"end": 0, "x": 1, "y": 2}
+        top = [TokenLogprob(tokens[n], n, b"", v, r) for r, (n, v) in enumerate(values.items(), 1)]
+        return PositionLogprobs(top[0], top)
+
+    search = BeamSearch(1, 9, frozenset({0}), 1.0)
+    search.grow([what(x=-1.0, end=-1.5, y=-9.0)])
+    # The end was only second: it is no candidate, however good.
+    assert (search.running[0].tokens, search.ended) == ([1], [])
+    search.grow([what(end=-0.5, x=-3.0, y=-4.0)])
+
+    assert search.running == [] and search.ended[0].tokens == [1, 0]
+    assert search.ended[0].score(1.0) == -0.75

@@ -1,0 +1,410 @@
+"""The text pipeline over a scripted engine: what it refuses, gives, and leaves behind."""
+
+import asyncio
+from typing import Any
+
+import pytest
+import text_folders
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted_client import ScriptedClient, columns, ready
+
+from config.errors import EngineDied, Overloaded, PromptTooLong, RequestFailed, UserError
+from config.params.sampling import SamplingParams
+from config.server import ServerConfig
+from server.generation.outputs import Delta, Prompt
+from server.generation.pipeline import Generation, Pipeline, choice_seed
+from server.text.tokenizer import Tokenizer
+from server.text.tokenizer_files import TextFiles
+
+TOKENIZER = Tokenizer(TextFiles(text_folders.byte_level(), {}, None))
+EOS = TOKENIZER.encode_now("</s>", False)[0]
+HI = Prompt(TOKENIZER.encode_now("hi", False), "hi")
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER.encode_now(text, False)
+
+
+def make(client: ScriptedClient, tokenizer: Tokenizer | None = TOKENIZER) -> Pipeline:
+    return Pipeline(client, tokenizer, ServerConfig())
+
+
+def start(client: ScriptedClient, prompts: list[Prompt] | None = None, **params: Any) -> Generation:
+    return make(client).start(prompts or [HI], SamplingParams(**params))
+
+
+async def read(generation: Generation) -> list[Delta]:
+    return [delta for deltas in [d async for d in generation] for delta in deltas]
+
+
+async def test_text_comes_as_deltas_and_ends_with_the_reason() -> None:
+    client = ScriptedClient(ready())
+    generation = start(client)
+    client.boxes[0].say(*ids("he"), cached=1)
+
+    first = await anext(generation)
+    client.boxes[0].say(*ids("llo"), EOS, finish="stop")
+    second = await anext(generation)
+    rest = await read(generation)
+
+    assert first == [Delta(0, "he", ids("he"))]
+    assert second == [Delta(0, "llo", [*ids("llo"), EOS], finish_reason="stop")]
+    assert rest == []
+    assert (generation.num_prompt_tokens, generation.num_cached_tokens) == (len(HI.token_ids), 1)
+    assert generation.num_output_tokens == len([*ids("he"), *ids("llo"), EOS])
+    assert (generation.queue_s, generation.prefill_s, generation.decode_s) == (0.25, 0.5, 1.0)
+    assert client.aborted == []
+
+
+async def test_half_a_character_waits_for_the_other_half() -> None:
+    client = ScriptedClient(ready())
+    generation = start(client)
+    *most, last = ids("🙂")
+    client.boxes[0].say(*most)
+
+    first = await anext(generation)
+    client.boxes[0].say(last, finish="length")
+    second = await anext(generation)
+
+    assert first == [Delta(0, "", most)]
+    assert second == [Delta(0, "🙂", [last], finish_reason="length")]
+
+
+async def test_a_stop_string_cuts_the_text_and_aborts_in_the_engine() -> None:
+    client = ScriptedClient(ready())
+    generation = start(client, stop=("END",), logprobs=0)
+    tokens = ids("ok E")
+    entries = [columns([([token], [-1.0], 1)]) for token in [*tokens, *ids("ND more")]]
+    client.boxes[0].say(*tokens, logprobs=entries[: len(tokens)])
+
+    first = await anext(generation)
+    client.boxes[0].say(*ids("ND more"), logprobs=entries[len(tokens) :])
+    (second,) = await anext(generation)
+    rest = await read(generation)
+
+    assert first[0].text == "ok "
+    assert (second.text, second.finish_reason, second.stop_reason) == ("", "stop", "END")
+    assert second.token_ids == ids("ND")
+    assert second.logprobs is not None and len(second.logprobs) == len(second.token_ids)
+    assert generation.num_output_tokens == len(tokens) + len(ids("ND"))
+    assert rest == [] and client.aborted == [client.boxes[0].key]
+
+
+async def test_what_was_held_back_comes_with_the_end() -> None:
+    client = ScriptedClient(ready())
+    generation = start(client, stop=("END",))
+    client.boxes[0].say(*ids("the EN"), finish="length")
+
+    (output,) = await generation.collect()
+
+    assert (output.text, output.finish_reason, output.stop_reason) == ("the EN", "length", None)
+
+
+async def test_the_stop_can_stay_in_the_text() -> None:
+    client = ScriptedClient(ready())
+    generation = start(client, stop=("END",), include_stop_str_in_output=True)
+    client.boxes[0].say(*ids("an END here"))
+
+    (output,) = await generation.collect()
+
+    assert (output.text, output.stop_reason) == ("an END", "END")
+
+
+async def test_no_stop_string_counts_before_min_tokens() -> None:
+    client = ScriptedClient(ready())
+    generation = start(client, stop=("x",), min_tokens=4, max_tokens=9)
+    client.boxes[0].say(*ids("axb"))
+    client.boxes[0].say(*ids("xyz"))
+
+    (output,) = await generation.collect()
+
+    assert (output.text, output.token_ids) == ("axb", ids("axbx"))
+
+
+async def test_a_stop_token_ends_the_text_before_it() -> None:
+    client = ScriptedClient(ready())
+    generation = start(client, stop_token_ids=(ids("!")[0],))
+    client.boxes[0].say(*ids("yes!"), finish="stop", stop_token=ids("!")[0])
+
+    (output,) = await generation.collect()
+
+    assert (output.text, output.stop_reason) == ("yes", ids("!")[0])
+    assert output.token_ids == ids("yes!")
+
+
+@given(text=st.text("abE ND🙂", max_size=12), cuts=st.lists(st.integers(1, 4), max_size=12))
+def test_deltas_joined_are_the_decoding_cut_at_the_stop(text: str, cuts: list[int]) -> None:
+    async def run() -> str:
+        client = ScriptedClient(ready())
+        generation = start(client, stop=("END", "b b"), max_tokens=90)
+        left = ids(text)
+        for cut in cuts:
+            client.boxes[0].say(*left[:cut])
+            left = left[cut:]
+        client.boxes[0].say(*left, finish="length")
+        return "".join([delta.text for delta in await read(generation)])
+
+    found = [place for stop in ("END", "b b") if (place := text.find(stop)) >= 0]
+
+    joined = asyncio.run(run())
+
+    assert joined == text[: min(found, default=len(text))]
+
+
+async def test_choices_of_all_prompts_come_merged_with_one_delta_each() -> None:
+    client = ScriptedClient(ready())
+    generation = start(client, [HI, Prompt(ids("yo"))], n=2, seed=5)
+    waiting = asyncio.ensure_future(anext(generation))
+    await asyncio.sleep(0)
+    for box, letter in zip(client.boxes, "abcd", strict=True):
+        box.say(*ids(letter), cached=1)
+
+    together = await waiting
+    client.boxes[2].say(*ids("x"))
+    single = await anext(generation)
+    for box in client.boxes:
+        box.say(*ids("z"), finish="length")
+    outputs = await generation.collect()
+
+    assert [(delta.index, delta.text) for delta in together] == list(enumerate("abcd"))
+    assert single == [Delta(2, "x", ids("x"))]
+    assert [(output.index, output.text) for output in outputs] == [(i, "z") for i in range(4)]
+    assert [bytes(box.prompt) for box in client.boxes[::2]] == [
+        bytes(HI.token_ids),
+        bytes(ids("yo")),
+    ]
+    assert [box.sampling.seed for box in client.boxes] == [5, choice_seed(5, 1)] * 2
+    assert {box.sampling.n for box in client.boxes} == {1}
+    assert (generation.num_prompt_tokens, generation.num_cached_tokens) == (4, 2)
+
+
+def test_each_choice_has_its_own_seed_in_64_bits() -> None:
+    seeds = {choice_seed(seed, choice) for seed in (0, 1, -(2**63)) for choice in range(128)}
+
+    assert len(seeds) == 3 * 128
+    assert all(seed is not None and -(2**63) <= seed < 2**63 for seed in seeds)
+    assert choice_seed(None, 3) is None and choice_seed(9, 0) == 9
+
+
+async def test_logprobs_have_texts_bytes_and_ranks() -> None:
+    client = ScriptedClient(ready())
+    generation = start(client, logprobs=2)
+    half, other = ids("🙂")[0], ids("a")[0]
+    entry = columns([([half, other, half], [-2.5, -0.5, float("-inf")], 7)])
+    client.boxes[0].say(half, logprobs=[entry], finish="length")
+
+    (output,) = await generation.collect()
+
+    assert output.logprobs is not None
+    (position,) = output.logprobs
+    assert (position.chosen.token_id, position.chosen.rank) == (half, 7)
+    assert (position.chosen.bytes, position.chosen.token) == (b"\xf0\x9f", "\ufffd")
+    assert [(e.token_id, e.logprob, e.rank) for e in position.top] == [
+        (other, -0.5, 1),
+        (half, -9999.0, 2),
+    ]
+    assert output.cumulative_logprob == -2.5
+
+
+async def test_prompt_logprobs_of_the_first_choice_only_with_no_first_entry() -> None:
+    client = ScriptedClient(ready())
+    generation = start(client, prompt_logprobs=0, n=2, max_tokens=1)
+    entry = columns([([HI.token_ids[1]], [-1.5], 3)])
+    client.boxes[0].say(*ids("a"), prompt_logprobs=[entry], finish="length")
+    client.boxes[1].say(*ids("b"), finish="length")
+
+    await generation.collect()
+
+    (entries,) = generation.prompt_logprobs
+    assert entries is not None and entries[0] is None
+    assert entries[1] is not None and entries[1].chosen.logprob == -1.5
+    assert [box.sampling.prompt_logprobs for box in client.boxes] == [0, None]
+
+
+async def test_no_output_asked_for_needs_no_engine() -> None:
+    client = ScriptedClient(ready())
+    generation = start(client, max_tokens=0, n=2)
+
+    outputs = await generation.collect()
+
+    assert [(o.text, o.token_ids, o.finish_reason) for o in outputs] == [("", [], "length")] * 2
+    assert client.boxes == [] and generation.num_output_tokens == 0
+
+
+async def test_prompt_logprobs_alone_ask_the_engine_for_no_token() -> None:
+    client = ScriptedClient(ready())
+    generation = start(client, max_tokens=0, prompt_logprobs=0)
+    entry = columns([([HI.token_ids[1]], [-1.5], 1)])
+    client.boxes[0].say(prompt_logprobs=[entry])
+    client.boxes[0].say(finish="length")
+
+    (output,) = await generation.collect()
+
+    assert (output.text, output.token_ids, output.finish_reason) == ("", [], "length")
+    assert generation.num_output_tokens == 0 and client.boxes[0].sampling.max_tokens == 0
+    assert len(generation.prompt_logprobs[0] or []) == 2
+
+
+async def test_without_a_tokenizer_there_are_ids_but_no_text() -> None:
+    client = ScriptedClient(ready())
+    generation = make(client, None).start([HI], SamplingParams(logprobs=0))
+    client.boxes[0].say(5, logprobs=[columns([([5], [-1.0], 1)])], finish="length")
+
+    (output,) = await generation.collect()
+
+    assert (output.text, output.token_ids) == ("", [5])
+    assert output.logprobs is not None and output.logprobs[0].chosen.bytes == b""
+
+
+def test_max_tokens_left_open_takes_the_rest_of_the_context() -> None:
+    client = ScriptedClient(ready(max_model_len=20))
+
+    start(client, [Prompt([1] * 7)], max_tokens=None)
+
+    assert client.boxes[0].sampling.max_tokens == 13
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "numbers"),
+    [(15, 6, "20 tokens.*21 tokens"), (20, None, "20 tokens.*20 tokens"), (21, 0, "20.*21")],
+)
+def test_what_does_not_fit_is_refused_with_both_numbers(
+    length: int, max_tokens: int | None, numbers: str
+) -> None:
+    client = ScriptedClient(ready(max_model_len=20))
+
+    with pytest.raises(PromptTooLong, match=numbers) as caught:
+        make(client).start(
+            [HI, Prompt([1] * length)], SamplingParams(max_tokens=max_tokens), param="prompt"
+        )
+
+    assert caught.value.param == "prompt"
+    assert client.boxes == []
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"logit_bias": {1000: 1.0}}, "logit_bias"),
+        ({"allowed_token_ids": (3, 1000)}, "allowed_token_ids"),
+        ({"stop_token_ids": (-1,)}, "stop_token_ids"),
+        ({"bad_words": ("  ",)}, "bad_words"),
+        ({"bad_words": ("x" * 3000, "y" * 3000)}, "bad_words"),
+        ({"bad_words": ("xyz!" * 70,)}, "bad_words"),
+        ({"bad_words": tuple(f"w{n}" for n in range(513))}, "bad_words"),
+        ({"allowed_token_ids": (3,), "bad_words_token_ids": ((3,),)}, "allowed_token_ids"),
+        (
+            {"allowed_token_ids": (0, 3), "min_tokens": 1, "stop_token_ids": [3]},
+            "allowed_token_ids",
+        ),
+        ({"stop": ("x",), "detokenize": False}, "stop"),
+    ],
+)
+def test_ids_outside_the_vocabulary_and_useless_words_are_refused(
+    params: dict[str, Any], param: str
+) -> None:
+    client = ScriptedClient(ready(vocab_size=1000))
+
+    with pytest.raises(UserError) as caught:
+        start(client, **params)
+
+    assert caught.value.param == param and client.boxes == []
+
+
+@pytest.mark.parametrize("tokens", [[], [1, 1000], [-1, 2]])
+def test_prompts_of_nothing_or_unknown_ids_are_refused(tokens: list[int]) -> None:
+    client = ScriptedClient(ready(vocab_size=1000))
+
+    with pytest.raises(UserError):
+        start(client, [HI, Prompt(tokens)])
+
+    assert client.boxes == []
+
+
+def test_bad_words_go_down_as_ids_with_and_without_a_space() -> None:
+    client = ScriptedClient(ready())
+
+    start(client, bad_words=("the",), stop=("x",))
+
+    sampling = client.boxes[0].sampling
+    assert sampling.bad_words_token_ids == (tuple(ids("the")), tuple(ids(" the")))
+    assert sampling.bad_words == () and sampling.stop == ()
+
+
+def test_no_room_for_one_choice_takes_back_the_others() -> None:
+    client = ScriptedClient(ready(), room=2)
+
+    with pytest.raises(Overloaded):
+        start(client, n=3)
+
+    assert client.aborted == [box.key for box in client.boxes]
+
+
+def test_an_engine_that_starts_or_is_gone_takes_nothing() -> None:
+    client = ScriptedClient(None)
+
+    with pytest.raises(Overloaded):
+        start(client)
+    client.failure = "killed by signal 9"
+    with pytest.raises(EngineDied, match="signal 9"):
+        start(client)
+
+
+async def test_a_dead_engine_ends_every_choice() -> None:
+    client = ScriptedClient(ready())
+    generation = start(client, n=3)
+    for box in client.boxes:
+        box.die("killed by signal 9")
+
+    with pytest.raises(EngineDied, match="signal 9"):
+        await generation.collect()
+
+
+async def test_a_request_that_broke_takes_its_other_choices_along() -> None:
+    client = ScriptedClient(ready())
+    generation = start(client, n=2)
+    client.boxes[1].say(finish="error", error="logits are not numbers")
+
+    with pytest.raises(RequestFailed, match="not numbers"):
+        await generation.collect()
+
+    assert client.aborted == [client.boxes[0].key]
+
+
+@pytest.mark.parametrize("choices", [1, 3])
+async def test_abort_ends_a_reader_that_waits_and_may_come_twice(choices: int) -> None:
+    client = ScriptedClient(ready())
+    generation = start(client, n=choices)
+    reader = asyncio.create_task(generation.collect())
+    await asyncio.sleep(0)
+
+    generation.abort()
+    generation.abort()
+    outputs = await asyncio.wait_for(reader, 1)
+
+    assert [output.finish_reason for output in outputs] == [None] * choices
+    assert client.aborted == [box.key for box in client.boxes]
+
+
+@pytest.mark.parametrize("choices", [1, 3])
+async def test_a_reader_that_is_cancelled_aborts_its_request(choices: int) -> None:
+    client = ScriptedClient(ready())
+    generation = start(client, n=choices)
+    reader = asyncio.create_task(generation.collect())
+    await asyncio.sleep(0)
+
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+
+    assert client.aborted == [box.key for box in client.boxes]
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_priority_and_salt_reach_the_engine() -> None:
+    client = ScriptedClient(ready())
+
+    make(client).start([HI], SamplingParams(), priority=-3, cache_salt="mine")
+
+    assert (client.boxes[0].priority, client.boxes[0].cache_salt) == (-3, "mine")

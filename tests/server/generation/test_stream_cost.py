@@ -1,0 +1,98 @@
+"""What a streamed token and a short request cost beside something known: ratios of CPU time in one
+process."""
+
+import gc
+import json
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from http_rig import TalkingClient, in_memory
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from server.process.api_server import GC_OBJECTS
+
+TOKENS = 1500
+MOST = 7
+"""Encodings of one chunk by the standard library that a token may cost, the double's share
+included: twice of what it does."""
+
+REQUESTS = 100
+ROUNDS = 6
+MOST_OF_A_REQUEST = 8
+"""Requests to a bare application that a short chat may cost: twice of what it does."""
+
+
+@pytest.fixture(autouse=True)
+def collector() -> Iterator[None]:
+    """As a front-end sets it: what other tests have left is not looked through meanwhile."""
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(GC_OBJECTS)
+    yield
+    gc.set_threshold(*before)
+    gc.unfreeze()
+
+
+def encoding_s() -> float:
+    """CPU seconds to write as many chunks with the standard library."""
+    choice = {"index": 0, "delta": {"content": "H"}, "logprobs": None, "finish_reason": None}
+    chunk = {"id": "x" * 40, "object": "x", "created": 1, "model": "demo", "choices": [choice]}
+    begun_s = time.process_time()
+    for _ in range(TOKENS):
+        json.dumps(chunk)
+    return time.process_time() - begun_s
+
+
+async def streaming_s() -> float:
+    """CPU seconds to stream TOKENS tokens, one chunk each."""
+    client = TalkingClient()
+    client.endless = True
+    async with in_memory(client) as rig:
+        begun_s = time.process_time()
+        answer = await rig.chat(stream=True, max_tokens=TOKENS)
+        spent_s = time.process_time() - begun_s
+    assert answer.content.count(b"data: ") >= TOKENS, answer.text[:300]
+    return spent_s
+
+
+async def test_a_streamed_token_costs_a_few_encodings() -> None:
+    # By turns: what slows a machine for a while slows both.
+    ratios = [await streaming_s() / encoding_s() for _ in range(ROUNDS)]
+
+    assert min(ratios) < MOST
+
+
+async def _echo(request: Request) -> JSONResponse:
+    return JSONResponse(await request.json())
+
+
+BARE = Starlette(routes=[Route("/v1/chat/completions", _echo, methods=["POST"])])
+"""Reads a body and writes it back, for a client such as the rig's."""
+
+
+async def asking_s(http: httpx.AsyncClient) -> float:
+    """CPU seconds of REQUESTS short chats, one after the other."""
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    begun_s = time.process_time()
+    for _ in range(REQUESTS):
+        answer = await http.post("/v1/chat/completions", json=body)
+    spent_s = time.process_time() - begun_s
+    assert answer.status_code == 200, answer.text
+    return spent_s
+
+
+async def test_a_short_request_costs_a_few_bare_ones() -> None:
+    transport = httpx.ASGITransport(BARE)
+    async with (
+        in_memory(TalkingClient("H")) as rig,
+        httpx.AsyncClient(transport=transport, base_url="http://test") as bare,
+    ):
+        # By turns: what slows a machine for a while slows both.
+        ratios = [await asking_s(rig.http) / await asking_s(bare) for _ in range(ROUNDS)]
+
+    assert min(ratios) < MOST_OF_A_REQUEST

@@ -1,0 +1,281 @@
+"""The other routes, the OpenAPI description, and what a front-end must never import."""
+
+import asyncio
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.openapi.models import OpenAPI
+from http_rig import VOCAB_SIZE, TalkingClient, ids, in_memory, on_port
+from hypothesis import given
+from hypothesis import strategies as st
+
+from config.server import ServerConfig
+from server.process.supervisor import bind
+from server.text.tokenizer_files import NAMED_TOKENS
+
+ROOT = Path(__file__).parents[3]
+ROUTES = {
+    "/v1/chat/completions": {"post"},
+    "/v1/chat/completions/input_tokens": {"post"},
+    "/v1/completions": {"post"},
+    "/v1/responses": {"post"},
+    "/v1/responses/input_tokens": {"post"},
+    "/v1/responses/{response_id}": {"get", "delete"},
+    "/v1/responses/{response_id}/cancel": {"post"},
+    "/v1/responses/{response_id}/input_items": {"get"},
+    "/v1/messages": {"post"},
+    "/v1/messages/count_tokens": {"post"},
+    "/v1/embeddings": {"post"},
+    "/pooling": {"post"},
+    "/classify": {"post"},
+    "/score": {"post"},
+    "/v1/score": {"post"},
+    "/rerank": {"post"},
+    "/v1/rerank": {"post"},
+    "/v2/rerank": {"post"},
+    "/v1/models": {"get"},
+    "/v1/models/{id}": {"get"},
+    "/tokenize": {"post"},
+    "/detokenize": {"post"},
+    "/tokenizer_info": {"get"},
+    "/health": {"get"},
+    "/ready": {"get"},
+    "/ping": {"get", "post"},
+    "/version": {"get"},
+    "/is_sleeping": {"get"},
+    "/load": {"get"},
+    "/metrics": {"get"},
+}
+
+
+async def test_models_are_listed_by_every_name_with_one_time() -> None:
+    async with in_memory() as rig:
+        listed = (await rig.http.get("/v1/models")).json()
+        one = (await rig.http.get("/v1/models/org/demo")).json()
+
+        assert listed["object"] == "list"
+        assert [entry["id"] for entry in listed["data"]] == ["demo", "org/demo"]
+        assert (
+            one
+            == listed["data"][1]
+            == {
+                "id": "org/demo",
+                "object": "model",
+                "created": rig.state.created,
+                "owned_by": "gaudiserve",
+                "root": "demo",
+                "parent": None,
+                "max_model_len": 4096,
+            }
+        )
+
+
+async def test_probes_and_facts() -> None:
+    async with in_memory() as rig:
+        answers = {
+            path: (await rig.http.get(path)).json()
+            for path in ("/health", "/ping", "/ready", "/version", "/is_sleeping")
+        }
+
+        assert answers["/version"] == {"version": "0.1.0"}
+        assert answers["/is_sleeping"] == {"is_sleeping": False}
+        assert answers["/ready"] == {"status": "ready"}
+        rig.state.is_draining = True
+        assert (await rig.http.get("/ready")).status_code == 503
+        assert (await rig.http.get("/health")).status_code == 200
+        assert (await rig.chat()).status_code == 503
+
+
+async def test_tokens_of_a_text() -> None:
+    async with in_memory() as rig:
+        plain = (await rig.post("/tokenize", {"prompt": "hé"})).json()
+        named = (await rig.post("/tokenize", {"prompt": "hé", "return_token_strs": True})).json()
+        empty = (await rig.post("/tokenize", {"prompt": "", "add_special_tokens": False})).json()
+
+        assert plain == {
+            "count": 2, "max_model_len": 4096, "tokens": ids("hé"), "token_strs": None,
+        }  # fmt: skip
+        assert named["token_strs"] == ["h", "é"]
+        assert empty["count"] == 0
+
+
+async def test_tokens_of_a_conversation_are_those_that_a_chat_is_billed() -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    async with in_memory() as rig:
+        counted = (await rig.post("/tokenize", {"messages": messages})).json()
+        usage = (await rig.chat("hello")).json()["usage"]
+        bad = await rig.post("/tokenize", {"messages": [{"role": "user"}]})
+        neither = await rig.post("/tokenize", {})
+
+        assert counted["count"] == usage["prompt_tokens"]
+        assert counted["tokens"] == rig.client.boxes[0].prompt
+        assert bad.json()["error"]["param"] == "messages"
+        assert neither.json()["error"]["param"] == "prompt"
+
+
+@pytest.mark.parametrize("tokens", [[VOCAB_SIZE], [-1], ["1"], [1.5], "x", None, [True]])
+async def test_tokens_outside_the_vocabulary_are_refused(tokens: Any) -> None:
+    async with in_memory() as rig:
+        response = await rig.post("/detokenize", {"tokens": tokens})
+
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "tokens"
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=20))
+async def test_any_text_comes_back_from_its_tokens(text: str) -> None:
+    async with in_memory() as rig:
+        tokens = (await rig.post("/tokenize", {"prompt": text})).json()["tokens"]
+        back = (await rig.post("/detokenize", {"tokens": tokens})).json()
+
+        assert back == {"prompt": text}
+
+
+async def test_what_a_client_needs_to_tokenize_here_is_told() -> None:
+    async with in_memory() as rig:
+        told = (await rig.http.get("/tokenizer_info")).json()
+
+        assert rig.state.template is not None
+        assert told == {
+            **dict.fromkeys(NAMED_TOKENS),
+            "chat_template": rig.state.template.default,
+            "model_max_length": 4096,
+        }
+
+
+async def test_the_description_is_valid_and_lists_every_route() -> None:
+    async with in_memory() as rig:
+        spec = (await rig.http.get("/openapi.json")).json()
+        docs = await rig.http.get("/docs")
+
+        OpenAPI.model_validate(spec)
+        assert spec["openapi"].startswith("3.1")
+        assert {path: set(methods) for path, methods in spec["paths"].items()} == ROUTES
+        operations = [op["operationId"] for m in spec["paths"].values() for op in m.values()]
+        assert len(set(operations)) == len(operations)
+        for ref in _refs(spec):
+            assert ref.removeprefix("#/components/schemas/") in spec["components"]["schemas"]
+        chat = spec["components"]["schemas"]["ChatBody"]["properties"]
+        assert {"messages", "temperature", "min_p", "stream_options"} <= set(chat)
+        assert docs.status_code == 200 and "text/html" in docs.headers["content-type"]
+
+
+async def test_the_docs_page_loads_nothing_from_elsewhere() -> None:
+    async with in_memory() as rig:
+        page = (await rig.http.get("/docs")).text
+
+        assert "http://" not in page and "https://" not in page
+        addresses = re.findall(r'(?:src|href)="([^"]+)"', page)
+        assert len(addresses) == 3
+        for address in addresses:
+            loaded = await rig.http.get("/" + address)
+            assert loaded.status_code == 200 and len(loaded.content) > 100, address
+
+
+async def test_the_docs_can_be_switched_off() -> None:
+    async with in_memory(enable_docs=False) as rig:
+        for path in ("/docs", "/openapi.json"):
+            assert (await rig.http.get(path)).json()["error"]["code"] == "not_found"
+
+
+def test_a_front_end_never_imports_torch() -> None:
+    code = (
+        "import server.http.app, server.process.supervisor, sys;"
+        "print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_a_strangers_package_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.py").write_text("x = 1")
+
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.append({str(ROOT)!r}); import server"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+
+    assert done.returncode == 1
+    assert "gaudiserve's package 'config' is hidden by" in done.stderr
+
+
+async def test_health_answers_while_a_long_text_is_tokenized() -> None:
+    async with on_port(TalkingClient(max_model_len=10**6)) as rig:
+        asked_s, slowest_s = time.process_time(), 0.0
+        long = asyncio.ensure_future(rig.post("/tokenize", {"prompt": "the hello " * 50_000}))
+        while not long.done():
+            begun_s = time.process_time()
+            await rig.http.get("/health")
+            slowest_s = max(slowest_s, time.process_time() - begun_s)
+
+        assert (await long).json()["count"] > 100_000
+        # A wait that is a part of the work beside it, and not the whole of it.
+        assert slowest_s < 0.4 * (time.process_time() - asked_s)
+
+
+BIG = 24 * 2**20
+BIG_BODIES = {
+    "text": b'{"prompt":"%s"}' % (b"x y z w " * (BIG // 8)),
+    "ids": b'{"prompt":[%s1]}' % (b"1," * 4_000_000),
+    "chat": b'{"messages":[{"role":"user","content":"%s"}]}' % ("é".encode() * (BIG // 2)),
+}
+
+
+@pytest.mark.parametrize("kind", BIG_BODIES)
+async def test_health_answers_while_a_huge_prompt_is_refused(kind: str) -> None:
+    path = "/v1/chat/completions" if kind == "chat" else "/v1/completions"
+    headers = {"content-type": "application/json"}
+    async with on_port(TalkingClient(max_model_len=10_000)) as rig:
+        huge = asyncio.ensure_future(rig.http.post(path, content=BIG_BODIES[kind], headers=headers))
+        slowest_s = 0.0
+        while not huge.done():
+            # What this process computes meanwhile: the clock of a busy machine tells nothing.
+            begun_s = time.process_time()
+            await rig.http.get("/health")
+            slowest_s = max(slowest_s, time.process_time() - begun_s)
+
+        error = (await huge).json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert "maximum context length is 10000 tokens" in error["message"]
+        assert ("at least" in error["message"]) == (kind != "ids")
+        assert slowest_s < 1
+
+
+async def test_health_answers_while_millions_of_tokens_are_detokenized() -> None:
+    body = b'{"tokens":[%s1]}' % (b"65," * 3_000_000)
+    async with on_port(TalkingClient(max_model_len=10**6)) as rig:
+        asked_s = time.process_time()
+        huge = asyncio.ensure_future(rig.http.post("/detokenize", content=body))
+        slowest_s = 0.0
+        while not huge.done():
+            begun_s = time.process_time()
+            await rig.http.get("/health")
+            slowest_s = max(slowest_s, time.process_time() - begun_s)
+
+        assert len((await huge).json()["prompt"]) > 3_000_000
+        # A share of it all: on a slow machine both take longer.
+        assert slowest_s < 0.4 * (time.process_time() - asked_s)
+
+
+def test_a_port_that_is_taken_is_refused_even_if_it_could_be_shared(free_port: int) -> None:
+    with bind("127.0.0.1", free_port, shared=True) as first:
+        first.listen()
+        with pytest.raises(Exception, match=f"cannot listen on 127.0.0.1:{free_port}"):
+            bind("127.0.0.1", free_port, shared=True)
+    assert ServerConfig().port == 8000
+
+
+def _refs(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        own = [value["$ref"]] if isinstance(value.get("$ref"), str) else []
+        return own + [ref for child in value.values() for ref in _refs(child)]
+    return [ref for child in value for ref in _refs(child)] if isinstance(value, list) else []

@@ -1,0 +1,64 @@
+"""Which API key a request has: the owner of what it leaves on the server."""
+
+import hashlib
+from typing import Any
+
+import pytest
+
+from server.http.auth import Keys
+from server.http.errors import BadKey
+
+Header = tuple[bytes, bytes]
+
+
+def scope(*headers: Header, method: str = "POST", path: str = "/v1/responses") -> dict[str, Any]:
+    return {"method": method, "path": path, "headers": headers}
+
+
+def bearer(key: str) -> Header:
+    return b"authorization", b"Bearer " + key.encode()
+
+
+def x_api_key(key: str) -> Header:
+    return b"x-api-key", key.encode()
+
+
+def test_the_owner_is_the_digest_of_the_key_however_it_is_sent() -> None:
+    keys = Keys(["one", "two", "drei€"])
+
+    owners = [
+        keys.check(scope(form(key))) for key in ("two", "drei€") for form in (bearer, x_api_key)
+    ]
+
+    digests = [hashlib.sha256(key.encode()).hexdigest() for key in ("two", "drei€")]
+    assert owners == [digests[0], digests[0], digests[1], digests[1]]
+
+
+def test_the_first_right_key_in_the_headers_is_the_owner() -> None:
+    keys = Keys(["one", "two"])
+
+    owner = keys.check(scope(bearer("wrong"), x_api_key("two"), x_api_key("one")))
+
+    assert owner == keys.check(scope(bearer("two")))
+
+
+def test_a_key_that_is_given_twice_is_one_owner() -> None:
+    owners = {
+        Keys(given).check(scope(bearer("a"))) for given in (["a", "b", "a"], ["a"], ["b", "a"])
+    }
+
+    assert len(owners) == 1
+
+
+def test_what_needs_no_key_has_no_owner() -> None:
+    keys = Keys(["one"])
+
+    owners = [
+        keys.check(scope(bearer("one"), path="/health")),
+        keys.check(scope(method="OPTIONS")),
+        Keys([]).check(scope(bearer("any"))),
+    ]
+
+    assert owners == ["", "", ""]
+    with pytest.raises(BadKey):
+        keys.check(scope(bearer("on")))

@@ -1,0 +1,285 @@
+"""Bodies made to cost much: each is refused at once, in nobody's way, and leaves no memory behind.
+
+The server runs on a port in this process, and so does the other client.
+"""
+
+import asyncio
+import gc
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from http_rig import TOKENIZER, Rig, TalkingClient, ids, on_port
+from pooling_client import PoolingClient
+from pydantic import ValidationError
+
+from config.errors import UserError
+from server.http import body as bodies
+from server.http.body_bounds import MAX_STRINGS
+from server.http.openapi import BODIES
+from server.text.pooling_inputs import InputRule
+
+CHAT = "/v1/chat/completions"
+MANY = 1_000_000
+MIB = 2**20
+ANSWER_S = 2.0
+LATENCY_S = 0.1
+LEFT_BYTES = 50 * MIB
+ATTEMPTS = 4
+"""One of them must be quick: this machine is busy with other things too."""
+
+
+def chat(fields: bytes) -> bytes:
+    return b'{"messages":[{"role":"user","content":"hi"}],"max_tokens":1,%s}' % fields
+
+
+TEXT = b"word " * (4 * MIB)
+ATTACKS = {
+    "wrong words": (CHAT, lambda: chat(b'"bad_words":[%s0]' % (b"0," * MANY)), "bad_words"),
+    "wrong ids": (
+        CHAT,
+        lambda: chat(b'"allowed_token_ids":[%s0]' % (b'"",' * 250_000)),
+        "allowed_token_ids",
+    ),
+    "wrong biases": (
+        CHAT,
+        lambda: chat(b'"logit_bias":{%s}' % b",".join(b'"%d":""' % i for i in range(170_000))),
+        "logit_bias",
+    ),
+    "wrong documents": (CHAT, lambda: chat(b'"documents":[%s0]' % (b"0," * MANY)), "documents"),
+    "millions of lists": (CHAT, lambda: chat(b'"x":[%s0]' % (b"[]," * (5 * MIB))), None),
+    "millions of objects": (
+        CHAT,
+        lambda: chat(b'"x":[%s0]' % (b'{"a":{}},' * (2 * MIB))),
+        None,
+    ),
+    "millions of numbers": (CHAT, lambda: chat(b'"x":[%s0]' % (b"0," * (8 * MIB))), None),
+    "many messages": (CHAT, lambda: b'{"messages":[%s0]}' % (b"[]," * 400_000), "messages"),
+    "a long prompt": ("/v1/completions", lambda: b'{"prompt":"%s"}' % TEXT, "prompt"),
+    "a long conversation": (
+        CHAT,
+        lambda: b'{"messages":[{"role":"user","content":"%s"}]}' % TEXT,
+        "messages",
+    ),
+    "a long text to tokenize": ("/tokenize", lambda: b'{"prompt":"%s"}' % TEXT, "prompt"),
+    "a long text to count": (
+        f"{CHAT}/input_tokens",
+        lambda: b'{"messages":[{"role":"user","content":"%s"}]}' % TEXT[: 10 * MIB],
+        "messages",
+    ),
+    "many ids to detokenize": (
+        "/detokenize",
+        lambda: b'{"tokens":[%s1]}' % (b"65," * MANY),
+        "tokens",
+    ),
+    "a long stop": (CHAT, lambda: chat(b'"stop":"%s"' % TEXT), "stop"),
+}
+
+
+class Other:
+    """Another client, and how long it waits at most."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+        self.slowest_s = 0.0
+
+    async def during(self, call: Awaitable[httpx.Response]) -> tuple[httpx.Response, float]:
+        """The answer to `call`, and how long it took."""
+        begun_s = time.monotonic()
+        task = asyncio.ensure_future(call)
+        while not task.done():
+            asked_s = time.monotonic()
+            await self._rig.http.get("/health")
+            self.slowest_s = max(self.slowest_s, time.monotonic() - asked_s)
+            await asyncio.sleep(0.001)
+        return await task, time.monotonic() - begun_s
+
+
+def rss_bytes() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+async def settled(most_bytes: int) -> int:
+    """How much memory is held once no more than that is, or after a while."""
+    for _ in range(20):
+        gc.collect()
+        if rss_bytes() <= most_bytes:
+            break
+        await asyncio.sleep(0.1)
+    return rss_bytes()
+
+
+@pytest.fixture(autouse=True)
+def soon_trimmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "TRIM_S", 0.1)
+
+
+@pytest.mark.parametrize("kind", ATTACKS)
+async def test_a_costly_body_is_refused_at_once_and_costs_nobody_else(kind: str) -> None:
+    path, made, param = ATTACKS[kind]
+    data = made()
+    headers = {"content-type": "application/json"}
+    async with on_port(TalkingClient(max_model_len=512)) as rig:
+        await rig.chat("hi")
+        before = rss_bytes()
+        took_s, slowest_s = [], []
+        for _ in range(ATTEMPTS):
+            other = Other(rig)
+            answer, seconds = await other.during(rig.http.post(path, content=data, headers=headers))
+            took_s.append(seconds)
+            slowest_s.append(other.slowest_s)
+            if seconds < ANSWER_S and other.slowest_s < LATENCY_S:
+                break
+
+        left = await settled(before + LEFT_BYTES) - before
+
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+    assert min(took_s) < ANSWER_S
+    assert min(slowest_s) < LATENCY_S
+    assert left < LEFT_BYTES
+
+
+def problems_with(body: Any, fields: Any) -> list[Any]:
+    try:
+        body.model_validate(fields)
+    except ValidationError as error:
+        return list(error.errors())
+    except UserError:
+        pass  # refused by its name
+    return []
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("entry", [0, "x", [], None], ids=["number", "text", "list", "null"])
+def test_no_field_reports_more_than_one_of_many_wrong_entries(body: Any, entry: Any) -> None:
+    count = 20_000
+    for name, field in body.model_fields.items():
+        for many in ([entry] * count, {str(key): entry for key in range(count)}):
+            problems = problems_with(body, {field.alias or name: many})
+
+            of_field = [one for one in problems if one["loc"][:1] == (field.alias or name,)]
+            # A union tries each of its members.
+            assert len(of_field) <= 4, name
+
+
+async def test_lists_within_their_limits_are_taken() -> None:
+    async with on_port(TalkingClient(max_model_len=512)) as rig:
+        ok = await rig.chat("hi", allowed_token_ids=[65.0, *range(66, 90)], logit_bias={"66": 1})
+        long = await rig.chat("hi", bad_words=["x"] * (MAX_STRINGS + 1))
+
+    assert ok.status_code == 200, ok.text
+    assert long.json()["error"]["message"] == (
+        f"bad_words: it has {MAX_STRINGS + 1} entries, at most {MAX_STRINGS} are taken"
+    )
+
+
+async def test_of_a_long_prompt_that_is_cut_only_the_end_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = "the hello world " * (MIB // 4)
+    read: list[int] = []
+    encode = TOKENIZER.encode_now
+
+    def spied(part: str, *args: Any) -> list[int]:
+        read.append(len(part))
+        return encode(part, *args)
+
+    monkeypatch.setattr(TOKENIZER, "encode_now", spied)
+    async with on_port(TalkingClient(max_model_len=512)) as rig:
+        answer = await rig.complete(
+            text, truncate_prompt_tokens=10, max_tokens=1, return_token_ids=True
+        )
+
+    assert answer.json()["choices"][0]["prompt_token_ids"] == ids(text[-1000:])[-10:]
+    assert sum(read) < 20_000
+
+
+Send = Callable[[Rig, str], Awaitable[httpx.Response]]
+INPUTS: dict[str, Send] = {
+    "embeddings": lambda rig, text: rig.post("/v1/embeddings", {"input": ["hi", text]}),
+    "conversation": lambda rig, text: rig.post(
+        "/v1/embeddings", {"messages": [{"role": "user", "content": text}]}
+    ),
+    "score": lambda rig, text: rig.post("/score", {"text_1": "hi", "text_2": text}),
+    "rerank": lambda rig, text: rig.post("/rerank", {"query": text, "documents": ["a", "b"]}),
+}
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+async def test_a_long_input_of_a_pooling_model_is_refused_before_it_is_tokenized(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    inputs_now = TOKENIZER._inputs_now
+
+    def spied(texts: Any, rule: InputRule) -> Any:
+        read.append(sum(len(text) for text in texts))
+        return inputs_now(texts, rule)
+
+    monkeypatch.setattr(TOKENIZER, "_inputs_now", spied)
+    async with on_port(PoolingClient(vocab_size=TOKENIZER.vocab_size)) as rig:
+        answer, seconds = await Other(rig).during(INPUTS[kind](rig, "word " * (2 * MIB)))
+
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "context_length_exceeded"), error
+    assert "at least" in error["message"]
+    assert sum(read) < 100
+    assert seconds < 3 * ANSWER_S
+
+
+async def test_a_long_input_that_is_cut_has_the_vector_of_its_beginning() -> None:
+    text = "the hello world " * (MIB // 4)
+    async with on_port(PoolingClient(vocab_size=TOKENIZER.vocab_size)) as rig:
+        long = await rig.post("/v1/embeddings", {"input": text, "truncate_prompt_tokens": 8})
+        short = await rig.post("/v1/embeddings", {"input": ids(text[:500])[:8]})
+
+    assert long.json()["data"] == short.json()["data"]
+
+
+async def test_a_text_of_more_tokens_than_are_counted_is_refused_with_both_numbers() -> None:
+    async with on_port(TalkingClient(max_model_len=512)) as rig:
+        most = await rig.post("/tokenize", {"prompt": "a b " * 30_000})
+        over = await rig.post("/tokenize", {"prompt": "a b " * 200_000})
+
+    assert most.json()["count"] > 100_000
+    assert over.status_code == 400
+    assert "at most 131072 are counted" in over.json()["error"]["message"]
+    assert over.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_bodies_that_arrive_together_may_only_have_so_many_bytes_in_sum(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bodies, "MAX_HELD_BODIES", 2)
+    part = b'{"user": "' + b"a" * 60_000
+    rest = b'", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}'
+    headers = {"content-type": "application/json"}
+    async with on_port(max_body_bytes=65_536) as rig:
+        release = asyncio.Event()
+
+        async def halting() -> AsyncIterator[bytes]:
+            yield part
+            await release.wait()
+            yield rest
+
+        first = [
+            asyncio.create_task(rig.http.post(CHAT, content=halting(), headers=headers))
+            for _ in range(2)
+        ]
+        for _ in range(1_000):
+            if rig.state.bodies._num_held_bytes >= 2 * len(part):
+                break
+            await asyncio.sleep(0.01)
+        refused = await rig.http.post(CHAT, content=part + rest, headers=headers)
+        release.set()
+        taken = [(await one).status_code for one in first]
+        later = await rig.http.post(CHAT, content=part + rest, headers=headers)
+
+    assert refused.status_code == 503
+    assert "at most 131072" in refused.json()["error"]["message"]
+    assert taken == [200, 200] and later.status_code == 200
+    assert rig.state.bodies._num_held_bytes == 0

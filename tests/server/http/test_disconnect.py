@@ -1,0 +1,84 @@
+"""Watching for clients that hang up, with futures in the place of connections."""
+
+import asyncio
+
+import pytest
+from starlette.types import Message
+
+from server.http.disconnect import PATIENCE_S, UntilGone
+from server.http.errors import ClientGone
+
+
+class Line:
+    """A connection whose body was read."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+        self.end = asyncio.Event()
+
+    async def receive(self) -> Message:
+        self.num_asked += 1
+        await self.end.wait()
+        return {"type": "http.disconnect"}
+
+
+async def test_work_is_cancelled_when_its_client_has_hung_up() -> None:
+    line = Line()
+    line.end.set()
+    has_ended = False
+
+    with pytest.raises(ClientGone), UntilGone(line.receive):
+        try:
+            await asyncio.sleep(10)
+        finally:
+            has_ended = True
+
+    assert has_ended
+    assert await asyncio.wait_for(asyncio.sleep(0, "goes on"), 1) == "goes on"
+
+
+async def test_work_that_ends_soon_is_not_watched_and_other_work_until_it_ends() -> None:
+    line = Line()
+
+    with UntilGone(line.receive):
+        await asyncio.sleep(0)
+    await asyncio.sleep(PATIENCE_S * 1.2)
+    asked_of_short = line.num_asked
+    with UntilGone(line.receive):
+        await asyncio.sleep(PATIENCE_S * 1.2)
+    line.end.set()
+    await asyncio.sleep(0.01)
+
+    assert (asked_of_short, line.num_asked) == (0, 1)
+
+
+async def test_a_cancellation_from_elsewhere_stays_one() -> None:
+    line = Line()
+
+    async def work() -> None:
+        with UntilGone(line.receive):
+            await asyncio.sleep(10)
+
+    task = asyncio.ensure_future(work())
+    await asyncio.sleep(PATIENCE_S * 1.2)
+    task.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_who_hangs_up_as_the_work_ends_disturbs_nothing_behind_it() -> None:
+    for ends_first in ("line", "work"):
+        line, work = Line(), asyncio.Event()
+        first, second = (line.end, work) if ends_first == "line" else (work, line.end)
+
+        def end(first: asyncio.Event = first, second: asyncio.Event = second) -> None:
+            first.set()
+            second.set()
+
+        asyncio.get_running_loop().call_later(PATIENCE_S * 1.2, end)
+        with UntilGone(line.receive):
+            await work.wait()
+
+        for _ in range(5):
+            await asyncio.sleep(0)

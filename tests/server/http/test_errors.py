@@ -1,0 +1,409 @@
+"""The error table of the HTTP contract: every refusal has the right status and the four keys."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from http_rig import TalkingClient, in_memory, on_port
+from scripted_client import ScriptedClient
+
+from config.errors import Overloaded
+from server.http.errors import Fault, fault_of, shortened
+
+USER = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def check(response: httpx.Response, status: int, **wanted: Any) -> str:
+    """The body has the four keys and says what is wanted; its message."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    error = response.json()["error"]
+    assert list(error) == ["message", "type", "param", "code"]
+    assert len(response.content) < 1100
+    for key, value in wanted.items():
+        assert error[key] == value, error
+    return str(error["message"])
+
+
+CHAT_FIELDS = [
+    ("temperature", -0.1),
+    ("temperature", 2.1),
+    ("temperature", "1"),
+    ("temperature", True),
+    ("top_p", 0),
+    ("top_p", 1.1),
+    ("n", 0),
+    ("n", 129),
+    ("n", 1.5),
+    ("n", True),
+    ("n", 10**40),
+    ("stop", ["a"] * 5),
+    ("stop", [""]),
+    ("stop", 3),
+    ("seed", 2**63),
+    ("presence_penalty", 2.1),
+    ("frequency_penalty", -2.1),
+    ("logit_bias", {"x": 1}),
+    ("logit_bias", {"5": 101}),
+    ("logit_bias", {"999999": 1}),
+    ("logit_bias", []),
+    ("top_logprobs", 2),
+    ("response_format", {"type": "json_schema", "json_schema": {"schema": {}}}),
+    ("response_format", {}),
+    ("response_format", "text"),
+    ("tools", []),
+    ("tools", [{"type": "function", "function": {"name": "f"}}]),
+    ("tool_choice", "required"),
+    ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+    ("functions", [{"name": "f"}]),
+    ("stream", "true"),
+    ("stream_options", {"include_usage": True}),
+    ("reasoning_effort", "huge"),
+    ("user", 5),
+    ("metadata", "x"),
+    ("top_k", -2),
+    ("min_p", 1.5),
+    ("repetition_penalty", 0),
+    ("min_tokens", -1),
+    ("stop_token_ids", [10**6]),
+    ("stop_token_ids", ["1"]),
+    ("bad_words", "x"),
+    ("allowed_token_ids", []),
+    ("prompt_logprobs", -1),
+    ("prompt_logprobs", 21),
+    ("truncate_prompt_tokens", 0),
+    ("truncate_prompt_tokens", -2),
+    ("chat_template", "{{ messages }}"),
+    ("documents", "x"),
+    ("structured_outputs", {"regex": ""}),
+    ("guided_json", "{"),
+    ("guided_regex", 1),
+    ("early_stopping", True),
+    ("length_penalty", 0.5),
+    ("suffix", "x"),
+    ("best_of", 2),
+    ("audio", {"voice": "x"}),
+    ("modalities", ["text", "audio"]),
+    ("priority", 1),
+    ("cache_salt", ""),
+    ("cache_salt", "a/b"),
+    ("cache_salt", "x" * 129),
+    ("request_id", "a b"),
+    ("max_tokens", 0),
+    ("max_completion_tokens", 0),
+    ("messages", []),
+    ("messages", "hi"),
+    ("messages", [None]),
+    ("messages", [{"role": 3, "content": "x"}]),
+    ("messages", [{"role": "user"}]),
+    ("messages", [{"role": "assistant", "content": None}]),
+    ("messages", [{"role": "tool", "content": "x"}]),
+    ("messages", [{"role": "user", "content": [{"type": "text"}]}]),
+    ("messages", [{"role": "user", "content": [{"type": "what", "what": 1}]}]),
+    ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+    ("messages", [{"role": "assistant", "tool_calls": [{"function": {}}]}]),
+]
+
+
+async def test_every_bad_chat_field_is_a_400_that_names_it() -> None:
+    async with in_memory() as rig:
+        for field, value in CHAT_FIELDS:
+            response = await rig.post("/v1/chat/completions", {**USER, field: value})
+
+            check(response, 400, type="invalid_request_error", param=field, code=None)
+        assert rig.client.boxes == []
+        assert await rig.metric("vllm:prompt_tokens_total") == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("prompt", []),
+        ("prompt", [[]]),
+        ("prompt", ["a", 1]),
+        ("prompt", [1, "a"]),
+        ("prompt", [[1], "a"]),
+        ("prompt", [-1]),
+        ("prompt", [10**6]),
+        ("prompt", [2**70]),
+        ("prompt", [True]),
+        ("prompt", None),
+        ("prompt", {"a": 1}),
+        ("prompt", ["x"] * 1025),
+        ("prompt", ""),
+        ("suffix", "x"),
+        ("best_of", 0),
+        ("best_of", 129),
+        ("logprobs", 21),
+        ("logprobs", True),
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("min_tokens", 17),
+        ("stop_token_ids", [1] * 300_001),
+    ],
+)
+async def test_every_bad_completion_field_is_a_400_that_names_it(field: str, value: Any) -> None:
+    async with in_memory() as rig:
+        response = await rig.post("/v1/completions", {"prompt": "hi", field: value})
+
+        check(response, 400, type="invalid_request_error", param=field)
+
+
+async def test_a_null_is_the_default_and_unknown_fields_are_ignored() -> None:
+    fields = {name: None for name, _ in CHAT_FIELDS if name != "messages"}
+    sdk = {"store": True, "metadata": {}, "verbosity": "low", "prediction": {"x": 1}, "zzz": [1]}
+    fields |= {**sdk, "web_search_options": {}, "temperature": 1.0}
+    async with in_memory() as rig:
+        response = await rig.chat(**fields)
+
+        assert response.status_code == 200, response.text
+        sampling = rig.client.boxes[0].sampling
+        assert (sampling.temperature, sampling.top_p, sampling.n) == (1.0, 1.0, 1)
+
+
+async def test_neutral_values_of_unsupported_fields_pass() -> None:
+    async with in_memory() as rig:
+        response = await rig.chat(
+            response_format={"type": "text"},
+            tool_choice="none",
+            tools=[{"type": "function", "function": {"name": "f"}}],
+            use_beam_search=False,
+            modalities=["text"],
+            n=1.0,
+            max_tokens=3.0,
+            temperature=0,
+            include_reasoning=True,
+            reasoning_effort="low",
+        )
+
+        assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"x"',
+        b"null",
+        b"\xff\xfe",
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "zzz": Infinity}',
+        b'{"prompt": "x", "temperature": 1e999}',
+        b'{"prompt": "x", "n": ' + b"1" * 5000 + b"}",
+        b'{"prompt": "x", "zzz": ' + b"[" * 100_000,
+        b'{"prompt": "x", "zzz": ' + b'{"a":' * 50_000,
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "x"} trailing',
+    ],
+    ids=lambda body: repr(body[:24]),
+)
+async def test_what_is_no_json_object_is_a_400_without_a_param(body: bytes) -> None:
+    async with in_memory() as rig:
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+            response = await rig.http.post(path, content=body)
+
+            check(response, 400, type="invalid_request_error", param=None, code=None)
+
+
+async def test_content_types_that_are_json_pass_and_others_do_not() -> None:
+    body = json.dumps(USER).encode()
+    async with in_memory() as rig:
+        for kind in ("application/json", "application/json; charset=utf-8", "APPLICATION/JSON"):
+            response = await rig.http.post(
+                "/v1/chat/completions", content=body, headers={"content-type": kind}
+            )
+            assert response.status_code == 200
+        absent = await rig.http.post("/v1/chat/completions", content=body)
+        form = await rig.http.post(
+            "/v1/chat/completions", content=body, headers={"content-type": "text/plain"}
+        )
+
+        assert absent.status_code == 200
+        check(form, 415, type="invalid_request_error")
+
+
+async def test_a_long_value_is_not_echoed() -> None:
+    async with in_memory() as rig:
+        for body in (
+            {"messages": "x" * 100_000},
+            {**USER, "model": "m" * 100_000},
+            {**USER, "response_format": {"type": "t" * 100_000}},
+            {**USER, "logit_bias": {"9" * 10_000: 1}},
+            {"messages": [{"role": "r" * 100_000}]},
+            {**USER, "cache_salt": "é" * 100_000},
+            {**USER, "metadata": "\U0001f600" * 50_000},
+        ):
+            response = await rig.post("/v1/chat/completions", body)
+
+            assert response.status_code in (400, 404)
+            assert len(response.content) < 1024
+
+
+async def test_unknown_models_routes_and_methods_have_their_own_errors() -> None:
+    async with in_memory() as rig:
+        model = check(await rig.chat(model="gpt-4"), 404, param="model", code="model_not_found")
+        empty = await rig.chat(model="")
+        one = await rig.http.get("/v1/models/no/such")
+        route = await rig.http.get("/v1/nothing")
+        later = await rig.post("/v1/audio/speech", {"input": "x"})
+        slash = await rig.http.get("/metrics/")
+        nameless = await rig.http.get("/v1/models/")
+        method = await rig.http.get("/v1/chat/completions")
+
+        assert "gpt-4" in model
+        check(empty, 400, param="model")
+        check(one, 404, param="model", code="model_not_found")
+        for response in (route, later, slash, nameless):
+            check(response, 404, type="invalid_request_error", param=None, code="not_found")
+        check(method, 405, type="invalid_request_error", param=None, code=None)
+        assert method.headers["allow"] == "POST"
+
+
+async def test_a_prompt_that_is_too_long_has_the_words_clients_match_on() -> None:
+    async with in_memory(TalkingClient(max_model_len=50)) as rig:
+        long = check(
+            await rig.chat("x " * 60, stream=True),
+            400,
+            param="messages",
+            code="context_length_exceeded",
+        )
+        asked = check(await rig.complete("hi", max_tokens=60), 400, code="context_length_exceeded")
+
+        assert "This model's maximum context length is 50 tokens" in long
+        assert "62 tokens (2 in the prompt, 60 for the output)" in asked
+
+
+async def test_a_full_queue_is_a_503_with_a_time_to_come_back() -> None:
+    async with in_memory() as rig:
+        rig.client._room = 1
+        response = await rig.complete(["a", "b"])
+
+        check(response, 503, type="server_overloaded", code="overloaded", param=None)
+        assert int(response.headers["retry-after"]) >= 1
+        assert await rig.metric('vllm:admission_rejections_total{engine="0",model_name="demo"') == 1
+        assert await rig.metric("vllm:prompt_tokens_total") == 0
+        assert await rig.metric("vllm:request_success_total") == 0
+        assert len(rig.client.aborted) == 1
+
+
+async def test_more_sequences_than_may_ever_wait_are_the_callers_fault() -> None:
+    async with in_memory(max_queued_requests=10) as rig:
+        response = await rig.complete(["a"] * 6, n=2)
+
+        check(response, 400, param="n")
+
+
+async def test_more_prompt_tokens_than_may_ever_wait_are_the_callers_fault() -> None:
+    async with in_memory(max_queued_prompt_tokens=10) as rig:
+        response = await rig.complete([[65] * 4, [66] * 2], n=2)
+
+        check(response, 400, param="prompt")
+        assert rig.client.boxes == []
+
+
+async def test_before_the_engine_is_ready_requests_are_503_and_health_is_200() -> None:
+    async with in_memory(ScriptedClient(None)) as rig:
+        chat = await rig.chat()
+        models = await rig.http.get("/v1/models")
+        ready = await rig.http.get("/ready")
+        health = await rig.http.get("/health")
+
+        for response in (chat, models, ready):
+            check(response, 503, type="server_error", code=None)
+            assert response.headers["retry-after"]
+        assert health.status_code == 200
+
+
+async def test_after_the_engines_death_health_and_requests_are_503() -> None:
+    async with in_memory() as rig:
+        rig.client.failure = "the engine was killed by SIGKILL"
+        health, ping, ready, chat = [
+            await rig.http.get("/health"),
+            await rig.http.post("/ping"),
+            await rig.http.get("/ready"),
+            await rig.chat(),
+        ]
+
+        for response in (health, ping, ready, chat):
+            assert "SIGKILL" in check(response, 503, type="server_error")
+            assert "retry-after" not in response.headers
+
+
+async def test_an_engine_that_dies_under_a_request_is_a_500() -> None:
+    client = TalkingClient()
+    client.before = lambda box: bool(box.die("killed"))
+    async with in_memory(client) as rig:
+        response = await rig.chat()
+
+        check(response, 500, type="server_error", param=None, code=None)
+        assert (
+            await rig.metric('vllm:request_success_total{engine="0",finished_reason="error"') == 1
+        )
+
+
+async def test_a_request_that_breaks_is_a_500_not_to_be_sent_again() -> None:
+    client = TalkingClient()
+    client.before = lambda box: bool(box.say(finish="error", error="the logits were not numbers"))
+    async with in_memory(client) as rig:
+        response = await rig.chat()
+
+        assert check(response, 500, type="server_error") == "the logits were not numbers"
+        assert response.headers["x-should-retry"] == "false"
+
+
+async def test_a_bug_is_a_500_that_says_nothing_of_it() -> None:
+    client = TalkingClient()
+
+    def broken(box: Any) -> bool:
+        box.say(65, logprobs=[object()])
+        return False
+
+    client.before = broken
+    async with in_memory(client) as rig:
+        response = await rig.chat(logprobs=True)
+
+        message = check(response, 500, type="server_error", param=None, code=None)
+        assert "object" not in message and "Traceback" not in message
+
+
+async def test_a_bug_in_a_route_that_the_library_finds_is_the_same_500() -> None:
+    async with in_memory() as rig:
+        rig.state.model_names = None  # type: ignore[assignment]  # what no code of ours does
+        response = await rig.http.get("/v1/models")
+
+        check(response, 500, type="server_error", param=None, code=None)
+        assert response.headers["x-request-id"]
+
+
+async def test_a_body_over_the_limit_is_refused_before_and_while_it_is_read() -> None:
+    async def endless() -> Any:
+        for _ in range(100):
+            yield b" " * 1000
+
+    async with on_port(max_body_bytes=10_000) as rig:
+        declared = await rig.post("/v1/completions", {"prompt": "x" * 20_000})
+        chunked = await rig.http.post("/v1/completions", content=endless())
+        fits = await rig.post("/v1/completions", {"prompt": "x" * 1000})
+
+        for response in (declared, chunked):
+            check(response, 413, type="invalid_request_error", code="request_too_large")
+        assert fits.status_code == 200
+
+
+def test_a_long_message_keeps_its_head_and_its_tail() -> None:
+    message = shortened("a" * 5000 + "é" * 5000 + "the end")
+
+    assert message.startswith("aaa") and message.endswith("the end")
+    assert len(message.encode()) <= 900
+
+
+def test_an_overload_that_will_not_pass_has_no_retry_after() -> None:
+    fault = fault_of(Overloaded("full", retry_after_s=None))
+
+    assert isinstance(fault, Fault)
+    assert (fault.status, fault.headers) == (503, {})

@@ -1,0 +1,155 @@
+"""Big JSON bodies: decoded in pieces, they are what they would be in one, and bounded."""
+
+import json
+import random
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from config.errors import UserError
+from server.http import json_decoder
+from server.http.json_decoder import MAX_OBJECTS, MAX_VALUES, PIECE_BYTES, decode_json
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-99, 10**6)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=30,
+)
+LONG_TEXTS = st.lists(
+    st.sampled_from(["\\", '"', "\n", "\ud83d\ude00", "é", "你", "a", "\\u0041", "\\\\n", "/"]),
+    min_size=20,
+    max_size=200,
+).map("".join)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_pieces() -> Any:
+    """Pieces so small that every short text of a test is cut."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_decoder, "PIECE_BYTES", 24)
+        patch.setattr(json_decoder, "TEXT_PIECE_BYTES", 16)
+        patch.setattr(json_decoder, "SCANNED_BYTES", 16)
+        patch.setattr(json_decoder, "MAX_WHOLE_BYTES", 0)
+        yield
+
+
+def outcome(call: Any, data: bytes) -> Any:
+    try:
+        return call(data)
+    except (UserError, msgspec.DecodeError, UnicodeDecodeError):
+        return "refused"
+
+
+@given(VALUES, st.booleans(), st.sampled_from([(",", ":"), (", ", ": "), (" , ", " :\n")]))
+@settings(max_examples=150, deadline=None)
+def test_a_value_in_pieces_is_the_value(
+    value: Any, is_ascii: bool, separators: tuple[str, str]
+) -> None:
+    data = json.dumps(value, ensure_ascii=is_ascii, separators=separators).encode(
+        "utf-8", "replace"
+    )
+
+    assert decode_json(data) == msgspec.json.decode(data)
+
+
+@given(LONG_TEXTS, st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_a_long_text_in_pieces_is_the_text(text: str, is_ascii: bool) -> None:
+    data = json.dumps({"a": [text]}, ensure_ascii=is_ascii).encode("utf-8", "surrogatepass")
+    if not is_ascii:
+        data = data.decode("utf-8", "replace").encode()
+
+    assert decode_json(data) == msgspec.json.decode(data)
+
+
+@given(VALUES, st.integers(0, 10**6), st.sampled_from(b'[]{},:" \\x1\x00\xff'))
+@settings(max_examples=200, deadline=None)
+def test_what_is_broken_is_refused_in_pieces_too(value: Any, place: int, byte: int) -> None:
+    data = bytearray(json.dumps([value, value]).encode())
+    data[place % len(data)] = byte
+    whole = outcome(msgspec.json.decode, bytes(data))
+
+    assert outcome(decode_json, bytes(data)) == whole
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"a":[1,2,3,4,5,6,7,8,9,10,11,],"b":1}',
+        b'{"a":[,1,2,3,4,5,6,7,8,9,10,11,12]}',
+        b'{"a":"0123456789012345678901234567890" "b"}',
+        b'{"a":"01234567890123456789012345678901","b"}',
+        b'{"a":"01234567890123456789012345678901",}',
+        b'{"a":[1,2,3,4,5,6,7,8,9,10,11,12,13,14,15}]',
+        b'[0123456789,"0123456789","0123456789"] [1]',
+        b'{"a":"012345678901234567890123456789012345',
+        b'{1:"01234567890123456789012345678901234567"}',
+        b"[" * 100,
+        b"]" * 100,
+        b"," * 100,
+        b"\\" * 100,
+    ],
+)
+def test_pieces_that_are_json_do_not_make_a_whole_that_is_none(data: bytes) -> None:
+    with pytest.raises(UserError):
+        decode_json(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"[" + b"0," * MAX_VALUES + b"0]", f"at most {MAX_VALUES} are taken"),
+        (b"[" + b"[]," * MAX_OBJECTS + b"0]", f"at most {MAX_OBJECTS} are taken"),
+        (b"[" + b'"",' * MAX_OBJECTS + b"0]", f"at most {MAX_OBJECTS} are taken"),
+        (b"{" + b'"a":0,' * MAX_OBJECTS + b'"a":0}', f"at most {MAX_OBJECTS} are taken"),
+        (b"[" * 40 + b"1" * 99 + b"]" * 40, "nested too deeply"),
+    ],
+    ids=["numbers", "lists", "texts", "keys", "depth"],
+)
+def test_what_would_be_too_many_objects_is_refused_before_they_are_made(
+    data: bytes, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_decoder, "SCANNED_BYTES", 2**20)
+    monkeypatch.setattr(json_decoder, "_decoded", None)
+
+    with pytest.raises(UserError, match=words):
+        decode_json(data)
+
+
+def test_commas_and_brackets_in_a_text_are_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_decoder, "TEXT_PIECE_BYTES", 2**20)
+    monkeypatch.setattr(json_decoder, "SCANNED_BYTES", 2**20)
+    monkeypatch.setattr(json_decoder, "PIECE_BYTES", PIECE_BYTES)
+    text = '[{,\\":' * 1_000_000
+    data = json.dumps({"prompt": text}).encode()
+
+    assert decode_json(data) == {"prompt": text}
+
+
+def test_one_wide_character_does_not_make_a_huge_text_of_a_long_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(json_decoder, "TEXT_PIECE_BYTES", 2**20)
+    monkeypatch.setattr(json_decoder, "SCANNED_BYTES", 2**20)
+    monkeypatch.setattr(json_decoder, "MAX_TEXT_BYTES", 6 * 2**20)
+    texts = ["x" * (5 * 2**20), "\xe9" * (5 * 2**20), "你" * (2 * 2**20), "🙂" * 2**20]
+
+    for text in texts:
+        assert decode_json(json.dumps([text], ensure_ascii=False).encode()) == [text]
+        with pytest.raises(UserError, match="4 for each character"):
+            decode_json(json.dumps([text + "🙂" * 2**20], ensure_ascii=False).encode())
+
+
+def test_a_later_key_wins_wherever_pieces_are_cut() -> None:
+    chance = random.Random(1)
+    pairs = [(chance.choice("abc"), "x" * chance.randrange(40)) for _ in range(50)]
+    data = ("{" + ",".join(f'"{key}":"{value}"' for key, value in pairs) + "}").encode()
+
+    assert decode_json(data) == dict(pairs)

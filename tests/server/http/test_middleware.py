@@ -1,0 +1,183 @@
+"""Keys, cross-origin rules, request ids and log lines: what every exchange passes through."""
+
+import logging
+
+import pytest
+from http_rig import TalkingClient, in_memory, on_port
+
+BODY = {"messages": [{"role": "user", "content": "hi"}]}
+PAGE = {"origin": "https://page.example"}
+
+
+async def test_a_key_opens_every_route_and_its_lack_closes_all_but_the_probes() -> None:
+    guarded = ["/v1/models", "/v1/models/demo", "/tokenize", "/openapi.json", "/docs", "/nothing"]
+    async with in_memory(api_keys=("secret", "other")) as rig:
+        for path in ("/health", "/ready", "/ping", "/version", "/metrics"):
+            assert (await rig.http.get(path)).status_code == 200
+        for path in (*guarded, "/is_sleeping"):
+            response = await rig.http.get(path)
+            assert response.status_code == 401, path
+            assert response.headers["www-authenticate"] == "Bearer"
+            assert response.json()["error"]["code"] == "invalid_api_key"
+            assert response.headers["x-request-id"]
+        for headers in (
+            {"authorization": "Bearer secret"},
+            {"authorization": "bearer other"},
+            {"x-api-key": "secret"},
+            {"authorization": "Bearer wrong", "x-api-key": "other"},
+        ):
+            assert (await rig.http.get("/v1/models", headers=headers)).status_code == 200
+        for headers in (
+            {"authorization": "Bearer "},
+            {"authorization": "Bearer secre"},
+            {"authorization": "Basic secret"},
+            {"authorization": "secret"},
+            {"authorization": b"Bearer s\xe9cret"},
+        ):
+            assert (await rig.http.get("/v1/models", headers=headers)).status_code == 401
+
+
+async def test_the_key_is_looked_at_before_the_body() -> None:
+    async with in_memory(api_keys=("secret",), max_body_bytes=10) as rig:
+        response = await rig.http.post("/v1/chat/completions", content=b"{" * 1000)
+
+        assert response.status_code == 401
+
+
+async def test_without_keys_any_authorization_is_ignored() -> None:
+    async with in_memory() as rig:
+        response = await rig.http.get("/v1/models", headers={"authorization": "Bearer x"})
+
+        assert response.status_code == 200
+
+
+async def test_no_origin_is_allowed_unless_named() -> None:
+    async with in_memory() as rig:
+        answer = await rig.http.get("/health", headers=PAGE)
+        preflight = await rig.http.options("/v1/chat/completions", headers=PAGE)
+
+        assert "access-control-allow-origin" not in answer.headers
+        assert "access-control-allow-origin" not in preflight.headers
+        assert preflight.status_code == 405
+
+
+async def test_an_allowed_origin_reads_answers_errors_and_streams() -> None:
+    async with in_memory(allowed_origins=("https://page.example",), api_keys=("k",)) as rig:
+        key = {"authorization": "Bearer k", **PAGE}
+        responses = [
+            await rig.post("/v1/chat/completions", BODY, headers=key),
+            await rig.post("/v1/chat/completions", {**BODY, "stream": True}, headers=key),
+            await rig.post("/v1/chat/completions", {}, headers=key),
+            await rig.post("/v1/chat/completions", BODY, headers=PAGE),
+            await rig.http.get("/nothing", headers=key),
+        ]
+
+        assert [r.status_code for r in responses] == [200, 200, 400, 401, 404]
+        for response in responses:
+            assert response.headers["access-control-allow-origin"] == PAGE["origin"]
+            assert "access-control-allow-credentials" not in response.headers
+            assert response.headers["access-control-expose-headers"] == "x-request-id"
+
+
+async def test_preflights_pass_without_a_key_and_strangers_get_our_error() -> None:
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": "x-api-key"}
+    async with in_memory(allowed_origins=("https://page.example",), api_keys=("k",)) as rig:
+        allowed = await rig.http.options("/v1/chat/completions", headers={**PAGE, **asks})
+        stranger = await rig.http.options(
+            "/v1/chat/completions", headers={"origin": "https://evil.example", **asks}
+        )
+
+        assert allowed.status_code == 200
+        assert "POST" in allowed.headers["access-control-allow-methods"]
+        assert stranger.status_code == 400
+        assert list(stranger.json()["error"]) == ["message", "type", "param", "code"]
+        assert "access-control-allow-origin" not in stranger.headers
+
+
+async def test_a_wildcard_goes_out_as_a_wildcard() -> None:
+    async with in_memory(allowed_origins=("*",)) as rig:
+        answer = await rig.http.get("/v1/models", headers={**PAGE, "cookie": "a=b"})
+
+        assert answer.headers["access-control-allow-origin"] in ("*", PAGE["origin"])
+        assert "access-control-allow-credentials" not in answer.headers
+
+
+async def test_a_request_id_is_kept_if_it_can_be_and_made_if_not() -> None:
+    async with in_memory() as rig:
+
+        async def answered(asked: str | None, path: str = "/v1/models") -> str:
+            headers = {} if asked is None else {"x-request-id": asked}
+            return str((await rig.http.get(path, headers=headers)).headers["x-request-id"])
+
+        assert await answered("abc-123") == "abc-123"
+        assert await answered("abc", "/nothing") == "abc"
+        assert await answered("x" * 600) == "x" * 512
+        assert len(await answered("a b")) == 32
+        assert await answered(None) != await answered(None)
+        stream = await rig.post(
+            "/v1/chat/completions", {**BODY, "stream": True}, headers={"x-request-id": "s1"}
+        )
+        assert stream.headers["x-request-id"] == "s1"
+
+
+async def test_whole_answers_say_how_long_they_took() -> None:
+    async with in_memory(TalkingClient(pace_s=0.01)) as rig:
+        response = await rig.post("/v1/chat/completions", BODY)
+
+        assert float(response.headers["openai-processing-ms"]) >= 50
+
+
+async def test_a_generating_request_has_one_line_with_its_numbers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "server.http.access_log")
+    async with in_memory(disable_access_log=True) as rig:
+        await rig.post("/v1/completions", {"prompt": "hi"}, headers={"x-request-id": "r7"})
+        await rig.http.get("/v1/models")
+
+        (line,) = [record.getMessage() for record in caplog.records]
+        for part in (
+            "POST /v1/completions",
+            "id=r7",
+            "model=demo",
+            "status=200",
+            "prompt_tokens=2",
+            "output_tokens=11",
+            "ttft_ms=",
+            "end=stop",
+        ):
+            assert part in line
+        assert "hi" not in line.split()
+
+
+async def test_the_access_log_has_a_line_but_for_the_probes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "server.http.access_log")
+    async with in_memory() as rig:
+        for path in ("/health", "/metrics", "/ready", "/ping", "/v1/models"):
+            await rig.http.get(path)
+
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert line.startswith("GET /v1/models") and "status=200" in line
+
+
+async def test_prompts_are_logged_only_with_the_flag(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "server.http.access_log")
+    async with in_memory(enable_log_requests=True) as rig:
+        await rig.complete("a very private text")
+
+    assert any("a very private text" in record.getMessage() for record in caplog.records)
+
+
+async def test_a_broken_body_upload_does_no_harm() -> None:
+    async with on_port() as rig:
+
+        async def broken():  # type: ignore[no-untyped-def]  # a generator for httpx
+            yield b'{"prompt": "x'
+            raise RuntimeError("the client fell over")
+
+        with pytest.raises(RuntimeError):
+            await rig.http.post("/v1/completions", content=broken())
+
+        assert (await rig.complete()).status_code == 200

@@ -1,0 +1,557 @@
+"""server/http/protocol.py against raw sockets: what attackers send, and clients that half-close."""
+
+import asyncio
+import json
+import logging
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import psutil
+import pytest
+import uvloop
+from http_rig import Rig, TalkingClient, on_port
+
+from server.http.access_log import Record
+from server.http.protocol import MAX_PIPELINED
+
+KEY = "secret"
+LATENCY_S = 0.1
+ROOM_BYTES = 50 * 2**20
+
+
+@contextmanager
+def served(client: TalkingClient | None = None, **config: Any) -> Iterator[Rig]:
+    """A front end in a thread of its own, on the event loop that the daemon uses."""
+    made: list[Rig] = []
+    is_made = threading.Event()
+    loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+
+    async def run() -> None:
+        stop = asyncio.Event()
+        async with on_port(client, **config) as rig:
+            made.append(rig)
+            loops.append((asyncio.get_running_loop(), stop))
+            is_made.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=uvloop.run, args=(run(),))
+    thread.start()
+    try:
+        assert is_made.wait(20)
+        yield made[0]
+    finally:
+        loop, stop = loops[0]
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(20)
+
+
+def connect(rig: Rig) -> socket.socket:
+    made = socket.create_connection(("127.0.0.1", rig.port), timeout=10)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return made
+
+
+def read_all(sock: socket.socket) -> bytes:
+    """What comes until the server closes."""
+    data = b""
+    while piece := sock.recv(65536):
+        data += piece
+    return data
+
+
+def read_until(sock: socket.socket, end: bytes) -> bytes:
+    data = b""
+    while end not in data:
+        piece = sock.recv(65536)
+        assert piece, data
+        data += piece
+    return data
+
+
+def request(body: Any, *, version: str = "1.1", path: str = "/v1/completions") -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/{version}\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+    return head.encode() + data
+
+
+def status_of(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1])
+
+
+def refused(rig: Rig, *pieces: bytes) -> tuple[int, dict[str, Any]]:
+    """Send all of `pieces` or as much as is taken; status and error of the answer, which must be
+    the last thing on its connection and come within 2 s."""
+    begun_s = time.monotonic()
+    with connect(rig) as sock:
+        try:
+            for piece in pieces:
+                sock.sendall(piece)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        head, _, body = read_all(sock).partition(b"\r\n\r\n")
+    assert time.monotonic() - begun_s < 2
+    assert b"connection: close" in head
+    error = json.loads(body)["error"]
+    assert list(error) == ["message", "type", "param", "code"]
+    return status_of(head), error
+
+
+def slowest_health_s(rig: Rig, attack: Callable[[], None]) -> float:
+    """How long the slowest GET /health of another client takes during `attack`."""
+    times: list[float] = []
+    ended = threading.Event()
+
+    def poll() -> None:
+        with connect(rig) as sock:
+            while not ended.is_set():
+                begun_s = time.monotonic()
+                sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+                read_until(sock, b"\r\n\r\n")
+                times.append(time.monotonic() - begun_s)
+                time.sleep(0.002)
+
+    thread = threading.Thread(target=poll)
+    thread.start()
+    try:
+        attack()
+    finally:
+        ended.set()
+        thread.join(60)
+    return max(times)
+
+
+def holds_nobody_up(rig: Rig, attack: Callable[[], None]) -> bool:
+    """Whether other clients wait less than LATENCY_S; this machine may be slow once."""
+    return any(slowest_health_s(rig, attack) < LATENCY_S for _ in range(2))
+
+
+def rss() -> int:
+    return int(psutil.Process(os.getpid()).memory_info().rss)
+
+
+def wait_for(check: Callable[[], bool], timeout_s: float = 1.0) -> bool:
+    end_s = time.monotonic() + timeout_s
+    while not check() and time.monotonic() < end_s:
+        time.sleep(0.01)
+    return check()
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    with served(api_keys=(KEY,)) as made:
+        yield made
+
+
+# Headers
+
+
+def test_as_many_headers_as_allowed_are_taken_and_one_more_is_431(rig: Rig) -> None:
+    def head(count: int) -> bytes:
+        return b"GET /health HTTP/1.1\r\n" + b"".join(b"a%d: b\r\n" % i for i in range(count))
+
+    with connect(rig) as sock:
+        sock.sendall(head(100) + b"\r\n")
+        answer = read_until(sock, b"\r\n\r\n")
+    status, error = refused(rig, head(101) + b"\r\n")
+
+    assert status_of(answer) == 200
+    assert status == 431
+    assert error["message"] == "The request has at least 101 headers, at most 100 are allowed."
+
+
+@pytest.mark.parametrize(
+    ("pieces", "status"),
+    [
+        ((b"a: b\r\n" * 10_000,), 431),
+        ((b"a: %b\r\n" % (b"x" * 30_000),) * 3, 431),
+        ((b"a: ", *(b"x" * 20_000,) * 10), 431),
+        ((b"x" * 200_000,), 431),
+    ],
+    ids=["many", "large", "a value without end", "a name without end"],
+)
+def test_headers_without_end_are_refused_before_the_key_is_looked_at(
+    rig: Rig, pieces: tuple[bytes, ...], status: int
+) -> None:
+    got, error = refused(rig, b"GET /v1/models HTTP/1.1\r\n", *pieces)
+
+    assert got == status
+    assert "at most" in error["message"]
+
+
+def test_a_url_without_end_is_414(rig: Rig) -> None:
+    status, error = refused(rig, b"GET /", *[b"x" * 20_000] * 10)
+
+    assert status == 414
+    assert error["message"].endswith("at most 65536 are allowed.")
+
+
+def test_a_flood_of_headers_holds_nobody_up_and_leaves_no_memory(rig: Rig) -> None:
+    flood = b"GET /v1/models HTTP/1.1\r\n" + b"a: b\r\n" * 5_000_000
+    refused(rig, flood[:1_000_000])
+    before = rss()
+
+    def attack() -> None:
+        assert refused(rig, flood)[0] == 431
+
+    assert holds_nobody_up(rig, attack)
+    assert rss() - before < ROOM_BYTES
+
+
+def test_a_key_behind_the_body_opens_nothing(rig: Rig) -> None:
+    body = b"2\r\n{}\r\n0\r\nX-Api-Key: secret\r\nAuthorization: Bearer secret\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n"
+
+    with connect(rig) as sock:
+        sock.sendall(head + b"\r\n" + body)
+        without_key = read_until(sock, b"}}")
+        sock.sendall(head + b"x-api-key: secret\r\n\r\n" + body)
+        with_key = read_until(sock, b"}}")
+
+    assert (status_of(without_key), status_of(with_key)) == (401, 400)
+
+
+@pytest.mark.parametrize(
+    ("framing", "status"),
+    [
+        (b"0\r\n" + b"a: b\r\n" * 10_000, 431),
+        (b"1;" + b"x" * 200_000, 400),
+        (b"0" * 200_000, 400),
+        (b"".join(b"1;%b\r\nx\r\n" % (b"y" * 200) for _ in range(2000)), 400),
+    ],
+    ids=["trailers", "an extension", "a size", "small chunks with extensions"],
+)
+def test_what_surrounds_chunks_is_bounded(rig: Rig, framing: bytes, status: int) -> None:
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nx-api-key: secret\r\ntransfer-encoding: chunked\r\n\r\n"
+    )
+
+    got, error = refused(
+        rig,
+        head,
+        b"2\r\n{}\r\n",
+        *[framing[i : i + 20_000] for i in range(0, len(framing), 20_000)],
+    )
+
+    assert got == status
+    assert "at most" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"a: b\r\n folded", b"a b: c", b"a : b", b"a\x00: b", b"\xe4: b", b"a: b\x1b[2J", b" a: b"],
+)
+def test_odd_header_lines_are_400(rig: Rig, line: bytes) -> None:
+    status, error = refused(rig, b"GET /health HTTP/1.1\r\n" + line + b"\r\n\r\n")
+
+    assert (status, error["message"]) == (400, "Invalid HTTP request received.")
+
+
+# Time
+
+
+def test_headers_that_drip_end_at_their_deadline_and_idle_sockets_are_closed() -> None:
+    with served(request_header_timeout_s=0.3) as rig, connect(rig) as slow, connect(rig) as idle:
+        begun_s = time.monotonic()
+        answer = b""
+        slow.settimeout(0.05)
+        for byte in b"GET /health HTTP/1.1\r\nabcdefghijklmnop":
+            slow.sendall(bytes([byte]))
+            try:
+                answer = slow.recv(65536)
+                break
+            except TimeoutError:
+                pass
+        lasted_s = time.monotonic() - begun_s
+        silence = read_all(idle)
+
+        assert status_of(answer) == 408
+        assert 0.25 < lasted_s < 1
+        assert silence == b""
+
+
+def test_a_connection_may_be_idle_for_longer_than_headers_may_take() -> None:
+    ask = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    with served(request_header_timeout_s=0.3) as rig, connect(rig) as kept:
+        statuses = []
+        for _ in range(2):
+            kept.sendall(ask)
+            statuses.append(status_of(read_until(kept, b"}")))
+            time.sleep(0.7)
+        kept.sendall(b"\r\n")
+        begun_s = time.monotonic()
+
+        assert statuses == [200, 200]
+        assert read_all(kept) == b""
+        assert time.monotonic() - begun_s < 2
+
+
+def test_the_headers_of_a_later_request_have_a_deadline_too() -> None:
+    with served(request_header_timeout_s=0.3) as rig, connect(rig) as sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET")
+        read_until(sock, b"\r\n\r\n")
+
+        assert status_of(read_all(sock)[-1000:].partition(b"HTTP/1.1")[2]) == 408
+
+
+@pytest.mark.parametrize("drips", [False, True])
+def test_a_body_that_stops_or_drips_is_408(drips: bool) -> None:
+    with served(request_body_timeout_s=0.3) as rig, connect(rig) as sock:
+        sock.settimeout(0.05)
+        sock.sendall(request({"prompt": "x" * 1000})[:200])
+        begun_s = time.monotonic()
+        answer = b""
+        while not answer and time.monotonic() - begun_s < 3:
+            if drips:
+                sock.sendall(b"x")
+            with suppress(TimeoutError):
+                answer = sock.recv(65536)
+        lasted_s = time.monotonic() - begun_s
+        sock.settimeout(5)
+
+        assert 0.25 < lasted_s < 1.5
+        assert status_of(answer) == 408
+        assert (
+            "bytes of the body have arrived"
+            in json.loads(answer.split(b"\r\n\r\n")[1])["error"]["message"]
+        )
+        assert read_all(sock) == b""
+        assert wait_for(lambda: rig.state.num_open_requests == 0)
+
+
+def test_a_body_may_take_longer_than_the_timeout_if_it_goes_on() -> None:
+    body = request({"prompt": "x" * 8000, "max_tokens": 1})
+    with served(request_body_timeout_s=0.5) as rig, connect(rig) as sock:
+        for start in range(0, len(body), 1000):
+            sock.sendall(body[start : start + 1000])
+            time.sleep(0.15)
+
+        answer = read_until(sock, b"\r\n\r\n")
+
+    assert status_of(answer) == 400  # longer than the context: it was read
+
+
+def test_a_refused_body_that_stops_is_closed_without_a_second_answer() -> None:
+    with served(request_body_timeout_s=0.3, api_keys=(KEY,)) as rig, connect(rig) as sock:
+        sock.sendall(request({"prompt": "x" * 1000})[:200])
+
+        answer = read_all(sock)
+
+    assert status_of(answer) == 401
+    assert answer.count(b"HTTP/1.1") == 1
+
+
+def test_a_client_that_waits_for_100_continue_is_not_slow() -> None:
+    whole = request({"prompt": "hi", "max_tokens": 1})
+    head, _, body = whole.partition(b"\r\n\r\n")
+    with served(request_body_timeout_s=0.5) as rig, connect(rig) as sock:
+        sock.sendall(head + b"\r\nexpect: 100-continue\r\n\r\n")
+        interim = read_until(sock, b"\r\n\r\n")
+        sock.sendall(body)
+        answer = read_until(sock, b"\r\n\r\n")
+
+    assert (status_of(interim), status_of(answer)) == (100, 200)
+
+
+# Pipelined requests
+
+
+def test_pipelined_requests_are_answered_in_order_up_to_their_bound() -> None:
+    asks = [b"GET /v1/models HTTP/1.1\r\nx-request-id: r%d\r\n\r\n" % i for i in range(14_000)]
+    with served() as rig:
+        with connect(rig) as sock:
+            sock.sendall(b"".join(asks[:MAX_PIPELINED]))
+            few = b""
+            while few.count(b"HTTP/1.1 200") < MAX_PIPELINED:
+                few += sock.recv(65536)
+        before = rss()
+
+        def attack() -> None:
+            with connect(rig) as sock:
+                try:
+                    sock.sendall(b"".join(asks))
+                    answers.append(read_all(sock))
+                except ConnectionError:
+                    answers.append(b"")
+
+        answers: list[bytes] = []
+        assert holds_nobody_up(rig, attack)
+
+        ids = [int(found) for found in re.findall(rb"x-request-id: r(\d+)", few)]
+        assert ids == list(range(MAX_PIPELINED))
+        for answer in answers:
+            ids = [int(found) for found in re.findall(rb"x-request-id: r(\d+)", answer)]
+            assert ids == list(range(len(ids)))
+            assert len(ids) <= MAX_PIPELINED + 1
+        assert rss() - before < ROOM_BYTES
+
+
+def test_bad_input_behind_a_request_does_not_break_its_answer() -> None:
+    body = {"prompt": "hi", "stream": True, "max_tokens": 5}
+    with served(TalkingClient(pace_s=0.05)) as rig, connect(rig) as sock:
+        sock.sendall(request(body))
+        begun = read_until(sock, b"data:")
+        sock.sendall(b"garbage\r\n\r\n")
+
+        answer = begun + read_all(sock)
+
+    assert answer.count(b"HTTP/1.1") == 1
+    assert b"data: [DONE]\n\n" in answer
+    assert answer.endswith(b"0\r\n\r\n")
+
+
+def test_an_offer_to_upgrade_is_ignored_without_a_body_and_refused_with_one() -> None:
+    offer = b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: x\r\n"
+    hidden = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
+    post = b"POST /v1/completions HTTP/1.1\r\ncontent-length: %d\r\n" % len(hidden)
+    statuses = []
+    with served() as rig:
+        with connect(rig) as sock:
+            for _ in range(2):
+                sock.sendall(b"GET /health HTTP/1.1\r\n" + offer + b"\r\n")
+                statuses.append(status_of(read_until(sock, b"}")))
+        with connect(rig) as sock:
+            sock.sendall(post + offer + b"\r\n")
+            time.sleep(0.1)
+            sock.sendall(hidden)
+            with_body = read_all(sock)
+
+    assert statuses == [200, 200]
+    assert status_of(with_body) == 400
+    assert b"upgrade to 'h2c'" in with_body
+    assert b" 200 OK" not in with_body
+
+
+# HTTP/1.0
+
+
+def test_a_stream_to_an_http_1_0_client_ends_with_the_connection() -> None:
+    body = {"prompt": "hi", "max_tokens": 5}
+    with served() as rig:
+        with connect(rig) as sock:
+            sock.sendall(request({**body, "stream": True}, version="1.0"))
+            streamed = read_all(sock)
+        with connect(rig) as sock:
+            sock.sendall(request(body, version="1.0"))
+            whole = read_all(sock)
+
+    head, _, events = streamed.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower()
+    assert b"content-length" not in head.lower()
+    assert b"connection: close" in head and b"keep-alive" not in head
+    assert events.startswith(b"data: {") and events.endswith(b"data: [DONE]\n\n")
+    assert all(line.startswith(b"data: ") for line in events.split(b"\n\n")[:-1])
+    head, _, answer = whole.partition(b"\r\n\r\n")
+    assert b"content-length: %d" % len(answer) in head
+    assert json.loads(answer)["usage"]["completion_tokens"] == 5
+
+
+# Half-closed connections
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("when", ["at once", "later"])
+def test_a_client_that_closes_its_sending_side_gets_its_answer(
+    version: str, stream: bool, when: str
+) -> None:
+    body = {"prompt": "hi", "stream": stream, "max_tokens": 8}
+    with served(TalkingClient(pace_s=0.06)) as rig, connect(rig) as sock:
+        sock.sendall(request(body, version=version))
+        if when == "later":
+            time.sleep(0.15)
+        sock.shutdown(socket.SHUT_WR)
+
+        answer = read_all(sock)
+
+        head, _, text = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert not rig.client.aborted
+        if not stream:
+            assert json.loads(text)["usage"]["completion_tokens"] == 8
+        elif version == "1.1":
+            assert text.endswith(b"0\r\n\r\n")
+            assert len(unchunked(text).split(b"data: ")) >= 9
+            assert unchunked(text).endswith(b"data: [DONE]\n\n")
+        else:
+            assert text.endswith(b"data: [DONE]\n\n")
+
+
+def unchunked(data: bytes) -> bytes:
+    text = b""
+    while data:
+        size, _, data = data.partition(b"\r\n")
+        text += data[: int(size, 16)]
+        data = data[int(size, 16) + 2 :]
+    return text
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_closes_its_socket_is_aborted_within_a_second(
+    version: str, stream: bool
+) -> None:
+    client = TalkingClient(pace_s=0.05)
+    client.endless = True
+    with served(client) as rig:
+        with connect(rig) as sock:
+            sock.sendall(
+                request({"prompt": "hi", "stream": stream, "max_tokens": 4000}, version=version)
+            )
+            assert wait_for(lambda: rig.state.num_open_requests == 1)
+            time.sleep(0.2)
+
+        assert wait_for(lambda: rig.state.num_open_requests == 0)
+        assert len(client.aborted) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_before_the_first_token_is_aborted(stream: bool) -> None:
+    client = TalkingClient()
+    client.before = lambda box: False
+    with served(client) as rig:
+        with connect(rig) as sock:
+            sock.sendall(request({"prompt": "hi", "stream": stream}))
+            assert wait_for(lambda: rig.state.num_open_requests == 1)
+            time.sleep(0.2)
+
+        assert wait_for(lambda: rig.state.num_open_requests == 0)
+        assert len(client.aborted) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_pipelined_requests_of_a_client_that_leaves_are_aborted(stream: bool) -> None:
+    client = TalkingClient(pace_s=0.05)
+    client.endless = True
+    with served(client) as rig:
+        with connect(rig) as sock:
+            sock.sendall(request({"prompt": "hi", "stream": stream, "max_tokens": 4000}) * 3)
+            assert wait_for(lambda: rig.state.num_open_requests == 1)
+            time.sleep(0.2)
+
+        assert wait_for(lambda: rig.state.num_open_requests == 0)
+        time.sleep(0.1)
+        assert rig.state.num_open_requests == 0
+
+
+# Logs
+
+
+def test_a_path_and_a_forwarded_address_cannot_forge_lines(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "server.http.access_log")
+    with served() as rig, connect(rig) as sock:
+        sock.sendall(
+            b"GET /x%0a2026-01-01%20INFO%20forged%1b[2J HTTP/1.1\r\n"
+            b"x-forwarded-for: forged 10.0.0.1\r\n\r\n"
+        )
+        read_until(sock, b"\r\n\r\n")
+
+    (record,) = [one for one in caplog.records if one.name == Record.__module__]
+    assert "client=127.0.0.1" in record.getMessage()

@@ -1,0 +1,101 @@
+"""A loop on its own thread: blocking calls, Ctrl-C, and an end that leaves nothing."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from config.errors import EngineDied
+from server.offline.event_loop import Background
+
+
+@pytest.fixture
+def background() -> Iterator[Background]:
+    made = Background("test-loop")
+    yield made
+    made.close()
+
+
+def test_it_gives_what_the_call_gives(background: Background) -> None:
+    async def add(left: int, right: int) -> int:
+        await asyncio.sleep(0)
+        return left + right
+
+    assert background.run(add(1, 2)) == 3
+
+
+def test_it_raises_what_the_call_raises(background: Background) -> None:
+    async def fail() -> None:
+        raise ValueError("as it was")
+
+    with pytest.raises(ValueError, match="as it was"):
+        background.run(fail())
+
+
+async def test_it_works_inside_a_running_loop(background: Background) -> None:
+    async def answer() -> int:
+        return 42
+
+    assert background.run(answer()) == 42
+
+
+def test_ctrl_c_cancels_the_call_and_waits_until_it_has_cleaned_up(
+    background: Background,
+) -> None:
+    cleaned: list[float] = []
+
+    async def endless() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.1)
+            cleaned.append(time.monotonic())
+
+    timer = threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        background.run(endless())
+
+    timer.join()
+    assert len(cleaned) == 1
+
+
+def test_closing_cancels_what_runs_and_ends_the_thread() -> None:
+    background = Background("short-lived")
+    begun = threading.Event()
+    results: list[str] = []
+
+    async def endless() -> None:
+        begun.set()
+        await asyncio.sleep(60)
+
+    def wait() -> None:
+        try:
+            background.run(endless())
+        except EngineDied as error:
+            results.append(str(error))
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    begun.wait(5)
+    background.close()
+    background.close()
+    waiter.join(5)
+
+    assert results == ["it was closed"]
+    assert "short-lived" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_after_the_end_a_call_is_refused() -> None:
+    background = Background("gone")
+    background.close()
+
+    async def answer() -> int:
+        return 42
+
+    with pytest.raises(EngineDied):
+        background.run(answer())

@@ -1,0 +1,103 @@
+"""Vectors, classes and scores offline, over an engine whose vectors tell which tokens they are
+of."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from http_rig import TOKENIZER, VOCAB_SIZE, ids
+from pooling_client import EMBEDDER, PoolingClient, pooled
+
+from config.errors import PromptTooLong, UserError
+from config.params.pooling import PoolingFacts, PoolingParams
+from server.offline.pooling import OfflinePooling, classes, embeddings
+from server.pooling.inputs import reader_of
+from server.pooling.scores import Pairs
+
+EMBED = PoolingParams(task="embed")
+CROSS_ENCODER = PoolingFacts(tasks=("score",), width=1, token_width=1)
+CLASSIFIER = PoolingFacts(tasks=("classify",), width=3, token_width=8)
+QUIET: dict[str, Any] = {"truncate": None, "use_tqdm": False}
+
+
+def offline(facts: PoolingFacts = EMBEDDER) -> tuple[OfflinePooling, PoolingClient]:
+    client = PoolingClient(facts, vocab_size=VOCAB_SIZE)
+    reader = reader_of(client.ready, TOKENIZER)
+    assert reader is not None
+    return OfflinePooling(client, reader, at_once=2), client
+
+
+def vector(text: str, params: PoolingParams = EMBED, facts: PoolingFacts = EMBEDDER) -> Any:
+    return pytest.approx(pooled(ids(text), params, facts)[0])
+
+
+async def test_prompts_of_every_form_have_their_vectors_in_order() -> None:
+    pooling, _ = offline()
+    prompts = ["hello", {"prompt": "b"}, {"prompt_token_ids": ids("hello")}, ids("b"), "c"]
+
+    outputs = embeddings(await pooling.encode(prompts, None, "embed", **QUIET))
+
+    expected = [vector(text) for text in ("hello", "b", "hello", "b", "c")]
+    assert [one.outputs.embedding for one in outputs] == expected
+    assert [one.prompt_token_ids for one in outputs[:2]] == [ids("hello"), ids("b")]
+    assert outputs[0].outputs.hidden_size == 8
+    assert [one.request_id for one in outputs] == ["0", "1", "2", "3", "4"]
+
+
+async def test_each_prompt_may_have_parameters_of_its_own() -> None:
+    pooling, _ = offline()
+    given = [PoolingParams(dimensions=2), PoolingParams(normalize=False)]
+
+    one, other = await pooling.encode(["a", "b"], given, "embed", **QUIET)
+
+    assert one.outputs.data == vector("a", given[0])
+    assert other.outputs.data == vector("b", given[1])
+    with pytest.raises(UserError, match="3 prompts came with 2"):
+        await pooling.encode(["a", "b", "c"], given, "embed", **QUIET)
+
+
+async def test_tokens_have_a_row_each_and_classes_a_number() -> None:
+    pooling, _ = offline()
+    (tokens,) = await pooling.encode("hello", None, "token_embed", **QUIET)
+    classifier, _ = offline(CLASSIFIER)
+    (made,) = classes(await classifier.encode("a", None, "classify", **QUIET))
+
+    assert tokens.outputs.data.shape == (len(ids("hello")), 8)
+    assert made.outputs.probs == vector("a", PoolingParams(task="classify"), CLASSIFIER)
+    assert made.outputs.num_classes == 3
+
+
+async def test_pairs_are_scored_by_either_kind_of_model() -> None:
+    embedder, _ = offline()
+    cross, client = offline(CROSS_ENCODER)
+    a, b = (pooled(ids(text), EMBED, EMBEDDER)[0] for text in "ab")
+
+    one = await embedder.score(Pairs(["a"], ["b", "a"]), use_tqdm=False)
+    each = await embedder.score(Pairs(["a", "b"], ["b", "b"]), use_tqdm=False)
+    read = await cross.score(Pairs(["a"], ["b", "c"]), use_tqdm=False)
+
+    assert [entry.outputs.score for entry in one] == pytest.approx([a @ b, 1.0])
+    assert [entry.outputs.score for entry in each] == pytest.approx([a @ b, 1.0])
+    assert [entry.prompt_token_ids for entry in each] == [ids("a") + ids("b"), ids("b") + ids("b")]
+    scores = [
+        pooled(box.prompt, PoolingParams(task="score"), CROSS_ENCODER) for box in client.boxes
+    ]
+    assert [entry.outputs.score for entry in read] == pytest.approx(np.concatenate(scores)[:, 0])
+    with pytest.raises(UserError, match="2 texts and text_2 has 3"):
+        Pairs(["a"] * 2, ["b"] * 3)
+
+
+async def test_mistakes_name_the_prompt() -> None:
+    pooling, client = offline()
+
+    with pytest.raises(PromptTooLong, match=r"prompts\[1\]"):
+        await pooling.encode(["a", "b" * 65], None, "embed", **QUIET)
+    with pytest.raises(PromptTooLong, match=r"prompts\[1\]"):
+        await pooling.encode([[1], "b" * 65], None, "embed", **QUIET)
+    with pytest.raises(UserError, match="'classify', this model can embed"):
+        await pooling.encode("a", None, "classify", **QUIET)
+    with pytest.raises(UserError, match="2 cache salts"):
+        salted = [{"prompt": "a", "cache_salt": salt} for salt in "xy"]
+        await pooling.encode(salted, None, "embed", **QUIET)
+
+    assert not client.boxes

@@ -1,0 +1,121 @@
+"""Items of an input, and the messages that they are."""
+
+from typing import Any
+
+import pytest
+
+from config.errors import UserError
+from server.openai.responses.items import number_in, read_items
+from server.openai.responses.messages import messages_of
+
+CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"x":1}'}
+THOUGHT = {
+    "type": "reasoning",
+    "summary": [],
+    "content": [{"type": "reasoning_text", "text": "Hm"}],
+}
+SAID = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Yes"}]}
+RESULT = {"type": "function_call_output", "call_id": "c1", "output": "rain"}
+
+
+def messages(*items: Any, instructions: str | None = None) -> list[dict[str, Any]]:
+    return messages_of(read_items(list(items), "n"), instructions)
+
+
+def test_a_text_is_a_message_of_the_user() -> None:
+    (item,) = read_items("hi", "n")
+
+    assert item == {
+        "id": "msg_n_in0",
+        "type": "message",
+        "role": "user",
+        "status": "completed",
+        "content": [{"type": "input_text", "text": "hi"}],
+    }
+    assert number_in(item["id"]) == "n"
+    assert messages_of([item]) == [{"role": "user", "content": "hi"}]
+
+
+def test_what_the_model_did_in_one_turn_is_one_message() -> None:
+    made = messages({"role": "user", "content": "?"}, THOUGHT, SAID, CALL, RESULT)
+
+    assert made == [
+        {"role": "user", "content": "?"},
+        {
+            "role": "assistant",
+            "content": "Yes",
+            "reasoning_content": "Hm",
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x":1}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "rain", "name": "f"},
+    ]
+
+
+def test_a_new_thought_begins_a_new_turn() -> None:
+    made = messages(THOUGHT, CALL, RESULT, THOUGHT, SAID, THOUGHT, SAID)
+
+    assert [one["role"] for one in made] == ["assistant", "tool", "assistant", "assistant"]
+    assert all(one["reasoning_content"] == "Hm" for one in made if one["role"] == "assistant")
+
+
+def test_what_was_said_behind_a_call_stands_before_its_result() -> None:
+    made = messages(SAID, CALL, SAID, RESULT)
+
+    assert [one["role"] for one in made] == ["assistant", "tool"]
+    assert made[0]["content"] == "YesYes"
+
+
+def test_instructions_and_system_messages_behind_them_are_one() -> None:
+    rules = [{"role": role, "content": role} for role in ("developer", "system", "user", "system")]
+
+    made = messages(*rules, instructions="First")
+
+    assert made[0] == {"role": "system", "content": "First\n\ndeveloper\n\nsystem"}
+    assert [one["role"] for one in made] == ["system", "user", "system"]
+
+
+def test_a_call_that_was_cut_is_left_out() -> None:
+    made = messages(SAID, {**CALL, "arguments": '{"x', "status": "incomplete"})
+
+    assert made == [{"role": "assistant", "content": "Yes"}]
+
+
+def test_several_parts_stay_parts_and_results_become_one_text() -> None:
+    parts = [{"type": "input_text", "text": text} for text in ("a", "b")]
+
+    made = messages({"role": "user", "content": parts}, CALL, {**RESULT, "output": parts})
+
+    assert made[0]["content"] == parts
+    assert made[2]["content"] == "ab"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (5, "string or a list"),
+        ([5], "input[0] is not an object"),
+        ([{"role": "tool", "content": "x"}], "'tool', the role must be one of"),
+        ([{"role": "user"}], "input[0].content must be"),
+        ([{"role": "user", "content": [{"type": "input_image"}]}], "text only"),
+        ([{"role": "user", "content": [{"type": "input_file"}]}], "text only"),
+        ([{"role": "user", "content": [{"type": "what"}]}], "unknown type 'what'"),
+        ([{"role": "user", "content": [{"type": "input_text"}]}], "no text"),
+        ([{"role": "user", "content": ["x"]}], "input[0].content[0] must be an object"),
+        ([{"type": "web_search_call", "id": "ws_1"}], "'web_search_call'"),
+        ([{"type": ["message"]}], "it must be one of"),
+        ([{**CALL, "call_id": None}], "no call_id"),
+        ([{**CALL, "arguments": {}}], "no arguments"),
+        ([{**RESULT, "output": None}], "input[0].output must be"),
+        ([{**THOUGHT, "content": [{"type": "reasoning_text"}]}], "input[0].content[0]"),
+        ([{"type": "item_reference"}], "without an id"),
+        ([{**SAID, "id": 5}], "an id that is not a string"),
+    ],
+)
+def test_items_that_are_none_are_refused_by_their_place(given: Any, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_items(given, "n")
+
+    assert words in caught.value.message
+    assert caught.value.param == "input"

@@ -1,0 +1,183 @@
+"""The store of responses holds its three bounds, and loses nothing that is still in use."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from config.errors import NotFound, Overloaded
+from server.openai.responses.store import Entry, ResponseStore, Turn
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Work:
+    """A response that runs until it is stopped."""
+
+    is_stopped = False
+
+    def fields(self) -> dict[str, Any]:
+        return {}
+
+    def cancel(self) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+
+def item(text: str) -> dict[str, Any]:
+    return {"type": "message", "id": text, "text": text}
+
+
+def keep(store: ResponseStore, name: str, before: Turn | None = None, text: str = "") -> Entry:
+    entry = Entry(name, "owner", Turn([item(f"ask {name}")], before))
+    store.end(entry, {"status": "completed", "output": [item(f"say {name} {text}")]})
+    return entry
+
+
+def running(name: str) -> Entry:
+    return Entry(name, "owner", Turn([], None), running=Work(), is_background=True)
+
+
+async def test_the_oldest_goes_when_there_are_too_many() -> None:
+    store = ResponseStore(2, 10**6, 60)
+
+    for name in "abc":
+        keep(store, name)
+
+    with pytest.raises(NotFound, match="'a'"):
+        store.get("a", "owner")
+    assert store.get("b", "owner").id == "b" and store.get("c", "owner").id == "c"
+
+
+async def test_another_owner_finds_nothing_and_is_told_what_is_told_of_unknown_ids() -> None:
+    store = ResponseStore(2, 10**6, 60)
+    keep(store, "a")
+
+    with pytest.raises(NotFound) as foreign:
+        store.get("a", "other")
+    with pytest.raises(NotFound) as unknown:
+        store.get("b", "other")
+
+    assert foreign.value.message.replace("'a'", "'b'") == unknown.value.message
+    assert store.get("a", "owner").id == "a"
+
+
+async def test_the_oldest_go_when_they_are_too_big() -> None:
+    store = ResponseStore(100, 2_000, 60)
+
+    for number in range(20):
+        keep(store, str(number), text="x" * 100)
+        assert store.num_bytes <= 2_000
+
+    assert 2 <= len(store) <= 10
+    assert store.get("19", "owner").id == "19"
+
+
+async def test_one_that_is_bigger_than_the_store_drives_nothing_out() -> None:
+    store = ResponseStore(100, 2_000, 60)
+    keep(store, "small")
+
+    keep(store, "big", text="x" * 3_000)
+
+    assert len(store) == 1 and store.get("small", "owner")
+
+
+async def test_what_is_too_old_is_gone() -> None:
+    clock = Clock()
+    store = ResponseStore(100, 10**6, 60, clock)
+    keep(store, "old")
+    clock.now_s = 30
+    keep(store, "new")
+
+    clock.now_s = 61
+
+    with pytest.raises(NotFound):
+        store.get("old", "owner")
+    assert store.get("new", "owner").id == "new"
+
+
+async def test_what_is_too_old_goes_though_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.openai.responses.store.LEAST_WAIT_S", 0.01)
+    store = ResponseStore(100, 10**6, 0.02)
+    keep(store, "old")
+
+    await asyncio.sleep(0.1)
+
+    assert len(store) == 0 and store.num_bytes == 0
+
+
+async def test_a_conversation_outlives_its_first_responses_and_frees_every_byte() -> None:
+    store = ResponseStore(1, 10**6, 60)
+    first = keep(store, "a")
+    second = keep(store, "b", first.whole)
+    third = keep(store, "c", second.whole)
+
+    texts = [one["text"].strip() for one in (third.whole or third.input).items()]
+
+    assert len(store) == 1
+    assert texts == ["ask a", "say a", "ask b", "say b", "ask c", "say c"]
+    store.drop(third)
+    store.drop(third)
+    assert store.num_bytes == 0
+
+
+async def test_shared_turns_are_counted_once() -> None:
+    store = ResponseStore(100, 10**6, 60)
+    first = keep(store, "a")
+    alone = store.num_bytes
+
+    for name in ("b", "c"):
+        keep(store, name, first.whole)
+    for name in ("b", "c"):
+        store.drop(store.get(name, "owner"))
+
+    assert store.num_bytes == alone
+
+
+async def test_what_runs_is_never_evicted_and_counts() -> None:
+    store = ResponseStore(2, 10**6, 60)
+    works = [running("a"), running("b")]
+    keep(store, "done")
+    for work in works:
+        store.begin(work)
+
+    with pytest.raises(Overloaded):
+        store.begin(running("c"))
+    keep(store, "d")
+
+    assert [store.get(work.id, "owner") for work in works] == works
+    assert len(store) == 2
+    assert not any(work.running.is_stopped for work in works)  # type: ignore[union-attr]
+
+
+async def test_what_runs_may_not_outgrow_the_store() -> None:
+    store = ResponseStore(100, 1_000, 60)
+    keep(store, "done")
+    work = running("a")
+    store.begin(work)
+
+    store.grow(work, 900)
+    with pytest.raises(Overloaded, match="1000 bytes"):
+        store.grow(work, 900)
+
+    assert len(store) == 1
+
+
+async def test_what_is_deleted_while_it_runs_is_stopped_and_does_not_come_back() -> None:
+    store = ResponseStore(100, 10**6, 60)
+    work = running("a")
+    stopped = work.running
+    store.begin(work)
+
+    store.drop(store.get("a", "owner"))
+    store.end(work, {"status": "completed", "output": []})
+
+    assert isinstance(stopped, Work) and stopped.is_stopped
+    assert len(store) == 0 and store.num_bytes == 0

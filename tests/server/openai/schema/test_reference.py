@@ -1,0 +1,55 @@
+"""docs/api.md is what the code says."""
+
+import re
+from typing import Any
+
+import pytest
+from http_rig import in_memory
+
+from server.anthropic.schema import CountBody
+from server.http.openapi import BODIES
+from server.openai.schema.reference import PATH, TABLES, type_of, with_tables
+from server.pooling.schema import (
+    ClassifyBody,
+    ClassifyChatBody,
+    EmbeddingChatBody,
+    PoolBody,
+    PoolChatBody,
+)
+
+PAGE = PATH.read_text(encoding="utf-8")
+HIDDEN = {"GET /docs", "GET /openapi.json"}
+"""In the page alone: no description lists itself."""
+LIKE_OTHERS = (CountBody, EmbeddingChatBody, PoolBody, PoolChatBody, ClassifyBody, ClassifyChatBody)
+"""Bodies of which the page says in words how they differ from those with a table."""
+
+
+def test_the_tables_of_all_bodies_are_what_the_code_says() -> None:
+    named = [name for _, name, _ in TABLES.findall(PAGE)]
+
+    assert set(named) == {body.__name__ for body in BODIES if body not in LIKE_OTHERS}
+    assert with_tables(PAGE) == PAGE, "run `python -m server.reference`"
+
+
+async def test_every_route_is_in_the_page() -> None:
+    async with in_memory(enable_dev_endpoints=True, api_keys=("key",)) as rig:
+        answer = await rig.http.get("/openapi.json", headers={"x-api-key": "key"})
+        paths = answer.json()["paths"]
+
+        served = {f"{method.upper()} {path}" for path, of in paths.items() for method in of}
+        told = set(re.findall(r"^\| `((?:GET|POST|DELETE) [^`]+)` \|", PAGE, re.MULTILINE))
+        assert told == served | HIDDEN
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "string"),
+        ({"type": ["integer", "null"]}, "integer"),
+        ({"type": "array", "items": {"type": "array", "items": {}}}, "list of list"),
+        ({"anyOf": [{"$ref": "#/components/schemas/A"}, {"const": "b"}]}, "`A` or `b`"),
+        ({}, "any"),
+    ],
+)
+def test_types_are_told_in_words(schema: dict[str, Any], words: str) -> None:
+    assert type_of(schema) == words

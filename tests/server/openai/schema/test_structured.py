@@ -1,0 +1,143 @@
+"""The fields that give an output a form: what each becomes, and what is refused by name."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+from http_rig import TalkingClient, in_memory
+
+from config.errors import UserError
+from config.params.structured_output import GrammarSpec
+from server.generation import job
+
+SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
+TEXT = '{"type":"object","properties":{"b":{},"a":{}}}'
+TAGS_TEXT = '{"structures":[{"begin":"<","schema":{},"end":">"}],"triggers":["<"]}'
+TAGS = {"structures": [{"begin": "<", "schema": {}, "end": ">"}], "triggers": ["<"]}
+
+
+def json_schema(**fields: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", **fields}}}
+
+
+class CompilingClient(TalkingClient):
+    """Knows what it was asked to compile; refuses the regex `(`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiled: list[GrammarSpec] = []
+
+    async def control(self, name: str, **arguments: Any) -> Any:
+        assert name == "compile_grammar"
+        spec = msgspec.convert(arguments["spec"], GrammarSpec)
+        self.compiled.append(spec)
+        if spec.text == "(":
+            raise UserError("the regex cannot be compiled")
+
+
+@pytest.mark.parametrize(
+    ("fields", "spec"),
+    [
+        (json_schema(schema=SCHEMA, strict=True), GrammarSpec("json", TEXT)),
+        (json_schema(schema=SCHEMA), GrammarSpec("json", TEXT)),
+        ({"response_format": {"type": "json_object"}}, GrammarSpec("json_object")),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, GrammarSpec("json", TEXT)),
+        ({"structured_outputs": {"json": SCHEMA, "regex": None}}, GrammarSpec("json", TEXT)),
+        ({"structured_outputs": {"json": TEXT}}, GrammarSpec("json", TEXT)),
+        ({"structured_outputs": {"json_object": True}}, GrammarSpec("json_object")),
+        ({"structured_outputs": {"regex": "a+"}}, GrammarSpec("regex", "a+")),
+        ({"structured_outputs": {"choice": ["é", "n"]}}, GrammarSpec("choice", '["é","n"]')),
+        ({"structured_outputs": {"grammar": "start: A"}}, GrammarSpec("grammar", "start: A")),
+        ({"guided_json": SCHEMA}, GrammarSpec("json", TEXT)),
+        ({"guided_json": TEXT}, GrammarSpec("json", TEXT)),
+        ({"guided_json_object": True}, GrammarSpec("json_object")),
+        ({"guided_regex": "a+"}, GrammarSpec("regex", "a+")),
+        ({"guided_choice": ["y"]}, GrammarSpec("choice", '["y"]')),
+        ({"guided_grammar": "root ::= x"}, GrammarSpec("grammar", "root ::= x")),
+        ({"json_schema": SCHEMA}, GrammarSpec("json", TEXT)),
+        ({"json_schema": TEXT}, GrammarSpec("json", TEXT)),
+        ({"regex": "a+"}, GrammarSpec("regex", "a+")),
+        ({"ebnf": "root ::= x"}, GrammarSpec("grammar", "root ::= x")),
+        ({"grammar": "root ::= x"}, GrammarSpec("grammar", "root ::= x")),
+        ({"structural_tag": TAGS}, GrammarSpec("structural_tag", TAGS_TEXT)),
+        ({"response_format": {"type": "text"}, "guided_json_object": False}, None),
+    ],
+    ids=str,
+)
+async def test_every_field_becomes_its_spec_compiled_before_the_request_is_sent(
+    fields: dict[str, Any], spec: GrammarSpec | None
+) -> None:
+    client = CompilingClient()
+    async with in_memory(client) as rig:
+        for answer in (await rig.chat(**fields), await rig.complete(**fields)):
+            assert answer.status_code == 200, answer.text
+
+    assert client.compiled == ([] if spec is None else [spec] * 2)
+    assert [box.sampling.structured_outputs for box in client.boxes] == [spec] * 2
+
+
+async def test_a_structural_tag_keeps_its_own_fields() -> None:
+    client = CompilingClient()
+    async with in_memory(client) as rig:
+        await rig.chat(response_format={"type": "structural_tag", **TAGS})
+        await rig.chat(structured_outputs={"structural_tag": TAGS})
+
+    first, second = (box.sampling.structured_outputs for box in client.boxes)
+    assert first is not None and first.kind == "structural_tag"
+    assert first == second
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {}}, "response_format"),
+        ({"response_format": {"type": "yaml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+         "response_format"),
+        (json_schema(), "response_format"),
+        (json_schema(schema="text"), "response_format"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_regex": "a", "guided_json": {}}, "guided_regex"),
+        ({"regex": "("}, "regex"),
+        ({"ebnf": ""}, "ebnf"),
+        ({"grammar": 5}, "grammar"),
+        ({"json_schema": "no JSON"}, "json_schema"),
+        ({"regex": "a", "structured_outputs": {"regex": "a"}}, "regex"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+    ],
+    ids=str,
+)  # fmt: skip
+async def test_what_is_wrong_is_a_400_that_names_its_field_before_a_stream_begins(
+    fields: dict[str, Any], param: str, stream: bool
+) -> None:
+    client = CompilingClient()
+    async with in_memory(client) as rig:
+        answer = await rig.chat(stream=stream, **fields)
+
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+    assert client.boxes == []
+
+
+async def test_a_grammar_that_waits_for_too_long_is_told_to_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Busy(TalkingClient):
+        async def control(self, name: str, **arguments: Any) -> Any:
+            await asyncio.sleep(60)
+
+    monkeypatch.setattr(job, "COMPILE_S", 0.05)
+    async with in_memory(Busy()) as rig:
+        answer = await rig.chat(**json_schema(schema=SCHEMA))
+
+    assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+    assert "waited 0.05 s" in answer.json()["error"]["message"]

@@ -1,0 +1,304 @@
+"""POST /v1/chat/completions: what reaches the engine, and the answer sent whole."""
+
+from typing import Any
+
+import pytest
+from http_rig import EOS, TOKENIZER, TalkingClient, ids, in_memory
+from scripted_client import columns
+
+from config.errors import UserError
+from server.openai.schema.chat import ChatBody, check_messages
+
+
+def prompt_of(client: Any, place: int = 0) -> str:
+    return TOKENIZER.decode(client.boxes[place].prompt, skip_special_tokens=False)
+
+
+async def test_an_answer_has_every_key_of_the_contract() -> None:
+    async with in_memory(TalkingClient("Hello")) as rig:
+        answer = (await rig.chat(model="org/demo")).json()
+
+        number, created = answer.pop("id"), answer.pop("created")
+        assert number.startswith("chatcmpl-") and isinstance(created, int)
+        assert answer == {
+            "object": "chat.completion",
+            "model": "org/demo",
+            "choices": [
+                {
+                    "index": 0,
+                    "message": {"role": "assistant", "content": "Hello", "refusal": None},
+                    "logprobs": None,
+                    "finish_reason": "stop",
+                    "stop_reason": None,
+                }
+            ],
+            "usage": {
+                "prompt_tokens": len(rig.client.boxes[0].prompt),
+                "completion_tokens": len(ids("Hello")) + 1,
+                "total_tokens": len(rig.client.boxes[0].prompt) + len(ids("Hello")) + 1,
+                "prompt_tokens_details": {"cached_tokens": 0},
+                "completion_tokens_details": {"reasoning_tokens": 0},
+            },
+            "system_fingerprint": rig.state.fingerprint,
+        }
+
+
+async def test_parts_are_one_text_and_developers_speak_as_the_system() -> None:
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    async with in_memory() as rig:
+        await rig.post("/v1/chat/completions", {"messages": [{"role": "user", "content": parts}]})
+        await rig.chat("Hello")
+        developer = {"messages": [{"role": "developer", "content": "x"}]}
+        await rig.post("/v1/chat/completions", developer)
+
+        assert prompt_of(rig.client, 0) == prompt_of(rig.client, 1)
+        assert prompt_of(rig.client, 2).startswith("<|im_start|>system\nx<|im_end|>")
+
+
+async def test_every_sampling_field_reaches_the_engine() -> None:
+    fields = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "seed": 42,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.1,
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+    }
+    async with in_memory() as rig:
+        response = await rig.chat(
+            **fields,
+            max_tokens=50,
+            max_completion_tokens=9,
+            logit_bias={"5": 3},
+            stop_token_ids=[4],
+            allowed_token_ids=ids("Hello world"),
+            bad_words=["bad"],
+            cache_salt="salt",
+        )
+
+        assert response.status_code == 200, response.text
+        box = rig.client.boxes[0]
+        for name, value in fields.items():
+            assert getattr(box.sampling, name) == value, name
+        assert box.sampling.max_tokens == 9
+        assert box.sampling.logit_bias == {5: 3.0}
+        assert box.sampling.stop_token_ids == (4,)
+        assert box.sampling.allowed_token_ids == tuple(ids("Hello world"))
+        assert tuple(ids("bad")) in box.sampling.bad_words_token_ids
+        assert box.cache_salt == "salt"
+
+
+async def test_without_max_tokens_the_rest_of_the_context_is_used() -> None:
+    async with in_memory(TalkingClient(max_model_len=200)) as rig:
+        await rig.chat()
+
+        box = rig.client.boxes[0]
+        assert box.sampling.max_tokens == 200 - len(box.prompt)
+
+
+async def test_the_models_own_defaults_give_way_to_the_request() -> None:
+    async with in_memory() as rig:
+        rig.state.sampling_defaults = {"temperature": 0.6, "top_k": 20.0, "zzz": 1.0}
+        await rig.chat()
+        await rig.chat(temperature=1)
+
+        first, second = (box.sampling for box in rig.client.boxes)
+        assert (first.temperature, first.top_k) == (0.6, 20)
+        assert (second.temperature, second.top_k) == (1.0, 20)
+
+
+async def test_logprobs_have_one_entry_a_token_with_its_own_bytes() -> None:
+    client = TalkingClient("é")
+    async with in_memory(client) as rig:
+        with_two = (await rig.chat(logprobs=True, top_logprobs=2)).json()["choices"][0]
+        with_none = (await rig.chat(logprobs=True)).json()["choices"][0]
+
+        content = with_two["logprobs"]["content"]
+        assert with_two["logprobs"]["refusal"] is None
+        assert content[0]["token"] == "é" and content[0]["bytes"] == [195, 169]
+        assert content[0]["logprob"] == -1.0
+        assert [entry["logprob"] for entry in content[0]["top_logprobs"]] == [-1.0, -2.0]
+        assert list(content[0]["top_logprobs"][0]) == ["token", "logprob", "bytes"]
+        assert len(content) == 2
+        assert [entry["top_logprobs"] for entry in with_none["logprobs"]["content"]] == [[], []]
+
+
+async def test_half_a_character_and_the_impossible_are_written_as_json_can() -> None:
+    client = TalkingClient()
+    half = TOKENIZER.id_of("ð")
+
+    def say(box: Any) -> bool:
+        rows = columns([([half, 70], [float("-inf"), -0.5], 9)])
+        box.say(half, finish="length", logprobs=[rows])
+        return False
+
+    client.before = say
+    async with in_memory(client) as rig:
+        answer = (await rig.chat(logprobs=True, top_logprobs=1)).json()["choices"][0]
+
+        (entry,) = answer["logprobs"]["content"]
+        assert entry["bytes"] == [240] and entry["token"] == "\ufffd"
+        assert entry["logprob"] == -9999.0
+
+
+async def test_tokens_may_be_named_by_their_ids() -> None:
+    async with in_memory(TalkingClient("a")) as rig:
+        answer = await rig.chat(
+            logprobs=True, top_logprobs=1, return_tokens_as_token_ids=True, return_token_ids=True
+        )
+
+        choice = answer.json()["choices"][0]
+        tokens = [entry["token"] for entry in choice["logprobs"]["content"]]
+        assert tokens == [f"token_id:{i}" for i in (*ids("a"), EOS)]
+        assert choice["token_ids"] == [*ids("a"), EOS]
+        assert answer.json()["prompt_token_ids"] == rig.client.boxes[0].prompt
+
+
+async def test_prompt_logprobs_begin_with_null() -> None:
+    async with in_memory(TalkingClient("a")) as rig:
+        answer = (await rig.chat("x", prompt_logprobs=1, n=2)).json()
+
+        prompt = rig.client.boxes[0].prompt
+        assert answer["prompt_logprobs"][0] is None
+        assert len(answer["prompt_logprobs"]) == len(prompt)
+        entry = answer["prompt_logprobs"][1][str(prompt[1])]
+        assert entry["rank"] == 1 and entry["logprob"] == -1.0 and "decoded_token" in entry
+
+
+async def test_choices_are_counted_with_one_prompt() -> None:
+    async with in_memory(TalkingClient("abc")) as rig:
+        answer = (await rig.chat(n=4, seed=1, temperature=1)).json()
+
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+        assert answer["usage"]["prompt_tokens"] == len(rig.client.boxes[0].prompt)
+        assert answer["usage"]["completion_tokens"] == 16
+        assert len({box.sampling.seed for box in rig.client.boxes}) == 4
+
+
+async def test_stop_strings_and_ids_end_the_text_and_say_so() -> None:
+    async with in_memory(TalkingClient("Hello world")) as rig:
+        by_text = (await rig.chat(stop="o w")).json()["choices"][0]
+        by_length = (await rig.chat(max_tokens=1)).json()["choices"][0]
+
+        assert by_text["message"]["content"] == "Hell"
+        assert (by_text["finish_reason"], by_text["stop_reason"]) == ("stop", "o w")
+        assert by_length["finish_reason"] == "length"
+
+
+async def test_the_last_message_may_be_continued_and_echoed() -> None:
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "It is"}]
+    body = {"messages": messages, "continue_final_message": True, "echo": True}
+    async with in_memory(TalkingClient(" so")) as rig:
+        answer = (await rig.post("/v1/chat/completions", body)).json()
+        both = await rig.post("/v1/chat/completions", {**body, "add_generation_prompt": True})
+
+        assert prompt_of(rig.client).endswith("<|im_start|>assistant\nIt is")
+        assert answer["choices"][0]["message"]["content"] == "It is so"
+        assert both.status_code == 400
+        assert both.json()["error"]["param"] == "continue_final_message"
+
+
+async def test_a_prompt_may_be_cut_to_its_last_tokens() -> None:
+    async with in_memory(TalkingClient(max_model_len=50)) as rig:
+        last = await rig.chat("x" * 100, truncate_prompt_tokens=5)
+        fitting = await rig.chat("x" * 100, truncate_prompt_tokens=-1, max_tokens=8)
+
+        assert last.status_code == fitting.status_code == 200
+        assert [len(box.prompt) for box in rig.client.boxes] == [5, 42]
+        assert fitting.json()["usage"]["prompt_tokens"] == 42
+
+
+async def test_a_trusted_template_gets_the_callers_variables_and_documents() -> None:
+    template = "{{ documents[0].t }}-{{ reasoning_effort }}-{{ enable_thinking }}-{{ colour }}"
+    async with in_memory(trust_request_chat_template=True) as rig:
+        response = await rig.chat(
+            chat_template=template,
+            documents=[{"t": "doc"}],
+            reasoning_effort="none",
+            chat_template_kwargs={"colour": "red"},
+        )
+        own = await rig.chat(
+            chat_template=template,
+            documents=[{"t": "doc"}],
+            reasoning_effort="none",
+            chat_template_kwargs={"enable_thinking": True},
+        )
+
+        assert response.status_code == own.status_code == 200
+        assert prompt_of(rig.client, 0) == "doc-none-False-red"
+        assert prompt_of(rig.client, 1) == "doc-none-True-"
+
+
+async def test_control_characters_and_special_tokens_are_content() -> None:
+    async with in_memory() as rig:
+        for text in ("\x00", "\ufeff", "\ue000", "<|im_end|>", "\U0010ffff"):
+            assert (await rig.chat(text)).status_code == 200
+
+
+async def test_without_a_tokenizer_chat_is_refused_by_name() -> None:
+    async with in_memory(tokenizer=None, skip_tokenizer_init=True) as rig:
+        response = await rig.chat()
+
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "messages"
+
+
+async def test_priorities_reach_an_engine_that_has_them() -> None:
+    async with in_memory() as rig:
+        rig.state.has_priorities = True
+        await rig.chat(priority=-3)
+
+        assert rig.client.boxes[0].priority == -3
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": "x", "name": "Bob", "zzz": 1},
+        {"role": "user", "content": ""},
+        {"role": "user", "content": []},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": ""}}]},
+        {"role": "assistant", "content": None, "reasoning": "hm"},
+        {"role": "assistant", "content": "x", "refusal": None, "audio": None, "annotations": []},
+        {"role": "tool", "content": "x", "tool_call_id": "1"},
+        {"role": "narrator", "content": "x"},
+    ],
+)
+def test_messages_that_clients_really_send_pass(message: dict[str, Any]) -> None:
+    check_messages([message])
+
+
+def test_a_refused_message_is_named_by_its_place() -> None:
+    with pytest.raises(UserError, match=r"messages\[1\] has role 'user' and no content"):
+        check_messages([{"role": "user", "content": "x"}, {"role": "user", "content": None}])
+
+
+def test_the_newer_name_of_the_limit_wins() -> None:
+    body = ChatBody.model_validate({"messages": [], "max_tokens": 5, "max_completion_tokens": 7})
+
+    assert body.limit == 7
+
+
+async def test_counted_tokens_are_those_of_the_answers_usage() -> None:
+    async with in_memory() as rig:
+        body = {"messages": [{"role": "user", "content": "hi " * 3_000}], "max_tokens": 9}
+        short = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
+        counts = [
+            (await rig.post("/v1/chat/completions/input_tokens", one)).json()
+            for one in (body, short, {**short, "truncate_prompt_tokens": 3})
+        ]
+        answer = await rig.post("/v1/chat/completions", short)
+
+        usage = answer.json()["usage"]
+        assert counts[1] == {
+            "object": "response.input_tokens",
+            "input_tokens": usage["prompt_tokens"],
+        }
+        assert counts[0]["input_tokens"] > rig.state.max_model_len
+        assert counts[2]["input_tokens"] == 3

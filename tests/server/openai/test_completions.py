@@ -1,0 +1,250 @@
+"""POST /v1/completions: prompt forms, echo, and the logprobs object of its own."""
+
+import pytest
+from http_rig import EOS, TOKENIZER, TalkingClient, events, ids, in_memory
+from scripted_client import ScriptedBox, columns
+
+from server.generation.outputs import PositionLogprobs, TokenLogprob
+from server.openai.choices import Naming, TextLogprobs
+
+
+async def test_an_answer_has_every_key_of_the_contract() -> None:
+    async with in_memory(TalkingClient("abc")) as rig:
+        answer = (await rig.complete(max_tokens=99)).json()
+
+        assert answer.pop("id").startswith("cmpl-") and answer.pop("created")
+        assert answer == {
+            "object": "text_completion",
+            "model": "demo",
+            "choices": [
+                {
+                    "index": 0,
+                    "text": "abc",
+                    "logprobs": None,
+                    "finish_reason": "stop",
+                    "stop_reason": None,
+                }
+            ],
+            "usage": {
+                "prompt_tokens": 2,
+                "completion_tokens": 4,
+                "total_tokens": 6,
+                "prompt_tokens_details": {"cached_tokens": 0},
+                "completion_tokens_details": {"reasoning_tokens": 0},
+            },
+            "system_fingerprint": rig.state.fingerprint,
+        }
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wanted"),
+    [
+        ("hi", [ids("hi")]),
+        (["a", "bc"], [ids("a"), ids("bc")]),
+        ([5, 6, 7], [[5, 6, 7]]),
+        ([[5], [6, 7]], [[5], [6, 7]]),
+        ([""] * 0 + ["x"], [ids("x")]),
+    ],
+)
+async def test_every_form_of_prompt_reaches_the_engine(prompt: object, wanted: object) -> None:
+    async with in_memory() as rig:
+        answer = (await rig.complete(prompt)).json()
+
+        assert [box.prompt for box in rig.client.boxes] == wanted
+        assert [choice["index"] for choice in answer["choices"]] == list(range(len(wanted)))  # type: ignore[arg-type]  # a list
+
+
+async def test_choices_follow_their_prompts_in_order() -> None:
+    async with in_memory(TalkingClient("abc")) as rig:
+        answer = (await rig.complete(["p", "q"], n=2, best_of=2, echo=True)).json()
+
+        texts = [(choice["index"], choice["text"]) for choice in answer["choices"]]
+        assert texts == [(0, "pabc"), (1, "pabc"), (2, "qabc"), (3, "qabc")]
+        assert answer["usage"]["prompt_tokens"] == 2
+        assert answer["usage"]["completion_tokens"] == 16
+
+
+async def test_max_tokens_is_16_unless_given() -> None:
+    async with in_memory(TalkingClient("x" * 50)) as rig:
+        default, null = await rig.complete(), await rig.complete(max_tokens=None)
+
+        for response in (default, null):
+            assert response.json()["usage"]["completion_tokens"] == 16
+            assert response.json()["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echo_without_output_needs_no_token(stream: bool) -> None:
+    async with in_memory() as rig:
+        response = await rig.complete(
+            "Hello", echo=True, max_tokens=0, stream=stream, logprobs=1, return_token_ids=True
+        )
+
+        answer = events(response.content)[0] if stream else response.json()
+        choice = answer["choices"][0]
+        assert choice["text"] == "Hello" and choice["finish_reason"] == "length"
+        assert choice["prompt_token_ids"] == ids("Hello") and choice["token_ids"] == []
+        assert choice["logprobs"]["token_logprobs"] == [None] + [-1.0] * (len(ids("Hello")) - 1)
+        if not stream:
+            assert answer["usage"]["completion_tokens"] == 0
+        assert await rig.metric("vllm:generation_tokens_total") == 0
+
+
+async def test_logprobs_have_the_form_that_evaluation_harnesses_read() -> None:
+    async with in_memory(TalkingClient("ab")) as rig:
+        choice = (await rig.complete("hé", echo=True, logprobs=2)).json()["choices"][0]
+
+        made = choice["logprobs"]
+        assert choice["text"] == "héab"
+        assert made["tokens"] == ["h", "é", "a", "b", "</s>"]
+        assert made["token_logprobs"] == [None, -1.0, -1.0, -1.0, -1.0]
+        assert made["top_logprobs"][0] is None
+        assert made["top_logprobs"][2]["a"] == -1.0
+        assert len(made["top_logprobs"][2]) in (2, 3)
+        assert made["text_offset"] == [0, 1, 2, 3, 4]
+
+
+async def test_the_chosen_token_is_in_the_top_even_when_none_was_asked_for() -> None:
+    async with in_memory(TalkingClient("ab")) as rig:
+        made = (await rig.complete(logprobs=0)).json()["choices"][0]["logprobs"]
+
+        assert made["top_logprobs"][0] == {"a": -1.0}
+        assert made["text_offset"][:2] == [0, 1]
+
+
+async def test_offsets_count_characters_when_tokens_split_them() -> None:
+    halves = ids("a😀b")
+    assert len(halves) > 3
+    async with in_memory(TalkingClient("a😀b")) as rig:
+        made = (await rig.complete(logprobs=0)).json()["choices"][0]["logprobs"]
+
+        assert made["text_offset"] == [0, *[1] * (len(halves) - 2), 2, 3]
+
+
+async def test_offsets_in_an_echo_are_those_of_the_text_that_was_sent() -> None:
+    async with in_memory(TalkingClient("ab")) as rig:
+        fields = {"echo": True, "logprobs": 0}
+        sent = (await rig.complete("x</s>y", **fields)).json()["choices"][0]
+        told = (await rig.complete(ids("x</s>y"), **fields)).json()["choices"][0]
+
+        assert sent["text"] == "x</s>yab"
+        assert sent["logprobs"]["text_offset"] == [0, 1, 5, 6, 7, 8]
+        # Of token ids control tokens are not shown.
+        assert told["text"] == "xyab"
+        assert told["logprobs"]["text_offset"] == [0, 1, 1, 2, 3, 4]
+
+
+def test_a_space_that_only_the_tokenizer_puts_before_a_text_moves_no_offset() -> None:
+    def token(text: str) -> TokenLogprob:
+        return TokenLogprob(1, text, text.encode(), -1.0, 1)
+
+    writer = TextLogprobs(Naming(as_ids=False))
+    rest = [PositionLogprobs(token(text), []) for text in (" b", "c")]
+
+    made = writer.write_prompt(1, b" a", [None, *rest], 0, "a bc")
+
+    assert made["text_offset"] == [0, 1, 3]
+    assert writer.write([PositionLogprobs(token("d"), [])])["text_offset"] == [4]
+
+
+async def test_streamed_logprobs_joined_are_the_whole_ones() -> None:
+    async with in_memory(TalkingClient("a😀b", pace_s=0.001)) as rig:
+        fields = {"echo": True, "logprobs": 1}
+        whole = (await rig.complete("xy", **fields)).json()["choices"][0]["logprobs"]
+        chunks = events((await rig.complete("xy", **fields, stream=True)).content)
+
+        parts = [c["choices"][0]["logprobs"] for c in chunks if c["choices"][0]["logprobs"]]
+        for key, value in whole.items():
+            assert [entry for part in parts for entry in part[key]] == value
+
+
+async def test_prompt_logprobs_belong_to_their_choice() -> None:
+    async with in_memory() as rig:
+        answer = (await rig.complete(["ab", "cde"], prompt_logprobs=0)).json()
+
+        lengths = [len(choice["prompt_logprobs"]) for choice in answer["choices"]]
+        assert lengths == [2, 3]
+        assert answer["choices"][1]["prompt_logprobs"][0] is None
+
+
+async def test_token_ids_are_echoed_as_their_text() -> None:
+    async with in_memory(TalkingClient("!")) as rig:
+        choice = (await rig.complete(ids("Hello"), echo=True)).json()["choices"][0]
+        half = (await rig.complete(ids("😀")[:2], stream=True)).content
+
+        assert choice["text"] == "Hello!"
+        said = "".join(event["choices"][0]["text"] for event in events(half))
+        assert said == "!"
+
+
+async def test_a_server_without_a_tokenizer_takes_and_gives_ids() -> None:
+    async with in_memory(tokenizer=None, skip_tokenizer_init=True) as rig:
+        answer = await rig.complete([1, 2], return_token_ids=True, logprobs=1)
+        text = await rig.complete("hi")
+
+        choice = answer.json()["choices"][0]
+        assert choice["token_ids"][-1] == EOS and choice["text"] == ""
+        assert choice["logprobs"]["tokens"][0].startswith("token_id:")
+        assert text.status_code == 400
+
+
+async def test_the_end_token_does_not_show() -> None:
+    async with in_memory(TalkingClient("x")) as rig:
+        hidden = (await rig.complete()).json()["choices"][0]["text"]
+
+        assert hidden == "x"
+        assert TOKENIZER.token_text(EOS) == "</s>"
+
+
+class UnevenClient(TalkingClient):
+    """The tokens of its second, fourth, ... sequence are less likely."""
+
+    async def _talk(self, box: ScriptedBox) -> None:
+        is_odd = self.boxes.index(box) % 2
+        tokens, value = (ids("good"), -1.0) if is_odd == 0 else (ids("badbad!!"), -1.5)
+        count = box.sampling.logprobs
+        rows = [([token] * (1 + (count or 0)), [value] * (1 + (count or 0)), 1) for token in tokens]
+        box.say(*tokens, finish="length", logprobs=None if count is None else [columns(rows)])
+
+
+async def test_the_likeliest_of_all_that_were_drawn_are_answered_and_all_are_counted() -> None:
+    async with in_memory(UnevenClient()) as rig:
+        answer = (await rig.complete(["p", "q"], n=2, best_of=4, echo=True, max_tokens=9)).json()
+
+        found = [(one["index"], one["text"], one["logprobs"]) for one in answer["choices"]]
+        texts = ["pgood", "pgood", "qgood", "qgood"]
+        assert found == [(index, text, None) for index, text in enumerate(texts)]
+        assert answer["usage"]["completion_tokens"] == 2 * (2 * 4 + 2 * 8)
+        assert len(rig.client.boxes) == 8
+
+        one = (await rig.complete("p", best_of=2, logprobs=0)).json()["choices"]
+        assert [choice["logprobs"]["token_logprobs"] for choice in one] == [[-1.0] * 4]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"n": 3, "best_of": 2}, "best_of is 2, it must be at least n, which is 3"),
+        ({"best_of": 2, "stream": True}, "with stream it must be n, which is 1"),
+        ({"best_of": 2, "use_beam_search": True}, "with use_beam_search it must be n, which is 1"),
+    ],
+)
+async def test_best_of_has_bounds_and_is_not_streamed(
+    fields: dict[str, object], words: str
+) -> None:
+    async with in_memory() as rig:
+        response = await rig.complete(**fields)
+
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "best_of"
+        assert words in response.json()["error"]["message"]
+        assert (await rig.complete(n=2, best_of=2, stream=True)).status_code == 200
+
+
+async def test_a_flag_says_how_many_stop_strings_there_may_be() -> None:
+    async with in_memory(TalkingClient("abc"), max_stop_strings=5) as rig:
+        answer = (await rig.complete(stop=["v", "w", "x", "y", "c"])).json()
+        refused = await rig.complete(stop=["v", "w", "x", "y", "z", "c"])
+
+        assert answer["choices"][0]["text"] == "ab"
+        assert refused.json()["error"]["message"] == "stop has 6 strings, it may have 5 at most"

@@ -1,0 +1,432 @@
+"""Tools and thinking over HTTP: whole answers, streams, and what is refused."""
+
+import json
+from typing import Any
+
+import pytest
+import text_folders
+from http_rig import (
+    THINKING_TEMPLATE,
+    TOKENIZER,
+    TOOLS_TEMPLATE,
+    Rig,
+    TalkingClient,
+    events,
+    ids,
+    in_memory,
+)
+
+from server.text.tokenizer import Tokenizer
+from server.text.tokenizer_files import TextFiles
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a place",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+NOW = {"type": "function", "function": {"name": "now"}}
+CALLS = (
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Ålesund"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+)
+THOUGHT = "<think>\nLet me see.\n</think>\n\n"
+
+
+def with_tools(reply: str, **config: Any) -> Any:
+    return in_memory(TalkingClient(reply), **{"chat_template": TOOLS_TEMPLATE, **config})
+
+
+def joined(chunks: list[Any], index: int = 0) -> dict[str, Any]:
+    """The message and the end that the chunks of a choice make."""
+    made: dict[str, Any] = {"content": None, "reasoning": None, "calls": [], "logprobs": []}
+    choices = [
+        c["choices"][0] for c in chunks if c["choices"] and c["choices"][0]["index"] == index
+    ]
+    for choice in choices:
+        delta = choice["delta"]
+        for name in ("content", "reasoning"):
+            if delta.get(name):
+                made[name] = (made[name] or "") + delta[name]
+        assert delta.get("reasoning") == delta.get("reasoning_content")
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                assert call["index"] == len(made["calls"]) and call["type"] == "function"
+                assert call["function"]["arguments"] == ""
+                made["calls"].append([call["id"], call["function"]["name"], ""])
+            else:
+                assert list(call["function"]) == ["arguments"]
+                made["calls"][call["index"]][2] += call["function"]["arguments"]
+        made["logprobs"] += (choice["logprobs"] or {}).get("content", [])
+    assert all(choice["finish_reason"] is None for choice in choices[:-1])
+    made["finish_reason"] = choices[-1]["finish_reason"]
+    return made
+
+
+def whole(answer: dict[str, Any], index: int = 0) -> dict[str, Any]:
+    choice = answer["choices"][index]
+    message = choice["message"]
+    calls = message.get("tool_calls", [])
+    return {
+        "content": message["content"] or None,
+        "reasoning": message.get("reasoning"),
+        "calls": [[c["id"], *c["function"].values()] for c in calls],
+        "logprobs": (choice["logprobs"] or {}).get("content", []),
+        "finish_reason": choice["finish_reason"],
+    }
+
+
+def without_ids(message: dict[str, Any]) -> dict[str, Any]:
+    return {**message, "calls": [call[1:] for call in message["calls"]]}
+
+
+async def both(rig: Rig, **fields: Any) -> tuple[dict[str, Any], list[Any]]:
+    """The same request answered whole and streamed."""
+    answer = await rig.chat(**fields)
+    assert answer.status_code == 200, answer.text
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    stream = await rig.chat(**fields, stream=True, stream_options=options)
+    return answer.json(), events(stream.content)
+
+
+async def test_calls_stand_in_the_message_and_text_before_them_is_kept() -> None:
+    async with with_tools("One moment.\n" + CALLS) as rig:
+        choice = (await rig.chat(tools=[WEATHER, NOW])).json()["choices"][0]
+
+        calls = choice["message"].pop("tool_calls")
+        assert choice["message"] == {
+            "role": "assistant",
+            "content": "One moment.",
+            "refusal": None,
+        }
+        assert [call["function"] for call in calls] == [
+            {"name": "get_weather", "arguments": '{"city": "Ålesund"}'},
+            {"name": "now", "arguments": "{}"},
+        ]
+        assert len({call["id"] for call in calls}) == 2
+        assert all(call["id"].startswith("call_") for call in calls)
+        assert choice["finish_reason"] == "tool_calls"
+        prompt = TOKENIZER.decode(rig.client.boxes[0].prompt, skip_special_tokens=False)
+        assert json.loads(prompt[: prompt.index("<tool_call>")]) == [WEATHER, NOW]
+
+
+@pytest.mark.parametrize(
+    ("reply", "fields"),
+    [
+        (CALLS, {}),
+        ("Hm. " + CALLS + " Done.", {"n": 2, "logprobs": True, "top_logprobs": 1}),
+        ("No call <tool", {"return_token_ids": True}),
+        (CALLS, {"max_tokens": 40}),
+        (CALLS, {"stop": ["Ålesund"]}),
+        ("Well END " + CALLS, {"stop": "END"}),
+        (CALLS, {"parallel_tool_calls": False}),
+        (THOUGHT + CALLS, {"n": 2, "logprobs": True}),
+        (THOUGHT + "Yes.", {"max_tokens": 12}),
+        (THOUGHT + "Yes.", {"include_reasoning": False}),
+        (THOUGHT + "Yes.", {"echo": True}),
+    ],
+)
+async def test_a_stream_says_what_the_whole_answer_says(reply: str, fields: Any) -> None:
+    async with with_tools(reply, chat_template=THINKING_TEMPLATE) as rig:
+        answer, chunks = await both(rig, tools=[WEATHER, NOW], **fields)
+
+        for index in range(fields.get("n", 1)):
+            streamed = joined(chunks, index)
+            broken = fields.get("stop") == ["Ålesund"]
+            if broken:
+                # A stream cannot take back what it said of a call that broke.
+                assert streamed.pop("calls") and not whole(answer)["calls"]
+                assert streamed["finish_reason"] == "stop"
+                assert streamed.items() <= whole(answer).items()
+            else:
+                assert without_ids(streamed) == without_ids(whole(answer, index))
+        assert chunks[-1]["usage"] == answer["usage"]
+        num_tokens = answer["usage"]["completion_tokens"]
+        if fields.get("logprobs"):
+            assert len(joined(chunks)["logprobs"]) * fields["n"] == num_tokens
+        if fields.get("return_token_ids"):
+            sent = [i for c in chunks if c["choices"] for i in c["choices"][0].get("token_ids", ())]
+            assert sent == answer["choices"][0]["token_ids"]
+
+
+async def test_a_call_cut_by_length_says_so() -> None:
+    async with with_tools(CALLS) as rig:
+        choice = (await rig.chat(tools=[WEATHER], max_tokens=60)).json()["choices"][0]
+
+        (call,) = choice["message"]["tool_calls"]
+        assert '{"city": "Ålesund"}'.startswith(call["function"]["arguments"])
+        assert choice["finish_reason"] == "length"
+
+
+async def test_a_malformed_call_is_content() -> None:
+    text = '<tool_call>{"name": "now", "arguments": {"a": oops}}</tool_call>'
+    async with with_tools(text) as rig:
+        message = whole((await rig.chat(tools=[NOW])).json())
+
+        assert (message["content"], message["calls"]) == (text, [])
+        assert message["finish_reason"] == "stop"
+
+
+async def test_without_parallel_calls_there_is_one() -> None:
+    async with with_tools(CALLS) as rig:
+        answer = await rig.chat(tools=[WEATHER, NOW], parallel_tool_calls=False)
+
+        assert len(answer.json()["choices"][0]["message"]["tool_calls"]) == 1
+
+
+async def test_tool_choice_none_shows_no_tools_and_reads_no_calls() -> None:
+    async with with_tools(CALLS) as rig:
+        choice = (await rig.chat(tools=[WEATHER], tool_choice="none")).json()["choices"][0]
+
+        assert choice["message"]["content"] == CALLS
+        assert choice["finish_reason"] == "stop"
+        assert "get_weather" not in TOKENIZER.decode(rig.client.boxes[0].prompt)
+
+
+async def test_tokenize_counts_tools_as_a_chat_does() -> None:
+    async with with_tools("Hello") as rig:
+        messages = [{"role": "user", "content": "hi"}]
+        counted = await rig.post("/tokenize", {"messages": messages, "tools": [WEATHER]})
+        answer = await rig.chat(tools=[WEATHER])
+
+        assert counted.json()["count"] == answer.json()["usage"]["prompt_tokens"]
+
+
+async def test_thinking_has_both_names_and_its_tokens_are_counted() -> None:
+    async with with_tools(THOUGHT + "Yes.", chat_template=THINKING_TEMPLATE) as rig:
+        answer = (await rig.chat()).json()
+        hidden = (await rig.chat(include_reasoning=False)).json()
+        off = (await rig.chat(reasoning_effort="none")).json()
+
+        assert answer["choices"][0]["message"] == {
+            "role": "assistant",
+            "content": "Yes.",
+            "refusal": None,
+            "reasoning": "Let me see.",
+            "reasoning_content": "Let me see.",
+        }
+        count = len(ids(THOUGHT.rstrip()))
+        for one in (answer, hidden):
+            assert one["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}
+        assert "reasoning" not in hidden["choices"][0]["message"]
+        prompt = TOKENIZER.decode(rig.client.boxes[2].prompt, skip_special_tokens=False)
+        assert prompt.endswith("<think></think>")
+        assert off["choices"][0]["message"]["reasoning"] == "Let me see."
+
+
+async def test_tokens_of_thinking_are_counted_alike_when_many_come_at_once() -> None:
+    text = "<think>" + "word " * 200 + "</think>Yes."
+
+    class AtOnce(TalkingClient):
+        """Says everything in one update."""
+
+        async def _talk(self, box: Any) -> None:
+            box.say(*ids(text), finish="stop")
+
+    counts = []
+    for client in (TalkingClient(text), AtOnce()):
+        async with in_memory(client, chat_template=THINKING_TEMPLATE) as rig:
+            usage = (await rig.chat()).json()["usage"]
+            counts.append(usage["completion_tokens_details"]["reasoning_tokens"])
+
+    assert counts == [len(ids(text.removesuffix("Yes.")))] * 2
+
+
+async def test_thinking_that_never_ends_is_all_there_is() -> None:
+    async with with_tools("<think>Hm", chat_template=THINKING_TEMPLATE) as rig:
+        answer = (await rig.chat()).json()
+
+        assert answer["choices"][0]["message"]["content"] is None
+        assert answer["choices"][0]["message"]["reasoning"] == "Hm"
+        usage = answer["usage"]
+        assert usage["completion_tokens_details"]["reasoning_tokens"] == usage["completion_tokens"]
+
+
+async def test_marks_that_are_special_tokens_are_read_and_others_stay_hidden() -> None:
+    encoder = text_folders.byte_level()
+    encoder.add_special_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>", "<noise>"])
+    tokenizer = Tokenizer(TextFiles(encoder, {}, None))
+    client = TalkingClient(vocab_size=tokenizer.vocab_size)
+    said = '<think>a</think>b<noise><tool_call>{"name": "now"}</tool_call>'
+    client.reply_ids = tokenizer.encode_now(said, False)
+    async with in_memory(client, tokenizer=tokenizer, chat_template=THINKING_TEMPLATE) as rig:
+        answer, chunks = await both(rig, tools=[NOW])
+        plain = (await rig.complete(max_tokens=100)).json()
+
+        assert without_ids(whole(answer)) == without_ids(joined(chunks))
+        assert whole(answer)["reasoning"] == "a"
+        assert whole(answer)["content"] == "b"
+        assert [call[1:] for call in whole(answer)["calls"]] == [["now", "{}"]]
+        assert plain["choices"][0]["text"] == 'ab{"name": "now"}'
+    tokenizer.close()
+
+
+@pytest.mark.parametrize(
+    ("template", "marks", "said", "thinking"),
+    [
+        (
+            "<|constrain|>",
+            ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>"],
+            "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary "
+            "to=functions.now <|constrain|>json<|message|>{}",
+            "<|channel|>analysis<|message|>a<|end|>",
+        ),
+        (
+            "<|tool_call><|channel>",
+            ["<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>", '<|"|>'],
+            "<|channel>thought\na<channel|><|tool_call>call:now{}<tool_call|>",
+            "<|channel>thought\na<channel|>",
+        ),
+    ],
+)
+async def test_a_template_of_channels_has_its_answers_read_in_channels(
+    template: str, marks: list[str], said: str, thinking: str
+) -> None:
+    encoder = text_folders.byte_level()
+    encoder.add_special_tokens(marks)
+    tokenizer = Tokenizer(TextFiles(encoder, {}, None))
+    client = TalkingClient(vocab_size=tokenizer.vocab_size)
+    client.reply_ids = tokenizer.encode_now(said, False)
+    chosen = TOOLS_TEMPLATE.replace("<tool_call>", template)
+    async with in_memory(client, tokenizer=tokenizer, chat_template=chosen) as rig:
+        answer, chunks = await both(rig, tools=[NOW])
+
+        assert without_ids(whole(answer)) == without_ids(joined(chunks))
+        assert (whole(answer)["reasoning"], whole(answer)["content"]) == ("a", None)
+        assert [call[1:] for call in whole(answer)["calls"]] == [["now", "{}"]]
+        count = len(tokenizer.encode_now(thinking, False))
+        assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}
+    tokenizer.close()
+
+
+async def test_parsers_can_be_chosen_and_switched_off() -> None:
+    async with with_tools('[TOOL_CALLS]now[ARGS]{"a": 1}', tool_call_parser="mistral") as rig:
+        answer = (await rig.chat(tools=[NOW])).json()
+
+        (call,) = whole(answer)["calls"]
+        assert len(call[0]) == 9 and call[0].isalnum()
+        assert call[1:] == ["now", '{"a": 1}']
+    async with with_tools(THOUGHT, chat_template=THINKING_TEMPLATE, reasoning_parser="none") as rig:
+        message = (await rig.chat()).json()["choices"][0]["message"]
+
+        assert message == {"role": "assistant", "content": THOUGHT, "refusal": None}
+
+
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+REQUIRED_REPLY = (
+    '[{"name": "get_weather", "arguments": {"city": "Oslo"}}, {"name": "now", "arguments": {}}]'
+)
+OSLO = ["get_weather", '{"city": "Oslo"}']
+
+
+@pytest.mark.parametrize(
+    ("choice", "reply", "calls", "reason"),
+    [
+        ("required", REQUIRED_REPLY, [OSLO, ["now", "{}"]], "tool_calls"),
+        (NAMED, '{"city": "Oslo"}', [OSLO], "stop"),
+    ],
+)
+async def test_forced_calls_are_read_from_what_a_grammar_lets_through(
+    choice: Any, reply: str, calls: Any, reason: str
+) -> None:
+    # Without a parser, and for a model that thinks: neither is asked.
+    config = {"chat_template": THINKING_TEMPLATE, "tool_call_parser": "none"}
+    async with with_tools(reply, **config) as rig:
+        answer, chunks = await both(rig, tools=[STRICT_WEATHER, NOW], tool_choice=choice)
+
+        assert without_ids(whole(answer)) == without_ids(joined(chunks))
+        assert without_ids(whole(answer))["calls"] == calls
+        assert whole(answer)["content"] is None
+        assert whole(answer)["finish_reason"] == reason
+        assert rig.client.boxes[0].sampling.structured_outputs.kind == "json"
+
+
+STRICT_WEATHER = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
+UNHELD = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "strict": True,
+        "parameters": {"properties": {"a": {"type": "string", "maxLength": 3}}},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "config", "param", "word"),
+    [
+        ({"tools": [NOW]}, {"chat_template": "{{ tools }}"}, "tools", "--tool-call-parser"),
+        ({"tools": [NOW]}, {"tool_call_parser": "none"}, "tools", "--tool-call-parser"),
+        ({"tools": [NOW]}, {"enable_auto_tool_choice": False}, "tool_choice", "switched off"),
+        (
+            {"tools": [NOW]},
+            {"chat_template": "{{ messages }}", "tool_call_parser": "hermes"},
+            "tools",
+            "no place",
+        ),
+        ({"tools": [NOW], "guided_grammar": "start: A"}, {}, "guided_grammar", "tools"),
+        (
+            {"tools": [NOW], "guided_regex": "a"},
+            {"tool_call_parser": "llama3_json"},
+            "guided_regex",
+            "begin without a mark",
+        ),
+        ({"tools": [NOW], "tool_choice": "any"}, {}, "tool_choice", "'any'"),
+        ({"tool_choice": "required"}, {}, "tool_choice", "no tools"),
+        (
+            {"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            {},
+            "tool_choice",
+            "'g'",
+        ),
+        (
+            {"tools": [NOW], "tool_choice": {"type": "function", "function": {}}},
+            {},
+            "tool_choice",
+            "name a function",
+        ),
+        (
+            {"tools": [NOW], "tool_choice": "required", "guided_regex": "a"},
+            {},
+            "guided_regex",
+            "tool_choice",
+        ),
+        ({"tools": [UNHELD]}, {"tool_call_parser": "qwen3_coder"}, "tools", "strict"),
+        ({"tools": [5]}, {}, "tools", "tools[0]"),
+        ({"tools": [{"type": "web_search"}]}, {}, "tools", "tools[0]"),
+        ({"tools": [{"type": "function", "function": {}}]}, {}, "tools", "name"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
+            {},
+            "tools",
+            "parameters",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "description": 5}}]},
+            {},
+            "tools",
+            "description",
+        ),
+    ],
+)
+async def test_what_cannot_be_honoured_is_refused(
+    fields: Any, config: Any, param: str, word: str
+) -> None:
+    async with with_tools("x", **config) as rig:
+        for stream in (False, True):
+            response = await rig.chat(**fields, stream=stream)
+
+            assert response.status_code == 400, response.text
+            error = response.json()["error"]
+            assert error["param"] == param and word in error["message"]
+
+
+async def test_an_answer_that_is_continued_is_no_thinking_unless_it_was_begun_as_such() -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I say"}]
+    goes_on = {"add_generation_prompt": False, "continue_final_message": True}
+    async with with_tools("so.", reasoning_parser="deepseek_r1") as rig:
+        answer = await rig.post("/v1/chat/completions", {"messages": messages, **goes_on})
+
+        assert answer.json()["choices"][0]["message"]["content"] == "so."

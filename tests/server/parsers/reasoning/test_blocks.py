@@ -1,0 +1,120 @@
+"""Thinking told apart from the answer, in every cut of the text."""
+
+from functools import partial
+
+import pytest
+from parsing import TOOLS, good_calls, read, read_every_way
+
+from config.server import REASONING_PARSERS, TOOL_CALL_PARSERS
+from server.parsers.answer import AnswerParser
+from server.parsers.reasoning.blocks import ThinkParser
+from server.parsers.registry import FAMILIES, THINKING, reasoning_parser_of, tool_parser_of
+from server.parsers.tool.base import CallParser
+
+CASES = [
+    ("qwen3", False, "<think>\nHm.\n</think>\n\nYes.", "Hm.", "Yes."),
+    ("qwen3", False, "Yes <think> no.", "", "Yes <think> no."),
+    ("qwen3", False, " 1 < 2 ", "", " 1 < 2 "),
+    ("qwen3", False, "<think>\n\n</think>\n\nYes.\n", "", "Yes.\n"),
+    ("qwen3", False, "<think>never closed\n", "never closed", ""),
+    ("qwen3", True, "\nHm </thin k>.\n</think>Yes.", "Hm </thin k>.", "Yes."),
+    ("deepseek_r1", True, "<think>Hm.</think>Yes.", "Hm.", "Yes."),
+    ("deepseek_r1", False, "</think>Yes.", "", "</think>Yes."),
+    ("mistral", False, "[THINK]Hm.[/THINK]Yes.", "Hm.", "Yes."),
+    ("granite", False, "Here is my thought process: a\n\nHere's my response: b", "a", "b"),
+    ("granite", False, "Here is the answer", "", "Here is the answer"),
+    ("hunyuan_a13b", False, "<think>\na\n</think>\n<answer>\nb\n</answer>", "a", "b"),
+    ("seed_oss", False, "<seed:think>a</seed:think>b", "a", "b"),
+    ("gemma4", False, "<|channel>thought\nHm.\n<channel|>Yes.", "Hm.", "Yes."),
+    ("gemma4", True, "Hm.<channel|>Yes.", "Hm.", "Yes."),
+    ("kimi_k2", False, "\u25c1think\u25b7a\u25c1/think\u25b7b", "a", "b"),
+]
+
+
+@pytest.mark.parametrize(("name", "is_inside", "text", "thought", "answer"), CASES)
+def test_thinking_is_found_wherever_the_text_is_cut(
+    name: str, is_inside: bool, text: str, thought: str, answer: str
+) -> None:
+    found = read_every_way(partial(ThinkParser, THINKING[name], is_inside=is_inside), text)
+
+    assert found == (thought, answer, [], [])
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "is_inside"),
+    [
+        ("qwen3", "<|im_start|>assistant\n<think>\n", True),
+        ("qwen3", "<|im_start|>assistant\n", False),
+        ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
+        ("deepseek_r1", "<\uff5cAssistant\uff5c>", True),
+        ("deepseek_r1", "<\uff5cAssistant\uff5c></think>", False),
+    ],
+)
+def test_the_prompts_end_says_whether_an_answer_begins_inside(
+    name: str, prompt: str, is_inside: bool
+) -> None:
+    assert THINKING[name].begins_inside(prompt) is is_inside
+
+
+@pytest.mark.parametrize(
+    ("begun", "is_inside"),
+    [("The answer", False), ("<think>Hm", True), ("<think>Hm</think>So", False)],
+)
+def test_an_answer_that_goes_on_with_a_message_thinks_where_that_message_does(
+    begun: str, is_inside: bool
+) -> None:
+    assert THINKING["deepseek_r1"].is_open(begun) is is_inside
+
+
+def test_calls_are_looked_for_behind_the_thinking_only() -> None:
+    call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+
+    def both() -> AnswerParser:
+        thinking = ThinkParser(THINKING["qwen3"], is_inside=False)
+        return AnswerParser(thinking, CallParser(FAMILIES["hermes"], TOOLS), lambda: "ID")
+
+    found = read_every_way(both, f"<think>{call}</think>\n\nSo:\n{call}")
+
+    assert found[:2] == (call, "So:")
+    assert good_calls(found) == [("now", {})]
+
+
+def test_a_parser_knows_while_the_model_thinks() -> None:
+    parser = ThinkParser(THINKING["qwen3"], is_inside=False)
+
+    states = [parser.is_thinking]
+    for piece in ("<think>", "Hm.", "</think>", "Yes"):
+        parser.feed(piece)
+        states.append(parser.is_thinking)
+
+    assert states == [False, True, True, False, False]
+    assert read(lambda: ThinkParser(THINKING["qwen3"], is_inside=True), ["a"])[0] == "a"
+
+
+@pytest.mark.parametrize(
+    ("template", "calls", "thinking"),
+    [
+        ("{% for tool in tools %}<tool_call>{% endfor %}<think>", "hermes", "qwen3"),
+        ("tools <tool_call>\n<function=example>", "qwen3_coder", None),
+        ("[AVAILABLE_TOOLS][TOOL_CALLS] [THINK]", "mistral", "mistral"),
+        ("<|tool_call|> in a template of Granite", "granite", None),
+        ("<tool_call><arg_key>", "glm45", None),
+        ("<|python_tag|>", "llama3_json", None),
+        ("Use [func_name1(a=b), func_name2()]", "pythonic", None),
+        ("<|start|>assistant<|channel|>final <|constrain|>", "openai", "openai_gptoss"),
+        ("<|tool_call>call: <tool_call|> <|channel>thought", "gemma4", "gemma4"),
+        ("<start_function_call>call:", "functiongemma", None),
+        ("<steptml:invoke name=", "step3", "step3"),
+        ("<tool_calls><tool_call>N<tool_sep><arg_key>", "hunyuan", None),
+        ("{{ messages }}", None, None),
+    ],
+)
+def test_a_template_tells_its_parsers(
+    template: str, calls: str | None, thinking: str | None
+) -> None:
+    assert (tool_parser_of(template), reasoning_parser_of(template)) == (calls, thinking)
+
+
+def test_every_name_of_the_flags_has_a_parser_and_every_parser_a_name() -> None:
+    assert set(TOOL_CALL_PARSERS) == {"auto", "none", *FAMILIES}
+    assert set(REASONING_PARSERS) == {"auto", "none", *THINKING}

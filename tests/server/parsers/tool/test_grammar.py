@@ -1,0 +1,199 @@
+"""Calls that a model chooses to make, held to their functions: what comes is read as such calls."""
+
+import json
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import text_folders
+from parsing import good_calls, read
+from tokenizers import Tokenizer
+
+from config.errors import UserError
+from config.params.structured_output import GrammarSpec
+from engine.structured_output.grammar import Grammar, Guide, Vocabulary
+from server.parsers.answer import AnswerParser
+from server.parsers.registry import FAMILIES, THINKING, words_of
+from server.parsers.tool.base import CallParser
+from server.parsers.tool.grammar import call_form
+
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {
+        "note": {"type": "string"},
+        "size": {"enum": ["small", "large"]},
+        "count": {"type": "integer", "minimum": 1, "maximum": 99},
+        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "spots": {"type": "array", "items": {"$ref": "#/$defs/spot"}, "maxItems": 2},
+    },
+    "required": ["count", "size"],
+    "additionalProperties": False,
+    "$defs": {
+        "spot": {
+            "type": "object",
+            "properties": {"x": {"type": "number", "minimum": 0, "maximum": 9}},
+            "required": ["x"],
+            "additionalProperties": False,
+        }
+    },
+}
+FUNCTIONS = {"measure": SCHEMA, "now": {"type": "object", "properties": {}}, "loose": None}
+TOOLS = {name: schema or {} for name, schema in FUNCTIONS.items()}
+
+
+def functions_of(name: str) -> Any:
+    """With what the family's calls can hold."""
+    return {**FUNCTIONS, "measure": GEMMA_SCHEMA} if "gemma" in name else FUNCTIONS
+
+
+GEMMA_SCHEMA = {
+    **SCHEMA,
+    "properties": {**SCHEMA["properties"], "spots": {"type": "array", "items": {"enum": ["a", 1]}}},
+}
+NAMES = sorted(FAMILIES.keys() - {"openai"})
+
+
+@cache
+def encoder_of(name: str, is_special: bool) -> Tokenizer:
+    """Its words are tokens, as far as they are more than a character."""
+    encoder = text_folders.byte_level()
+    forms = [FAMILIES[name], *([THINKING["openai_gptoss"]] if name == "openai" else [])]
+    found = {word for form in forms for word in words_of(form)}
+    words = sorted(word for word in found if len(word) > 1 and word != "```")
+    marks = [
+        word for word in words if word[0] in "<[`" and word.count("<") < 2 and " to=" not in word
+    ]
+    if is_special:
+        encoder.add_special_tokens(marks)
+    else:
+        encoder.add_tokens(marks)
+    return encoder
+
+
+def guide_of(name: str, is_special: bool, folder: Path) -> Guide:
+    encoder = encoder_of(name, is_special)
+    saved = text_folders.save(encoder, folder)
+    (end,) = encoder.encode("</s>").ids
+    vocabulary = Vocabulary(saved, encoder.get_vocab_size(), frozenset([end]))
+    part = call_form(FAMILIES[name], functions_of(name)).part()
+    asked = {"special_tokens": True, "format": part}
+    grammar = Grammar(GrammarSpec("structural_tag", json.dumps(asked)), vocabulary)
+    return lambda: Guide(grammar, min_tokens=0, end_ids=frozenset(), ignore_eos=False)  # type: ignore
+
+
+def written(guide: Guide, encoder: Tokenizer, start: str, rng: random.Random) -> str | None:
+    """A text that begins with `start` and that the guide allows to its end."""
+    (end,) = encoder.encode("</s>").ids
+    tokens: list[int] = []
+    for token in encoder.encode(start).ids:
+        assert token in guide.allowed(), encoder.decode(tokens, skip_special_tokens=False)
+        assert guide.advance(token) is None
+        tokens.append(token)
+    marks = {token.content: id for id, token in encoder.get_added_tokens_decoder().items()}
+    closing = {encoder.token_to_id(character) for character in '"}]>)'} | {*marks.values()}
+    for _ in range(900):
+        allowed = sorted(guide.allowed())
+        if end in allowed:
+            return encoder.decode(tokens, skip_special_tokens=False)
+        soon = [token for token in allowed if token in closing]
+        token = rng.choice(soon if soon and rng.random() < 0.3 else allowed)
+        assert guide.advance(token) is None
+        tokens.append(token)
+    return None
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_follows_a_marker_is_a_call_that_its_parser_reads_and_its_schema_takes(
+    name: str, is_special: bool, tmp_path: Path
+) -> None:
+    family, rng = FAMILIES[name], random.Random(5)
+    encoder, new_guide = encoder_of(name, is_special), guide_of(name, is_special, tmp_path)
+    starts = [f"So. {marker}" for marker in family.markers] + ["["] * family.begins_bare
+    num_calls = 0
+
+    for start in starts * 6:
+        text = written(new_guide(), encoder, start, rng)
+        if text is None:
+            continue
+        found = read(lambda: CallParser(family, TOOLS), [text])
+        calls = good_calls(found)
+        num_calls += len(calls)
+        assert calls, text
+        for called, arguments in calls:
+            assert called in FUNCTIONS, text
+            jsonschema.validate(arguments, functions_of(name)[called] or {})
+
+    assert num_calls >= len(starts) * 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_without_a_marker_is_free(name: str, tmp_path: Path) -> None:
+    encoder, guide = encoder_of(name, True), guide_of(name, True, tmp_path)()
+
+    for token in encoder.encode("Well, 2 < 3 & [x] {y} <b>z</b>. ").ids:
+        assert token in guide.allowed()
+        assert guide.advance(token) is None
+
+    assert encoder.encode("</s>").ids[0] in guide.allowed()
+
+
+@pytest.mark.parametrize(
+    ("name", "schema"),
+    [
+        ("qwen3_coder", {"properties": {"a": {"type": "string", "maxLength": 3}}}),
+        ("qwen3_coder", {"properties": {"a": {"enum": ["x</parameter>"]}}}),
+        ("qwen3_coder", {"properties": {"a": {"type": ["string", "integer"]}}}),
+        ("qwen3_coder", {"properties": {"a>": {"type": "string"}}}),
+        ("glm45", {"properties": {"a": False}}),
+        ("minimax_m2", {"properties": {}, "required": ["b"]}),
+        ("pythonic", {"properties": {"a b": {"type": "string"}}}),
+        ("lfm2", {"properties": {"a": {"items": {"$ref": "#"}}}}),
+        ("seed_oss", {"properties": {}, "minProperties": 3}),
+        ("gemma4", SCHEMA),
+    ],
+)
+def test_what_a_way_of_writing_cannot_hold_is_refused(name: str, schema: Any) -> None:
+    with pytest.raises(UserError, match="cannot be enforced") as refused:
+        call_form(FAMILIES[name], {"f": schema})
+
+    assert refused.value.param == "tools"
+
+
+ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        ANALYSIS + "<|channel|>commentary to=functions.measure <|constrain|>json<|message|>",
+        " to=functions.loose<|channel|>commentary",
+        "<|channel|>commentary<|message|>Wait.<|end|><|start|>assistant<|channel|>commentary to=",
+    ],
+)
+def test_calls_in_channels_of_their_own_are_held_and_other_channels_are_free(
+    start: str, tmp_path: Path
+) -> None:
+    encoder, rng = encoder_of("openai", True), random.Random(3)
+    new_guide, num_calls = guide_of("openai", True, tmp_path), 0
+
+    for _ in range(5):
+        text = written(new_guide(), encoder, start, rng)
+        if text is None:
+            continue
+        thinking = THINKING["openai_gptoss"].parser(is_inside=False)
+        calls = CallParser(FAMILIES["openai"], TOOLS)
+        found = read(lambda t=thinking, c=calls: AnswerParser(t, c, lambda: "ID"), [text])  # type: ignore[misc]
+        ((called, arguments),) = good_calls(found)
+        jsonschema.validate(arguments, TOOLS[called])
+        num_calls += 1
+
+    assert num_calls >= 3
+    guide = new_guide()
+    for token in encoder.encode(ANALYSIS + "<|channel|>final<|message|>x to=5 {").ids:
+        assert token in guide.allowed()
+        guide.advance(token)
+    assert encoder.encode("</s>").ids[0] in guide.allowed()

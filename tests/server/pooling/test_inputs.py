@@ -1,0 +1,152 @@
+"""Texts, pairs and token ids as inputs of a pooling model."""
+
+import asyncio
+from typing import Any
+
+import pytest
+import text_folders
+from pooling_client import EMBEDDER
+from tokenizers import Tokenizer as Encoder
+from tokenizers import processors
+
+from config.errors import PromptTooLong, UserError
+from config.params.pooling import PoolingFacts, PoolingParams
+from server.pooling.inputs import Asked, InputReader
+from server.pooling.pipeline import PoolingInput
+from server.text.pooling_inputs import InputRule, Text, batches, encode_inputs
+from server.text.tokenizer import Tokenizer
+from server.text.tokenizer_files import TextFiles
+
+EMBED = PoolingParams(task="embed")
+
+
+def encoder(*, typed: bool = True) -> Encoder:
+    """Whole words, between the special tokens of BERT, or of RoBERTa, which has no types."""
+    made = text_folders.words()
+    cls, sep = (made.token_to_id(token) for token in ("<s>", "</s>"))
+    kind = processors.BertProcessing if typed else processors.RobertaProcessing
+    made.post_processor = kind(("</s>", sep), ("<s>", cls))
+    return made
+
+
+def reader(facts: PoolingFacts = EMBEDDER, *, max_model_len: int = 8) -> InputReader:
+    tokenizer = Tokenizer(TextFiles(encoder(), {}, None))
+    vocab_size = tokenizer.vocab_size
+    return InputReader(tokenizer, facts, vocab_size=vocab_size, max_model_len=max_model_len)
+
+
+def read(texts: list[Text], made: InputReader, **asked: Any) -> list[PoolingInput]:
+    return asyncio.run(made.texts(texts, Asked(EMBED, **asked)))
+
+
+@pytest.mark.parametrize("typed", [True, False])
+@pytest.mark.parametrize("most", [6, 7, 8, 30])
+@pytest.mark.parametrize(
+    "text", ["hello world . , hello world .", ("hello world .", ". , é . , é"), ("é é é é", ".")]
+)
+def test_what_is_cut_is_what_the_library_itself_would_cut(
+    text: Text, most: int, typed: bool
+) -> None:
+    plain, cutting = encoder(typed=typed), encoder(typed=typed)
+    cutting.enable_truncation(most)
+
+    (made,) = encode_inputs(plain, [text], InputRule(most, cuts=True))
+
+    pair = (text, None) if isinstance(text, str) else text
+    expected = cutting.encode(*pair)
+    assert made.ids == expected.ids
+    types = expected.type_ids
+    assert made.num_first == (types.index(1) if 1 in types else 0)
+
+
+def test_the_end_of_a_text_is_kept_on_demand() -> None:
+    made = encoder()
+    hello, world, dot = (made.token_to_id(word) for word in ("hello", "world", "."))
+    cls, sep = (made.token_to_id(token) for token in ("<s>", "</s>"))
+
+    rule = InputRule(4, cuts=True, keeps_end=True)
+    (tokens,) = encode_inputs(made, ["hello hello world ."], rule)
+
+    assert tokens.ids == [cls, world, dot, sep]
+    assert hello not in tokens.ids
+
+
+def test_batches_hold_so_many_characters_and_keep_the_order() -> None:
+    texts: list[Text] = ["aa", ("a", "b"), "a" * 9, "b", "c"]
+
+    made = [list(batch) for batch in batches(texts, 4)]
+
+    assert made == [["aa", ("a", "b")], ["a" * 9], ["b", "c"]]
+
+
+def test_a_long_input_is_named_by_its_place_over_all_batches() -> None:
+    texts: list[Text] = ["hello " * 4] * 3_000 + ["hello " * 9]
+
+    with pytest.raises(PromptTooLong, match=r"8 tokens\. .* 11 tokens in input\[3000\]") as refusal:
+        read(texts, reader())
+
+    assert (refusal.value.param, refusal.value.code) == ("input", "context_length_exceeded")
+
+
+def test_special_tokens_alone_do_not_make_an_input() -> None:
+    with pytest.raises(UserError, match=r"is 2, and 2 special tokens .* at least 3") as refusal:
+        read(["hello world"], reader(), truncate=2)
+
+    assert refusal.value.param == "truncate_prompt_tokens"
+
+
+PROMPTED = PoolingFacts(
+    tasks=("embed",),
+    width=8,
+    token_width=8,
+    prompts={"query": "Hello world ", "none": ""},
+    default_prompt="query",
+    includes_prompt=False,
+    lowers_case=True,
+)
+
+
+def test_the_model_s_own_prompt_goes_before_a_text_and_may_be_left_out_of_the_pooling() -> None:
+    made = encoder()
+    cls, sep = (made.token_to_id(token) for token in ("<s>", "</s>"))
+    hello, world, dot = (made.token_to_id(word) for word in ("hello", "world", "."))
+
+    (prompted,) = read(["."], reader(PROMPTED))
+    (bare,) = read(["."], reader(PROMPTED), prompt_name="none")
+
+    assert prompted.token_ids == [cls, hello, world, dot, sep]
+    assert prompted.params.num_skipped == 3
+    assert (bare.token_ids, bare.params) == ([cls, dot, sep], EMBED)
+    with pytest.raises(UserError, match="'passage', this model has query, none"):
+        read(["."], reader(PROMPTED), prompt_name="passage")
+
+
+@pytest.mark.parametrize(
+    ("lists", "words"),
+    [([[1], []], r"input\[1\] holds 0"), ([[1], [99]], r"input\[1\] has token id 99, .* 0 to 14")],
+)
+def test_token_ids_are_checked(lists: list[list[int]], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        asyncio.run(reader().token_lists(lists, Asked(EMBED)))
+
+
+@pytest.mark.parametrize(
+    ("dimensions", "asked", "words"),
+    [
+        ((), 4, "dimensions is 4, this model has 8: it must be absent"),
+        ((2, 4), 3, "it must be one of 2, 4"),
+        (None, 9, "at most 8"),
+        ((), 8, None),
+        ((2, 4), 4, None),
+        (None, 3, None),
+    ],
+)
+def test_vectors_are_cut_only_where_the_model_was_made_for_it(dimensions, asked, words) -> None:  # type: ignore[no-untyped-def]
+    facts = PoolingFacts(tasks=("embed",), width=8, token_width=8, dimensions=dimensions)
+    params = PoolingParams(task="embed", dimensions=asked)
+
+    if words is None:
+        reader(facts).check(params)
+    else:
+        with pytest.raises(UserError, match=words):
+            reader(facts).check(params)

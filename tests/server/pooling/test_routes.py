@@ -1,0 +1,394 @@
+"""The routes of pooling models, over an engine whose vectors tell which tokens they are of."""
+
+import asyncio
+import base64
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from http_rig import VOCAB_SIZE, Rig, ids, in_memory, on_port
+from pooling_client import EMBEDDER, PoolingClient, pooled
+from scripted_client import ScriptedBox
+
+from config.errors import Overloaded
+from config.params.pooling import PoolingFacts, PoolingParams
+from server.pooling.pipeline import MAX_AT_ONCE
+
+CROSS_ENCODER = PoolingFacts(tasks=("score",), width=1, token_width=1)
+CLASSIFIER = PoolingFacts(
+    tasks=("classify", "token_embed"), width=3, token_width=8, labels=("bad", "fair", "good")
+)
+EMBED = PoolingParams(task="embed")
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+def client(facts: PoolingFacts = EMBEDDER, **ready_of: Any) -> PoolingClient:
+    return PoolingClient(facts, **{"vocab_size": VOCAB_SIZE, **ready_of})
+
+
+def expected(text: str, params: PoolingParams = EMBED, facts: PoolingFacts = EMBEDDER) -> Any:
+    return pytest.approx(pooled(ids(text), params, facts)[0])
+
+
+def error(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    assert response.status_code == status
+    found = response.json()["error"]
+    assert set(found) == {"message", "type", "param", "code"}
+    return dict(found)
+
+
+async def embed(rig: Rig, given: Any, **fields: Any) -> httpx.Response:
+    return await rig.post("/v1/embeddings", {"input": given, **fields})
+
+
+async def test_a_text_a_list_and_token_ids_have_the_same_vectors() -> None:
+    async with in_memory(client()) as rig:
+        one = (await embed(rig, "hello")).json()
+        many = (await embed(rig, ["hello", "world"])).json()
+        tokens = (await embed(rig, [ids("world"), ids("hello")])).json()
+        bare = (await embed(rig, ids("hello"))).json()
+
+    assert one["object"] == "list"
+    assert one["model"] == "demo"
+    assert one["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
+    assert [(entry["index"], entry["object"]) for entry in many["data"]] == [
+        (0, "embedding"),
+        (1, "embedding"),
+    ]
+    hello, world = expected("hello"), expected("world")
+    assert one["data"][0]["embedding"] == hello
+    assert bare["data"] == one["data"]
+    assert [entry["embedding"] for entry in many["data"]] == [hello, world]
+    assert [entry["embedding"] for entry in tokens["data"]] == [world, hello]
+
+
+async def test_base64_is_little_endian_float32_and_dimensions_cut_it() -> None:
+    async with in_memory(client()) as rig:
+        answer = await embed(rig, "hello", encoding_format="base64", dimensions=3)
+
+    data = base64.b64decode(answer.json()["data"][0]["embedding"])
+    params = PoolingParams(task="embed", dimensions=3)
+    assert np.frombuffer(data, "<f4") == expected("hello", params)
+
+
+async def test_what_a_request_says_reaches_the_engine() -> None:
+    engine = client()
+    async with in_memory(engine) as rig:
+        await embed(rig, "hello", use_activation=False, truncate_prompt_tokens=2, cache_salt="s")
+        await embed(rig, "hello", normalize=True, truncate_prompt_tokens=2, truncation_side="left")
+
+    first, second = engine.boxes
+    assert (first.prompt, first.cache_salt) == (ids("hello")[:2], "s")
+    assert first.pooling == PoolingParams(task="embed", normalize=False)
+    assert second.prompt == ids("hello")[-2:]
+    assert second.pooling == PoolingParams(task="embed", normalize=True)
+
+
+async def test_a_conversation_is_embedded_as_its_template_writes_it() -> None:
+    engine = client()
+    async with in_memory(engine) as rig:
+        plain = await rig.post("/v1/embeddings", {"messages": CHAT})
+        opened = await rig.post("/pooling", {"messages": CHAT, "add_generation_prompt": True})
+
+    text = "<|im_start|>user\nhi<|im_end|>\n"
+    assert plain.json()["data"][0]["embedding"] == expected(text)
+    assert opened.json()["data"][0]["data"] == expected(text + "<|im_start|>assistant\n")
+
+
+async def test_pooling_gives_what_the_task_says() -> None:
+    async with in_memory(client()) as rig:
+        default = (await rig.post("/pooling", {"input": "hello"})).json()
+        tokens = (await rig.post("/pooling", {"input": "hello", "task": "token_embed"})).json()
+        coded = {"input": "hello", "task": "token_embed", "encoding_format": "base64"}
+        data = (await rig.post("/pooling", coded)).json()["data"][0]["data"]
+
+    rows = pooled(ids("hello"), PoolingParams(task="token_embed"), EMBEDDER)
+    assert default["data"][0]["object"] == "pooling"
+    assert default["data"][0]["data"] == expected("hello")
+    assert np.array(tokens["data"][0]["data"]) == pytest.approx(rows)
+    assert np.frombuffer(base64.b64decode(data), "<f4") == pytest.approx(rows.ravel())
+
+
+async def test_classes_come_with_their_names() -> None:
+    async with in_memory(client(CLASSIFIER)) as rig:
+        answer = (await rig.post("/classify", {"input": ["hello", "good"]})).json()
+
+    first, second = answer["data"]
+    params = PoolingParams(task="classify")
+    assert first["probs"] == expected("hello", params, CLASSIFIER)
+    assert first["label"] == CLASSIFIER.labels[int(np.argmax(first["probs"]))]
+    assert (second["index"], second["num_classes"]) == (1, 3)
+    assert answer["usage"]["prompt_tokens"] == len(ids("hello") + ids("good"))
+
+
+async def test_a_cross_encoder_reads_both_texts_together() -> None:
+    engine = client(CROSS_ENCODER)
+    async with in_memory(engine) as rig:
+        answer = (await rig.post("/score", {"text_1": "he", "text_2": ["llo", "y"]})).json()
+
+    assert [box.prompt for box in engine.boxes] == [ids("he") + ids("llo"), ids("he") + ids("y")]
+    params = PoolingParams(task="score")
+    scores = [pooled(box.prompt, params, CROSS_ENCODER)[0, 0] for box in engine.boxes]
+    assert [entry["score"] for entry in answer["data"]] == pytest.approx(scores)
+    assert answer["usage"]["prompt_tokens"] == sum(len(box.prompt) for box in engine.boxes)
+
+
+@pytest.mark.parametrize(
+    "names", [("text_1", "text_2"), ("queries", "documents"), ("queries", "items"),
+              ("data_1", "data_2")]
+)  # fmt: skip
+async def test_an_embedding_model_scores_by_cosine(names: tuple[str, str]) -> None:
+    first, second = names
+    engine = client()
+    async with in_memory(engine) as rig:
+        one = await rig.post("/v1/score", {first: "a", second: ["b", {"text": "a"}]})
+        each = await rig.post("/score", {first: ["a", "b"], second: ["b", "b"]})
+
+    a, b = (pooled(ids(text), EMBED, EMBEDDER)[0] for text in "ab")
+    assert [entry["score"] for entry in one.json()["data"]] == pytest.approx([a @ b, 1.0])
+    assert [entry["score"] for entry in each.json()["data"]] == pytest.approx([a @ b, 1.0])
+    assert one.json()["usage"]["prompt_tokens"] == 3
+    assert len(engine.boxes) == 3 + 4
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+async def test_documents_come_best_first(path: str) -> None:
+    body = {"query": "a", "documents": ["b", {"text": "a"}, "c"]}
+    async with in_memory(client()) as rig:
+        whole = (await rig.post(path, body)).json()
+        best = (await rig.post(path, {**body, "top_n": 1, "return_documents": False})).json()
+
+    assert whole["results"][0] == {
+        "index": 1,
+        "document": {"text": "a"},
+        "relevance_score": pytest.approx(1.0),
+    }
+    scores = [entry["relevance_score"] for entry in whole["results"]]
+    assert scores == sorted(scores, reverse=True)
+    assert sorted(entry["index"] for entry in whole["results"]) == [0, 1, 2]
+    assert whole["usage"] == {"prompt_tokens": 4, "total_tokens": 4}
+    assert best["results"] == [{"index": 1, "relevance_score": pytest.approx(1.0)}]
+
+
+BAD = [
+    ("/v1/embeddings", {}, "input", "input is missing"),
+    ("/v1/embeddings", {"input": []}, "input", "empty list"),
+    ("/v1/embeddings", {"input": ["a", ""]}, "input", "input[1] is an empty string"),
+    ("/v1/embeddings", {"input": ["a", 1]}, "input", "(input[1])"),
+    ("/v1/embeddings", {"input": [[1], [10**6]]}, "input", "input[1] has token id 1000000"),
+    ("/v1/embeddings", {"input": ["a"] * 2049}, "input", "2049 entries, it may have 2048"),
+    ("/v1/embeddings", {"input": ["a", "b" * 65]}, "input", "context length is 64 tokens"),
+    ("/v1/embeddings", {"input": "a", "messages": CHAT}, "input", "cannot both"),
+    ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format", "'base64'"),
+    ("/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions", "at least 1"),
+    ("/v1/embeddings", {"input": "a", "dimensions": 9}, "dimensions", "at most 8"),
+    ("/v1/embeddings", {"input": "a", "priority": 1}, "priority", "must be 0"),
+    ("/v1/embeddings", {"input": "a", "embed_dtype": "float16"}, "embed_dtype", "not supported"),
+    (
+        "/v1/embeddings",
+        {"input": "a", "truncate_prompt_tokens": 65},
+        "truncate_prompt_tokens",
+        "between 1 and 64",
+    ),
+    (
+        "/v1/embeddings",
+        {"input": "a", "normalize": True, "use_activation": False},
+        "use_activation",
+        "older name",
+    ),
+    ("/v1/embeddings", {"input": "a", "prompt_name": "query"}, "prompt_name", "no prompts"),
+    ("/classify", {"input": "a"}, "model", "this model can embed, token_embed"),
+    ("/pooling", {"input": "a", "task": "score"}, "task", "this model can embed, token_embed"),
+    ("/score", {"text_1": "a"}, "text_2", "text_2 is missing"),
+    ("/score", {}, "text_1", "text_1 and text_2 are missing"),
+    ("/score", {"text_1": "a", "documents": "b"}, "documents", "do not go together"),
+    ("/score", {"text_1": ["a", "b"], "text_2": ["c"] * 3}, "text_1", "2 texts and text_2 has 3"),
+    ("/score", {"text_1": "a", "text_2": []}, "text_2", "empty list"),
+    ("/rerank", {"query": ["a"], "documents": ["b"]}, "query", "must be one text"),
+    ("/rerank", {"query": "a", "documents": ["b", {"image": "c"}]}, "documents", "documents[1]"),
+    ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "at least 0"),
+    ("/v1/chat/completions", {"messages": CHAT}, "model", "does not generate"),
+    ("/v1/completions", {"prompt": "a"}, "model", "does not generate"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param", "words"), BAD)
+async def test_bad_requests_are_refused_by_field(path, body, param, words) -> None:  # type: ignore[no-untyped-def]
+    engine = client()
+    async with in_memory(engine) as rig:
+        found = error(await rig.post(path, body))
+
+    assert found["param"] == param
+    assert words in found["message"]
+    assert not engine.boxes
+
+
+async def test_an_answer_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.pooling.inputs.MAX_NUMBERS", 8 * 4)
+    async with in_memory(client()) as rig:
+        fits = await rig.post("/pooling", {"input": ["abc", "d"], "task": "token_embed"})
+        found = error(await rig.post("/pooling", {"input": "abcde", "task": "token_embed"}))
+
+    assert fits.status_code == 200
+    assert found["param"] == "input"
+    assert "would have 40 numbers, at most 32" in found["message"]
+
+
+async def test_what_is_too_long_is_told_in_the_words_that_clients_know() -> None:
+    async with in_memory(client()) as rig:
+        found = error(await embed(rig, ["a", "b" * 65]))
+
+    assert found["code"] == "context_length_exceeded"
+    assert "65 tokens in input[1]" in found["message"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank"]
+)
+async def test_a_model_that_generates_gives_no_vectors(path: str) -> None:
+    async with in_memory() as rig:
+        found = error(await rig.post(path, {"input": "a"}))
+
+    assert found["param"] == "model"
+    assert "generates text" in found["message"]
+
+
+async def test_many_inputs_go_to_the_engine_some_at_a_time_and_come_back_in_order() -> None:
+    engine = client()
+    engine_add, most_open = engine.add, 0
+
+    def add(*args: Any, **kwargs: Any) -> ScriptedBox:
+        nonlocal most_open
+        box = engine_add(*args, **kwargs)
+        most_open = max(most_open, sum(not one.updates.empty() for one in engine.boxes))
+        return box
+
+    engine.add = add  # type: ignore[method-assign]
+    texts = [f"text {number}" for number in range(600)]
+    async with in_memory(engine) as rig:
+        answer = (await embed(rig, texts)).json()
+
+    assert [entry["embedding"] for entry in answer["data"]] == [expected(text) for text in texts]
+    assert most_open == MAX_AT_ONCE
+
+
+async def test_only_a_request_with_nothing_in_line_is_turned_away_when_it_is_full() -> None:
+    engine = client()
+    engine_add, room = engine.add, 2
+
+    def add(*args: Any, **kwargs: Any) -> ScriptedBox:
+        if sum(not box.updates.empty() for box in engine.boxes) >= room:
+            raise Overloaded(f"{room} requests are waiting")
+        return engine_add(*args, **kwargs)
+
+    engine.add = add  # type: ignore[method-assign]
+    async with in_memory(engine) as rig:
+        slow = await embed(rig, ["a", "b", "c", "d", "e"])
+        room = 0
+        refused = await embed(rig, "a")
+        rejections = await rig.metric("vllm:admission_rejections_total")
+
+    assert [entry["embedding"] for entry in slow.json()["data"]] == [expected(t) for t in "abcde"]
+    assert error(refused, 503)["type"] == "server_overloaded"
+    assert refused.headers["retry-after"] == "1"
+    assert rejections == 1
+
+
+async def test_metrics_move_by_usage() -> None:
+    async with in_memory(client()) as rig:
+        await embed(rig, ["hello", "world"])
+        await embed(rig, "")
+        await rig.post("/score", {"text_1": "a", "text_2": ["b", "c"]})
+
+        num_tokens = len(ids("hello") + ids("world")) + 3
+        assert await rig.metric("vllm:prompt_tokens_total") == num_tokens
+        assert await rig.metric("vllm:generation_tokens_total") == 0
+        assert await rig.metric("vllm:request_success_total") == 2 + 3
+        for name in ("e2e_request_latency_seconds", "request_prefill_time_seconds"):
+            assert await rig.metric(f"vllm:{name}_count") == 2
+        assert await rig.metric("vllm:request_prompt_tokens_sum") == num_tokens
+
+
+async def test_a_client_that_hangs_up_leaves_nothing_in_the_engine() -> None:
+    engine = client()
+    engine.answers = False
+    async with on_port(engine) as rig:
+        with pytest.raises(httpx.TimeoutException):
+            await embed_briefly(rig, ["a"] * 300)
+        for _ in range(100):
+            if not rig.state.servings:
+                break
+            await asyncio.sleep(0.01)
+
+        assert len(engine.aborted) == MAX_AT_ONCE == len(engine.boxes)
+        assert not rig.state.servings
+        assert await rig.metric("vllm:request_success_total") == 300
+        assert await rig.metric("vllm:prompt_tokens_total") == 0
+
+
+async def embed_briefly(rig: Rig, given: Any) -> None:
+    await rig.http.post("/v1/embeddings", json={"input": given}, timeout=0.3)
+
+
+async def sent(engine: PoolingClient, count: int) -> None:
+    for _ in range(200):
+        if len(engine.boxes) == count:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"{len(engine.boxes)} of {count} inputs were sent")
+
+
+async def test_numbers_that_are_not_finite_are_never_an_answer() -> None:
+    engine = client()
+    engine.answers = False
+    async with in_memory(engine) as rig:
+        asking = asyncio.ensure_future(embed(rig, ["a", "b"]))
+        await sent(engine, 2)
+        engine.boxes[0].say(finish="stop", vectors=np.array([[np.nan]], "<f4"))
+        found = error(await asking, 500)
+
+    assert "input 0" in found["message"]
+    assert engine.aborted == [engine.boxes[1].key]
+
+
+async def test_a_server_that_shuts_down_says_so_to_who_still_waits() -> None:
+    engine = client()
+    engine.answers = False
+    async with in_memory(engine) as rig:
+        asking = asyncio.ensure_future(embed(rig, ["a", "b"]))
+        await sent(engine, 2)
+        for serving in list(rig.state.servings):
+            serving.cut("The server is shutting down.")
+        found = error(await asking, 503)
+
+    assert found["message"] == "The server is shutting down."
+    assert len(engine.aborted) == 2
+
+
+async def test_a_request_that_is_cut_counts_the_tokens_of_what_was_done() -> None:
+    engine = client()
+    engine.answers = False
+    async with in_memory(engine) as rig:
+        asking = asyncio.ensure_future(embed(rig, ["hello", "b"]))
+        await sent(engine, 2)
+        engine.boxes[0].say(finish="stop", vectors=np.ones((1, 8), "<f4"))
+        await asyncio.sleep(0.05)
+        for serving in list(rig.state.servings):
+            serving.cut("The server is shutting down.")
+        error(await asking, 503)
+
+        assert await rig.metric("vllm:prompt_tokens_total") == len(ids("hello"))
+        assert await rig.metric("vllm:request_success_total") == 2
+
+
+async def test_an_engine_that_dies_is_a_500() -> None:
+    engine = client()
+    engine.answers = False
+    async with in_memory(engine) as rig:
+        asking = asyncio.ensure_future(embed(rig, "a"))
+        await sent(engine, 1)
+        engine.boxes[0].die()
+        found = error(await asking, 500)
+
+    assert found["type"] == "server_error"

@@ -1,0 +1,28 @@
+"""How alike two vectors are."""
+
+import numpy as np
+import pytest
+
+from server.pooling.scores import similarities
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("cosine", [1.0, 0.0, -0.6]),
+        ("dot", [4.0, 0.0, -6.0]),
+        ("euclidean", [0.0, -(5.0**0.5), -(41.0**0.5)]),
+        ("manhattan", [0.0, -3.0, -9.0]),
+    ],
+)
+def test_one_vector_is_compared_with_each_of_many(kind: str, expected: list[float]) -> None:
+    first = np.array([[2.0, 0.0]], dtype="<f4")
+    seconds = np.array([[2.0, 0.0], [0.0, 1.0], [-3.0, 4.0]], dtype="<f4")
+
+    assert similarities(kind, first, seconds) == pytest.approx(expected)
+
+
+def test_a_vector_of_zeros_is_like_no_other() -> None:
+    zeros, ones = np.zeros((1, 2), dtype="<f4"), np.ones((1, 2), dtype="<f4")
+
+    assert similarities("cosine", zeros, ones) == [0.0]

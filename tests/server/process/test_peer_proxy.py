@@ -1,0 +1,236 @@
+"""What one front-end keeps is found through every other one, streams and hang-ups included."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from engine_rig import eventually
+from http_rig import Rig, TalkingClient, on_port
+from strangers import connected
+
+from server.process import peer_proxy as siblings
+from server.process.peer_proxy import Siblings, listen
+
+ROUTE = "/v1/responses"
+KEY = {"Authorization": "Bearer k"}
+
+
+@contextlib.asynccontextmanager
+async def two(folder: Path, **config: Any) -> AsyncIterator[tuple[Rig, Rig]]:
+    paths = tuple(str(folder / f"{index}.sock") for index in range(2))
+    async with contextlib.AsyncExitStack() as stack:
+        rigs = []
+        for index in range(2):
+            client = TalkingClient("abc", pace_s=0.002)
+            rig = await stack.enter_async_context(on_port(client, **config))
+            rig.state.siblings = Siblings(index, paths, "token")
+            rejected = rig.state.metrics.peer_rejected
+            listener = await listen(rig.app, rig.state.siblings, rejected)
+            stack.callback(listener.close)
+            rigs.append(rig)
+        yield rigs[0], rigs[1]
+
+
+async def test_a_response_is_read_followed_and_deleted_through_a_sibling(tmp_path: Path) -> None:
+    async with two(tmp_path, api_keys=("k",)) as (own, other):
+        own.http.headers.update(KEY)
+        other.http.headers.update(KEY)
+        made = (await own.post(ROUTE, {"input": "hi"})).json()
+        path = f"{ROUTE}/{made['id']}"
+
+        got = await other.http.get(path, headers={"X-Request-Id": "asked-for"})
+        items = await other.http.get(f"{path}/input_items", params={"limit": 1})
+        body = {"input": "go on", "previous_response_id": made["id"]}
+        counted = (await other.post(f"{ROUTE}/input_tokens", body)).json()
+        following = (await other.post(ROUTE, body)).json()
+        reference = [{"type": "item_reference", "id": made["output"][0]["id"]}]
+        referring = await other.post(ROUTE, {"input": reference})
+        deleted = await other.http.delete(path)
+
+        assert got.json() == made
+        assert got.headers["x-request-id"] == "asked-for"
+        assert items.json()["data"][0]["content"][0]["text"] == "hi"
+        assert following["usage"]["input_tokens"] == counted["input_tokens"]
+        assert referring.status_code == deleted.status_code == 200
+        assert (await own.http.get(path)).status_code == 404
+        assert (await other.http.get(path)).json()["error"]["code"] == "not_found"
+        assert len(own.client.boxes) == 3 and not other.client.boxes
+
+
+async def test_a_response_of_another_key_is_not_there_through_a_sibling_either(
+    tmp_path: Path,
+) -> None:
+    async with two(tmp_path, api_keys=("k", "other")) as (own, other):
+        stranger = {"x-api-key": "other"}
+        made = (await own.post(ROUTE, {"input": "hi"}, headers=KEY)).json()
+        path = f"{ROUTE}/{made['id']}"
+
+        refused = [
+            await other.http.get(path, headers=stranger),
+            await other.http.get(f"{path}?stream=true", headers=stranger),
+            await other.http.get(f"{path}/input_items", headers=stranger),
+            await other.http.post(f"{path}/cancel", headers=stranger),
+            await other.http.delete(path, headers=stranger),
+            *[
+                await other.post(route, body, headers=stranger)
+                for route in (ROUTE, f"{ROUTE}/input_tokens")
+                for body in (
+                    {"input": "go on", "previous_response_id": made["id"]},
+                    {"input": [{"type": "item_reference", "id": made["output"][0]["id"]}]},
+                )
+            ],
+        ]
+        kept = await other.http.get(path, headers=KEY)
+
+        assert [answer.status_code for answer in refused] == [404] * 9
+        assert kept.json() == made
+        assert len(own.client.boxes) == 1 and not other.client.boxes
+
+
+async def test_an_exchange_is_counted_once(tmp_path: Path) -> None:
+    async with two(tmp_path) as (own, other):
+        made = (await own.post(ROUTE, {"input": "hi"})).json()
+
+        await other.http.get(f"{ROUTE}/{made['id']}")
+
+        name = f'http_requests_total{{handler="{ROUTE}/{{response_id}}"'
+        assert await own.metric(name) + await other.metric(name) == 1
+
+
+async def test_a_stream_comes_through_a_sibling_as_it_is_made(tmp_path: Path) -> None:
+    async with two(tmp_path) as (own, other):
+        own.client.endless = True
+        body = {"input": "hi", "background": True, "stream": True}
+        async with own.http.stream("POST", ROUTE, json=body) as stream:
+            lines = stream.aiter_lines()
+            await anext(lines)
+            path = f"{ROUTE}/{json.loads((await anext(lines))[6:])['response']['id']}"
+
+        async with other.http.stream("GET", f"{path}?stream=true") as stream:
+            assert stream.headers["content-type"].startswith("text/event-stream")
+            kinds = []
+            async for line in stream.aiter_lines():
+                if line.startswith("event: "):
+                    kinds.append(line)
+                if len(kinds) == 12:
+                    cancelled = (await other.post(f"{path}/cancel", {})).json()
+
+        assert cancelled["status"] == "cancelled"
+        assert kinds[:2] == ["event: response.created", "event: response.in_progress"]
+        assert kinds[-1] == "event: response.incomplete"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_hang_up_is_handed_on(tmp_path: Path, stream: bool) -> None:
+    async with two(tmp_path) as (own, other):
+        first = (await own.post(ROUTE, {"input": "hi"})).json()
+        own.client.endless = True
+        body = {"input": "hi", "previous_response_id": first["id"], "stream": stream}
+
+        asking = asyncio.ensure_future(other.post(ROUTE, body))
+        for _ in range(200):
+            await asyncio.sleep(0 if len(own.client.boxes) == 2 else 0.01)
+        asking.cancel()
+        for _ in range(200):
+            await asyncio.sleep(0 if own.client.aborted else 0.01)
+
+        assert len(own.client.aborted) == 1
+        assert not own.state.servings
+
+
+async def test_a_sibling_that_is_gone_is_told_as_such(tmp_path: Path) -> None:
+    async with on_port() as rig:
+        gone = Siblings(1, ("", str(tmp_path / "1.sock")))
+        rig.state.siblings = Siblings(0, (str(tmp_path / "0.sock"), str(tmp_path / "1.sock")))
+
+        answer = await rig.http.get(f"{ROUTE}/resp_{gone.new_number()}")
+        unknown = await rig.http.get(f"{ROUTE}/resp_{Siblings(7).new_number()}")
+
+        assert answer.status_code == 503
+        assert "is gone" in answer.json()["error"]["message"]
+        assert unknown.status_code == 404
+
+
+HEALTH = siblings._encode(siblings.Handed("GET", "/health", b"", [], None, b""))
+
+STRANGERS = {
+    "nothing": b"",
+    "no token": len(HEALTH).to_bytes(4, "big") + HEALTH,
+    "a wrong token": b"nekot" + len(HEALTH).to_bytes(4, "big") + HEALTH,
+    "half a token": b"tok",
+    "garbage": bytes(range(256)) * 400,
+    "a length of 4 GiB": b"nekot" + b"\xff" * 4 + bytes(100_000),
+}
+
+
+@pytest.mark.parametrize("sends", STRANGERS.values(), ids=STRANGERS)
+async def test_who_does_not_present_the_token_is_dropped_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sends: bytes
+) -> None:
+    monkeypatch.setattr(siblings, "TOKEN_TIMEOUT_S", 0.2)
+    async with two(tmp_path) as (own, other):
+        made = (await own.post(ROUTE, {"input": "hi"})).json()
+        began = time.monotonic()
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "0.sock")
+        writer.write(sends)
+
+        answer = await _read_to_the_end(reader)
+        waited = time.monotonic() - began
+        got = await other.http.get(f"{ROUTE}/{made['id']}")
+        writer.close()
+
+        assert answer == b"" and waited < 2
+        assert got.json() == made
+        assert await own.metric("gaudiserve:rejected_peers_total") == 1
+
+
+async def _read_to_the_end(reader: asyncio.StreamReader) -> bytes:
+    # Who is dropped with something unread finds the connection reset.
+    with contextlib.suppress(ConnectionResetError):
+        return await asyncio.wait_for(reader.read(), 5)
+    return b""
+
+
+async def test_many_open_connections_without_a_token_keep_no_sibling_out(tmp_path: Path) -> None:
+    async with two(tmp_path) as (own, other):
+        made = (await own.post(ROUTE, {"input": "hi"})).json()
+        before = psutil.Process().num_fds()
+        path = tmp_path / "0.sock"
+        strangers = [await asyncio.to_thread(connected, path) for _ in range(200)]
+        await asyncio.sleep(0.1)
+        opened = psutil.Process().num_fds() - before
+
+        times = []
+        for _ in range(5):
+            began = time.monotonic()
+            got = await other.http.get(f"{ROUTE}/{made['id']}")
+            times.append(time.monotonic() - began)
+
+        assert got.json() == made
+        assert sorted(times)[2] < 0.1, times
+        # The 200 ends of the strangers themselves are this process's too.
+        assert opened <= 200 + siblings.MAX_PENDING
+        for stranger in strangers:
+            stranger.close()
+        assert await eventually(lambda: psutil.Process().num_fds() <= before + 4, 5)
+
+
+async def test_a_message_that_is_too_long_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(siblings, "MAX_MESSAGE_BYTES", 1000)
+    async with two(tmp_path) as (own, _):
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "0.sock")
+        writer.write(b"token" + (1001).to_bytes(4, "big"))
+
+        answer = await _read_to_the_end(reader)
+        writer.close()
+
+        assert answer == b""
+        assert await own.metric("gaudiserve:rejected_peers_total") == 0

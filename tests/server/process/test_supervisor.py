@@ -1,0 +1,146 @@
+"""Several front-ends on one port before one engine: real processes, real signals."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Thread
+
+import httpx
+import pytest
+from live import LiveServer, alive, children_of, command_of, running
+from tiny_models import make_tiny
+
+ROUNDS = 16
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    return str(make_tiny("llama", folder, max_position_embeddings=4096))
+
+
+@pytest.fixture
+def fleet(model: str, tmp_path: Path) -> Iterator[LiveServer]:
+    flags = ("--served-model-name=tiny", "--dtype=float32", "--api-server-count=2")
+    with running(model, tmp_path / "log", *flags) as live:
+        # /ready is one front-end's word: wait until each has been heard.
+        wait_for(lambda: all(live.ask("/ready").status_code == 200 for _ in range(ROUNDS)))
+        yield live
+
+
+def wait_for(check: Callable[[], bool], timeout_s: float = 20) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not check():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+
+
+def metric(live: LiveServer, name: str) -> float:
+    lines = live.ask("/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+def read_to_the_end(live: LiveServer, endings: list[str]) -> None:
+    """Keep the last thing that a long stream says before [DONE], or how it broke."""
+    body = {"prompt": "go", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    try:
+        with httpx.stream("POST", f"{live.url}/v1/completions", json=body, timeout=30) as response:
+            lines = [line for line in response.iter_lines() if line]
+        endings.append(lines[-2])
+    except httpx.TransportError as error:
+        endings.append(repr(error))
+
+
+def front_ends(live: LiveServer) -> list[int]:
+    return [pid for pid in children_of(live.pid) if "server.process.supervisor" in command_of(pid)]
+
+
+def test_the_metrics_of_any_front_end_are_those_of_all(fleet: LiveServer) -> None:
+    body = {"prompt": "hello there", "max_tokens": 5, "ignore_eos": True, "n": 2}
+
+    answers = [fleet.ask("/v1/completions", body).json() for _ in range(ROUNDS)]
+
+    prompt = sum(answer["usage"]["prompt_tokens"] for answer in answers)
+    assert len(front_ends(fleet)) == 2
+    models = [fleet.ask("/v1/models").json()["data"][0] for _ in range(ROUNDS)]
+    assert len({model["created"] for model in models}) == 1
+    # A front-end tells the others what it counted ten times a second.
+    wait_for(lambda: metric(fleet, "vllm:prompt_tokens_total") == prompt)
+    wait_for(lambda: metric(fleet, "vllm:num_requests_running") == 0)
+    for _ in range(ROUNDS // 2):
+        assert metric(fleet, "vllm:prompt_tokens_total") == prompt
+        assert metric(fleet, "vllm:generation_tokens_total") == ROUNDS * 10
+        assert metric(fleet, "vllm:num_requests_running") == 0
+    # The engine's own counts come once, whoever answers.
+    steps = {metric(fleet, "vllm:iteration_tokens_total_count") for _ in range(ROUNDS)}
+    assert len(steps) == 1 and steps.pop() > 0
+    text = fleet.ask("/metrics").text
+    assert text.count("# TYPE vllm:prompt_tokens_total counter") == 1
+    assert "pid=" not in text
+
+
+def test_a_response_is_found_by_every_front_end(fleet: LiveServer) -> None:
+    made = fleet.ask("/v1/responses", {"input": "hi", "max_output_tokens": 4}).json()
+
+    got = [fleet.ask(f"/v1/responses/{made['id']}").json() for _ in range(ROUNDS)]
+    body = {"input": "on", "max_output_tokens": 4, "previous_response_id": made["id"]}
+    following = [fleet.ask("/v1/responses", body) for _ in range(ROUNDS // 2)]
+
+    assert all(one == made for one in got)
+    assert all(answer.status_code == 200 for answer in following)
+
+
+def test_sigterm_lets_every_front_end_finish(fleet: LiveServer) -> None:
+    family = children_of(fleet.pid)
+    body = {"prompt": "go", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{fleet.url}/v1/completions", json=body, timeout=30) as response:
+        lines = response.iter_lines()
+        next(lines)
+
+        fleet.signal(signal.SIGTERM)
+
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
+    assert fleet.wait_exit(15) == 0
+    assert not any(alive(pid) for pid in family)
+    assert fleet.leftovers() == []
+
+
+@pytest.mark.parametrize("victim", ["front-end", "engine"])
+def test_the_death_of_one_ends_all(fleet: LiveServer, victim: str) -> None:
+    family = children_of(fleet.pid)
+    pid = (
+        front_ends(fleet)[1]
+        if victim == "front-end"
+        else fleet.find("engine.process.engine_process")
+    )
+    endings: list[str] = []
+    readers = [Thread(target=read_to_the_end, args=(fleet, endings)) for _ in range(ROUNDS)]
+    for reader in readers:
+        reader.start()
+    wait_for(lambda: metric(fleet, "vllm:num_requests_running") == ROUNDS)
+
+    os.kill(pid, signal.SIGKILL)
+
+    assert fleet.wait_exit(5) != 0
+    assert not any(alive(pid) for pid in family)
+    for reader in readers:
+        reader.join(5)
+    # The clients of a front-end that still lives are told.
+    told = [ending for ending in endings if "server_error" in ending]
+    assert len(endings) == ROUNDS
+    assert len(told) == ROUNDS if victim == "engine" else told
+    assert fleet.leftovers() == []
+
+
+def test_the_death_of_the_parent_leaves_nobody(fleet: LiveServer) -> None:
+    family = children_of(fleet.pid)
+    assert len(family) >= 3
+
+    fleet.signal(signal.SIGKILL)
+
+    wait_for(lambda: not any(alive(pid) for pid in family), 5)

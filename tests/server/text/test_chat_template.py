@@ -1,0 +1,606 @@
+"""Chat templates: as transformers renders them, and nothing a template does can hold us up."""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import text_folders
+from releases import transformers_before
+from transformers import PreTrainedTokenizerFast
+
+from config.errors import ConfigError, UserError
+from engine.process.isolation import ForkServer
+from server.text.chat_template import ChatTemplate, _InlineWatch, read_template
+from server.text.control_tokens import ControlMarker
+from server.text.isolated_template import isolated_templates
+from server.text.template_renderer import TextTooLong, TooSlow
+
+CHATML = """{%- for message in messages %}
+    {%- if loop.first and message['role'] != 'system' %}
+        {{- '<|im_start|>system\nYou help.<|im_end|>\n' }}
+    {%- endif %}
+{{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\n' }}
+{%- endif %}
+"""
+
+# The manners of Llama 2: bos, trims, alternation checked, macros, loop controls.
+STRICT = """{{ bos_token }}
+{%- macro show(text) %}{{ '[' ~ text | trim ~ ']' }}{% endmacro %}
+{% for message in messages %}
+    {% if (message.role == 'user') != (loop.index0 % 2 == 0) %}
+        {{ raise_exception('Roles must alternate user/assistant') }}
+    {% endif %}
+    {% if message.content == 'skip' %}
+        {% continue %}
+    {% endif %}
+    {% generation %}
+{{ show(message.content) }}{{ eos_token if message.role == 'assistant' }}
+    {% endgeneration %}
+{% endfor %}
+{% if documents %}
+{% for document in documents %}
+{{ document.title }}: {{ document['text'] }}
+{% endfor %}
+{% endif %}"""
+
+TOOLS = """{% set ns = namespace(count=0, first=none) %}
+{% if tools %}
+<tools>
+{% for tool in tools %}
+{{ tool | tojson }}
+{{ tool | tojson(indent=2) }}
+{% endfor %}
+</tools>
+{% endif %}
+{% for message in messages %}
+{% if message.role == 'assistant' and message.tool_calls is defined %}
+{% for call in message.tool_calls %}
+{% set ns.count = ns.count + 1 %}
+<call {{ ns.count }}>{{ call.function.name }}
+{% for key, value in call.function.arguments.items() %}{{ key }}={{ value | tojson }};{% endfor %}
+</call>
+{% endfor %}
+{% elif message.role == 'tool' %}
+<result {{ message.tool_call_id }}>{{ message.content }}</result>
+{% else %}
+{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>
+{% endif %}
+{{ message.role }}: {{ message.content | default('nothing') }} & <{{ message.content | length }}>
+{% endif %}
+{% endfor %}
+{% if add_generation_prompt %}assistant:{% if enable_thinking is defined and not enable_thinking %} quick{% endif %}{% endif %}"""  # noqa: E501 - lines of a template are what they are
+
+PARTS_ONLY = """{% for message in messages %}<{{ message.role }}>
+{%- for part in message.content if part.type == 'text' %}{{ part.text }}|{% endfor %}
+{% endfor %}"""
+
+EITHER = """{% for message in messages %}<{{ message.role }}>
+{%- if message.content is string %}{{ message.content }}
+{%- else %}{% for part in message.content %}{{ part['text'] | trim }}+{% endfor %}{% endif %}
+{% endfor %}"""
+
+TEMPLATES = {"chatml": CHATML, "strict": STRICT, "tools": TOOLS}
+HELLO = [{"role": "user", "content": " Hello <b>you</b> & é 你好 "}]
+TALK = [
+    *HELLO,
+    {"role": "assistant", "content": "Hi\n"},
+    {"role": "user", "content": "skip"},
+]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "It's <cold> & é",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+CALLED = [
+    {"role": "user", "content": "Is it cold?"},
+    {
+        "role": "assistant",
+        "tool_calls": [
+            {
+                "id": "a1",
+                "type": "function",
+                "function": {"name": "weather", "arguments": {"city": "Zürich", "days": 3}},
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": "a1", "content": "-3 °C"},
+    {"role": "assistant", "content": "Yes.", "reasoning_content": "-3 is cold"},
+    {"role": "user", "content": "Thanks"},
+]
+
+
+def theirs(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
+    reference = PreTrainedTokenizerFast(
+        tokenizer_object=text_folders.byte_level(), bos_token="<s>", eos_token="</s>"
+    )
+    rendered = reference.apply_chat_template(
+        messages, chat_template=template, tokenize=False, **options
+    )
+    assert isinstance(rendered, str)
+    return rendered
+
+
+def ours(source: str | dict[str, str] | None, **limits: Any) -> ChatTemplate:
+    return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}, **limits)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("messages", [HELLO, TALK], ids=["hello", "talk"])
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+async def test_prompts_are_those_of_transformers(
+    name: str, messages: list[dict[str, Any]], add_generation_prompt: bool
+) -> None:
+    expected = theirs(TEMPLATES[name], messages, add_generation_prompt=add_generation_prompt)
+
+    rendered = await ours(TEMPLATES[name]).render(
+        messages, add_generation_prompt=add_generation_prompt
+    )
+
+    assert rendered == expected
+
+
+async def test_tools_calls_results_and_reasoning_are_rendered_as_transformers_does() -> None:
+    options: dict[str, Any] = {"tools": [WEATHER], "add_generation_prompt": True}
+    expected = theirs(TOOLS, CALLED, **options, enable_thinking=False)
+
+    rendered = await ours(TOOLS).render(CALLED, **options, kwargs={"enable_thinking": False})
+
+    assert rendered == expected
+
+
+async def test_documents_reach_the_template() -> None:
+    documents = [{"title": "A", "text": "one"}, {"title": "B", "text": "two"}]
+    expected = theirs(STRICT, HELLO, documents=documents)
+
+    rendered = await ours(STRICT).render(HELLO, documents=documents, add_generation_prompt=False)
+
+    assert rendered == expected
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The answer is",
+        "Trailing space ",
+        pytest.param(
+            "  both  \n",
+            marks=pytest.mark.skipif(
+                transformers_before("4.57"),
+                reason="transformers before 4.57 drops the blanks at the end of a final message "
+                "that begins with some, though the template kept both",
+            ),
+        ),
+    ],
+)
+async def test_a_final_message_goes_on_as_with_transformers(name: str, text: str) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": text}]
+    expected = theirs(TEMPLATES[name], messages, continue_final_message=True)
+
+    rendered = await ours(TEMPLATES[name]).render(
+        messages, add_generation_prompt=False, continue_final_message=True
+    )
+
+    assert rendered == expected
+
+
+async def test_arguments_written_as_json_text_reach_the_template_as_an_object() -> None:
+    calls = [{"function": {"name": "f", "arguments": '{"city": "Zürich", "days": 3}'}}]
+    messages = [HELLO[0], {"role": "assistant", "content": None, "tool_calls": calls}]
+
+    rendered = await ours(TOOLS).render(messages)
+
+    assert 'city="Zürich";days=3;' in rendered
+    assert calls[0]["function"]["arguments"] == '{"city": "Zürich", "days": 3}'
+
+
+async def test_empty_arguments_are_an_empty_object_and_broken_ones_an_error() -> None:
+    def messages(arguments: str) -> list[dict[str, Any]]:
+        call = {"function": {"name": "f", "arguments": arguments}}
+        return [HELLO[0], {"role": "assistant", "tool_calls": [call]}]
+
+    rendered = await ours(TOOLS).render(messages(""))
+    with pytest.raises(UserError, match="'f' are not JSON") as caught:
+        await ours(TOOLS).render(messages("{"))
+
+    assert "<call 1>f\n</call>" in rendered
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+async def test_past_reasoning_is_taken_under_either_name(name: str) -> None:
+    messages = [HELLO[0], {"role": "assistant", "content": "Hi", name: "greet back"}]
+
+    rendered = await ours(TOOLS).render(messages)
+
+    assert "<think>greet back</think>" in rendered
+
+
+async def test_a_developer_speaks_as_the_system() -> None:
+    messages = [{"role": "developer", "content": "Be brief."}, *HELLO]
+
+    rendered = await ours(CHATML).render(messages)
+
+    assert rendered.startswith("<|im_start|>system\nBe brief.<|im_end|>")
+
+
+async def test_text_parts_are_joined_for_a_template_that_wants_one_text() -> None:
+    parts = [{"type": "text", "text": "Hello"}, {"type": "text", "text": " world"}]
+
+    rendered = await ours(CHATML).render([{"role": "user", "content": parts}])
+    expected = await ours(CHATML).render([{"role": "user", "content": "Hello world"}])
+
+    assert rendered == expected
+
+
+async def test_a_template_that_walks_over_parts_gets_parts() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages = [{"role": "system", "content": "sys"}, {"role": "user", "content": parts}]
+
+    rendered = await ours(PARTS_ONLY).render(messages)
+
+    assert rendered == "<system>sys|<user>one|two|"
+
+
+async def test_a_template_that_takes_both_gets_what_was_sent() -> None:
+    parts = [{"type": "text", "text": " one "}, {"type": "text", "text": "two"}]
+    messages = [{"role": "system", "content": " sys"}, {"role": "user", "content": parts}]
+
+    rendered = await ours(EITHER).render(messages, add_generation_prompt=False)
+
+    assert rendered == theirs(EITHER, messages)
+
+
+async def test_parts_that_are_no_text_are_refused_by_name() -> None:
+    messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+
+    with pytest.raises(UserError, match="'image_url' is not supported"):
+        await ours(CHATML).render(messages)
+
+
+async def test_what_a_template_refuses_is_the_callers_error() -> None:
+    messages = [*HELLO, *HELLO]
+
+    with pytest.raises(UserError, match="Roles must alternate") as caught:
+        await ours(STRICT).render(messages)
+
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "broken", ["{% for", "{{ messages.x.y }}", "{{ ''.__class__.__mro__ }}", "{{ 1 / 0 }}"]
+)
+async def test_broken_and_prying_templates_are_the_callers_error(broken: str) -> None:
+    with pytest.raises(UserError, match="chat template does not take this"):
+        await ours(CHATML).render(HELLO, template=broken)
+
+
+async def test_templates_cannot_change_what_they_are_given() -> None:
+    with pytest.raises(UserError):
+        await ours("{{ messages.append(1) }}").render(HELLO)
+
+
+async def test_half_characters_in_messages_come_out_as_text() -> None:
+    rendered = await ours("{{ messages[0].content }}").render(
+        [{"role": "user", "content": "\ud800"}]
+    )
+
+    assert rendered == "\ufffd"
+
+
+async def test_named_templates_are_chosen_as_transformers_chooses() -> None:
+    template = ours(
+        {"default": "plain", "tool_use": "with {{ tools[0].function.name }}", "rag": "rag"}
+    )
+
+    chosen = [
+        await template.render(HELLO),
+        await template.render(HELLO, tools=[WEATHER]),
+        await template.render(HELLO, template="rag"),
+    ]
+
+    assert chosen == ["plain", "with weather", "rag"]
+
+
+async def test_no_template_at_all_says_what_to_do() -> None:
+    with pytest.raises(UserError, match="--chat-template"):
+        await ours(None).render(HELLO)
+
+
+async def test_kwargs_reach_the_template_but_may_not_stand_in_for_fields() -> None:
+    template = ours("{{ mood }} {{ bos_token }}")
+
+    rendered = await template.render(HELLO, kwargs={"mood": "fine", "bos_token": "B"})
+    with pytest.raises(UserError) as caught:
+        await template.render(HELLO, kwargs={"messages": []})
+
+    assert rendered == "fine B"
+    assert caught.value.param == "chat_template_kwargs"
+
+
+async def test_the_date_is_the_clocks() -> None:
+    template = ours("{{ strftime_now('%d %b %Y') }}", now=lambda: datetime(2026, 2, 3))
+
+    assert await template.render(HELLO) == "03 Feb 2026"
+
+
+SLOW = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+async def test_an_endless_template_is_stopped_and_its_thread_serves_the_next() -> None:
+    template = ours(CHATML, time_limit_s=0.2, threads=1)
+    began_s = time.monotonic()
+
+    with pytest.raises(UserError, match=r"0\.2 s") as caught:
+        await template.render(HELLO, template=SLOW)
+    rendered = await template.render(HELLO)
+
+    assert time.monotonic() - began_s < 2
+    assert caught.value.param == "messages"
+    assert "Hello" in rendered
+
+
+async def test_the_loop_runs_on_while_a_template_is_slow() -> None:
+    template = ours(SLOW, time_limit_s=0.3)
+    gaps_s = []
+    render = asyncio.create_task(template.render(HELLO))
+
+    while not render.done():
+        before_s = time.monotonic()
+        await asyncio.sleep(0.005)
+        gaps_s.append(time.monotonic() - before_s)
+
+    assert isinstance(render.exception(), UserError)
+    assert max(gaps_s) < 0.2
+
+
+async def test_a_short_conversation_waits_for_no_thread_once_its_template_was_quick() -> None:
+    template = ours(CHATML, time_limit_s=0.5, threads=1)
+    for _ in range(3):
+        await template.render(HELLO)
+    slow = asyncio.create_task(template.render(HELLO, template=SLOW))
+    await asyncio.sleep(0)
+
+    rendered = await template.render(HELLO)
+    was_slow = slow.done()
+
+    assert "Hello" in rendered
+    assert not was_slow
+    with pytest.raises(UserError):
+        await slow
+
+
+async def test_time_in_line_does_not_count() -> None:
+    template = ours(CHATML, time_limit_s=0.3, threads=1)
+    slow = [asyncio.create_task(template.render(HELLO, template=SLOW)) for _ in range(2)]
+    await asyncio.sleep(0)
+
+    rendered = await template.render(HELLO)
+
+    assert "Hello" in rendered
+    assert all(
+        isinstance(e, UserError) for e in await asyncio.gather(*slow, return_exceptions=True)
+    )
+
+
+async def test_a_caller_who_leaves_stops_the_template() -> None:
+    template = ours(SLOW, time_limit_s=60, threads=1)
+    left = asyncio.create_task(template.render(HELLO))
+    await asyncio.sleep(0.05)
+
+    left.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await left
+    rendered = await asyncio.wait_for(template.render(HELLO, template=CHATML), 5)
+
+    assert "Hello" in rendered
+
+
+DOUBLING = "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = GROW %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        "{% for a in range(9999) %}{% for b in range(9999) %}xxxxxxxx{% endfor %}{% endfor %}",
+        DOUBLING.replace("GROW", "n.s + n.s"),
+        DOUBLING.replace("GROW", "n.s ~ n.s"),
+        DOUBLING.replace("GROW", "[n.s, n.s] | join"),
+        DOUBLING.replace("GROW", "n.s.join(['', n.s, ''])"),
+        DOUBLING.replace("GROW", "n.s | replace('a', n.s)"),
+        DOUBLING.replace("GROW", "n.s.replace('a', n.s)"),
+        DOUBLING.replace("GROW", "'%s%s' % (n.s, n.s)"),
+        DOUBLING.replace("GROW", "n.s | indent(n.s, true)"),
+        DOUBLING.replace("GROW", "[n.s, n.s]") + "{{ n.s }}",
+        DOUBLING.replace("GROW", "[n.s, n.s]") + "{{ n.s | tojson }}",
+        DOUBLING.replace("GROW", "[n.s, n.s]") + "{{ n.s | string }}",
+        DOUBLING.replace("GROW", "[n.s, n.s]") + "{{ n.s ~ '' }}",
+        "{{ 'x' * 9999999999 }}",
+        "{{ 9999999999 * ['x'] }}",
+        "{{ 'x' | center(9999999999) }}",
+        "{{ 'x'.ljust(9999999999) }}",
+        "{{ '%9999999999d' % 1 }}",
+        "{{ '%*d' % (9999999999, 1) }}",
+        "{{ '{:9999999999}'.format(1) }}",
+        "{{ '%9999999999d' | format(1) }}",
+        "{{ [] | batch(9999999999, 'x') | list }}",
+    ],
+)
+async def test_bombs_end_at_the_bound_on_output(bomb: str) -> None:
+    template = ours(bomb, max_characters=100_000)
+
+    with pytest.raises(UserError, match=r"100000 characters|five digits"):
+        await template.render(HELLO)
+
+
+@pytest.mark.parametrize("grown", ["9 ** 99999", "n.s * n.s"])
+async def test_numbers_stay_small(grown: str) -> None:
+    square = "{% set n = namespace(s=3) %}{% for i in range(60) %}{% set n.s = GROW %}{% endfor %}"
+
+    with pytest.raises(UserError, match="too large"):
+        await ours(square.replace("GROW", grown)).render(HELLO)
+
+
+def test_the_flag_takes_a_file_or_the_text_itself(tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text("{{ 'é' }}", encoding="utf-8")
+
+    from_file = read_template(str(tmp_path / "chat.jinja"))
+    from_text = read_template("{{ messages }}")
+
+    assert (from_file, from_text) == ("{{ 'é' }}", "{{ messages }}")
+
+
+def test_a_template_file_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"'nowhere\.jinja'"):
+        read_template("nowhere.jinja")
+
+
+async def test_tools_that_a_template_would_drop_are_refused() -> None:
+    # It names tools, but not those of the request.
+    template = ours("{% for m in messages %}{{ m.content }}{{ m.tools }}{% endfor %}")
+
+    with pytest.raises(UserError, match="no place for tools") as caught:
+        await template.render(HELLO, tools=[WEATHER])
+
+    assert caught.value.param == "tools"
+
+
+MOODY = "{% if 'slow' in messages[0].content %}" + SLOW + "{% endif %}{{ messages[0].content }}"
+
+
+async def test_a_template_that_is_slow_for_some_contents_never_holds_up_the_loop() -> None:
+    template = ours(MOODY, time_limit_s=0.3)
+    for _ in range(3):
+        await template.render(HELLO)
+    assert template._may_run_inline(MOODY)
+    gaps_s = []
+
+    for _ in range(3):
+        render = asyncio.create_task(template.render([{"role": "user", "content": "slow"}]))
+        while not render.done():
+            before_s = time.monotonic()
+            await asyncio.sleep(0.001)
+            gaps_s.append(time.monotonic() - before_s)
+        assert isinstance(render.exception(), UserError)
+
+    # Stopped on the loop the first time, never begun there again.
+    assert max(gaps_s) < 0.2 and sorted(gaps_s)[-3] < 0.1
+    assert await template.render(HELLO) == HELLO[0]["content"]
+    assert not template._may_run_inline(MOODY)
+    template.close()
+
+
+async def test_a_stopped_rendering_leaves_nothing_behind_on_its_thread() -> None:
+    watch = _InlineWatch()
+    endless = threading.Event()
+
+    def spin(stop_after: int) -> str:
+        while not endless.is_set():
+            stop_after -= 1
+            if not stop_after:
+                return "done"
+        return ""
+
+    for place in range(30):
+        # Some end by themselves just when they would be stopped.
+        with contextlib.suppress(TooSlow):
+            watch.run(lambda count=place * 60_000 + 1: spin(count))  # type: ignore[misc]
+        sum(range(10_000))
+
+    with pytest.raises(TooSlow):
+        watch.run(lambda: spin(-1))
+    watch.close()
+
+
+@pytest.fixture(scope="module")
+def isolation() -> Iterator[ForkServer]:
+    server = isolated_templates(None)
+    server.start()
+    yield server
+    server.close()
+
+
+GREEDY = [
+    "{{ '{:{w}}'.format('x', w=10**10) }}",
+    "{% set n = namespace(all=[]) %}{% for i in range(99999) %}"
+    "{% set n.all = n.all + ['x' * 1000000 ~ i] %}{% endfor %}",
+    "{{ [1] | slice(10**9) | list | length }}",
+    SLOW,
+    "{{ lipsum.__globals__ }}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
+    "{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("greedy", GREEDY, ids=range(len(GREEDY)))
+async def test_a_template_of_a_request_costs_the_server_neither_time_nor_memory(
+    isolation: ForkServer, greedy: str
+) -> None:
+    template = ours(CHATML, isolation=isolation)
+    # The fork server is there.
+    await template.render(HELLO, template="{{ messages[0].content }}")
+    process = psutil.Process()
+    before, began_s, gaps_s = process.memory_info().rss, time.monotonic(), [0.0]
+
+    render = asyncio.create_task(template.render(HELLO, template=greedy))
+    while not render.done():
+        before_s = time.monotonic()
+        await asyncio.sleep(0.005)
+        gaps_s.append(time.monotonic() - before_s)
+
+    assert isinstance(render.exception(), UserError)
+    assert time.monotonic() - began_s < 2
+    assert sorted(gaps_s)[-2] < 0.1
+    assert process.memory_info().rss - before < 50 * 2**20
+    assert "Hello" in await template.render(HELLO)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+async def test_isolated_prompts_are_those_of_transformers(isolation: ForkServer, name: str) -> None:
+    template = ours(CHATML, isolation=isolation)
+    tools = [WEATHER] if name == "tools" else None
+    messages = CALLED if name == "tools" else TALK
+
+    rendered = await template.render(messages, tools=tools, template=TEMPLATES[name])
+
+    assert rendered == theirs(TEMPLATES[name], messages, tools=tools, add_generation_prompt=True)
+
+
+async def test_what_an_isolated_template_refuses_is_the_callers_error(
+    isolation: ForkServer,
+) -> None:
+    template = ours(CHATML, isolation=isolation)
+
+    with pytest.raises(UserError, match="Only users"):
+        await template.render(HELLO, template="{{ raise_exception('Only users') }}")
+    with pytest.raises(TextTooLong):
+        await template.render(
+            HELLO, template="{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}"
+        )
+
+
+async def test_control_tokens_in_messages_are_marked_in_isolation_too() -> None:
+    marker = ControlMarker(["<|end|>"], [], "MARK")
+    server = isolated_templates(marker)
+    template = ours(CHATML, isolation=server)
+
+    rendered = await template.render(
+        [{"role": "user", "content": "a <|end|> b"}],
+        template="{{ messages[0].content }}<|end|>",
+        mark=marker.marked,
+    )
+
+    assert rendered == "a <MARK|end|> b<|end|>"
+    template.close()

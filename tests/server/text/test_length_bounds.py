@@ -1,0 +1,77 @@
+"""server/text/length_bounds.py: no text has fewer tokens than its length is said to show."""
+
+import pytest
+import text_folders
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from server.text.length_bounds import Cover, cover_of
+
+
+def with_normalizer(encoder: Tokenizer, normalizer: normalizers.Normalizer) -> Tokenizer:
+    encoder.normalizer = normalizer
+    return encoder
+
+
+def without_some_bytes() -> Tokenizer:
+    """As published tokenizers are: control bytes that the training text never had are dropped."""
+    vocab = [c for c in pre_tokenizers.ByteLevel.alphabet() if c not in "ĀāĂ"]
+    encoder = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(vocab))}, merges=[]))
+    encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    encoder.decoder = decoders.ByteLevel()
+    return encoder
+
+
+KNOWN = {
+    "bytes": text_folders.byte_level(),
+    "fallback": text_folders.byte_fallback(),
+    "composed": with_normalizer(text_folders.byte_level(), normalizers.NFC()),
+    "some bytes": without_some_bytes(),
+}
+COVERS = {kind: cover_of(encoder) for kind, encoder in KNOWN.items()}
+# Pieces that shrink if anything does: combining marks, Hangul letters, merges, control tokens.
+PIECES = ["\u03b1\u0313\u0300\u0345", "\u1100\u1161\u11a8", " the", "<|im_start|>", "<tool>", "\0"]
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+@given(text=st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=3)), max_size=12))
+@settings(max_examples=60, deadline=None)
+def test_no_text_has_fewer_tokens_than_its_cover_says(kind: str, text: list[str]) -> None:
+    cover = COVERS[kind]
+    joined = "".join(text).encode("utf-8", "replace").decode()
+
+    count = len(KNOWN[kind].encode(joined, add_special_tokens=False).ids)
+
+    assert cover is not None
+    assert cover.least_tokens(joined) <= count
+
+
+def test_the_longest_token_is_what_counts_and_dropped_bytes_are_not() -> None:
+    longest = max(len(token) for token in text_folders.SPECIAL)
+
+    assert COVERS["bytes"] == Cover(most_bytes=longest)
+    assert COVERS["some bytes"] == Cover(most_bytes=1, dropped=bytes((0, 1, 2)))
+    assert COVERS["some bytes"].least_tokens("ab\0\1c") == 3
+
+
+def blanks_swallowed() -> Tokenizer:
+    encoder = text_folders.byte_level()
+    encoder.add_special_tokens([AddedToken("<|end|>", rstrip=True, special=True)])
+    return encoder
+
+
+@pytest.mark.parametrize(
+    "encoder",
+    [
+        text_folders.words(),
+        blanks_swallowed(),
+        with_normalizer(text_folders.byte_level(), normalizers.Strip()),
+        with_normalizer(text_folders.byte_level(), normalizers.Replace("  ", " ")),
+    ],
+    ids=["unknown words", "blanks swallowed", "stripped", "blanks joined"],
+)
+def test_a_tokenizer_that_can_drop_any_amount_of_text_has_no_cover(encoder: Tokenizer) -> None:
+    cover = cover_of(encoder)
+
+    assert cover is None
