@@ -29,13 +29,13 @@ from hpu.backends.cuda import CudaBackend, missing_cuda
 from hpu.models.decoder import Decoder
 from hpu.models.registry import build_model
 from hpu.profiling.counters import Counters
-from hpu.protocol import DECODE, PREFILL, Launch, NewRow, RowSampling, StepPlan, StepResult
-from hpu.runner.async_output import PendingStep
-from hpu.runner.batch_state import Rows
-from hpu.runner.graph_cache import Graphs
-from hpu.runner.input_buffers import BucketInputs, Staging
+from hpu.protocol import DECODE, PREFILL, Launch, NewRequest, RequestSampling, StepPlan, StepResult
+from hpu.runner.async_output import AsyncStepOutput
+from hpu.runner.batch_state import BatchState
+from hpu.runner.graph_cache import GraphCache
+from hpu.runner.input_buffers import InputBufferPool, InputBuffers
 from hpu.runner.kv_cache import KVCache, block_bytes
-from hpu.runner.model_runner import Runner
+from hpu.runner.model_runner import ModelRunner
 from hpu.sampling.sampler import AnySampler, Sampler
 from hpu.sampling.sampler_padded import PaddedSampler
 
@@ -137,20 +137,20 @@ class Decoding:
         blocks_a_row = -(-(context + num_steps + 1) // block_size)
         num_blocks = num_rows * blocks_a_row
         vocab_size, length = model.config.vocab_size, model.config.max_position
-        counters, staging = Counters(), Staging(backend, BucketInputs)
+        counters, staging = Counters(), InputBufferPool(backend, InputBuffers)
         # As hpu/worker/build.py chooses.
         sampler: AnySampler = Sampler(num_rows, vocab_size, backend.device, backend.index_dtype)
         if captures or backend.compiles:
             sampler = PaddedSampler(num_rows, vocab_size, backend)
-        self._graphs = Graphs(
+        self._graphs = GraphCache(
             model.forward, backend, counters, captures=captures, budget_bytes=GIB * 1024
         )
         # The first decode makes the graph.
         self._graphs.on_demand = True
-        self._runner = Runner(
+        self._runner = ModelRunner(
             model,
             backend,
-            Rows(num_rows, length, block_size, pad_block=num_blocks),
+            BatchState(num_rows, length, block_size, pad_block=num_blocks),
             sampler,
             KVCache(
                 model, backend, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype
@@ -173,13 +173,15 @@ class Decoding:
         tokens = memoryview((np.arange(context, dtype="<u4") % 300).tobytes())
         for row in self._rows:
             blocks = list(range(row * blocks_a_row, (row + 1) * blocks_a_row))
-            new = NewRow(row, tokens, context, context - 1, blocks, RowSampling(temperature=0.0))
+            new = NewRequest(
+                row, tokens, context, context - 1, blocks, RequestSampling(temperature=0.0)
+            )
             cached = -(-(context - 1) // block_size)
             launch = Launch(PREFILL, (1, 1, cached), [row], [1], [True])
             self._runner.collect(self._submit([launch], [new]))
 
-    def _submit(self, launches: list[Launch], new_rows: list[NewRow]) -> PendingStep:
-        plan = StepPlan(self._step, launches, new_rows)
+    def _submit(self, launches: list[Launch], new_requests: list[NewRequest]) -> AsyncStepOutput:
+        plan = StepPlan(self._step, launches, new_requests)
         self._step += 1
         return self._runner.submit(plan)
 

@@ -14,12 +14,12 @@ import msgspec
 
 from benchmarks.null_device import NullDevice
 from config.buckets import BucketConfig
-from config.engine import CacheConfig, EngineConfig, ScheduleConfig
+from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.params.sampling import SamplingParams
 from engine.core.engine_core import EngineCore
 from engine.core.loop import EngineLoop, make_table
 from engine.kv_cache.prefix_hashes import block_hashes
-from engine.transport.messages import AddRequest, FromEngine, StepTokens
+from engine.transport.messages import AddRequest, FromEngine, StepOutput
 from hpu.protocol import FromWorker, StepPlan, StepResult
 
 BUDGET = 8192
@@ -103,10 +103,10 @@ def make_config(
         model="none",
         max_model_len=longest,
         cache=CacheConfig(block_size=block_size, num_blocks=num_blocks),
-        schedule=ScheduleConfig(
+        scheduler=SchedulerConfig(
             max_num_seqs=num_rows,
             max_num_batched_tokens=max(BUDGET, num_rows * longest // PREFILL_STEPS),
-            max_waiting=1_000_000,
+            max_queue_len=1_000_000,
         ),
         buckets=BucketConfig(strategy=strategy),
     )
@@ -130,7 +130,7 @@ def run(
     config: EngineConfig,
     device: NullDevice,
     requests: Iterable[AddRequest],
-    on_tokens: Callable[[EngineLoop, StepTokens], None] = lambda loop, tokens: None,
+    on_tokens: Callable[[EngineLoop, StepOutput], None] = lambda loop, tokens: None,
 ) -> None:
     """Serve `requests` with the loop of an engine's process until the device has measured enough.
 
@@ -139,7 +139,7 @@ def run(
 
     def emit(front_end: int | None, message: FromEngine) -> None:
         encode(message)
-        if isinstance(message, StepTokens):
+        if isinstance(message, StepOutput):
             on_tokens(loop, message)
 
     loop = EngineLoop(config, emit, num_front_ends=1)
@@ -158,7 +158,7 @@ def watch_decodes(num_rows: int, num_waiting: int, context: int, num_steps: int)
     """Times of steps in which all rows decode behind `context` tokens or more."""
     config = make_config(num_rows, context + num_steps + 1024)
     block_size = config.cache.block_size or 0
-    device = Watched(config, num_steps, lambda plan: len(plan.launches[0].rows) == num_rows)
+    device = Watched(config, num_steps, lambda plan: len(plan.launches[0].req_indices) == num_rows)
     lengths = spread(num_rows, context, block_size) + [WAITING_TOKENS] * num_waiting
     run(config, device, prompts(lengths, max_tokens=num_steps + 512))
     return device.times
@@ -186,7 +186,7 @@ def watch_admission(num_requests: int, num_tokens: int) -> Admission:
         request = take(frame)
         core.add(request, block_hashes(request.prompt, ready.block_size, request.cache_salt))
     queue_s = time.thread_time() - start
-    while core.stats().running < config.schedule.max_num_seqs:
+    while core.stats().running < config.scheduler.max_num_seqs:
         core.turn()
     assert core.num_open == num_requests, f"{core.num_open} of {num_requests} are in line"
     start = time.thread_time()
@@ -215,7 +215,7 @@ def watch_growth(num_steps: int, num_rows: int = 8) -> Growth:
     resident: list[int] = []
     made = num_rows
 
-    def refill(loop: EngineLoop, tokens: StepTokens) -> None:
+    def refill(loop: EngineLoop, tokens: StepOutput) -> None:
         nonlocal made
         if not resident and len(device.times.cpu) >= tenth:
             resident.append(_resident())

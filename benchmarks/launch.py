@@ -39,11 +39,11 @@ from hpu.emulator.card.segments import Recipes
 from hpu.emulator.card.streams import CardEvent
 from hpu.emulator.vendor.wrap import GraphedFunction
 from hpu.models.decoder import Decoder
-from hpu.runner.async_output import PendingStep
-from hpu.runner.batch_state import Rows
-from hpu.runner.graph_cache import Graphs
-from hpu.runner.input_buffers import Inputs, Staging
-from hpu.runner.model_runner import Runner
+from hpu.runner.async_output import AsyncStepOutput
+from hpu.runner.batch_state import BatchState
+from hpu.runner.graph_cache import GraphCache
+from hpu.runner.input_buffers import InputBufferPool, Inputs
+from hpu.runner.model_runner import ModelRunner
 from hpu.sampling.sampler_padded import PaddedSampler
 
 LOGIC, GRAPH, CALLS, SAMPLING, REST = "logic", "graph", "calls", "sampling", "rest"
@@ -53,13 +53,13 @@ LAUNCH = (GRAPH, CALLS, SAMPLING, REST)
 OURS = (LOGIC, *LAUNCH)
 
 WATCHED: tuple[tuple[type, str, str], ...] = (
-    (Runner, "_apply", LOGIC),
-    (Staging, "inputs", LOGIC),
+    (ModelRunner, "_apply", LOGIC),
+    (InputBufferPool, "inputs", LOGIC),
     (Inputs, "fields", LOGIC),
-    (Rows, "fill_decode", LOGIC),
+    (BatchState, "fill_decode", LOGIC),
     (Inputs, "upload", LOGIC),
-    (Runner, "collect", LOGIC),
-    (Graphs, "run", GRAPH),
+    (ModelRunner, "collect", LOGIC),
+    (GraphCache, "run", GRAPH),
     (HpuGraph, "replay", GRAPH),
     (CudaGraph, "replay", GRAPH),
     *(
@@ -69,9 +69,9 @@ WATCHED: tuple[tuple[type, str, str], ...] = (
     ),
     (Decoder, "logits", SAMPLING),
     (PaddedSampler, "sample", SAMPLING),
-    (Runner, "_sample", SAMPLING),
-    (Runner, "submit", REST),
-    (PendingStep, "wait", WAITING),
+    (ModelRunner, "_sample", SAMPLING),
+    (ModelRunner, "submit", REST),
+    (AsyncStepOutput, "wait", WAITING),
     (GraphedFunction, "__call__", RUNTIME),
     (HPUGraph, REPLAY, RUNTIME),
     (Device, "run", RUNTIME),

@@ -17,7 +17,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config.buckets import BucketConfig
-from config.engine import EngineConfig, ScheduleConfig
+from config.engine import EngineConfig, SchedulerConfig
 from config.model.model_config import read_model_config
 from config.params.sampling import SamplingParams
 from config.params.structured_output import GrammarSpec
@@ -26,7 +26,7 @@ from engine.structured_output.grammar import Grammar, Vocabulary
 from engine.transport.messages import AddRequest
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.bucketing.limits import BucketLimits
-from hpu.protocol import DECODE, Masks, StepPlan, StepResult, WorkerReady
+from hpu.protocol import DECODE, GrammarMasks, StepPlan, StepResult, WorkerReady
 
 FORM = GrammarSpec(
     "json",
@@ -51,11 +51,11 @@ class ClockExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         self._free_at = max(self._free_at, time.perf_counter()) + self._step_s
-        self._plans.append((plan, _by_row(plan.masked_rows, plan.masks)))
+        self._plans.append((plan, _by_row(plan.masked_requests, plan.masks)))
         self._done_at.append(self._free_at)
 
-    def mask(self, masks: Masks) -> None:
-        self._plans[-1][1].update(_by_row(masks.rows, masks.masks))
+    def mask(self, masks: GrammarMasks) -> None:
+        self._plans[-1][1].update(_by_row(masks.req_indices, masks.masks))
         # Sampling takes no time, but begins with the masks.
         self._free_at = self._done_at[-1] = max(self._free_at, time.perf_counter())
 
@@ -69,7 +69,7 @@ class ClockExecutor:
             row
             for launch in plan.launches
             for row, samples in zip(
-                launch.rows, launch.samples or [True] * len(launch.rows), strict=True
+                launch.req_indices, launch.samples or [True] * len(launch.req_indices), strict=True
             )
             if samples or launch.phase == DECODE
         ]
@@ -99,7 +99,9 @@ def _by_row(rows: list[int], masks: memoryview) -> dict[int, memoryview]:
 def measure(grammar: Grammar, num_rows: int, step_s: float, depth: int, num_steps: int) -> float:
     """Milliseconds a step, with all rows guided and decoding."""
     vocabulary = grammar.vocabulary
-    schedule = ScheduleConfig(max_num_seqs=num_rows, max_num_batched_tokens=8192, depth=depth)
+    schedule = SchedulerConfig(
+        max_num_seqs=num_rows, max_num_batched_tokens=8192, max_inflight_steps=depth
+    )
     limits = BucketLimits(
         BLOCK_SIZE, MAX_MODEL_LEN, num_rows, 8192, schedule.prompts_a_launch(), NUM_BLOCKS, False
     )
@@ -108,7 +110,7 @@ def measure(grammar: Grammar, num_rows: int, step_s: float, depth: int, num_step
     ready = WorkerReady(
         *facts, tuple(vocabulary.eos_ids), [], "clock", "none", 0, 0, 0, 0, 0.0, 0.0
     )
-    config = EngineConfig(model="none", schedule=schedule)
+    config = EngineConfig(model="none", scheduler=schedule)
     executor: Any = ClockExecutor(step_s)
     core = EngineCore(config, executor, ready, table, time.perf_counter)
     params = SamplingParams(max_tokens=MAX_MODEL_LEN, structured_outputs=FORM)

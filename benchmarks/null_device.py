@@ -20,7 +20,15 @@ from engine.process.engine_process import EngineOrders
 from engine.process.engine_process import run as run_engine
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.bucketing.limits import BucketLimits
-from hpu.protocol import DECODE, Masks, StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
+from hpu.protocol import (
+    DECODE,
+    GrammarMasks,
+    StepPlan,
+    StepResult,
+    Warmed,
+    WarmupProgress,
+    WorkerReady,
+)
 
 VOCAB_SIZE, END_TOKEN, TOKEN = 50_000, 2, 7
 
@@ -60,7 +68,7 @@ class NullDevice:
         result = StepResult(plan.step, [token] * num_sampling(plan), seconds=[seconds])
         self._running.append((self._free_at, result))
 
-    def mask(self, masks: Masks) -> None:
+    def mask(self, masks: GrammarMasks) -> None:
         return
 
     def has_result(self) -> bool:
@@ -86,9 +94,9 @@ class NullDevice:
 
 
 def num_sampling(plan: StepPlan) -> int:
-    """Rows that sample in a plan."""
+    """BatchState that sample in a plan."""
     return sum(
-        len(launch.rows) if launch.phase == DECODE else sum(launch.samples)
+        len(launch.req_indices) if launch.phase == DECODE else sum(launch.samples)
         for launch in plan.launches
     )
 
@@ -96,7 +104,7 @@ def num_sampling(plan: StepPlan) -> int:
 def null_ready(config: EngineConfig) -> WorkerReady:
     """A worker with the cache and the context that `config` asks for, which must be set, and with
     every bucket of the strategy that it names."""
-    cache, schedule, longest = config.cache, config.schedule, config.max_model_len
+    cache, schedule, longest = config.cache, config.scheduler, config.max_model_len
     assert cache.num_blocks and cache.block_size and longest, "a null device measures nothing"
     limits = BucketLimits(
         block_size=cache.block_size,

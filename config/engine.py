@@ -36,7 +36,7 @@ class CacheConfig:
     """Tokens in a block; None takes the device's (128 on HPU, smaller on CPU)."""
     num_blocks: int | None = None
     """Blocks; None measures what fits."""
-    memory_utilization: float = 0.9
+    gpu_memory_utilization: float = 0.9
     """Share of the free device memory that may be used (vLLM: gpu_memory_utilization)."""
     kv_cache_memory_bytes: int | None = None
     """KV cache size in bytes; overrides the measurement (on CPU the default is what
@@ -47,14 +47,15 @@ class CacheConfig:
         _at_least("block_size", self.block_size, 1)
         _at_least("num_blocks", self.num_blocks, 2)
         _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
-        if not 0 < self.memory_utilization <= 1:
+        if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
-                f"memory_utilization is {self.memory_utilization}, it must be above 0, at most 1"
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}, "
+                "it must be above 0, at most 1"
             )
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduleConfig:
+class SchedulerConfig:
     """Who runs, and how much at once."""
 
     max_num_seqs: int = 32
@@ -63,19 +64,19 @@ class ScheduleConfig:
     """Prompts merged into one launch at most; None: few, or many of the short texts that a pooling
     model reads, where each number of them is a bucket; else as many as a step has."""
     policy: str = "fcfs"
-    depth: int = 2
+    max_inflight_steps: int = 2
     """Steps in flight; 1 switches the overlap off."""
-    max_waiting: int = 100_000
+    max_queue_len: int = 100_000
     """Requests an engine lets wait, whatever the front-ends allow (a bound for the inbox)."""
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("max_prefill_batch", self.max_prefill_batch, 1)
-        _at_least("max_waiting", self.max_waiting, 1)
+        _at_least("max_queue_len", self.max_queue_len, 1)
         _one_of("policy", self.policy, POLICIES)
-        if self.depth not in (1, 2):
-            raise ConfigError(f"depth is {self.depth}, it must be 1 or 2")
+        if self.max_inflight_steps not in (1, 2):
+            raise ConfigError(f"max_inflight_steps is {self.max_inflight_steps}, it must be 1 or 2")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, it must be at least "
@@ -125,7 +126,7 @@ class EngineConfig:
     pooler_config: str = ""
     """JSON: how hidden states become vectors, where the checkpoint's own files are not meant."""
     cache: CacheConfig = field(default_factory=CacheConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     buckets: BucketConfig = field(default_factory=BucketConfig)
     execution: ExecutionConfig = field(default_factory=ExecutionConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)

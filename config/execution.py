@@ -37,7 +37,7 @@ class ExecutionConfig:
     """torch-compile: a graph break is an error (VLLM_T_COMPILE_FULLGRAPH)."""
     compile_dynamic_shapes: bool = False
     """torch-compile: recipes for symbolic shapes (VLLM_T_COMPILE_DYNAMIC_SHAPES)."""
-    hidden_layers: int = 1
+    layers_per_recipe: int = 1
     """Lazy modes: decoder layers in one recipe (VLLM_CONFIG_HIDDEN_LAYERS)."""
     fused_sdpa: bool = True
     """Prompts through the vendor's fused attention (VLLM_PROMPT_USE_FUSEDSDPA)."""
@@ -66,8 +66,10 @@ class ExecutionConfig:
 
     def __post_init__(self) -> None:
         _one_of("mode", self.mode, MODES)
-        if self.hidden_layers < 1:
-            raise ConfigError(f"hidden_layers is {self.hidden_layers}, it must be at least 1")
+        if self.layers_per_recipe < 1:
+            raise ConfigError(
+                f"layers_per_recipe is {self.layers_per_recipe}, it must be at least 1"
+            )
         if self.defrag_threshold < 1:
             raise ConfigError(f"defrag_threshold is {self.defrag_threshold}, it must be at least 1")
         first, last = self.profiled_steps
@@ -101,7 +103,7 @@ class WarmupConfig:
     on_unwarmed_shape: str = "run"
     """A launch whose shape is not prepared: run (and compile), pad to the next prepared one if
     there is any, or reject the requests that need it."""
-    graph_reserved_mem: float = 0.1
+    graph_memory_fraction: float = 0.1
     """Of the usable memory, for captured graphs (VLLM_GRAPH_RESERVED_MEM)."""
     graph_prompt_ratio: float = 0.3
     """Of that, for prompts (VLLM_GRAPH_PROMPT_RATIO)."""
@@ -115,7 +117,7 @@ class WarmupConfig:
         _one_of("on_unwarmed_shape", self.on_unwarmed_shape, ON_UNWARMED)
         _one_of("prompt_order", self.prompt_order, CAPTURE_ORDERS)
         _one_of("decode_order", self.decode_order, CAPTURE_ORDERS)
-        _share("graph_reserved_mem", self.graph_reserved_mem)
+        _share("graph_memory_fraction", self.graph_memory_fraction)
         _share("graph_prompt_ratio", self.graph_prompt_ratio)
 
 

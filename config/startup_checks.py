@@ -58,7 +58,7 @@ def choose_context(config: EngineConfig, facts: ModelConfig, pooler: PoolerConfi
     longest = choose_max_model_len(config.max_model_len, facts, is_emulated=is_emulated)
     if pooler is None:
         return longest
-    budget = config.schedule.max_num_batched_tokens
+    budget = config.scheduler.max_num_batched_tokens
     if config.max_model_len is None:
         return min(longest, budget, pooler.max_tokens or longest)
     if longest > budget:

@@ -17,7 +17,7 @@ NO_MASKS = memoryview(b"")
 TOKENS_PER_WORD = 32
 
 
-class RowSampling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
+class RequestSampling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """What the sampler must know of one row. The engine draws the seed that a caller left out."""
 
     temperature: float = 1.0
@@ -41,17 +41,17 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     """Whether every plan that samples the row brings the tokens that may come next."""
 
 
-class NewRow(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+class NewRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """A sequence that enters `row`, afresh or after a preemption."""
 
-    row: int
+    req_index: int
     tokens: memoryview
     """uint32, little-endian: the prompt, and after a preemption what was generated since."""
     num_prompt_tokens: int
-    num_computed: int
+    num_computed_tokens: int
     """Tokens whose keys and values already lie in `blocks` (a prefix hit)."""
     blocks: list[int]
-    sampling: RowSampling
+    sampling: RequestSampling
 
 
 class Text(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -72,7 +72,7 @@ class Text(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class Launch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """One forward pass in one bucket. Rows keep their order; a result's tokens follow it.
+    """One forward pass in one bucket. BatchState keep their order; a result's tokens follow it.
 
     A prefill row takes `counts[i]` further tokens of its known ones and samples when none is left
     (`samples[i]`). A decode row takes the one token it sampled last, and always samples: its
@@ -85,8 +85,8 @@ class Launch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """(batch, query, blocks): for a prefill, blocks of cached context a row; for a decode, query is
     1 and blocks is the total over all rows, or, where the worker reads its cache as one slice, one
     more than the highest block of any row."""
-    rows: list[int]
-    counts: list[int] = []
+    req_indices: list[int]
+    query_lens: list[int] = []
     samples: list[bool] = []
 
 
@@ -95,27 +95,28 @@ class StepPlan(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, ta
 
     step: int
     launches: list[Launch]
-    new_rows: list[NewRow] = []
-    grown_rows: list[int] = []
+    new_requests: list[NewRequest] = []
+    grown_requests: list[int] = []
     grown_blocks: list[int] = []
-    """grown_rows[i] is lent block grown_blocks[i], at the end of its table."""
-    freed_rows: list[int] = []
+    """grown_requests[i] is lent block grown_blocks[i], at the end of its table."""
+    freed_requests: list[int] = []
     moved_from: list[int] = []
     moved_to: list[int] = []
     """Block moved_from[i] lies at moved_to[i] from now on, for whichever row names it. All move at
     once, and no row names a block of moved_to before."""
-    masked_rows: list[int] = []
+    masked_requests: list[int] = []
     """The masked rows that sample in this plan, and whose last token was known when it was made."""
     masks: memoryview = NO_MASKS
-    """One bit a token, set where it may come next: int32 little-endian, (masked_rows, words)."""
-    late_rows: list[int] = []
+    """One bit a token, set where it may come next: int32 little-endian, (masked_requests,
+    words)."""
+    deferred_requests: list[int] = []
     """The other masked rows that sample in it. A launch with one of them runs forward at once and
-    samples when `Masks` has come: behind this plan, before the next one."""
+    samples when `GrammarMasks` has come: behind this plan, before the next one."""
     texts: list[Text] = []
     """For a pooling model, and nothing else is: what the launches read, whole."""
 
 
-class Masks(msgspec.Struct, array_like=True, gc=False, tag=9):
+class GrammarMasks(msgspec.Struct, array_like=True, gc=False, tag=9):
     """Behind a plan with late rows, once the result of the plan before is known: exactly one.
 
     A late row that is not named has ended meanwhile, and what it samples is thrown away.
@@ -123,7 +124,7 @@ class Masks(msgspec.Struct, array_like=True, gc=False, tag=9):
 
     step: int
     """The plan's."""
-    rows: list[int]
+    req_indices: list[int]
     masks: memoryview
     """As in StepPlan: (rows, words)."""
 
@@ -251,5 +252,5 @@ class WorkerAnswer(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     code: str | None = None
 
 
-ToWorker = StepPlan | Masks | WorkerCall
+ToWorker = StepPlan | GrammarMasks | WorkerCall
 FromWorker = StepResult | WorkerFailed | WarmupProgress | WorkerReady | Warmed | WorkerAnswer

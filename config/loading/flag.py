@@ -11,14 +11,14 @@ from types import UnionType
 
 from config.buckets import BucketConfig, Range
 from config.engine import CacheConfig, EngineConfig
-from config.engine import ScheduleConfig as Schedule
+from config.engine import SchedulerConfig as Schedule
 from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
 from config.server import ServerConfig
 
 PARTS: Mapping[str, type] = {
     "engine": EngineConfig,
     "cache": CacheConfig,
-    "schedule": Schedule,
+    "scheduler": Schedule,
     "buckets": BucketConfig,
     "execution": ExecutionConfig,
     "warmup": WarmupConfig,

@@ -155,7 +155,7 @@ CACHE = (
     ),
     Flag(
         "cache",
-        "memory_utilization",
+        "gpu_memory_utilization",
         "KV cache",
         "Share of the free device memory that may be used; on CPU a quarter at most",
         name="gpu-memory-utilization",
@@ -169,11 +169,11 @@ CACHE = (
     ),
     Flag("cache", "enable_prefix_caching", "KV cache", "Keep and reuse the blocks of seen prompts"),
 )
-SCHEDULE = (
-    Flag("schedule", "max_num_seqs", "Scheduling", "Sequences that run at once"),
-    Flag("schedule", "max_num_batched_tokens", "Scheduling", "Tokens computed in one step"),
+SCHEDULER = (
+    Flag("scheduler", "max_num_seqs", "Scheduling", "Sequences that run at once"),
+    Flag("scheduler", "max_num_batched_tokens", "Scheduling", "Tokens computed in one step"),
     Flag(
-        "schedule",
+        "scheduler",
         "max_prefill_batch",
         "Scheduling",
         "Prompts merged into one launch, at most; auto: --prompt-bs-bucket-max if that is given, "
@@ -182,7 +182,7 @@ SCHEDULE = (
         aliases=("max-num-prefill-seqs",),
     ),
     Flag(
-        "schedule",
+        "scheduler",
         "policy",
         "Scheduling",
         "First come first served, or by the request's priority",
@@ -190,15 +190,21 @@ SCHEDULE = (
         choices=POLICIES,
     ),
     Flag(
-        "schedule",
-        "depth",
+        "scheduler",
+        "max_inflight_steps",
         "Scheduling",
         "Steps in flight; 1 switches the overlap off",
         name="overlap-depth",
         switches={"async-scheduling": (2, 1), "delayed-sampling": (2, 1)},
         variables_of_switches={"VLLM_DELAYED_SAMPLING": "delayed-sampling"},
     ),
-    Flag("schedule", "max_waiting", "Scheduling", "Requests an engine lets wait, at most"),
+    Flag(
+        "scheduler",
+        "max_queue_len",
+        "Scheduling",
+        "Requests an engine lets wait, at most",
+        name="max-waiting",
+    ),
 )
 BUCKETS = (
     Flag(
@@ -250,7 +256,7 @@ BUCKETS = (
     *_range_flags("decode_blocks", "decode-block", "blocks in a decode"),
 )
 FLAGS: tuple[Flag, ...] = (
-    *(*MODEL, *DEVICE, *CACHE, *SCHEDULE, *BUCKETS),
+    *(*MODEL, *DEVICE, *CACHE, *SCHEDULER, *BUCKETS),
     *(*EXECUTION, *WARMUP, *DIAGNOSTICS, *EMULATOR),
     *(*SERVER, *TEXT, *LOGS),
 )

@@ -36,7 +36,7 @@ EXECUTION = (
     ),
     Flag(
         "execution",
-        "hidden_layers",
+        "layers_per_recipe",
         "Execution on HPU",
         "Lazy modes: decoder layers in one recipe",
         name="config-hidden-layers",
@@ -108,9 +108,10 @@ WARMUP = (
     ),
     Flag(
         "warmup",
-        "graph_reserved_mem",
+        "graph_memory_fraction",
         "Warm-up",
         "Share of the usable memory that captured graphs may take",
+        name="graph-reserved-mem",
         variables=("VLLM_GRAPH_RESERVED_MEM",),
     ),
     Flag(

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from config.buckets import BucketConfig, Range
-from config.engine import CacheConfig, EngineConfig, ScheduleConfig
+from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.errors import ConfigError
 from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
 from config.loading import env
@@ -206,7 +206,7 @@ def _build(values: Mapping[str, tuple[object, str]]) -> Loaded:
         engine = EngineConfig(
             **parts["engine"],
             cache=CacheConfig(**parts["cache"]),
-            schedule=ScheduleConfig(**parts["schedule"]),
+            scheduler=SchedulerConfig(**parts["scheduler"]),
             buckets=BucketConfig(**buckets),
             execution=ExecutionConfig(**parts["execution"]),
             warmup=WarmupConfig(**parts["warmup"]),

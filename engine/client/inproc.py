@@ -1,4 +1,4 @@
-"""InlineClient: an EngineClient whose engine is a thread of this process."""
+"""InprocClient: an EngineClient whose engine is a thread of this process."""
 
 import asyncio
 import logging
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from config.engine import EngineConfig
 from config.errors import ConfigError, EngineDied
-from engine.client.zmq import MailroomClient
+from engine.client.zmq import QueueClient
 from engine.core.loop import EngineLoop
 from engine.executors.base import Executor
 from engine.executors.select import make_executor
@@ -21,7 +21,7 @@ class Closed(Exception):
     """The client was closed: the reason the loop is given to stop."""
 
 
-class InlineClient(MailroomClient):
+class InprocClient(QueueClient):
     """An EngineClient without a process. Belongs to one asyncio loop.
 
     Every request may wait: offline a whole data set is added at once.
@@ -34,7 +34,7 @@ class InlineClient(MailroomClient):
             [EngineConfig, str, Callable[[str], None]], Executor
         ] = make_executor,
     ) -> None:
-        most = config.schedule.max_waiting
+        most = config.scheduler.max_queue_len
         super().__init__(0, max_queued_requests=most, max_queued_prompt_tokens=2**62)
         self._config = config
         self._make_executor = make_executor

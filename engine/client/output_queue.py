@@ -14,7 +14,7 @@ from engine.transport.messages import (
     Finish,
     Progress,
     Ready,
-    StepTokens,
+    StepOutput,
 )
 from hpu.protocol import Logprobs
 
@@ -33,7 +33,8 @@ class Update(msgspec.Struct, gc=False):
 
 
 class Box:
-    """The one Mailbox. What comes in while nobody reads is merged, never queued twice."""
+    """The one RequestOutputQueue. What comes in while nobody reads is merged, never queued
+    twice."""
 
     __slots__ = ("_failure", "_reader", "_update", "key", "waiting_tokens")
 
@@ -76,7 +77,7 @@ class Box:
             self._reader = None
 
 
-class Mailroom:
+class OutputRouter:
     """Every open mailbox of one front-end, its share of the waiting line, and what the engine says.
 
     A request waits from `open` until its key starts, gains a token or finishes. After a failure the
@@ -134,7 +135,7 @@ class Mailroom:
         self._num_waiting_tokens = wanted
         return box
 
-    def deliver(self, step: StepTokens) -> None:
+    def deliver(self, step: StepOutput) -> None:
         """Put a step's columns into mailboxes; what is for closed ones is dropped."""
         boxes = self._boxes
         for key, cached in zip(step.started, step.started_cached, strict=True):

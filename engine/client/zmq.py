@@ -8,10 +8,10 @@ from typing import Any, Protocol
 from config.errors import EngineDied, Overloaded, RequestFailed, UserError
 from config.params.pooling import PoolingParams
 from config.params.sampling import SamplingParams
-from engine.client.output_queue import Box, Mailroom
+from engine.client.output_queue import Box, OutputRouter
 from engine.client.output_queue import Update as Update  # part of this contract
 from engine.kv_cache.prefix_hashes import TOKEN_BYTES
-from engine.transport.channels import HIGH_WATER, Switchboard, Wires, rejection_warning
+from engine.transport.channels import HIGH_WATER, RouterSocket, ZmqContext, rejection_warning
 from engine.transport.messages import (
     SLEEP,
     WAKE_UP,
@@ -25,7 +25,7 @@ from engine.transport.messages import (
     Progress,
     Ready,
     Reply,
-    StepTokens,
+    StepOutput,
     ToEngine,
 )
 
@@ -43,7 +43,7 @@ HANGUP_GRACE_S = 0.3
 """How long a better reason (the exit code) may take to arrive once the engine has hung up."""
 
 
-class Mailbox(Protocol):
+class RequestOutputQueue(Protocol):
     """Where a request's tokens arrive. One reader."""
 
     key: int
@@ -87,7 +87,7 @@ class EngineClient(Protocol):
         name: str = "",
         pooling: PoolingParams | None = None,
         goes_on: bool = False,
-    ) -> Mailbox:
+    ) -> RequestOutputQueue:
         """Send one sequence (`sampling.n` is ignored); `name` is for the engine's log. With
         `pooling` it is answered by vectors, and `sampling` stays out. What `goes_on` with a
         sequence that was let in before finds no line full, and is next.
@@ -114,14 +114,14 @@ class EngineClient(Protocol):
         ...
 
 
-class MailroomClient:
+class QueueClient:
     """What every EngineClient does alike. How a message goes down is left to `_send`, which says
     False when the engine cannot take it now; what comes up is handed to `_receive`."""
 
     def __init__(
         self, index: int, *, max_queued_requests: int, max_queued_prompt_tokens: int
     ) -> None:
-        self._room = Mailroom(
+        self._room = OutputRouter(
             index, max_requests=max_queued_requests, max_prompt_tokens=max_queued_prompt_tokens
         )
         self._unsent_aborts: list[int] = []
@@ -224,7 +224,7 @@ class MailroomClient:
                 answer.set_exception(EngineDied(message))
 
     def _receive(self, message: FromEngine) -> None:
-        if isinstance(message, StepTokens):
+        if isinstance(message, StepOutput):
             self._room.deliver(message)
             if self._unsent_aborts:
                 self._send_aborts()
@@ -256,7 +256,7 @@ class MailroomClient:
             answer.set_result(reply.value)
 
 
-class ZmqClient(MailroomClient):
+class ZmqClient(QueueClient):
     """An EngineClient over a request channel. Belongs to one asyncio loop."""
 
     def __init__(
@@ -276,10 +276,10 @@ class ZmqClient(MailroomClient):
             max_queued_prompt_tokens=max_queued_prompt_tokens,
         )
         self._endpoint = endpoint
-        self._wires = Wires(token)
+        self._wires = ZmqContext(token)
         self._rejected = rejection_warning(endpoint)
         self._on_rejected_peer: Callable[[], None] = lambda: None
-        self._switchboard: Switchboard[ToEngine, FromEngine] | None = None
+        self._switchboard: RouterSocket[ToEngine, FromEngine] | None = None
         self._engine: bytes | None = None
         self._early_ready: Ready | None = None
 

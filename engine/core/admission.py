@@ -4,7 +4,7 @@ import numpy as np
 
 from config.params.sampling import SamplingParams
 from engine.core.request import ModelLimits
-from engine.kv_cache.manager import KvManager
+from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.prefix_hashes import TOKEN_BYTES
 from engine.transport.messages import AddRequest
 
@@ -14,7 +14,9 @@ def num_prompt_tokens(message: AddRequest) -> int:
     return message.prompt.nbytes // TOKEN_BYTES
 
 
-def what_is_wrong(message: AddRequest, limits: ModelLimits, kv: KvManager | None) -> str | None:
+def what_is_wrong(
+    message: AddRequest, limits: ModelLimits, kv: KVCacheManager | None
+) -> str | None:
     """Why a request cannot run, with the numbers that disagree; None when it can. A model that
     gives vectors has no `kv`."""
     num_bytes = message.prompt.nbytes

@@ -9,16 +9,16 @@ from typing import Any
 from config.engine import EngineConfig
 from config.errors import UserError
 from engine.core.admission import num_prompt_tokens, what_is_wrong
-from engine.core.output_processor import Outputs
+from engine.core.output_processor import OutputProcessor
 from engine.core.request import CORNERED, ModelLimits, Request
 from engine.core.sleep import Sleeping
 from engine.core.stats import PHASES, StepStats
 from engine.executors.base import Executor
-from engine.kv_cache.manager import KvManager
+from engine.kv_cache.manager import KVCacheManager
 from engine.scheduling.grammar_masks import late_masks
 from engine.scheduling.launch_packer import Packer
 from engine.scheduling.pooling_scheduler import PoolingScheduler, pooling_refusal
-from engine.scheduling.scheduler import Decision, Scheduler
+from engine.scheduling.scheduler import Scheduler, SchedulerOutput
 from engine.structured_output.grammar import Grammar
 from engine.transport.messages import (
     AWAKE,
@@ -27,7 +27,7 @@ from engine.transport.messages import (
     WAKE_UP,
     AddRequest,
     EngineStats,
-    StepTokens,
+    StepOutput,
 )
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.protocol import DECODE, PROFILE_CALLS, StepResult, WarmupProgress, WorkerReady
@@ -57,11 +57,11 @@ class EngineCore:
         on_progress: Callable[[WarmupProgress], None] = lambda progress: None,
     ) -> None:
         """`on_progress` hears of warm-ups that follow a sleep."""
-        schedule = config.schedule
+        schedule = config.scheduler
         self._executor = executor
         self._clock = clock
-        self._depth = schedule.depth
-        self._max_waiting = schedule.max_waiting
+        self._depth = schedule.max_inflight_steps
+        self._max_waiting = schedule.max_queue_len
         self._by_priority = schedule.policy == "priority"
         self._limits = ModelLimits(
             ready.max_model_len, ready.vocab_size, frozenset(ready.eos_token_ids)
@@ -72,7 +72,7 @@ class EngineCore:
         self._table = table
         self.num_later = ready.num_later
         """Buckets that are still to be prepared, between requests."""
-        self._kv = KvManager(
+        self._kv = KVCacheManager(
             _blocks_to_lend(config, ready, table),
             ready.block_size,
             prefix_caching=config.cache.enable_prefix_caching,
@@ -100,11 +100,11 @@ class EngineCore:
                 self._counts,
                 defrag_threshold=config.execution.defrag_threshold,
             )
-        self._outputs = Outputs(self._kv)
+        self._outputs = OutputProcessor(self._kv)
         self._sleeping = Sleeping(executor, on_progress)
         self._requests: dict[int, Request] = {}
         self._front_ends: set[int] = set()
-        self._in_flight: deque[Decision] = deque()
+        self._in_flight: deque[SchedulerOutput] = deque()
         self._step = 0
         self._arrivals = 0
         self._has_news = False
@@ -291,7 +291,7 @@ class EngineCore:
             self.num_later = ready.num_later
         return self._sleeping.state
 
-    def turn(self) -> list[tuple[int, StepTokens]]:
+    def turn(self) -> list[tuple[int, StepOutput]]:
         """Submit one plan if there is room for it, then collect the oldest if no more fit. A result
         that is there already goes out first.
 
@@ -320,11 +320,11 @@ class EngineCore:
             return []
         return self._send()
 
-    def news(self) -> list[tuple[int, StepTokens]]:
+    def news(self) -> list[tuple[int, StepOutput]]:
         """What front-ends must hear by now, as of `turn`."""
         return self._send() if self._has_news else []
 
-    def _tell(self, decision: Decision) -> None:
+    def _tell(self, decision: SchedulerOutput) -> None:
         now = self._clock()
         for request, num_cached in decision.started:
             self._outputs.start(request, num_cached, now)
@@ -358,7 +358,7 @@ class EngineCore:
             assert running.plan is not None, "only a plan has late rows"
             self._executor.mask(late_masks(running.plan, running.late))
 
-    def _tell_compiled(self, decision: Decision, count: int) -> None:
+    def _tell_compiled(self, decision: SchedulerOutput, count: int) -> None:
         """Log what a step compiled, and who had to wait for it."""
         if not count:
             return
@@ -376,7 +376,7 @@ class EngineCore:
             names or "no request",
         )
 
-    def _send(self) -> list[tuple[int, StepTokens]]:
+    def _send(self) -> list[tuple[int, StepOutput]]:
         self._has_news = False
         if not self._front_ends:
             return []
@@ -398,7 +398,7 @@ class EngineCore:
             with_samples=with_samples,
         )
 
-    def fail(self, message: str) -> list[tuple[int, StepTokens]]:
+    def fail(self, message: str) -> list[tuple[int, StepOutput]]:
         """The executor is gone: end every open request with this error. Plans in flight are
         given up; nothing can be added or turned afterwards."""
         now = self._clock()

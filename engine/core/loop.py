@@ -31,7 +31,7 @@ from engine.transport.messages import (
     Progress,
     Ready,
     Reply,
-    StepTokens,
+    StepOutput,
     ToEngine,
 )
 from hpu.bucketing.bucket_table import BucketTable
@@ -47,7 +47,8 @@ Emit = Callable[[int | None, FromEngine], None]
 class EngineLoop:
     """Owns a core on the thread that calls `run`. `receive` and `stop` may be called from others.
 
-    A request is refused at once when the inbox holds `max_waiting` entries; aborts and controls are
+    A request is refused at once when the inbox holds `max_queue_len` entries; aborts and controls
+    are
     always let in, since the requests they speak of were.
     """
 
@@ -81,7 +82,7 @@ class EngineLoop:
         if not isinstance(message, AddRequest):
             self._inbox.put((front_end, message, [], None))
             return
-        most = self._config.schedule.max_waiting
+        most = self._config.scheduler.max_queue_len
         num_waiting = self._inbox.qsize() + len(self._compiling)
         if num_waiting >= most:
             self._refuse(message, f"{num_waiting} requests wait, at most {most} may")
@@ -151,7 +152,7 @@ class EngineLoop:
 
     def _refuse(self, message: AddRequest, error: str, param: str | None = None) -> None:
         finish = Finish(message.key, "error", error=error, param=param)
-        self._emit(message.key >> FRONT_END_SHIFT, StepTokens(step=0, finished=[finish]))
+        self._emit(message.key >> FRONT_END_SHIFT, StepOutput(step=0, finished=[finish]))
 
     def stop(self, reason: BaseException) -> None:
         """Make `run` raise `reason` before its next turn, or while it starts."""
@@ -252,7 +253,7 @@ def make_table(config: EngineConfig, worker: WorkerReady) -> BucketTable:
 
 
 def _limits(config: EngineConfig, worker: WorkerReady) -> BucketLimits:
-    schedule = config.schedule
+    schedule = config.scheduler
     if worker.pooling is not None:
         return BucketLimits.of_texts(
             schedule, block_size=worker.block_size, max_model_len=worker.max_model_len

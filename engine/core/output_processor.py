@@ -1,21 +1,22 @@
-"""Outputs: results to tokens, ends, and one message a front-end. Knows no queue and no executor."""
+"""OutputProcessor: results to tokens, ends, and one message a front-end. Knows no queue and no
+executor."""
 
 import msgspec
 
 from engine.core.request import ENDED, Request
-from engine.kv_cache.manager import KvManager
-from engine.scheduling.scheduler import Decision
-from engine.transport.messages import FRONT_END_SHIFT, EngineStats, Finish, StepTokens
+from engine.kv_cache.manager import KVCacheManager
+from engine.scheduling.scheduler import SchedulerOutput
+from engine.transport.messages import FRONT_END_SHIFT, EngineStats, Finish, StepOutput
 from hpu.protocol import Logprobs, StepResult
 
 
-class Outputs:
+class OutputProcessor:
     """Extends requests by what a step sampled, and collects what each front-end must hear."""
 
-    def __init__(self, kv: KvManager) -> None:
+    def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
         self._step = -1
-        self._messages: dict[int, StepTokens] = {}
+        self._messages: dict[int, StepOutput] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -64,7 +65,7 @@ class Outputs:
             )
         )
 
-    def apply(self, decision: Decision, result: StepResult, now: float) -> list[Request]:
+    def apply(self, decision: SchedulerOutput, result: StepResult, now: float) -> list[Request]:
         """Take in what a plan produced; returns who ended by it, each finished already.
 
         Tokens of requests that ended before are dropped: those were planned once too often.
@@ -89,7 +90,9 @@ class Outputs:
             ended += self._accept_prefills(decision, tokens[len(decodes) :], now)
         return ended
 
-    def _accept_vectors(self, decision: Decision, result: StepResult, now: float) -> list[Request]:
+    def _accept_vectors(
+        self, decision: SchedulerOutput, result: StepResult, now: float
+    ) -> list[Request]:
         """A pooling model's requests end with their first step."""
         ended = []
         for chunk, (num_rows, data) in zip(decision.prefills, result.vectors, strict=True):
@@ -106,7 +109,9 @@ class Outputs:
             self.finish(request, "stop", now)
         return ended
 
-    def _accept_prefills(self, decision: Decision, tokens: list[int], now: float) -> list[Request]:
+    def _accept_prefills(
+        self, decision: SchedulerOutput, tokens: list[int], now: float
+    ) -> list[Request]:
         sampling = []
         for request, _, _, samples in decision.prefills:
             if samples:
@@ -179,7 +184,7 @@ class Outputs:
                 self._message(request.front_end).logprobs.append((request.key, logprobs))
 
     def _send_prompt_logprobs(
-        self, decision: Decision, columns: list[tuple[int, Logprobs]]
+        self, decision: SchedulerOutput, columns: list[tuple[int, Logprobs]]
     ) -> None:
         """Each prompt position once, though a preemption has them computed again."""
         by_row = {chunk.request.row: chunk.request for chunk in decision.prefills}
@@ -194,10 +199,10 @@ class Outputs:
             rest = _without_first(logprobs, done) if done else logprobs
             self._message(request.front_end).prompt_logprobs.append((request.key, rest))
 
-    def _message(self, front_end: int) -> StepTokens:
+    def _message(self, front_end: int) -> StepOutput:
         message = self._messages.get(front_end)
         if message is None:
-            message = self._messages[front_end] = StepTokens(self._step)
+            message = self._messages[front_end] = StepOutput(self._step)
         return message
 
     def retract(self, request: Request) -> None:
@@ -207,12 +212,12 @@ class Outputs:
             index = message.started.index(request.key)
             del message.started[index], message.started_cached[index]
 
-    def take(self, stats: EngineStats, front_ends: list[int]) -> list[tuple[int, StepTokens]]:
+    def take(self, stats: EngineStats, front_ends: list[int]) -> list[tuple[int, StepOutput]]:
         """One message for each front-end, with `stats`; they are the receiver's from now on."""
         messages, self._messages = self._messages, {}
         for front_end in front_ends:
             if front_end not in messages:
-                messages[front_end] = StepTokens(self._step)
+                messages[front_end] = StepOutput(self._step)
         for message in messages.values():
             message.step = self._step
             message.counts = [1] * len(message.keys)

@@ -8,7 +8,7 @@ from config.params.sampling import SamplingParams
 from engine.kv_cache.prefix_hashes import TOKEN_BYTES
 from engine.structured_output.grammar import Grammar, Guide
 from engine.transport.messages import FRONT_END_SHIFT, AddRequest
-from hpu.protocol import RowSampling
+from hpu.protocol import RequestSampling
 
 WAITING, RUNNING, LEAVING, ENDED = range(4)
 """In line; in a row; preempted, with a plan still in flight; finished, aborted or failed."""
@@ -199,7 +199,7 @@ class Request:
             barred.update(sampling.end_token_ids)
         return barred.issuperset(allowed)
 
-    def row_sampling(self) -> RowSampling:
+    def request_sampling(self) -> RequestSampling:
         """What a new row is told; log-probabilities of the prompt go up only once."""
         sampling = self.sampling
         if sampling.num_prompt_logprobs >= 0 and not self.wants_scores:
@@ -237,8 +237,8 @@ def _row_sampling(
     *,
     min_tokens: int,
     masked: bool,
-) -> RowSampling:
-    return RowSampling(
+) -> RequestSampling:
+    return RequestSampling(
         temperature=params.temperature,
         top_k=max(params.top_k, 0),
         top_p=params.top_p,
@@ -258,6 +258,6 @@ def _row_sampling(
     )
 
 
-def _without_prompt_logprobs(sampling: RowSampling) -> RowSampling:
+def _without_prompt_logprobs(sampling: RequestSampling) -> RequestSampling:
     fields = {name: getattr(sampling, name) for name in sampling.__struct_fields__}
-    return RowSampling(**{**fields, "num_prompt_logprobs": -1})
+    return RequestSampling(**{**fields, "num_prompt_logprobs": -1})

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from hpu.protocol import Masks, StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
+from hpu.protocol import GrammarMasks, StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
 
 IDLE_S = 0.25
 """Without a plan for so long, a worker prepares what is left of its warm-up."""
@@ -20,7 +20,7 @@ class Executor(Protocol):
         """Send a plan; does not wait for it."""
         ...
 
-    def mask(self, masks: Masks) -> None:
+    def mask(self, masks: GrammarMasks) -> None:
         """Send what the late rows of the oldest plan wait for: once its result is the next to come,
         and before another plan. Does not wait."""
         ...

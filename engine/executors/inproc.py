@@ -3,11 +3,11 @@
 from collections.abc import Callable
 
 from config.engine import EngineConfig
-from hpu.protocol import Masks, StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
+from hpu.protocol import GrammarMasks, StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
 from hpu.worker.worker import Worker
 
 
-class InlineExecutor:
+class InprocExecutor:
     """No process and no copy; a step's Python runs where the scheduler's does.
 
     On a CPU a plan is computed while it is submitted, so that its result is there before the next
@@ -24,7 +24,7 @@ class InlineExecutor:
     def submit(self, plan: StepPlan) -> None:
         self._worker.submit(plan)
 
-    def mask(self, masks: Masks) -> None:
+    def mask(self, masks: GrammarMasks) -> None:
         self._worker.mask(masks)
 
     def has_result(self) -> bool:

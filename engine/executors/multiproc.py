@@ -10,11 +10,11 @@ from config.engine import EngineConfig
 from config.errors import ConfigError, EngineDied, RequestFailed, UserError
 from engine.executors.worker_main import WorkerOrders
 from engine.process.child_process import Child
-from engine.transport.channels import Line, Waiter, Wires, endpoint, new_token
+from engine.transport.channels import PairSocket, Waiter, ZmqContext, endpoint, new_token
 from hpu.protocol import (
     WAKE_UP,
     FromWorker,
-    Masks,
+    GrammarMasks,
     StepPlan,
     StepResult,
     ToWorker,
@@ -52,9 +52,9 @@ class MultiprocExecutor:
         self._name = f"worker {rank}"
         self._closed = threading.Event()
         token = new_token()
-        self._wires = Wires(token)
+        self._wires = ZmqContext(token)
         address = endpoint(directory, f"w{rank}.sock")
-        self._line: Line[ToWorker, FromWorker] = self._wires.bind_pair(address, FromWorker)
+        self._line: PairSocket[ToWorker, FromWorker] = self._wires.bind_pair(address, FromWorker)
         self._child = Child(
             self._name,
             command,
@@ -86,7 +86,7 @@ class MultiprocExecutor:
         if not self._line.send(plan):
             raise self._unread("plans")
 
-    def mask(self, masks: Masks) -> None:
+    def mask(self, masks: GrammarMasks) -> None:
         if not self._line.send(masks):
             raise self._unread("masks")
 

@@ -34,9 +34,9 @@ def make_executor(
         if device == "hpu":
             set_missing(hpu_environment(config))
         set_missing(openmp_environment())
-        from engine.executors.inproc import InlineExecutor
+        from engine.executors.inproc import InprocExecutor
 
-        return InlineExecutor(config)
+        return InprocExecutor(config)
 
     from engine.executors.multiproc import MultiprocExecutor
     from engine.executors.worker_main import worker_command

@@ -23,10 +23,10 @@ from engine.process.child_process import (
     python_command,
     read_orders,
 )
-from engine.transport.channels import Line, Waiter, Wires
+from engine.transport.channels import PairSocket, Waiter, ZmqContext
 from hpu.protocol import (
     WAKE_UP,
-    Masks,
+    GrammarMasks,
     StepPlan,
     StepResult,
     ToWorker,
@@ -68,7 +68,7 @@ class StepWorker(Protocol):
 
     def submit(self, plan: StepPlan) -> None: ...
 
-    def mask(self, masks: Masks) -> None: ...
+    def mask(self, masks: GrammarMasks) -> None: ...
 
     @property
     def lacks_masks(self) -> bool: ...
@@ -111,14 +111,14 @@ def run(orders: WorkerOrders, make_worker: Callable[[EngineConfig], StepWorker])
 
 def _work(orders: WorkerOrders, make_worker: Callable[[EngineConfig], StepWorker]) -> int:
     setup_log("worker", rank=orders.rank, level=orders.log_level)
-    wires = Wires(orders.token)
+    wires = ZmqContext(orders.token)
     line = wires.connect_pair(orders.endpoint, ToWorker)
     worker = make_worker(orders.config)
     code = 0
     try:
         try:
             line.send(worker.start(lambda progress: _tell(line, progress)))
-            _serve(worker, line, orders.config.schedule.depth)
+            _serve(worker, line, orders.config.scheduler.max_inflight_steps)
         except ConfigError as error:
             code = 2
             line.send(WorkerFailed(str(error), is_config=True))
@@ -137,7 +137,7 @@ def _work(orders: WorkerOrders, make_worker: Callable[[EngineConfig], StepWorker
     return code
 
 
-def _serve(worker: StepWorker, line: Line[Any, ToWorker], depth: int) -> None:
+def _serve(worker: StepWorker, line: PairSocket[Any, ToWorker], depth: int) -> None:
     """`depth`: plans that the engine keeps in flight."""
     waiter = Waiter([line])
     in_flight = 0
@@ -153,7 +153,7 @@ def _serve(worker: StepWorker, line: Line[Any, ToWorker], depth: int) -> None:
         if isinstance(message, WorkerCall):
             line.send(_answer(worker, message, lambda progress: _tell(line, progress)))
             may_idle = may_idle or message.name == WAKE_UP
-        elif isinstance(message, Masks):
+        elif isinstance(message, GrammarMasks):
             worker.mask(message)
         elif message is not None:
             worker.submit(message)
@@ -193,5 +193,5 @@ def _answer(
         return WorkerAnswer(error=str(error))
 
 
-def _tell(line: Line[Any, ToWorker], progress: WarmupProgress) -> None:
+def _tell(line: PairSocket[Any, ToWorker], progress: WarmupProgress) -> None:
     line.send(progress)

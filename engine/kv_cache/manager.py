@@ -10,7 +10,7 @@ MOST_MOVES = 512
 """Blocks that are moved in one step at most."""
 
 
-class KvManager:
+class KVCacheManager:
     """Lends blocks to requests as they grow, and files full ones under their hashes.
 
     A table only grows, until `release` empties it. A block is filed when all of its tokens are

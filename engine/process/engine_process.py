@@ -23,7 +23,7 @@ from engine.process.child_process import (
     python_command,
     read_orders,
 )
-from engine.transport.channels import HIGH_WATER, Line, Waiter, Wires, endpoint
+from engine.transport.channels import HIGH_WATER, PairSocket, Waiter, ZmqContext, endpoint
 from engine.transport.messages import Failed, FromEngine, Hello, ToEngine
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def run(orders: EngineOrders, make_executor: MakeExecutor) -> int:
 
 def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
     setup_log("engine", rank=orders.engine, level=orders.log_level)
-    wires = Wires(orders.token)
+    wires = ZmqContext(orders.token)
     output = Output(orders, wires)
     loop = EngineLoop(
         orders.config, output.put, num_front_ends=orders.num_front_ends, engine=orders.engine
@@ -122,8 +122,8 @@ class Output:
     of its own would wait until the next step computes, and take that one's core. A send never
     waits; a front-end that does not read ends the engine."""
 
-    def __init__(self, orders: EngineOrders, wires: Wires) -> None:
-        self._lines: list[Line[FromEngine, ToEngine]] = [
+    def __init__(self, orders: EngineOrders, wires: ZmqContext) -> None:
+        self._lines: list[PairSocket[FromEngine, ToEngine]] = [
             wires.connect_dealer(
                 front_end_endpoint(orders.directory, index), f"{orders.engine}.out", ToEngine
             )
@@ -155,7 +155,7 @@ class Output:
 class Input:
     """The thread that receives, decodes and hashes. It says Hello on the lines it listens on."""
 
-    def __init__(self, orders: EngineOrders, wires: Wires, loop: EngineLoop) -> None:
+    def __init__(self, orders: EngineOrders, wires: ZmqContext, loop: EngineLoop) -> None:
         self._orders = orders
         self._wires = wires
         self._loop = loop
@@ -170,7 +170,7 @@ class Input:
         self._thread.join(LINGER_S)
 
     def _run(self) -> None:
-        lines: list[Line[FromEngine, ToEngine]] = [
+        lines: list[PairSocket[FromEngine, ToEngine]] = [
             self._wires.connect_dealer(
                 front_end_endpoint(self._orders.directory, index),
                 f"{self._orders.engine}.in",
@@ -188,7 +188,7 @@ class Input:
             for line in lines:
                 line.close()
 
-    def _listen(self, lines: list[Line[FromEngine, ToEngine]]) -> None:
+    def _listen(self, lines: list[PairSocket[FromEngine, ToEngine]]) -> None:
         waiter = Waiter(lines, [self._end])
         while self._end not in waiter.wait():
             for index, line in enumerate(lines):

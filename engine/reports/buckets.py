@@ -36,7 +36,7 @@ class Cell(NamedTuple):
 
 def planned_limits(config: EngineConfig) -> BucketLimits:
     """The limits that `config` names, with assumptions for what only a model or a card tells."""
-    cache, schedule = config.cache, config.schedule
+    cache, schedule = config.cache, config.scheduler
     max_model_len = config.max_model_len or MAX_MODEL_LEN
     block_size = cache.block_size or BLOCK_SIZE
     full = schedule.max_num_seqs * -(-max_model_len // block_size)

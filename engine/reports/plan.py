@@ -69,7 +69,7 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
     """ConfigError when settings and model contradict each other, or the model cannot be divided."""
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
     max_model_len = _max_model_len(facts, config)
-    cache, schedule = config.cache, config.schedule
+    cache, schedule = config.cache, config.scheduler
     wish = CardWish(
         device=target.device,
         num_cards=target.num_cards,
@@ -79,8 +79,8 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
         max_num_seqs=schedule.max_num_seqs,
         max_num_batched_tokens=schedule.max_num_batched_tokens,
         block_size=cache.block_size or BLOCK_SIZE,
-        utilization=cache.memory_utilization,
-        graph_reserved=0.0 if config.enforce_eager else config.warmup.graph_reserved_mem,
+        utilization=cache.gpu_memory_utilization,
+        graph_reserved=0.0 if config.enforce_eager else config.warmup.graph_memory_fraction,
         num_blocks=cache.num_blocks,
         kv_bytes=cache.kv_cache_memory_bytes,
         card_bytes=target.card_bytes,

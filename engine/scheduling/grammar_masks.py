@@ -1,8 +1,9 @@
-"""Masks of a plan: what may come next in its rows with a grammar. They travel with the plan where a
+"""GrammarMasks of a plan: what may come next in its rows with a grammar. They travel with the plan
+where a
 row's last token is known, else behind it. Knows no executor and no queue."""
 
 from engine.core.request import ENDED, Request
-from hpu.protocol import Masks, StepPlan
+from hpu.protocol import GrammarMasks, StepPlan
 
 
 def add_masks(plan: StepPlan, sampling: list[Request]) -> list[Request]:
@@ -10,22 +11,22 @@ def add_masks(plan: StepPlan, sampling: list[Request]) -> list[Request]:
     their last token is on its way: in the order of the plan's late rows."""
     known = [request for request in sampling if request.computed <= request.known]
     late = [request for request in sampling if request.computed > request.known]
-    plan.masked_rows = [request.row for request in known]
+    plan.masked_requests = [request.row for request in known]
     plan.masks = _masks_of(known)
-    plan.late_rows = [request.row for request in late]
+    plan.deferred_requests = [request.row for request in late]
     return late
 
 
-def late_masks(plan: StepPlan, late: list[Request]) -> Masks:
+def late_masks(plan: StepPlan, late: list[Request]) -> GrammarMasks:
     """What `add_masks` left out, now that the result of every plan before is known."""
     # Who ended by that result samples once too often, and whatever it likes.
     going_on = [
         (row, request)
-        for row, request in zip(plan.late_rows, late, strict=True)
+        for row, request in zip(plan.deferred_requests, late, strict=True)
         if request.state != ENDED
     ]
     masks = _masks_of([request for _, request in going_on])
-    return Masks(plan.step, [row for row, _ in going_on], masks)
+    return GrammarMasks(plan.step, [row for row, _ in going_on], masks)
 
 
 def _masks_of(requests: list[Request]) -> memoryview:

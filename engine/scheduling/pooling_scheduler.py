@@ -1,12 +1,12 @@
 """PoolingScheduler: which texts a pooling model reads in this step, and what of a request it cannot
 do. Knows no executor, no messages and no clock."""
 
-from config.engine import ScheduleConfig
+from config.engine import SchedulerConfig
 from config.params.pooling import EMBED, TOKEN_EMBED, PoolingFacts, PoolingParams
 from engine.core.request import ENDED, RUNNING, WAITING, Request
 from engine.scheduling.launch_packer import Chunk, Packer
-from engine.scheduling.scheduler import Decision
-from engine.scheduling.waiting_queue import WaitingLine
+from engine.scheduling.scheduler import SchedulerOutput
+from engine.scheduling.waiting_queue import WaitingQueue
 from hpu.protocol import PREFILL, StepPlan, Text
 
 
@@ -16,8 +16,8 @@ class PoolingScheduler:
     A text is read in one launch, so a request runs in one step and holds nothing afterwards.
     """
 
-    def __init__(self, config: ScheduleConfig, facts: PoolingFacts, packer: Packer) -> None:
-        self.line = WaitingLine()
+    def __init__(self, config: SchedulerConfig, facts: PoolingFacts, packer: Packer) -> None:
+        self.line = WaitingQueue()
         self._facts = facts
         self._packer = packer
         self._max_tokens = config.max_num_batched_tokens
@@ -54,9 +54,9 @@ class PoolingScheduler:
     def start_afresh(self) -> None:
         """The worker never knows anything of the steps before."""
 
-    def plan(self, step: int) -> Decision:
+    def plan(self, step: int) -> SchedulerOutput:
         """Decide this step. Counts on the decision's plan, if it has one, being submitted."""
-        decision = Decision(step)
+        decision = SchedulerOutput(step)
         budget = self._max_tokens
         while len(decision.chunks) < self._max_texts:
             request = self.line.first()
@@ -78,7 +78,7 @@ class PoolingScheduler:
             self._build(decision)
         return decision
 
-    def _build(self, decision: Decision) -> None:
+    def _build(self, decision: SchedulerOutput) -> None:
         launches = []
         for launch, chunks in self._packer.prefill(decision.chunks):
             launches.append(launch)

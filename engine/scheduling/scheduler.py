@@ -5,14 +5,14 @@ from collections import deque
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from config.engine import ScheduleConfig
+from config.engine import SchedulerConfig
 from engine.core.request import ENDED, LEAVING, RUNNING, WAITING, Request
 from engine.core.stats import StepStats
-from engine.kv_cache.manager import KvManager
+from engine.kv_cache.manager import KVCacheManager
 from engine.scheduling.grammar_masks import add_masks
 from engine.scheduling.launch_packer import Chunk, Packer
-from engine.scheduling.waiting_queue import WaitingLine
-from hpu.protocol import DECODE, PREFILL, NewRow, StepPlan
+from engine.scheduling.waiting_queue import WaitingQueue
+from hpu.protocol import DECODE, PREFILL, NewRequest, StepPlan
 
 _rank = attrgetter("rank")
 
@@ -24,7 +24,7 @@ KEPT_STEPS = 8
 
 
 @dataclass(slots=True)
-class Decision:
+class SchedulerOutput:
     """What one turn decided; while its plan runs, who is in it."""
 
     step: int
@@ -42,8 +42,8 @@ class Decision:
     """Who can never fit, and why."""
     chunks: list[Chunk] = field(default_factory=list)
     num_decode_blocks: int = 0
-    new_rows: list[NewRow] = field(default_factory=list)
-    grown_rows: list[int] = field(default_factory=list)
+    new_requests: list[NewRequest] = field(default_factory=list)
+    grown_requests: list[int] = field(default_factory=list)
     grown_blocks: list[int] = field(default_factory=list)
     late: list[Request] = field(default_factory=list)
     """Those of the plan's late rows, in their order."""
@@ -59,8 +59,8 @@ class Scheduler:
 
     def __init__(
         self,
-        config: ScheduleConfig,
-        kv: KvManager,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
         packer: Packer,
         stats: StepStats,
         *,
@@ -68,7 +68,7 @@ class Scheduler:
     ) -> None:
         """`defrag_threshold`: where decodes read a slice of the cache, blocks that may lie unused
         below the highest one in use."""
-        self.line = WaitingLine()
+        self.line = WaitingQueue()
         self._kv = kv
         self._packer = packer
         self._stats = stats
@@ -132,9 +132,9 @@ class Scheduler:
         self._freed_rows.clear()
         self._moves.clear()
 
-    def plan(self, step: int) -> Decision:
+    def plan(self, step: int) -> SchedulerOutput:
         """Decide this step. Counts on the decision's plan, if it has one, being submitted."""
-        decision = Decision(step)
+        decision = SchedulerOutput(step)
         while self._kept and self._kept[0] <= step:
             self._kept.popleft()
         self._sort_out()
@@ -159,7 +159,7 @@ class Scheduler:
                     insort(self._decoding, request, key=_rank)
             self._prefilling = [r for r in self._prefilling if r.computed < r.decode_from]
 
-    def _plan_decodes(self, decision: Decision) -> None:
+    def _plan_decodes(self, decision: SchedulerOutput) -> None:
         step = decision.step
         planned = decision.decodes
         num_blocks = 0
@@ -177,7 +177,7 @@ class Scheduler:
             num_blocks = max((request.reach for request in planned), default=0)
         decision.num_decode_blocks = num_blocks
 
-    def _may_go_on(self, request: Request, decision: Decision) -> bool:
+    def _may_go_on(self, request: Request, decision: SchedulerOutput) -> bool:
         """Whether a decoding row that has no slot left, or no token to come, takes this step."""
         if _is_planned_out(request):
             return False
@@ -190,7 +190,7 @@ class Scheduler:
         self._grow(request, 1, decision)
         return True
 
-    def _plan_prefills(self, decision: Decision, budget: int) -> int:
+    def _plan_prefills(self, decision: SchedulerOutput, budget: int) -> int:
         for request in self._prefilling:
             if budget == 0:
                 break
@@ -209,7 +209,7 @@ class Scheduler:
             budget -= count
         return budget
 
-    def _admit(self, decision: Decision, budget: int) -> None:
+    def _admit(self, decision: SchedulerOutput, budget: int) -> None:
         """Let requests in from the line, strictly by rank, as long as their known tokens will fit.
 
         Only the first chunk's blocks are lent now. Nothing more needs to be set aside: there is
@@ -250,27 +250,27 @@ class Scheduler:
         kept = len(self._kept) if is_busy and not request.goes_on else 0
         return len(self._free_rows) > kept
 
-    def _seat(self, request: Request, cached: int, decision: Decision) -> None:
+    def _seat(self, request: Request, cached: int, decision: SchedulerOutput) -> None:
         if request.goes_on and self._kept:
             self._kept.popleft()
         request.row = self._free_rows.pop()
         request.state = RUNNING
         request.decode_from = request.known
         insort(self._prefilling, request, key=_rank)
-        decision.new_rows.append(
-            NewRow(
+        decision.new_requests.append(
+            NewRequest(
                 request.row,
                 request.known_tokens(),
                 request.num_prompt,
                 cached,
                 request.blocks.copy(),
-                request.row_sampling(),
+                request.request_sampling(),
             )
         )
         if request.num_preemptions == 0:
             decision.started.append((request, cached))
 
-    def _add_chunk(self, request: Request, count: int, decision: Decision) -> None:
+    def _add_chunk(self, request: Request, count: int, decision: SchedulerOutput) -> None:
         context = self._kv.blocks_for(request.computed)
         request.computed += count
         request.last_step = decision.step
@@ -278,11 +278,11 @@ class Scheduler:
         decision.chunks.append(Chunk(request, count, context, samples))
         decision.num_tokens += count
 
-    def _grow(self, request: Request, count: int, decision: Decision) -> None:
+    def _grow(self, request: Request, count: int, decision: SchedulerOutput) -> None:
         decision.grown_blocks.extend(self._kv.grow(request, count))
-        decision.grown_rows.extend([request.row] * count)
+        decision.grown_requests.extend([request.row] * count)
 
-    def _make_room(self, request: Request, decision: Decision) -> bool:
+    def _make_room(self, request: Request, decision: SchedulerOutput) -> bool:
         """Whether a block is free for it now. If not, the last in rank behind it gives way; with a
         plan in flight the blocks come back a step later, so it waits, and nobody else has to go."""
         while not self._kv.pool.free:
@@ -325,7 +325,7 @@ class Scheduler:
             request.state = WAITING
             self.line.push(request)
 
-    def _fail(self, request: Request, num_blocks: int, decision: Decision) -> None:
+    def _fail(self, request: Request, num_blocks: int, decision: SchedulerOutput) -> None:
         pool = self._kv.pool
         message = (
             f"the request needs {num_blocks} KV blocks of {self._kv.block_size} tokens, "
@@ -334,7 +334,7 @@ class Scheduler:
         decision.failed.append((request, message, None))
         self.drop(request)
 
-    def _reject(self, request: Request, why: str, decision: Decision) -> None:
+    def _reject(self, request: Request, why: str, decision: SchedulerOutput) -> None:
         """End a request whose shape this server was told not to run."""
         decision.failed.append((request, why, ""))
         self.drop(request)
@@ -346,7 +346,7 @@ class Scheduler:
             why = self._packer.refusal(DECODE, 1, self._kv.blocks_for(request.known + 1))
         return why
 
-    def _build(self, decision: Decision) -> None:
+    def _build(self, decision: SchedulerOutput) -> None:
         launches = []
         if decision.decodes:
             rows = [request.row for request in decision.decodes]
@@ -366,8 +366,8 @@ class Scheduler:
             decision.plan = StepPlan(
                 decision.step,
                 launches,
-                decision.new_rows,
-                decision.grown_rows,
+                decision.new_requests,
+                decision.grown_requests,
                 decision.grown_blocks,
                 freed,
                 [source for source, _ in moves],

@@ -7,7 +7,7 @@ from engine.core.request import Request
 MIN_COMPACTION = 64
 
 
-class WaitingLine:
+class WaitingQueue:
     """Requests by rank, smallest first. Bounded by its caller, who sees its length.
 
     Leaving the line from the middle is lazy: the entry stays behind, empty, until it comes to the

@@ -78,7 +78,7 @@ def endpoint(directory: str, name: str) -> str:
     return f"ipc://{path}"
 
 
-class Line(Generic[Sent, Received]):
+class PairSocket(Generic[Sent, Received]):
     """A channel to one peer. For one thread, or one at a time."""
 
     def __init__(self, socket: "zmq.Socket[bytes]", received: Any) -> None:
@@ -103,14 +103,14 @@ class Line(Generic[Sent, Received]):
         return self._decode(frame)
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Hang up; what was sent has `linger_s` to leave (Wires.close waits for it)."""
+        """Hang up; what was sent has `linger_s` to leave (ZmqContext.close waits for it)."""
         self._socket.close(linger=round(linger_s * 1000))
 
 
 class Waiter:
     """Sleeps until a line has a message or a file descriptor is readable."""
 
-    def __init__(self, lines: Sequence[Line[Any, Any]], fds: Sequence[int] = ()) -> None:
+    def __init__(self, lines: Sequence[PairSocket[Any, Any]], fds: Sequence[int] = ()) -> None:
         self._poller = zmq.Poller()
         for line in lines:
             self._poller.register(line._socket, zmq.POLLIN)
@@ -123,7 +123,7 @@ class Waiter:
         return {source for source, _ in ready if isinstance(source, int)}
 
 
-class Switchboard(Generic[Sent, Received]):
+class RouterSocket(Generic[Sent, Received]):
     """A channel to many peers, served by callbacks on an asyncio loop.
 
     ZeroMQ's descriptor tells of edges, not levels, and a send may swallow an edge. So a callback
@@ -240,7 +240,7 @@ class Switchboard(Generic[Sent, Received]):
         return most <= 0
 
 
-class Wires:
+class ZmqContext:
     """All channels of one process (or of one client in it): at most one that listens, any number
     that connect. A peer is let in if it presents the token that the launcher gave to both."""
 
@@ -250,37 +250,37 @@ class Wires:
         self._doorkeeper: _Authenticator | None = None
         self._path: str | None = None
 
-    def bind_pair(self, endpoint: str, received: Any) -> Line[Any, Any]:
+    def bind_pair(self, endpoint: str, received: Any) -> PairSocket[Any, Any]:
         """Open the parent's end of a step channel; `received` is the union it decodes. The child
         speaks first: until it does there is nobody to send to. Raises ConfigError when the address
         cannot be taken."""
         socket = self._socket(zmq.PAIR)
         self._listen(socket, endpoint, counts=True)
-        return Line(socket, received)
+        return PairSocket(socket, received)
 
-    def connect_pair(self, endpoint: str, received: Any) -> Line[Any, Any]:
+    def connect_pair(self, endpoint: str, received: Any) -> PairSocket[Any, Any]:
         """Open the child's end of a step channel."""
         socket = self._socket(zmq.PAIR)
         self._connect(socket, endpoint)
-        return Line(socket, received)
+        return PairSocket(socket, received)
 
-    def connect_dealer(self, endpoint: str, name: str, received: Any) -> Line[Any, Any]:
+    def connect_dealer(self, endpoint: str, name: str, received: Any) -> PairSocket[Any, Any]:
         """Open a line to a switchboard, which will know it as `name`."""
         socket = self._socket(zmq.DEALER)
         socket.setsockopt(zmq.ROUTING_ID, name.encode())
         socket.setsockopt(zmq.RECONNECT_IVL, 10)
         self._connect(socket, endpoint)
-        return Line(socket, received)
+        return PairSocket(socket, received)
 
     def bind_router(
         self, endpoint: str, received: Any, *, num_peers: int = 0
-    ) -> Switchboard[Any, Any]:
+    ) -> RouterSocket[Any, Any]:
         """Open a switchboard, which stops accepting when it has heard from `num_peers` peers (0:
         never). Raises ConfigError when the address cannot be taken."""
         socket = self._socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._listen(socket, endpoint, counts=False)
-        return Switchboard(socket, received, num_peers, self.stop_accepting)
+        return RouterSocket(socket, received, num_peers, self.stop_accepting)
 
     def stop_accepting(self) -> None:
         """Let nobody connect from now on; safe to call twice. Connections that exist go on, so all

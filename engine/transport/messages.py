@@ -124,7 +124,7 @@ class EngineStats(msgspec.Struct, omit_defaults=True, gc=False):
     """(phase, seconds) of each launch since the last stats were sent."""
 
 
-class StepTokens(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=4):
+class StepOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=4):
     """Everything one step produced for one front-end, in columns."""
 
     step: int
@@ -217,4 +217,4 @@ class Failed(msgspec.Struct, array_like=True, gc=False, tag=9):
     """A setting is to blame: a ConfigError."""
 
 
-FromEngine = StepTokens | Reply | Hello | Progress | Ready | Failed
+FromEngine = StepOutput | Reply | Hello | Progress | Ready | Failed

@@ -271,13 +271,13 @@ class GaudiBackend:
             self._compile(model)
 
     def _mark_layers(self, layers: nn.ModuleList) -> None:
-        """End the recipe after each `hidden_layers` layers: smaller recipes compile sooner, and
+        """End the recipe after each `layers_per_recipe` layers: smaller recipes compile sooner, and
         equal layers share them."""
 
         def mark(module: nn.Module, args: Any, output: Any) -> None:
             self._htcore.mark_step()
 
-        every = self._execution.hidden_layers
+        every = self._execution.layers_per_recipe
         for number, layer in enumerate(layers, start=1):
             if number % every == 0:
                 layer.register_forward_hook(mark)

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from config.engine import ScheduleConfig
+from config.engine import SchedulerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class BucketLimits:
 
     @classmethod
     def of_texts(
-        cls, schedule: ScheduleConfig, *, block_size: int, max_model_len: int
+        cls, schedule: SchedulerConfig, *, block_size: int, max_model_len: int
     ) -> "BucketLimits":
         """What bounds a pooling model, whose `block_size` is the step between lengths alone."""
         return cls(

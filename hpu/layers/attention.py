@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hpu.layers.launch_plan import DecodePlan, LaunchPlan, PrefillPlan
+from hpu.layers.launch_plan import AttentionMetadata, DecodeMetadata, PrefillMetadata
 from hpu.layers.linear import Linear
 from hpu.ops.attention import attend, join, paged_decode
 from hpu.ops.kernels import Kernels
@@ -105,7 +105,7 @@ class Attention(nn.Module):
         which add each block to its own row, unless slices of the cache are read."""
         self._isolates = True
 
-    def forward(self, hidden: Tensor, rotation: Rotation | None, plan: LaunchPlan) -> Tensor:
+    def forward(self, hidden: Tensor, rotation: Rotation | None, plan: AttentionMetadata) -> Tensor:
         """(B, Q, hidden) to the same; writes the keys and values of all B * Q tokens where a launch
         has a cache. Without `rotation` nothing is turned."""
         shape = self.shape
@@ -117,10 +117,10 @@ class Attention(nn.Module):
         if rotation is not None:
             turned = rotate(turned, rotation, self._kernels)
         query, key = turned.split_with_sizes([shape.num_heads, shape.num_kv_heads], dim=2)
-        if plan.slots is not None:
-            self._keys.index_copy_(0, plan.slots, key.flatten(0, 1))
-            self._values.index_copy_(0, plan.slots, value.flatten(0, 1))
-        if isinstance(plan, DecodePlan):
+        if plan.slot_mapping is not None:
+            self._keys.index_copy_(0, plan.slot_mapping, key.flatten(0, 1))
+            self._values.index_copy_(0, plan.slot_mapping, value.flatten(0, 1))
+        if isinstance(plan, DecodeMetadata):
             out = self._decode(query.flatten(0, 1), plan)
         else:
             out = self._prefill(query, key, value, plan)
@@ -142,7 +142,7 @@ class Attention(nn.Module):
         )
         return turning, value
 
-    def _decode(self, query: Tensor, plan: DecodePlan) -> Tensor:
+    def _decode(self, query: Tensor, plan: DecodeMetadata) -> Tensor:
         mask = plan.masks[self._kind]
         assert mask is not None
         keys = _blocks(self._by_block(self._keys), plan)
@@ -168,7 +168,7 @@ class Attention(nn.Module):
             scale=self.shape.scale,
         )
 
-    def _prefill(self, query: Tensor, key: Tensor, value: Tensor, plan: PrefillPlan) -> Tensor:
+    def _prefill(self, query: Tensor, key: Tensor, value: Tensor, plan: PrefillMetadata) -> Tensor:
         query, scale = query.transpose(1, 2), self.shape.scale
         if self._kernels is not None:
             return self._fused_prefill(self._kernels, query, key, value, plan)
@@ -196,7 +196,7 @@ class Attention(nn.Module):
         return out.transpose(1, 2)
 
     def _fused_prefill(
-        self, kernels: Kernels, query: Tensor, key: Tensor, value: Tensor, plan: PrefillPlan
+        self, kernels: Kernels, query: Tensor, key: Tensor, value: Tensor, plan: PrefillMetadata
     ) -> Tensor:
         """One attention over [cached, new], as fused kernels want it."""
         keys, values = key.transpose(1, 2), value.transpose(1, 2)
@@ -225,7 +225,7 @@ class Attention(nn.Module):
         return blocks.view(batch, -1, shape.num_kv_heads, shape.head_dim).transpose(1, 2)
 
 
-def _blocks(cache: Tensor, plan: DecodePlan) -> Tensor:
+def _blocks(cache: Tensor, plan: DecodeMetadata) -> Tensor:
     """(N, block_size, kv_heads, head_dim): what a decode reads of a cache."""
     if plan.block_list is None:
         return cache[: plan.groups.shape[0]]

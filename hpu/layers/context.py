@@ -1,4 +1,5 @@
-"""LaunchContext: what a forward pass is told beside its tokens. Tensors and nothing else, because a
+"""AttentionInputs: what a forward pass is told beside its tokens. Tensors and nothing else, because
+a
 captured graph is keyed by every value that is not a tensor."""
 
 from typing import NamedTuple
@@ -6,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class PrefillContext(NamedTuple):
+class PrefillAttentionInputs(NamedTuple):
     """A prefill of `batch` rows, `query` new tokens each (right-padded), over cached context.
 
     Integers are int32 on devices that want it and int64 on CPU; `B` batch, `Q` query, `C` context
@@ -16,7 +17,7 @@ class PrefillContext(NamedTuple):
 
     positions: Tensor
     """(B, Q)"""
-    slots: Tensor
+    slot_mapping: Tensor
     """(B * Q): block * block_size + offset where each new token's K and V go."""
     query_lens: Tensor
     """(B): real new tokens of each row."""
@@ -26,13 +27,13 @@ class PrefillContext(NamedTuple):
     """(B * C): physical blocks of the cached context, row by row, padded with the pad block."""
 
 
-class DecodeContext(NamedTuple):
+class DecodeAttentionInputs(NamedTuple):
     """A decode of `B` rows, one token each, over `N` blocks that all rows together hold (flat paged
     attention: the cost follows N, not B times the longest)."""
 
     positions: Tensor
     """(B, 1)"""
-    slots: Tensor
+    slot_mapping: Tensor
     """(B): where each token's K and V go; the blocks below already count it."""
     block_list: Tensor
     """(N): physical blocks, all of row 0, then all of row 1, ...; padded with the pad block. Where
@@ -45,7 +46,7 @@ class DecodeContext(NamedTuple):
     """(N): valid slots of the block, the new token included; padding has 1."""
 
 
-class TextContext(NamedTuple):
+class TextAttentionInputs(NamedTuple):
     """Whole texts of `batch` rows (right-padded), for a pooling model: nothing is cached."""
 
     positions: Tensor
@@ -56,4 +57,4 @@ class TextContext(NamedTuple):
     """(B): real tokens of each row; 0 for a padded row."""
 
 
-LaunchContext = PrefillContext | DecodeContext | TextContext
+AttentionInputs = PrefillAttentionInputs | DecodeAttentionInputs | TextAttentionInputs

@@ -1,4 +1,5 @@
-"""LaunchPlan: what all layers of a launch share, derived from its inputs on the device: masks and
+"""AttentionMetadata: what all layers of a launch share, derived from its inputs on the device:
+masks and
 mappings. Knows no weights."""
 
 from dataclasses import dataclass
@@ -7,14 +8,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpu.layers.context import DecodeContext, LaunchContext, PrefillContext, TextContext
+from hpu.layers.context import (
+    AttentionInputs,
+    DecodeAttentionInputs,
+    PrefillAttentionInputs,
+    TextAttentionInputs,
+)
 from hpu.ops.attention import as_mask, causal_mask
 
 
-class PrefillPlan(NamedTuple):
+class PrefillMetadata(NamedTuple):
     """What the layers of a prefill share; masks for layers without and with a window."""
 
-    slots: Tensor | None
+    slot_mapping: Tensor | None
     """None: nothing is cached."""
     query_lens: Tensor
     """(B): at least 1."""
@@ -30,10 +36,10 @@ class PrefillPlan(NamedTuple):
     model's dtype; None: plainly causal."""
 
 
-class DecodePlan(NamedTuple):
+class DecodeMetadata(NamedTuple):
     """What the layers of a decode share; masks for layers without and with a window."""
 
-    slots: Tensor
+    slot_mapping: Tensor
     block_list: Tensor | None
     """(N): the blocks to gather; None: the first N of the cache, as they lie."""
     groups: Tensor
@@ -46,7 +52,7 @@ class DecodePlan(NamedTuple):
     """(N, 1, 1, block_size)."""
 
 
-LaunchPlan = PrefillPlan | DecodePlan
+AttentionMetadata = PrefillMetadata | DecodeMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,32 +73,32 @@ class Windows:
         return not all(self.layers)
 
 
-def plan_launch(
-    context: LaunchContext,
+def build_metadata(
+    context: AttentionInputs,
     block_size: int,
     windows: Windows,
     fused: torch.dtype | None = None,
     *,
     contiguous: bool = False,
     causal: bool = True,
-) -> LaunchPlan:
+) -> AttentionMetadata:
     """Derive masks and mappings from a launch's inputs, once for all layers and on the device, so
     that a captured graph contains it. `fused`: the model's dtype if it runs on fused kernels;
     `contiguous`: whether entry i of a decode describes block i of the cache; `causal`: whether the
-    tokens of a TextContext see only what comes before them (those of others always do)."""
-    if isinstance(context, TextContext):
-        return plan_texts(context, windows, fused, causal=causal)
-    if isinstance(context, PrefillContext):
+    tokens of a TextAttentionInputs see only what comes before them (those of others always do)."""
+    if isinstance(context, TextAttentionInputs):
+        return build_text_metadata(context, windows, fused, causal=causal)
+    if isinstance(context, PrefillAttentionInputs):
         plan = _plan_prefill(context, block_size, windows)
         return plan if fused is None else _joined(plan, context, windows, fused)
     decode = _plan_decode(context, block_size, windows, fused or torch.float32)
     return decode._replace(block_list=None) if contiguous else decode
 
 
-def plan_texts(
-    context: TextContext, windows: Windows, fused: torch.dtype | None, *, causal: bool
-) -> PrefillPlan:
-    """`plan_launch` of whole texts."""
+def build_text_metadata(
+    context: TextAttentionInputs, windows: Windows, fused: torch.dtype | None, *, causal: bool
+) -> PrefillMetadata:
+    """`build_metadata` of whole texts."""
     batch, length = context.positions.shape
     device, window = context.positions.device, windows.size
     masks: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -101,7 +107,7 @@ def plan_texts(
         masks = (as_mask(places < context.lengths.view(batch, 1, 1, 1)), None)
     elif windows.any_windowed and window is not None and window < length:
         masks = (None, causal_mask(length, window, device))
-    plan = PrefillPlan(
+    plan = PrefillMetadata(
         None,
         context.lengths.clamp_min(1),
         context.positions.new_empty(0),
@@ -118,8 +124,8 @@ def plan_texts(
 
 
 def _joined(
-    plan: PrefillPlan, context: PrefillContext, windows: Windows, dtype: torch.dtype
-) -> PrefillPlan:
+    plan: PrefillMetadata, context: PrefillAttentionInputs, windows: Windows, dtype: torch.dtype
+) -> PrefillMetadata:
     """The plan with its two masks of each kind as one, over [cached, new]."""
     batch, length = context.positions.shape
 
@@ -138,7 +144,9 @@ def _joined(
     )
 
 
-def _plan_prefill(context: PrefillContext, block_size: int, windows: Windows) -> PrefillPlan:
+def _plan_prefill(
+    context: PrefillAttentionInputs, block_size: int, windows: Windows
+) -> PrefillMetadata:
     batch, length = context.positions.shape
     device, window = context.positions.device, windows.size
     near = None
@@ -157,8 +165,8 @@ def _plan_prefill(context: PrefillContext, block_size: int, windows: Windows) ->
             # Counted from the cached length, not from `positions`: those are 0 for padded tokens.
             own = cached + torch.arange(length, device=device).view(1, 1, length, 1)
             cached_near = as_mask(seen & (own - places < window))
-    return PrefillPlan(
-        context.slots,
+    return PrefillMetadata(
+        context.slot_mapping,
         context.query_lens.clamp_min(1),
         context.block_list,
         (None, near),
@@ -168,8 +176,8 @@ def _plan_prefill(context: PrefillContext, block_size: int, windows: Windows) ->
 
 
 def _plan_decode(
-    context: DecodeContext, block_size: int, windows: Windows, dtype: torch.dtype
-) -> DecodePlan:
+    context: DecodeAttentionInputs, block_size: int, windows: Windows, dtype: torch.dtype
+) -> DecodeMetadata:
     batch = context.positions.shape[0]
     device, window = context.positions.device, windows.size
     groups = context.block_groups
@@ -184,4 +192,6 @@ def _plan_decode(
         first = own - window + 1 - context.block_starts
         near = as_mask(seen & (places >= first.unsqueeze(1))).view(-1, 1, 1, block_size)
     mapping = (groups == torch.arange(batch, device=device).unsqueeze(1)).to(dtype)
-    return DecodePlan(context.slots, context.block_list, groups, rows, mapping, (full, near))
+    return DecodeMetadata(
+        context.slot_mapping, context.block_list, groups, rows, mapping, (full, near)
+    )

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from config.model.model_config import ModelConfig
 from hpu.layers.attention import Attention, HeadNorm, HeadShape
-from hpu.layers.context import DecodeContext, LaunchContext, PrefillContext
+from hpu.layers.context import AttentionInputs, DecodeAttentionInputs, PrefillAttentionInputs
 from hpu.layers.embedding import Embedding
-from hpu.layers.launch_plan import Windows, plan_launch
+from hpu.layers.launch_plan import Windows, build_metadata
 from hpu.layers.linear import Linear, can_pack, multiplications
 from hpu.model_loader.weight_map import Place, parts, whole
 from hpu.models.layer import MLP, Layer, Norm
@@ -130,15 +130,15 @@ class Decoder(nn.Module):
             attention, mlp, self._norm(), self._norm(), multiplier=spec.residual_multiplier
         )
 
-    def forward(self, tokens: Tensor, context: LaunchContext) -> Tensor:
+    def forward(self, tokens: Tensor, context: AttentionInputs) -> Tensor:
         """Hidden states (B, Q, hidden) of `tokens` (B, Q), normed and ready for `logits`."""
         native = self._native
-        if native is not None and isinstance(context, DecodeContext):
+        if native is not None and isinstance(context, DecodeAttentionInputs):
             return native(tokens, context)
-        if native is not None and isinstance(context, PrefillContext):
+        if native is not None and isinstance(context, PrefillAttentionInputs):
             return native.prompt(tokens, context)
         rotation: Rotation = self.rotary(context.positions)
-        plan = plan_launch(
+        plan = build_metadata(
             context,
             self._block_size,
             self.spec.windows,

@@ -14,9 +14,9 @@ from torch.nn import functional
 from config.model.encoder import DISTIL_BERT
 from config.model.model_config import ModelConfig
 from hpu.layers.attention import Attention, HeadShape
-from hpu.layers.context import LaunchContext, TextContext
+from hpu.layers.context import AttentionInputs, TextAttentionInputs
 from hpu.layers.embedding import Embedding
-from hpu.layers.launch_plan import LaunchPlan, Windows, plan_texts
+from hpu.layers.launch_plan import AttentionMetadata, Windows, build_text_metadata
 from hpu.layers.linear import Linear, can_pack, multiplications
 from hpu.model_loader.weight_map import Place, parts, whole
 from hpu.models.layer import activation_named
@@ -98,7 +98,7 @@ class EncoderLayer(nn.Module):
         self.mlp_norm = mlp_norm
         self._activation = activation_named(activation)
 
-    def forward(self, hidden: Tensor, plan: LaunchPlan) -> Tensor:
+    def forward(self, hidden: Tensor, plan: AttentionMetadata) -> Tensor:
         """(B, Q, hidden) to the same."""
         hidden = self.attention_norm(hidden + self.attention(hidden, None, plan))
         inner = self._activation(self.up(hidden))
@@ -156,9 +156,9 @@ class Encoder(nn.Module):
             self.config.hidden_act,
         )
 
-    def forward(self, tokens: Tensor, context: LaunchContext) -> Tensor:
-        """Hidden states (B, Q, hidden) of `tokens` (B, Q) in a TextContext."""
-        assert isinstance(context, TextContext)
+    def forward(self, tokens: Tensor, context: AttentionInputs) -> Tensor:
+        """Hidden states (B, Q, hidden) of `tokens` (B, Q) in a TextAttentionInputs."""
+        assert isinstance(context, TextAttentionInputs)
         places = context.positions + self.facts.first_position
         hidden: Tensor = self.embedding(tokens) + self.positions(places)
         if self.types is not None:
@@ -166,7 +166,7 @@ class Encoder(nn.Module):
             knows_pairs = self.facts.num_types > 1
             hidden = hidden + (self.types(context.types) if knows_pairs else self.types.weight[0])
         hidden = self.norm(hidden)
-        plan = plan_texts(
+        plan = build_text_metadata(
             context, Windows(None, (False,)), self._fused, causal=self.config.is_causal
         )
         for layer in self.layers:

@@ -10,7 +10,7 @@ from torch.nn import functional
 from config.errors import ConfigError
 from config.model.json_fields import shown
 from hpu.layers.attention import Attention, HeadNorm
-from hpu.layers.launch_plan import LaunchPlan, Windows
+from hpu.layers.launch_plan import AttentionMetadata, Windows
 from hpu.layers.linear import Linear
 from hpu.native.decoder import LayerWeights
 from hpu.native.library import PackedLinear
@@ -28,7 +28,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 MIRRORED_ROWS = 8
-"""Rows up to which a packed norm takes its short form; measured equal at 32."""
+"""BatchState up to which a packed norm takes its short form; measured equal at 32."""
 
 
 def activation_named(name: str) -> Callable[[Tensor], Tensor]:
@@ -102,7 +102,7 @@ class Layer(nn.Module):
         self.mlp_norm = mlp_norm
         self._multiplier = multiplier
 
-    def forward(self, total: Tensor, rotation: Rotation, plan: LaunchPlan) -> Tensor:
+    def forward(self, total: Tensor, rotation: Rotation, plan: AttentionMetadata) -> Tensor:
         """(B, Q, hidden) to the same."""
         delta = self.attention(self.attention_norm(total), rotation, plan)
         total = torch.add(total, delta, alpha=self._multiplier)

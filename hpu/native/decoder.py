@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpu.layers.context import DecodeContext, PrefillContext
+from hpu.layers.context import DecodeAttentionInputs, PrefillAttentionInputs
 from hpu.native.library import Library, PackedLinear, Product
 
 MOST_HEAD = 256
@@ -127,7 +127,7 @@ class NativeDecoder:
             *sizes[6:],
         )
 
-    def __call__(self, tokens: Tensor, context: DecodeContext) -> Tensor:
+    def __call__(self, tokens: Tensor, context: DecodeAttentionInputs) -> Tensor:
         """(B, 1) to (B, 1, hidden), normed."""
         hidden = self._room(tokens)
         given = map(_address, (tokens, *context))
@@ -135,12 +135,12 @@ class NativeDecoder:
         self._library.decode(self._model, step)
         return hidden
 
-    def prompt(self, tokens: Tensor, context: PrefillContext) -> Tensor:
+    def prompt(self, tokens: Tensor, context: PrefillAttentionInputs) -> Tensor:
         """(B, Q) to (B, Q, hidden), normed: the new tokens of prompts, over what is cached of
         them."""
         hidden = self._room(tokens)
         batch, length = tokens.shape
-        columns = (tokens, context.positions, context.slots, context.block_list)
+        columns = (tokens, context.positions, context.slot_mapping, context.block_list)
         step = _Step(batch * length, 0, *map(_address, columns), hidden=hidden.data_ptr())
         lengths = map(_address, (context.query_lens, context.context_lens))
         prompts = _Prompts(batch, length, len(context.block_list) // batch, *lengths)

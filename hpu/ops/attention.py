@@ -1,7 +1,8 @@
 """Attention over tensors: one softmax attention that also tells its log-sum-exp, and what is built
 of it (prompts over cached context, flat paged decode). Knows no layers, and no launches.
 
-Masks are additive float32 with MASKED for what may not be seen: finite, so that a row which sees
+GrammarMasks are additive float32 with MASKED for what may not be seen: finite, so that a row which
+sees
 nothing gives a number that weighs nothing instead of not-a-number.
 """
 

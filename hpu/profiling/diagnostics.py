@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 from config.execution import ExecutionConfig
 from hpu.backends.base import Backend
 from hpu.profiling.counters import Counters, phase_name
-from hpu.runner.async_output import PendingStep
+from hpu.runner.async_output import AsyncStepOutput
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Diagnostics:
         self._count_phase(phase, "warmup", self._compilations() - self._known_compilations)
         self.forget()
 
-    def collected(self, pending: PendingStep) -> None:
+    def collected(self, pending: AsyncStepOutput) -> None:
         """A step is done: count and log what happened since the one before it."""
         total = self._compilations()
         compiled, self._known_compilations = total - self._known_compilations, total
@@ -113,7 +113,7 @@ class Diagnostics:
         self._counters.add("recipe_misses", misses - self._recipes[1])
         self._recipes = (hits, misses)
 
-    def _log(self, pending: PendingStep, compiled: int, fallbacks: Mapping[str, int]) -> None:
+    def _log(self, pending: AsyncStepOutput, compiled: int, fallbacks: Mapping[str, int]) -> None:
         config = self._config
         if config.log_graph_compilation_all or (config.log_graph_compilation and compiled):
             logger.log(
@@ -154,8 +154,8 @@ def diagnostics_of(
     )
 
 
-def _launches(pending: PendingStep) -> str:
+def _launches(pending: AsyncStepOutput) -> str:
     asked = [launch.launch for launch in pending.launches if launch.launch is not None]
     return ", ".join(
-        f"{phase_name(one.phase)} {one.bucket} with {len(one.rows)} rows" for one in asked
+        f"{phase_name(one.phase)} {one.bucket} with {len(one.req_indices)} rows" for one in asked
     )

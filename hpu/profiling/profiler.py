@@ -15,7 +15,7 @@ from config.loading.env import cache_home
 from hpu.backends.base import Backend, Event
 from hpu.profiling.counters import phase_name
 from hpu.protocol import PREFILL, START_PROFILE, STOP_PROFILE
-from hpu.runner.async_output import PendingLaunch, PendingStep
+from hpu.runner.async_output import AsyncLaunchOutput, AsyncStepOutput
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ more where sampling waited for masks."""
 
 STEPS, DEVICE, HOST = 1, 2, 3
 TRACKS = {STEPS: "steps", DEVICE: "device", HOST: "host"}
-"""One line of the picture each. Steps and launches lie where the device ran them."""
+"""One line of the picture each. StepRunner and launches lie where the device ran them."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -73,21 +73,21 @@ class Trace:
         """In the same way, when masks came behind it."""
         self._write()
 
-    def submitted(self, pending: PendingStep, begun_s: float) -> None:
+    def submitted(self, pending: AsyncStepOutput, begun_s: float) -> None:
         """A step was launched; the call for it came at `begun_s` (perf_counter)."""
         if not self.is_over:
             times = (self._num_steps, begun_s, time.perf_counter())
             self._submitted[pending.step] = times
             self._num_steps += 1
 
-    def masked(self, pending: PendingStep, begun_s: float) -> None:
+    def masked(self, pending: AsyncStepOutput, begun_s: float) -> None:
         """The rest of a step was launched; the call for it came at `begun_s`."""
         if pending.step in self._submitted:
             self._masked[pending.step] = begun_s, time.perf_counter()
 
-    def collected(self, pending: PendingStep, seconds: list[float], begun_s: float) -> None:
+    def collected(self, pending: AsyncStepOutput, seconds: list[float], begun_s: float) -> None:
         """A step is done: device `seconds` of each launch, and when its results began to be
-        read. Steps that were launched before the trace began are left out."""
+        read. StepRunner that were launched before the trace began are left out."""
         noted = self._submitted.pop(pending.step, None)
         masked = self._masked.pop(pending.step, None)
         if noted is None or self.is_over:
@@ -122,7 +122,7 @@ class Trace:
         except OSError as error:
             logger.error("the trace %s cannot be written: %s", self.path, error)
 
-    def _launches(self, pending: PendingStep, seconds: list[float]) -> None:
+    def _launches(self, pending: AsyncStepOutput, seconds: list[float]) -> None:
         spans: list[tuple[float, float]] = []
         real = padding = 0
         for launch, device_s in zip(pending.launches, seconds, strict=True):
@@ -185,7 +185,7 @@ class Trace:
 
 
 class HasTrace(Protocol):
-    """What notes its steps in a trace while there is one: `hpu.runner.Runner`."""
+    """What notes its steps in a trace while there is one: `hpu.runner.ModelRunner`."""
 
     trace: Trace | None
 
@@ -268,14 +268,14 @@ class Profiler:
         return str(self._folder / f"trace-{stamp}-{os.getpid()}-{self._num_traces}.json")
 
 
-def _described(launch: PendingLaunch) -> tuple[str, dict[str, Any]]:
+def _described(launch: AsyncLaunchOutput) -> tuple[str, dict[str, Any]]:
     """A launch's name, and what it computed: decode (8, 1, 64), 6 of 8 tokens real."""
     plan = launch.launch
     assert plan is not None, "a launch of a plan keeps what was asked"
     batch, query, _ = plan.bucket
-    tokens = sum(plan.counts) if plan.phase == PREFILL else len(plan.rows)
+    tokens = sum(plan.query_lens) if plan.phase == PREFILL else len(plan.req_indices)
     return f"{phase_name(plan.phase)} {plan.bucket}", {
-        "rows": len(plan.rows),
+        "rows": len(plan.req_indices),
         "bucket": plan.bucket,
         "tokens": tokens,
         "padding": batch * query - tokens,

@@ -1,4 +1,5 @@
-"""PendingStep: what a step left on its way to the host, and how it becomes a StepResult; and what
+"""AsyncStepOutput: what a step left on its way to the host, and how it becomes a StepResult; and
+what
 waits in it for masks."""
 
 from collections.abc import Iterator
@@ -10,11 +11,11 @@ from torch import Tensor
 from hpu.backends.base import Event
 from hpu.protocol import Launch, Logprobs, StepResult
 from hpu.runner.batch_state import Tokens
-from hpu.runner.input_buffers import BucketInputs
+from hpu.runner.input_buffers import InputBuffers
 
 
 @dataclass(slots=True)
-class PendingLogprobs:
+class AsyncLogprobs:
     """Host tensors of some positions: ids and values (positions, k + 1), ranks (positions,)."""
 
     k: int
@@ -34,12 +35,12 @@ class PendingLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class PendingPrompt:
+class AsyncPromptLogprobs:
     """Prompt log-probabilities of one row's chunk, in slices of (real positions, tensors)."""
 
     row: int
     k: int
-    slices: list[tuple[int, PendingLogprobs]]
+    slices: list[tuple[int, AsyncLogprobs]]
 
     def message(self) -> Logprobs:
         parts = [logprobs.part(0, count, self.k) for count, logprobs in self.slices]
@@ -52,7 +53,7 @@ class PendingPrompt:
 
 
 @dataclass(slots=True)
-class PendingVectors:
+class AsyncVectors:
     """A launch of texts: `whole` (B, width) and `by_token` (B, Q, hidden), float32 on the host."""
 
     whole: Tensor | None = None
@@ -75,7 +76,7 @@ class PendingVectors:
 
 
 @dataclass(slots=True)
-class PendingLaunch:
+class AsyncLaunchOutput:
     """One launch: its sampling rows, and their tokens (at least len(rows),) on the host."""
 
     rows: list[int]
@@ -83,9 +84,9 @@ class PendingLaunch:
     start: Event
     end: Event | None = None
     tokens: Tensor | None = None
-    logprobs: PendingLogprobs | None = None
-    prompts: list[PendingPrompt] = field(default_factory=list)
-    vectors: PendingVectors | None = None
+    logprobs: AsyncLogprobs | None = None
+    prompts: list[AsyncPromptLogprobs] = field(default_factory=list)
+    vectors: AsyncVectors | None = None
     launch: Launch | None = None
     """What was asked; None in a warm-up."""
     filled: tuple[float, float] = (0.0, 0.0)
@@ -111,7 +112,7 @@ class PendingLaunch:
 class Forward:
     """A launch that was run forward, and what it takes to sample it."""
 
-    inputs: BucketInputs
+    inputs: InputBuffers
     hidden: Tensor
     """(B * Q, hidden); the next launch may overwrite it."""
     best: Tensor | None
@@ -119,19 +120,19 @@ class Forward:
     the sampling rows take."""
     logits: Tensor | None
     """(B, V), or less; None where nobody samples, or there is `best`."""
-    launch: PendingLaunch
+    launch: AsyncLaunchOutput
     targets: list[tuple[int, Tokens]] = field(default_factory=list)
     """(place in the launch, following prompt tokens) of rows that asked for their prompt's
     log-probabilities."""
 
 
 @dataclass(slots=True)
-class PendingStep:
+class AsyncStepOutput:
     """All launches of one plan. Its tensors may be read once it lacks nothing and `end` is done."""
 
     step: int
     host_s: float
-    launches: list[PendingLaunch] = field(default_factory=list)
+    launches: list[AsyncLaunchOutput] = field(default_factory=list)
     """In the plan's order."""
     late: list[tuple[int, Launch]] = field(default_factory=list)
     """Launches that sample when their masks come, with their places in the plan."""

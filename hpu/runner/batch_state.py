@@ -1,19 +1,20 @@
-"""Rows: what the host keeps of each live sequence, in fixed arrays, and how it fills a bucket's
+"""BatchState: what the host keeps of each live sequence, in fixed arrays, and how it fills a
+bucket's
 inputs. Knows no models; device tensors only as the arrays it writes to."""
 
 import numpy as np
 
-from hpu.protocol import Launch, NewRow, RowSampling
+from hpu.protocol import Launch, NewRequest, RequestSampling
 from hpu.runner.input_buffers import DecodeFields, PrefillFields
 
 Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 Tokens = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
 
 
-class Rows:
+class BatchState:
     """`max_rows` rows of at most `max_model_len` tokens, over blocks 0 .. `pad_block` - 1.
-
-    A row is free, or admitted. Of an admitted row's `num_known` tokens the first `num_computed`
+    A row is free, or admitted. Of an admitted row's `num_known` tokens the first
+    `num_computed_tokens`
     have their keys and values in its blocks. A launch moves both at once, when it is filled, so the
     next plan may follow before the device is done: the token a row samples counts as known, though
     only the device knows its value.
@@ -58,29 +59,30 @@ class Rows:
         self.num_logprobs[row] = -1
         self.num_prompt_logprobs[row] = -1
 
-    def admit(self, new: NewRow) -> Tokens:
+    def admit(self, new: NewRequest) -> Tokens:
         """Take a sequence into a free row; gives its tokens (uint32) as kept here."""
-        row = new.row
+        row = new.req_index
         tokens = np.frombuffer(new.tokens, np.dtype("<u4"))
         if not 0 <= row < self.max_rows or self._is_live[row]:
             raise RuntimeError(f"row {row} of {self.max_rows} is not free for a new sequence")
-        if not new.num_computed < len(tokens) <= self._tokens.shape[1]:
+        if not new.num_computed_tokens < len(tokens) <= self._tokens.shape[1]:
             raise RuntimeError(
-                f"row {row}: {len(tokens)} tokens, {new.num_computed} of them computed, "
+                f"row {row}: {len(tokens)} tokens, {new.num_computed_tokens} of them computed, "
                 f"in a row of {self._tokens.shape[1]}"
             )
         self._is_live[row] = True
         self._tokens[row, : len(tokens)] = tokens
         self._num_known[row] = len(tokens)
         self._num_prompt[row] = new.num_prompt_tokens
-        self._num_computed[row] = new.num_computed
+        self._num_computed[row] = new.num_computed_tokens
         self._num_blocks[row] = 0
         self.grow(row, new.blocks)
-        if new.num_computed > len(new.blocks) * self.block_size:
+        if new.num_computed_tokens > len(new.blocks) * self.block_size:
             raise RuntimeError(
-                f"row {row}: {new.num_computed} tokens computed do not fit {len(new.blocks)} blocks"
+                f"row {row}: {new.num_computed_tokens} computed tokens do not fit "
+                f"{len(new.blocks)} blocks"
             )
-        sampling: RowSampling = new.sampling
+        sampling: RequestSampling = new.sampling
         self.num_logprobs[row] = sampling.num_logprobs
         self.num_prompt_logprobs[row] = sampling.num_prompt_logprobs
         return self._tokens[row, : len(tokens)]
@@ -110,7 +112,7 @@ class Rows:
     def fill_prefill(self, launch: Launch, out: PrefillFields) -> list[int]:
         """Write a prefill's inputs and move its rows on; gives the rows that sample, in order."""
         rows = self._live(launch)
-        counts: Integers = np.asarray(launch.counts, np.int64)
+        counts: Integers = np.asarray(launch.query_lens, np.int64)
         batch, query = out.tokens.shape
         blocks = out.block_list.shape[1]
         n = len(rows)
@@ -121,7 +123,7 @@ class Rows:
         computed = self._num_computed[rows]
         if counts.min() < 1 or (computed + counts > self._num_known[rows]).any():
             raise RuntimeError(
-                f"counts {launch.counts} pass the known tokens of rows {launch.rows}"
+                f"counts {launch.query_lens} pass the known tokens of rows {launch.req_indices}"
             )
         context_blocks = -(-computed // self.block_size)
         if context_blocks.max() > blocks:
@@ -133,7 +135,7 @@ class Rows:
             # Nothing is padded: what a prompt alone always is where shapes follow the prompts.
             out.tokens[:] = self._tokens[rows[:, None], positions]
             out.positions[:] = positions
-            out.slots[:] = self._slots(rows[:, None], positions)
+            out.slot_mapping[:] = self._slots(rows[:, None], positions)
         else:
             self._fill_padded(rows, counts, positions, out)
         out.query_lens[:n] = counts
@@ -157,8 +159,8 @@ class Rows:
         out.tokens[n:] = 0
         out.positions[:n] = positions
         out.positions[n:] = 0
-        out.slots[:n] = np.where(is_real, self._slots(rows[:, None], positions), pads[:n])
-        out.slots[n:] = pads[n:]
+        out.slot_mapping[:n] = np.where(is_real, self._slots(rows[:, None], positions), pads[:n])
+        out.slot_mapping[n:] = pads[n:]
 
     def fill_decode(self, launch: Launch, out: DecodeFields) -> None:
         """Write a decode's inputs and move its rows on; all of them sample."""
@@ -166,17 +168,19 @@ class Rows:
         n = len(rows)
         positions = self._num_computed[rows]
         if (positions != self._num_known[rows] - 1).any():
-            raise RuntimeError(f"rows {launch.rows}: a decode needs exactly one token uncomputed")
+            raise RuntimeError(
+                f"requests {launch.req_indices}: a decode needs exactly one uncomputed token"
+            )
         self._check_blocks(rows, positions + 1)
         self._fill_blocks(launch, rows, positions, out)
 
         out.rows[:n] = rows
         out.positions[:n, 0] = positions
-        out.slots[:n] = self._slots(rows, positions)
+        out.slot_mapping[:n] = self._slots(rows, positions)
         if n < len(out.rows):
             out.rows[n:] = self.max_rows
             out.positions[n:] = 0
-            out.slots[n:] = np.resize(self._pad_slots, len(out.slots) - n)
+            out.slot_mapping[n:] = np.resize(self._pad_slots, len(out.slot_mapping) - n)
         self._num_computed[rows] += 1
         self._num_known[rows] += 1
 
@@ -210,7 +214,7 @@ class Rows:
         out.block_groups[entries] = groups
         if self.contiguous and np.count_nonzero(out.block_groups >= 0) < len(blocks):
             raise RuntimeError(
-                f"rows {launch.rows} hold {len(blocks)} blocks, "
+                f"rows {launch.req_indices} hold {len(blocks)} blocks, "
                 f"{np.count_nonzero(out.block_groups >= 0)} different ones: a slice shows each once"
             )
         out.block_starts[entries] = places * self.block_size
@@ -225,14 +229,14 @@ class Rows:
             longest = self._tokens.shape[1]
             out.tokens[:] = 0
             out.positions[:] = np.minimum(context + np.arange(query), longest - 1)
-            out.slots[:] = np.resize(self._pad_slots, (batch, query))
+            out.slot_mapping[:] = np.resize(self._pad_slots, (batch, query))
             out.query_lens[:] = query
             out.context_lens[:] = context
             out.last[:] = 0
         else:
             batch, total = len(out.rows), len(out.block_list)
             out.positions[:] = min(self.block_size, self._tokens.shape[1]) - 1
-            out.slots[:] = np.resize(self._pad_slots, batch)
+            out.slot_mapping[:] = np.resize(self._pad_slots, batch)
             out.block_groups[:] = np.sort(np.resize(np.arange(batch), total))
             out.block_starts[:] = 0
             out.block_usage[:] = self.block_size
@@ -245,7 +249,7 @@ class Rows:
         end = min(start + count + 1, int(self._num_prompt[row]))
         return self._tokens[row, start + 1 : max(end, start + 1)]
 
-    def num_computed(self, row: int) -> int:
+    def num_computed_tokens(self, row: int) -> int:
         """Tokens of the row whose keys and values lie in its blocks, or will."""
         return int(self._num_computed[row])
 
@@ -260,9 +264,9 @@ class Rows:
         return own_only
 
     def _live(self, launch: Launch) -> Integers:
-        rows: Integers = np.asarray(launch.rows, np.int64)
+        rows: Integers = np.asarray(launch.req_indices, np.int64)
         if len(rows) == 0 or not self._is_live[rows].all():
-            raise RuntimeError(f"a launch names rows {launch.rows}, not all hold a sequence")
+            raise RuntimeError(f"a launch names rows {launch.req_indices}, not all hold a sequence")
         return rows
 
     def _check_blocks(self, rows: Integers, lengths: Integers) -> None:

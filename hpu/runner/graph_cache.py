@@ -1,4 +1,4 @@
-"""Graphs: one captured forward pass a bucket, replayed on whatever lies in the bucket's inputs.
+"""GraphCache: one captured forward pass a bucket, replayed on whatever lies in the bucket's inputs.
 Knows no rows and decides no order (see hpu/warmup/warmup.py)."""
 
 import gc
@@ -10,16 +10,16 @@ from typing import Any
 from torch import Tensor
 
 from hpu.backends.base import Backend, Graph
-from hpu.layers.context import LaunchContext
+from hpu.layers.context import AttentionInputs
 from hpu.profiling.counters import Counters, phase_name
 from hpu.runner.input_buffers import Bucket, Inputs
 
 logger = logging.getLogger(__name__)
 
-Forward = Callable[[Tensor, LaunchContext], Tensor]
+Forward = Callable[[Tensor, AttentionInputs], Tensor]
 
 
-class Graphs:
+class GraphCache:
     """Runs `forward` in a bucket: its graph if it has one, else the function itself.
 
     With `captures` off nothing is ever captured. Only inputs that are kept for good may be handed

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hpu.backends.base import Backend, Event
-from hpu.layers.context import DecodeContext, LaunchContext, PrefillContext
+from hpu.layers.context import AttentionInputs, DecodeAttentionInputs, PrefillAttentionInputs
 from hpu.protocol import PREFILL
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.int64] | np.dtype[np.int32]]
@@ -36,7 +36,7 @@ class PrefillFields(NamedTuple):
     """(B, Q)"""
     positions: Array
     """(B, Q)"""
-    slots: Array
+    slot_mapping: Array
     """(B, Q)"""
     query_lens: Array
     """(B,)"""
@@ -57,7 +57,7 @@ class DecodeFields(NamedTuple):
     """(B,)"""
     positions: Array
     """(B, 1)"""
-    slots: Array
+    slot_mapping: Array
     """(B,)"""
     block_list: Array
     """(N,)"""
@@ -102,7 +102,7 @@ class Inputs(Generic[F]):
 
     tokens: Tensor
     """(B, Q): what the forward pass reads; a decode's come from the device."""
-    context: LaunchContext
+    context: AttentionInputs
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class Inputs(Generic[F]):
         self._turn ^= 1
 
 
-class BucketInputs(Inputs[PrefillFields | DecodeFields]):
+class InputBuffers(Inputs[PrefillFields | DecodeFields]):
     """Of a launch of rows that live in a KV cache."""
 
     last: Tensor | None
@@ -173,14 +173,14 @@ class BucketInputs(Inputs[PrefillFields | DecodeFields]):
                 self.last,
                 self.rows,
             ) = self.views
-            self.context = PrefillContext(
+            self.context = PrefillAttentionInputs(
                 positions, slots.view(-1), query_lens, context_lens, blocks.view(-1)
             )
         else:
             self.tokens = backend.zeros((batch, query), backend.index_dtype)
             self.rows = self.views[0]
             self.last = None
-            self.context = DecodeContext(*self.views[1:])
+            self.context = DecodeAttentionInputs(*self.views[1:])
 
 
 class MakesInputs(Protocol[Made_co]):
@@ -189,7 +189,7 @@ class MakesInputs(Protocol[Made_co]):
     def __call__(self, bucket: Bucket, backend: Backend, *, is_static: bool) -> Made_co: ...
 
 
-class Staging(Generic[Made]):
+class InputBufferPool(Generic[Made]):
     """Inputs by bucket: made at start for prepared buckets and kept, made on demand for others."""
 
     def __init__(self, backend: Backend, make: MakesInputs[Made]) -> None:

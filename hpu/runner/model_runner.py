@@ -1,4 +1,5 @@
-"""Runner: one launch after the other. Fill the bucket's inputs, run it, sample, start the copies.
+"""ModelRunner: one launch after the other. Fill the bucket's inputs, run it, sample, start the
+copies.
 
 Be paranoid about adding lines here: everything in `_begin` and `_finish` runs at every step, for
 every launch, and nothing in it may wait for the device or depend on the value of a device tensor.
@@ -15,19 +16,19 @@ from torch import Tensor
 from config.params.sampling import MAX_LOGPROBS
 from hpu.backends.base import Backend
 from hpu.profiling.counters import Counters
-from hpu.protocol import PREFILL, Launch, Masks, RowSampling, StepPlan, StepResult
+from hpu.protocol import PREFILL, GrammarMasks, Launch, RequestSampling, StepPlan, StepResult
 from hpu.runner.async_output import (
+    AsyncLaunchOutput,
+    AsyncLogprobs,
+    AsyncPromptLogprobs,
+    AsyncStepOutput,
     Forward,
-    PendingLaunch,
-    PendingLogprobs,
-    PendingPrompt,
-    PendingStep,
 )
-from hpu.runner.batch_state import Rows, Tokens
-from hpu.runner.graph_cache import Graphs
-from hpu.runner.input_buffers import Bucket, BucketInputs, PrefillFields, Staging
+from hpu.runner.batch_state import BatchState, Tokens
+from hpu.runner.graph_cache import GraphCache
+from hpu.runner.input_buffers import Bucket, InputBufferPool, InputBuffers, PrefillFields
 from hpu.runner.kv_cache import KVCache
-from hpu.runner.step_runner import Steps
+from hpu.runner.step_runner import StepRunner
 from hpu.sampling.logprobs import prompt_logprobs
 from hpu.sampling.sampler import AnySampler, Sampled
 
@@ -48,18 +49,18 @@ class HasHead(Protocol):
         ...
 
 
-class Runner(Steps):
-    """Steps of sequences that live in rows, over a KV cache."""
+class ModelRunner(StepRunner):
+    """StepRunner of sequences that live in rows, over a KV cache."""
 
     def __init__(
         self,
         model: HasHead,
         backend: Backend,
-        rows: Rows,
+        rows: BatchState,
         sampler: AnySampler,
         cache: KVCache,
-        graphs: Graphs,
-        staging: Staging[BucketInputs],
+        graphs: GraphCache,
+        staging: InputBufferPool[InputBuffers],
         counters: Counters,
         *,
         vocab_size: int,
@@ -76,15 +77,15 @@ class Runner(Steps):
         self._pads = pads
         """Whether every shape must come from the bucket; if not, it may follow the real rows."""
         self._broken: set[int] = set()
-        """Rows whose logits were not numbers, until they are freed."""
+        """BatchState whose logits were not numbers, until they are freed."""
         # One place more than rows: padding reads and writes there.
         self._last_tokens = backend.zeros((rows.max_rows + 1,), backend.index_dtype)
 
-    def _launch_all(self, plan: StepPlan, pending: PendingStep) -> None:
+    def _launch_all(self, plan: StepPlan, pending: AsyncStepOutput) -> None:
         """What samples late rows is left for `mask`, which must come before the next plan."""
-        late = set(plan.late_rows)
+        late = set(plan.deferred_requests)
         for place, launch in enumerate(plan.launches):
-            if late.isdisjoint(launch.rows):
+            if late.isdisjoint(launch.req_indices):
                 pending.launches.append(self._finish(self._begin(launch, pending), pending))
             else:
                 pending.late.append((place, launch))
@@ -97,7 +98,7 @@ class Runner(Steps):
         else:
             pending.end = self._backend.event()
 
-    def mask(self, pending: PendingStep, masks: Masks) -> None:
+    def mask(self, pending: AsyncStepOutput, masks: GrammarMasks) -> None:
         """Take the masks of the late rows of a plan, the newest, and launch what waited for them,
         without waiting for the device."""
         start = time.perf_counter()
@@ -107,7 +108,7 @@ class Runner(Steps):
                 f"masks for step {masks.step}, the newest plan is {pending.step}, which waits for "
                 f"masks in {len(pending.late)} launches"
             )
-        self._take_masks(masks.rows, masks.masks)
+        self._take_masks(masks.req_indices, masks.masks)
         pending.host_s += time.perf_counter() - start
         held.launch.resumed = self._backend.event()
         for place, launch in pending.late:
@@ -126,12 +127,12 @@ class Runner(Steps):
         return self._rows.max_rows - 1
 
     @property
-    def kinds(self) -> tuple[RowSampling, ...]:
+    def kinds(self) -> tuple[RequestSampling, ...]:
         """Every kind of sampling."""
         return self._sampler.warmup_settings
 
-    def warm(self, bucket: Bucket, kind: RowSampling, *, prompts: bool = False) -> None:
-        """As Steps.warm, sampling included."""
+    def warm(self, bucket: Bucket, kind: RequestSampling, *, prompts: bool = False) -> None:
+        """As StepRunner.warm, sampling included."""
         self._sampler.admit(self.own_row, kind, np.zeros(1, np.uint32), 1)
         try:
             self._warm(bucket, prompts)
@@ -142,7 +143,7 @@ class Runner(Steps):
         inputs = self._staging.inputs(bucket)
         self._rows.fill_idle(inputs.fields())
         inputs.upload()
-        pending = PendingStep(step=-1, host_s=0.0)
+        pending = AsyncStepOutput(step=-1, host_s=0.0)
         forward = self._forward(inputs, [self.own_row])
         self._sample(forward)
         # Held until the device is done: it reads and writes host tensors of theirs.
@@ -150,19 +151,19 @@ class Runner(Steps):
         if prompts and bucket[0] == PREFILL:
             target, hidden = np.zeros(1, np.uint32), forward.hidden
             slices = self._prompt_slices(hidden, 0, bucket[2], target, MAX_LOGPROBS, pending)
-            forward.launch.prompts.append(PendingPrompt(0, MAX_LOGPROBS, slices))
+            forward.launch.prompts.append(AsyncPromptLogprobs(0, MAX_LOGPROBS, slices))
         self._backend.synchronize()
         if self.diagnostics is not None:
             self.diagnostics.warmed(bucket[0])
 
-    def _take_in(self, pending: PendingStep, result: StepResult) -> None:
+    def _take_in(self, pending: AsyncStepOutput, result: StepResult) -> None:
         if -1 in result.tokens:
             sampled = [row for launch in pending.launches for row in launch.rows]
             tokens = zip(sampled, result.tokens, strict=True)
             self._broken.update(row for row, token in tokens if token < 0)
 
     def _apply(self, plan: StepPlan) -> None:
-        for row in plan.freed_rows:
+        for row in plan.freed_requests:
             if row in self._broken:
                 self._broken.discard(row)
                 self._cache.scrub(self._rows.own_blocks(row))
@@ -171,11 +172,11 @@ class Runner(Steps):
         if plan.moved_from:
             self._cache.move(plan.moved_from, plan.moved_to)
             self._rows.move(plan.moved_from, plan.moved_to)
-        for new in plan.new_rows:
+        for new in plan.new_requests:
             tokens = self._rows.admit(new)
-            self._sampler.admit(new.row, new.sampling, tokens, new.num_prompt_tokens)
-        self._take_masks(plan.masked_rows, plan.masks)
-        for row, block in zip(plan.grown_rows, plan.grown_blocks, strict=True):
+            self._sampler.admit(new.req_index, new.sampling, tokens, new.num_prompt_tokens)
+        self._take_masks(plan.masked_requests, plan.masks)
+        for row, block in zip(plan.grown_requests, plan.grown_blocks, strict=True):
             self._rows.grow(row, [block])
 
     def _take_masks(self, rows: list[int], masks: memoryview) -> None:
@@ -183,7 +184,7 @@ class Runner(Steps):
             words = np.frombuffer(masks, dtype="<i4")
             self._sampler.mask(rows, words.reshape(len(rows), -1))
 
-    def _begin(self, launch: Launch, pending: PendingStep) -> Forward:
+    def _begin(self, launch: Launch, pending: AsyncStepOutput) -> Forward:
         """Fill the bucket's inputs and run it forward."""
         start = time.perf_counter()
         inputs = self._staging.inputs((launch.phase, *launch.bucket))
@@ -193,17 +194,17 @@ class Runner(Steps):
             targets = self._prompt_targets(launch)
             rows = self._rows.fill_prefill(launch, fields)
         else:
-            rows = launch.rows
+            rows = launch.req_indices
             self._rows.fill_decode(launch, fields)
         inputs.upload()
         filled = time.perf_counter()
         pending.host_s += filled - start
-        forward = self._forward(inputs, rows, launch.rows)
+        forward = self._forward(inputs, rows, launch.req_indices)
         forward.launch.launch, forward.launch.filled = launch, (start, filled)
         forward.targets = targets
         return forward
 
-    def _finish(self, forward: Forward, pending: PendingStep) -> PendingLaunch:
+    def _finish(self, forward: Forward, pending: AsyncStepOutput) -> AsyncLaunchOutput:
         """Sample a launch that was run forward, and start the copies to the host."""
         done = forward.launch
         if done.rows:
@@ -214,7 +215,7 @@ class Runner(Steps):
         return done
 
     def _forward(
-        self, inputs: BucketInputs, sampling: list[int], rows: Sequence[int] = ()
+        self, inputs: InputBuffers, sampling: list[int], rows: Sequence[int] = ()
     ) -> Forward:
         """Run uploaded inputs, which are those of `rows`; with logits for the rows in `sampling`,
         at the ends of their tokens."""
@@ -229,14 +230,14 @@ class Runner(Steps):
         best = logits = None
         if sampling:
             ends = self._ends(hidden, inputs, len(sampling))
-            if self._sampler.takes_best(sampling):
+            if self._sampler.all_greedy(sampling):
                 best = self._model.best(ends)
             if best is None:
                 logits = self._model.logits(ends)
         asked = self._rows.num_logprobs[sampling].tolist()
-        return Forward(inputs, hidden, best, logits, PendingLaunch(sampling, asked, begun))
+        return Forward(inputs, hidden, best, logits, AsyncLaunchOutput(sampling, asked, begun))
 
-    def _ends(self, hidden: Tensor, inputs: BucketInputs, count: int) -> Tensor:
+    def _ends(self, hidden: Tensor, inputs: InputBuffers, count: int) -> Tensor:
         """(B, hidden): the first `count` are those of the sampling rows."""
         # Padded up to the batch where a new shape would mean a new compilation.
         width = len(inputs.rows) if self._pads else count
@@ -268,27 +269,29 @@ class Runner(Steps):
     def _prompt_targets(self, launch: Launch) -> list[tuple[int, Tokens]]:
         """(place in the launch, following prompt tokens) of the rows that asked for their prompt's
         log-probabilities; taken before the rows move on."""
-        if (self._rows.num_prompt_logprobs[launch.rows] < 0).all():
+        if (self._rows.num_prompt_logprobs[launch.req_indices] < 0).all():
             return []
         found = []
-        for index, (row, count) in enumerate(zip(launch.rows, launch.counts, strict=True)):
+        for index, (row, count) in enumerate(
+            zip(launch.req_indices, launch.query_lens, strict=True)
+        ):
             if self._rows.num_prompt_logprobs[row] >= 0:
-                targets = self._rows.prompt_targets(row, self._rows.num_computed(row), count)
+                targets = self._rows.prompt_targets(row, self._rows.num_computed_tokens(row), count)
                 if len(targets):
                     found.append((index, targets))
         return found
 
     def _prompt(
-        self, forward: Forward, index: int, targets: Tokens, pending: PendingStep
-    ) -> PendingPrompt:
+        self, forward: Forward, index: int, targets: Tokens, pending: AsyncStepOutput
+    ) -> AsyncPromptLogprobs:
         """Log-probabilities of `targets`, which follow the first positions of the launch's row
         number `index`."""
         launch = forward.launch.launch
         assert launch is not None
-        row, query = launch.rows[index], launch.bucket[1]
+        row, query = launch.req_indices[index], launch.bucket[1]
         k = int(self._rows.num_prompt_logprobs[row])
         slices = self._prompt_slices(forward.hidden, index * query, query, targets, k, pending)
-        return PendingPrompt(row, k, slices)
+        return AsyncPromptLogprobs(row, k, slices)
 
     def _prompt_slices(
         self,
@@ -297,8 +300,8 @@ class Runner(Steps):
         query: int,
         targets: Tokens,
         k: int,
-        pending: PendingStep,
-    ) -> list[tuple[int, PendingLogprobs]]:
+        pending: AsyncStepOutput,
+    ) -> list[tuple[int, AsyncLogprobs]]:
         """(positions, log-probabilities) of `targets`, which follow the positions from `first` on;
         in slices, so that the logits stay small. At least `k` of the most likely."""
         most = max(1, min(query, PROMPT_LOGITS // self._vocab_size))
@@ -321,7 +324,7 @@ class Runner(Steps):
             )
         return slices
 
-    def _upload(self, numbers: np.ndarray, pending: PendingStep) -> Tensor:
+    def _upload(self, numbers: np.ndarray, pending: AsyncStepOutput) -> Tensor:
         host = self._backend.host_tensor(len(numbers), self._backend.index_dtype)
         host.numpy()[:] = numbers
         device = self._backend.zeros((len(numbers),), self._backend.index_dtype)
@@ -331,6 +334,6 @@ class Runner(Steps):
 
     def _logprobs_to_host(
         self, k: int, ids: Tensor, values: Tensor, ranks: Tensor
-    ) -> PendingLogprobs:
+    ) -> AsyncLogprobs:
         move = self._backend.to_host
-        return PendingLogprobs(k, move(ids), move(values), move(ranks))
+        return AsyncLogprobs(k, move(ids), move(values), move(ranks))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpu.backends.base import Backend
-from hpu.layers.context import TextContext
+from hpu.layers.context import TextAttentionInputs
 from hpu.models.pooler import PoolingInputs
 from hpu.protocol import Launch, Text
 from hpu.runner.input_buffers import Array, Bucket, Inputs
@@ -16,7 +16,7 @@ TOKEN_BYTES = 4
 
 
 class TextFields(NamedTuple):
-    """What the host writes for a batch B of texts of at most Q tokens; see TextContext and
+    """What the host writes for a batch B of texts of at most Q tokens; see TextAttentionInputs and
     PoolingInputs."""
 
     tokens: Array
@@ -35,7 +35,7 @@ class TextFields(NamedTuple):
 class TextInputs(Inputs[TextFields]):
     """Of a launch of whole texts."""
 
-    context: TextContext
+    context: TextAttentionInputs
     pooling: PoolingInputs
 
     def __init__(self, bucket: Bucket, backend: Backend, *, is_static: bool) -> None:
@@ -43,7 +43,7 @@ class TextInputs(Inputs[TextFields]):
         shapes: list[tuple[int, ...]] = [(batch, query)] * 3 + [(batch,)] * 6
         super().__init__(bucket, shapes, TextFields, backend, is_static=is_static)
         self.tokens, positions, types, *asked = self.views
-        self.context = TextContext(positions, types, asked[0])
+        self.context = TextAttentionInputs(positions, types, asked[0])
         self.pooling = PoolingInputs(*asked)
 
 

@@ -7,24 +7,24 @@ from collections.abc import Sequence
 from hpu.backends.base import Backend
 from hpu.models.pooler import Pooler
 from hpu.profiling.counters import Counters
-from hpu.protocol import Launch, RowSampling, StepPlan, Text
-from hpu.runner.async_output import PendingLaunch, PendingStep, PendingVectors
-from hpu.runner.graph_cache import Graphs
-from hpu.runner.input_buffers import Bucket, Staging
+from hpu.protocol import Launch, RequestSampling, StepPlan, Text
+from hpu.runner.async_output import AsyncLaunchOutput, AsyncStepOutput, AsyncVectors
+from hpu.runner.graph_cache import GraphCache
+from hpu.runner.input_buffers import Bucket, InputBufferPool
 from hpu.runner.pooling_inputs import TextInputs, fill_idle, fill_texts, num_tokens
-from hpu.runner.step_runner import Steps
+from hpu.runner.step_runner import StepRunner
 from hpu.sampling.sampler import GREEDY
 
 
-class PoolingRunner(Steps):
-    """Steps of a pooling model. Nothing stays on the device from one to the next."""
+class PoolingRunner(StepRunner):
+    """StepRunner of a pooling model. Nothing stays on the device from one to the next."""
 
     def __init__(
         self,
         pooler: Pooler,
         backend: Backend,
-        graphs: Graphs,
-        staging: Staging[TextInputs],
+        graphs: GraphCache,
+        staging: InputBufferPool[TextInputs],
         counters: Counters,
     ) -> None:
         super().__init__(backend, counters)
@@ -35,11 +35,11 @@ class PoolingRunner(Steps):
         self._staging = staging
 
     @property
-    def kinds(self) -> tuple[RowSampling, ...]:
+    def kinds(self) -> tuple[RequestSampling, ...]:
         """Only one: nothing is sampled, and `warm` makes vectors of both sorts."""
         return (GREEDY,)
 
-    def warm(self, bucket: Bucket, kind: RowSampling, *, prompts: bool = False) -> None:
+    def warm(self, bucket: Bucket, kind: RequestSampling, *, prompts: bool = False) -> None:
         inputs = self._staging.inputs(bucket)
         fill_idle(inputs.fields())
         inputs.upload()
@@ -55,13 +55,15 @@ class PoolingRunner(Steps):
     def _apply(self, plan: StepPlan) -> None:
         """Nothing lasts from one plan to the next."""
 
-    def _launch_all(self, plan: StepPlan, pending: PendingStep) -> None:
+    def _launch_all(self, plan: StepPlan, pending: AsyncStepOutput) -> None:
         for launch in plan.launches:
-            texts = [plan.texts[place] for place in launch.rows]
+            texts = [plan.texts[place] for place in launch.req_indices]
             pending.launches.append(self._launch(launch, texts, pending))
         pending.end = self._backend.event()
 
-    def _launch(self, launch: Launch, texts: list[Text], pending: PendingStep) -> PendingLaunch:
+    def _launch(
+        self, launch: Launch, texts: list[Text], pending: AsyncStepOutput
+    ) -> AsyncLaunchOutput:
         start = time.perf_counter()
         inputs = self._staging.inputs((launch.phase, *launch.bucket))
         fill_texts(launch, texts, self._width, inputs.fields())
@@ -70,9 +72,9 @@ class PoolingRunner(Steps):
         pending.host_s += filled - start
         begun = self._backend.event()
         by_token = [text.by_token for text in texts]
-        done = PendingLaunch([], [], begun)
+        done = AsyncLaunchOutput([], [], begun)
         done.vectors = self._pool(
-            inputs, launch.rows, whole=not all(by_token), by_token=any(by_token)
+            inputs, launch.req_indices, whole=not all(by_token), by_token=any(by_token)
         )
         done.vectors.wanted = [
             (num_tokens(text) if text.by_token else 0, text.dimensions) for text in texts
@@ -83,12 +85,12 @@ class PoolingRunner(Steps):
 
     def _pool(
         self, inputs: TextInputs, rows: Sequence[int] = (), *, whole: bool, by_token: bool
-    ) -> PendingVectors:
+    ) -> AsyncVectors:
         """Run uploaded inputs, those of `rows`, and start the copies of what is wanted."""
         hidden = self._graphs.run(inputs, rows)
         # On a lazy device the recipe ends here, and so it does behind either sort of vectors.
         self._backend.mark()
-        done = PendingVectors()
+        done = AsyncVectors()
         if whole:
             done.whole = self._backend.to_host(self._pooler(hidden, inputs.pooling))
             self._backend.mark()

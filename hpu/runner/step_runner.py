@@ -1,4 +1,4 @@
-"""Steps: plans in, results out, whatever a launch is made of. Knows no rows and no models."""
+"""StepRunner: plans in, results out, whatever a launch is made of. Knows no rows and no models."""
 
 import time
 
@@ -6,12 +6,12 @@ from hpu.backends.base import Backend
 from hpu.profiling.counters import Counters
 from hpu.profiling.diagnostics import Diagnostics
 from hpu.profiling.profiler import Trace
-from hpu.protocol import RowSampling, StepPlan, StepResult
-from hpu.runner.async_output import PendingStep
+from hpu.protocol import RequestSampling, StepPlan, StepResult
+from hpu.runner.async_output import AsyncStepOutput
 from hpu.runner.input_buffers import Bucket
 
 
-class Steps:
+class StepRunner:
     """Runs plans on one device. Plans are collected in the order of their submission; one may be
     submitted while those before it are not collected yet."""
 
@@ -23,17 +23,17 @@ class Steps:
         self.diagnostics: Diagnostics | None = None
         """Set where the device's runtime counts."""
 
-    def submit(self, plan: StepPlan) -> PendingStep:
+    def submit(self, plan: StepPlan) -> AsyncStepOutput:
         """Apply a plan's changes and launch it, without waiting for the device."""
         start = time.perf_counter()
         self._apply(plan)
-        pending = PendingStep(plan.step, host_s=time.perf_counter() - start)
+        pending = AsyncStepOutput(plan.step, host_s=time.perf_counter() - start)
         self._launch_all(plan, pending)
         if self.trace is not None:
             self.trace.submitted(pending, start)
         return pending
 
-    def collect(self, pending: PendingStep) -> StepResult:
+    def collect(self, pending: AsyncStepOutput) -> StepResult:
         """Wait for a submitted plan's results."""
         pending.wait()
         start = time.perf_counter()
@@ -48,12 +48,12 @@ class Steps:
         return result
 
     @property
-    def kinds(self) -> tuple[RowSampling, ...]:
+    def kinds(self) -> tuple[RequestSampling, ...]:
         """All that a launch may be asked for beside its shape, for a warm-up; the plain one is
         hpu.sampler.GREEDY."""
         raise NotImplementedError
 
-    def warm(self, bucket: Bucket, kind: RowSampling, *, prompts: bool = False) -> None:
+    def warm(self, bucket: Bucket, kind: RequestSampling, *, prompts: bool = False) -> None:
         """Run a bucket once on nothing, with one of `kinds`; with `prompts`, a prefill's prompt
         log-probabilities too. Waits for the device."""
         raise NotImplementedError
@@ -61,9 +61,9 @@ class Steps:
     def _apply(self, plan: StepPlan) -> None:
         raise NotImplementedError
 
-    def _launch_all(self, plan: StepPlan, pending: PendingStep) -> None:
+    def _launch_all(self, plan: StepPlan, pending: AsyncStepOutput) -> None:
         """Fill in `pending`, its end included."""
         raise NotImplementedError
 
-    def _take_in(self, pending: PendingStep, result: StepResult) -> None:
+    def _take_in(self, pending: AsyncStepOutput, result: StepResult) -> None:
         """Learn from a result that is complete."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hpu.protocol import RowSampling
+from hpu.protocol import RequestSampling
 from hpu.sampling.rng import uniforms
 from hpu.sampling.rows import divisor, is_greedy, needs_counts, prefix_length
 
@@ -93,7 +93,7 @@ class SamplingColumns:
         self._generated = np.zeros(max_rows, dtype=np.int64)
         self._min_tokens = np.zeros(max_rows, dtype=np.int64)
 
-    def admit(self, row: int, sampling: RowSampling, num_generated: int) -> Stages:
+    def admit(self, row: int, sampling: RequestSampling, num_generated: int) -> Stages:
         """Take `row` over for a sequence of which `num_generated` tokens exist already; gives what
         it needs, now or later."""
         greedy = is_greedy(sampling, self._vocab_size)
@@ -163,5 +163,5 @@ class SamplingColumns:
         self._generated[rows] += 1
 
 
-def _has_few_words(sampling: RowSampling) -> bool:
+def _has_few_words(sampling: RequestSampling) -> bool:
     return len(sampling.bad_words) <= FEW_WORDS and prefix_length(sampling) <= FEW_PREFIX

@@ -12,12 +12,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hpu.protocol import RowSampling
+from hpu.protocol import RequestSampling
 from hpu.sampling.bitmask import RowMasks
 from hpu.sampling.rng import uniforms
 from hpu.sampling.transfer import to_device
 
-_NOTHING = RowSampling(temperature=0.0)
+_NOTHING = RequestSampling(temperature=0.0)
 # float32 holds 1e-30; anything below it, down to 5e-324, is as greedy as it gets.
 _LEAST_TEMPERATURE = 1e-30
 # Launches of one step: several prefills and a decode, each with rows of its own.
@@ -70,15 +70,15 @@ class SamplingRows:
         self._vocab_size = vocab_size
         self._device = device
         self._unit = np.float64 if wide == torch.float64 else np.float32
-        self._rows: list[RowSampling] = [_NOTHING] * max_rows
+        self._rows: list[RequestSampling] = [_NOTHING] * max_rows
         self._seeds = np.zeros(max_rows, dtype=np.uint64)
         self._generated = np.zeros(max_rows, dtype=np.int64)
         self._demanding: set[int] = set()
-        """Rows that ask for more than their most likely token."""
+        """BatchState that ask for more than their most likely token."""
         self._masks = RowMasks(max_rows, vocab_size)
         self._batches: dict[tuple[int, tuple[int, ...]], SamplingBatch] = {}
 
-    def admit(self, row: int, sampling: RowSampling, num_generated: int) -> None:
+    def admit(self, row: int, sampling: RequestSampling, num_generated: int) -> None:
         """Take `row` over for a sequence of which `num_generated` tokens exist already."""
         self._rows[row] = sampling
         self._seeds[row] = sampling.seed & (2**64 - 1)
@@ -142,7 +142,7 @@ class SamplingRows:
     def _upload(self, values: npt.NDArray[Any]) -> Tensor:
         return to_device(values, self._device)
 
-    def _wants_nothing(self, sampling: RowSampling) -> bool:
+    def _wants_nothing(self, sampling: RequestSampling) -> bool:
         return (
             is_greedy(sampling, self._vocab_size)
             and sampling.num_logprobs < 0
@@ -184,7 +184,7 @@ class SamplingRows:
         drawn = [p for p, best in zip(padded, greedy, strict=True) if not best]
 
         def numbers(
-            field: Callable[[RowSampling], float], neutral: float, among: list[RowSampling]
+            field: Callable[[RequestSampling], float], neutral: float, among: list[RequestSampling]
         ) -> Tensor | None:
             if all(field(p) == neutral for p in among):
                 return None
@@ -216,10 +216,10 @@ class SamplingRows:
             bad_words=self._bad_words(padded),
         )
 
-    def _top_k(self, sampling: RowSampling) -> int:
+    def _top_k(self, sampling: RequestSampling) -> int:
         return sampling.top_k if 0 < sampling.top_k < self._vocab_size else 0
 
-    def _allowed(self, padded: list[RowSampling]) -> Tensor | None:
+    def _allowed(self, padded: list[RequestSampling]) -> Tensor | None:
         if all(p.allowed_token_ids is None for p in padded):
             return None
         mask = np.zeros((len(padded), self._vocab_size), dtype=np.float32)
@@ -229,14 +229,14 @@ class SamplingRows:
                 mask[place, list(sampling.allowed_token_ids)] = 0.0
         return self._upload(mask)
 
-    def _bias(self, padded: list[RowSampling]) -> tuple[Tensor, Tensor] | None:
+    def _bias(self, padded: list[RequestSampling]) -> tuple[Tensor, Tensor] | None:
         if not any(p.logit_bias for p in padded):
             return None
         ids = _table([[token for token, _ in p.logit_bias] for p in padded], 0, np.int64)
         values = _table([[bias for _, bias in p.logit_bias] for p in padded], 0.0, np.float32)
         return self._upload(ids), self._upload(values)
 
-    def _ends(self, padded: list[RowSampling]) -> Tensor | None:
+    def _ends(self, padded: list[RequestSampling]) -> Tensor | None:
         ends = [p.end_token_ids if p.min_tokens > 0 else () for p in padded]
         if not any(ends):
             return None
@@ -249,7 +249,7 @@ class SamplingRows:
         return self._upload(np.array(full, dtype=np.int64))
 
     def _penalties(
-        self, padded: list[RowSampling], numbers: Callable[..., Tensor | None]
+        self, padded: list[RequestSampling], numbers: Callable[..., Tensor | None]
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         if not any(needs_counts(p) for p in padded):
             return None
@@ -260,7 +260,7 @@ class SamplingRows:
         assert repetition is not None and frequency is not None and presence is not None
         return repetition, frequency, presence
 
-    def _bad_words(self, padded: list[RowSampling]) -> tuple[Tensor, Tensor] | None:
+    def _bad_words(self, padded: list[RequestSampling]) -> tuple[Tensor, Tensor] | None:
         most = max(len(p.bad_words) for p in padded)
         if not most:
             return None
@@ -276,7 +276,7 @@ class SamplingRows:
         return self._upload(prefixes), self._upload(last)
 
 
-def needs_counts(sampling: RowSampling) -> bool:
+def needs_counts(sampling: RequestSampling) -> bool:
     """Whether the row must know how often it had each token."""
     return (
         sampling.repetition_penalty != 1.0
@@ -285,12 +285,12 @@ def needs_counts(sampling: RowSampling) -> bool:
     )
 
 
-def prefix_length(sampling: RowSampling) -> int:
+def prefix_length(sampling: RequestSampling) -> int:
     """How many of its last tokens the row must know for its bad words."""
     return max((len(word) for word in sampling.bad_words), default=1) - 1
 
 
-def is_greedy(sampling: RowSampling, vocab_size: int) -> bool:
+def is_greedy(sampling: RequestSampling, vocab_size: int) -> bool:
     """Whether only the most likely token can come out.
 
     A nucleus of at most 1/V is one token: the most likely one has at least that much.
@@ -303,7 +303,7 @@ def is_greedy(sampling: RowSampling, vocab_size: int) -> bool:
     )
 
 
-def divisor(sampling: RowSampling) -> float:
+def divisor(sampling: RequestSampling) -> float:
     """What the row's scores are divided by: its temperature, as float32 can hold it."""
     # A greedy row's scores are divided too, and thrown away.
     return max(sampling.temperature, _LEAST_TEMPERATURE) if sampling.temperature else 1.0

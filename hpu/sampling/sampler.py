@@ -13,14 +13,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hpu.protocol import RowSampling
+from hpu.protocol import RequestSampling
 from hpu.sampling import filters
 from hpu.sampling.history import History
 from hpu.sampling.logprobs import RAW, LogprobsMode, TopLogprobs, processed_logits, top_logprobs
 from hpu.sampling.rows import SamplingBatch, SamplingRows, needs_counts, prefix_length
 
-GREEDY = RowSampling(temperature=0.0)
-DRAWN = RowSampling(top_k=2, top_p=0.5)
+GREEDY = RequestSampling(temperature=0.0)
+DRAWN = RequestSampling(top_k=2, top_p=0.5)
 
 
 class Sampled(NamedTuple):
@@ -39,12 +39,12 @@ class AnySampler(Protocol):
     """What a runner needs of a sampler; `Sampler` says what each call does."""
 
     @property
-    def warmup_settings(self) -> tuple[RowSampling, ...]: ...
+    def warmup_settings(self) -> tuple[RequestSampling, ...]: ...
 
     def admit(
         self,
         row: int,
-        sampling: RowSampling,
+        sampling: RequestSampling,
         tokens: npt.NDArray[np.uint32],
         num_prompt_tokens: int,
     ) -> None: ...
@@ -53,7 +53,7 @@ class AnySampler(Protocol):
 
     def mask(self, rows: list[int], words: npt.NDArray[np.int32]) -> None: ...
 
-    def takes_best(self, rows: list[int]) -> bool: ...
+    def all_greedy(self, rows: list[int]) -> bool: ...
 
     def sample(self, logits: Tensor, rows: list[int]) -> Sampled: ...
 
@@ -78,14 +78,14 @@ class Sampler:
         self._history = History(max_rows, vocab_size, device)
 
     @property
-    def warmup_settings(self) -> tuple[RowSampling, ...]:
+    def warmup_settings(self) -> tuple[RequestSampling, ...]:
         """Settings worth one run each before the first request, for memory and caches."""
         return GREEDY, DRAWN
 
     def admit(
         self,
         row: int,
-        sampling: RowSampling,
+        sampling: RequestSampling,
         tokens: npt.NDArray[np.uint32],
         num_prompt_tokens: int,
     ) -> None:
@@ -106,7 +106,7 @@ class Sampler:
         the row's next mask; a row without one yet may go on with anything."""
         self._rows.mask(rows, words)
 
-    def takes_best(self, rows: list[int]) -> bool:
+    def all_greedy(self, rows: list[int]) -> bool:
         """Whether all of `rows` take the most likely token and ask for nothing else: then `sample`
         may be left out."""
         return self._rows.are_plain(rows)
@@ -137,7 +137,7 @@ class Sampler:
     def _masked(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         """Scores after everything that works on logits, temperature not included.
 
-        Masks add -inf instead of overwriting, so that a NaN stays one.
+        GrammarMasks add -inf instead of overwriting, so that a NaN stays one.
         """
         below = self._rows.below_min_tokens(batch)
         if batch.greedy is None and below is None and _changes_nothing(batch):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from config.params.sampling import MAX_LOGPROBS
 from hpu.backends.base import Backend
-from hpu.protocol import TOKENS_PER_WORD, RowSampling
+from hpu.protocol import TOKENS_PER_WORD, RequestSampling
 from hpu.sampling import filters
 from hpu.sampling.bitmask import RowMasks
 from hpu.sampling.columns import FEW_PREFIX, Numbers, Places, SamplingColumns, Stages
@@ -24,7 +24,7 @@ from hpu.sampling.logprobs import RAW, LogprobsMode, TopLogprobs, processed_logi
 from hpu.sampling.sampler import GREEDY, Sampled
 from hpu.sampling.tables import SamplingTables
 
-EVERYTHING = RowSampling(
+EVERYTHING = RequestSampling(
     temperature=0.5,
     top_k=2,
     top_p=0.5,
@@ -39,7 +39,7 @@ EVERYTHING = RowSampling(
 )
 """Asks for every stage but those of long bad words and of greedy rows."""
 
-MANY_WORDS = RowSampling(temperature=0.0, bad_words=((0,) * (FEW_PREFIX + 2),))
+MANY_WORDS = RequestSampling(temperature=0.0, bad_words=((0,) * (FEW_PREFIX + 2),))
 
 
 class _Best(NamedTuple):
@@ -105,7 +105,7 @@ class PaddedSampler:
         backend.synchronize()
 
     @property
-    def warmup_settings(self) -> tuple[RowSampling, ...]:
+    def warmup_settings(self) -> tuple[RequestSampling, ...]:
         """Settings that between them need every stage: all that is compiled for a batch width is
         compiled once each has been admitted and sampled with at that width."""
         return GREEDY, MANY_WORDS, EVERYTHING
@@ -118,7 +118,7 @@ class PaddedSampler:
     def admit(
         self,
         row: int,
-        sampling: RowSampling,
+        sampling: RequestSampling,
         tokens: npt.NDArray[np.uint32],
         num_prompt_tokens: int,
     ) -> None:
@@ -137,7 +137,7 @@ class PaddedSampler:
         the row's next mask; a row without one yet may go on with anything."""
         self._masks.set(rows, words)
 
-    def takes_best(self, rows: list[int]) -> bool:
+    def all_greedy(self, rows: list[int]) -> bool:
         """No: whatever is asked, the same is compiled."""
         return False
 
@@ -206,7 +206,7 @@ class PaddedSampler:
     def _masked(self, logits: Tensor, width: _Width, stages: Stages) -> Tensor:
         """Scores after everything that works on logits, temperature not included.
 
-        Masks add -inf instead of overwriting, so that a NaN stays one.
+        GrammarMasks add -inf instead of overwriting, so that a NaN stays one.
         """
         if not (stages.draw or stages.masks or stages.words or stages.grammar):
             return logits

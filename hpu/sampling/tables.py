@@ -15,7 +15,7 @@ from torch import Tensor
 
 from config.params.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from hpu.backends.base import Backend
-from hpu.protocol import RowSampling
+from hpu.protocol import RequestSampling
 from hpu.sampling.columns import FEW_PREFIX, FEW_WORDS, Stages
 
 LAST = MAX_BAD_WORD_TOKENS - 1
@@ -98,7 +98,7 @@ class SamplingTables:
     def admit(
         self,
         row: int,
-        sampling: RowSampling,
+        sampling: RequestSampling,
         asked: Stages,
         prompt: npt.NDArray[np.uint32],
         generated: npt.NDArray[np.uint32],
@@ -126,7 +126,7 @@ class SamplingTables:
             kept += table.write(row, words) + self._tables["last"].write(row, last)
         return kept
 
-    def _bias(self, sampling: RowSampling) -> npt.NDArray[np.float32]:
+    def _bias(self, sampling: RequestSampling) -> npt.NDArray[np.float32]:
         bias = np.zeros(self._vocab_size, dtype=np.float32)
         if sampling.allowed_token_ids is not None:
             bias[:] = -np.inf

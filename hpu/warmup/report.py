@@ -28,17 +28,17 @@ def tell_memory(split: Split, cache: CacheConfig, found: Found, warmup: WarmupCo
         found.reserve / GIB,
         "measured" if found.is_measured else "estimated",
         split.usable_bytes / GIB,
-        cache.memory_utilization,
+        cache.gpu_memory_utilization,
     )
     if split.graph_bytes:
         prompt, decode = split_graphs(
             split.graph_bytes / GIB, prompt_ratio=warmup.graph_prompt_ratio
         )
         logger.info(
-            "Graphs: %.2f GiB reserved (graph-reserved-mem %g), %.2f GiB for prompts "
+            "GraphCache: %.2f GiB reserved (graph-reserved-mem %g), %.2f GiB for prompts "
             "(graph-prompt-ratio %g) and %.2f GiB for decodes",
             split.graph_bytes / GIB,
-            warmup.graph_reserved_mem,
+            warmup.graph_memory_fraction,
             prompt,
             warmup.graph_prompt_ratio,
             decode,
@@ -120,7 +120,7 @@ def tell_graphs(phase: int, captured: list[Bucket], total: int, taken: int, seco
 def tell_left_out(phase: int, left_out: list[Bucket], warmup: WarmupConfig, *, full: bool) -> None:
     """Buckets without a graph, and what would give them one. `full`: the device had no memory left,
     not only the share that was reserved."""
-    reserve = f"raise --graph-reserved-mem (now {warmup.graph_reserved_mem:g})"
+    reserve = f"raise --graph-reserved-mem (now {warmup.graph_memory_fraction:g})"
     if full:
         reserve = "lower --gpu-memory-utilization, which leaves more to graphs and launches"
     ratio = "raise" if phase == PREFILL else "lower"

@@ -12,10 +12,10 @@ from config.execution import WarmupConfig
 from config.traffic import read_traffic
 from hpu.backends.base import Backend
 from hpu.bucketing.bucket_table import BucketTable
-from hpu.protocol import DECODE, PREFILL, RowSampling, WarmupProgress
-from hpu.runner.graph_cache import Graphs
-from hpu.runner.input_buffers import Bucket, Staging
-from hpu.runner.step_runner import Steps
+from hpu.protocol import DECODE, PREFILL, RequestSampling, WarmupProgress
+from hpu.runner.graph_cache import GraphCache
+from hpu.runner.input_buffers import Bucket, InputBufferPool
+from hpu.runner.step_runner import StepRunner
 from hpu.sampling.sampler import GREEDY
 from hpu.warmup import report as announce
 from hpu.warmup.capture_order import CaptureBudget, cell_of, order_buckets
@@ -43,9 +43,9 @@ class Warmup:
 
     def __init__(
         self,
-        runner: Steps,
-        graphs: Graphs,
-        staging: Staging[Any],
+        runner: StepRunner,
+        graphs: GraphCache,
+        staging: InputBufferPool[Any],
         backend: Backend,
         config: WarmupConfig,
         block_size: int,
@@ -190,7 +190,7 @@ class Warmup:
         return usable
 
     def _sample_all(
-        self, kinds: list[tuple[Bucket, RowSampling]], progress: "_Steps | None"
+        self, kinds: list[tuple[Bucket, RequestSampling]], progress: "_Steps | None"
     ) -> None:
         for bucket, sampling in kinds:
             if not self._try(bucket, sampling):
@@ -271,7 +271,7 @@ class Warmup:
         other.left_bytes = min(0, other.left_bytes)
         return own.admits(cell)
 
-    def _try(self, bucket: Bucket, sampling: RowSampling) -> bool:
+    def _try(self, bucket: Bucket, sampling: RequestSampling) -> bool:
         """Run a bucket with one row of this sampling; False when memory is full."""
         try:
             if self._graphs.captures and self._pads:
@@ -285,7 +285,7 @@ class Warmup:
 
 
 class _Steps:
-    """Steps done of a known total, told one by one."""
+    """StepRunner done of a known total, told one by one."""
 
     def __init__(self, total: int, on_progress: Progress) -> None:
         self._done = 0
@@ -302,7 +302,7 @@ class _Steps:
         self._on_progress(WarmupProgress("warmup", self._done, self._total, left_s))
 
     def finish(self) -> None:
-        """Steps that were left out are over too."""
+        """StepRunner that were left out are over too."""
         if self._done < self._total:
             self._done = self._total
             self._on_progress(WarmupProgress("warmup", self._done, self._total))
@@ -314,8 +314,8 @@ def _first_of(phases: tuple[int, ...]) -> list[Bucket]:
 
 
 def _sampling(
-    buckets: list[Bucket], settings: tuple[RowSampling, ...]
-) -> list[tuple[Bucket, RowSampling]]:
+    buckets: list[Bucket], settings: tuple[RequestSampling, ...]
+) -> list[tuple[Bucket, RequestSampling]]:
     """Every kind of sampling that the buckets' own runs do not meet, once for each batch width in
     its smallest bucket, the widest first."""
     smallest = {bucket[1]: bucket for bucket in buckets}

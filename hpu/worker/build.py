@@ -31,12 +31,12 @@ from hpu.models.registry import build_model
 from hpu.profiling.counters import Counters
 from hpu.protocol import WarmupProgress
 from hpu.quantization.quantize import quantize
-from hpu.runner.batch_state import Rows
-from hpu.runner.graph_cache import Graphs
-from hpu.runner.input_buffers import BucketInputs, Staging
+from hpu.runner.batch_state import BatchState
+from hpu.runner.graph_cache import GraphCache
+from hpu.runner.input_buffers import InputBufferPool, InputBuffers
 from hpu.runner.kv_cache import KVCache, block_bytes, reads_contiguously
-from hpu.runner.model_runner import Runner
-from hpu.runner.step_runner import Steps
+from hpu.runner.model_runner import ModelRunner
+from hpu.runner.step_runner import StepRunner
 from hpu.sampling.logprobs import LogprobsMode
 from hpu.sampling.sampler import AnySampler, Sampler
 from hpu.sampling.sampler_padded import PaddedSampler
@@ -114,12 +114,12 @@ class Loaded:
             block_size=self.block_size,
             block_bytes=block_bytes(self.model, self.block_size, self.dtype),
             max_model_len=self.max_model_len,
-            max_num_seqs=self.config.schedule.max_num_seqs,
+            max_num_seqs=self.config.scheduler.max_num_seqs,
         )
 
     def table(self, num_blocks: int) -> BucketTable:
         """The buckets over a cache of so many blocks."""
-        schedule = self.config.schedule
+        schedule = self.config.scheduler
         limits = BucketLimits(
             block_size=self.block_size,
             max_model_len=self.max_model_len,
@@ -136,9 +136,9 @@ class Loaded:
 class Built:
     """What a worker needs for its life, whatever its model gives."""
 
-    runner: Steps
-    graphs: Graphs
-    staging: Staging[Any]
+    runner: StepRunner
+    graphs: GraphCache
+    staging: InputBufferPool[Any]
     cache: KVCache | None
     """None where nothing is cached."""
     table: BucketTable
@@ -259,7 +259,7 @@ def check_memory(
 
 def make_sampler(loaded: Loaded) -> AnySampler:
     """Of fixed stages where a new shape means a compilation; one row more than an engine uses."""
-    backend, rows = loaded.backend, loaded.config.schedule.max_num_seqs + 1
+    backend, rows = loaded.backend, loaded.config.scheduler.max_num_seqs + 1
     vocab_size = loaded.facts.vocab_size
     mode = LogprobsMode.named(loaded.config.logprobs_mode)
     if loaded.pads and (loaded.captures or backend.compiles):
@@ -275,23 +275,23 @@ def make_runner(
     num_blocks: int,
     captures: bool,
     graph_bytes: int,
-) -> tuple[Runner, Graphs, Staging[BucketInputs], KVCache]:
+) -> tuple[ModelRunner, GraphCache, InputBufferPool[InputBuffers], KVCache]:
     """A runner over a cache of so many blocks, and the parts of it that a warm-up works on. The
     last row is the runner's own."""
     backend, model = loaded.backend, loaded.model
     cache = KVCache(
         model, backend, num_blocks=num_blocks, block_size=loaded.block_size, dtype=loaded.dtype
     )
-    graphs = Graphs(model, backend, counters, captures=captures, budget_bytes=graph_bytes)
-    staging = Staging(backend, BucketInputs)
-    rows = Rows(
-        loaded.config.schedule.max_num_seqs + 1,
+    graphs = GraphCache(model, backend, counters, captures=captures, budget_bytes=graph_bytes)
+    staging = InputBufferPool(backend, InputBuffers)
+    rows = BatchState(
+        loaded.config.scheduler.max_num_seqs + 1,
         loaded.max_model_len,
         loaded.block_size,
         pad_block=num_blocks,
         contiguous=loaded.contiguous,
     )
-    runner = Runner(
+    runner = ModelRunner(
         model,
         backend,
         rows,
@@ -309,7 +309,7 @@ def make_runner(
 def find_memory(loaded: Loaded, sampler: AnySampler) -> Found:
     """What is free now that the weights are there, and what the largest launches take of it:
     measured on a cache of one block, or estimated where the back end counts no memory."""
-    backend, schedule = loaded.backend, loaded.config.schedule
+    backend, schedule = loaded.backend, loaded.config.scheduler
     if backend.peak_memory() is None or not loaded.pads:
         reserve = activation_bytes(
             loaded.facts,
@@ -340,7 +340,7 @@ def find_memory(loaded: Loaded, sampler: AnySampler) -> Found:
 def split(loaded: Loaded, found: Found) -> Split:
     """The memory's parts, told to the operator. Raises ConfigError when a context does not fit."""
     config, backend = loaded.config, loaded.backend
-    share = config.warmup.graph_reserved_mem if loaded.captures else 0.0
+    share = config.warmup.graph_memory_fraction if loaded.captures else 0.0
     wanted = loaded.wanted
     parts = split_memory(
         config.cache,

@@ -47,7 +47,7 @@ class Split:
     num_blocks: int
     graph_bytes: int
     usable_bytes: int = 0
-    """Graphs and KV blocks together, where the device's memory is its own."""
+    """GraphCache and KV blocks together, where the device's memory is its own."""
 
 
 def split_memory(
@@ -67,7 +67,7 @@ def split_memory(
     free = found.free
     plan = plan_memory(
         max(0, free - found.reserve),
-        utilization=cache.memory_utilization,
+        utilization=cache.gpu_memory_utilization,
         graph_reserved=graph_share,
     )
     if cache.num_blocks is not None:

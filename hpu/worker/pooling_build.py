@@ -21,8 +21,8 @@ from hpu.bucketing.limits import BucketLimits
 from hpu.models.pooling import PoolingModel, load_pooling_model
 from hpu.profiling.counters import Counters
 from hpu.protocol import WarmupProgress
-from hpu.runner.graph_cache import Graphs
-from hpu.runner.input_buffers import Staging
+from hpu.runner.graph_cache import GraphCache
+from hpu.runner.input_buffers import InputBufferPool
 from hpu.runner.pooling_inputs import TextInputs
 from hpu.runner.pooling_runner import PoolingRunner
 from hpu.worker.build import Built, check_memory, choose_dtype, name_of, named_strategy
@@ -81,11 +81,13 @@ class LoadedPooling:
 
     def runner(
         self, counters: Counters, *, captures: bool, graph_bytes: int
-    ) -> tuple[PoolingRunner, Graphs, Staging[TextInputs]]:
+    ) -> tuple[PoolingRunner, GraphCache, InputBufferPool[TextInputs]]:
         """A runner, and the parts of it that a warm-up works on."""
         backend, model = self.backend, self.model
-        graphs = Graphs(model.body, backend, counters, captures=captures, budget_bytes=graph_bytes)
-        staging = Staging(backend, TextInputs)
+        graphs = GraphCache(
+            model.body, backend, counters, captures=captures, budget_bytes=graph_bytes
+        )
+        staging = InputBufferPool(backend, TextInputs)
         return PoolingRunner(model.pooler, backend, graphs, staging, counters), graphs, staging
 
     def graph_bytes(self) -> int:
@@ -98,7 +100,7 @@ class LoadedPooling:
             del runner
             gc.collect()
         free = max(0, backend.memory()[0] - reserve)
-        share = self.config.cache.memory_utilization
+        share = self.config.cache.gpu_memory_utilization
         return int(plan_memory(free, utilization=share, graph_reserved=1.0).graphs)
 
 
@@ -145,7 +147,7 @@ def load_pooling(
     logger.info("Weights: %.2f GiB in %.1f s", weight_bytes / GIB, seconds)
     block_size = config.cache.block_size or min(backend.default_block_size, MOST_STEP)
     limits = BucketLimits.of_texts(
-        config.schedule, block_size=block_size, max_model_len=max_model_len
+        config.scheduler, block_size=block_size, max_model_len=max_model_len
     )
     buckets = named_strategy(config, backend)
     return LoadedPooling(

@@ -8,11 +8,11 @@ from hpu.backends.base import Backend
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.protocol import DECODE, PREFILL
 from hpu.runner.input_buffers import Bucket
-from hpu.runner.step_runner import Steps
+from hpu.runner.step_runner import StepRunner
 from hpu.worker.memory import GIB
 
 
-def measure_launches(runner: Steps, backend: Backend, buckets: list[Bucket]) -> int:
+def measure_launches(runner: StepRunner, backend: Backend, buckets: list[Bucket]) -> int:
     """Most bytes that any of `buckets` takes beyond what lies in memory when it is done, with every
     kind of sampling. `runner` must not capture. Raises ConfigError when one does not fit."""
     backend.reset_peak()
@@ -26,7 +26,7 @@ def measure_launches(runner: Steps, backend: Backend, buckets: list[Bucket]) -> 
     return max(0, peak - rest)
 
 
-def _run(runner: Steps, backend: Backend, bucket: Bucket) -> None:
+def _run(runner: StepRunner, backend: Backend, bucket: Bucket) -> None:
     try:
         for kind in runner.kinds:
             runner.warm(bucket, kind, prompts=True)

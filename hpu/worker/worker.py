@@ -22,17 +22,17 @@ from hpu.profiling.profiler import Profiler
 from hpu.protocol import (
     SLEEP,
     WAKE_WEIGHTS,
-    Masks,
+    GrammarMasks,
     StepPlan,
     StepResult,
     Warmed,
     WarmupProgress,
     WorkerReady,
 )
-from hpu.runner.async_output import PendingStep
+from hpu.runner.async_output import AsyncStepOutput
 from hpu.runner.input_buffers import Bucket
-from hpu.runner.model_runner import Runner
-from hpu.runner.step_runner import Steps
+from hpu.runner.model_runner import ModelRunner
+from hpu.runner.step_runner import StepRunner
 from hpu.warmup import report as announce
 from hpu.warmup.warmup import Warmup
 from hpu.worker.build import Built, OnDevice, load, name_of
@@ -63,11 +63,11 @@ class Worker:
         """None while it sleeps."""
         self._num_blocks: int | None = None
         """Of the KV cache, which never changes."""
-        self._runner: Steps | None = None
+        self._runner: StepRunner | None = None
         self._profiler: Profiler | None = None
         self._warmup: Warmup | None = None
         self._counters = Counters()
-        self._pending: deque[PendingStep] = deque()
+        self._pending: deque[AsyncStepOutput] = deque()
 
     def start(self, on_progress: Progress) -> WorkerReady:
         """Everything before the first plan. Raises ConfigError when the checkpoint, the device and
@@ -90,10 +90,10 @@ class Worker:
         with torch.inference_mode():
             self._pending.append(self._runner.submit(plan))
 
-    def mask(self, masks: Masks) -> None:
+    def mask(self, masks: GrammarMasks) -> None:
         """What may come next in the late rows of the newest plan: launch what waited for it. Does
         not wait for the device."""
-        assert isinstance(self._runner, Runner) and self._pending, "mask without a plan"
+        assert isinstance(self._runner, ModelRunner) and self._pending, "mask without a plan"
         with torch.inference_mode():
             self._runner.mask(self._pending[-1], masks)
 

@@ -8,7 +8,7 @@ import numpy as np
 from config.errors import EngineDied, Overloaded, RequestFailed, UserError
 from config.params.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
 from config.server import ServerConfig
-from engine.client.zmq import EngineClient, Mailbox, Update
+from engine.client.zmq import EngineClient, RequestOutputQueue, Update
 from engine.transport.messages import Finish, Ready
 from server.generation.outputs import Delta, Output, PositionLogprobs, Prompt, TokenLogprob
 from server.generation.sequence import Sequence
@@ -175,14 +175,14 @@ class Generation:
         self._sequences: list[Sequence] = []
         self._instant: list[Sequence] = []
         """Those that there is nothing to wait for, until they are told."""
-        self._boxes: dict[int, Mailbox] = {}
+        self._boxes: dict[int, RequestOutputQueue] = {}
         """By index: the sequences that may still give something."""
         self._gets: dict[int, asyncio.Task[Update]] = {}
         self._wake: asyncio.Future[None] | None = None
         self._aborted = False
         self._started_s = time.monotonic()
 
-    def open(self, sequence: Sequence, mailbox: Mailbox | None) -> None:
+    def open(self, sequence: Sequence, mailbox: RequestOutputQueue | None) -> None:
         """Add the next choice; None when there is nothing for the engine to do."""
         self._sequences.append(sequence)
         if sequence.is_instant:
@@ -320,7 +320,7 @@ class Generation:
             self._wake.set_result(None)
 
 
-async def _get(box: Mailbox) -> Update:
+async def _get(box: RequestOutputQueue) -> Update:
     return await box.get()
 
 

@@ -16,7 +16,7 @@ from config.params.beam_search import BeamSearchParams
 from config.params.pooling import CLASSIFY, EMBED, PoolingParams
 from config.params.sampling import MAX_LOGPROBS, SamplingParams
 from config.startup_checks import check_checkpoint, check_device
-from engine.client.inproc import InlineClient
+from engine.client.inproc import InprocClient
 from server.generation.outputs import Prompt
 from server.generation.pipeline import Pipeline
 from server.generation.search import Search
@@ -77,10 +77,10 @@ class LLM:
         self._defaults = SamplingParams()
         if server.generation_config == "auto":
             self._defaults = _defaults(read_model_config(path).generation_defaults)
-        self._client = InlineClient(dataclasses.replace(engine, model=path))
+        self._client = InprocClient(dataclasses.replace(engine, model=path))
         self._pipeline = Pipeline(self._client, self._tokenizer, server)
         # Enough that the batch never runs dry; the rest of the prompts waits as text.
-        self._lookahead = 2 * engine.schedule.max_num_seqs
+        self._lookahead = 2 * engine.scheduler.max_num_seqs
         self._num_requests = 0
         self._background = Background("llm")
         self._end = weakref.finalize(
@@ -393,7 +393,7 @@ class LLM:
         return [results[place] for place in range(len(wanted))]
 
 
-async def _start(client: InlineClient) -> None:
+async def _start(client: InprocClient) -> None:
     await client.start()
     await client.wait_ready()
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from config.errors import Overloaded, RequestFailed
 from config.params.pooling import PoolingParams
-from engine.client.zmq import EngineClient, Mailbox, Update
+from engine.client.zmq import EngineClient, RequestOutputQueue, Update
 from server.generation.outputs import Delta, PositionLogprobs
 from server.generation.pipeline import check_finish
 
@@ -52,7 +52,7 @@ class Pooling:
         self._inputs = inputs
         self._priority, self._salt, self._name = priority, cache_salt, name
         self._at_once = at_once
-        self._boxes: deque[tuple[int, Mailbox]] = deque()
+        self._boxes: deque[tuple[int, RequestOutputQueue]] = deque()
         self._vectors: dict[int, Vectors] = {}
         self._is_cut = False
         self.cached_tokens = [0] * len(inputs)

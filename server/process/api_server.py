@@ -55,7 +55,7 @@ KEEP_ALIVE_S = 75
 BACKLOG = 2048
 
 
-class FrontEndOrders(msgspec.Struct, frozen=True):
+class ApiServerOrders(msgspec.Struct, frozen=True):
     """What a front-end is told at start. The model is what the user called it."""
 
     engine: EngineConfig
@@ -91,10 +91,10 @@ class Uvicorn(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-class FrontEnd:
+class ApiServer:
     """Serves until told to stop, or until the engine is gone."""
 
-    def __init__(self, orders: FrontEndOrders) -> None:
+    def __init__(self, orders: ApiServerOrders) -> None:
         config = orders.server
         self._orders = orders
         self._client = ZmqClient(
@@ -116,7 +116,7 @@ class FrontEnd:
             names,
             root=names[0],
             engine_config=orders.engine,
-            has_priorities=orders.engine.schedule.policy == "priority",
+            has_priorities=orders.engine.scheduler.policy == "priority",
             created=orders.created,
             siblings=Siblings(orders.index, orders.siblings, orders.token),
         )

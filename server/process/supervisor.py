@@ -42,8 +42,8 @@ from server.process.api_server import (
     FAREWELL_S,
     INTERRUPTED,
     WRONG_SETTING,
-    FrontEnd,
-    FrontEndOrders,
+    ApiServer,
+    ApiServerOrders,
 )
 from server.process.model_download import NEWS_S, News, Preparation, Resolve, read_news, write_news
 from server.process.open_files import raise_limit, warn_if_low
@@ -67,7 +67,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, resolve: Res
     """
     count = server_config.api_server_count
     raise_limit()
-    warn_if_low(server_config.max_queued_requests, engine_config.schedule.max_num_seqs)
+    warn_if_low(server_config.max_queued_requests, engine_config.scheduler.max_num_seqs)
     listener = bind(server_config.host, server_config.port, shared=count > 1)
     server_config = dataclasses.replace(server_config, port=listener.getsockname()[1])
     directory, token = SocketDirectory(), new_token()
@@ -94,7 +94,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, resolve: Res
 
 def main() -> None:
     """The entry of a front-end that is one of several."""
-    orders = read_orders(FrontEndOrders)
+    orders = read_orders(ApiServerOrders)
     exit_with_parent()
     config = orders.server
     setup_log("server", rank=orders.index, level=config.log_level)
@@ -106,10 +106,10 @@ def main() -> None:
         sys.exit(WRONG_SETTING)
 
 
-async def _run_child(orders: FrontEndOrders, listener: socket.socket) -> int:
+async def _run_child(orders: ApiServerOrders, listener: socket.socket) -> int:
     assert orders.news_path is not None
     listener.listen(BACKLOG)
-    front_end = FrontEnd(orders)
+    front_end = ApiServer(orders)
     following = asyncio.create_task(_follow(orders.news_path, front_end))
     try:
         return await front_end.run(listener)
@@ -117,7 +117,7 @@ async def _run_child(orders: FrontEndOrders, listener: socket.socket) -> int:
         following.cancel()
 
 
-async def _follow(path: str, front_end: FrontEnd) -> None:
+async def _follow(path: str, front_end: ApiServer) -> None:
     """Hand on what the parent says of the checkpoint, until it is there."""
     news = News()
     while news.folder is None:
@@ -138,14 +138,14 @@ def _serve_alone(
 
     async def run() -> int:
         loop = asyncio.get_running_loop()
-        orders = FrontEndOrders(
+        orders = ApiServerOrders(
             engine_config,
             server_config,
             front_end_endpoint(directory, 0),
             token,
             created=int(time.time()),
         )
-        front_end = FrontEnd(orders)
+        front_end = ApiServer(orders)
 
         def start_engine(folder: str) -> None:
             engines.append(
@@ -238,7 +238,7 @@ class Fleet:
     def _start(self, index: int) -> Child:
         folder = Path(self._directory, "metrics")
         folder.mkdir(mode=0o700, exist_ok=True)
-        orders = FrontEndOrders(
+        orders = ApiServerOrders(
             self._engine_config,
             self._config,
             front_end_endpoint(self._directory, index),

@@ -65,7 +65,7 @@ def test_a_contradiction_is_refused_with_both_sides_of_it(
 
 
 def test_shares_and_names_out_of_range_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"graph_reserved_mem is 1\.5"):
-        WarmupConfig(graph_reserved_mem=1.5)
+    with pytest.raises(ConfigError, match=r"graph_memory_fraction is 1\.5"):
+        WarmupConfig(graph_memory_fraction=1.5)
     with pytest.raises(ConfigError, match="mode is 'fast'"):
         ExecutionConfig(mode="fast")

@@ -13,7 +13,7 @@ from tiny_models import make_tiny
 from worker_rig import WorkerRig
 
 from config.buckets import BucketConfig, Range
-from hpu.protocol import RowSampling, StepResult
+from hpu.protocol import RequestSampling, StepResult
 
 pytestmark = [
     pytest.mark.cuda,
@@ -31,10 +31,10 @@ FEW = BucketConfig(
     decode_blocks=Range(96, 96, 96),
 )
 EVERYTHING = [
-    RowSampling(temperature=0.0, num_logprobs=3),
-    RowSampling(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, seed=4),
-    RowSampling(seed=5, repetition_penalty=1.2, bad_words=((44, 45),), logit_bias=((3, 1.0),)),
-    RowSampling(seed=6, min_tokens=4, end_token_ids=(1,), num_prompt_logprobs=2),
+    RequestSampling(temperature=0.0, num_logprobs=3),
+    RequestSampling(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, seed=4),
+    RequestSampling(seed=5, repetition_penalty=1.2, bad_words=((44, 45),), logit_bias=((3, 1.0),)),
+    RequestSampling(seed=6, min_tokens=4, end_token_ids=(1,), num_prompt_logprobs=2),
 ]
 
 

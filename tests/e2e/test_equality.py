@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from config.loading.sources import from_keywords
 from config.params.sampling import SamplingParams
-from engine.client.inproc import InlineClient
-from engine.client.zmq import Mailbox
+from engine.client.inproc import InprocClient
+from engine.client.zmq import RequestOutputQueue
 from engine.transport.messages import EngineStats
 from gaudiserve import LLM, RequestOutput
 
@@ -226,7 +226,7 @@ def test_a_prompt_as_long_as_the_context_can_be_scored_and_chunks_change_no_scor
     assert (chunked.outputs[0].token_ids, stats.blocks_used) == ([], 0)
 
 
-async def read(mailbox: Mailbox) -> list[int]:
+async def read(mailbox: RequestOutputQueue) -> list[int]:
     tokens: list[int] = []
     while True:
         update = await mailbox.get()
@@ -242,7 +242,7 @@ async def test_a_storm_of_aborts_changes_no_survivor_and_leaves_nothing_behind(
     alone, _ = run(folder, ROOMY, PROMPTS, GREEDY)
     rng = random.Random(5)
     config = from_keywords(model=str(folder), **CRAMPED).engine
-    client = InlineClient(config)
+    client = InprocClient(config)
     await client.start()
     await client.wait_ready()
 

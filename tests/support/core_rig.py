@@ -7,13 +7,13 @@ from fake_executor import FakeExecutor, NextToken, worker_ready
 from slow_model import Ledger, expected_output, hashed_token, raw
 
 from config.buckets import BucketConfig
-from config.engine import CacheConfig, EngineConfig, ScheduleConfig
+from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.execution import ExecutionConfig, WarmupConfig
 from config.params.sampling import SamplingParams
 from engine.core.engine_core import EngineCore
 from engine.kv_cache.prefix_hashes import block_hashes
 from engine.structured_output.grammar import Grammar
-from engine.transport.messages import AddRequest, StepTokens
+from engine.transport.messages import AddRequest, StepOutput
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.bucketing.limits import BucketLimits
 from hpu.protocol import PREFILL, StepPlan
@@ -34,7 +34,7 @@ class CoreRig:
         budget: int = 32,
         depth: int = 2,
         policy: str = "fcfs",
-        max_waiting: int = 1000,
+        max_queue_len: int = 1000,
         max_prefill_batch: int = 4,
         prefix_caching: bool = True,
         contiguous: bool = False,
@@ -57,17 +57,17 @@ class CoreRig:
             vocab_size=vocab_size,
         )
         self.ready.num_later = num_later
-        schedule = ScheduleConfig(
+        schedule = SchedulerConfig(
             max_num_seqs=rows,
             max_num_batched_tokens=budget,
             max_prefill_batch=max_prefill_batch,
             policy=policy,
-            depth=depth,
-            max_waiting=max_waiting,
+            max_inflight_steps=depth,
+            max_queue_len=max_queue_len,
         )
         config = EngineConfig(
             model="none",
-            schedule=schedule,
+            scheduler=schedule,
             cache=CacheConfig(enable_prefix_caching=prefix_caching),
             execution=ExecutionConfig(defrag_threshold=defrag_threshold),
             warmup=WarmupConfig(on_unwarmed_shape=on_unwarmed),
@@ -122,7 +122,7 @@ class CoreRig:
         for key in keys:
             self.ledger.abort(key)
 
-    def turn(self) -> list[tuple[int, StepTokens]]:
+    def turn(self) -> list[tuple[int, StepOutput]]:
         messages = self.core.turn()
         self.turns += 1
         self.ledger.take(messages)

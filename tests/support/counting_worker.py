@@ -21,8 +21,8 @@ from engine.process.engine_process import run as run_engine
 from hpu.protocol import (
     SLEEP,
     WAKE_WEIGHTS,
-    Masks,
-    RowSampling,
+    GrammarMasks,
+    RequestSampling,
     StepPlan,
     StepResult,
     Warmed,
@@ -47,7 +47,7 @@ class CountingWorker:
         ready = worker_ready(
             num_blocks=4096, block_size=16, max_model_len=4096, vocab_size=5000, eos_token_ids=()
         )
-        self._executor = FakeExecutor(ready, config.schedule.max_num_seqs, count)
+        self._executor = FakeExecutor(ready, config.scheduler.max_num_seqs, count)
         self._calls: list[str] = []
         self._left = ready.num_later = int(self._manner("later"))
 
@@ -63,7 +63,7 @@ class CountingWorker:
             raise ValueError(f"step {plan.step} is one too many")
         self._executor.submit(plan)
 
-    def mask(self, masks: Masks) -> None:
+    def mask(self, masks: GrammarMasks) -> None:
         self._executor.mask(masks)
 
     @property
@@ -108,7 +108,7 @@ class CountingWorker:
         return float(self._manners.get(name, default))
 
 
-def count(history: int, generated: int, sampling: RowSampling) -> int:
+def count(history: int, generated: int, sampling: RequestSampling) -> int:
     """Every sequence is 0, 1, 2, ..."""
     return generated
 

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 
 from counting_worker import counting_command
 
-from config.engine import EngineConfig, ScheduleConfig
+from config.engine import EngineConfig, SchedulerConfig
 from config.params.sampling import SamplingParams
-from engine.client.zmq import EngineClient, Mailbox, ZmqClient
+from engine.client.zmq import EngineClient, RequestOutputQueue, ZmqClient
 from engine.process.engine_process import front_end_endpoint
 from engine.process.launcher import EngineProcess, launch
 from engine.transport.channels import SocketDirectory
@@ -29,10 +29,10 @@ class EngineRig:
 
 
 def counting_config(
-    manners: str = "", *, executor: str = "inline", max_waiting: int = 100_000, rows: int = 32
+    manners: str = "", *, executor: str = "inline", max_queue_len: int = 100_000, rows: int = 32
 ) -> EngineConfig:
-    schedule = ScheduleConfig(max_num_seqs=rows, max_waiting=max_waiting)
-    return EngineConfig(model=f"counting:{manners}", executor=executor, schedule=schedule)
+    schedule = SchedulerConfig(max_num_seqs=rows, max_queue_len=max_queue_len)
+    return EngineConfig(model=f"counting:{manners}", executor=executor, scheduler=schedule)
 
 
 @contextlib.asynccontextmanager
@@ -40,7 +40,7 @@ async def engine_rig(
     manners: str = "",
     *,
     executor: str = "inline",
-    max_waiting: int = 100_000,
+    max_queue_len: int = 100_000,
     max_queued_requests: int = 2000,
     max_queued_prompt_tokens: int = 1_000_000,
     ready: bool = True,
@@ -57,7 +57,7 @@ async def engine_rig(
     await client.start()
     loop = asyncio.get_running_loop()
     engine = launch(
-        counting_config(manners, executor=executor, max_waiting=max_waiting),
+        counting_config(manners, executor=executor, max_queue_len=max_queue_len),
         directory.path,
         1,
         token=TOKEN,
@@ -89,7 +89,7 @@ def asking(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
 
 
-async def read_all(mailbox: Mailbox) -> tuple[list[int], Finish]:
+async def read_all(mailbox: RequestOutputQueue) -> tuple[list[int], Finish]:
     """Every token until the finish."""
     tokens: list[int] = []
     while True:

@@ -14,11 +14,11 @@ from hpu.bucketing.bucket_table import BucketTable
 from hpu.protocol import (
     PREFILL,
     SLEEP,
+    GrammarMasks,
     Launch,
     Logprobs,
-    Masks,
-    NewRow,
-    RowSampling,
+    NewRequest,
+    RequestSampling,
     StepPlan,
     StepResult,
     Warmed,
@@ -26,7 +26,7 @@ from hpu.protocol import (
     WorkerReady,
 )
 
-NextToken = Callable[[int, int, RowSampling], int]
+NextToken = Callable[[int, int, RequestSampling], int]
 """(fingerprint of the whole history, tokens generated so far, sampling) to the next token."""
 
 
@@ -43,7 +43,7 @@ class Row:
     num_prompt: int
     computed: int
     blocks: list[int]
-    sampling: RowSampling
+    sampling: RequestSampling
     marks: list[int] = field(default_factory=list)
     """Fingerprint of the history up to each token."""
 
@@ -77,7 +77,7 @@ class FakeExecutor:
         """Results that had been fetched when each plan was submitted."""
         self._masks: dict[int, npt.NDArray[np.uint8]] = {}
         """Of the plan that runs: one for each masked row that samples in it."""
-        self.masks: list[Masks] = []
+        self.masks: list[GrammarMasks] = []
         """Those that came behind their plans."""
         self._in_flight: deque[bytes] = deque()
         self._lacking: StepPlan | None = None
@@ -99,7 +99,7 @@ class FakeExecutor:
         assert not self.sleeps, f"plan {plan.step} comes while it sleeps"
         assert plan.launches, f"plan {plan.step} has nothing to launch"
         assert self._lacking is None, f"plan {plan.step} comes before the masks it waits for"
-        self._lacking = plan if plan.late_rows else None
+        self._lacking = plan if plan.deferred_requests else None
         assert plan.step == len(self.plans), f"plan {plan.step} comes as number {len(self.plans)}"
         self.plans.append(plan)
         self.collected_before.append(self.collected)
@@ -112,10 +112,11 @@ class FakeExecutor:
         """Whether the oldest plan in flight waits for masks."""
         return self._lacking is not None and len(self._in_flight) == 1
 
-    def mask(self, masks: Masks) -> None:
+    def mask(self, masks: GrammarMasks) -> None:
         assert self.lacks_masks, f"masks for {masks.step} when {len(self._in_flight)} are in flight"
         assert self._lacking is not None and masks.step == self._lacking.step
-        assert set(masks.rows) <= set(self._lacking.late_rows), f"{masks.rows} are not late"
+        late = set(self._lacking.deferred_requests)
+        assert set(masks.req_indices) <= late, f"{masks.req_indices} are not all in {late}"
         self._lacking = None
         self.masks.append(masks)
 
@@ -157,23 +158,25 @@ class FakeExecutor:
         self._in_flight.clear()
 
     def _run(self, plan: StepPlan) -> StepResult:
-        for number in plan.freed_rows:
+        for number in plan.freed_requests:
             assert number in self.rows, f"row {number} is freed, and nobody is in it"
             del self.rows[number]
         self._move(dict(zip(plan.moved_from, plan.moved_to, strict=True)))
-        for new in plan.new_rows:
+        for new in plan.new_requests:
             self._enter(new)
-        for number, block in zip(plan.grown_rows, plan.grown_blocks, strict=True):
+        for number, block in zip(plan.grown_requests, plan.grown_blocks, strict=True):
             self._lend(self.rows[number], block)
-        self._masks = _masks(plan.masked_rows, plan.masks)
-        if plan.late_rows:
+        self._masks = _masks(plan.masked_requests, plan.masks)
+        if plan.deferred_requests:
             late = self.masks[-1]
-            assert late.step == plan.step and not set(late.rows) & set(plan.masked_rows)
-            self._masks.update(_masks(late.rows, late.masks))
+            assert late.step == plan.step and not set(late.req_indices) & set(plan.masked_requests)
+            self._masks.update(_masks(late.req_indices, late.masks))
             # Whoever ended meanwhile may draw anything.
             anything = np.full(-(-self.ready.vocab_size // 8), 255, np.uint8)
-            self._masks.update(dict.fromkeys(set(plan.late_rows) - set(late.rows), anything))
-        used = Counter(row for launch in plan.launches for row in launch.rows)
+            self._masks.update(
+                dict.fromkeys(set(plan.deferred_requests) - set(late.req_indices), anything)
+            )
+        used = Counter(row for launch in plan.launches for row in launch.req_indices)
         assert max(used.values()) == 1, f"a row is launched twice: {used}"
         result = StepResult(plan.step, [], seconds=[0.001] * len(plan.launches))
         result.counters, self.counters = self.counters, {}
@@ -199,18 +202,20 @@ class FakeExecutor:
         }
         self.slots.update(moved)
 
-    def _enter(self, new: NewRow) -> None:
-        assert 0 <= new.row < self.max_rows, f"row {new.row} of {self.max_rows}"
-        assert new.row not in self.rows, f"row {new.row} is taken"
+    def _enter(self, new: NewRequest) -> None:
+        assert 0 <= new.req_index < self.max_rows, f"row {new.req_index} of {self.max_rows}"
+        assert new.req_index not in self.rows, f"row {new.req_index} is taken"
         tokens = array("I")
         tokens.frombytes(bytes(new.tokens))
-        assert 0 <= new.num_computed < len(tokens), f"{new.num_computed} of {len(tokens)} computed"
-        row = Row([], new.num_prompt_tokens, new.num_computed, [], new.sampling)
+        assert 0 <= new.num_computed_tokens < len(tokens), (
+            f"{new.num_computed_tokens} of {len(tokens)} computed"
+        )
+        row = Row([], new.num_prompt_tokens, new.num_computed_tokens, [], new.sampling)
         for token in tokens:
             row.append(token)
         for block in new.blocks:
             self._lend(row, block)
-        self.rows[new.row] = row
+        self.rows[new.req_index] = row
         self._read(row)
 
     def _lend(self, row: Row, block: int) -> None:
@@ -239,25 +244,29 @@ class FakeExecutor:
 
     def _check_bucket(self, launch: Launch) -> None:
         batch, query, blocks = launch.bucket
-        rows = [self.rows[number] for number in launch.rows]
+        rows = [self.rows[number] for number in launch.req_indices]
         assert len(rows) <= batch, f"{len(rows)} rows in a batch of {batch}"
         size = self.ready.block_size
         if launch.phase == PREFILL:
             need = max(-(-row.computed // size) for row in rows)
-            assert max(launch.counts) <= query, f"{launch.counts} tokens in a query of {query}"
+            assert max(launch.query_lens) <= query, (
+                f"{launch.query_lens} tokens in a query of {query}"
+            )
         else:
             need = sum(len(row.blocks) for row in rows)
             if self.ready.contiguous:
                 need = 1 + max(block for row in rows for block in row.blocks)
                 assert blocks <= self.ready.num_blocks, f"{blocks} blocks of a smaller cache"
-            assert query == 1 and not launch.counts and not launch.samples
+            assert query == 1 and not launch.query_lens and not launch.samples
         assert need <= blocks, f"{need} blocks in a bucket of {blocks}"
         if self.table is not None and not self.table.is_exact:
             shape = (launch.phase, *launch.bucket)
             assert shape in self.table.buckets, f"{shape} was never prepared"
 
     def _prefill(self, launch: Launch, result: StepResult) -> None:
-        for number, count, samples in zip(launch.rows, launch.counts, launch.samples, strict=True):
+        for number, count, samples in zip(
+            launch.req_indices, launch.query_lens, launch.samples, strict=True
+        ):
             row = self.rows[number]
             left = len(row.tokens) - row.computed
             assert 0 < count <= left, f"{count} tokens of {left} known ones"
@@ -273,7 +282,7 @@ class FakeExecutor:
                 self._sample(number, result)
 
     def _decode_rows(self, launch: Launch, result: StepResult) -> None:
-        for number in launch.rows:
+        for number in launch.req_indices:
             row = self.rows[number]
             known = len(row.tokens)
             assert row.computed == known - 1, f"{row.computed} of {known} tokens are computed"

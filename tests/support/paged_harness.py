@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from config.model.model_config import read_model_config
-from hpu.layers.context import DecodeContext, PrefillContext
+from hpu.layers.context import DecodeAttentionInputs, PrefillAttentionInputs
 from hpu.model_loader.loader import load_weights
 from hpu.models.decoder import Decoder
 from hpu.models.registry import build_model
@@ -89,7 +89,7 @@ class PagedHarness:
             self._lengths[row] = end
         hidden = self.model(
             tokens,
-            PrefillContext(
+            PrefillAttentionInputs(
                 positions, slots.view(-1), query_lens, context_lens, block_list.view(-1)
             ),
         )
@@ -119,7 +119,8 @@ class PagedHarness:
         blocks += [(self.pad_block, -1, 0, 1)] * pad_blocks
         block_list, groups, starts, usage_column = torch.tensor(blocks).t().contiguous()
         hidden = self.model(
-            tokens, DecodeContext(positions, slots, block_list, groups, starts, usage_column)
+            tokens,
+            DecodeAttentionInputs(positions, slots, block_list, groups, starts, usage_column),
         )
         logits = self.model.logits(hidden[:, 0])
         return {row: logits[index] for index, row in enumerate(last)}

@@ -11,7 +11,7 @@ from fake_executor import worker_ready
 from slow_model import raw
 
 from config.buckets import BucketConfig
-from config.engine import EngineConfig, ScheduleConfig
+from config.engine import EngineConfig, SchedulerConfig
 from config.execution import WarmupConfig
 from config.params.pooling import PoolingFacts, PoolingParams
 from config.params.sampling import SamplingParams
@@ -56,13 +56,13 @@ class PoolingExecutor:
     def collect(self) -> StepResult:
         plan = msgspec.msgpack.decode(self._in_flight.popleft(), type=StepPlan)
         result = StepResult(plan.step, [], seconds=[0.001] * len(plan.launches))
-        read = [place for launch in plan.launches for place in launch.rows]
+        read = [place for launch in plan.launches for place in launch.req_indices]
         assert sorted(read) == list(range(len(plan.texts))), f"{read} of {len(plan.texts)} texts"
         for launch in plan.launches:
             batch, query, blocks = launch.bucket
-            assert (launch.phase, blocks) == (PREFILL, 0) and len(launch.rows) <= batch
+            assert (launch.phase, blocks) == (PREFILL, 0) and len(launch.req_indices) <= batch
             assert not any(launch.samples)
-            for place, count in zip(launch.rows, launch.counts, strict=True):
+            for place, count in zip(launch.req_indices, launch.query_lens, strict=True):
                 text = plan.texts[place]
                 tokens = array("I", bytes(text.tokens))
                 assert len(tokens) == count <= query
@@ -93,13 +93,13 @@ class PoolingRig:
         self.ready.pooling = facts
         config = EngineConfig(
             model="none",
-            schedule=ScheduleConfig(
+            scheduler=SchedulerConfig(
                 **{"max_num_seqs": 4, "max_num_batched_tokens": 32, **schedule}
             ),
             buckets=BucketConfig(strategy="exponential"),
             warmup=WarmupConfig(on_unwarmed_shape=unwarmed),
         )
-        limits = BucketLimits.of_texts(config.schedule, block_size=4, max_model_len=32)
+        limits = BucketLimits.of_texts(config.scheduler, block_size=4, max_model_len=32)
         self.ready.buckets = BucketTable.make(config.buckets, limits).buckets if facts else []
         self.table = make_table(config, self.ready)
         self.executor = PoolingExecutor(self.ready)

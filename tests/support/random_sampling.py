@@ -4,17 +4,17 @@ import random
 
 import numpy as np
 
-from hpu.protocol import RowSampling
+from hpu.protocol import RequestSampling
 
 WORD_TOKENS = 4
 """Bad words are made of the first few tokens, so that their prefixes do come up."""
 
 
-def random_sampling(rng: random.Random, vocab_size: int) -> RowSampling:
+def random_sampling(rng: random.Random, vocab_size: int) -> RequestSampling:
     """Any mix of what a caller may ask for."""
     pick = rng.choice
     words = [pick((1, 2, 3, 9)) for _ in range(pick((0, 0, 0, 3, 30)))]
-    return RowSampling(
+    return RequestSampling(
         temperature=pick((0.0, 0.0, 1e-6, 0.3, 1.0, 2.0)),
         top_k=pick((0, 0, -1, 1, 2, 5, vocab_size, 1000)),
         top_p=pick((1.0, 1.0, 1e-9, 0.3, 0.9, 0.999)),

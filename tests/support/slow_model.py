@@ -7,8 +7,8 @@ from fake_executor import NextToken, fingerprint
 
 from config.params.sampling import SamplingParams
 from engine.structured_output.grammar import Grammar, Guide
-from engine.transport.messages import Finish, StepTokens
-from hpu.protocol import RowSampling, WorkerReady
+from engine.transport.messages import Finish, StepOutput
+from hpu.protocol import RequestSampling, WorkerReady
 
 
 def raw(tokens: list[int]) -> memoryview:
@@ -19,7 +19,7 @@ def raw(tokens: list[int]) -> memoryview:
 def hashed_token(vocab_size: int, *, bad_every: int = 0) -> NextToken:
     """Tokens that depend on the history and the seed; one in `bad_every` is not a number."""
 
-    def next_token(history: int, generated: int, sampling: RowSampling) -> int:
+    def next_token(history: int, generated: int, sampling: RequestSampling) -> int:
         seed = 0 if sampling.temperature == 0 else sampling.seed
         value = fingerprint(history, seed % 1_000_003) >> 7
         if bad_every and value % bad_every == 0:
@@ -46,7 +46,7 @@ def expected_output(
     for token in prompt:
         history = fingerprint(history, token)
     eos = () if params.ignore_eos else ready.eos_token_ids
-    sampling = RowSampling(
+    sampling = RequestSampling(
         temperature=params.temperature,
         seed=params.seed or 0,
         min_tokens=params.min_tokens,
@@ -82,7 +82,7 @@ def _guided_output(
     history = 7
     for token in prompt:
         history = fingerprint(history, token)
-    sampling = RowSampling(temperature=params.temperature, seed=params.seed or 0)
+    sampling = RequestSampling(temperature=params.temperature, seed=params.seed or 0)
     room = ready.max_model_len - len(prompt)
     limit = room if params.max_tokens is None else min(room, params.max_tokens)
     output: list[int] = []
@@ -134,13 +134,13 @@ class Ledger:
         assert request.finish is None, f"key {key} was finished, and something came"
         return request
 
-    def take(self, messages: list[tuple[int, StepTokens]]) -> None:
+    def take(self, messages: list[tuple[int, StepOutput]]) -> None:
         front_ends = [front_end for front_end, _ in messages]
         assert len(set(front_ends)) == len(front_ends), f"two messages for one of {front_ends}"
         for front_end, message in messages:
             self._take_one(front_end, message)
 
-    def _take_one(self, front_end: int, message: StepTokens) -> None:
+    def _take_one(self, front_end: int, message: StepOutput) -> None:
         for key, cached in zip(message.started, message.started_cached, strict=True):
             request = self._live(key)
             request.num_started += 1

@@ -3,13 +3,13 @@
 import numpy as np
 import numpy.typing as npt
 
-from hpu.protocol import RowSampling
+from hpu.protocol import RequestSampling
 from hpu.sampling.rng import uniforms
 
 Row = npt.NDArray[np.float64]
 
 
-def scores(logits: Row, asked: RowSampling, prompt: list[int], generated: list[int]) -> Row:
+def scores(logits: Row, asked: RequestSampling, prompt: list[int], generated: list[int]) -> Row:
     """Logits after masks and penalties."""
     scores = logits.copy()
     if asked.allowed_token_ids is not None:
@@ -35,7 +35,7 @@ def scores(logits: Row, asked: RowSampling, prompt: list[int], generated: list[i
     return scores
 
 
-def probabilities(scores: Row, asked: RowSampling) -> Row:
+def probabilities(scores: Row, asked: RequestSampling) -> Row:
     """What a random row draws from: ties at an edge are kept."""
     weights = np.exp((scores - scores.max()) / max(asked.temperature, 1e-30))
     weights /= weights.sum()
@@ -54,7 +54,7 @@ def probabilities(scores: Row, asked: RowSampling) -> Row:
     return weights
 
 
-def sample(logits: Row, asked: RowSampling, prompt: list[int], generated: list[int]) -> int:
+def sample(logits: Row, asked: RequestSampling, prompt: list[int], generated: list[int]) -> int:
     """The token that the batched sampler must give."""
     row = scores(logits, asked, prompt, generated)
     if asked.temperature == 0 or asked.top_k == 1 or asked.min_p == 1:

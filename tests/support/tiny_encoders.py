@@ -12,7 +12,7 @@ from slow_model import raw
 from tiny_models import COMMON, FAMILIES, PAD, VOCAB_SIZE, write_tokenizer
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-from config.engine import CacheConfig, EngineConfig, ScheduleConfig
+from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from hpu.protocol import PREFILL, Launch, StepPlan, Text
 from hpu.worker.worker import Worker
 
@@ -92,7 +92,7 @@ class Reader:
     """A worker in this process, which reads batches of texts."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
-        settings.setdefault("schedule", ScheduleConfig(8, 512))
+        settings.setdefault("scheduler", SchedulerConfig(8, 512))
         settings.setdefault("cache", CacheConfig())
         settings.setdefault("device", "cpu")
         self.worker = Worker(EngineConfig(str(folder), dtype="float32", num_threads=1, **settings))

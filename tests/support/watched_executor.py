@@ -1,16 +1,16 @@
-"""An InlineExecutor that lets an emulated card tell misuse, and keeps what was asked of it."""
+"""An InprocExecutor that lets an emulated card tell misuse, and keeps what was asked of it."""
 
 import torch
 
 from config.engine import EngineConfig
-from engine.executors.inproc import InlineExecutor
+from engine.executors.inproc import InprocExecutor
 from hpu.protocol import StepPlan
 
 WATCHED = ("compilations", "captures", "fallbacks", "host_sync", "ungraphed")
 """What a card's journal counts, and no request may cause."""
 
 
-class WatchedExecutor(InlineExecutor):
+class WatchedExecutor(InprocExecutor):
     """Keeps the plans; tells an emulated card when a step is made: waiting for it is a misuse."""
 
     def __init__(self, config: EngineConfig) -> None:

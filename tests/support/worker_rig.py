@@ -9,21 +9,21 @@ from typing import Any
 import numpy as np
 
 from config.buckets import BucketConfig
-from config.engine import CacheConfig, EngineConfig, ScheduleConfig
+from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from hpu.protocol import (
     DECODE,
     PREFILL,
+    GrammarMasks,
     Launch,
-    Masks,
-    NewRow,
-    RowSampling,
+    NewRequest,
+    RequestSampling,
     StepPlan,
     StepResult,
     WarmupProgress,
 )
 from hpu.worker.worker import Worker
 
-GREEDY = RowSampling(temperature=0.0)
+GREEDY = RequestSampling(temperature=0.0)
 BLOCK_SIZE = 8
 
 
@@ -40,9 +40,9 @@ class _Row:
 class _Next:
     """What the plan in the making holds."""
 
-    new_rows: list[NewRow] = field(default_factory=list)
-    freed_rows: list[int] = field(default_factory=list)
-    grown_rows: list[int] = field(default_factory=list)
+    new_requests: list[NewRequest] = field(default_factory=list)
+    freed_requests: list[int] = field(default_factory=list)
+    grown_requests: list[int] = field(default_factory=list)
     grown_blocks: list[int] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
     moves: dict[int, int] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class WorkerRig:
             cache=CacheConfig(
                 block_size=BLOCK_SIZE, num_blocks=num_blocks, enable_prefix_caching=prefix_caching
             ),
-            schedule=ScheduleConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=256),
+            scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=256),
             buckets=buckets or BucketConfig(),
             **settings,
         )
@@ -95,7 +95,7 @@ class WorkerRig:
         *,
         num_prompt: int | None = None,
         shared_with: int | None = None,
-        sampling: RowSampling = GREEDY,
+        sampling: RequestSampling = GREEDY,
     ) -> None:
         """With `shared_with`, the full blocks of that row's computed tokens are held too, all but
         the last token's."""
@@ -110,7 +110,9 @@ class WorkerRig:
         self.rows[row] = _Row(list(blocks), len(tokens), computed)
         raw = memoryview(np.array(tokens, "<u4").tobytes())
         prompt = len(tokens) if num_prompt is None else num_prompt
-        self._next.new_rows.append(NewRow(row, raw, prompt, computed, list(blocks), sampling))
+        self._next.new_requests.append(
+            NewRequest(row, raw, prompt, computed, list(blocks), sampling)
+        )
 
     def free(self, row: int) -> list[int]:
         """Take the row's blocks back; gives what it sampled."""
@@ -119,7 +121,7 @@ class WorkerRig:
             self._held[block] -= 1
             if self._held[block] == 0:
                 self._free.append(block)
-        self._next.freed_rows.append(row)
+        self._next.freed_requests.append(row)
         return gone.sampled
 
     def prefill(self, counts: dict[int, int | None]) -> None:
@@ -156,7 +158,7 @@ class WorkerRig:
         """With every row freed: a worker that sleeps forgets what it was not yet told to free."""
         assert not self.rows, f"rows {list(self.rows)} are live"
         self.worker.sleep(level)
-        self._next.freed_rows.clear()
+        self._next.freed_requests.clear()
 
     def pack(self) -> None:
         """Move the blocks in use down as far as they go, first thing in the next plan."""
@@ -179,18 +181,18 @@ class WorkerRig:
         self._next = _Next()
         rows = []
         for launch in plan.launches:
-            samples = launch.samples or [True] * len(launch.rows)
-            rows += [row for row, does in zip(launch.rows, samples, strict=True) if does]
+            samples = launch.samples or [True] * len(launch.req_indices)
+            rows += [row for row, does in zip(launch.req_indices, samples, strict=True) if does]
         self._waiting.append(rows)
         allowed = allowed or {}
         self.worker.submit(
             StepPlan(
                 self._step,
                 plan.launches,
-                plan.new_rows,
-                plan.grown_rows,
+                plan.new_requests,
+                plan.grown_requests,
                 plan.grown_blocks,
-                plan.freed_rows,
+                plan.freed_requests,
                 list(plan.moves),
                 list(plan.moves.values()),
                 list(allowed),
@@ -202,7 +204,7 @@ class WorkerRig:
 
     def mask(self, allowed: dict[int, list[int]]) -> None:
         """What may come next in the late rows of the plan sent last."""
-        self.worker.mask(Masks(self._step - 1, list(allowed), self._bits(allowed)))
+        self.worker.mask(GrammarMasks(self._step - 1, list(allowed), self._bits(allowed)))
 
     def collect(self) -> StepResult:
         """The oldest plan's result; its tokens join their rows."""
@@ -235,7 +237,7 @@ class WorkerRig:
             block = self._free.pop()
             self._held[block] = 1
             state.blocks.append(block)
-            self._next.grown_rows.append(row)
+            self._next.grown_requests.append(row)
             self._next.grown_blocks.append(block)
 
     def _bucket(self, batch: int, query: int, blocks: int) -> tuple[int, int, int]:

@@ -233,7 +233,7 @@ def _run_put(
 
 
 def _one_hot(args: tuple[Any, ...], kwargs: dict[str, Any], mishap: Mishap) -> Tensor:
-    """Rows of zeros where the index is -1; the number of classes must be given."""
+    """BatchState of zeros where the index is -1; the number of classes must be given."""
     index = args[0]
     classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
     if classes < 0:

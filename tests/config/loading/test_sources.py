@@ -34,7 +34,7 @@ def test_without_any_source_every_value_is_the_default() -> None:
     loaded = given()
 
     assert loaded.engine.model == "demo"
-    assert loaded.engine.schedule.max_num_seqs == 32
+    assert loaded.engine.scheduler.max_num_seqs == 32
     assert {source for _, source in loaded.sources.values()} == {"default"}
 
 
@@ -53,7 +53,7 @@ def test_a_flag_wins_over_a_variable_and_a_variable_over_the_file(tmp_path: Path
     assert loaded.sources["max-num-seqs"] == (1, "flag --max-num-seqs")
     assert loaded.sources["port"] == (2, "variable GAUDISERVE_PORT")
     assert loaded.sources["seed"] == (3, f"file {file}")
-    assert loaded.engine.schedule.max_num_seqs == 1
+    assert loaded.engine.scheduler.max_num_seqs == 1
     assert loaded.server.port == 2
     assert loaded.engine.seed == 3
 
@@ -72,7 +72,7 @@ def test_underscores_and_other_names_are_the_same_flag() -> None:
     loaded = given("--max_model_len=64", "--memory-utilization", "0.5", "--num-blocks", "7")
 
     assert loaded.engine.max_model_len == 64
-    assert loaded.engine.cache.memory_utilization == 0.5
+    assert loaded.engine.cache.gpu_memory_utilization == 0.5
     assert loaded.engine.cache.num_blocks == 7
 
 
@@ -87,7 +87,7 @@ def test_switches_go_both_ways() -> None:
 
     assert not loaded.engine.cache.enable_prefix_caching
     assert loaded.engine.enforce_eager
-    assert loaded.engine.schedule.depth == 1
+    assert loaded.engine.scheduler.max_inflight_steps == 1
     assert not loaded.server.enable_docs
     assert not loaded.server.enable_log_requests
 
@@ -266,7 +266,7 @@ def test_keywords_are_flags_with_underscores() -> None:
 
     assert loaded.engine.model == "folder"
     assert loaded.engine.max_model_len == 64
-    assert loaded.engine.cache.memory_utilization == 0.5
+    assert loaded.engine.cache.gpu_memory_utilization == 0.5
 
 
 def test_an_unknown_keyword_names_the_nearest() -> None:

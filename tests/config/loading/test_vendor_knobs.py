@@ -27,7 +27,7 @@ def test_a_knob_has_either_a_flag_that_reads_it_or_a_reason() -> None:
 
 
 def test_every_variable_of_vllm_that_a_device_setting_reads_is_in_the_table() -> None:
-    parts = ("execution", "warmup", "schedule", "buckets")
+    parts = ("execution", "warmup", "scheduler", "buckets")
     read = {
         variable
         for flag in FLAGS
@@ -89,11 +89,11 @@ def test_serve_warns_of_such_a_variable(
         ({"VLLM_PROFILER_ENABLED": "false"}, "execution", "profiler", None),
         ({"VLLM_CONTIGUOUS_PA": "true"}, "execution", "contiguous_pa", True),
         ({"GAUDISERVE_CONTIGUOUS_PA": "auto"}, "execution", "contiguous_pa", None),
-        ({"VLLM_DELAYED_SAMPLING": "false"}, "schedule", "depth", 1),
-        ({"VLLM_PROMPT_BS_BUCKET_MAX": "8"}, "schedule", "max_prefill_batch", 8),
+        ({"VLLM_DELAYED_SAMPLING": "false"}, "scheduler", "max_inflight_steps", 1),
+        ({"VLLM_PROMPT_BS_BUCKET_MAX": "8"}, "scheduler", "max_prefill_batch", 8),
         (
             {"VLLM_PROMPT_BS_BUCKET_MAX": "8", "GAUDISERVE_MAX_NUM_PREFILL_SEQS": "2"},
-            "schedule",
+            "scheduler",
             "max_prefill_batch",
             2,
         ),

@@ -8,7 +8,7 @@ import pytest
 from tiny_encoders import ENCODERS, write_json, write_modules
 from tiny_models import COMMON
 
-from config.engine import EngineConfig, ScheduleConfig
+from config.engine import EngineConfig, SchedulerConfig
 from config.errors import ConfigError
 from config.loading.sources import from_keywords, load
 from config.model.model_config import read_model_config
@@ -200,17 +200,17 @@ def test_a_heads_labels_and_activation_are_those_of_its_files(
 def test_a_text_has_to_fit_into_one_step(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "BertModel", max_position_embeddings=128)
     model = read_model_config(str(folder))
-    small = ScheduleConfig(max_num_seqs=8, max_num_batched_tokens=100)
+    small = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=100)
 
     def context(**settings: Any) -> int:
         config = EngineConfig(str(folder), **settings)
         return choose_context(config, model, choose_pooler(config, model))
 
-    assert (context(), context(schedule=small)) == (128, 100)
+    assert (context(), context(scheduler=small)) == (128, 100)
     write_modules(*(folder, "Transformer", "Pooling"), sentence_bert_config={"max_seq_length": 64})
     assert (context(), context(max_model_len=120)) == (64, 120)
     with pytest.raises(ConfigError, match="is 101 and max_num_batched_tokens is 100"):
-        check_checkpoint(EngineConfig(str(folder), max_model_len=101, schedule=small), str(folder))
+        check_checkpoint(EngineConfig(str(folder), max_model_len=101, scheduler=small), str(folder))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""InlineClient: the same protocol with the engine on a thread of this process."""
+"""InprocClient: the same protocol with the engine on a thread of this process."""
 
 import asyncio
 import threading
@@ -8,7 +8,7 @@ from counting_worker import REFUSAL, make_counting_executor
 from engine_rig import asking, counting_config, generate, prompt_of, read_all
 
 from config.errors import ConfigError, EngineDied
-from engine.client.inproc import InlineClient
+from engine.client.inproc import InprocClient
 from engine.transport.messages import LATER, Progress
 
 
@@ -18,7 +18,7 @@ def engine_threads() -> list[str]:
 
 @pytest.mark.parametrize("executor", ["inline", "processes"])
 async def test_requests_are_served_side_by_side(executor: str) -> None:
-    client = InlineClient(counting_config(executor=executor), make_counting_executor)
+    client = InprocClient(counting_config(executor=executor), make_counting_executor)
     await client.start()
     ready = await asyncio.wait_for(client.wait_ready(), 20)
 
@@ -31,7 +31,7 @@ async def test_requests_are_served_side_by_side(executor: str) -> None:
 
 
 async def test_closing_ends_open_requests_and_may_be_repeated() -> None:
-    client = InlineClient(counting_config("step_s=0.01"), make_counting_executor)
+    client = InprocClient(counting_config("step_s=0.01"), make_counting_executor)
     await client.start()
     await client.wait_ready()
     box = client.add(prompt_of(1), asking(4000))
@@ -46,7 +46,7 @@ async def test_closing_ends_open_requests_and_may_be_repeated() -> None:
 
 
 async def test_a_client_that_never_started_can_be_closed() -> None:
-    client = InlineClient(counting_config(), make_counting_executor)
+    client = InprocClient(counting_config(), make_counting_executor)
 
     await client.close()
 
@@ -54,7 +54,7 @@ async def test_a_client_that_never_started_can_be_closed() -> None:
 
 
 async def test_what_is_wrong_at_start_is_told_in_the_workers_own_words() -> None:
-    client = InlineClient(counting_config("refuse=1"), make_counting_executor)
+    client = InprocClient(counting_config("refuse=1"), make_counting_executor)
     await client.start()
 
     with pytest.raises(ConfigError, match=REFUSAL):
@@ -63,7 +63,7 @@ async def test_what_is_wrong_at_start_is_told_in_the_workers_own_words() -> None
 
 
 async def test_controls_and_aborts_work_as_over_a_socket() -> None:
-    client = InlineClient(counting_config("step_s=0.002"), make_counting_executor)
+    client = InprocClient(counting_config("step_s=0.002"), make_counting_executor)
     await client.start()
     await client.wait_ready()
     box = client.add(prompt_of(1), asking(4000))
@@ -80,7 +80,7 @@ async def test_controls_and_aborts_work_as_over_a_socket() -> None:
 @pytest.mark.parametrize("executor", ["inline", "processes"])
 async def test_what_was_left_of_a_warm_up_is_made_between_requests_and_told(executor: str) -> None:
     config = counting_config("later=4", executor=executor)
-    client = InlineClient(config, make_counting_executor)
+    client = InprocClient(config, make_counting_executor)
     await client.start()
     await asyncio.wait_for(client.wait_ready(), 20)
 

@@ -14,7 +14,7 @@ from config.errors import EngineDied, Overloaded, UserError
 from config.params.pooling import PoolingParams
 from config.params.sampling import SamplingParams
 from engine.client.zmq import ZmqClient
-from engine.transport.channels import Line, Wires, endpoint
+from engine.transport.channels import PairSocket, ZmqContext, endpoint
 from engine.transport.messages import (
     Abort,
     AddRequest,
@@ -23,7 +23,7 @@ from engine.transport.messages import (
     Finish,
     Hello,
     Ready,
-    StepTokens,
+    StepOutput,
     ToEngine,
 )
 
@@ -33,7 +33,7 @@ READY = Ready(0, 8, 16, 128, 50, (2,), 0, "fake", "float32", 0, 0, 0, 0.0, 0.0)
 class ScriptedEngine:
     """The engine's end of the request channel, played by the test."""
 
-    def __init__(self, line: Line[Any, ToEngine]) -> None:
+    def __init__(self, line: PairSocket[Any, ToEngine]) -> None:
         self.line = line
 
     async def hears(self) -> ToEngine:
@@ -49,16 +49,21 @@ class ScriptedEngine:
 
 
 @pytest.fixture
-def wires() -> Iterator[Wires]:
+def wires() -> Iterator[ZmqContext]:
     """The scripted engine's channels."""
-    wires = Wires("token")
+    wires = ZmqContext("token")
     yield wires
     wires._context.destroy(linger=0)
 
 
 @contextlib.asynccontextmanager
 async def pair(
-    wires: Wires, folder: Path, *, index: int = 0, max_requests: int = 10, max_tokens: int = 1000
+    wires: ZmqContext,
+    folder: Path,
+    *,
+    index: int = 0,
+    max_requests: int = 10,
+    max_tokens: int = 1000,
 ) -> AsyncIterator[tuple[ZmqClient, ScriptedEngine]]:
     """A client and the engine that is ready for it."""
     address = endpoint(str(folder), "fe.sock")
@@ -88,7 +93,7 @@ async def settle() -> None:
 
 
 async def test_a_request_goes_down_with_its_front_end_in_the_key(
-    wires: Wires, tmp_path: Path
+    wires: ZmqContext, tmp_path: Path
 ) -> None:
     async with pair(wires, tmp_path, index=3) as (client, engine):
         box = client.add(prompt_of(7, 8), asking(5), priority=2, cache_salt="s")
@@ -100,14 +105,14 @@ async def test_a_request_goes_down_with_its_front_end_in_the_key(
     assert (message.sampling, message.priority, message.cache_salt) == (asking(5), 2, "s")
 
 
-async def test_what_is_not_read_is_merged(wires: Wires, tmp_path: Path) -> None:
+async def test_what_is_not_read_is_merged(wires: ZmqContext, tmp_path: Path) -> None:
     async with pair(wires, tmp_path) as (client, engine):
         box, other = (client.add(prompt_of(1), asking(5)) for _ in range(2))
         key = box.key
-        engine.says(StepTokens(1, started=[key], started_cached=[4]))
-        engine.says(StepTokens(2, keys=[other.key, key], counts=[2, 1], tokens=[9, 9, 1]))
-        engine.says(StepTokens(3, keys=[key], counts=[3], tokens=[2, 3, 4]))
-        engine.says(StepTokens(4, finished=[Finish(key, "stop")]))
+        engine.says(StepOutput(1, started=[key], started_cached=[4]))
+        engine.says(StepOutput(2, keys=[other.key, key], counts=[2, 1], tokens=[9, 9, 1]))
+        engine.says(StepOutput(3, keys=[key], counts=[3], tokens=[2, 3, 4]))
+        engine.says(StepOutput(4, finished=[Finish(key, "stop")]))
         await settle()
 
         update = await box.get()
@@ -118,7 +123,9 @@ async def test_what_is_not_read_is_merged(wires: Wires, tmp_path: Path) -> None:
             await box.get()
 
 
-async def test_the_line_has_two_limits_and_says_both_numbers(wires: Wires, tmp_path: Path) -> None:
+async def test_the_line_has_two_limits_and_says_both_numbers(
+    wires: ZmqContext, tmp_path: Path
+) -> None:
     async with pair(wires, tmp_path, max_requests=2, max_tokens=10) as (client, engine):
         first = client.add(prompt_of(*range(6)), asking(5))
         with pytest.raises(Overloaded, match=r"6 prompt tokens .* has 5, and at most 10"):
@@ -128,7 +135,7 @@ async def test_the_line_has_two_limits_and_says_both_numbers(wires: Wires, tmp_p
             client.add(prompt_of(1), asking(5))
         going_on = client.add(prompt_of(*range(9)), asking(5), goes_on=True)
         client.abort([going_on.key])
-        engine.says(StepTokens(1, started=[first.key], started_cached=[0]))
+        engine.says(StepOutput(1, started=[first.key], started_cached=[0]))
         await first.get()
 
         client.add(prompt_of(*range(9)), asking(5))
@@ -137,7 +144,7 @@ async def test_the_line_has_two_limits_and_says_both_numbers(wires: Wires, tmp_p
 
 
 async def test_an_aborted_mailbox_ends_at_once_and_what_comes_later_is_dropped(
-    wires: Wires, tmp_path: Path
+    wires: ZmqContext, tmp_path: Path
 ) -> None:
     async with pair(wires, tmp_path) as (client, engine):
         box = client.add(prompt_of(1), asking(5))
@@ -145,7 +152,7 @@ async def test_an_aborted_mailbox_ends_at_once_and_what_comes_later_is_dropped(
 
         client.abort([box.key, 12345])
         client.abort([box.key])
-        engine.says(StepTokens(1, keys=[box.key], counts=[1], tokens=[9]))
+        engine.says(StepOutput(1, keys=[box.key], counts=[1], tokens=[9]))
         await settle()
         update = await box.get()
 
@@ -155,17 +162,17 @@ async def test_an_aborted_mailbox_ends_at_once_and_what_comes_later_is_dropped(
 
 
 async def test_aborts_at_any_moment_give_every_place_in_the_line_back(
-    wires: Wires, tmp_path: Path
+    wires: ZmqContext, tmp_path: Path
 ) -> None:
     async with pair(wires, tmp_path, max_requests=1) as (client, engine):
         waiting = client.add(prompt_of(1), asking(5))
         client.abort([waiting.key])
         running = client.add(prompt_of(1), asking(5))
-        engine.says(StepTokens(1, keys=[running.key], counts=[1], tokens=[9]))
+        engine.says(StepOutput(1, keys=[running.key], counts=[1], tokens=[9]))
         await running.get()
         client.abort([running.key])
         done = client.add(prompt_of(1), asking(5))
-        engine.says(StepTokens(2, finished=[Finish(done.key, "length")]))
+        engine.says(StepOutput(2, finished=[Finish(done.key, "length")]))
         await done.get()
         client.abort([done.key])
 
@@ -176,7 +183,9 @@ async def test_aborts_at_any_moment_give_every_place_in_the_line_back(
         assert last.key > done.key
 
 
-async def test_failed_ends_every_mailbox_and_closes_the_door(wires: Wires, tmp_path: Path) -> None:
+async def test_failed_ends_every_mailbox_and_closes_the_door(
+    wires: ZmqContext, tmp_path: Path
+) -> None:
     async with pair(wires, tmp_path) as (client, engine):
         boxes = [client.add(prompt_of(1), asking(5)) for _ in range(3)]
         readers = [asyncio.ensure_future(box.get()) for box in boxes]
@@ -194,7 +203,7 @@ async def test_failed_ends_every_mailbox_and_closes_the_door(wires: Wires, tmp_p
 
 
 async def test_a_request_that_cannot_be_encoded_is_the_callers_fault(
-    wires: Wires, tmp_path: Path
+    wires: ZmqContext, tmp_path: Path
 ) -> None:
     async with pair(wires, tmp_path, max_requests=1) as (client, engine):
         with pytest.raises(UserError, match="cannot be encoded"):
@@ -205,12 +214,12 @@ async def test_a_request_that_cannot_be_encoded_is_the_callers_fault(
         assert isinstance(await engine.hears(), AddRequest)
 
 
-async def test_every_sample_of_the_stats_is_seen(wires: Wires, tmp_path: Path) -> None:
+async def test_every_sample_of_the_stats_is_seen(wires: ZmqContext, tmp_path: Path) -> None:
     seen: list[int] = []
     async with pair(wires, tmp_path) as (client, engine):
         client.on_stats(lambda stats: seen.extend(stats.step_tokens))
         for step in range(3):
-            engine.says(StepTokens(step, stats=EngineStats(running=step, step_tokens=[step])))
+            engine.says(StepOutput(step, stats=EngineStats(running=step, step_tokens=[step])))
         await settle()
 
         running = client.stats.running
@@ -218,7 +227,7 @@ async def test_every_sample_of_the_stats_is_seen(wires: Wires, tmp_path: Path) -
     assert (running, seen) == (2, [0, 1, 2])
 
 
-async def test_closing_ends_open_mailboxes(wires: Wires, tmp_path: Path) -> None:
+async def test_closing_ends_open_mailboxes(wires: ZmqContext, tmp_path: Path) -> None:
     async with pair(wires, tmp_path) as (client, _):
         box = client.add(prompt_of(1), asking(5))
 
@@ -242,7 +251,7 @@ async def test_an_abort_reaches_a_real_engine_and_frees_its_row() -> None:
 
 
 async def test_a_pooling_request_is_answered_by_its_vectors_and_its_end_at_once(
-    wires: Wires, tmp_path: Path
+    wires: ZmqContext, tmp_path: Path
 ) -> None:
     asked = PoolingParams(task="embed", dimensions=2, num_first=1)
     data = array("f", [0.5, -0.25]).tobytes()
@@ -250,7 +259,7 @@ async def test_a_pooling_request_is_answered_by_its_vectors_and_its_end_at_once(
         box = client.add(prompt_of(1, 2, 3), pooling=asked)
         heard = await engine.hears()
         vectors = [(box.key, 1, memoryview(data))]
-        engine.says(StepTokens(0, vectors=vectors, finished=[Finish(box.key, "stop")]))
+        engine.says(StepOutput(0, vectors=vectors, finished=[Finish(box.key, "stop")]))
 
         update = await box.get()
 

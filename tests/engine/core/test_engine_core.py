@@ -51,7 +51,7 @@ def test_what_goes_on_with_a_sequence_stands_before_all_who_wait() -> None:
 
     rig.run()
 
-    assert [new.tokens[-4:].tobytes()[0] for plan in rig.plans for new in plan.new_rows] == [
+    assert [new.tokens[-4:].tobytes()[0] for plan in rig.plans for new in plan.new_requests] == [
         9,
         0,
         1,
@@ -104,7 +104,7 @@ def test_a_step_with_nothing_to_launch_is_not_submitted_and_freed_rows_ride_late
 
     assert after_first == 1
     assert len(rig.plans) == 2
-    assert rig.plans[1].freed_rows == [rig.plans[0].new_rows[0].row]
+    assert rig.plans[1].freed_requests == [rig.plans[0].new_requests[0].req_index]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_prompt_of_broken_bytes_is_refused() -> None:
 
 
 def test_a_full_line_refuses_and_leaks_nothing() -> None:
-    rig = CoreRig(max_waiting=2)
+    rig = CoreRig(max_queue_len=2)
     for key in range(3):
         rig.add(key, [1, 2], max_tokens=2, ignore_eos=True)
 
@@ -176,7 +176,7 @@ def test_missing_seeds_are_drawn_from_the_config_and_given_ones_kept() -> None:
         for key, seed in enumerate([None, None, 5, -1]):
             rig.add(key, [key], temperature=1.0, seed=seed, max_tokens=1)
         rig.run()
-        return [new.sampling.seed for plan in rig.plans for new in plan.new_rows]
+        return [new.sampling.seed for plan in rig.plans for new in plan.new_requests]
 
     one, other = seeds(CoreRig()), seeds(CoreRig())
 
@@ -417,7 +417,7 @@ def test_invariant_10_blocks_of_an_aborted_row_come_back_after_its_last_plan() -
 
 def test_a_step_does_the_same_work_with_a_long_line() -> None:
     def quickest_turn(num_waiting: int) -> float:
-        rig = CoreRig(rows=1, max_waiting=30_000)
+        rig = CoreRig(rows=1, max_queue_len=30_000)
         rig.add(0, [1], **LONG)
         for key in range(1, num_waiting + 1):
             rig.core.add(AddRequest(key, raw([1]), SamplingParams()), [])
@@ -433,7 +433,7 @@ def test_a_step_does_the_same_work_with_a_long_line() -> None:
 
 
 def test_who_waits_can_leave_a_long_line_in_any_order() -> None:
-    rig = CoreRig(rows=1, max_waiting=30_000)
+    rig = CoreRig(rows=1, max_queue_len=30_000)
     for key in range(20_000):
         rig.core.add(AddRequest(key, raw([1]), SamplingParams()), [])
 

@@ -13,12 +13,14 @@ from engine_rig import EngineRig, asking, engine_rig, eventually, prompt_of, rea
 from live import alive, children_of, workers_of
 
 from config.errors import EngineDied
-from engine.client.zmq import Mailbox
+from engine.client.zmq import RequestOutputQueue
 
 
-async def streaming(rig: EngineRig, count: int) -> list[Mailbox]:
+async def streaming(rig: EngineRig, count: int) -> list[RequestOutputQueue]:
     """Requests that are in the middle of their tokens."""
-    boxes: list[Mailbox] = [rig.client.add(prompt_of(1), asking(4000)) for _ in range(count)]
+    boxes: list[RequestOutputQueue] = [
+        rig.client.add(prompt_of(1), asking(4000)) for _ in range(count)
+    ]
     await asyncio.gather(*(box.get() for box in boxes))
     return boxes
 
@@ -71,8 +73,8 @@ import sys, time
 sys.path[:0] = [{root!r}, {root!r} + "/tests/support"]
 from counting_worker import counting_command
 from engine_rig import counting_config
-from engine.launch import launch
-from engine.wire import SocketDirectory
+from engine.process.launcher import launch
+from engine.transport.channels import SocketDirectory
 directory = SocketDirectory()
 command = counting_command("engine")
 launch(counting_config(executor="processes"), directory.path, 1, token="t", command=command)

@@ -10,15 +10,15 @@ import pytest
 from config.engine import EngineConfig
 from config.errors import EngineDied
 from engine.process.engine_process import EngineOrders, Output, front_end_endpoint
-from engine.transport.channels import HIGH_WATER, Wires
+from engine.transport.channels import HIGH_WATER, ZmqContext
 from engine.transport.messages import FromEngine, Reply
 
 PER_THREAD = 200
 
 
 @pytest.fixture
-def wires() -> Iterator[Wires]:
-    wires = Wires("token")
+def wires() -> Iterator[ZmqContext]:
+    wires = ZmqContext("token")
     yield wires
     wires.close()
 
@@ -28,7 +28,7 @@ def orders(folder: Path) -> EngineOrders:
 
 
 async def test_what_many_threads_say_arrives_whole_and_in_each_ones_order(
-    wires: Wires, tmp_path: Path
+    wires: ZmqContext, tmp_path: Path
 ) -> None:
     board = wires.bind_router(front_end_endpoint(str(tmp_path), 0), FromEngine)
     heard: list[int] = []
@@ -62,7 +62,7 @@ async def test_what_many_threads_say_arrives_whole_and_in_each_ones_order(
 
 
 def test_a_front_end_that_does_not_read_ends_the_engine_with_the_number(
-    wires: Wires, tmp_path: Path
+    wires: ZmqContext, tmp_path: Path
 ) -> None:
     output = Output(orders(tmp_path), wires)
     errors: list[BaseException] = []

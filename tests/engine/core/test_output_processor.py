@@ -4,8 +4,8 @@ core."""
 import pytest
 from core_rig import CoreRig
 
-from engine.transport.messages import StepTokens
-from hpu.protocol import RowSampling
+from engine.transport.messages import StepOutput
+from hpu.protocol import RequestSampling
 
 EOS = 2
 
@@ -13,7 +13,7 @@ EOS = 2
 def script(*tokens: int):  # type: ignore[no-untyped-def]
     """Each request gets these tokens, the last one again and again."""
 
-    def next_token(history: int, generated: int, sampling: RowSampling) -> int:
+    def next_token(history: int, generated: int, sampling: RequestSampling) -> int:
         token = tokens[min(generated, len(tokens) - 1)]
         return 40 if generated < sampling.min_tokens and token in sampling.end_token_ids else token
 
@@ -84,7 +84,7 @@ def test_a_request_that_ends_by_count_is_not_planned_again() -> None:
 
 
 def test_logits_that_are_no_numbers_fail_one_request_and_no_other() -> None:
-    def next_token(history: int, generated: int, sampling: RowSampling) -> int:
+    def next_token(history: int, generated: int, sampling: RequestSampling) -> int:
         return -1 if sampling.top_k == 7 and generated == 2 else 9
 
     rig = CoreRig(next_token=next_token)
@@ -146,7 +146,7 @@ def test_each_front_end_hears_of_its_own_keys_in_one_message() -> None:
     rig.add(first, [1], max_tokens=2)
     rig.add(second, [2], max_tokens=4)
 
-    messages: list[tuple[int, StepTokens]] = []
+    messages: list[tuple[int, StepOutput]] = []
     while rig.core.has_work:
         messages += rig.turn()
 

@@ -43,11 +43,11 @@ def test_end_tokens_are_those_of_the_model_and_those_asked_for() -> None:
 def test_a_stop_token_outside_the_vocabulary_never_reaches_the_device() -> None:
     request = make([1], stop_token_ids=(7, 50, 4_000_000), min_tokens=1)
 
-    assert request.row_sampling().end_token_ids == (2, 7)
+    assert request.request_sampling().end_token_ids == (2, 7)
 
 
 def test_neutral_sampling_stays_neutral_and_gets_its_seed() -> None:
-    row = make([1], top_k=-1, logit_bias={9: 1.0, 3: -1.0}).row_sampling()
+    row = make([1], top_k=-1, logit_bias={9: 1.0, 3: -1.0}).request_sampling()
 
     assert (row.top_k, row.seed, row.num_logprobs, row.num_prompt_logprobs) == (0, 99, -1, -1)
     assert row.logit_bias == ((3, -1.0), (9, 1.0))
@@ -58,20 +58,20 @@ def test_neutral_sampling_stays_neutral_and_gets_its_seed() -> None:
 def test_a_repetition_penalty_stays_within_what_32_bits_can_apply(
     asked: float, told: float
 ) -> None:
-    row = make([1], repetition_penalty=asked).row_sampling()
+    row = make([1], repetition_penalty=asked).request_sampling()
 
     assert row.repetition_penalty == pytest.approx(told)
 
 
 def test_scores_of_the_prompt_are_asked_for_until_all_went_up() -> None:
     request = make([1, 2, 3], prompt_logprobs=2)
-    before = request.row_sampling()
+    before = request.request_sampling()
 
     request.num_scored = 2
 
     assert before.num_prompt_logprobs == 2
-    assert request.row_sampling().num_prompt_logprobs == -1
-    assert request.row_sampling().temperature == before.temperature
+    assert request.request_sampling().num_prompt_logprobs == -1
+    assert request.request_sampling().temperature == before.temperature
 
 
 def test_known_tokens_are_prompt_and_output() -> None:

@@ -50,8 +50,8 @@ def test_nothing_is_taken_while_it_sleeps_and_all_is_as_before_when_it_wakes() -
     assert awake == state(rig) == "awake"
     rig.check_output(2)
     # No prefix outlived the sleep, and no row of the time before is freed again.
-    assert rig.plans[-1].freed_rows == []
-    assert [new.num_computed for plan in rig.plans for new in plan.new_rows] == [0, 0]
+    assert rig.plans[-1].freed_requests == []
+    assert [new.num_computed_tokens for plan in rig.plans for new in plan.new_requests] == [0, 0]
 
 
 def test_by_mode_wait_it_sleeps_once_nobody_is_open() -> None:

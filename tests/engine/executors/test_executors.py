@@ -16,16 +16,16 @@ from live import ROOT, alive
 from config.engine import EngineConfig
 from config.errors import ConfigError, EngineDied, UserError
 from engine.executors.base import IDLE_S
-from engine.executors.inproc import InlineExecutor
+from engine.executors.inproc import InprocExecutor
 from engine.executors.multiproc import MultiprocExecutor
 from engine.executors.select import make_executor
 from hpu.protocol import (
     DECODE,
     PREFILL,
+    GrammarMasks,
     Launch,
-    Masks,
-    NewRow,
-    RowSampling,
+    NewRequest,
+    RequestSampling,
     StepPlan,
     WarmupProgress,
 )
@@ -44,8 +44,8 @@ def executor_of(
 
 def plan_of(step: int) -> StepPlan:
     """One new sequence of two tokens in a row and a block of its own."""
-    new = NewRow(step, memoryview(b"\1\0\0\0\2\0\0\0"), 2, 0, [step], RowSampling())
-    return StepPlan(step, [Launch(PREFILL, (1, 2, 0), [step], [2], [True])], new_rows=[new])
+    new = NewRequest(step, memoryview(b"\1\0\0\0\2\0\0\0"), 2, 0, [step], RequestSampling())
+    return StepPlan(step, [Launch(PREFILL, (1, 2, 0), [step], [2], [True])], new_requests=[new])
 
 
 def test_plans_that_are_in_flight_together_come_back_in_order(
@@ -138,7 +138,7 @@ def test_on_a_cpu_the_worker_lives_in_the_engines_process_unless_asked_otherwise
     )
 
     asked.close()
-    assert isinstance(chosen, InlineExecutor)
+    assert isinstance(chosen, InprocExecutor)
     assert isinstance(asked, MultiprocExecutor)
 
 
@@ -214,16 +214,16 @@ def test_a_call_is_answered_between_plans_whose_results_still_come_in_order(
     assert steps == [0, 1]
 
 
-def masked_plans() -> tuple[StepPlan, StepPlan, Masks]:
+def masked_plans() -> tuple[StepPlan, StepPlan, GrammarMasks]:
     """A row's first token and its second, whose mask comes behind the plan; only 4 and 3 may."""
-    new = NewRow(
-        0, memoryview(b"\1\0\0\0\2\0\0\0"), 2, 0, [0], RowSampling(temperature=0.0, masked=True)
+    new = NewRequest(
+        0, memoryview(b"\1\0\0\0\2\0\0\0"), 2, 0, [0], RequestSampling(temperature=0.0, masked=True)
     )
     masks = [memoryview(bytes([1 << token, *bytes(627)])) for token in (4, 3)]
     first = StepPlan(0, [Launch(PREFILL, (1, 2, 0), [0], [2], [True])], [new])
-    first.masked_rows, first.masks = [0], masks[0]
-    second = StepPlan(1, [Launch(DECODE, (1, 1, 1), [0])], late_rows=[0])
-    return first, second, Masks(1, [0], masks[1])
+    first.masked_requests, first.masks = [0], masks[0]
+    second = StepPlan(1, [Launch(DECODE, (1, 1, 1), [0])], deferred_requests=[0])
+    return first, second, GrammarMasks(1, [0], masks[1])
 
 
 def test_a_worker_that_waits_for_masks_hands_up_what_is_done_and_answers_calls_meanwhile(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.executors import worker_main as child
-from engine.transport.channels import Waiter, Wires, endpoint
+from engine.transport.channels import Waiter, ZmqContext, endpoint
 from hpu.protocol import FromWorker, StepPlan, StepResult, ToWorker, WarmupProgress
 
 LAST = 99
@@ -54,7 +54,7 @@ def test_a_plan_that_comes_while_another_runs_is_launched_before_that_one_is_don
 ) -> None:
     monkeypatch.setattr(child, "PLAN_DUE_S", 60.0)
     address = endpoint(str(tmp_path_factory.mktemp("s")), "w")
-    wires, device = Wires("token"), HeldDevice()
+    wires, device = ZmqContext("token"), HeldDevice()
     engine = wires.bind_pair(address, FromWorker)
     thread = threading.Thread(target=_work, args=(wires, address, device))
     thread.start()
@@ -83,7 +83,7 @@ def test_a_plan_that_comes_while_another_runs_is_launched_before_that_one_is_don
     assert not thread.is_alive()
 
 
-def _work(wires: Wires, address: str, device: HeldDevice) -> None:
+def _work(wires: ZmqContext, address: str, device: HeldDevice) -> None:
     line = wires.connect_pair(address, ToWorker)
     line.send(WarmupProgress("warmup", 1, 1))
     worker: Any = device

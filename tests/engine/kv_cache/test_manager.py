@@ -5,7 +5,7 @@ from slow_model import raw
 
 from config.params.sampling import SamplingParams
 from engine.core.request import NEVER, ModelLimits, Request
-from engine.kv_cache.manager import KvManager
+from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.prefix_hashes import block_hashes
 from engine.transport.messages import AddRequest
 
@@ -24,7 +24,7 @@ def make(prompt: list[int], *, salt: str = "", **sampling: object) -> Request:
     )
 
 
-def fill(kv: KvManager, request: Request) -> None:
+def fill(kv: KVCacheManager, request: Request) -> None:
     """Run the whole prompt."""
     kv.start(request, kv.find_prefix(request))
     kv.grow(request, kv.blocks_for(request.known) - len(request.blocks))
@@ -33,7 +33,7 @@ def fill(kv: KvManager, request: Request) -> None:
 
 
 def test_only_full_blocks_are_shared() -> None:
-    kv = KvManager(8, SIZE, prefix_caching=True)
+    kv = KVCacheManager(8, SIZE, prefix_caching=True)
     first = make(list(range(10)))
     fill(kv, first)
 
@@ -43,7 +43,7 @@ def test_only_full_blocks_are_shared() -> None:
 
 
 def test_a_full_hit_leaves_one_token_to_compute() -> None:
-    kv = KvManager(8, SIZE, prefix_caching=True)
+    kv = KVCacheManager(8, SIZE, prefix_caching=True)
     first = make(list(range(8)))
     fill(kv, first)
 
@@ -53,7 +53,7 @@ def test_a_full_hit_leaves_one_token_to_compute() -> None:
 
 
 def test_a_prompt_whose_scores_are_wanted_is_computed_whole() -> None:
-    kv = KvManager(8, SIZE, prefix_caching=True)
+    kv = KVCacheManager(8, SIZE, prefix_caching=True)
     fill(kv, make(list(range(12))))
     scored = make(list(range(12)), prompt_logprobs=0)
 
@@ -67,7 +67,7 @@ def test_a_prompt_whose_scores_are_wanted_is_computed_whole() -> None:
 
 
 def test_another_salt_finds_nothing() -> None:
-    kv = KvManager(8, SIZE, prefix_caching=True)
+    kv = KVCacheManager(8, SIZE, prefix_caching=True)
     fill(kv, make(list(range(8)), salt="mine"))
 
     assert kv.find_prefix(make(list(range(8)))) == []
@@ -75,7 +75,7 @@ def test_another_salt_finds_nothing() -> None:
 
 
 def test_without_prefix_caching_nothing_is_filed_or_found() -> None:
-    kv = KvManager(8, SIZE, prefix_caching=False)
+    kv = KVCacheManager(8, SIZE, prefix_caching=False)
     first = make(list(range(8)))
     fill(kv, first)
 
@@ -84,7 +84,7 @@ def test_without_prefix_caching_nothing_is_filed_or_found() -> None:
 
 
 def test_generated_blocks_are_filed_across_the_end_of_the_prompt() -> None:
-    kv = KvManager(8, SIZE, prefix_caching=True)
+    kv = KVCacheManager(8, SIZE, prefix_caching=True)
     talk = make([1, 2, 3, 4, 5, 6], max_tokens=10)
     fill(kv, talk)
     talk.outputs.extend([7, 8, 9])
@@ -97,7 +97,7 @@ def test_generated_blocks_are_filed_across_the_end_of_the_prompt() -> None:
 
 
 def test_a_prefix_outlives_what_follows_it() -> None:
-    kv = KvManager(3, SIZE, prefix_caching=True)
+    kv = KVCacheManager(3, SIZE, prefix_caching=True)
     old = make(list(range(12)))
     fill(kv, old)
     kv.release(old)
@@ -108,7 +108,7 @@ def test_a_prefix_outlives_what_follows_it() -> None:
 
 
 def test_the_cost_of_a_request_counts_the_free_blocks_it_revives() -> None:
-    kv = KvManager(8, SIZE, prefix_caching=True)
+    kv = KVCacheManager(8, SIZE, prefix_caching=True)
     held, gone = make(list(range(8))), make(list(range(20, 28)))
     fill(kv, held)
     fill(kv, gone)
@@ -121,7 +121,7 @@ def test_the_cost_of_a_request_counts_the_free_blocks_it_revives() -> None:
 
 
 def test_forgotten_prefixes_are_not_filed_again_by_who_holds_them() -> None:
-    kv = KvManager(8, SIZE, prefix_caching=True)
+    kv = KVCacheManager(8, SIZE, prefix_caching=True)
     talk = make([1, 2, 3, 4, 5, 6])
     fill(kv, talk)
 
@@ -137,7 +137,7 @@ def test_forgotten_prefixes_are_not_filed_again_by_who_holds_them() -> None:
 
 
 def test_a_poisoned_prefix_is_found_by_nobody() -> None:
-    kv = KvManager(8, SIZE, prefix_caching=True)
+    kv = KVCacheManager(8, SIZE, prefix_caching=True)
     bad = make(list(range(8)))
     fill(kv, bad)
 
@@ -149,7 +149,7 @@ def test_a_poisoned_prefix_is_found_by_nobody() -> None:
 
 
 def test_books_that_do_not_fit_the_tables_are_an_error_with_numbers() -> None:
-    kv = KvManager(8, SIZE, prefix_caching=True)
+    kv = KVCacheManager(8, SIZE, prefix_caching=True)
     request = make(list(range(8)))
     fill(kv, request)
     request.computed = 20
@@ -159,7 +159,7 @@ def test_books_that_do_not_fit_the_tables_are_an_error_with_numbers() -> None:
 
 
 def test_it_pays_to_wait_for_who_computes_half_of_the_rest_or_more() -> None:
-    kv = KvManager(20, SIZE, prefix_caching=True)
+    kv = KVCacheManager(20, SIZE, prefix_caching=True)
     busy = make(list(range(12)))
     kv.start(busy, [])
 
@@ -174,7 +174,7 @@ def test_it_pays_to_wait_for_who_computes_half_of_the_rest_or_more() -> None:
 
 
 def test_nobody_waits_for_blocks_that_are_written_already() -> None:
-    kv = KvManager(6, SIZE, prefix_caching=True)
+    kv = KVCacheManager(6, SIZE, prefix_caching=True)
     slow, quick = make(list(range(12))), make(list(range(12)))
     kv.start(slow, [])
     fill(kv, quick)
@@ -190,7 +190,7 @@ def test_nobody_waits_for_blocks_that_are_written_already() -> None:
 
 
 def test_a_requests_reach_follows_its_highest_block_where_decodes_read_a_slice() -> None:
-    kv = KvManager(8, SIZE, prefix_caching=False, contiguous=True)
+    kv = KVCacheManager(8, SIZE, prefix_caching=False, contiguous=True)
     first, second = (make(list(range(2 * SIZE))) for _ in range(2))
     for request in (first, second):
         kv.start(request, [])
@@ -204,7 +204,7 @@ def test_a_requests_reach_follows_its_highest_block_where_decodes_read_a_slice()
 
 
 def test_blocks_are_packed_only_when_more_than_the_slack_lies_unused_below_the_highest() -> None:
-    kv = KvManager(12, SIZE, prefix_caching=False, contiguous=True)
+    kv = KVCacheManager(12, SIZE, prefix_caching=False, contiguous=True)
     first, second = make(list(range(5 * SIZE))), make(list(range(2 * SIZE)))
     for request in (first, second):
         fill(kv, request)

@@ -107,7 +107,7 @@ async def test_signals_to_the_whole_group_are_left_to_the_parent(number: signal.
 
 
 async def test_requests_beyond_the_engines_bound_are_refused_at_once() -> None:
-    async with engine_rig("step_s=0.3", max_waiting=40) as rig:
+    async with engine_rig("step_s=0.3", max_queue_len=40) as rig:
         boxes = [rig.client.add(prompt_of(1), asking(1)) for _ in range(200)]
 
         finishes = [finish for _, finish in await asyncio.gather(*map(read_all, boxes))]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from config.buckets import BucketConfig
-from config.engine import CacheConfig, EngineConfig, ScheduleConfig
+from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.errors import ConfigError
 from config.traffic import Lengths
 from engine.reports.buckets import (
@@ -25,7 +25,7 @@ def config(strategy: str = "auto", file: str | None = None) -> EngineConfig:
         "m",
         max_model_len=512,
         cache=CacheConfig(block_size=16),
-        schedule=ScheduleConfig(max_num_seqs=8, max_num_batched_tokens=256),
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=256),
         buckets=BucketConfig(strategy=strategy, file=file),
     )
 

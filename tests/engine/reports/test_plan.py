@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from config.engine import CacheConfig, EngineConfig, ScheduleConfig
+from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.errors import ConfigError
 from config.execution import WarmupConfig
 from config.model.model_config import ModelConfig
@@ -19,9 +19,9 @@ FACTS = ModelConfig(
 def config(**changed: Any) -> EngineConfig:
     given: dict[str, Any] = {
         "max_model_len": 4096,
-        "schedule": ScheduleConfig(max_num_seqs=8),
-        "cache": CacheConfig(memory_utilization=0.5),
-        "warmup": WarmupConfig(graph_reserved_mem=0.4),
+        "scheduler": SchedulerConfig(max_num_seqs=8),
+        "cache": CacheConfig(gpu_memory_utilization=0.5),
+        "warmup": WarmupConfig(graph_memory_fraction=0.4),
     }
     return EngineConfig("8b", **{**given, **changed})
 
@@ -73,7 +73,7 @@ def test_without_graphs_none_are_reserved_for() -> None:
 
 
 def test_a_reserve_too_small_for_all_graphs_is_noted() -> None:
-    small = config(warmup=WarmupConfig(graph_reserved_mem=0.001))
+    small = config(warmup=WarmupConfig(graph_memory_fraction=0.001))
 
     (note,) = make_plan(FACTS, small, Target(device="gaudi2")).notes
 

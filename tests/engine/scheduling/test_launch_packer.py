@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from slow_model import raw
 
 from config.buckets import BucketConfig
-from config.engine import ScheduleConfig
+from config.engine import SchedulerConfig
 from config.params.sampling import SamplingParams
 from engine.core.request import ModelLimits, Request
 from engine.core.stats import StepStats
@@ -55,14 +55,14 @@ def pack(packer: Packer, lengths: list[tuple[int, int]]) -> list[Launch]:
 def test_prompts_of_one_length_share_launches() -> None:
     launches = pack(make_packer(make_table("exact")), [(16, 0)] * 6)
 
-    assert sorted(len(launch.rows) for launch in launches) in ([2, 4], [3, 3])
+    assert sorted(len(launch.req_indices) for launch in launches) in ([2, 4], [3, 3])
     assert all(launch.bucket[1] == 16 for launch in launches)
 
 
 def test_a_short_prompt_is_not_padded_to_a_long_one() -> None:
     launches = pack(make_packer(make_table("exact")), [(1000, 0), (20, 0), (22, 0)])
 
-    assert [launch.counts for launch in launches] == [[20, 22], [1000]]
+    assert [launch.query_lens for launch in launches] == [[20, 22], [1000]]
 
 
 def test_a_launch_never_pads_beyond_the_token_budget() -> None:
@@ -73,14 +73,14 @@ def test_a_launch_never_pads_beyond_the_token_budget() -> None:
 
 def test_where_no_bucket_is_prepared_a_launch_takes_all_that_the_budget_holds() -> None:
     table = make_table("exact")
-    most = ScheduleConfig(max_num_seqs=64).prompts_a_launch(exact=table.is_exact)
+    most = SchedulerConfig(max_num_seqs=64).prompts_a_launch(exact=table.is_exact)
     packer = Packer(table, max_prefill_batch=most, max_tokens=BUDGET, stats=StepStats())
 
     alike = pack(packer, [(40, 0)] * 60)
     mixed = pack(packer, [(40 + row % 3, 0) for row in range(40)])
 
-    assert [len(launch.rows) for launch in alike] == [30, 30]
-    assert [len(launch.rows) for launch in mixed] == [40]
+    assert [len(launch.req_indices) for launch in alike] == [30, 30]
+    assert [len(launch.req_indices) for launch in mixed] == [40]
 
 
 def test_contexts_in_one_launch_take_no_more_than_four_full_ones() -> None:
@@ -91,8 +91,8 @@ def test_contexts_in_one_launch_take_no_more_than_four_full_ones() -> None:
     mixed = pack(packer, [(15 + row % 2, blocks) for row in range(9)])
 
     for launches in (alike, mixed):
-        assert max(len(launch.rows) for launch in launches) in (3, 4)
-        assert sum(len(launch.rows) for launch in launches) == 9
+        assert max(len(launch.req_indices) for launch in launches) in (3, 4)
+        assert sum(len(launch.req_indices) for launch in launches) == 9
 
 
 def test_context_is_padded_to_the_largest_of_the_group() -> None:
@@ -108,16 +108,16 @@ def test_rows_counts_and_samples_keep_one_order() -> None:
 
     for launch, members in packed:
         assert launch.phase == PREFILL
-        assert launch.rows == [chunk.request.row for chunk in members]
-        assert launch.counts == [chunk.num_tokens for chunk in members]
+        assert launch.req_indices == [chunk.request.row for chunk in members]
+        assert launch.query_lens == [chunk.num_tokens for chunk in members]
         assert launch.samples == [chunk.samples for chunk in members]
 
 
 def test_decodes_go_into_one_launch_by_batch_and_total_blocks() -> None:
     launch = make_packer(make_table("exact")).decode([5, 3, 9], num_blocks=17)
 
-    assert (launch.phase, launch.bucket, launch.rows) == (DECODE, (3, 1, 17), [5, 3, 9])
-    assert not launch.counts and not launch.samples
+    assert (launch.phase, launch.bucket, launch.req_indices) == (DECODE, (3, 1, 17), [5, 3, 9])
+    assert not launch.query_lens and not launch.samples
 
 
 def test_useful_and_padding_tokens_are_counted_by_phase() -> None:
@@ -191,7 +191,7 @@ def test_no_other_split_of_the_sorted_prompts_is_cheaper(lengths: list[int]) -> 
                 shapes = [(len(g), g[-1], 0) for g in groups]
                 options.append(sum(table.overhead + table.cost(PREFILL, s) for s in shapes))
     assert total == min(options)
-    assert sorted(count for launch in launches for count in launch.counts) == ordered
+    assert sorted(count for launch in launches for count in launch.query_lens) == ordered
 
 
 def test_decodes_that_read_a_slice_share_its_length() -> None:
@@ -208,4 +208,7 @@ def test_decodes_that_read_a_slice_share_its_length() -> None:
 
     launches = packer.decode_apart([5, 6, 7], [30, 40, 20])
 
-    assert [(x.bucket, x.rows) for x in launches] == [((2, 1, 40), [5, 6]), ((2, 1, 40), [7])]
+    assert [(x.bucket, x.req_indices) for x in launches] == [
+        ((2, 1, 40), [5, 6]),
+        ((2, 1, 40), [7]),
+    ]

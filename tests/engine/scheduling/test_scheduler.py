@@ -8,11 +8,13 @@ ENDLESS = {"ignore_eos": True, "max_tokens": None}
 
 
 def launched(plan: StepPlan, phase: int) -> list[int]:
-    return sorted(row for launch in plan.launches if launch.phase == phase for row in launch.rows)
+    return sorted(
+        row for launch in plan.launches if launch.phase == phase for row in launch.req_indices
+    )
 
 
 def prefilled(plan: StepPlan) -> int:
-    return sum(sum(launch.counts) for launch in plan.launches if launch.phase == PREFILL)
+    return sum(sum(launch.query_lens) for launch in plan.launches if launch.phase == PREFILL)
 
 
 def test_every_decode_gets_its_token_while_a_long_prompt_goes_in_chunks() -> None:
@@ -62,7 +64,7 @@ def test_a_smaller_priority_value_goes_first_under_the_priority_policy() -> None
 
     rig.run()
 
-    tokens_of_plans = [bytes(plan.new_rows[0].tokens)[0] for plan in rig.plans]
+    tokens_of_plans = [bytes(plan.new_requests[0].tokens)[0] for plan in rig.plans]
     assert tokens_of_plans == [2, 1, 3]
 
 
@@ -73,7 +75,7 @@ def test_fcfs_ignores_priority() -> None:
 
     rig.run()
 
-    assert [bytes(plan.new_rows[0].tokens)[0] for plan in rig.plans] == [1, 2]
+    assert [bytes(plan.new_requests[0].tokens)[0] for plan in rig.plans] == [1, 2]
 
 
 def test_blocks_are_lent_only_as_they_are_needed() -> None:
@@ -87,7 +89,7 @@ def test_blocks_are_lent_only_as_they_are_needed() -> None:
 
     # Three chunks (8, 8, 4) in blocks of 4, then one block at a time; the last token needs no slot.
     assert used == [2, 4, 5, 6, 6, 6, 6, 0]
-    lent = [len(new.blocks) for plan in rig.plans for new in plan.new_rows]
+    lent = [len(new.blocks) for plan in rig.plans for new in plan.new_requests]
     assert sum(lent) + sum(len(plan.grown_blocks) for plan in rig.plans) == 7
 
 
@@ -127,11 +129,11 @@ def test_a_preempted_request_starts_with_an_empty_table_and_keeps_its_tokens() -
 
     rig.run()
 
-    again = [new for plan in rig.plans for new in plan.new_rows][2:]
+    again = [new for plan in rig.plans for new in plan.new_requests][2:]
     assert again
     for new in again:
         known = len(new.tokens) // 4
-        assert new.num_computed == 0
+        assert new.num_computed_tokens == 0
         assert new.num_prompt_tokens == 8 < known
         assert list(memoryview(new.tokens).cast("I")) == [2] * 8 + rig.tokens(1)[: known - 8]
     rig.check_output(1)
@@ -144,10 +146,10 @@ def test_tables_only_grow_while_a_row_lives() -> None:
 
     rig.run()
 
-    # Each block of a row is named once: with its NewRow, or grown later at the end.
+    # Each block of a row is named once: with its NewRequest, or grown later at the end.
     for plan in rig.plans:
-        assert len(plan.grown_rows) == len(plan.grown_blocks)
-        pairs = list(zip(plan.grown_rows, plan.grown_blocks, strict=True))
+        assert len(plan.grown_requests) == len(plan.grown_blocks)
+        pairs = list(zip(plan.grown_requests, plan.grown_blocks, strict=True))
         assert len(set(pairs)) == len(pairs)
 
 
@@ -197,9 +199,9 @@ def test_a_row_is_reused_only_after_the_last_plan_that_names_it() -> None:
     # Every row ends by its first token, when the plan that wants a second one has already left.
     named: dict[int, int] = {}
     for plan in rig.plans:
-        for row in plan.freed_rows:
+        for row in plan.freed_requests:
             assert named[row] < rig.executor.collected_before[plan.step]
-        named.update(dict.fromkeys((r for x in plan.launches for r in x.rows), plan.step))
+        named.update(dict.fromkeys((r for x in plan.launches for r in x.req_indices), plan.step))
     assert all(rig.tokens(key) == [2] for key in range(12))
 
 
@@ -212,7 +214,7 @@ def test_a_row_whose_last_token_is_on_its_way_is_waited_for_and_not_preempted() 
     rig.run()
 
     # In step 8 row 1 takes the sixth block for its last token; in step 9 row 0 needs it.
-    assert rig.plans[8].grown_rows == [rig.plans[4].new_rows[0].row]
+    assert rig.plans[8].grown_requests == [rig.plans[4].new_requests[0].req_index]
     assert rig.core.stats().preemptions == 0
     assert [rig.reason(key) for key in (0, 1)] == ["length", "length"]
 
@@ -225,8 +227,10 @@ def test_a_long_prompt_lets_nobody_in_before_all_its_blocks_are_lent() -> None:
     rig.run()
 
     # 10 and 7 blocks: together too many, though at first most are free.
-    first = next(plan.step for plan in rig.plans if len(plan.launches[-1].rows) and plan.step > 3)
-    second = [plan.step for plan in rig.plans if plan.new_rows]
+    first = next(
+        plan.step for plan in rig.plans if len(plan.launches[-1].req_indices) and plan.step > 3
+    )
+    second = [plan.step for plan in rig.plans if plan.new_requests]
     assert second[1] >= first
     assert rig.core.stats().preemptions == 0
 

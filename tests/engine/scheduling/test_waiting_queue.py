@@ -6,7 +6,7 @@ from slow_model import raw
 
 from config.params.sampling import SamplingParams
 from engine.core.request import ModelLimits, Request
-from engine.scheduling.waiting_queue import WaitingLine
+from engine.scheduling.waiting_queue import WaitingQueue
 from engine.transport.messages import AddRequest
 
 LIMITS = ModelLimits(100, 100, frozenset())
@@ -23,7 +23,7 @@ def make(key: int, rank: tuple[int, int], num_tokens: int = 2) -> Request:
     )
 
 
-def leave_in_order(line: WaitingLine) -> list[int]:
+def leave_in_order(line: WaitingQueue) -> list[int]:
     keys = []
     while (request := line.first()) is not None:
         line.remove(request)
@@ -32,7 +32,7 @@ def leave_in_order(line: WaitingLine) -> list[int]:
 
 
 def test_who_has_the_smallest_rank_is_first() -> None:
-    line = WaitingLine()
+    line = WaitingQueue()
     for key, rank in [(1, (0, 1)), (2, (-5, 2)), (3, (0, 0)), (4, (7, 3))]:
         line.push(make(key, rank))
 
@@ -40,7 +40,7 @@ def test_who_has_the_smallest_rank_is_first() -> None:
 
 
 def test_who_comes_back_stands_before_those_who_came_later() -> None:
-    line = WaitingLine()
+    line = WaitingQueue()
     old = make(1, (0, 0))
     line.push(old)
     line.push(make(2, (0, 1)))
@@ -52,7 +52,7 @@ def test_who_comes_back_stands_before_those_who_came_later() -> None:
 
 
 def test_leaving_from_the_middle_leaves_nothing_behind() -> None:
-    line = WaitingLine()
+    line = WaitingQueue()
     requests = [make(key, (0, key), num_tokens=3) for key in range(1000)]
     for request in requests:
         line.push(request)
@@ -66,7 +66,7 @@ def test_leaving_from_the_middle_leaves_nothing_behind() -> None:
 
 
 def test_a_long_line_does_not_slow_a_change() -> None:
-    line = WaitingLine()
+    line = WaitingQueue()
     requests = [make(key, (0, key)) for key in range(20_000)]
     for request in requests:
         line.push(request)

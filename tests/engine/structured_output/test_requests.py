@@ -67,13 +67,13 @@ def test_a_guided_row_is_planned_one_step_ahead_and_its_mask_follows_the_token_b
     rig.add(1, [7, 8], max_tokens=6, ignore_eos=True)
     rig.run()
 
-    guided, free = (new.row for new in rig.plans[0].new_rows)
-    named = [[row for launch in plan.launches for row in launch.rows] for plan in rig.plans]
+    guided, free = (new.req_index for new in rig.plans[0].new_requests)
+    named = [[row for launch in plan.launches for row in launch.req_indices] for plan in rig.plans]
 
     assert named == [[guided, free]] * 5 + [[free]]
-    assert [plan.masked_rows for plan in rig.plans] == [[guided], [], [], [], [], []]
-    assert [plan.late_rows for plan in rig.plans] == [[], *[[guided]] * 4, []]
-    assert [(masks.step, masks.rows) for masks in rig.executor.masks] == [
+    assert [plan.masked_requests for plan in rig.plans] == [[guided], [], [], [], [], []]
+    assert [plan.deferred_requests for plan in rig.plans] == [[], *[[guided]] * 4, []]
+    assert [(masks.step, masks.req_indices) for masks in rig.executor.masks] == [
         (step, [guided]) for step in range(1, 5)
     ]
     assert rig.executor.collected_before == [0, 0, 1, 2, 3, 4]
@@ -87,7 +87,7 @@ def test_a_row_whose_token_is_known_when_it_is_planned_brings_its_mask_along(
     rig.run()
 
     assert len(rig.plans) == 5
-    assert all(plan.masked_rows and not plan.late_rows for plan in rig.plans)
+    assert all(plan.masked_requests and not plan.deferred_requests for plan in rig.plans)
 
 
 @pytest.mark.parametrize("reason", ["stop", "error"])
@@ -106,9 +106,9 @@ def test_a_row_that_ends_with_the_step_before_gets_no_mask_and_harms_no_other(
     (ended,) = [
         masks.step
         for masks in rig.executor.masks
-        if len(masks.rows) < len(rig.plans[masks.step].late_rows) > 1
+        if len(masks.req_indices) < len(rig.plans[masks.step].deferred_requests) > 1
     ]
-    assert rig.plans[ended].late_rows == [0, 1]
+    assert rig.plans[ended].deferred_requests == [0, 1]
     assert rig.reason(0) == reason
     rig.check_output(1)
 

@@ -9,12 +9,12 @@ from slow_model import Ledger, raw
 from tiny_models import make_tiny
 
 from config.buckets import BucketConfig, Range
-from config.engine import CacheConfig, EngineConfig, ScheduleConfig
+from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.execution import EmulatorSettings, WarmupConfig
 from config.params.sampling import SamplingParams
 from engine.core.engine_core import EngineCore
 from engine.core.loop import make_table
-from engine.executors.inproc import InlineExecutor
+from engine.executors.inproc import InprocExecutor
 from engine.transport.messages import AddRequest
 
 WATCHED = ("compilations", "captures", "fallbacks", "ungraphed")
@@ -38,12 +38,12 @@ def test_requests_between_the_buckets_of_a_background_warm_up_compile_nothing(
         num_threads=1,
         max_model_len=128,
         cache=CacheConfig(block_size=16, num_blocks=16),
-        schedule=ScheduleConfig(max_num_seqs=2, max_num_batched_tokens=64, max_prefill_batch=1),
+        scheduler=SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=64, max_prefill_batch=1),
         buckets=TABLE,
         warmup=WarmupConfig(mode="background"),
         emulator=EmulatorSettings(is_strict=True),
     )
-    executor = InlineExecutor(config)
+    executor = InprocExecutor(config)
     ready = executor.start(lambda progress: None)
     core = EngineCore(config, executor, ready, make_table(config, ready), time.monotonic)
     counts = torch.hpu.emulated.journal.counts  # type: ignore[attr-defined]  # the emulator's

@@ -14,7 +14,7 @@ from tiny_models import VOCAB_SIZE, make_tiny
 from watched_executor import WATCHED, WatchedExecutor
 
 from config.buckets import BucketConfig, Range
-from config.engine import CacheConfig, EngineConfig, ScheduleConfig
+from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.execution import EmulatorSettings, ExecutionConfig
 from config.params.sampling import SamplingParams
 from engine.core.engine_core import EngineCore
@@ -41,7 +41,7 @@ def engine(folder: Path, **settings: Any) -> Iterator[tuple[EngineCore, WatchedE
         dtype="float32",
         num_threads=1,
         cache=CacheConfig(block_size=16, num_blocks=40, enable_prefix_caching=False),
-        schedule=ScheduleConfig(max_num_seqs=6, max_num_batched_tokens=128, max_prefill_batch=2),
+        scheduler=SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=128, max_prefill_batch=2),
         execution=ExecutionConfig(defrag_threshold=3),
         **settings,
     )

@@ -13,23 +13,23 @@ from slow_model import Ledger, raw
 from tiny_models import EOS, VOCAB_SIZE, make_tiny
 
 from config.buckets import BucketConfig
-from config.engine import CacheConfig, EngineConfig, ScheduleConfig
+from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.execution import EmulatorSettings
 from config.params.sampling import SamplingParams
 from config.params.structured_output import GrammarSpec
 from engine.core.engine_core import EngineCore
 from engine.core.loop import make_table
-from engine.executors.inproc import InlineExecutor
+from engine.executors.inproc import InprocExecutor
 from engine.kv_cache.prefix_hashes import block_hashes
 from engine.structured_output.grammar import Grammar, Vocabulary
 from engine.transport.messages import AddRequest
-from hpu.protocol import Masks, StepPlan
+from hpu.protocol import GrammarMasks, StepPlan
 
 REQUESTS = 500
 MOST_TURNS = 20_000
 
 
-class WatchedExecutor(InlineExecutor):
+class WatchedExecutor(InprocExecutor):
     """Tells the emulated card when a step is being made: waiting for the card then is a misuse.
     Mostly a result is not there before the next plan, as on a card that takes its time."""
 
@@ -43,7 +43,7 @@ class WatchedExecutor(InlineExecutor):
         with _in_step():
             super().submit(plan)
 
-    def mask(self, masks: Masks) -> None:
+    def mask(self, masks: GrammarMasks) -> None:
         self.num_late += 1
         with _in_step():
             super().mask(masks)
@@ -82,7 +82,7 @@ def engine(folder: str) -> Iterator[tuple[EngineCore, WatchedExecutor]]:
         dtype="float32",
         num_threads=1,
         cache=CacheConfig(block_size=16, num_blocks=64),
-        schedule=ScheduleConfig(max_num_seqs=6, max_num_batched_tokens=64, max_prefill_batch=2),
+        scheduler=SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=64, max_prefill_batch=2),
         buckets=BucketConfig(strategy="exponential"),
         emulator=EmulatorSettings(is_strict=True, memory_bytes=32 << 30),
     )

@@ -15,7 +15,7 @@ from tiny_models import VOCAB_SIZE
 from watched_executor import WATCHED, WatchedExecutor
 
 from config.buckets import BucketConfig, Range
-from config.engine import EngineConfig, ScheduleConfig
+from config.engine import EngineConfig, SchedulerConfig
 from config.execution import EmulatorSettings
 from config.params.pooling import PoolingParams
 from config.params.sampling import SamplingParams
@@ -39,13 +39,13 @@ EMULATED = {
 
 def serve(folder: Path, **settings: Any) -> tuple[dict[int, bytes], list[int]]:
     """Vectors of requests of all kinds by key, and what the card counted meanwhile."""
-    schedule = ScheduleConfig(max_num_seqs=6, max_num_batched_tokens=128, max_prefill_batch=4)
+    schedule = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=128, max_prefill_batch=4)
     config = EngineConfig(
         str(folder),
         dtype="float32",
         num_threads=1,
         max_model_len=64,
-        schedule=schedule,
+        scheduler=schedule,
         pooler_config='{"is_matryoshka": true}',
         **{"device": "cpu", **settings},
     )

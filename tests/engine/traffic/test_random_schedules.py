@@ -266,6 +266,6 @@ def test_the_schedules_reach_what_they_are_meant_to_reach() -> None:
 
     stats = rig.core.stats()
     assert stats.preemptions > 0
-    assert any(row.num_computed for plan in rig.plans for row in plan.new_rows)
-    assert any(len(plan.grown_rows) > 1 for plan in rig.plans)
+    assert any(row.num_computed_tokens for plan in rig.plans for row in plan.new_requests)
+    assert any(len(plan.grown_requests) > 1 for plan in rig.plans)
     assert any(not all(x.samples) for plan in rig.plans for x in plan.launches)

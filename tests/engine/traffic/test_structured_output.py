@@ -9,16 +9,16 @@ import pytest
 from slow_model import Ledger, raw
 from tiny_models import EOS, VOCAB_SIZE, make_tiny
 
-from config.engine import CacheConfig, EngineConfig, ScheduleConfig
+from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.params.sampling import SamplingParams
 from config.params.structured_output import GrammarSpec
 from engine.core.engine_core import EngineCore
 from engine.core.loop import make_table
-from engine.executors.inproc import InlineExecutor
+from engine.executors.inproc import InprocExecutor
 from engine.kv_cache.prefix_hashes import block_hashes
 from engine.structured_output.grammar import Grammar, Vocabulary
 from engine.transport.messages import AddRequest
-from hpu.protocol import Masks
+from hpu.protocol import GrammarMasks
 
 REQUESTS = 40
 FORMS = [
@@ -28,7 +28,7 @@ FORMS = [
 ]
 
 
-class SlowCard(InlineExecutor):
+class SlowCard(InprocExecutor):
     """A CPU that passes for a card: a result is not there before the next plan is made."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -38,7 +38,7 @@ class SlowCard(InlineExecutor):
     def has_result(self) -> bool:
         return False
 
-    def mask(self, masks: Masks) -> None:
+    def mask(self, masks: GrammarMasks) -> None:
         self.num_masks += 1
         super().mask(masks)
 
@@ -79,7 +79,7 @@ def answers(folder: Path, depth: int) -> tuple[list[tuple[Any, ...]], EngineCore
         max_model_len=112,
         num_threads=1,
         cache=CacheConfig(block_size=8, num_blocks=14),
-        schedule=ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=20, depth=depth),
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=20, depth=depth),
     )
     vocabulary = Vocabulary(str(folder), VOCAB_SIZE, frozenset([EOS]))
     grammars = {form: Grammar(form, vocabulary) for form in FORMS}

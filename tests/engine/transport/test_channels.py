@@ -12,12 +12,12 @@ import pytest
 import uvloop
 
 from config.errors import ConfigError
-from engine.transport.channels import HIGH_WATER, SocketDirectory, Waiter, Wires, endpoint
-from engine.transport.messages import Abort, FromEngine, Hello, Reply, StepTokens, ToEngine
+from engine.transport.channels import HIGH_WATER, SocketDirectory, Waiter, ZmqContext, endpoint
+from engine.transport.messages import Abort, FromEngine, Hello, Reply, StepOutput, ToEngine
 from hpu.protocol import (
     FromWorker,
-    NewRow,
-    RowSampling,
+    NewRequest,
+    RequestSampling,
     StepPlan,
     StepResult,
     ToWorker,
@@ -26,8 +26,8 @@ from hpu.protocol import (
 
 
 @pytest.fixture
-def wires() -> Iterator[Wires]:
-    wires = Wires("token")
+def wires() -> Iterator[ZmqContext]:
+    wires = ZmqContext("token")
     yield wires
     wires._context.destroy(linger=0)
 
@@ -53,22 +53,24 @@ def test_a_path_that_no_socket_can_have_is_refused_with_both_numbers(tmp_path: P
     assert endpoint("/" + "x" * 97, "fe0.sock").endswith("xx/fe0.sock")
 
 
-def test_an_address_that_is_no_directory_is_refused(wires: Wires) -> None:
+def test_an_address_that_is_no_directory_is_refused(wires: ZmqContext) -> None:
     with pytest.raises(ConfigError, match="cannot listen on"):
         wires.bind_pair(endpoint("/nowhere/at/all", "w0.sock"), FromWorker)
 
 
-def test_plans_and_results_cross_a_pair_in_order_and_whole(wires: Wires, tmp_path: Path) -> None:
+def test_plans_and_results_cross_a_pair_in_order_and_whole(
+    wires: ZmqContext, tmp_path: Path
+) -> None:
     address = endpoint(str(tmp_path), "w0.sock")
     engine = wires.bind_pair(address, FromWorker)
     worker = wires.connect_pair(address, ToWorker)
-    row = NewRow(3, memoryview(b"\1\0\0\0\2\0\0\0"), 2, 0, [5], RowSampling(seed=9))
+    row = NewRequest(3, memoryview(b"\1\0\0\0\2\0\0\0"), 2, 0, [5], RequestSampling(seed=9))
 
     worker.send(WarmupProgress("load", 0, 1))
     Waiter([engine]).wait(5)
     first = engine.receive()
     for step in range(3):
-        assert engine.send(StepPlan(step, [], new_rows=[row]))
+        assert engine.send(StepPlan(step, [], new_requests=[row]))
     received = []
     while len(received) < 3:
         Waiter([worker]).wait(5)
@@ -80,14 +82,14 @@ def test_plans_and_results_cross_a_pair_in_order_and_whole(wires: Wires, tmp_pat
     result = engine.receive()
 
     assert [plan.step for plan in received] == [0, 1, 2]
-    assert bytes(received[0].new_rows[0].tokens) == bytes(row.tokens)
-    assert received[0].new_rows[0].sampling == row.sampling
+    assert bytes(received[0].new_requests[0].tokens) == bytes(row.tokens)
+    assert received[0].new_requests[0].sampling == row.sampling
     assert (first, result) == (WarmupProgress("load", 0, 1), StepResult(0, [0]))
     engine.close()
     worker.close()
 
 
-def test_a_full_channel_says_so_and_loses_nothing(wires: Wires, tmp_path: Path) -> None:
+def test_a_full_channel_says_so_and_loses_nothing(wires: ZmqContext, tmp_path: Path) -> None:
     address = endpoint(str(tmp_path), "w0.sock")
     sender = wires.connect_pair(address, ToWorker)
     sent = 0
@@ -107,7 +109,7 @@ def test_a_full_channel_says_so_and_loses_nothing(wires: Wires, tmp_path: Path) 
     receiver.close()
 
 
-def test_waiting_ends_with_the_time_or_with_a_descriptor(wires: Wires, tmp_path: Path) -> None:
+def test_waiting_ends_with_the_time_or_with_a_descriptor(wires: ZmqContext, tmp_path: Path) -> None:
     line = wires.bind_pair(endpoint(str(tmp_path), "w0.sock"), FromWorker)
     end, signal = os.pipe()
     waiter = Waiter([line], [end])
@@ -126,7 +128,7 @@ def test_waiting_ends_with_the_time_or_with_a_descriptor(wires: Wires, tmp_path:
 
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
 def test_no_edge_is_missed_when_both_sides_talk_at_once(
-    loop_factory: type[asyncio.AbstractEventLoop], wires: Wires, tmp_path: Path
+    loop_factory: type[asyncio.AbstractEventLoop], wires: ZmqContext, tmp_path: Path
 ) -> None:
     """Each send may swallow the edge of a message that came in: 3000 rounds would hang on one."""
     address = endpoint(str(tmp_path), "fe0.sock")
@@ -141,7 +143,7 @@ def test_no_edge_is_missed_when_both_sides_talk_at_once(
         def hear(peer: bytes, message: object) -> None:
             if isinstance(message, Hello):
                 greeted.set()
-            elif isinstance(message, StepTokens):
+            elif isinstance(message, StepOutput):
                 heard.append(message.step)
                 if len(heard) == rounds:
                     done.set()
@@ -150,7 +152,7 @@ def test_no_edge_is_missed_when_both_sides_talk_at_once(
         line.send(Hello(0, 1))
         await asyncio.wait_for(greeted.wait(), 5)
         for step in range(rounds):
-            line.send(StepTokens(step))
+            line.send(StepOutput(step))
             board.send(b"0.in", Abort([step]))
             if step % 7 == 0:
                 await asyncio.sleep(0)
@@ -168,7 +170,7 @@ def test_no_edge_is_missed_when_both_sides_talk_at_once(
 
 
 async def test_sending_to_nobody_is_told_and_a_hangup_is_heard(
-    wires: Wires, tmp_path: Path
+    wires: ZmqContext, tmp_path: Path
 ) -> None:
     address = endpoint(str(tmp_path), "fe0.sock")
     board = wires.bind_router(address, FromEngine)

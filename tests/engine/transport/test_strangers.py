@@ -26,8 +26,8 @@ from strangers import all_strangers, connect_and_leave, connected, counting, for
 
 from engine.client.zmq import ZmqClient
 from engine.transport import channels as wire
-from engine.transport.channels import Waiter, Wires, endpoint
-from engine.transport.messages import Finish, FromEngine, Hello, Ready, StepTokens, ToEngine
+from engine.transport.channels import Waiter, ZmqContext, endpoint
+from engine.transport.messages import Finish, FromEngine, Hello, Ready, StepOutput, ToEngine
 from hpu.protocol import FromWorker, StepPlan, ToWorker, WarmupProgress
 
 MIB = 2**20
@@ -40,17 +40,17 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def wires() -> Iterator[Wires]:
+def wires() -> Iterator[ZmqContext]:
     """The channels of a peer that has the token."""
-    wires = Wires(TOKEN)
+    wires = ZmqContext(TOKEN)
     yield wires
     wires._context.destroy(linger=0)
 
 
 @pytest.fixture
-def listening() -> Iterator[Wires]:
+def listening() -> Iterator[ZmqContext]:
     """Those of the process that strangers connect to."""
-    wires = Wires(TOKEN)
+    wires = ZmqContext(TOKEN)
     yield wires
     wires._context.destroy(linger=0)
 
@@ -99,7 +99,7 @@ async def test_nobody_can_connect_to_a_serving_engine(executor: str) -> None:
 
 
 async def test_strangers_beside_an_engine_that_is_connected_disturb_no_request(
-    wires: Wires, tmp_path: Path
+    wires: ZmqContext, tmp_path: Path
 ) -> None:
     address, path = endpoint(str(tmp_path), "fe0.sock"), tmp_path / "fe0.sock"
     client = ZmqClient(
@@ -120,7 +120,7 @@ async def test_strangers_beside_an_engine_that_is_connected_disturb_no_request(
             box = client.add(prompt_of(1), asking(1))
             assert await eventually(lambda: line.receive() is not None, 5)
             line.send(
-                StepTokens(1, [], [], [box.key], [1], [7], finished=[Finish(box.key, "stop")])
+                StepOutput(1, [], [], [box.key], [1], [7], finished=[Finish(box.key, "stop")])
             )
             assert (await read_all(box))[0] == [7]
             latencies.append(time.monotonic() - began)
@@ -133,7 +133,7 @@ async def test_strangers_beside_an_engine_that_is_connected_disturb_no_request(
 
 
 async def test_the_engines_end_is_told_from_a_strangers(
-    wires: Wires, listening: Wires, tmp_path: Path
+    wires: ZmqContext, listening: ZmqContext, tmp_path: Path
 ) -> None:
     address = endpoint(str(tmp_path), "fe0.sock")
     board = listening.bind_router(address, FromEngine)
@@ -159,7 +159,7 @@ async def test_the_engines_end_is_told_from_a_strangers(
 
 
 async def test_a_descriptor_that_a_stranger_had_before_is_the_engines_now(
-    wires: Wires, listening: Wires, tmp_path: Path
+    wires: ZmqContext, listening: ZmqContext, tmp_path: Path
 ) -> None:
     address, path = endpoint(str(tmp_path), "fe0.sock"), tmp_path / "fe0.sock"
     board = listening.bind_router(address, FromEngine)
@@ -208,7 +208,7 @@ def _target(link: Path) -> str:
 
 
 async def test_thousands_of_strangers_while_the_loop_stands_still_hold_nobody_up(
-    wires: Wires, listening: Wires, tmp_path: Path
+    wires: ZmqContext, listening: ZmqContext, tmp_path: Path
 ) -> None:
     """ZeroMQ's own thread would wait for who reads the news, and move no messages meanwhile."""
     address, path = endpoint(str(tmp_path), "fe0.sock"), tmp_path / "fe0.sock"
@@ -237,8 +237,8 @@ async def test_thousands_of_strangers_while_the_loop_stands_still_hold_nobody_up
 
 @pytest.mark.parametrize("stay_open", [True, False])
 def test_a_stranger_that_is_first_does_not_take_the_workers_place(
-    wires: Wires,
-    listening: Wires,
+    wires: ZmqContext,
+    listening: ZmqContext,
     tmp_path: Path,
     stay_open: bool,
     caplog: pytest.LogCaptureFixture,
@@ -274,7 +274,7 @@ def test_a_stranger_that_is_first_does_not_take_the_workers_place(
 
 
 def test_a_connection_that_never_presents_the_token_is_closed(
-    listening: Wires, tmp_path: Path
+    listening: ZmqContext, tmp_path: Path
 ) -> None:
     path = tmp_path / "w0.sock"
     engine = listening.bind_pair(endpoint(str(tmp_path), "w0.sock"), FromWorker)

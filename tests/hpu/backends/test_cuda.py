@@ -18,10 +18,10 @@ from config.errors import ConfigError
 from config.model.model_config import ModelConfig
 from hpu.backends.cuda import missing_cuda
 from hpu.backends.select import select_backend
-from hpu.layers.context import DecodeContext, LaunchContext, PrefillContext
+from hpu.layers.context import AttentionInputs, DecodeAttentionInputs, PrefillAttentionInputs
 from hpu.models.registry import build_model
 from hpu.ops.cuda import CudaKernels
-from hpu.protocol import RowSampling
+from hpu.protocol import RequestSampling
 from hpu.sampling.logprobs import prompt_logprobs
 from hpu.sampling.sampler import Sampler
 
@@ -33,10 +33,10 @@ WINDOWED = ModelConfig(
 )
 BLOCK_SIZE = 4
 EVERYTHING = [
-    RowSampling(temperature=0.0, num_logprobs=2),
-    RowSampling(temperature=0.7, top_k=5, top_p=0.5, min_p=0.1),
-    RowSampling(repetition_penalty=1.2, bad_words=((1, 2), (3,)), logit_bias=((3, 1.0),)),
-    RowSampling(min_tokens=2, end_token_ids=(1,), allowed_token_ids=(1, 2, 3)),
+    RequestSampling(temperature=0.0, num_logprobs=2),
+    RequestSampling(temperature=0.7, top_k=5, top_p=0.5, min_p=0.1),
+    RequestSampling(repetition_penalty=1.2, bad_words=((1, 2), (3,)), logit_bias=((3, 1.0),)),
+    RequestSampling(min_tokens=2, end_token_ids=(1,), allowed_token_ids=(1, 2, 3)),
 ]
 
 
@@ -55,16 +55,18 @@ class StaysOnDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]  # thei
         return made
 
 
-def prefill(batch: int, query: int, blocks: int) -> LaunchContext:
+def prefill(batch: int, query: int, blocks: int) -> AttentionInputs:
     wide = integers(batch, query)
-    return PrefillContext(
+    return PrefillAttentionInputs(
         wide, wide.view(-1), integers(batch), integers(batch), integers(batch * blocks)
     )
 
 
-def decode(batch: int, blocks: int) -> LaunchContext:
-    return DecodeContext(
-        integers(batch, 1), integers(batch), *(integers(blocks) for _ in DecodeContext._fields[2:])
+def decode(batch: int, blocks: int) -> AttentionInputs:
+    return DecodeAttentionInputs(
+        integers(batch, 1),
+        integers(batch),
+        *(integers(blocks) for _ in DecodeAttentionInputs._fields[2:]),
     )
 
 
@@ -83,7 +85,7 @@ def integers(*shape: int) -> Tensor:
     ids=["prompt", "prompt over context", "one row", "several rows"],
 )
 def test_a_forward_pass_asks_no_number_of_the_device(
-    tokens: Tensor, context: LaunchContext
+    tokens: Tensor, context: AttentionInputs
 ) -> None:
     model = build_model(WINDOWED, dtype=torch.bfloat16, device=META)
     caches = [

@@ -73,7 +73,7 @@ def test_each_family_gives_the_tokens_of_the_cpu_through_captured_graphs(
         {"execution": ExecutionConfig(mode="torch-compile")},
         {"execution": ExecutionConfig(mode="torch-compile", regional_compilation=False)},
         {"execution": ExecutionConfig(mode="eager")},
-        {"execution": ExecutionConfig(mode="lazy", hidden_layers=2)},
+        {"execution": ExecutionConfig(mode="lazy", layers_per_recipe=2)},
         {"execution": ExecutionConfig(fused_sdpa=False, split_qkv=True)},
         {"emulator": EmulatorSettings(card="gaudi3")},
     ],

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config.buckets import BucketConfig, Range
-from config.engine import ScheduleConfig
+from config.engine import SchedulerConfig
 from config.errors import ConfigError
 from hpu.bucketing.bucket_table import FALLBACK, HIT, MISS, BucketTable, Lookup
 from hpu.bucketing.exponential import padding_points, v3_decode_axes, v3_prompt_axes, v3_prompts
@@ -116,7 +116,7 @@ def test_every_text_of_a_pooling_model_finds_a_prepared_bucket(
     traffic = tmp_path / "traffic.jsonl"
     traffic.write_text('{"prompt_tokens": 40, "output_tokens": 1}\n')
     file = str(traffic) if strategy == "fitted" else None
-    schedule = ScheduleConfig(max_num_seqs=8, max_num_batched_tokens=300)
+    schedule = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=300)
     texts = BucketLimits.of_texts(schedule, block_size=32, max_model_len=250)
 
     table = BucketTable.make(BucketConfig(strategy=strategy, traffic=file), texts)

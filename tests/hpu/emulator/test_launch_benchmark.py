@@ -7,7 +7,7 @@ import torch
 from benchmarks.launch import OURS, measure, open_device
 from benchmarks.stopwatch import Stopwatch
 from hpu.emulator.card.graphs import HPUGraph
-from hpu.runner.model_runner import Runner
+from hpu.runner.model_runner import ModelRunner
 
 
 class Dinner:
@@ -48,4 +48,4 @@ def test_a_step_is_one_replay_and_one_copy_each_way() -> None:
         assert counts["graphs replayed"] == 1
         assert counts["copies to the device"] == counts["copies to the host"] == 1
         assert all(numbers[part] > 0 for part in OURS)
-    assert HPUGraph.replayV3 is before and not hasattr(Runner.submit, "__wrapped__")
+    assert HPUGraph.replayV3 is before and not hasattr(ModelRunner.submit, "__wrapped__")

@@ -14,7 +14,7 @@ from worker_rig import WorkerRig
 from hpu.models.decoder import Decoder
 from hpu.native import library as library_module
 from hpu.native.library import Library, PackedLinear, open_library
-from hpu.protocol import RowSampling
+from hpu.protocol import RequestSampling
 from hpu.sampling.filters import best_of
 from hpu.sampling.sampler import GREEDY
 
@@ -261,7 +261,7 @@ def test_a_greedy_row_says_the_same_whether_all_its_logits_are_made_or_not(
     best, calls = PackedLinear.best, []
     monkeypatch.setattr(PackedLinear, "best", lambda *given: calls.append(1) or best(*given))
     said = []
-    for sampling in (GREEDY, RowSampling(temperature=0.0, num_logprobs=0)):
+    for sampling in (GREEDY, RequestSampling(temperature=0.0, num_logprobs=0)):
         rig = WorkerRig(folder, dtype="bfloat16", cache_dir=str(tmp_path))
         calls.clear()
         rig.admit(0, list(range(20, 50)))

@@ -9,7 +9,7 @@ from hpu.backends.cpu import CpuBackend, CpuEvent
 from hpu.profiling.counters import Counters
 from hpu.profiling.diagnostics import Diagnostics, diagnostics_of
 from hpu.protocol import DECODE, PREFILL, Launch
-from hpu.runner.async_output import PendingLaunch, PendingStep
+from hpu.runner.async_output import AsyncLaunchOutput, AsyncStepOutput
 
 
 class Runtime:
@@ -34,10 +34,10 @@ class Runtime:
         )
 
 
-def step(number: int) -> PendingStep:
+def step(number: int) -> AsyncStepOutput:
     launch = Launch(DECODE, (8, 1, 64), [0, 1, 2])
-    pending = PendingLaunch([0, 1, 2], [], CpuEvent(), launch=launch)
-    return PendingStep(number, 0.0, launches=[pending])
+    pending = AsyncLaunchOutput([0, 1, 2], [], CpuEvent(), launch=launch)
+    return AsyncStepOutput(number, 0.0, launches=[pending])
 
 
 def test_only_what_happens_after_warm_up_is_counted_but_recipes_count_from_the_start() -> None:

@@ -15,7 +15,7 @@ from config.execution import ExecutionConfig
 from hpu.backends.cpu import CpuBackend
 from hpu.profiling.profiler import DEVICE, HOST, STEPS, Moment, Profiler, Trace
 from hpu.protocol import DECODE, PREFILL, START_PROFILE, STOP_PROFILE, Launch
-from hpu.runner.async_output import PendingLaunch, PendingStep
+from hpu.runner.async_output import AsyncLaunchOutput, AsyncStepOutput
 
 
 class PlannedEvent:
@@ -49,21 +49,25 @@ def spans(events: list[dict[str, Any]], track: int) -> list[dict[str, Any]]:
     return [event for event in events if event["ph"] == "X" and event["tid"] == track]
 
 
-def step_at(number: int, begin_s: float, *launches: Launch) -> tuple[PendingStep, list[float]]:
+def step_at(number: int, begin_s: float, *launches: Launch) -> tuple[AsyncStepOutput, list[float]]:
     """A step of launches of 2 ms each, 1 ms apart, that began at `begin_s` of the device."""
-    pending = PendingStep(number, host_s=0.0005)
+    pending = AsyncStepOutput(number, host_s=0.0005)
     for index, launch in enumerate(launches):
         start_s = begin_s + 0.003 * index
         pending.launches.append(
-            PendingLaunch(
-                launch.rows, [], PlannedEvent(start_s), PlannedEvent(start_s + 0.002), launch=launch
+            AsyncLaunchOutput(
+                launch.req_indices,
+                [],
+                PlannedEvent(start_s),
+                PlannedEvent(start_s + 0.002),
+                launch=launch,
             )
         )
     pending.end = PlannedEvent(begin_s + 0.003 * len(launches) - 0.001)
     return pending, [0.002] * len(launches)
 
 
-def note(trace: Trace, pending: PendingStep, seconds: list[float]) -> None:
+def note(trace: Trace, pending: AsyncStepOutput, seconds: list[float]) -> None:
     trace.submitted(pending, 100.0)
     trace.collected(pending, seconds, 100.0)
 

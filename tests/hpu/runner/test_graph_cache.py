@@ -5,29 +5,29 @@ import torch
 from captured_card import GRAPH_BYTES, CapturedCard
 from torch import Tensor
 
-from hpu.layers.context import LaunchContext
+from hpu.layers.context import AttentionInputs
 from hpu.profiling.counters import Counters
 from hpu.protocol import DECODE, PREFILL
-from hpu.runner.graph_cache import Graphs
-from hpu.runner.input_buffers import BucketInputs
+from hpu.runner.graph_cache import GraphCache
+from hpu.runner.input_buffers import InputBuffers
 
 SMALL, LARGE = (DECODE, 2, 1, 4), (PREFILL, 1, 8, 2)
 
 
-def _forward(tokens: Tensor, context: LaunchContext) -> Tensor:
+def _forward(tokens: Tensor, context: AttentionInputs) -> Tensor:
     return (tokens + context.positions).unsqueeze(-1)
 
 
 def _graphs(
     card: CapturedCard, counters: Counters, *, budget: int, captures: bool = True
-) -> Graphs:
-    return Graphs(_forward, card, counters, captures=captures, budget_bytes=budget)
+) -> GraphCache:
+    return GraphCache(_forward, card, counters, captures=captures, budget_bytes=budget)
 
 
 def _inputs(
     card: CapturedCard, bucket: tuple[int, int, int, int], *, static: bool = True
-) -> BucketInputs:
-    return BucketInputs(bucket, card, is_static=static)
+) -> InputBuffers:
+    return InputBuffers(bucket, card, is_static=static)
 
 
 def test_a_captured_bucket_is_replayed_on_what_is_uploaded_later() -> None:
@@ -60,10 +60,10 @@ def test_a_capture_that_finds_memory_full_leaves_the_bucket_to_run_without_one()
 
 
 def test_an_error_that_is_not_about_memory_is_none_of_a_captures_business() -> None:
-    def broken(tokens: Tensor, context: LaunchContext) -> Tensor:
+    def broken(tokens: Tensor, context: AttentionInputs) -> Tensor:
         raise RuntimeError("something else")
 
-    graphs = Graphs(broken, CapturedCard(), Counters(), captures=True, budget_bytes=5000)
+    graphs = GraphCache(broken, CapturedCard(), Counters(), captures=True, budget_bytes=5000)
 
     with pytest.raises(RuntimeError, match="something else"):
         graphs.capture(_inputs(CapturedCard(), SMALL))

@@ -4,9 +4,15 @@ import pytest
 import torch
 
 from hpu.backends.cpu import CpuBackend
-from hpu.layers.context import DecodeContext, PrefillContext
+from hpu.layers.context import DecodeAttentionInputs, PrefillAttentionInputs
 from hpu.protocol import DECODE, PREFILL
-from hpu.runner.input_buffers import MAX_PASSING, BucketInputs, DecodeFields, PrefillFields, Staging
+from hpu.runner.input_buffers import (
+    MAX_PASSING,
+    DecodeFields,
+    InputBufferPool,
+    InputBuffers,
+    PrefillFields,
+)
 
 
 class Card(CpuBackend):
@@ -20,7 +26,7 @@ BOTH = pytest.mark.parametrize("kind", [CpuBackend, Card])
 
 @BOTH
 def test_what_is_written_for_a_prefill_is_what_its_context_holds(kind: type[CpuBackend]) -> None:
-    inputs = BucketInputs((PREFILL, 2, 3, 4), kind(num_threads=1), is_static=True)
+    inputs = InputBuffers((PREFILL, 2, 3, 4), kind(num_threads=1), is_static=True)
     fields = inputs.fields()
     assert isinstance(fields, PrefillFields)
 
@@ -29,7 +35,7 @@ def test_what_is_written_for_a_prefill_is_what_its_context_holds(kind: type[CpuB
     inputs.upload()
 
     context = inputs.context
-    assert isinstance(context, PrefillContext)
+    assert isinstance(context, PrefillAttentionInputs)
     assert inputs.last is not None
     sent = [inputs.tokens, *context, inputs.last, inputs.rows]
     assert [tensor.unique().tolist() for tensor in sent] == [[i] for i in range(8)]
@@ -47,7 +53,7 @@ def test_what_is_written_for_a_prefill_is_what_its_context_holds(kind: type[CpuB
 
 @BOTH
 def test_what_is_written_for_a_decode_is_what_its_context_holds(kind: type[CpuBackend]) -> None:
-    inputs = BucketInputs((DECODE, 2, 1, 5), kind(num_threads=1), is_static=True)
+    inputs = InputBuffers((DECODE, 2, 1, 5), kind(num_threads=1), is_static=True)
     fields = inputs.fields()
     assert isinstance(fields, DecodeFields)
 
@@ -56,14 +62,14 @@ def test_what_is_written_for_a_decode_is_what_its_context_holds(kind: type[CpuBa
     inputs.upload()
 
     context = inputs.context
-    assert isinstance(context, DecodeContext)
+    assert isinstance(context, DecodeAttentionInputs)
     assert [t.unique().tolist() for t in [inputs.rows, *context]] == [[i] for i in range(7)]
     assert context.positions.shape == (2, 1)
     assert inputs.tokens.shape == (2, 1)
 
 
 def test_the_set_a_launch_may_still_read_is_not_the_one_written_next() -> None:
-    inputs = BucketInputs((PREFILL, 1, 1, 0), Card(num_threads=1), is_static=True)
+    inputs = InputBuffers((PREFILL, 1, 1, 0), Card(num_threads=1), is_static=True)
     first = inputs.fields()
     inputs.upload()
 
@@ -76,7 +82,7 @@ def test_the_set_a_launch_may_still_read_is_not_the_one_written_next() -> None:
 
 @BOTH
 def test_the_device_tensors_stay_in_place_from_launch_to_launch(kind: type[CpuBackend]) -> None:
-    staging = Staging(kind(num_threads=1), BucketInputs)
+    staging = InputBufferPool(kind(num_threads=1), InputBuffers)
     staging.prepare((PREFILL, 1, 4, 2))
 
     places = set()
@@ -91,7 +97,7 @@ def test_the_device_tensors_stay_in_place_from_launch_to_launch(kind: type[CpuBa
 
 
 def test_inputs_of_passing_shapes_are_dropped_and_prepared_ones_are_kept() -> None:
-    staging = Staging(CpuBackend(num_threads=1), BucketInputs)
+    staging = InputBufferPool(CpuBackend(num_threads=1), InputBuffers)
     staging.prepare((PREFILL, 1, 4, 2))
     kept = staging.inputs((PREFILL, 1, 4, 2))
     dropped = staging.inputs((DECODE, 1, 1, 1))

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM
 from worker_rig import BLOCK_SIZE, WorkerRig
 
 from config.buckets import BucketConfig
-from hpu.protocol import Logprobs, RowSampling, StepResult
+from hpu.protocol import Logprobs, RequestSampling, StepResult
 from hpu.runner.model_runner import PROMPT_LOGITS
 
 COUNT = 12
 VOCAB = 320
 COARSE = (4, 16, 8)
-EVERYTHING = RowSampling(temperature=0.0, num_logprobs=VOCAB - 1)
+EVERYTHING = RequestSampling(temperature=0.0, num_logprobs=VOCAB - 1)
 
 PROMPTS = [
     [(7 * i + 31 * j) % 300 + 10 for j in range(length)] for i, length in enumerate((5, 8, 17, 30))
@@ -141,7 +141,7 @@ def test_prompt_logprobs_are_those_of_the_plain_model_for_each_following_token(
     rig: WorkerRig, folder: Path
 ) -> None:
     prompt = PROMPTS[2]
-    rig.admit(0, prompt, sampling=RowSampling(temperature=0.0, num_prompt_logprobs=2))
+    rig.admit(0, prompt, sampling=RequestSampling(temperature=0.0, num_prompt_logprobs=2))
     rig.admit(1, PROMPTS[0])
 
     rig.prefill({1: None, 0: 6})
@@ -169,7 +169,7 @@ def test_prompt_logprobs_in_slices_are_those_in_one_piece(
     for most in (PROMPT_LOGITS, 5 * VOCAB):
         monkeypatch.setattr("hpu.runner.model_runner.PROMPT_LOGITS", most)
         rig = WorkerRig(folder, steps=COARSE)
-        rig.admit(0, PROMPTS[3], sampling=RowSampling(temperature=0.0, num_prompt_logprobs=1))
+        rig.admit(0, PROMPTS[3], sampling=RequestSampling(temperature=0.0, num_prompt_logprobs=1))
         rig.prefill({0: None})
         (_, logprobs), *rest = rig.step().prompt_logprobs
         found.append((bytes(logprobs.ids), bytes(logprobs.ranks)))
@@ -182,7 +182,7 @@ def test_prompt_logprobs_in_slices_are_those_in_one_piece(
 
 def test_each_row_gets_as_many_logprobs_as_it_asked_for(rig: WorkerRig, folder: Path) -> None:
     for row, k in enumerate((-1, 0, 3)):
-        rig.admit(row, PROMPTS[2], sampling=RowSampling(temperature=0.0, num_logprobs=k))
+        rig.admit(row, PROMPTS[2], sampling=RequestSampling(temperature=0.0, num_logprobs=k))
     rig.prefill(dict.fromkeys(range(3)))
 
     result = rig.step()
@@ -195,12 +195,12 @@ def test_each_row_gets_as_many_logprobs_as_it_asked_for(rig: WorkerRig, folder: 
     np.testing.assert_allclose(values, plain[ids], atol=1e-4)
 
 
-MASKED = RowSampling(temperature=0.0, masked=True, num_logprobs=1)
+MASKED = RequestSampling(temperature=0.0, masked=True, num_logprobs=1)
 
 
 def _masked_step(rig: WorkerRig, *, is_late: bool) -> StepResult:
     """One plan of two decodes of masked rows, a free one between them, and two prompts."""
-    samplings = (MASKED, RowSampling(temperature=0.0), MASKED)
+    samplings = (MASKED, RequestSampling(temperature=0.0), MASKED)
     for row, sampling in enumerate(samplings):
         rig.admit(row, PROMPTS[row], sampling=sampling)
     rig.prefill(dict.fromkeys(range(3)))

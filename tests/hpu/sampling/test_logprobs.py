@@ -9,7 +9,7 @@ import slow_sampler
 import torch
 from random_sampling import random_history, random_sampling
 
-from hpu.protocol import RowSampling
+from hpu.protocol import RequestSampling
 from hpu.sampling.logprobs import LogprobsMode, prompt_logprobs, top_logprobs
 from hpu.sampling.rows import is_greedy
 from hpu.sampling.sampler import Sampler
@@ -77,11 +77,11 @@ def test_a_smaller_k_gives_the_beginning_of_a_larger_one() -> None:
 
 def test_the_samplers_logprobs_come_from_before_masks_penalties_and_temperature() -> None:
     logits = _logits(2, 40)
-    asked = RowSampling(
+    asked = RequestSampling(
         temperature=0.1, logit_bias=((3, 100.0),), presence_penalty=1.0, top_k=2, num_logprobs=4
     )
     sampler = Sampler(2, 40, torch.device("cpu"), torch.int64)
-    for row, sampling in enumerate((asked, RowSampling(temperature=0.0))):
+    for row, sampling in enumerate((asked, RequestSampling(temperature=0.0))):
         sampler.admit(row, sampling, np.array([1], dtype=np.uint32), 1)
 
     sampled = sampler.sample(logits, [0, 1])
@@ -127,6 +127,6 @@ def test_another_mode_reports_what_a_token_was_chosen_from(name: str) -> None:
 
 def test_no_row_asking_gives_none() -> None:
     sampler = Sampler(1, 40, torch.device("cpu"), torch.int64)
-    sampler.admit(0, RowSampling(), np.array([1], dtype=np.uint32), 1)
+    sampler.admit(0, RequestSampling(), np.array([1], dtype=np.uint32), 1)
 
     assert sampler.sample(_logits(1, 40), [0]).logprobs is None

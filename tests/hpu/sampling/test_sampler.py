@@ -9,16 +9,18 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from torch import Tensor
 
-from hpu.protocol import RowSampling
+from hpu.protocol import RequestSampling
 from hpu.sampling import filters
 from hpu.sampling.rng import uniforms
 from hpu.sampling.sampler import Sampled, Sampler
 
 CPU = torch.device("cpu")
-GREEDY = RowSampling(temperature=0.0)
+GREEDY = RequestSampling(temperature=0.0)
 
 
-def _sampler(vocab_size: int, rows: list[RowSampling], prompt: list[int] | None = None) -> Sampler:
+def _sampler(
+    vocab_size: int, rows: list[RequestSampling], prompt: list[int] | None = None
+) -> Sampler:
     sampler = Sampler(len(rows), vocab_size, CPU, torch.int64)
     tokens = np.array(prompt or [0], dtype=np.uint32)
     for row, sampling in enumerate(rows):
@@ -39,7 +41,7 @@ def _tokens(sampler: Sampler, logits: Tensor, rows: list[int]) -> list[int]:
 VOCAB = 24
 _token = st.integers(0, VOCAB - 1)
 _samplings = st.builds(
-    RowSampling,
+    RequestSampling,
     temperature=st.sampled_from([0.0, 1e-6, 0.3, 1.0, 1.0, 2.0]),
     top_k=st.sampled_from([0, -1, 1, 2, 5, VOCAB, 100]),
     top_p=st.sampled_from([1.0, 1.0, 1e-9, 0.3, 0.9, 0.999]),
@@ -66,7 +68,7 @@ _samplings = st.builds(
     st.integers(0, 2**31),
 )
 def test_every_combination_gives_what_the_slow_sampler_gives(
-    asked: list[RowSampling], prompt: list[int], seed: int
+    asked: list[RequestSampling], prompt: list[int], seed: int
 ) -> None:
     sampler = _sampler(VOCAB, asked, prompt)
     generated: list[list[int]] = [[] for _ in asked]
@@ -88,7 +90,9 @@ def test_every_combination_gives_what_the_slow_sampler_gives(
 
 @settings(max_examples=60)
 @given(st.lists(_samplings, min_size=2, max_size=4), st.integers(0, 2**31))
-def test_no_neighbour_changes_a_bit_of_a_rows_result(asked: list[RowSampling], seed: int) -> None:
+def test_no_neighbour_changes_a_bit_of_a_rows_result(
+    asked: list[RequestSampling], seed: int
+) -> None:
     together = _sampler(VOCAB, asked)
     alone = [_sampler(VOCAB, [sampling]) for sampling in asked]
 
@@ -109,7 +113,7 @@ def _same(alone: Sampled, mixed: Sampled, row: int, k: int) -> None:
         assert alone.logprobs.ranks[0] == mixed.logprobs.ranks[row]
 
 
-ALL = RowSampling(
+ALL = RequestSampling(
     temperature=0.7,
     top_k=40,
     top_p=0.9,
@@ -130,8 +134,8 @@ ALL = RowSampling(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_plain_row_is_the_same_beside_rows_that_ask_for_everything(dtype: torch.dtype) -> None:
     vocab_size = 49_152
-    plain = RowSampling(seed=3)
-    nucleus = RowSampling(seed=4, top_p=0.95)
+    plain = RequestSampling(seed=3)
+    nucleus = RequestSampling(seed=4, top_p=0.95)
     rows = [plain, ALL, nucleus, GREEDY, ALL]
     together = _sampler(vocab_size, rows)
     alone = [_sampler(vocab_size, [sampling]) for sampling in rows]
@@ -145,7 +149,7 @@ def test_a_plain_row_is_the_same_beside_rows_that_ask_for_everything(dtype: torc
 
 
 def test_threads_and_batch_sizes_change_nothing() -> None:
-    vocab_size, rows = 49_152, [RowSampling(seed=s, top_p=0.9) for s in range(6)]
+    vocab_size, rows = 49_152, [RequestSampling(seed=s, top_p=0.9) for s in range(6)]
     logits = _logits(6, vocab_size)
     threads = torch.get_num_threads()
 
@@ -164,7 +168,12 @@ def test_threads_and_batch_sizes_change_nothing() -> None:
 
 def test_greedy_takes_the_first_of_equals() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0]])
-    greedy = [GREEDY, RowSampling(top_k=1), RowSampling(min_p=1.0), RowSampling(top_p=1e-9)]
+    greedy = [
+        GREEDY,
+        RequestSampling(top_k=1),
+        RequestSampling(min_p=1.0),
+        RequestSampling(top_p=1e-9),
+    ]
 
     tokens = _tokens(_sampler(4, greedy), logits.expand(4, 4), [0, 1, 2, 3])
 
@@ -172,7 +181,7 @@ def test_greedy_takes_the_first_of_equals() -> None:
 
 
 def test_a_tiny_temperature_gives_the_greedy_token_and_no_failure() -> None:
-    rows = [RowSampling(temperature=t, seed=1) for t in (1e-6, 1e-30, 5e-324)]
+    rows = [RequestSampling(temperature=t, seed=1) for t in (1e-6, 1e-30, 5e-324)]
 
     tokens = _tokens(_sampler(50, rows), _logits(1, 50, spread=100.0).expand(3, 50), [0, 1, 2])
 
@@ -184,8 +193,10 @@ def test_logits_that_are_no_numbers_are_told_for_their_row_alone() -> None:
     logits[0, 7] = float("nan")
     logits[2, 3] = float("nan")
     logits[4, 3] = float("inf")
-    masked = RowSampling(allowed_token_ids=(1, 2), frequency_penalty=1.0, logit_bias=((1, 2.0),))
-    rows = [GREEDY, GREEDY, masked, masked, RowSampling(top_p=0.5), RowSampling(top_p=0.5)]
+    masked = RequestSampling(
+        allowed_token_ids=(1, 2), frequency_penalty=1.0, logit_bias=((1, 2.0),)
+    )
+    rows = [GREEDY, GREEDY, masked, masked, RequestSampling(top_p=0.5), RequestSampling(top_p=0.5)]
 
     tokens = _tokens(_sampler(30, rows), logits, list(range(6)))
 
@@ -193,7 +204,7 @@ def test_logits_that_are_no_numbers_are_told_for_their_row_alone() -> None:
 
 
 def test_a_row_that_may_take_nothing_fails_instead_of_breaking_a_rule() -> None:
-    barred = RowSampling(allowed_token_ids=(3,), min_tokens=2, end_token_ids=(3,))
+    barred = RequestSampling(allowed_token_ids=(3,), min_tokens=2, end_token_ids=(3,))
 
     tokens = _tokens(_sampler(8, [barred, GREEDY]), _logits(2, 8), [0, 1])
 
@@ -202,7 +213,7 @@ def test_a_row_that_may_take_nothing_fails_instead_of_breaking_a_rule() -> None:
 
 def test_end_tokens_come_free_when_min_tokens_is_reached() -> None:
     logits = torch.tensor([[0.0, 9.0, 1.0]])
-    sampler = _sampler(3, [RowSampling(temperature=0.0, min_tokens=2, end_token_ids=(1,))])
+    sampler = _sampler(3, [RequestSampling(temperature=0.0, min_tokens=2, end_token_ids=(1,))])
 
     tokens = [_tokens(sampler, logits, [0])[0] for _ in range(4)]
 
@@ -210,7 +221,7 @@ def test_end_tokens_come_free_when_min_tokens_is_reached() -> None:
 
 
 def test_a_bad_word_of_several_tokens_bars_only_its_last_after_the_others() -> None:
-    sampler = _sampler(4, [RowSampling(temperature=0.0, bad_words=((1, 2), (1, 3, 3)))])
+    sampler = _sampler(4, [RequestSampling(temperature=0.0, bad_words=((1, 2), (1, 3, 3)))])
     best = [1, 2, 2, 1, 3, 3]
 
     tokens = [_tokens(sampler, torch.eye(4)[[token]], [0])[0] for token in best]
@@ -222,10 +233,10 @@ def test_a_bad_word_of_several_tokens_bars_only_its_last_after_the_others() -> N
 def test_a_longer_bad_word_that_comes_later_keeps_what_others_remember() -> None:
     sampler = Sampler(2, 4, CPU, torch.int64)
     prompt = np.array([0], dtype=np.uint32)
-    sampler.admit(0, RowSampling(temperature=0.0, bad_words=((1, 2),)), prompt, 1)
+    sampler.admit(0, RequestSampling(temperature=0.0, bad_words=((1, 2),)), prompt, 1)
     assert _tokens(sampler, torch.eye(4)[[1]], [0]) == [1]
 
-    sampler.admit(1, RowSampling(temperature=0.0, bad_words=((3, 3, 3, 3),)), prompt, 1)
+    sampler.admit(1, RequestSampling(temperature=0.0, bad_words=((3, 3, 3, 3),)), prompt, 1)
 
     assert _tokens(sampler, torch.eye(4)[[2, 3]], [0, 1]) == [0, 3]
 
@@ -245,7 +256,7 @@ def test_a_row_that_comes_back_after_preemption_goes_on_as_if_nothing_was() -> N
 
 
 def test_a_row_taken_over_by_another_sequence_forgets_the_first() -> None:
-    penalised = RowSampling(temperature=0.0, frequency_penalty=2.0)
+    penalised = RequestSampling(temperature=0.0, frequency_penalty=2.0)
     sampler = _sampler(3, [penalised])
     logits = torch.tensor([[1.0, 0.0, 0.5]])
     assert [_tokens(sampler, logits, [0])[0] for _ in range(2)] == [0, 2]
@@ -257,7 +268,7 @@ def test_a_row_taken_over_by_another_sequence_forgets_the_first() -> None:
 
 
 def test_rows_may_come_in_any_order_and_padding_changes_nothing() -> None:
-    rows = [RowSampling(seed=s, frequency_penalty=1.0, top_k=3) for s in range(4)]
+    rows = [RequestSampling(seed=s, frequency_penalty=1.0, top_k=3) for s in range(4)]
     logits = _logits(4, 20)
     wanted = _tokens(_sampler(20, rows), logits, [0, 1, 2, 3])
     padded = torch.full((6, 20), float("nan"))
@@ -279,14 +290,14 @@ def test_logits_are_left_as_they_were() -> None:
 
 def test_tokens_come_in_the_index_type() -> None:
     sampler = Sampler(1, 300, CPU, torch.int32)
-    sampler.admit(0, RowSampling(top_p=0.9, top_k=5), np.array([1], dtype=np.uint32), 1)
+    sampler.admit(0, RequestSampling(top_p=0.9, top_k=5), np.array([1], dtype=np.uint32), 1)
 
     tokens = sampler.sample(_logits(1, 300), [0]).tokens
 
     assert tokens.dtype == torch.int32
 
 
-def _counts_of_draws(asked: RowSampling, logits: Tensor, draws: int) -> np.ndarray:
+def _counts_of_draws(asked: RequestSampling, logits: Tensor, draws: int) -> np.ndarray:
     rows = 500
     sampler = _sampler(logits.shape[0], [replace(asked, seed=s) for s in range(rows)])
     batch = logits.expand(rows, -1)
@@ -297,14 +308,14 @@ def _counts_of_draws(asked: RowSampling, logits: Tensor, draws: int) -> np.ndarr
 @pytest.mark.parametrize(
     "asked",
     [
-        RowSampling(),
-        RowSampling(temperature=0.5),
-        RowSampling(top_k=4),
-        RowSampling(top_p=0.8),
-        RowSampling(min_p=0.1, temperature=1.5),
+        RequestSampling(),
+        RequestSampling(temperature=0.5),
+        RequestSampling(top_k=4),
+        RequestSampling(top_p=0.8),
+        RequestSampling(min_p=0.1, temperature=1.5),
     ],
 )
-def test_draws_follow_the_probabilities(asked: RowSampling) -> None:
+def test_draws_follow_the_probabilities(asked: RequestSampling) -> None:
     logits, draws = _logits(1, 12, spread=1.0)[0], 20_000
 
     counts = _counts_of_draws(asked, logits, draws)

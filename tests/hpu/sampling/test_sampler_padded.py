@@ -11,7 +11,7 @@ from torch import Tensor
 from config.engine import LOGPROBS_MODES
 from config.params.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from hpu.backends.cpu import CpuBackend
-from hpu.protocol import RowSampling
+from hpu.protocol import RequestSampling
 from hpu.sampling import filters
 from hpu.sampling.logprobs import RAW, LogprobsMode
 from hpu.sampling.sampler import Sampled, Sampler
@@ -90,7 +90,7 @@ def test_every_mix_gives_the_same_through_padding_and_rows_taken_over(seed: int,
 
 
 def test_a_mask_holds_for_its_row_alone_and_ends_with_it() -> None:
-    sampler, asked = _padded(2, 40), RowSampling(temperature=0.0, masked=True)
+    sampler, asked = _padded(2, 40), RequestSampling(temperature=0.0, masked=True)
     logits = torch.arange(40.0).expand(2, 40)
     only = np.zeros((1, 2), dtype="<i4")
     only[0, 0] = -(2**31)
@@ -99,7 +99,7 @@ def test_a_mask_holds_for_its_row_alone_and_ends_with_it() -> None:
 
     sampler.mask([0], only)
     found = [sampler.sample(logits, [0, 1]).tokens.tolist()]
-    sampler.admit(0, RowSampling(temperature=0.0), PROMPT, 1)
+    sampler.admit(0, RequestSampling(temperature=0.0), PROMPT, 1)
     found.append(sampler.sample(logits, [0, 1]).tokens.tolist())
 
     # The sign bit of the first word is token 31.
@@ -108,7 +108,7 @@ def test_a_mask_holds_for_its_row_alone_and_ends_with_it() -> None:
 
 def test_the_longest_and_most_bad_words_hold_beside_short_ones() -> None:
     most = tuple((1,) * (MAX_BAD_WORD_TOKENS - 1) + (end,) for end in (2, 3)) * (MAX_BAD_WORDS // 2)
-    asked = [RowSampling(temperature=0.0, bad_words=words) for words in (most, ((1, 2),), ())]
+    asked = [RequestSampling(temperature=0.0, bad_words=words) for words in (most, ((1, 2),), ())]
     history = np.array([0] + [1] * (MAX_BAD_WORD_TOKENS - 2), dtype=np.uint32)
     sampler = _padded(3, 5)
     for row, sampling in enumerate(asked):
@@ -122,7 +122,7 @@ def test_the_longest_and_most_bad_words_hold_beside_short_ones() -> None:
 
 
 def test_a_row_that_comes_back_after_preemption_goes_on_as_if_nothing_was() -> None:
-    asked = RowSampling(
+    asked = RequestSampling(
         temperature=0.8,
         seed=5,
         frequency_penalty=0.5,
@@ -146,7 +146,7 @@ def test_a_row_that_comes_back_after_preemption_goes_on_as_if_nothing_was() -> N
 
 def test_host_tensors_of_uploads_go_with_the_launch_that_needs_them() -> None:
     sampler = _padded(2, 8)
-    greedy, drawn = RowSampling(temperature=0.0), RowSampling(logit_bias=((1, 1.0),))
+    greedy, drawn = RequestSampling(temperature=0.0), RequestSampling(logit_bias=((1, 1.0),))
 
     sampler.admit(0, greedy, PROMPT, 1)
     without = sampler.sample(torch.zeros(2, 8), [0]).kept

@@ -9,14 +9,14 @@ from captured_card import GRAPH_BYTES, CapturedCard
 from tiny_models import make_tiny
 
 from config.buckets import BucketConfig, Range
-from config.engine import CacheConfig, EngineConfig, ScheduleConfig
+from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.errors import ConfigError
 from config.execution import WarmupConfig
 from config.model.model_config import read_model_config
 from hpu.profiling.counters import Counters
 from hpu.protocol import DECODE, PREFILL, WarmupProgress
-from hpu.runner.graph_cache import Graphs
-from hpu.runner.model_runner import Runner
+from hpu.runner.graph_cache import GraphCache
+from hpu.runner.model_runner import ModelRunner
 from hpu.sampling.sampler import GREEDY
 from hpu.warmup.capture_order import order_buckets
 from hpu.warmup.warmup import Warmup
@@ -36,8 +36,8 @@ class Rig(NamedTuple):
     """A warm-up that has run, and what it worked on."""
 
     warmup: Warmup
-    graphs: Graphs
-    runner: Runner
+    graphs: GraphCache
+    runner: ModelRunner
     card: CapturedCard
     counters: Counters
     buckets: list[tuple[int, int, int, int]]
@@ -57,7 +57,7 @@ def warmed(folder: Path, card: CapturedCard, *, graph_bytes: int = 1 << 20, **se
         dtype="float32",
         max_model_len=256,
         cache=CacheConfig(block_size=8, num_blocks=40),
-        schedule=ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=64),
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
         buckets=BUCKETS,
         warmup=WarmupConfig(**settings),
     )

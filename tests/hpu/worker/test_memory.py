@@ -38,7 +38,7 @@ def test_a_host_gives_a_quarter_of_its_free_memory_at_most() -> None:
 
 def test_a_card_gives_what_graphs_and_the_reserve_leave() -> None:
     split = _split(
-        CacheConfig(memory_utilization=0.5),
+        CacheConfig(gpu_memory_utilization=0.5),
         reserve=100_000,
         shares_host_memory=False,
         graph_share=0.1,
@@ -49,7 +49,7 @@ def test_a_card_gives_what_graphs_and_the_reserve_leave() -> None:
 
 
 def test_without_captures_nothing_is_reserved_for_graphs() -> None:
-    split = _split(CacheConfig(memory_utilization=0.5), shares_host_memory=False)
+    split = _split(CacheConfig(gpu_memory_utilization=0.5), shares_host_memory=False)
 
     assert split == Split(num_blocks=500 - 1, graph_bytes=0, usable_bytes=500_000)
 
@@ -59,7 +59,7 @@ def test_the_guides_card_gives_its_blocks() -> None:
     wanted = Wanted(block_size=128, block_bytes=16 * 1024**2, max_model_len=4096, max_num_seqs=128)
 
     split = split_memory(
-        CacheConfig(memory_utilization=0.5),
+        CacheConfig(gpu_memory_utilization=0.5),
         wanted,
         Found(free=int(79.16 * gib), reserve=0),
         shares_host_memory=False,

@@ -8,7 +8,7 @@ import torch
 from tiny_models import make_tiny
 
 from config.buckets import BucketConfig, Range
-from config.engine import CacheConfig, EngineConfig, ScheduleConfig
+from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.errors import ConfigError
 from config.execution import EmulatorSettings
 from hpu.worker.worker import Worker
@@ -37,7 +37,7 @@ def config_of(folder: Path, memory_bytes: int, **settings: Any) -> EngineConfig:
         max_model_len=256,
         num_threads=1,
         cache=CacheConfig(block_size=16, **settings),
-        schedule=ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=128),
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=128),
         buckets=FEW,
         emulator=EmulatorSettings(memory_bytes=memory_bytes, is_strict=True),
     )

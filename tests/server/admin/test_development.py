@@ -93,7 +93,7 @@ async def test_the_settings_are_told_without_keys_paths_or_names() -> None:
         whole = await rig.http.get("/server_info?config_format=json", headers=KEY)
 
         told = whole.json()["vllm_config"]
-        assert told["engine_config"]["schedule"]["max_num_seqs"] == 32
+        assert told["engine_config"]["scheduler"]["max_num_seqs"] == 32
         assert told["engine_config"]["device"] == "auto"
         assert told["engine"]["block_size"] == 16
         assert "max_num_seqs=32" in text

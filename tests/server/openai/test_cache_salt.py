@@ -12,7 +12,7 @@ from pooling_client import PoolingClient
 
 from config.errors import ConfigError
 from config.server import ServerConfig
-from engine.client.inproc import InlineClient
+from engine.client.inproc import InprocClient
 from server.http.auth import Keys
 
 KEYS = ("alice-key", "bob-key")
@@ -46,7 +46,7 @@ def owner(headers: dict[str, str]) -> str:
 @contextlib.asynccontextmanager
 async def over_an_engine(**config: Any) -> AsyncIterator[Rig]:
     """The front end over the real engine core with its prefix cache; only the model is a fake."""
-    client: Any = InlineClient(counting_config(), make_counting_executor)
+    client: Any = InprocClient(counting_config(), make_counting_executor)
     await client.start()
     try:
         await client.wait_ready()

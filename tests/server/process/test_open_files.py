@@ -15,7 +15,7 @@ from server.process.open_files import RESERVED
 
 SCRIPT = """
 import logging, resource, sys
-from server.open_files import max_connections, raise_limit, warn_if_low
+from server.process.open_files import max_connections, raise_limit, warn_if_low
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))
 logging.basicConfig(level="INFO", format="%(levelname)s %(message)s", stream=sys.stdout)
 raise_limit()
