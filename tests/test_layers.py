@@ -67,6 +67,10 @@ SPAWNED = (
 """Files that may import inside a function: what is not chosen is not loaded."""
 
 
+MAX_FILES = 15
+"""Of a folder's own, without its __init__.py."""
+
+
 class Import(NamedTuple):
     """`module` as it is written, `names` taken from it, where."""
 
@@ -263,12 +267,26 @@ def test_every_directory_is_a_package() -> None:
     assert missing == []
 
 
-def test_every_file_says_what_it_holds() -> None:
-    wrong = [
+def test_a_folder_holds_one_idea_and_says_which() -> None:
+    folders = {path.parent for path in FILES.values()}
+
+    crowded = {
+        str(folder.relative_to(ROOT)): count
+        for folder in folders
+        if (count := len(list(folder.glob("*.py"))) - 1) > MAX_FILES
+    }
+    wordy = [
         module
         for module, path in FILES.items()
-        if path.stat().st_size and not ast.get_docstring(tree_of(module))
+        if path.name == "__init__.py" and len(path.read_text(encoding="utf-8").splitlines()) > 6
     ]
+
+    assert crowded == {}
+    assert wordy == ["server"]  # it also holds the guard of the four names
+
+
+def test_every_file_says_what_it_holds() -> None:
+    wrong = [module for module, path in FILES.items() if not ast.get_docstring(tree_of(module))]
 
     assert wrong == []
 
