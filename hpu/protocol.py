@@ -145,7 +145,8 @@ class Logprobs(msgspec.Struct, array_like=True, gc=False):
 class StepResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=2):
     """What a step produced, in the plan's order.
 
-    `tokens` holds one token for each sampling row; -1 says that its logits were not numbers.
+    `tokens` holds the tokens of each sampling request, `token_counts[i]` for the i-th; -1 marks
+    logits that were not finite.
     """
 
     step: int
@@ -163,6 +164,9 @@ class StepResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     vectors: list[tuple[int, memoryview]] = []
     """Of a pooling model, in the order of the launches' texts: (rows, float32 little-endian); a
     number of rows of -1 says that its vectors were not numbers."""
+    token_counts: list[int] = []
+    """Tokens of each sampling request, in the order of `tokens`; empty when each has exactly one.
+    Last, so that an empty column takes no byte on the wire."""
 
 
 class WorkerFailed(msgspec.Struct, array_like=True, gc=False, tag=3):
