@@ -13,9 +13,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from config.errors import UserError
 from config.params.structured_output import FREE, GrammarSpec, ThinkingSpec
-from engine.structured_output.bounds import check_grammar_size, check_pattern_size
-from engine.structured_output.cycles import check_cycles
-from engine.structured_output.json_schema import prepared
+from engine.structured_output.bounds import check_cycles, check_grammar_size, check_pattern_size
+from engine.structured_output.json_schema import prepare_schema
 from engine.structured_output.structural_tag import lark_of_tags
 from engine.structured_output.thinking import (
     BEHIND,
@@ -311,7 +310,7 @@ def _overdue(spent_s: float, count: int) -> str | None:
 
 def _json(text: str) -> str:
     try:
-        schema = json.dumps(prepared(json.loads(text)), ensure_ascii=False)
+        schema = json.dumps(prepare_schema(json.loads(text)), ensure_ascii=False)
         return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_FORM)
     except (ValueError, RecursionError) as error:
         raise _bad(f"the json cannot be compiled: {_shown(str(error))}") from None

@@ -1,14 +1,44 @@
-"""A JSON schema made ready for the grammar library: what asks for nothing is left out, and what
-would be passed over in silence is refused. Pure."""
+"""Checks a JSON schema before the grammar library compiles it, and removes keywords without effect.
 
+Refuses what the library would ignore, not enforce, or not finish compiling.
+"""
+
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from config.errors import UserError
-from engine.structured_output.bounds import NAMED_KEYWORDS, VALUE_KEYWORDS, check_schema_size
-from engine.structured_output.json_bounds import check_bounds
-from engine.structured_output.json_ends import check_ends
+from engine.structured_output.bounds import check_pattern_size, too_large
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+MAX_NESTING = 120
+"""Levels of JSON; the library's reader takes 127."""
+MAX_DEPTH = 2_000
+"""Schemas on one path from the root, references followed. The library recurses once for each, with
+3 to 9 KiB of stack."""
+MAX_CHAIN = 100
+"""Consecutive schemas on such a path that apply to the same value (references, alternatives)."""
+MAX_SCHEMAS = 20_000
+MAX_PROPERTIES = 2_000
+"""Properties of one object: the library's time grows with their square."""
+MAX_TERMINATION_PASSES = 100
+"""Enough for any schema that a person writes; a schema that needs more is accepted."""
+
+VALUE_KEYWORDS = ("const", "enum", "default", "examples")
+"""Keywords whose values are not schemas."""
+NAMED_KEYWORDS = (
+    "properties",
+    "patternProperties",
+    "dependentSchemas",
+    "dependencies",
+    "$defs",
+    "definitions",
+)
+"""Keywords that map names chosen by the author to schemas."""
+SAME_VALUE_KEYWORDS = ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else")
+"""Keywords whose schemas apply to the same value as the schema that has them."""
+BRANCH_KEYWORDS = ("anyOf", "oneOf")
+CONTAINER_TYPES = ("object", "array")
+
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "propertyNames": (True, {}, {"type": "string"}),
     "unevaluatedProperties": (True, {}),
@@ -17,38 +47,229 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "dependentSchemas": ({},),
     "dependencies": ({},),
 }
-"""Keywords that the library does not know, and their values that ask for nothing."""
-_FORGOTTEN = ("extends", "disallow", "divisibleBy")
-"""Of the third draft; to the library they are words like any other."""
+"""Keywords that the library does not support, and their values that have no effect."""
+DRAFT_3_KEYWORDS = ("extends", "disallow", "divisibleBy")
+"""The library ignores them like any unknown keyword."""
 
 
-def prepared(schema: Any) -> Any:
-    """`schema` as the library is to have it. Raises UserError for what it would not enforce."""
+def prepare_schema(schema: Any) -> Any:
+    """`schema` without keywords that have no effect. Raises UserError when it is too large or the
+    library would not enforce it."""
     check_schema_size(schema)
-    check_bounds(schema)
-    check_ends(schema)
-    return _prepared(schema)
+    check_terminates(schema)
+    return _prepare(schema)
 
 
-def _prepared(schema: Any) -> Any:
+def _prepare(schema: Any) -> Any:
     if isinstance(schema, list):
-        return [_prepared(one) for one in schema]
+        return [_prepare(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    made = {}
-    for key, value in schema.items():
-        if key in _FORGOTTEN:
-            raise _bad(f"{key} is a keyword of an older draft that cannot be enforced")
-        if any(type(value) is type(one) and value == one for one in _NEUTRAL.get(key, ())):
+    _check_num_properties(schema)
+    _check_number_bounds(schema)
+    prepared = {}
+    for keyword, value in schema.items():
+        if keyword in DRAFT_3_KEYWORDS:
+            raise _refusal(f"{keyword} is a keyword of an older draft that cannot be enforced")
+        neutral = NEUTRAL_VALUES.get(keyword, ())
+        if any(type(value) is type(other) and value == other for other in neutral):
             continue
-        if key in VALUE_KEYWORDS:
-            made[key] = value
-        elif key in NAMED_KEYWORDS and isinstance(value, dict):
-            made[key] = {name: _prepared(one) for name, one in value.items()}
+        if keyword in VALUE_KEYWORDS:
+            prepared[keyword] = value
+        elif keyword in NAMED_KEYWORDS and isinstance(value, dict):
+            prepared[keyword] = {name: _prepare(part) for name, part in value.items()}
         else:
-            made[key] = _prepared(value)
-    return made
+            prepared[keyword] = _prepare(value)
+    return prepared
 
 
-def _bad(message: str) -> UserError:
+def check_schema_size(schema: Any) -> None:
+    """Raise UserError for a JSON schema that is nested too deeply, has too many schemas, or has
+    too long a path of references."""
+    _check_nesting(schema)
+    # Depth first and in order, as the library compiles: each schema is entered once.
+    entered: set[int] = set()
+    path: list[Iterator[tuple[Any, bool]]] = [iter([(schema, False)])]
+    chains = [0]
+    while path:
+        part, is_same_value = next(path[-1], (None, False))
+        if part is None:
+            path.pop()
+            chains.pop()
+            continue
+        if not isinstance(part, dict) or id(part) in entered:
+            continue
+        entered.add(id(part))
+        if len(entered) > MAX_SCHEMAS:
+            raise too_large("json", f"more than {MAX_SCHEMAS} schemas")
+        chains.append(chains[-1] + 1 if is_same_value else 0)
+        path.append(iter(_subschemas(part, schema)))
+        if chains[-1] > MAX_CHAIN:
+            raise too_large("json", f"more than {MAX_CHAIN} schemas in a row for one value")
+        if len(path) > MAX_DEPTH:
+            raise too_large("json", f"schemas more than {MAX_DEPTH} deep, references followed")
+
+
+def _check_nesting(value: Any) -> None:
+    level, depth = [value], 0
+    while level:
+        if depth > MAX_NESTING:
+            raise too_large("json", f"more than {MAX_NESTING} levels")
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                below += item.values()
+            elif isinstance(item, list):
+                below += item
+        level, depth = below, depth + 1
+
+
+def _subschemas(schema: dict[str, Any], root: Any) -> list[tuple[Any, bool]]:
+    """The schemas inside `schema`, each with whether it applies to the same value. Also checks the
+    patterns."""
+    found: list[tuple[Any, bool]] = []
+    for keyword, value in schema.items():
+        if keyword == "$ref" and isinstance(value, str):
+            target = _resolve(root, value)
+            if target is not None:
+                found.append((target, True))
+        elif keyword == "pattern" and isinstance(value, str):
+            check_pattern_size(value, "json")
+        elif keyword in VALUE_KEYWORDS or keyword in ("$defs", "definitions"):
+            continue
+        elif keyword in NAMED_KEYWORDS and isinstance(value, dict):
+            found += [(part, False) for part in value.values() if part is not None]
+            if keyword == "patternProperties":
+                for pattern in value:
+                    check_pattern_size(pattern, "json")
+        else:
+            parts = value if isinstance(value, list) else [value]
+            is_same_value = keyword in SAME_VALUE_KEYWORDS
+            found += [(part, is_same_value) for part in parts if part is not None]
+    return found
+
+
+def _resolve(root: Any, reference: str) -> Any:
+    """The target of a reference within the schema (a JSON pointer); None for any other."""
+    if reference != "#" and not reference.startswith("#/"):
+        return None
+    target = root
+    for word in reference[1:].split("/")[1:]:
+        name = word.replace("~1", "/").replace("~0", "~")
+        if isinstance(target, dict):
+            target = target.get(name)
+        elif isinstance(target, list) and name.isdecimal() and int(name[:9]) < len(target):
+            target = target[int(name[:9])]
+        else:
+            return None
+    return target
+
+
+def _check_num_properties(schema: dict[str, Any]) -> None:
+    count = len(schema["properties"]) if isinstance(schema.get("properties"), dict) else 0
+    if count > MAX_PROPERTIES:
+        raise _refusal(f"an object has {count} properties, at most {MAX_PROPERTIES} are taken")
+
+
+def _check_number_bounds(schema: dict[str, Any]) -> None:
+    """Refuse an exclusive bound that is a whole number when the other bound is less than 1 away:
+    the library (1.9) then accepts the bound itself."""
+    lows = [_number(schema, name) for name in ("minimum", "exclusiveMinimum")]
+    highs = [_number(schema, name) for name in ("maximum", "exclusiveMaximum")]
+    low = max((value for value in lows if value is not None), default=None)
+    high = min((value for value in highs if value is not None), default=None)
+    if low is None or high is None or high - low >= 1 or schema.get("type") == "integer":
+        return
+    for name, bound in (("exclusiveMinimum", lows[1]), ("exclusiveMaximum", highs[1])):
+        if bound is not None and float(bound).is_integer():
+            raise _refusal(
+                f"{name} {bound} cannot be enforced on numbers between {low} and {high}, as these "
+                "are less than 1 apart"
+            )
+
+
+def _number(schema: dict[str, Any], name: str) -> float | None:
+    value = schema.get(name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return value if abs(value) < 2**53 else None
+
+
+def check_terminates(schema: Any) -> None:
+    """Raise UserError for a schema that no finite value satisfies, such as an object that requires
+    a property of its own type: the library does not finish compiling some of these."""
+    objects = _all_objects(schema)
+    if not any("$ref" in part for part in objects):
+        return
+    terminating: set[int] = set()
+    for _ in range(MAX_TERMINATION_PASSES):
+        before = len(terminating)
+        # Reversed: parts come behind the schemas that contain them.
+        for part in reversed(objects):
+            if id(part) not in terminating and _terminates(part, schema, terminating):
+                terminating.add(id(part))
+        if id(schema) in terminating:
+            return
+        if len(terminating) == before:
+            raise _refusal("by its $ref every value must hold another one, without end")
+
+
+def _all_objects(schema: Any) -> list[dict[str, Any]]:
+    """All JSON objects in it, schemas or not."""
+    found, stack = [], [schema]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, dict):
+            found.append(item)
+            stack += item.values()
+        elif isinstance(item, list):
+            stack += item
+    return found
+
+
+def _terminates(schema: dict[str, Any], root: Any, terminating: set[int]) -> bool:
+    """Whether `schema` has a finite value, given the schemas that are known to have one."""
+    if "enum" in schema or "const" in schema:
+        return True
+
+    def all_terminate(parts: Iterable[Any]) -> bool:
+        return all(not isinstance(part, dict) or id(part) in terminating for part in parts)
+
+    required = list(_list(schema.get("allOf")))
+    if isinstance(schema.get("$ref"), str):
+        required.append(_resolve(root, schema["$ref"]))
+    if not all_terminate(required):
+        return False
+    for keyword in BRANCH_KEYWORDS:
+        branches = _list(schema.get(keyword))
+        if branches and not any(all_terminate([branch]) for branch in branches):
+            return False
+    types = schema.get("type")
+    types = types if isinstance(types, list) else [types]
+    if any(name not in CONTAINER_TYPES for name in types):
+        return True
+    return ("object" in types and all_terminate(_required_properties(schema))) or (
+        "array" in types and all_terminate(_required_items(schema))
+    )
+
+
+def _required_properties(schema: dict[str, Any]) -> list[Any]:
+    properties = schema.get("properties")
+    properties = properties if isinstance(properties, dict) else {}
+    names = [name for name in _list(schema.get("required")) if isinstance(name, str)]
+    return [properties.get(name, schema.get("additionalProperties")) for name in names]
+
+
+def _required_items(schema: dict[str, Any]) -> list[Any]:
+    min_items = schema.get("minItems", 0)
+    min_items = min_items if isinstance(min_items, int) else 0
+    prefix = _list(schema.get("prefixItems"))
+    return [*prefix[:min_items], *([schema.get("items")] if min_items > len(prefix) else [])]
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _refusal(message: str) -> UserError:
     return UserError(f"the json cannot be compiled: {message}", param="structured_outputs")

@@ -8,7 +8,7 @@ from typing import Any
 
 from config.errors import UserError
 from engine.structured_output.bounds import check_pattern_size
-from engine.structured_output.json_schema import prepared
+from engine.structured_output.json_schema import prepare_schema
 
 MAX_TAGS = 256
 MAX_DEPTH = 32
@@ -122,7 +122,7 @@ class _Writer:
         part = _object(part)
         kind = part.get("type")
         if kind == "json_schema":
-            schema = prepared(_object(part.get("json_schema")))
+            schema = prepare_schema(_object(part.get("json_schema")))
             return f"%json {json.dumps({**schema, 'x-guidance': self._json_form})}"
         if kind == "const_string":
             return self._literal(_string(part, "value"))

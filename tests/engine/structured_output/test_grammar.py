@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from config.errors import UserError
 from config.params.structured_output import GrammarSpec, grammar_spec
 from engine.structured_output.grammar import Grammar, Guide, Vocabulary
-from engine.structured_output.json_ends import check_ends
+from engine.structured_output.json_schema import check_terminates
 
 NUM_GENERATED = 190
 MOST_TOKENS = 600
@@ -144,7 +144,7 @@ HOLDS_ITSELF: Any = {"type": "object", "properties": {"a": {"$ref": "#"}}, "requ
 
 
 @pytest.mark.parametrize(
-    ("schema", "ends"),
+    ("schema", "terminates"),
     [
         (HOLDS_ITSELF, False),
         ({**HOLDS_ITSELF, "required": []}, True),
@@ -160,12 +160,12 @@ HOLDS_ITSELF: Any = {"type": "object", "properties": {"a": {"$ref": "#"}}, "requ
     ],
     ids=str,
 )
-def test_a_schema_that_only_endless_values_fit_is_told_apart(schema: Any, ends: bool) -> None:
-    if ends:
-        check_ends(schema)
+def test_a_schema_without_finite_values_is_refused(schema: Any, terminates: bool) -> None:
+    if terminates:
+        check_terminates(schema)
         return
     with pytest.raises(UserError, match="without end"):
-        check_ends(schema)
+        check_terminates(schema)
 
 
 @pytest.mark.parametrize(
