@@ -5,22 +5,20 @@ from config.params.pooling import PoolingParams
 from config.params.sampling import SamplingParams
 from config.version import VERSION as __version__
 from server.offline.llm import LLM
-from server.offline.pooling_results import (
-    ClassificationOutput,
-    ClassificationRequestOutput,
-    EmbeddingOutput,
-    EmbeddingRequestOutput,
-    PoolingOutput,
-    PoolingRequestOutput,
-    ScoringOutput,
-    ScoringRequestOutput,
-)
-from server.offline.results import (
+from server.offline.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
+    ClassificationOutput,
+    ClassificationRequestOutput,
     CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
     Logprob,
+    PoolingOutput,
+    PoolingRequestOutput,
     RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
 )
 
 __all__ = [

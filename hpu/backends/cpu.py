@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpu.backends.freed import keep_freed
+from config.malloc import retain_freed_memory
 from hpu.backends.host import has_fast_bfloat16, usable_cores, usable_memory
 from hpu.native.library import Library, open_library
 
@@ -168,10 +168,10 @@ class CpuBackend:
         return tensor
 
     def settled(self) -> None:
-        keep_freed(KEPT_BYTES)
+        retain_freed_memory(KEPT_BYTES)
 
     def unsettled(self) -> None:
-        keep_freed(0)
+        retain_freed_memory(0)
 
     def close(self) -> None:
         return

@@ -18,8 +18,8 @@ from config.params.sampling import SamplingParams
 from config.params.structured_output import GrammarSpec
 from engine.transport.messages import COMPILE_GRAMMAR
 from server.generation.answer_parser import Answers
+from server.generation.beam_search import BeamSearchGeneration
 from server.generation.outputs import Delta, Growing, Prompt
-from server.generation.search import Search
 from server.generation.tracking import Serving
 from server.http.access_log import Record, record_of
 from server.http.disconnect import UntilGone
@@ -169,7 +169,7 @@ def start_job(
     grow: Callable[..., Growing] = state.opened().start
     if body.use_beam_search:
         penalty = 1.0 if body.length_penalty is None else body.length_penalty
-        grow = partial(Search, state.opened(), length_penalty=penalty)
+        grow = partial(BeamSearchGeneration, state.opened(), length_penalty=penalty)
     generation = grow(
         prompts,
         params,

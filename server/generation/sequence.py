@@ -1,15 +1,19 @@
-"""One choice: its tokens become final text, cut at the stop. Knows no engine calls and no HTTP."""
+"""The output of one choice: token updates become final text, cut at the stop string."""
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from config.params.sampling import SamplingParams
 from engine.client.zmq import Update
-from engine.transport.messages import Finish
-from server.generation.logprobs import read_logprobs
-from server.generation.outputs import Delta, PositionLogprobs, Prompt
+from engine.transport.messages import Finish, Logprobs
+from server.generation.outputs import Delta, PositionLogprobs, Prompt, TokenLogprob
 from server.text.detokenizer import make_detokenizer
 from server.text.stop_strings import StopMatcher, Stopped
 from server.text.tokenizer import Tokenizer
+
+MIN_LOGPROB = -9999.0
+"""Written for minus infinity, which JSON cannot express."""
 
 
 @dataclass(slots=True)
@@ -148,3 +152,29 @@ class Sequence:
         if isinstance(result, Stopped):
             return result.text, result.stop
         return result + self._matcher.flush(), None
+
+
+def read_logprobs(columns: Logprobs, tokenizer: Tokenizer | None) -> list[PositionLogprobs]:
+    """One entry per position. Without a tokenizer, texts and bytes are empty."""
+    width = columns.k + 1
+    ids = np.frombuffer(columns.ids, dtype="<i4").reshape(-1, width)
+    values = np.frombuffer(columns.values, dtype="<f4").reshape(-1, width)
+    ranks = np.frombuffer(columns.ranks, dtype="<i4")
+    if not len(ids) == len(values) == len(ranks):
+        raise ValueError(
+            f"logprobs columns disagree: {len(ids)} ids, {len(values)} values, {len(ranks)} ranks"
+        )
+    finite = np.nan_to_num(values.astype(np.float64), nan=MIN_LOGPROB, neginf=MIN_LOGPROB)
+    rows = zip(ids.tolist(), np.maximum(finite, MIN_LOGPROB).tolist(), ranks.tolist(), strict=True)
+    return [
+        PositionLogprobs(
+            _entry(row_ids[0], row_values[0], chosen_rank, tokenizer),
+            [_entry(row_ids[rank], row_values[rank], rank, tokenizer) for rank in range(1, width)],
+        )
+        for row_ids, row_values, chosen_rank in rows
+    ]
+
+
+def _entry(token_id: int, logprob: float, rank: int, tokenizer: Tokenizer | None) -> TokenLogprob:
+    data = tokenizer.token_bytes(token_id) if tokenizer else b""
+    return TokenLogprob(token_id, data.decode("utf-8", "replace"), data, logprob, rank)

@@ -10,10 +10,10 @@ from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from config.errors import Overloaded, UserError
+from config.malloc import trim_memory
 from server.http.errors import ClientGone, RequestTooLarge, UnsupportedType, problem_with
 from server.http.json_decoder import PIECE_BYTES, decode_json
 from server.openai.schema.generation import Body
-from server.process.freed_memory import trim_memory
 
 B = TypeVar("B", bound=Body)
 

@@ -1,6 +1,9 @@
 """LLM: the text pipeline offline, with the engine in this process. Knows no HTTP."""
 
+import asyncio
+import contextlib
 import dataclasses
+import threading
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
@@ -17,26 +20,30 @@ from config.params.pooling import CLASSIFY, EMBED, PoolingParams
 from config.params.sampling import MAX_LOGPROBS, SamplingParams
 from config.startup_checks import check_checkpoint, check_device
 from engine.client.inproc import InprocClient
+from server.generation.beam_search import BeamSearchGeneration
 from server.generation.outputs import Prompt
 from server.generation.pipeline import Pipeline
-from server.generation.search import Search
-from server.offline.event_loop import Background, in_turn
-from server.offline.pooling import OfflinePooling, Params, classes, embeddings
-from server.offline.pooling_results import (
+from server.offline.event_loop import STOP_TIMEOUT_S, Background, in_turn
+from server.offline.outputs import (
+    BeamSearchOutput,
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
+    RequestOutput,
     ScoringRequestOutput,
+    beam_output,
+    request_output,
 )
+from server.offline.pooling import OfflinePooling, Params, classes, embeddings
 from server.offline.prompts import PromptInput, conversations, listed, prompt_of
-from server.offline.results import BeamSearchOutput, RequestOutput, beam_output, request_output
-from server.offline.shutdown import shut_down
 from server.pooling.inputs import generates_only, reader_of
 from server.pooling.scores import Pairs
 from server.text.chat_template import ChatTemplate, read_template
 from server.text.messages import Message
 from server.text.tokenizer import Tokenizer
+
+CLOSE_RETRY_S = 0.02
 
 MakePrompt = Callable[[], Coroutine[Any, Any, Prompt]]
 
@@ -84,7 +91,7 @@ class LLM:
         self._num_requests = 0
         self._background = Background("llm")
         self._end = weakref.finalize(
-            self, shut_down, self._background, self._client, self._template, self._tokenizer
+            self, _shut_down, self._background, self._client, self._template, self._tokenizer
         )
         try:
             self._background.run(_start(self._client))
@@ -371,7 +378,7 @@ class LLM:
         async def one(place: int) -> None:
             text, ids, salt = wanted[place]
             prompt = await self._prompt(text, ids, True, sampling)
-            search = Search(
+            search = BeamSearchGeneration(
                 self._pipeline,
                 [prompt],
                 sampling,
@@ -381,7 +388,7 @@ class LLM:
             )
             async for _ in search:
                 pass
-            (beams,) = search.best
+            (beams,) = search.beams
             results[place] = beam_output(prompt, beams, self._tokenizer)
             bar.update()
 
@@ -396,6 +403,35 @@ class LLM:
 async def _start(client: InprocClient) -> None:
     await client.start()
     await client.wait_ready()
+
+
+def _shut_down(
+    background: Background,
+    client: InprocClient,
+    template: ChatTemplate,
+    tokenizer: Tokenizer | None,
+) -> None:
+    """Stop everything that an `LLM` started. Holds no reference to it: called by its finalizer."""
+    if background.is_mine:
+        # The garbage collector may run on any thread; this one cannot wait for itself.
+        threading.Thread(target=_shut_down, args=(background, client, template, tokenizer)).start()
+        return
+    try:
+        background.run(_close(client))
+    finally:
+        background.close()
+        template.close()
+        if tokenizer is not None:
+            tokenizer.close()
+
+
+async def _close(client: InprocClient) -> None:
+    """Close the client, also at interpreter exit: executors take no work then, and waiting for the
+    engine's thread through one raises RuntimeError until that thread has ended."""
+    for _ in range(int(STOP_TIMEOUT_S / CLOSE_RETRY_S)):
+        with contextlib.suppress(RuntimeError):
+            return await client.close()
+        await asyncio.sleep(CLOSE_RETRY_S)
 
 
 def _defaults(recommended: Mapping[str, float]) -> SamplingParams:

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from config.errors import UserError
 from config.params.pooling import TOKEN_EMBED, PoolingParams
 from engine.client.zmq import EngineClient
-from server.offline.pooling_results import (
+from server.offline.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
     EmbeddingOutput,

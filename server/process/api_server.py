@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from config.engine import EngineConfig
 from config.errors import ConfigError, EngineDied
+from config.malloc import map_large_blocks
 from config.model.model_config import read_model_config
 from config.server import ServerConfig
 from config.version import VERSION
@@ -25,7 +26,6 @@ from server.http.app import create_app
 from server.http.protocol import HttpConfig, HttpLimits, HttpProtocol
 from server.http.state import AppState
 from server.metrics.registry import Metrics
-from server.process.freed_memory import map_large_blocks
 from server.process.model_download import News
 from server.process.open_files import max_connections
 from server.process.peer_proxy import Siblings, listen

@@ -9,7 +9,7 @@ import pytest
 from http_rig import EOS, TalkingClient, ids, in_memory, on_port
 from scripted_client import ScriptedBox, columns
 
-from server.generation.beams import BeamSearch
+from server.generation.beam_search import BeamSearch
 from server.generation.outputs import PositionLogprobs, TokenLogprob
 
 A, B, C, D = ids("abcd")
@@ -156,10 +156,10 @@ def test_a_search_ends_when_nothing_that_lives_can_beat_what_has_ended() -> None
         return PositionLogprobs(top[0], top)
 
     search = BeamSearch(1, 9, frozenset({0}), 1.0)
-    search.grow([what(x=-1.0, end=-1.5, y=-9.0)])
+    search.step([what(x=-1.0, end=-1.5, y=-9.0)])
     # The end was only second: it is no candidate, however good.
-    assert (search.running[0].tokens, search.ended) == ([1], [])
-    search.grow([what(end=-0.5, x=-3.0, y=-4.0)])
+    assert (search.running[0].tokens, search.finished) == ([1], [])
+    search.step([what(end=-0.5, x=-3.0, y=-4.0)])
 
-    assert search.running == [] and search.ended[0].tokens == [1, 0]
-    assert search.ended[0].score(1.0) == -0.75
+    assert search.running == [] and search.finished[0].tokens == [1, 0]
+    assert search.finished[0].score(1.0) == -0.75

@@ -1,10 +1,14 @@
-"""What offline users get: the fields that vLLM's users know. Plain data."""
+"""Return types of `LLM`: the classes and fields of vLLM's offline API."""
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from server.generation.beams import Beam
+from server.generation.beam_search import Beam
 from server.generation.outputs import Output, PositionLogprobs, Prompt
+from server.pooling.pipeline import Vectors
 from server.text.tokenizer import Tokenizer
+
+OutputData = TypeVar("OutputData")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,72 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
+@dataclass(frozen=True, slots=True)
+class PoolingOutput:
+    """What `LLM.encode` gives."""
+
+    data: Vectors
+    """float32: (width,), or (tokens, width) for the task token_embed."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """What `LLM.embed` gives."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """How many numbers there are."""
+        return len(self.embedding)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationOutput:
+    """What `LLM.classify` gives."""
+
+    probs: list[float]
+    """One for each of the model's labels."""
+
+    @property
+    def num_classes(self) -> int:
+        """How many labels there are."""
+        return len(self.probs)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """What `LLM.score` gives."""
+
+    score: float
+    """More is more alike, or a better answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingRequestOutput(Generic[OutputData]):
+    """One input with what was made of it."""
+
+    request_id: str
+    outputs: OutputData
+    prompt_token_ids: list[int]
+    """Special tokens included; both texts of a pair."""
+    num_cached_tokens: int
+    """Of them, found in the prefix cache."""
+    finished: bool = True
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """Of `LLM.embed`."""
+
+
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """Of `LLM.classify`."""
+
+
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    """Of `LLM.score`."""
+
+
 def beam_output(prompt: Prompt, beams: list[Beam], tokenizer: Tokenizer | None) -> BeamSearchOutput:
     """A finished search in the users' form."""
     sequences = []
@@ -83,7 +153,7 @@ def beam_output(prompt: Prompt, beams: list[Beam], tokenizer: Tokenizer | None) 
                 logprobs=[_by_id(position) for position in beam.positions],
                 cum_logprob=beam.logprob,
                 text=None if tokenizer is None else tokenizer.decode(tokens, False),
-                finish_reason="stop" if beam.ends else "length",
+                finish_reason="stop" if beam.is_finished else "length",
             )
         )
     return BeamSearchOutput(sequences)

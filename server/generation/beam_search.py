@@ -1,0 +1,274 @@
+"""Beam search over an engine. The rules are those of `generate(num_beams=...)` of transformers.
+
+Each beam is extended by a request of its own for one token. The prefix cache holds all but the
+last block of the beam, and the engine puts the request at the head of the queue.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from config.errors import UserError
+from config.params.beam_search import check_length_penalty
+from config.params.sampling import MAX_LOGPROBS, SamplingParams
+from engine.client.zmq import Update
+from engine.transport.messages import Finish
+from server.generation.outputs import Delta, PositionLogprobs, Prompt
+from server.generation.pipeline import Generation, Pipeline
+from server.generation.sequence import Sequence
+from server.generation.validation import check_comparable
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """One continuation of the prompt."""
+
+    tokens: list[int] = field(default_factory=list)
+    positions: list[PositionLogprobs] = field(default_factory=list)
+    """One entry per token; its chosen token is that token."""
+    logprob: float = 0.0
+    """Sum over its tokens."""
+    is_finished: bool = False
+    """Whether the last token is an end token."""
+
+    def score(self, length_penalty: float) -> float:
+        """Score of a finished beam: logprob / length ** penalty; the length has the end token."""
+        return float(self.logprob / len(self.tokens) ** length_penalty)
+
+
+class BeamSearch:
+    """The search over one prompt, without an engine: at most `width` running beams.
+
+    A step takes the best `width` continuations that end with an end token as finished beams, and
+    the best `width` without one as running beams. The search ends when `width` beams are finished
+    and the best running beam, if it ended at its present length, would not beat the worst of them;
+    or after `max_tokens` tokens.
+    """
+
+    def __init__(
+        self, width: int, max_tokens: int, end_ids: frozenset[int], length_penalty: float
+    ) -> None:
+        self.running = [Beam()]
+        self.finished: list[Beam] = []
+        """The best finished beams so far, best first; `width` of them once the search has ended."""
+        self._width = width
+        self._max_tokens = max_tokens
+        self._end_ids = end_ids
+        self._length_penalty = length_penalty
+
+    @property
+    def num_candidates(self) -> int:
+        """Most likely tokens needed for each running beam: all end tokens may be among them, and
+        `width` others must remain."""
+        return self._width + len(self._end_ids)
+
+    def step(self, next_tokens: list[PositionLogprobs]) -> None:
+        """Extend the beams by one token. `next_tokens` has the candidates of each running beam,
+        most likely first."""
+        candidates = [
+            (beam.logprob + token.logprob, beam, token, position.top)
+            for beam, position in zip(self.running, next_tokens, strict=True)
+            for token in position.top[: self.num_candidates]
+        ]
+        candidates.sort(key=lambda candidate: -candidate[0])
+        beams = [
+            Beam(
+                [*beam.tokens, token.token_id],
+                [*beam.positions, PositionLogprobs(token, top)],
+                logprob,
+                token.token_id in self._end_ids,
+            )
+            for logprob, beam, token, top in candidates[: self._width * (1 + len(self._end_ids))]
+        ]
+        is_last_step = len(beams[0].tokens) == self._max_tokens
+        self._finish([beam for beam in beams[: self._width] if is_last_step or beam.is_finished])
+        self.running = [beam for beam in beams if not beam.is_finished][: self._width]
+        if is_last_step or self._cannot_improve():
+            self.running = []
+
+    def _finish(self, beams: list[Beam]) -> None:
+        best_first = sorted(
+            [*self.finished, *beams], key=lambda beam: -beam.score(self._length_penalty)
+        )
+        self.finished = best_first[: self._width]
+
+    def _cannot_improve(self) -> bool:
+        if len(self.finished) < self._width:
+            return False
+        best_score = self.running[0].score(self._length_penalty)
+        return best_score <= self.finished[-1].score(self._length_penalty)
+
+
+class BeamSearchGeneration:
+    """The best `params.n` continuations of each prompt, best first. Has the interface of
+    `Generation`, but all deltas come at once, when the searches of all prompts have ended."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        prompts: list[Prompt],
+        params: SamplingParams,
+        *,
+        length_penalty: float = 1.0,
+        priority: int = 0,
+        cache_salt: str = "",
+        param: str = "messages",
+        name: str = "",
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        """Check the request and send the first step. Arguments and exceptions are those of
+        `Pipeline.start`; `params.n` is the beam width. Of `params` only the end tokens, the length
+        and the fields of the output are used."""
+        ready = pipeline.ready
+        eos_ids = frozenset() if params.ignore_eos else frozenset(ready.eos_token_ids)
+        self._stop_ids = frozenset(params.stop_token_ids) - eos_ids
+        end_ids = eos_ids | self._stop_ids
+        check_length_penalty(length_penalty)
+        check_comparable(ready.logprobs_mode, "use_beam_search")
+        _check_params(params, len(end_ids), ready.vocab_size)
+        self._params, output_limits = pipeline.checked(prompts, params, param)
+        self._searches = [
+            BeamSearch(params.n, limit, end_ids, length_penalty) for limit in output_limits
+        ]
+        self._pipeline = pipeline
+        self._prompts = prompts
+        self._shown = shown
+        self._prompt_bytes = [np.asarray(p.token_ids, dtype="<u4").tobytes() for p in prompts]
+        self._add_request = partial(
+            pipeline.client.add, priority=priority, cache_salt=cache_salt, name=name
+        )
+        self._step_params = SamplingParams(
+            temperature=0,
+            max_tokens=1,
+            ignore_eos=True,
+            logprobs=max(self._searches[0].num_candidates, params.logprobs or 0),
+            detokenize=False,
+        )
+        self._first_step_ended_s: float | None = None
+        self._is_over = False
+        self.num_output_tokens = 0
+        self.decode_s = 0.0
+        self._first_step = self._step = self._send_step(params.prompt_logprobs)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Each prompt counted once."""
+        return self._first_step.num_prompt_tokens
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that the first step found in the prefix cache."""
+        return self._first_step.num_cached_tokens
+
+    @property
+    def prompt_logprobs(self) -> list[list[PositionLogprobs | None] | None]:
+        """One entry per prompt; None unless requested."""
+        return self._first_step.prompt_logprobs
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds that the first step waited."""
+        return self._first_step.queue_s
+
+    @property
+    def prefill_s(self) -> float:
+        """Seconds that the first step computed."""
+        return self._first_step.prefill_s
+
+    def __aiter__(self) -> "BeamSearchGeneration":
+        return self
+
+    async def __anext__(self) -> list[Delta]:
+        if self._is_over:
+            raise StopAsyncIteration
+        while True:
+            outputs = await self._step.collect()
+            if self._is_over:
+                # Aborted while it waited: the outputs are incomplete.
+                raise StopAsyncIteration
+            now_s = time.monotonic()
+            self._first_step_ended_s = self._first_step_ended_s or now_s
+            self.decode_s = now_s - self._first_step_ended_s
+            next_tokens = iter([output.logprobs[0] for output in outputs if output.logprobs])
+            for search in self._searches:
+                if search.running:
+                    search.step([next(next_tokens) for _ in search.running])
+            if not any(search.running for search in self._searches):
+                break
+            self._step = self._send_step(None)
+        self._is_over = True
+        return list(self._deltas())
+
+    @property
+    def beams(self) -> list[list[Beam]]:
+        """The finished beams of each prompt, best first."""
+        return [search.finished for search in self._searches]
+
+    def abort(self) -> None:
+        """Abort the search. Iteration ends; may be called at any time and more than once."""
+        self._is_over = True
+        self._step.abort()
+
+    def _send_step(self, prompt_logprobs: int | None) -> Generation:
+        """Request the next token of each running beam of each search."""
+        params = self._step_params.replace(prompt_logprobs=prompt_logprobs)
+        running = [
+            (prompt, prompt_bytes, beam)
+            for prompt, prompt_bytes, search in zip(
+                self._prompts, self._prompt_bytes, self._searches, strict=True
+            )
+            for beam in search.running
+        ]
+        tokenizer = self._pipeline.tokenizer
+        step = Generation(self._pipeline.client, [prompt for prompt, _, _ in running], 1)
+        try:
+            for index, (prompt, prompt_bytes, beam) in enumerate(running):
+                tokens = prompt_bytes + np.asarray(beam.tokens, dtype="<u4").tobytes()
+                queue = self._add_request(tokens, params, goes_on=bool(beam.tokens))
+                step.open(Sequence(index, prompt, params, tokenizer), queue)
+        except BaseException:
+            step.abort()
+            raise
+        return step
+
+    def _deltas(self) -> Iterator[Delta]:
+        width = self._params.n
+        for prompt_index, (prompt, search) in enumerate(
+            zip(self._prompts, self._searches, strict=True)
+        ):
+            for rank, beam in enumerate(search.finished):
+                yield self._delta(prompt_index * width + rank, prompt, beam)
+
+    def _delta(self, index: int, prompt: Prompt, beam: Beam) -> Delta:
+        """A finished beam as the only delta of a choice."""
+        params = self._params.replace(logprobs=None, prompt_logprobs=None)
+        sequence = Sequence(index, prompt, params, self._pipeline.tokenizer, self._shown)
+        last = beam.tokens[-1]
+        finish = Finish(0, "length")
+        if beam.is_finished:
+            finish = Finish(0, "stop", stop_token=last if last in self._stop_ids else None)
+        delta = sequence.take(Update(tokens=beam.tokens, finish=finish), 0.0)
+        assert delta is not None
+        self.num_output_tokens += sequence.num_output_tokens
+        num_logprobs = self._params.logprobs
+        if num_logprobs is not None:
+            delta.logprobs = [
+                PositionLogprobs(position.chosen, position.top[:num_logprobs])
+                for position in beam.positions
+            ]
+        return delta
+
+
+def _check_params(params: SamplingParams, num_end_ids: int, vocab_size: int) -> None:
+    max_width = min(MAX_LOGPROBS, vocab_size) - num_end_ids
+    if params.n > max_width:
+        raise UserError(
+            f"the beam width n is {params.n}, with {num_end_ids} end tokens it may be {max_width} "
+            "at most",
+            param="n",
+        )
+    if params.max_tokens == 0:
+        raise UserError("max_tokens is 0, a beam search needs at least 1", param="max_tokens")
