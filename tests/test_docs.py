@@ -53,7 +53,9 @@ ANSWERS = [
 
 
 def test_the_reference_is_what_the_code_says() -> None:
-    assert PATH.read_text(encoding="utf-8") == reference(), "run `python -m config.reference`"
+    assert PATH.read_text(encoding="utf-8") == reference(), (
+        "run `python -m config.loading.reference`"
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

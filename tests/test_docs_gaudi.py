@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from config.loading.sources import load
-from config.loading.vendor_knobs import knobs
+from config.loading.vendor_variables import vendor_variables
 from server.cli.main import main
 
 ROOT = Path(__file__).parents[1]
@@ -83,7 +83,7 @@ def test_a_server_would_start_with_the_flags_of_its_page(
 
 
 def test_the_variables_that_the_pages_name_are_known() -> None:
-    known = {knob.variable for knob in knobs()}
+    known = {variable.name for variable in vendor_variables()}
     named = set(re.findall(r"`((?:VLLM|QUANT)_\w+)`", "\n".join(PAGES.values())))
 
     assert len(named) > 5

@@ -1,7 +1,4 @@
-"""docs/configuration.md, made from the table of flags: `python -m config.reference` writes it.
-
-Knows Markdown, and nothing of how settings are read.
-"""
+"""Writes docs/configuration.md from the flags: `python -m config.loading.reference`."""
 
 import sys
 from pathlib import Path
@@ -15,7 +12,7 @@ PATH = Path(__file__).parents[2] / "docs" / "configuration.md"
 HEAD = """\
 # Configuration
 
-<!-- Made by `python -m config.reference`; a test holds it equal to the code. -->
+<!-- Made by `python -m config.loading.reference`; a test holds it equal to the code. -->
 
 Every setting is a flag of `gaudiserve serve`, a variable, a key of the YAML file given by
 `--config`, and a keyword of `LLM(...)`. A flag wins over a variable, a variable over the file, the

@@ -20,7 +20,7 @@ from config.loading.flags import FLAGS
 from config.loading.parser import Parser, server_parser
 from config.loading.sources import load
 from config.loading.values import nearest
-from config.loading.vendor_knobs import idle_variables
+from config.loading.vendor_variables import ignored_variables
 from config.progress import Report
 from config.server import ServerConfig
 from config.version import VERSION
@@ -91,7 +91,7 @@ def _serve(argv: list[str]) -> int:
     )
     engine, server = loaded.engine, loaded.server
     log.setup("server", level=server.log_level, access_log=not server.disable_access_log)
-    for variable, reason in idle_variables(environment()):
+    for variable, reason in ignored_variables(environment()):
         logger.warning("The variable %s does nothing here, %s", variable, reason)
     from config.startup_checks import check_device
 

@@ -1,29 +1,29 @@
-"""config/loading/vendor_knobs.py: the table of vLLM's settings against our flags, and what the log
-says."""
+"""config/loading/vendor_variables.py: vLLM's variables against our flags, and the log at start."""
 
 import logging
+import re
 
 import pytest
 
 from config.errors import ConfigError
 from config.loading.flags import FLAGS
 from config.loading.sources import load
-from config.loading.vendor_knobs import PATH, idle_variables, knobs, page, row_of
-from config.loading.vendor_table import NOT_BUILT, NOT_NEEDED
+from config.loading.vendor_variables import PATH, ignored_variables, page, vendor_variables
 from server.cli import main as cli
 
 
 def test_the_page_is_the_tables() -> None:
-    assert PATH.read_text(encoding="utf-8") == page(), "run `python -m config.vendor_knobs`"
+    assert PATH.read_text(encoding="utf-8") == page(), (
+        "run `python -m config.loading.vendor_variables`"
+    )
 
 
-def test_a_knob_has_either_a_flag_that_reads_it_or_a_reason() -> None:
-    rows = [row_of(knob) for knob in knobs()]
+def test_a_variable_has_either_a_flag_that_reads_it_or_a_reason() -> None:
+    variables = vendor_variables()
 
-    for row in rows:
-        has_reason = row.knob.word in (NOT_BUILT, NOT_NEEDED) and bool(row.knob.why)
-        assert has_reason == (row.flag is None), row.knob.variable
-    assert len({row.knob.variable for row in rows}) == len(rows)
+    for variable in variables:
+        assert bool(variable.reason) == (variable.flag is None), variable.name
+    assert len({variable.name for variable in variables}) == len(variables)
 
 
 def test_every_variable_of_vllm_that_a_device_setting_reads_is_in_the_table() -> None:
@@ -35,10 +35,10 @@ def test_every_variable_of_vllm_that_a_device_setting_reads_is_in_the_table() ->
         for variable in (*flag.variables, *flag.variables_of_switches)
     }
 
-    assert read <= {knob.variable for knob in knobs()}
+    assert read <= {variable.name for variable in vendor_variables()}
 
 
-def test_a_variable_that_does_nothing_is_told_once_with_the_reason() -> None:
+def test_an_ignored_variable_is_reported_once_with_its_reason() -> None:
     environ = {
         "VLLM_DEFRAG_WITH_GRAPHS": "1",
         "VLLM_GC_THR_GEN0": "9",
@@ -47,7 +47,7 @@ def test_a_variable_that_does_nothing_is_told_once_with_the_reason() -> None:
         "VLLM_NOT_OF_THE_GUIDE": "1",
     }
 
-    found = idle_variables(environ)
+    found = ignored_variables(environ)
 
     assert found == [
         (
@@ -64,7 +64,7 @@ def test_sequence_lengths_of_old_decode_buckets_are_not_taken_for_blocks() -> No
     loaded = load(["m"], environ=environ)
 
     assert loaded.engine.buckets.decode_blocks.max is None
-    ((variable, why),) = idle_variables(environ)
+    ((variable, why),) = ignored_variables(environ)
     assert variable == "VLLM_DECODE_SEQ_BUCKET_MAX" and "VLLM_DECODE_BLOCK_BUCKET_*" in why
 
 
@@ -117,3 +117,21 @@ def test_steps_that_make_no_sense_are_refused(word: str) -> None:
 def test_developer_routes_are_never_open_without_a_key() -> None:
     with pytest.raises(ConfigError, match="api-key holds 0 keys, it needs 1"):
         load(["m"], environ={"VLLM_SERVER_DEV_MODE": "1"})
+
+
+def test_every_data_file_of_the_packages_is_in_the_wheel() -> None:
+    root = PATH.parents[1]
+    pyproject = (root / "pyproject.toml").read_text(encoding="utf-8")
+    table = pyproject.partition("[tool.setuptools.package-data]\n")[2].partition("\n[")[0]
+
+    shipped = {
+        file
+        for package, patterns in re.findall(r'^"?([\w.]+)"? = \[(.*)\]$', table, re.MULTILINE)
+        for pattern in re.findall(r'"(.+?)"', patterns)
+        for file in root.joinpath(*package.split(".")).glob(pattern)
+    }
+
+    for layer in ("config", "hpu", "engine", "server"):
+        files = {path for path in root.joinpath(layer).rglob("*") if path.is_file()}
+        data = {p for p in files if p.suffix != ".py" and "__pycache__" not in p.parts}
+        assert data <= shipped, sorted(data - shipped)

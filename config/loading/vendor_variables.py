@@ -1,0 +1,131 @@
+"""Environment variables of vLLM for Gaudi (vendor_variables.yaml) and the flags that read them: for
+docs/hpu-flags.md, which `python -m config.loading.vendor_variables` writes, and the log at start.
+"""
+
+import fnmatch
+import functools
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from config.loading.flag import Flag
+from config.loading.flags import ACCEPTED, FLAGS
+from config.loading.parser import shown_default
+
+DATA = Path(__file__).with_suffix(".yaml")
+PATH = Path(__file__).parents[2] / "docs" / "hpu-flags.md"
+REASONS = ("not built", "not needed")
+
+HEAD = """\
+# Settings of vLLM for Gaudi, and ours
+
+<!-- Made by `python -m config.loading.vendor_variables`; a test holds it equal to the code. -->
+
+Every variable of the vendor's guide and of its plug-in, with its default there. Where a flag of
+ours stands beside it, the variable itself is read too, and means that flag; the flag and a variable
+of our own win over it ([configuration](configuration.md) has all of ours). Where none does, one
+word says why: **not built** is missing in this version, **not needed** has nothing to switch here.
+Such a variable is no error: if it is set, the log says at start that it does nothing, and why.
+"""
+NOTES = {
+    "Buckets": "The defaults are those of the plug-in's linear strategy, and for the two of "
+    "padding those of its padding-aware one; ours are the strategy's own ([buckets]"
+    "(buckets.md)). The older `PROMPT_SEQ` is read for `PROMPT_QUERY`.\n\n"
+}
+
+
+@dataclass(frozen=True, slots=True)
+class VendorVariable:
+    """One environment variable of vLLM for Gaudi."""
+
+    group: str
+    name: str
+    """A trailing * matches any ending."""
+    default: str
+    """vLLM's, as written there."""
+    meaning: str
+    reason: str = ""
+    """`not needed: ...` or `not built: ...`; empty where a flag of ours reads the variable."""
+
+    @property
+    def flag(self) -> tuple[Flag, str] | None:
+        """The flag that reads this variable, and the switch of it that the variable sets."""
+        for flag in FLAGS:
+            switch = flag.variables_of_switches.get(self.name)
+            if switch is not None or self.name in flag.variables:
+                return flag, switch or flag.key
+        return None
+
+
+@functools.cache
+def vendor_variables() -> tuple[VendorVariable, ...]:
+    """All of them, in the order of the page."""
+    groups = yaml.safe_load(DATA.read_text(encoding="utf-8"))
+    return tuple(
+        VendorVariable(
+            group,
+            name,
+            facts["default"],
+            facts["meaning"],
+            next((f"{word}: {facts[word]}" for word in REASONS if word in facts), ""),
+        )
+        for group, variables in groups.items()
+        for name, facts in variables.items()
+    )
+
+
+def ignored_variables(environ: Mapping[str, str]) -> list[tuple[str, str]]:
+    """(variable, reason) of vLLM's variables that are set and have no effect here."""
+    return [
+        (name, variable.reason)
+        for variable in vendor_variables()
+        if variable.reason
+        for name in sorted(fnmatch.filter(environ, variable.name))
+        if environ[name]
+    ]
+
+
+def page() -> str:
+    """docs/hpu-flags.md."""
+    parts = [HEAD]
+    for group in dict.fromkeys(variable.group for variable in vendor_variables()):
+        rows = "".join(_row(one) for one in vendor_variables() if one.group == group)
+        parts.append(
+            f"## {group}\n\n{NOTES.get(group, '')}"
+            "| variable | default there | here | our default | meaning |\n"
+            f"| --- | --- | --- | --- | --- |\n{rows}"
+        )
+    accepted = "".join(
+        f"| `--{name}` | `{value}` | {why} |\n" for name, (value, why) in ACCEPTED.items()
+    )
+    parts.append(
+        "## Flags of start scripts\n\n`--max-num-prefill-seqs` is `--max-prefill-batch`, "
+        "`--async-scheduling` is `--overlap-depth 2`, `--split-qkv` and `--enforce-eager` are ours "
+        "too. These are accepted with the one value that is true here:\n\n"
+        f"| flag | value | why |\n| --- | --- | --- |\n{accepted}"
+    )
+    return "\n".join(parts)
+
+
+def _row(variable: VendorVariable) -> str:
+    if variable.flag is None:
+        ours = [variable.reason, ""]
+    else:
+        flag, name = variable.flag
+        alias = "" if name == flag.key else f" (`--{flag.key}`)"
+        ours = [f"`--{name}`{alias}", f"`{shown_default(flag)}`"]
+    cells = [f"`{variable.name}`", f"`{variable.default}`", *ours, variable.meaning]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def main() -> int:
+    """Write the page."""
+    PATH.write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
