@@ -1,4 +1,4 @@
-"""docs/security.md: the limits that it names are those of the code."""
+"""The limits in docs/security.md equal those of the code."""
 
 from pathlib import Path
 
@@ -17,13 +17,15 @@ from server.text import chat_template as template
 from server.text import isolated_template
 from server.text import template_renderer as renderer
 
-PAGE = (Path(__file__).parents[1] / "docs" / "security.md").read_text(encoding="utf-8")
+PAGE = " ".join(
+    (Path(__file__).parents[1] / "docs" / "security.md").read_text(encoding="utf-8").split()
+)
 DEFAULTS = ServerConfig()
 KIB, MIB = 2**10, 2**20
 
 
 def isolation(limits: compilation.Limits) -> str:
-    """A row of the table of isolation, behind its first cell."""
+    """A row of the isolation table without its first cell."""
     return (
         f"| {limits.cpu_s:g} s | {limits.wall_s:g} s | {limits.memory_bytes // MIB} MiB "
         f"| {limits.stack_bytes // MIB} MiB |"
@@ -50,16 +52,16 @@ def isolation(limits: compilation.Limits) -> str:
         f"| prompt tokens that wait | {DEFAULTS.max_queued_prompt_tokens:,}, then 503",
         f"| schema, pattern or grammar | {grammar.MAX_CHARACTERS:,} characters",
         f"| JSON schema | {grammar_bounds.MAX_NESTING} levels, {grammar_bounds.MAX_SCHEMAS:,} "
-        f"schemas, {grammar_bounds.MAX_DEPTH:,} on a path, {grammar_bounds.MAX_CHAIN} of one value",
-        f"| pattern | {grammar_bounds.MAX_PATTERN_SIZE:,} characters written out, "
+        f"schemas, {grammar_bounds.MAX_DEPTH:,} on a path, {grammar_bounds.MAX_CHAIN} in a row",
+        f"| pattern | {grammar_bounds.MAX_PATTERN_SIZE:,} characters with repetitions expanded, "
         f"{grammar_bounds.MAX_PATTERN_OPTIONS:,} of them optional",
         f"| grammar | {grammar_bounds.MAX_RULES:,} rules, {grammar_bounds.MAX_RULE_DEPTH} on a "
         f"path, {grammar_bounds.MAX_EXPRESSIONS:,} expressions",
         f"| grammars that wait to be compiled | {compilation.MAX_PENDING}, then 503",
-        f"| grammars kept | {compilation.MAX_KEPT + compilation.MAX_PENDING}, and "
+        f"| cached grammars | {compilation.MAX_KEPT + compilation.MAX_PENDING}, and "
         f"{compilation.MAX_KEPT_BYTES // MIB} MiB",
-        f"| prompt made by a template | {renderer.MAX_CHARACTERS // MIB} Mi characters",
-        f"| kept responses | {DEFAULTS.responses_store_max_count:,}, "
+        f"| prompt rendered by a template | {renderer.MAX_CHARACTERS // MIB} Mi characters",
+        f"| stored responses | {DEFAULTS.responses_store_max_count:,}, "
         f"{DEFAULTS.responses_store_max_bytes // MIB} MiB, one day",
         f"| JSON files of a checkpoint | {fields.MAX_JSON_BYTES // MIB} MiB;",
         f"| header of a safetensors file | {safetensors_files.MAX_HEADER_BYTES // MIB} MiB",
@@ -67,5 +69,5 @@ def isolation(limits: compilation.Limits) -> str:
         f"{gguf_metadata.MAX_ELEMENTS:,} array elements",
     ],
 )
-def test_a_limit_that_the_page_names_is_that_of_the_code(row: str) -> None:
+def test_a_limit_of_the_page_equals_that_of_the_code(row: str) -> None:
     assert row in PAGE
