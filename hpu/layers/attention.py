@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hpu.layers.launch_plan import AttentionMetadata, DecodeMetadata, PrefillMetadata
 from hpu.layers.linear import Linear
+from hpu.layers.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
 from hpu.ops.attention import attend, join, paged_decode
 from hpu.ops.kernels import Kernels
 from hpu.ops.norm import rms_norm

@@ -12,10 +12,15 @@ from torch import Tensor, nn
 
 from config.model.model_config import ModelConfig
 from hpu.layers.attention import Attention, HeadNorm, HeadShape
-from hpu.layers.context import AttentionInputs, DecodeAttentionInputs, PrefillAttentionInputs
 from hpu.layers.embedding import Embedding
-from hpu.layers.launch_plan import Windows, build_metadata
 from hpu.layers.linear import Linear, can_pack, multiplications
+from hpu.layers.metadata import (
+    AttentionInputs,
+    DecodeAttentionInputs,
+    PrefillAttentionInputs,
+    Windows,
+    build_metadata,
+)
 from hpu.model_loader.weight_map import Place, parts, whole
 from hpu.models.layer import MLP, Layer, Norm
 from hpu.native.decoder import EndWeights, NativeDecoder, Sizes

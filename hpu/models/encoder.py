@@ -14,10 +14,15 @@ from torch.nn import functional
 from config.model.encoder import DISTIL_BERT
 from config.model.model_config import ModelConfig
 from hpu.layers.attention import Attention, HeadShape
-from hpu.layers.context import AttentionInputs, TextAttentionInputs
 from hpu.layers.embedding import Embedding
-from hpu.layers.launch_plan import AttentionMetadata, Windows, build_text_metadata
 from hpu.layers.linear import Linear, can_pack, multiplications
+from hpu.layers.metadata import (
+    AttentionInputs,
+    AttentionMetadata,
+    TextAttentionInputs,
+    Windows,
+    build_text_metadata,
+)
 from hpu.model_loader.weight_map import Place, parts, whole
 from hpu.models.layer import activation_named
 from hpu.native.library import Library, packer

@@ -10,8 +10,8 @@ from torch.nn import functional
 from config.errors import ConfigError
 from config.model.json_fields import shown
 from hpu.layers.attention import Attention, HeadNorm
-from hpu.layers.launch_plan import AttentionMetadata, Windows
 from hpu.layers.linear import Linear
+from hpu.layers.metadata import AttentionMetadata, Windows
 from hpu.native.decoder import LayerWeights
 from hpu.native.library import PackedLinear
 from hpu.ops.kernels import Kernels

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpu.layers.context import DecodeAttentionInputs, PrefillAttentionInputs
+from hpu.layers.metadata import DecodeAttentionInputs, PrefillAttentionInputs
 from hpu.native.library import Library, PackedLinear, Product
 
 MOST_HEAD = 256

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from hpu.backends.base import Backend, Graph
-from hpu.layers.context import AttentionInputs
+from hpu.layers.metadata import AttentionInputs
 from hpu.profiling.counters import Counters, phase_name
 from hpu.runner.input_buffers import Bucket, Inputs
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hpu.backends.base import Backend, Event
-from hpu.layers.context import AttentionInputs, DecodeAttentionInputs, PrefillAttentionInputs
+from hpu.layers.metadata import AttentionInputs, DecodeAttentionInputs, PrefillAttentionInputs
 from hpu.protocol import PREFILL
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.int64] | np.dtype[np.int32]]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpu.backends.base import Backend
-from hpu.layers.context import TextAttentionInputs
+from hpu.layers.metadata import TextAttentionInputs
 from hpu.models.pooler import PoolingInputs
 from hpu.protocol import Launch, Text
 from hpu.runner.input_buffers import Array, Bucket, Inputs

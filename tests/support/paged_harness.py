@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from config.model.model_config import read_model_config
-from hpu.layers.context import DecodeAttentionInputs, PrefillAttentionInputs
+from hpu.layers.metadata import DecodeAttentionInputs, PrefillAttentionInputs
 from hpu.model_loader.loader import load_weights
 from hpu.models.decoder import Decoder
 from hpu.models.registry import build_model

@@ -18,7 +18,7 @@ from config.errors import ConfigError
 from config.model.model_config import ModelConfig
 from hpu.backends.cuda import missing_cuda
 from hpu.backends.select import select_backend
-from hpu.layers.context import AttentionInputs, DecodeAttentionInputs, PrefillAttentionInputs
+from hpu.layers.metadata import AttentionInputs, DecodeAttentionInputs, PrefillAttentionInputs
 from hpu.models.registry import build_model
 from hpu.ops.cuda import CudaKernels
 from hpu.protocol import RequestSampling

@@ -5,7 +5,7 @@ import torch
 from captured_card import GRAPH_BYTES, CapturedCard
 from torch import Tensor
 
-from hpu.layers.context import AttentionInputs
+from hpu.layers.metadata import AttentionInputs
 from hpu.profiling.counters import Counters
 from hpu.protocol import DECODE, PREFILL
 from hpu.runner.graph_cache import GraphCache

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hpu.backends.cpu import CpuBackend
-from hpu.layers.context import DecodeAttentionInputs, PrefillAttentionInputs
+from hpu.layers.metadata import DecodeAttentionInputs, PrefillAttentionInputs
 from hpu.protocol import DECODE, PREFILL
 from hpu.runner.input_buffers import (
     MAX_PASSING,
