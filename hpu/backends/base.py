@@ -128,10 +128,6 @@ class Backend(Protocol):
         hint of how much it computes."""
         ...
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over the tensor-parallel group; the tensor itself when the group is one."""
-        ...
-
     def settled(self) -> None:
         """Warm-up is over: from now on nothing should be compiled."""
         ...

@@ -164,9 +164,6 @@ class CpuBackend:
             if self._library is not None:
                 self._library.use_threads(threads)
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        return tensor
-
     def settled(self) -> None:
         retain_freed_memory(KEPT_BYTES)
 

@@ -186,9 +186,6 @@ class CudaBackend:
     def expect(self, num_tokens: int, num_rows: int) -> None:
         return
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        return tensor
-
     def settled(self) -> None:
         return
 

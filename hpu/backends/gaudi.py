@@ -17,7 +17,8 @@ from config.errors import ConfigError
 from config.execution import HPU_GRAPHS, LAZY, TORCH_COMPILE, ExecutionConfig, ModeChoice
 from hpu.backends.gaudi_copies import HostCopies
 from hpu.backends.gaudi_devices import GENERATIONS, has_kernel, release_of
-from hpu.backends.gaudi_group import GaudiGroup, Ranks
+from hpu.backends.gaudi_group import GaudiGroup
+from hpu.distributed.process_groups import Ranks
 from hpu.doctor.machine import distribution_version
 from hpu.doctor.software import RUNTIME_DISTRIBUTION
 from hpu.ops.kernels import Kernels
@@ -156,9 +157,9 @@ class GaudiBackend:
             self._metrics = importlib.import_module(f"{ROOT}.hpu.metrics")
             self._check_mode(choice)
             # The runtime takes the card that belongs to the rank.
-            self._group = GaudiGroup(ranks)
+            self.group = GaudiGroup(ranks)
             self.device = torch.device("hpu", self._acquire())
-            self._group.check(self.device)
+            self.group.check(self.device)
         except (ImportError, AssertionError, RuntimeError) as error:
             raise ConfigError(self._worded(error)) from error
         self.captures = self._mode == HPU_GRAPHS
@@ -337,12 +338,9 @@ class GaudiBackend:
     def expect(self, num_tokens: int, num_rows: int) -> None:
         return
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        return self._group.all_reduce(tensor)
-
     def close(self) -> None:
         self._forget()
-        self._group.leave()
+        self.group.leave()
         self._on_close()
 
     def _worded(self, error: Exception) -> str:

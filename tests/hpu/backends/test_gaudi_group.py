@@ -10,7 +10,7 @@ from config.errors import ConfigError
 from config.execution import ExecutionConfig
 from config.loading.env import hpu_mode
 from hpu.backends.gaudi import GaudiBackend
-from hpu.backends.gaudi_group import Ranks
+from hpu.distributed.process_groups import Ranks
 from hpu.emulator.install import install
 from hpu.emulator.settings import EmulatorConfig
 
@@ -29,7 +29,7 @@ def run_rank(store: Path, rank: int) -> None:
     install(EmulatorConfig(), dict(VARIABLES))
     backend = backend_of(Ranks(2, rank, f"file://{store}", timeout_s=30))
     mine = torch.full((3,), float(rank + 1), device=backend.device)
-    total = backend.all_reduce(mine).cpu().tolist()
+    total = backend.group.world.all_reduce(mine).cpu().tolist()
     os._exit(7 if total == [3.0] * 3 else 1)
 
 
@@ -73,7 +73,7 @@ def test_a_group_of_one_sums_nothing_and_needs_no_partner() -> None:
         backend = backend_of(Ranks())
         mine = torch.ones(2, device=backend.device)
 
-        same = backend.all_reduce(mine)
+        same = backend.group.world.all_reduce(mine)
 
         assert same is mine
         backend.close()

@@ -1,0 +1,162 @@
+"""Process groups for tensor, pipeline, expert and data parallelism over torch.distributed.
+
+A group of one rank needs no torch.distributed: each of its collectives is a no-op.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+
+class Ranks(NamedTuple):
+    """This process among those that run one model."""
+
+    world_size: int = 1
+    rank: int = 0
+    init_method: str = ""
+    """Rendezvous, as torch.distributed spells it: tcp://host:port or file://path."""
+    timeout_s: float = 300.0
+    """How long a rank waits for the others, at the start and in each collective."""
+
+
+class ProcessGroup:
+    """The ranks of one group. All of them must call the same collectives in the same order with the
+    same shapes; a rank that does not hangs the group."""
+
+    __slots__ = ("_group", "_ranks", "rank", "size")
+
+    def __init__(self, ranks: Sequence[int] = (0,), rank: int = 0, group: Any = None) -> None:
+        """`ranks`: global rank of each member; `rank`: this process's index in `ranks`; `group`:
+        of torch.distributed, None for the world."""
+        self._ranks = tuple(ranks)
+        self._group = group
+        self.rank = rank
+        self.size = len(self._ranks)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, in place; returns `tensor`."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self._group)
+        return tensor
+
+    def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
+        """The tensors of all ranks, concatenated along `dim` in the order of the ranks."""
+        if self.size == 1:
+            return tensor
+        # The concatenated output form: the stacked one has trouble under torch.compile on HPU.
+        shape = tensor.shape
+        gathered = tensor.new_empty((self.size * shape[0], *shape[1:]))
+        dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self._group)
+        dim %= tensor.dim()
+        return gathered.view(self.size, *shape).movedim(0, dim).flatten(dim, dim + 1)
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """This rank's slice along the first dimension, which the size divides, of the sum over all
+        ranks."""
+        if self.size == 1:
+            return tensor
+        part = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
+        dist.reduce_scatter_tensor(part, tensor.contiguous(), group=self._group)
+        return part
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """Slice i along the first dimension, which the size divides, goes to rank i; the result
+        holds the slices received, in the order of the ranks."""
+        if self.size == 1:
+            return tensor
+        received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, tensor.contiguous(), group=self._group)
+        return received
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Overwrite `tensor` on all ranks with that of rank `source` of the group."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=self._ranks[source], group=self._group)
+        return tensor
+
+    def send(self, tensor: Tensor, target: int) -> None:
+        """Send `tensor` to rank `target` of the group, which must be another rank."""
+        dist.send(tensor, dst=self._ranks[target], group=self._group)
+
+    def recv(self, tensor: Tensor, source: int) -> Tensor:
+        """Fill `tensor` with what rank `source` of the group sends."""
+        dist.recv(tensor, src=self._ranks[source], group=self._group)
+        return tensor
+
+
+SINGLE = ProcessGroup()
+"""The group of a process that runs alone."""
+
+
+class ProcessGroups(NamedTuple):
+    """The groups that this rank belongs to."""
+
+    tensor: ProcessGroup = SINGLE
+    """Ranks that hold shards of the same layers."""
+    pipeline: ProcessGroup = SINGLE
+    """One rank of each pipeline stage."""
+    expert: ProcessGroup = SINGLE
+    """All ranks of a pipeline stage, over which experts are distributed."""
+    data: ProcessGroup = SINGLE
+    """Ranks that hold the same shard in each replica."""
+
+
+def group_members(tensor: int, pipeline: int, data: int) -> dict[str, list[list[int]]]:
+    """The global ranks of each group, by kind. Tensor ranks are adjacent, then pipeline stages,
+    then replicas: rank = (replica * pipeline + stage) * tensor + shard."""
+
+    def rank(replica: int, stage: int, shard: int) -> int:
+        return (replica * pipeline + stage) * tensor + shard
+
+    replicas, stages, shards = range(data), range(pipeline), range(tensor)
+    return {
+        "tensor": [[rank(r, p, t) for t in shards] for r in replicas for p in stages],
+        "pipeline": [[rank(r, p, t) for p in stages] for r in replicas for t in shards],
+        "expert": [[rank(r, p, t) for r in replicas for t in shards] for p in stages],
+        "data": [[rank(r, p, t) for r in replicas] for p in stages for t in shards],
+    }
+
+
+def join(backend: str, ranks: Ranks) -> ProcessGroup:
+    """Meet the other ranks, over `backend` of torch.distributed; the group of all of them.
+    RuntimeError when they do not come in time."""
+    if ranks.world_size == 1:
+        return SINGLE
+    dist.init_process_group(
+        backend,
+        init_method=ranks.init_method,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        timeout=timedelta(seconds=ranks.timeout_s),
+    )
+    return ProcessGroup(range(ranks.world_size), ranks.rank)
+
+
+def make_groups(*, tensor: int = 1, pipeline: int = 1, data: int = 1) -> ProcessGroups:
+    """The groups of this process, after `join`; the three sizes multiply to the world size."""
+    if tensor * pipeline * data == 1:
+        return ProcessGroups()
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    if tensor * pipeline * data != world_size:
+        raise ValueError(
+            f"tensor {tensor} x pipeline {pipeline} x data {data} is {tensor * pipeline * data} "
+            f"ranks, there are {world_size}"
+        )
+    found: dict[str, ProcessGroup] = {}
+    for kind, groups in group_members(tensor, pipeline, data).items():
+        for members in groups:
+            # Every rank creates every group, in the same order: torch.distributed demands it.
+            group = dist.new_group(members) if len(members) > 1 else None
+            if rank in members and group is not None:
+                found[kind] = ProcessGroup(members, members.index(rank), group)
+    return ProcessGroups(**found)
+
+
+def leave() -> None:
+    """Leave all groups."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,116 @@
+"""Collectives between two processes over gloo, and groups of one rank."""
+
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpu.distributed.process_groups import (
+    SINGLE,
+    ProcessGroup,
+    ProcessGroups,
+    Ranks,
+    group_members,
+    join,
+    leave,
+    make_groups,
+)
+
+Collective = Callable[[ProcessGroup, int], Tensor]
+
+
+def tensor_of(rank: int) -> Tensor:
+    """(2, 3): 0 to 5, plus ten times the rank."""
+    return torch.arange(6.0).view(2, 3) + 10 * rank
+
+
+def pass_on(group: ProcessGroup, rank: int) -> Tensor:
+    if rank == 0:
+        group.send(tensor_of(0), 1)
+        return tensor_of(0)
+    return group.recv(torch.zeros(2, 3), 0)
+
+
+FIRST, SECOND = tensor_of(0), tensor_of(1)
+BOTH = FIRST + SECOND
+
+COLLECTIVES: dict[str, tuple[Collective, tuple[Tensor, Tensor]]] = {
+    "all_reduce": (lambda group, rank: group.all_reduce(tensor_of(rank)), (BOTH, BOTH)),
+    "all_gather of rows": (
+        lambda group, rank: group.all_gather(tensor_of(rank), dim=0),
+        (torch.cat((FIRST, SECOND)),) * 2,
+    ),
+    "all_gather of columns": (
+        lambda group, rank: group.all_gather(tensor_of(rank)),
+        (torch.cat((FIRST, SECOND), dim=1),) * 2,
+    ),
+    "reduce_scatter": (
+        lambda group, rank: group.reduce_scatter(tensor_of(rank)),
+        (BOTH[:1], BOTH[1:]),
+    ),
+    "all_to_all": (
+        lambda group, rank: group.all_to_all(tensor_of(rank)),
+        (torch.stack((FIRST[0], SECOND[0])), torch.stack((FIRST[1], SECOND[1]))),
+    ),
+    "broadcast": (lambda group, rank: group.broadcast(tensor_of(rank), 1), (SECOND, SECOND)),
+    "send and recv": (pass_on, (FIRST, FIRST)),
+}
+
+
+def run_rank(folder: Path, rank: int) -> None:
+    """Write the result of every collective, of the world and of the tensor group."""
+    torch.set_num_threads(1)
+    world = join("gloo", Ranks(2, rank, f"file://{folder}/store", timeout_s=60))
+    groups = make_groups(tensor=2)
+    assert (groups.tensor.rank, groups.tensor.size, groups.data.size) == (rank, 2, 1)
+    for group, kind in ((world, "world"), (groups.tensor, "tensor")):
+        results = {name: run(group, rank) for name, (run, _) in COLLECTIVES.items()}
+        torch.save(results, folder / f"{kind}-{rank}")
+    leave()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that two ranks wrote their results to."""
+    folder = tmp_path_factory.mktemp("ranks")
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=run_rank, args=(folder, rank)) for rank in (0, 1)]
+    for child in ranks:
+        child.start()
+    for child in ranks:
+        child.join(100)
+    assert [child.exitcode for child in ranks] == [0, 0]
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["world", "tensor"])
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_two_ranks_agree_on_every_collective(name: str, kind: str, results: Path) -> None:
+    _, expected = COLLECTIVES[name]
+
+    found = [torch.load(results / f"{kind}-{rank}")[name] for rank in (0, 1)]
+
+    assert [torch.equal(*pair) for pair in zip(found, expected, strict=True)] == [True, True]
+
+
+def test_collectives_of_one_rank_return_the_tensor_itself() -> None:
+    tensor = tensor_of(0)
+
+    assert SINGLE.all_reduce(tensor) is tensor
+    assert SINGLE.all_gather(tensor) is tensor
+    assert SINGLE.reduce_scatter(tensor) is tensor
+    assert SINGLE.all_to_all(tensor) is tensor
+    assert SINGLE.broadcast(tensor) is tensor
+    assert make_groups() == ProcessGroups(SINGLE, SINGLE, SINGLE, SINGLE)
+
+
+def test_tensor_ranks_are_adjacent_then_stages_then_replicas() -> None:
+    members = group_members(tensor=2, pipeline=2, data=2)
+
+    assert members["tensor"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert members["pipeline"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert members["expert"] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert members["data"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
