@@ -32,7 +32,7 @@ RULES = ("exponential", "exponential-v3", "padding-aware")
 
 
 def chat(rng: random.Random) -> Lengths:
-    """Turns of conversations: some hundred tokens, half of them behind a shared prefix."""
+    """LoopPacer of conversations: some hundred tokens, half of them behind a shared prefix."""
     prompt = _lognormal(rng, 350, 0.9, 6000)
     cached = 512 if rng.random() < 0.5 and prompt > 600 else 0
     return Lengths(prompt, _lognormal(rng, 220, 0.7, 2000), cached)

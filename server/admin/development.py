@@ -12,7 +12,7 @@ from starlette.responses import Response
 from config.errors import UserError
 from engine.transport.messages import FALLING_ASLEEP, KV_CACHE, SLEEP, WAKE_UP, WEIGHTS
 from server.admin.settings import as_text, shown_settings
-from server.generation.job import answer_whole
+from server.http.body import json_response
 from server.http.openapi import ANSWERS
 from server.http.state import AppState
 
@@ -41,7 +41,7 @@ def _add_profile(router: APIRouter, state: AppState) -> None:
         responses=ANSWERS,
     )
     async def start_profile() -> Response:
-        return answer_whole({"file": await state.client.control("start_profile")})
+        return json_response({"file": await state.client.control("start_profile")})
 
     @router.post(
         "/stop_profile",
@@ -50,7 +50,7 @@ def _add_profile(router: APIRouter, state: AppState) -> None:
         responses=ANSWERS,
     )
     async def stop_profile() -> Response:
-        return answer_whole({"file": await state.client.control("stop_profile")})
+        return json_response({"file": await state.client.control("stop_profile")})
 
 
 def _add_facts(router: APIRouter, state: AppState) -> None:
@@ -64,7 +64,7 @@ def _add_facts(router: APIRouter, state: AppState) -> None:
     async def server_info(request: Request) -> Response:
         form = _word(request, "config_format", FORMATS)
         shown = shown_settings(state)
-        return answer_whole({"vllm_config": as_text(shown) if form == "text" else shown})
+        return json_response({"vllm_config": as_text(shown) if form == "text" else shown})
 
     @router.post(
         "/reset_prefix_cache",
@@ -77,7 +77,7 @@ def _add_facts(router: APIRouter, state: AppState) -> None:
             if request.query_params.get(name, "false").lower() not in ("false", "0"):
                 raise UserError(f"{name} is on, it must be off: it is not supported", param=name)
         await state.client.control("reset_prefix_cache")
-        return answer_whole({})
+        return json_response({})
 
 
 def _add_sleep(router: APIRouter, state: AppState) -> None:
@@ -95,7 +95,7 @@ def _add_sleep(router: APIRouter, state: AppState) -> None:
         while now == FALLING_ASLEEP and not await request.is_disconnected():
             await asyncio.sleep(POLL_S)
             now = await state.client.control("sleep_state")
-        return answer_whole({})
+        return json_response({})
 
     @post(
         "/wake_up",
@@ -111,7 +111,7 @@ def _add_sleep(router: APIRouter, state: AppState) -> None:
                     f"tags has {tag[:40]!r}, it must be {' or '.join(TAGS)}", param="tags"
                 )
         await state.client.control(WAKE_UP, tags=tags)
-        return answer_whole({})
+        return json_response({})
 
 
 def _word(request: Request, name: str, known: tuple[str, ...]) -> str:

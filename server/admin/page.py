@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from config.errors import GaudiserveError
-from server.generation.job import answer_whole
+from server.http.body import json_response
 from server.http.state import AppState
 
 FILES = {
@@ -45,7 +45,7 @@ def page_routes(state: AppState) -> APIRouter:
 
     @router.get("/page/state")
     async def get_state() -> Response:
-        answer = answer_whole(page_state(state) | {"shapes": await _shapes(state)})
+        answer = json_response(page_state(state) | {"shapes": await _shapes(state)})
         answer.headers["cache-control"] = "no-store"
         return answer
 
@@ -78,12 +78,12 @@ def page_state(state: AppState) -> dict[str, Any]:
         "device": ready.device if ready else "",
         "dtype": ready.dtype if ready else "",
         "max_model_len": state.max_model_len,
-        "pools": state.inputs is not None,
+        "pools": state.pooling_inputs is not None,
         "load": {
             "running": stats.running,
             "waiting": stats.waiting,
             "waiting_prompt_tokens": stats.waiting_prompt_tokens,
-            "open": len(state.servings),
+            "open": len(state.active_requests),
             "blocks_used": stats.blocks_used,
             "blocks_total": stats.blocks_total,
         },
@@ -92,5 +92,5 @@ def page_state(state: AppState) -> dict[str, Any]:
         "padding_tokens": stats.padding_tokens,
         "graphs": stats.graphs,
         "compilations": max(compiled, stats.recompilations),
-        "recent": list(state.recent),
+        "recent": list(state.recent_requests),
     }

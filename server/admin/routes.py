@@ -7,8 +7,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from engine.transport.messages import ASLEEP, AWAKE, LATER
-from server.generation.job import answer_whole
 from server.generation.pipeline import asleep
+from server.http.body import json_response
 from server.http.errors import Fault, fault_of
 from server.http.openapi import ANSWERS, PAGE_OF_METRICS
 from server.http.state import DRAINING_RETRY_S, STARTING_RETRY_S, AppState
@@ -55,11 +55,11 @@ def _add_facts(router: APIRouter, state: AppState) -> None:
 
     @get("/version", operation_id="version", summary="The server's version")
     async def get_version() -> Response:
-        return answer_whole({"version": state.version})
+        return json_response({"version": state.version})
 
     @get("/is_sleeping", operation_id="is_sleeping", summary="Whether the model sleeps")
     async def get_is_sleeping() -> Response:
-        return answer_whole({"is_sleeping": state.client.stats.sleep in ASLEEP})
+        return json_response({"is_sleeping": state.client.stats.sleep in ASLEEP})
 
     @get(
         "/load",
@@ -68,7 +68,7 @@ def _add_facts(router: APIRouter, state: AppState) -> None:
     )
     async def get_load() -> Response:
         stats = state.client.stats
-        return answer_whole({"server_load": stats.running + stats.waiting})
+        return json_response({"server_load": stats.running + stats.waiting})
 
     @router.get(
         "/metrics",
@@ -86,7 +86,7 @@ def _add_facts(router: APIRouter, state: AppState) -> None:
 def _health(state: AppState) -> Response:
     if state.client.failure is not None:
         return _engine_gone(state.client.failure).response()
-    return answer_whole({"status": "ok"})
+    return json_response({"status": "ok"})
 
 
 def _readiness(state: AppState) -> Response:
@@ -94,9 +94,9 @@ def _readiness(state: AppState) -> Response:
         return _not_ready(state).response()
     later = state.client.progress
     if later is None or later.stage != LATER or later.done >= later.total:
-        return answer_whole({"status": "ready"})
+        return json_response({"status": "ready"})
     warmup = {"done": later.done, "total": later.total}
-    return answer_whole({"status": "ready", "warmup": warmup})
+    return json_response({"status": "ready", "warmup": warmup})
 
 
 def _not_ready(state: AppState) -> Fault:

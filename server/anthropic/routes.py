@@ -11,8 +11,8 @@ from server.anthropic.answers import MessageEvents, whole_message
 from server.anthropic.conversation import chat_of
 from server.anthropic.errors import ROUTES
 from server.anthropic.schema import CountBody, MessagesBody
-from server.generation.job import answer_stream, answer_whole, gather
-from server.http.body import MANY_BYTES, Sent, parse
+from server.generation.job import collect_choices, stream_response
+from server.http.body import MANY_BYTES, ReceivedBody, json_response, parse
 from server.http.openapi import MESSAGES_ANSWERS, MESSAGES_GENERATES, takes
 from server.http.state import AppState
 from server.openai.conversation import count_prompt, start_conversation
@@ -31,7 +31,7 @@ def messages_routes(state: AppState) -> APIRouter:
         responses=MESSAGES_GENERATES,
     )
     async def create_message(request: Request) -> Response:
-        state.opened()
+        state.generation_pipeline()
         sent = await state.bodies.read_object(request)
         body = await parse(MessagesBody, sent)
         job = await start_conversation(
@@ -39,9 +39,9 @@ def messages_routes(state: AppState) -> APIRouter:
         )
         shows = body.thinking is None or body.thinking.display != "omitted"
         if body.stream:
-            return answer_stream(job, MessageEvents(job, shows_thinking=shows))
-        (choice,) = await gather(job, request)
-        return answer_whole(whole_message(job, choice, shows_thinking=shows))
+            return stream_response(job, MessageEvents(job, shows_thinking=shows))
+        (choice,) = await collect_choices(job, request)
+        return json_response(whole_message(job, choice, shows_thinking=shows))
 
     @router.post(
         f"{ROUTES}/count_tokens",
@@ -51,14 +51,14 @@ def messages_routes(state: AppState) -> APIRouter:
         responses=MESSAGES_ANSWERS,
     )
     async def count_message_tokens(request: Request) -> Response:
-        state.opened()
+        state.generation_pipeline()
         sent = await state.bodies.read_object(request)
         chat = await _chat(state, await parse(CountBody, sent), sent)
-        return answer_whole({"input_tokens": await count_prompt(state, chat)})
+        return json_response({"input_tokens": await count_prompt(state, chat)})
 
     return router
 
 
-async def _chat(state: AppState, body: CountBody, sent: Sent) -> ChatBody:
+async def _chat(state: AppState, body: CountBody, sent: ReceivedBody) -> ChatBody:
     made = partial(chat_of, body, may_think=state.forms.thinking is not None)
     return made() if sent.num_bytes <= MANY_BYTES else await asyncio.to_thread(made)

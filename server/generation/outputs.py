@@ -1,26 +1,27 @@
-"""What the text pipeline takes and gives: prompts, deltas, outputs. Plain data; knows no engine."""
+"""Data types of the generation pipeline: prompts, deltas, outputs, and the stream protocols."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One token with its log-probability. `bytes` are the token's own UTF-8 bytes, whole or not."""
+    """One token with its log-probability."""
 
     token_id: int
     token: str
     bytes: bytes
+    """UTF-8 bytes of this token alone; may be part of a character."""
     logprob: float
-    """Natural logarithm; what is impossible is written as -9999.0."""
+    """Natural logarithm; -9999.0 stands for minus infinity."""
     rank: int
     """1 for the most likely token of the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs:
-    """One position: the chosen token, and the k most likely ones, greatest first."""
+    """One position: the chosen token, and the k most likely tokens, most likely first."""
 
     chosen: TokenLogprob
     top: list[TokenLogprob]
@@ -28,9 +29,9 @@ class PositionLogprobs:
 
 @dataclass(slots=True)
 class Delta:
-    """What one choice has gained since its last delta.
+    """New output of one choice since its last delta.
 
-    `text` is final: the deltas joined equal the detokenised output, cut at the stop.
+    `text` is final: the joined deltas equal the detokenized output, cut at the stop string.
     """
 
     index: int
@@ -38,42 +39,41 @@ class Delta:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] | None = None
-    """One entry a token of `token_ids`, when asked for."""
+    """One entry per token of `token_ids`; None unless requested."""
     finish_reason: str | None = None
-    """stop, length; set on the last delta of the choice."""
+    """stop or length; set on the last delta of the choice."""
     stop_reason: str | int | None = None
     """The stop string or stop_token_ids entry; None for an end token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt ready for the engine: checked against the vocabulary, already truncated."""
+    """A prompt that is ready for the engine: ids checked, already truncated."""
 
     token_ids: list[int]
     text: str | None = None
-    """The text it came from, if it came from text."""
+    """The text that it was encoded from, if any."""
 
 
 @dataclass(slots=True)
 class Output:
-    """All of one choice: its deltas joined."""
+    """The complete output of one choice: all of its deltas joined."""
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] | None = None
     cumulative_logprob: float | None = None
-    """Sum over the chosen tokens; None when log-probabilities were not asked for."""
+    """Sum over the chosen tokens; None unless log-probabilities were requested."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     num_cached_tokens: int = 0
     num_prompt_tokens: int = 0
 
 
-class Growing(Protocol):
-    """The choices of one request as they grow, whatever makes them grow. Iterate it once: each item
-    is all that is new over all choices, at most one delta a choice. Seconds are sums over time, of
-    the slowest choice."""
+class RequestStream(Protocol):
+    """The output of one request. Iterate it once: each item is everything new over all choices,
+    at most one delta per choice. Times are those of the slowest choice."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -87,18 +87,12 @@ class Growing(Protocol):
 
     @property
     def num_output_tokens(self) -> int:
-        """All tokens of all choices so far, end tokens and matched stops included."""
-        ...
-
-    @property
-    def prompt_logprobs(self) -> list[list[PositionLogprobs | None] | None]:
-        """One entry a prompt, None when not asked for. Whole once its first token has come; the
-        first position has none."""
+        """Tokens of all choices so far, with end tokens and matched stop strings."""
         ...
 
     @property
     def queue_s(self) -> float:
-        """Seconds until the last choice left the waiting line."""
+        """Seconds until the last choice was scheduled."""
         ...
 
     @property
@@ -116,5 +110,19 @@ class Growing(Protocol):
     async def __anext__(self) -> list[Delta]: ...
 
     def abort(self) -> None:
-        """Forget what is still open, now. Iteration ends; safe at any moment, and twice."""
+        """Abort all unfinished choices. Iteration ends; may be called at any time and more than
+        once."""
         ...
+
+
+class GenerationStream(RequestStream, Protocol):
+    """The stream of a generating request."""
+
+    @property
+    def prompt_logprobs(self) -> list[list[PositionLogprobs | None] | None]:
+        """One entry per prompt, None unless requested. Complete once the prompt's first output
+        token has come; the first position has None."""
+        ...
+
+
+StreamT = TypeVar("StreamT", bound=RequestStream)

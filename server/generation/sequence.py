@@ -27,7 +27,7 @@ class Timing:
 
 
 class Sequence:
-    """Turns the updates of one choice into deltas.
+    """LoopPacer the updates of one choice into deltas.
 
     After the delta with a finish reason nothing more is taken. `is_instant` says that there is
     nothing to wait for: no output and no prompt log-probabilities were asked for.

@@ -1,4 +1,4 @@
-"""What is known of one HTTP request while it runs, for its log line and its metrics."""
+"""The record of an HTTP request, for its access-log line and its metrics."""
 
 import logging
 import time
@@ -9,40 +9,40 @@ from starlette.types import Scope, Send
 
 logger = logging.getLogger(__name__)
 
-_KEY = "gaudiserve.record"
-_SEND = "gaudiserve.send"
+_RECORD_KEY = "gaudiserve.record"
+_SEND_KEY = "gaudiserve.send"
 
 
 @dataclass(slots=True)
-class Record:
-    """Filled in by whoever learns something; written out once, when the answer has ended."""
+class RequestRecord:
+    """Filled in while the request is handled; logged once, when the response has ended."""
 
     id: str
     method: str
     path: str
     client: str
     owner: str = ""
-    """Which API key the request has (see server.auth.Keys.check); never written out."""
+    """The API key's owner (see ApiKeys.check); never logged."""
     started_s: float = field(default_factory=time.perf_counter)
     status: int = 0
     route: str = "unmatched"
-    """The route's template; every unknown path goes under one name."""
+    """The route's template; all unknown paths share one name."""
     model: str | None = None
-    """Set for requests that generate."""
+    """Set for requests to the engine."""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     ttft_s: float | None = None
-    is_handed_on: bool = False
-    """Whether another front-end answers it, and so keeps its books."""
-    ending: str = ""
-    """How its choices ended: stop, length, abort or error; several are joined."""
+    is_forwarded: bool = False
+    """Whether another API server handles it, which then logs and counts it."""
+    finish_reasons: str = ""
+    """stop, length, abort or error; those of several choices are joined."""
 
     @property
     def seconds(self) -> float:
         return time.perf_counter() - self.started_s
 
-    def told(self) -> dict[str, Any]:
-        """Its figures now that it has ended, without a word of what was asked or answered."""
+    def summary(self) -> dict[str, Any]:
+        """Figures of the ended request, without any content, for the status page."""
         return {
             "ended": round(time.time(), 3),
             "route": self.route,
@@ -51,11 +51,11 @@ class Record:
             "seconds": self.seconds,
             "prompt_tokens": self.num_prompt_tokens,
             "output_tokens": self.num_output_tokens,
-            "end": self.ending,
+            "end": self.finish_reasons,
         }
 
     def write(self, *, access_log: bool) -> None:
-        """One line: always for a request that generates, else only with the access log."""
+        """Log one line: always for a request to the engine, else only with `access_log`."""
         if self.model is not None:
             ttft = "-" if self.ttft_s is None else f"{self.ttft_s * 1e3:.1f}"
             logger.info(
@@ -70,7 +70,7 @@ class Record:
                 self.num_output_tokens,
                 ttft,
                 self.seconds * 1e3,
-                self.ending or "-",
+                self.finish_reasons or "-",
                 self.client,
             )
         elif access_log:
@@ -85,28 +85,28 @@ class Record:
             )
 
 
-def keep(scope: Scope, record: Record) -> None:
-    """Lay `record` where the handlers of this request find it."""
-    scope[_KEY] = record
+def attach_record(scope: Scope, record: RequestRecord) -> None:
+    """Make `record` the request's record."""
+    scope[_RECORD_KEY] = record
 
 
-def keep_send(scope: Scope, send: Send) -> None:
-    """Lay the server's own `send` where a stream finds it."""
-    scope[_SEND] = send
+def attach_send(scope: Scope, send: Send) -> None:
+    """Make `send` the request's `direct_send`."""
+    scope[_SEND_KEY] = send
 
 
-def straight_send(scope: Scope) -> Send:
-    """What sends pieces of a body past all layers, which look at nothing but an answer's start."""
-    send: Send = scope[_SEND]
+def direct_send(scope: Scope) -> Send:
+    """Sends parts of a body past all middleware, which only looks at the start of a response."""
+    send: Send = scope[_SEND_KEY]
     return send
 
 
-def record_of(scope: Scope) -> Record:
-    """The record of the request that `scope` belongs to."""
-    record: Record = scope[_KEY]
+def record_of(scope: Scope) -> RequestRecord:
+    """The record of the request with this scope."""
+    record: RequestRecord = scope[_RECORD_KEY]
     return record
 
 
-def log_prompt(record: Record, text: str) -> None:
-    """A prompt, cut: only on servers that are told to log them."""
+def log_prompt(record: RequestRecord, text: str) -> None:
+    """Log a prompt, truncated; only for servers with --enable-log-requests."""
     logger.info("request %s prompt: %.2000r", record.id, text)

@@ -1,4 +1,4 @@
-"""The application over an AppState: FastAPI's routes and errors, and our own layers around them."""
+"""The ASGI application of an AppState: FastAPI's routes and errors inside our middleware."""
 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -13,7 +13,13 @@ from server.admin.routes import admin_routes
 from server.anthropic.errors import refusal
 from server.anthropic.routes import messages_routes
 from server.http.errors import fault_of, problem_of
-from server.http.middleware import REQUEST_ID, Books, Cors, Gate, Shortcut
+from server.http.middleware import (
+    REQUEST_ID,
+    AuthMiddleware,
+    CorsMiddleware,
+    FastRouter,
+    RecordMiddleware,
+)
 from server.http.openapi import DescribedApi
 from server.http.state import AppState
 from server.openai.chat import chat_routes
@@ -28,7 +34,7 @@ PREFLIGHT_SECONDS = 600
 
 
 def create_app(state: AppState) -> ASGIApp:
-    """Everything a front-end answers."""
+    """The application of an API server: all routes and middleware."""
     has_docs = state.config.enable_docs
     api = DescribedApi(
         title="gaudiserve",
@@ -53,12 +59,12 @@ def create_app(state: AppState) -> ASGIApp:
         api.include_router(docs_routes(api.title))
     api.add_exception_handler(HTTPException, _answer_http)
     api.add_exception_handler(RequestValidationError, _answer_invalid)
-    api.add_exception_handler(Exception, _leave)
-    # Around the library and not among its own layers, which a short request need not pass then.
-    app: ASGIApp = Shortcut(api, [route for router in routers for route in router.routes])
-    app = Gate(app, state)
+    api.add_exception_handler(Exception, _leave_to_middleware)
+    # Around FastAPI and not among its middleware: short requests skip the latter.
+    app: ASGIApp = FastRouter(api, [route for router in routers for route in router.routes])
+    app = AuthMiddleware(app, state)
     if state.config.allowed_origins:
-        app = Cors(
+        app = CorsMiddleware(
             app,
             allow_origins=state.config.allowed_origins,
             allow_methods=["*"],
@@ -66,7 +72,7 @@ def create_app(state: AppState) -> ASGIApp:
             expose_headers=[REQUEST_ID],
             max_age=PREFLIGHT_SECONDS,
         )
-    return Books(app, state)
+    return RecordMiddleware(app, state)
 
 
 async def _answer_http(request: Request, error: Exception) -> Response:
@@ -75,18 +81,18 @@ async def _answer_http(request: Request, error: Exception) -> Response:
 
 async def _answer_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    # The first step only says that it is about the query, or the path.
+    # The first element of loc is only "query" or "path".
     problems = [{**problem, "loc": problem["loc"][1:]} for problem in error.errors()]
     return refusal(fault_of(problem_of(problems)), request.url.path)
 
 
-class _Left(Response):
-    """Nothing."""
+class _NoResponse(Response):
+    """Sends nothing."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         return
 
 
-async def _leave(request: Request, error: Exception) -> Response:
-    """The library answers in plain text and then raises `error` again: it is for the gate."""
-    return _Left()
+async def _leave_to_middleware(request: Request, error: Exception) -> Response:
+    """FastAPI would send plain text and raise `error` again, which AuthMiddleware handles."""
+    return _NoResponse()

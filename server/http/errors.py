@@ -27,11 +27,11 @@ class RequestTooLarge(UserError):
     """The body is over the limit; 413."""
 
 
-class UnsupportedType(UserError):
+class UnsupportedMediaType(UserError):
     """The body is declared as something that is not JSON; 415."""
 
 
-class BadKey(UserError):
+class InvalidApiKey(UserError):
     """No key, or a wrong one; 401."""
 
 
@@ -111,9 +111,9 @@ def _user_fault(error: UserError) -> Fault:
     elif isinstance(error, RequestTooLarge):
         # The connection stays open: one closed with unread data loses the answer on its way.
         status, code = 413, "request_too_large"
-    elif isinstance(error, UnsupportedType):
+    elif isinstance(error, UnsupportedMediaType):
         status = 415
-    elif isinstance(error, BadKey):
+    elif isinstance(error, InvalidApiKey):
         status, code, headers = 401, "invalid_api_key", {"WWW-Authenticate": "Bearer"}
     return Fault(status, error.message, param=error.param, code=code, headers=headers)
 

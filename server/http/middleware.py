@@ -1,5 +1,5 @@
-"""What every HTTP exchange passes through: ids, times and books outside, keys and errors inside,
-and the short way to a handler. Knows no route by name."""
+"""Middleware around all routes: request ids, access log and metrics, API keys and errors, CORS, and
+direct dispatch to fixed paths."""
 
 import inspect
 import logging
@@ -16,10 +16,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from config.errors import Overloaded
 from config.log import PROBES
 from server.anthropic.errors import is_messages, refusal
-from server.http.access_log import Record, keep, keep_send, record_of
-from server.http.auth import Keys
+from server.http.access_log import RequestRecord, attach_record, attach_send, record_of
+from server.http.auth import ApiKeys
 from server.http.errors import CLIENT_CLOSED, ClientGone, Fault, fault_of
-from server.http.pacing import Turns
+from server.http.pacing import LoopPacer
 from server.http.sse import EventStream
 from server.http.state import AppState
 from server.http.trusted_proxies import TrustedProxies
@@ -34,8 +34,8 @@ EVENTS = b"text/event-stream"
 Header = tuple[bytes, bytes]
 
 
-class Books:
-    """Outermost: gives each request an id and a record, and writes both out when it has ended."""
+class RecordMiddleware:
+    """Outermost: gives each request an id and a record; logs and counts it when it has ended."""
 
     def __init__(self, app: ASGIApp, state: AppState) -> None:
         self._app = app
@@ -48,13 +48,13 @@ class Books:
             return
         self._proxies.apply(scope)
         record = _open_record(scope)
-        keep(scope, record)
-        keep_send(scope, send)
+        attach_record(scope, record)
+        attach_send(scope, send)
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                message["headers"] = _with_own(record, message["headers"])
+                message["headers"] = _with_common_headers(record, message["headers"])
             await send(message)
 
         self._state.num_open_requests += 1
@@ -64,8 +64,8 @@ class Books:
             self._state.num_open_requests -= 1
             self._close_record(scope, record)
 
-    def _close_record(self, scope: Scope, record: Record) -> None:
-        if record.is_handed_on:
+    def _close_record(self, scope: Scope, record: RequestRecord) -> None:
+        if record.is_forwarded:
             return
         record.status = record.status or CLIENT_CLOSED
         route = scope.get("route")
@@ -75,18 +75,18 @@ class Books:
             record.route, record.method, record.status, record.seconds
         )
         if record.model is not None:
-            self._state.recent.append(record.told())
+            self._state.recent_requests.append(record.summary())
         access_log = not self._state.config.disable_access_log and record.path not in PROBES
         record.write(access_log=access_log)
 
 
-class Gate:
-    """Innermost: lets a request in if its key is right, and answers for whatever it raises."""
+class AuthMiddleware:
+    """Checks the API key, and converts exceptions into error responses."""
 
     def __init__(self, app: ASGIApp, state: AppState) -> None:
         self._app = app
         self._state = state
-        self._keys = Keys(state.config.api_keys)
+        self._api_keys = ApiKeys(state.config.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -94,28 +94,27 @@ class Gate:
             return
         record = record_of(scope)
         try:
-            record.owner = self._keys.check(scope)
+            record.owner = self._api_keys.check(scope)
             await self._app(scope, receive, send)
         except ClientGone:
             record.status = CLIENT_CLOSED
-        except Exception as error:  # the border: one answer, one log line
+        except Exception as error:  # process border: one response, one log line
             if record.status:
-                logger.exception("request %s broke in the middle of its answer", record.id)
+                logger.exception("request %s failed in the middle of its response", record.id)
                 return
             if isinstance(error, Overloaded):
-                full = error.type == "server_overloaded"
-                self._state.metrics.rejected("queue_full" if full else "not_ready")
+                is_full = error.type == "server_overloaded"
+                self._state.metrics.rejected("queue_full" if is_full else "not_ready")
             await refusal(fault_of(error), scope["path"])(scope, receive, send)
 
 
-class Shortcut:
-    """In front of `app`, which finds every route: one whose path is fixed, and whose handler takes
-    the request alone and gives the answer itself, is found by that path, and needs nothing else.
-    While answers are streamed, requests that come at once take turns."""
+class FastRouter:
+    """Dispatches routes with a fixed path and a handler `(Request) -> Response` directly, past
+    FastAPI; all others go to `app`. While responses are streamed, concurrent requests are paced."""
 
     def __init__(self, app: ASGIApp, routes: Iterable[BaseRoute]) -> None:
         self._app = app
-        self._turns = Turns()
+        self._pacer = LoopPacer()
         self._num_streams = 0
         self._routes = {
             (method, route.path): route
@@ -133,59 +132,59 @@ class Shortcut:
             return
         scope["route"] = route
         if self._num_streams:
-            await self._turns.take()
-        answer = await route.endpoint(Request(scope, receive, send))
-        is_stream = isinstance(answer, EventStream)
+            await self._pacer.wait()
+        response = await route.endpoint(Request(scope, receive, send))
+        is_stream = isinstance(response, EventStream)
         self._num_streams += is_stream
         try:
-            await answer(scope, receive, send)
+            await response(scope, receive, send)
         finally:
             self._num_streams -= is_stream
 
 
-class Cors(CORSMiddleware):
-    """The library's, with our body when it refuses a preflight."""
+class CorsMiddleware(CORSMiddleware):
+    """Starlette's, with our error body for a rejected preflight."""
 
     def preflight_response(self, request_headers: Headers) -> Response:
         response = super().preflight_response(request_headers)
         if response.status_code < 400:
             return response
-        refused = Fault(response.status_code, "This origin, method or header is not allowed.")
-        answer = refused.response()
+        fault = Fault(response.status_code, "This origin, method or header is not allowed.")
+        rejection = fault.response()
         for name, value in response.headers.items():
             if name.startswith("access-control-") or name == "vary":
-                answer.headers[name] = value
-        return answer
+                rejection.headers[name] = value
+        return rejection
 
 
-def _open_record(scope: Scope) -> Record:
-    # Starlette's Headers take four times as long, for every request.
-    asked = next((value for name, value in scope["headers"] if name == _REQUEST_ID), b"")
+def _open_record(scope: Scope) -> RequestRecord:
+    # Not through Starlette's Headers, which take four times as long.
+    client_id = next((value for name, value in scope["headers"] if name == _REQUEST_ID), b"")
     client = scope.get("client")
-    return Record(
-        id=_request_id(asked.decode("latin-1")),
+    return RequestRecord(
+        id=_request_id(client_id.decode("latin-1")),
         method=scope["method"],
         path=scope["path"],
         client=client[0] if client else "-",
     )
 
 
-def _request_id(asked: str) -> str:
-    cut = asked[:MAX_REQUEST_ID_CHARACTERS]
-    return cut if is_header_word(cut) else os.urandom(16).hex()
+def _request_id(client_id: str) -> str:
+    truncated = client_id[:MAX_REQUEST_ID_CHARACTERS]
+    return truncated if is_header_word(truncated) else os.urandom(16).hex()
 
 
-def _with_own(record: Record, given: Iterable[Header]) -> list[Header]:
-    """The headers of an answer, with those that every one has. Names are in lower case."""
-    own = {b"x-request-id": record.id.encode()}
+def _with_common_headers(record: RequestRecord, headers: Iterable[Header]) -> list[Header]:
+    """`headers` with those that all responses have. Names are in lower case."""
+    common = {b"x-request-id": record.id.encode()}
     if is_messages(record.path):
-        own[b"request-id"] = own[b"x-request-id"]
-    if not any(name == b"content-type" and value.startswith(EVENTS) for name, value in given):
-        own[b"openai-processing-ms"] = b"%d" % round(record.seconds * 1e3)
-    return [*(header for header in given if header[0] not in own), *own.items()]
+        common[b"request-id"] = common[b"x-request-id"]
+    if not any(name == b"content-type" and value.startswith(EVENTS) for name, value in headers):
+        common[b"openai-processing-ms"] = b"%d" % round(record.seconds * 1e3)
+    return [*(header for header in headers if header[0] not in common), *common.items()]
 
 
 def _is_plain(route: Route) -> bool:
-    told = inspect.signature(route.endpoint)
-    takes_request = [one.annotation for one in told.parameters.values()] == [Request]
-    return not route.param_convertors and takes_request and told.return_annotation is Response
+    signature = inspect.signature(route.endpoint)
+    takes_request = [one.annotation for one in signature.parameters.values()] == [Request]
+    return not route.param_convertors and takes_request and signature.return_annotation is Response

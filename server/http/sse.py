@@ -11,8 +11,8 @@ import msgspec
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.types import Receive, Scope, Send
 
-from server.http.access_log import straight_send
-from server.http.disconnect import UntilGone
+from server.http.access_log import direct_send
+from server.http.disconnect import CancelOnDisconnect
 from server.http.errors import ClientGone
 
 DONE = b"data: [DONE]\n\n"
@@ -91,8 +91,8 @@ class EventStream(EventSourceResponse):
         # A stream that is cut before its first frame never starts the generator, so a `finally`
         # there would not run.
         try:
-            with contextlib.suppress(ClientGone), UntilGone(receive):
-                await self._send_all(send, straight_send(scope))
+            with contextlib.suppress(ClientGone), CancelOnDisconnect(receive):
+                await self._send_all(send, direct_send(scope))
         finally:
             self._on_close()
 

@@ -1,4 +1,4 @@
-"""AppState: what handlers are given, and whether they may start. Knows no HTTP."""
+"""AppState: everything that request handlers use, and whether requests are accepted."""
 
 import hashlib
 import time
@@ -14,12 +14,12 @@ from engine.client.zmq import EngineClient
 from engine.transport.messages import AWAKE
 from server.generation.answer_parser import NO_FORMS, Forms
 from server.generation.pipeline import Pipeline, asleep
-from server.generation.tracking import Serving
+from server.generation.tracking import RequestTracker
 from server.http.body import BodyReader
 from server.metrics.registry import Metrics
-from server.pooling.inputs import InputReader, generates_only, reader_of
-from server.process.peer_proxy import Siblings
-from server.process.progress_bar import in_words
+from server.pooling.inputs import InputProcessor, make_input_processor, not_a_pooling_model
+from server.process.peer_proxy import Peers
+from server.process.progress_bar import describe
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import Tokenizer
 
@@ -31,7 +31,7 @@ MAX_RECENT = 100
 
 @dataclass(slots=True)
 class AppState:
-    """One front-end. The text parts are None until they are loaded; see `open`."""
+    """State of one API server. Tokenizer, template and pipeline are None until `open`."""
 
     config: ServerConfig
     client: EngineClient
@@ -40,35 +40,35 @@ class AppState:
     model_names: tuple[str, ...]
     """At least one; the first is the default."""
     root: str
-    """What the operator asked to serve."""
+    """The model as the operator named it."""
     engine_config: EngineConfig | None = None
-    """What the engine was told, where it was told here."""
+    """The engine's configuration, if this process has it."""
     has_priorities: bool = False
-    """Whether the engine runs under the priority policy."""
+    """Whether the engine uses the priority policy."""
     created: int = field(default_factory=lambda: int(time.time()))
     pipeline: Pipeline | None = None
     tokenizer: Tokenizer | None = None
     template: ChatTemplate | None = None
-    inputs: InputReader | None = None
-    """Reads the inputs of a pooling model; None: the model generates."""
+    pooling_inputs: InputProcessor | None = None
+    """Prepares inputs of a pooling model; None for a generating model."""
     forms: Forms = NO_FORMS
-    """How answers are read."""
+    """The tool-call and reasoning parsers."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     max_model_len: int = 0
     is_draining: bool = False
     stage: str = "starting"
-    """What start-up is busy with before the engine says something itself."""
-    servings: set[Serving] = field(default_factory=set)
-    """Bounded by the client's limits on the line and the batch."""
-    recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_RECENT))
-    """Figures of the requests that this front-end answered last (see server.record.Record.told)."""
-    siblings: Siblings = field(default_factory=Siblings)
+    """Stage of start-up until the engine reports its own progress."""
+    active_requests: set[RequestTracker[Any]] = field(default_factory=set)
+    """Bounded by the client's limits on the queue and the batch."""
+    recent_requests: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_RECENT))
+    """Figures of the latest requests (see RequestRecord.summary)."""
+    peers: Peers = field(default_factory=Peers)
     num_open_requests: int = 0
-    """Requests of any kind whose answer has not ended, streams included."""
+    """Requests of any kind whose response has not ended, streams included."""
     bodies: BodyReader = field(init=False)
-    """Reads request bodies within this server's limit."""
+    """Reads request bodies within this server's limits."""
     fingerprint: str = field(init=False)
-    """Constant for one model and version."""
+    """The system_fingerprint; constant for one model and version."""
 
     def __post_init__(self) -> None:
         self.bodies = BodyReader(self.config.max_body_bytes)
@@ -81,7 +81,7 @@ class AppState:
         template: ChatTemplate | None,
         sampling_defaults: Mapping[str, float],
     ) -> None:
-        """Take requests from now on; the engine is ready."""
+        """Accept requests from now on; the engine is ready."""
         ready = self.client.ready
         assert ready is not None
         self.tokenizer, self.template = tokenizer, template
@@ -89,9 +89,9 @@ class AppState:
             self.sampling_defaults = sampling_defaults
         self.forms = Forms.of(self.config, "" if template is None else template.source)
         self.max_model_len = ready.max_model_len
-        self.inputs = reader_of(ready, tokenizer)
-        if self.inputs is not None:
-            self.max_model_len = self.inputs.max_tokens
+        self.pooling_inputs = make_input_processor(ready, tokenizer)
+        if self.pooling_inputs is not None:
+            self.max_model_len = self.pooling_inputs.max_tokens
         self.metrics.add_sizes(ready.max_model_len)
         self.pipeline = Pipeline(self.client, tokenizer, self.config)
 
@@ -106,7 +106,7 @@ class AppState:
 
     @property
     def status(self) -> str:
-        """One word or two on where this front-end stands."""
+        """ready, starting, sleeping, draining or failed."""
         if self.client.failure is not None:
             return "failed"
         if self.is_draining:
@@ -115,22 +115,22 @@ class AppState:
             return "sleeping"
         return "ready" if self.pipeline is not None else "starting"
 
-    def opened(self) -> Pipeline:
-        """The pipeline of a model that generates. Raises what `check_awake` does, and UserError."""
+    def generation_pipeline(self) -> Pipeline:
+        """The pipeline of a generating model. Raises like `check_awake`, and UserError."""
         pipeline = self.check_awake()
         pipeline.check_generates()
         return pipeline
 
-    def pooling(self) -> InputReader:
-        """What reads the inputs of a pooling model. Raises what `check_awake` does, and UserError
-        for a model that generates."""
+    def input_processor(self) -> InputProcessor:
+        """The input processor of a pooling model. Raises like `check_awake`, and UserError for a
+        generating model."""
         self.check_awake()
-        if self.inputs is None:
-            raise generates_only()
-        return self.inputs
+        if self.pooling_inputs is None:
+            raise not_a_pooling_model()
+        return self.pooling_inputs
 
     def check_open(self) -> Pipeline:
-        """Raise EngineDied or Overloaded while no request may come."""
+        """Raise EngineDied or Overloaded while no requests are accepted."""
         if self.client.failure is not None:
             raise EngineDied(self.client.failure)
         if self.is_draining:
@@ -146,7 +146,7 @@ class AppState:
         return self.pipeline
 
     def check_awake(self) -> Pipeline:
-        """As `check_open`, for what the model itself has to do: Overloaded while it sleeps too."""
+        """Like `check_open`, for work of the model: Overloaded while it sleeps too."""
         pipeline = self.check_open()
         if self.client.stats.sleep != AWAKE:
             raise asleep()
@@ -154,14 +154,14 @@ class AppState:
 
     @property
     def progress(self) -> str:
-        """Where start-up stands, in words."""
+        """Progress of start-up as text."""
         progress = self.client.progress
         if progress is None:
             return self.stage
-        return in_words(progress)
+        return describe(progress)
 
     def model(self, name: str | None) -> str:
-        """The name to answer with. Raises NotFound."""
+        """The model name for the response. Raises NotFound."""
         if name is None:
             return self.model_names[0]
         if not name:

@@ -156,7 +156,7 @@ class Metrics:
             most = 128 if name == "request_params_n" else max_model_len
             self._sizes[name] = self._histogram(f"vllm:{name}", text, counts_up_to(most))
 
-    def prompt_read(self, num_tokens: int, num_cached: int) -> None:
+    def prompt_processed(self, num_tokens: int, num_cached: int) -> None:
         """A request's prompt tokens, and how many of them were cached: once, whatever its n.
 
         The engine looks a prompt up for every choice, so its own count would grow with n.

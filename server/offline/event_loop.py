@@ -14,7 +14,7 @@ STOP_TIMEOUT_S = 30.0
 Result = TypeVar("Result")
 
 
-class Background:
+class BackgroundLoop:
     """Runs coroutines for blocking callers, also for those inside a running loop (a notebook)."""
 
     def __init__(self, name: str) -> None:
@@ -25,7 +25,7 @@ class Background:
         self._is_closed = False
 
     @property
-    def is_mine(self) -> bool:
+    def is_current_thread(self) -> bool:
         """Whether the caller stands on the loop's own thread, and so must not wait for it."""
         return threading.current_thread() is self._thread
 
@@ -71,7 +71,7 @@ async def _cancel_all() -> None:
     await asyncio.get_running_loop().shutdown_default_executor()
 
 
-async def in_turn(
+async def run_in_order(
     call: Callable[[int], Coroutine[Any, Any, None]], places: Iterable[int], workers: int
 ) -> None:
     """Run `call` over `places` in order, `workers` at once. The first error cancels the others."""

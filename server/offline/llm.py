@@ -23,7 +23,7 @@ from engine.client.inproc import InprocClient
 from server.generation.beam_search import BeamSearchGeneration
 from server.generation.outputs import Prompt
 from server.generation.pipeline import Pipeline
-from server.offline.event_loop import STOP_TIMEOUT_S, Background, in_turn
+from server.offline.event_loop import STOP_TIMEOUT_S, BackgroundLoop, run_in_order
 from server.offline.outputs import (
     BeamSearchOutput,
     ClassificationRequestOutput,
@@ -37,8 +37,8 @@ from server.offline.outputs import (
 )
 from server.offline.pooling import OfflinePooling, Params, classes, embeddings
 from server.offline.prompts import PromptInput, conversations, listed, prompt_of
-from server.pooling.inputs import generates_only, reader_of
-from server.pooling.scores import Pairs
+from server.pooling.inputs import make_input_processor, not_a_pooling_model
+from server.pooling.scores import TextPairs
 from server.text.chat_template import ChatTemplate, read_template
 from server.text.messages import Message
 from server.text.tokenizer import Tokenizer
@@ -89,7 +89,7 @@ class LLM:
         # Enough that the batch never runs dry; the rest of the prompts waits as text.
         self._lookahead = 2 * engine.scheduler.max_num_seqs
         self._num_requests = 0
-        self._background = Background("llm")
+        self._background = BackgroundLoop("llm")
         self._end = weakref.finalize(
             self, _shut_down, self._background, self._client, self._template, self._tokenizer
         )
@@ -98,10 +98,10 @@ class LLM:
         except BaseException:
             self.close()
             raise
-        reader = reader_of(self._client.ready, self._tokenizer)
+        reader = make_input_processor(self._client.ready, self._tokenizer)
         self._pooling: OfflinePooling | None = None
         if reader is not None:
-            self._pooling = OfflinePooling(self._client, reader, at_once=self._lookahead)
+            self._pooling = OfflinePooling(self._client, reader, max_concurrent=self._lookahead)
 
     def generate(
         self,
@@ -264,7 +264,7 @@ class LLM:
     ) -> list[ScoringRequestOutput]:
         """How well the texts of each pair go together: one with each of many, or each with its
         like. See `encode`."""
-        pairs = Pairs(
+        pairs = TextPairs(
             [data_1] if isinstance(data_1, str) else list(data_1),
             [data_2] if isinstance(data_2, str) else list(data_2),
             ("data_1", "data_2"),
@@ -275,7 +275,7 @@ class LLM:
 
     def _pools(self) -> OfflinePooling:
         if self._pooling is None:
-            raise generates_only()
+            raise not_a_pooling_model()
         return self._pooling
 
     def get_tokenizer(self) -> Tokenizer:
@@ -362,7 +362,7 @@ class LLM:
         most = max((params.n for _, params, _ in jobs), default=1)
         workers = max(2, self._lookahead // most)
         with tqdm(total=len(jobs), desc="Prompts", disable=not use_tqdm) as bar:
-            await in_turn(one, range(len(jobs)), workers)
+            await run_in_order(one, range(len(jobs)), workers)
         return [results[place] for place in range(len(jobs))]
 
     async def _beam_search(
@@ -396,7 +396,7 @@ class LLM:
         if most_at_once is not None:
             workers = max(1, min(workers, most_at_once))
         with tqdm(total=len(wanted), desc="Prompts", disable=not use_tqdm) as bar:
-            await in_turn(one, range(len(wanted)), workers)
+            await run_in_order(one, range(len(wanted)), workers)
         return [results[place] for place in range(len(wanted))]
 
 
@@ -406,13 +406,13 @@ async def _start(client: InprocClient) -> None:
 
 
 def _shut_down(
-    background: Background,
+    background: BackgroundLoop,
     client: InprocClient,
     template: ChatTemplate,
     tokenizer: Tokenizer | None,
 ) -> None:
     """Stop everything that an `LLM` started. Holds no reference to it: called by its finalizer."""
-    if background.is_mine:
+    if background.is_current_thread:
         # The garbage collector may run on any thread; this one cannot wait for itself.
         threading.Thread(target=_shut_down, args=(background, client, template, tokenizer)).start()
         return

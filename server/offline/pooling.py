@@ -21,9 +21,9 @@ from server.offline.outputs import (
     ScoringRequestOutput,
 )
 from server.offline.prompts import PromptInput, listed, prompt_of
-from server.pooling.inputs import Asked, InputReader
-from server.pooling.pipeline import Pooling, PoolingInput, Vectors
-from server.pooling.scores import Pairs, pair_inputs, pair_scores
+from server.pooling.inputs import InputOptions, InputProcessor
+from server.pooling.pipeline import PoolingInput, PoolingStream, Vectors
+from server.pooling.scores import TextPairs, pair_inputs, pair_scores
 
 Params = PoolingParams | Sequence[PoolingParams] | None
 
@@ -31,10 +31,12 @@ Params = PoolingParams | Sequence[PoolingParams] | None
 class OfflinePooling:
     """For one model and engine."""
 
-    def __init__(self, client: EngineClient, reader: InputReader, *, at_once: int) -> None:
+    def __init__(
+        self, client: EngineClient, reader: InputProcessor, *, max_concurrent: int
+    ) -> None:
         self._client = client
         self._reader = reader
-        self._at_once = at_once
+        self._max_concurrent = max_concurrent
         self._ids = itertools.count()
 
     async def encode(
@@ -66,7 +68,7 @@ class OfflinePooling:
             for one, made, cached in zip(inputs, vectors, pooling.cached_tokens, strict=True)
         ]
 
-    async def score(self, pairs: Pairs, *, use_tqdm: bool) -> list[ScoringRequestOutput]:
+    async def score(self, pairs: TextPairs, *, use_tqdm: bool) -> list[ScoringRequestOutput]:
         """How well the texts of each pair go together. Raises UserError."""
         inputs = await pair_inputs(self._reader, pairs)
         pooling = self._start(inputs, "")
@@ -89,8 +91,10 @@ class OfflinePooling:
             )
         return made
 
-    def _start(self, inputs: list[PoolingInput], salt: str) -> Pooling:
-        return Pooling(self._client, inputs, cache_salt=salt, at_once=self._at_once)
+    def _start(self, inputs: list[PoolingInput], salt: str) -> PoolingStream:
+        return PoolingStream(
+            self._client, inputs, cache_salt=salt, max_concurrent=self._max_concurrent
+        )
 
     async def _inputs(
         self,
@@ -102,7 +106,7 @@ class OfflinePooling:
             return []
         for one in set(params):
             self._reader.check(one)
-        asked = Asked(params[0], param="prompts", truncate=truncate)
+        asked = InputOptions(params[0], param="prompts", truncate=truncate)
         texts = [text for text, ids, _ in wanted if ids is None and text is not None]
         lists = [ids for _, ids, _ in wanted if ids is not None]
         if len(texts) == len(wanted):
@@ -158,7 +162,7 @@ def classes(
     ]
 
 
-async def _watched(pooling: Pooling, use_tqdm: bool) -> list[Vectors]:
+async def _watched(pooling: PoolingStream, use_tqdm: bool) -> list[Vectors]:
     with tqdm(total=pooling.num_inputs, desc="Inputs", disable=not use_tqdm) as bar:
         async for done in pooling:
             bar.update(len(done))

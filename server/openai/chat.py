@@ -6,8 +6,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.generation.job import Job, answer_stream, answer_whole, gather
-from server.http.body import parse
+from server.generation.job import Job, collect_choices, stream_response
+from server.http.body import json_response, parse
 from server.http.openapi import ANSWERS, GENERATES, takes
 from server.http.state import AppState
 from server.openai.choices import Gathered, chat_logprobs, prompt_logprobs_of
@@ -28,14 +28,14 @@ def chat_routes(state: AppState) -> APIRouter:
         responses=GENERATES,
     )
     async def create_chat_completion(request: Request) -> Response:
-        state.opened()
+        state.generation_pipeline()
         body = await parse(ChatBody, await state.bodies.read_object(request))
         job = await start_conversation(state, request, body, id_prefix="chatcmpl-")
         echo = body.last_text if body.echo else ""
         if body.stream:
             shows = body.include_reasoning is not False
-            return answer_stream(job, ChatChunks(job, echo, shows_thinking=shows))
-        return answer_whole(_whole(job, await gather(job, request), echo))
+            return stream_response(job, ChatChunks(job, echo, shows_thinking=shows))
+        return json_response(_whole(job, await collect_choices(job, request), echo))
 
     @router.post(
         "/v1/chat/completions/input_tokens",
@@ -45,10 +45,10 @@ def chat_routes(state: AppState) -> APIRouter:
         responses=ANSWERS,
     )
     async def count_chat_tokens(request: Request) -> Response:
-        state.opened()
+        state.generation_pipeline()
         body = await parse(ChatBody, await state.bodies.read_object(request))
         count = await count_prompt(state, body)
-        return answer_whole({"object": "response.input_tokens", "input_tokens": count})
+        return json_response({"object": "response.input_tokens", "input_tokens": count})
 
     return router
 

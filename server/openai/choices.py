@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from server.generation.answer_parser import AnswerReader, Message
-from server.generation.outputs import Delta, Growing, PositionLogprobs, TokenLogprob
+from server.generation.outputs import Delta, GenerationStream, PositionLogprobs, TokenLogprob
 
 Choice = dict[str, Any]
 
 
 def usage_of(
-    generation: Growing, num_output_tokens: int | None = None, num_thinking_tokens: int = 0
+    generation: GenerationStream, num_output_tokens: int | None = None, num_thinking_tokens: int = 0
 ) -> dict[str, Any]:
     """The usage object, as far as the generation has come."""
     output = generation.num_output_tokens if num_output_tokens is None else num_output_tokens

@@ -11,19 +11,17 @@ from config.errors import PromptTooLong
 from config.params.sampling import SamplingParams
 from server.generation.job import (
     Job,
-    answer_stream,
-    answer_whole,
     check_admission,
     check_grammar,
-    encoded,
-    gather,
+    collect_choices,
     start_job,
-    truncated,
+    stream_response,
 )
 from server.generation.pipeline import Prompt
+from server.generation.prompts import encode_prompt, truncate_prompt
 from server.generation.validation import check_comparable
 from server.http.access_log import log_prompt, record_of
-from server.http.body import parse
+from server.http.body import json_response, parse
 from server.http.openapi import GENERATES, takes
 from server.http.state import AppState
 from server.openai.choices import (
@@ -56,14 +54,14 @@ def completion_routes(state: AppState) -> APIRouter:
         job = await _start(state, request)
         texts = _prompt_texts(job) if job.body.echo else None
         if job.body.stream:
-            return answer_stream(job, TextChunks(job, texts, _hidden(job)))
-        return answer_whole(_whole(job, await gather(job, request), texts))
+            return stream_response(job, TextChunks(job, texts, _hidden(job)))
+        return json_response(_whole(job, await collect_choices(job, request), texts))
 
     return router
 
 
 async def _start(state: AppState, request: Request) -> Job:
-    state.opened()
+    state.generation_pipeline()
     body = await parse(CompletionBody, await state.bodies.read_object(request))
     model = state.model(body.model)
     body.check()
@@ -92,7 +90,7 @@ def _params(state: AppState, body: CompletionBody) -> SamplingParams:
         prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
     logprobs, num_choices = body.logprobs, 1 if body.n is None else body.n
     if body.num_drawn > num_choices:
-        check_comparable(state.opened().ready.logprobs_mode, "best_of")
+        check_comparable(state.generation_pipeline().ready.logprobs_mode, "best_of")
         if logprobs is None:
             # What the likeliest are told by.
             logprobs = 0
@@ -116,9 +114,9 @@ async def _prompts(state: AppState, body: CompletionBody, params: SamplingParams
 
     async def prompt(one: str | list[int]) -> Prompt:
         if not isinstance(one, str):
-            return Prompt(truncated(one, keep, state.max_model_len, body.limit))
+            return Prompt(truncate_prompt(one, keep, state.max_model_len, body.limit))
         special = body.add_special_tokens is not False
-        return await encoded(
+        return await encode_prompt(
             state, one, special=special, keep=keep, limit=body.limit, param="prompt"
         )
 

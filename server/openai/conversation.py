@@ -7,7 +7,8 @@ from functools import partial
 from starlette.requests import Request
 
 from config.errors import PromptTooLong
-from server.generation.job import Job, check_grammar, counted, encoded, start_job
+from server.generation.job import Job, check_grammar, start_job
+from server.generation.prompts import encode_for_counting, encode_prompt
 from server.http.access_log import log_prompt, record_of
 from server.http.state import AppState
 from server.openai.answer_format import terms_of
@@ -56,7 +57,7 @@ async def start_conversation(
     if body.tools and body.tool_choice in (None, "auto"):
         state.forms.check_choosing()
     marked = await _rendered(state, body)
-    prompt = await encoded(
+    prompt = await encode_prompt(
         state,
         marked,
         special=bool(body.add_special_tokens),
@@ -89,7 +90,7 @@ async def count_prompt(state: AppState, body: ChatBody) -> int:
     state.model(body.model)
     body.check()
     text = await render(state, body)
-    ids = await counted(
+    ids = await encode_for_counting(
         state,
         text,
         special=bool(body.add_special_tokens),

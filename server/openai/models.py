@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from server.generation.job import answer_whole
+from server.http.body import json_response
 from server.http.openapi import ANSWERS
 from server.http.state import AppState
 
@@ -21,7 +21,7 @@ def model_routes(state: AppState) -> APIRouter:
     async def list_models() -> Response:
         state.check_open()
         data = [_entry(state, name) for name in state.model_names]
-        return answer_whole({"object": "list", "data": data})
+        return json_response({"object": "list", "data": data})
 
     @router.get(
         "/v1/models/{id:path}",
@@ -33,7 +33,7 @@ def model_routes(state: AppState) -> APIRouter:
         if not id:
             raise HTTPException(404)
         state.check_open()
-        return answer_whole(_entry(state, state.model(id)))
+        return json_response(_entry(state, state.model(id)))
 
     return router
 

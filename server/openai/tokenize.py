@@ -7,8 +7,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from config.errors import UserError
-from server.generation.job import answer_whole, counted, most_counted
-from server.http.body import parse
+from server.generation.prompts import encode_for_counting, max_counted_tokens
+from server.http.body import json_response, parse
 from server.http.openapi import ANSWERS, takes
 from server.http.state import AppState
 from server.openai.conversation import render
@@ -45,7 +45,7 @@ def tokenize_routes(state: AppState) -> APIRouter:
             state.model(body.model)
             text, special = body.prompt, body.add_special_tokens is not False
             param = "prompt"
-        ids = await counted(state, text, special=special, param=param)
+        ids = await encode_for_counting(state, text, special=special, param=param)
         if len(ids) <= MANY_IDS:
             return _tokenized(state, body, ids)
         return await asyncio.to_thread(_tokenized, state, body, ids)
@@ -63,7 +63,7 @@ def tokenize_routes(state: AppState) -> APIRouter:
         body = await parse(DetokenizeBody, sent)
         state.model(body.model)
         tokenizer = state.text_tokenizer("tokens")
-        if len(body.tokens) > (most := most_counted(state)):
+        if len(body.tokens) > (most := max_counted_tokens(state)):
             raise UserError(
                 f"tokens has {len(body.tokens)} ids, it may have {most}", param="tokens"
             )
@@ -71,7 +71,7 @@ def tokenize_routes(state: AppState) -> APIRouter:
             text = _text_of(tokenizer, body.tokens)
         else:
             text = await asyncio.to_thread(_text_of, tokenizer, body.tokens)
-        return answer_whole({"prompt": text})
+        return json_response({"prompt": text})
 
     @router.get(
         "/tokenizer_info",
@@ -82,7 +82,7 @@ def tokenize_routes(state: AppState) -> APIRouter:
     async def tokenizer_info() -> Response:
         state.check_open()
         tokens = state.text_tokenizer("model").special_tokens
-        return answer_whole(
+        return json_response(
             {
                 **{name: tokens.get(name) for name in NAMED_TOKENS},
                 "chat_template": state.chat_template().default,
@@ -100,7 +100,7 @@ def _tokenized(
     if body.return_token_strs:
         tokenizer = state.text_tokenizer("return_token_strs")
         strings = [tokenizer.token_text(token_id) for token_id in ids]
-    return answer_whole(
+    return json_response(
         {
             "count": len(ids),
             "max_model_len": state.max_model_len,

@@ -11,16 +11,21 @@ from starlette.responses import Response
 
 from config.errors import UserError
 from config.params.pooling import CLASSIFY, EMBED, SCORE, TOKEN_EMBED, PoolingParams
-from server.generation.job import answer_whole
 from server.http.access_log import log_prompt, record_of
-from server.http.body import parse
-from server.http.disconnect import UntilGone
+from server.http.body import json_response, parse
+from server.http.disconnect import CancelOnDisconnect
 from server.http.openapi import ANSWERS, takes
 from server.http.state import AppState
 from server.openai.conversation import render
 from server.openai.schema.chat import ConversationBody
-from server.pooling.inputs import Asked
-from server.pooling.job import PoolingJob, gather_vectors, off_loop, start_pooling, written
+from server.pooling.inputs import InputOptions
+from server.pooling.job import (
+    PoolingJob,
+    collect_vectors,
+    encode_vectors,
+    run_off_loop,
+    start_pooling,
+)
 from server.pooling.pipeline import PoolingInput, Vectors
 from server.pooling.schema import (
     ClassifyBody,
@@ -66,7 +71,7 @@ def embedding_routes(state: AppState) -> APIRouter:
     )
     async def create_pooling(request: Request) -> Response:
         body = await _read(state, request, PoolBody, PoolChatBody)
-        tasks = state.pooling().facts.tasks
+        tasks = state.input_processor().facts.tasks
         params = PoolingParams(
             task=body.task or next(task for task in BY_CHOICE if task in tasks),
             dimensions=body.dimensions,
@@ -93,10 +98,10 @@ def embedding_routes(state: AppState) -> APIRouter:
         body = await _read(state, request, ClassifyBody, ClassifyChatBody)
         params = PoolingParams(task=CLASSIFY, normalize=body.normalizes)
         job = await _start(state, request, body, params, id_prefix="classify-")
-        vectors = await gather_vectors(job, request)
-        labels = state.pooling().facts.labels
+        vectors = await collect_vectors(job, request)
+        labels = state.input_processor().facts.labels
         data = [_class(place, made, labels) for place, made in enumerate(vectors)]
-        return answer_whole(job.answer(data))
+        return json_response(job.list_body(data))
 
     return router
 
@@ -104,7 +109,7 @@ def embedding_routes(state: AppState) -> APIRouter:
 async def _read(
     state: AppState, request: Request, kind: type[Plain], chat: type[Chat]
 ) -> Plain | Chat:
-    state.pooling()
+    state.input_processor()
     sent = await state.bodies.read_object(request)
     if sent.fields.get("messages") is None:
         return await parse(kind, sent)
@@ -121,11 +126,11 @@ async def _start(
     *,
     id_prefix: str,
 ) -> PoolingJob:
-    reader = state.pooling()
+    reader = state.input_processor()
     model = state.model(body.model)
     body.check()
     reader.check(params, "task" if isinstance(body, (PoolBody, PoolChatBody)) else "model")
-    asked = Asked(
+    asked = InputOptions(
         params,
         truncate=body.truncate_prompt_tokens,
         keeps_end=body.truncation_side == "left",
@@ -134,7 +139,7 @@ async def _start(
         reading = _read_conversation(state, request, body, asked)
     else:
         reading = _read_inputs(state, request, body, asked)
-    with UntilGone(request.receive):
+    with CancelOnDisconnect(request.receive):
         inputs = await reading
     reader.check_size(inputs)
     return start_pooling(state, request, body, inputs, id_prefix=id_prefix, model=model)
@@ -144,14 +149,14 @@ async def _read_conversation(
     state: AppState,
     request: Request,
     body: EmbeddingChatBody | ClassifyChatBody,
-    asked: Asked,
+    asked: InputOptions,
 ) -> list[PoolingInput]:
     text = await render(state, body)
     tokenizer = state.text_tokenizer("messages")
     if state.config.enable_log_requests:
         log_prompt(record_of(request.scope), tokenizer.unmarked(text))
     asked = dataclasses.replace(asked, param="messages", is_list=False)
-    special, reader = bool(body.add_special_tokens), state.pooling()
+    special, reader = bool(body.add_special_tokens), state.input_processor()
     most = reader.limit(asked.truncate)
     try:
         if asked.truncate is None:
@@ -167,9 +172,9 @@ async def _read_conversation(
 
 
 async def _read_inputs(
-    state: AppState, request: Request, body: EmbeddingBody | ClassifyBody, asked: Asked
+    state: AppState, request: Request, body: EmbeddingBody | ClassifyBody, asked: InputOptions
 ) -> list[PoolingInput]:
-    reader = state.pooling()
+    reader = state.input_processor()
     given = await asyncio.to_thread(body.inputs) if body.is_big else body.inputs()
     if state.config.enable_log_requests:
         for one in given:
@@ -196,19 +201,19 @@ async def _vectors(
     all_rows: bool = False,
 ) -> Response:
     """The answer whose entries are of a `kind` and hold their numbers in a `field`."""
-    vectors = await gather_vectors(job, request)
+    vectors = await collect_vectors(job, request)
 
     def encoded() -> list[dict[str, Any]]:
         return [
             {
                 "index": place,
                 "object": kind,
-                field: written(made if all_rows else made[0], encoding_format),
+                field: encode_vectors(made if all_rows else made[0], encoding_format),
             }
             for place, made in enumerate(vectors)
         ]
 
-    return answer_whole(job.answer(await off_loop(vectors, encoded)))
+    return json_response(job.list_body(await run_off_loop(vectors, encoded)))
 
 
 def _class(place: int, vectors: Vectors, labels: tuple[str, ...]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ _NAMES_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class InputOptions:
     """What is to be made of each input, and how it is read."""
 
     params: PoolingParams
@@ -45,16 +45,18 @@ class Asked:
         return f"{self.param}[{place}]" if self.is_list else self.param
 
 
-def reader_of(ready: Ready | None, tokenizer: Tokenizer | None) -> "InputReader | None":
+def make_input_processor(
+    ready: Ready | None, tokenizer: Tokenizer | None
+) -> "InputProcessor | None":
     """What reads the inputs of a pooling model; None for a model that generates."""
     if ready is None or ready.pooling is None:
         return None
-    return InputReader(
+    return InputProcessor(
         tokenizer, ready.pooling, vocab_size=ready.vocab_size, max_model_len=ready.max_model_len
     )
 
 
-def generates_only() -> UserError:
+def not_a_pooling_model() -> UserError:
     """What is wrong with asking a model that generates for vectors."""
     return UserError(
         "This model generates text; only a pooling model (of embeddings, scores or classes) does "
@@ -63,7 +65,7 @@ def generates_only() -> UserError:
     )
 
 
-class InputReader:
+class InputProcessor:
     """For one model. Raises UserError for what it does not take, with the index of the input."""
 
     def __init__(
@@ -121,7 +123,7 @@ class InputReader:
                 param="input",
             )
 
-    async def texts(self, texts: Sequence[Text], asked: Asked) -> list[PoolingInput]:
+    async def texts(self, texts: Sequence[Text], asked: InputOptions) -> list[PoolingInput]:
         """Inputs of texts or pairs; the model's prompt goes before a text that comes alone."""
         if self._tokenizer is None:
             raise UserError("this server has no tokenizer, send token ids", param=asked.param)
@@ -163,13 +165,15 @@ class InputReader:
             inputs.append(PoolingInput(tokens.ids, params))
         return inputs
 
-    async def token_lists(self, lists: Sequence[list[int]], asked: Asked) -> list[PoolingInput]:
+    async def token_lists(
+        self, lists: Sequence[list[int]], asked: InputOptions
+    ) -> list[PoolingInput]:
         """Inputs of token ids, taken as they are."""
         if sum(map(len, lists)) > MANY_IDS:
             return await asyncio.to_thread(self._token_lists, lists, asked)
         return self._token_lists(lists, asked)
 
-    def _token_lists(self, lists: Sequence[list[int]], asked: Asked) -> list[PoolingInput]:
+    def _token_lists(self, lists: Sequence[list[int]], asked: InputOptions) -> list[PoolingInput]:
         most = self.limit(asked.truncate)
         inputs = []
         for place, given in enumerate(lists):
@@ -206,7 +210,7 @@ class InputReader:
         return truncate
 
     def too_long(
-        self, count: int, asked: Asked, place: int = 0, *, at_least: bool = False
+        self, count: int, asked: InputOptions, place: int = 0, *, at_least: bool = False
     ) -> PromptTooLong:
         """The error for an input of so many tokens, or still more."""
         return PromptTooLong(
@@ -229,7 +233,9 @@ class InputReader:
             )
         return self.facts.prompts[name]
 
-    async def _num_prompt_tokens(self, tokenizer: Tokenizer, prefix: str, asked: Asked) -> int:
+    async def _num_prompt_tokens(
+        self, tokenizer: Tokenizer, prefix: str, asked: InputOptions
+    ) -> int:
         """Of the prompt with the special tokens before it, as sentence-transformers counts them:
         one that ends the prompt alone does not stand before a text."""
         rule = InputRule(self.max_tokens, special=asked.special, lowers_case=self.facts.lowers_case)

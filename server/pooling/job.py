@@ -1,43 +1,32 @@
-"""One request for vectors between its checks and its answer: what the routes of pooling models
-share. Knows no body but what all of them have."""
+"""A pooling request in the engine, and its response: shared by all pooling routes."""
 
 import asyncio
 import base64
-import os
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
-from server.generation.job import cache_salt_of, check_priority, finish
-from server.generation.tracking import Serving
-from server.http.access_log import record_of
+from server.generation.job import RunningRequest, request_id_of, run_to_end, start_tracked
 from server.http.state import AppState
-from server.pooling.pipeline import Pooling, PoolingInput, Vectors
+from server.pooling.pipeline import PoolingInput, PoolingStream, Vectors
 from server.pooling.schema import PoolingBody
 
-MANY_NUMBERS = 20_000
-"""Of vectors that are written on the event loop: about a millisecond."""
+MAX_INLINE_NUMBERS = 20_000
+"""Numbers of vectors that are encoded on the event loop: about a millisecond."""
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class PoolingJob:
-    """A request that has passed every check and runs in the engine."""
+@dataclass(slots=True, kw_only=True)
+class PoolingJob(RunningRequest[PoolingStream]):
+    """A pooling request that has passed all checks and runs in the engine."""
 
-    state: AppState
-    id: str
-    model: str
-    pooling: Pooling
-    serving: Serving
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def answer(self, data: list[dict[str, Any]]) -> dict[str, Any]:
-        """The body of a list of results."""
+    def list_body(self, data: list[dict[str, Any]]) -> dict[str, Any]:
+        """The response body with a list of results."""
         return {
             "id": self.id,
             "object": "list",
@@ -48,14 +37,9 @@ class PoolingJob:
         }
 
     def usage(self) -> dict[str, int]:
-        """The usage object: every token that was read, once."""
-        count = self.pooling.num_prompt_tokens
+        """The usage object: all input tokens."""
+        count = self.tracker.stream.num_prompt_tokens
         return {"prompt_tokens": count, "total_tokens": count}
-
-    def end(self) -> None:
-        """Safe twice."""
-        self.state.servings.discard(self.serving)
-        self.serving.end()
 
 
 def start_pooling(
@@ -67,46 +51,41 @@ def start_pooling(
     id_prefix: str,
     model: str,
 ) -> PoolingJob:
-    """Send it to the engine. Raises whatever is wrong with it; then nothing is left behind."""
-    check_priority(state, body.priority)
-    record = record_of(request.scope)
-    record.model = model
-    record.num_prompt_tokens = sum(len(one.token_ids) for one in inputs)
-    pooling = Pooling(
-        state.client,
-        inputs,
-        priority=body.priority or 0,
-        cache_salt=cache_salt_of(state, record, body.cache_salt),
-        name=record.id,
+    """Send the inputs to the engine. On an exception nothing of the request remains."""
+    tracker = start_tracked(
+        state,
+        request,
+        body,
+        partial(PoolingStream, state.client, inputs),
+        model=model,
+        num_prompt_tokens=sum(len(one.token_ids) for one in inputs),
+        num_sequences=len(inputs),
     )
-    serving = Serving(pooling, None, len(inputs), record, state.metrics)
-    state.servings.add(serving)
-    number = body.request_id or os.urandom(16).hex()
-    return PoolingJob(state, f"{id_prefix}{number}", model, pooling, serving)
+    return PoolingJob(state=state, id=request_id_of(body, id_prefix), model=model, tracker=tracker)
 
 
-async def gather_vectors(job: PoolingJob, request: Request) -> list[Vectors]:
-    """Of all inputs, in order. Raises ClientGone when nobody waits for them any more."""
-    return await finish(job, request, _gather(job))
+async def collect_vectors(job: PoolingJob, request: Request) -> list[Vectors]:
+    """Results of all inputs, in order. Raises ClientGone when the client disconnects."""
+    return await run_to_end(job, request, _collect_vectors(job))
 
 
-async def _gather(job: PoolingJob) -> list[Vectors]:
-    async for _ in job.serving:
+async def _collect_vectors(job: PoolingJob) -> list[Vectors]:
+    async for _ in job.tracker:
         pass
-    return job.pooling.vectors
+    return job.tracker.stream.vectors
 
 
-async def off_loop(vectors: list[Vectors], call: Callable[[], Made]) -> Made:
-    """What `call` makes of `vectors`; on a thread when they are many."""
-    if sum(one.size for one in vectors) <= MANY_NUMBERS:
+async def run_off_loop(vectors: list[Vectors], call: Callable[[], T]) -> T:
+    """The result of `call`, which processes `vectors`; on a thread if they are large."""
+    if sum(one.size for one in vectors) <= MAX_INLINE_NUMBERS:
         return call()
     return await asyncio.to_thread(call)
 
 
-def written(numbers: Vectors, encoding_format: str | None) -> msgspec.Raw | str:
-    """One vector as a JSON list, several as a list of lists; or the base64 of all their float32
-    numbers, little-endian, as one string."""
+def encode_vectors(vectors: Vectors, encoding_format: str | None) -> msgspec.Raw | str:
+    """(width,) as a JSON list, (rows, width) as a list of lists; base64: all numbers as
+    little-endian float32 in one string."""
     if encoding_format == "base64":
-        return base64.b64encode(numbers.astype("<f4").tobytes()).decode()
-    # A piece at a time, so that other threads get their turn.
-    return msgspec.Raw(msgspec.json.encode(numbers.tolist()))
+        return base64.b64encode(vectors.astype("<f4").tobytes()).decode()
+    # Encoded one result at a time, so that other threads can take the GIL in between.
+    return msgspec.Raw(msgspec.json.encode(vectors.tolist()))

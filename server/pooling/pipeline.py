@@ -1,5 +1,4 @@
-"""A request for vectors while it runs: inputs go to the engine, some of them at a time, and their
-vectors come back. Knows no HTTP and no text."""
+"""Runs the inputs of one pooling request in the engine, a bounded number at a time."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -10,31 +9,34 @@ import numpy.typing as npt
 from config.errors import Overloaded, RequestFailed
 from config.params.pooling import PoolingParams
 from engine.client.zmq import EngineClient, RequestOutputQueue, Update
-from server.generation.outputs import Delta, PositionLogprobs
+from server.generation.outputs import Delta
 from server.generation.pipeline import check_finish
 
 Vectors = npt.NDArray[np.float32]
-"""(rows, width): one row, or one a token."""
+"""(rows, width) float32: one row per input, or one per token."""
 
-MAX_AT_ONCE = 256
-"""Inputs of one request that are in the engine at a time: it is kept busy, and others are not
-kept waiting behind thousands."""
+MAX_CONCURRENT_INPUTS = 256
+"""Inputs of one request in the engine at a time: enough to keep it busy, and other requests do not
+wait behind thousands."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingInput:
-    """One text or pair, ready for the engine, and what to make of it."""
+    """One text or pair of texts, ready for the engine."""
 
     token_ids: list[int]
     params: PoolingParams
 
 
-class Pooling:
-    """The inputs of one request. Iterate it once: every item says which inputs are done, in order.
+class PoolingStream:
+    """The results of one request's inputs. Iterate it once: each item names the inputs that have
+    finished, in order.
 
-    Raises what the engine's client does, RequestFailed when an input broke in the engine and
-    UserError when the engine refuses one; whatever is still open is aborted then.
+    Raises what the engine client raises, RequestFailed when an input failed in the engine and
+    UserError when the engine rejects one; all unfinished inputs are aborted then.
     """
+
+    num_output_tokens = 0
 
     def __init__(
         self,
@@ -44,24 +46,26 @@ class Pooling:
         priority: int = 0,
         cache_salt: str = "",
         name: str = "",
-        at_once: int = MAX_AT_ONCE,
+        max_concurrent: int = MAX_CONCURRENT_INPUTS,
     ) -> None:
-        """Sends the first inputs; raises Overloaded or EngineDied, and then leaves none behind."""
+        """Send the first inputs. Raises Overloaded or EngineDied; then none is left in the
+        engine."""
         self._client = client
         self._unsent = deque(enumerate(inputs))
         self._inputs = inputs
-        self._priority, self._salt, self._name = priority, cache_salt, name
-        self._at_once = at_once
-        self._boxes: deque[tuple[int, RequestOutputQueue]] = deque()
+        self._priority, self._cache_salt, self._name = priority, cache_salt, name
+        self._max_concurrent = max_concurrent
+        self._queues: deque[tuple[int, RequestOutputQueue]] = deque()
+        """Index and output queue of each input in the engine, oldest first."""
         self._vectors: dict[int, Vectors] = {}
-        self._is_cut = False
+        self._is_aborted = False
         self.cached_tokens = [0] * len(inputs)
-        """Of each input, found in the prefix cache."""
+        """Tokens of each input that were found in the prefix cache."""
         self.num_preemptions = 0
         self.queue_s = 0.0
-        """Seconds until the last input left the waiting line, of those that were there at once."""
+        """Longest time that an input waited in the engine."""
         self.prefill_s = 0.0
-        """Seconds of work on the slowest input."""
+        """Seconds of computation for the slowest input."""
         self.decode_s = 0.0
         try:
             self._send()
@@ -71,98 +75,89 @@ class Pooling:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of all inputs; once it was cut short, of those that were done by then."""
-        if self._is_cut:
-            return sum(len(self._inputs[place].token_ids) for place in self._vectors)
+        """Tokens of all inputs; after an abort, of those that had finished."""
+        if self._is_aborted:
+            return sum(len(self._inputs[index].token_ids) for index in self._vectors)
         return sum(len(one.token_ids) for one in self._inputs)
 
     @property
     def num_inputs(self) -> int:
-        """Texts or pairs."""
+        """Texts or pairs of texts."""
         return len(self._inputs)
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens found in the prefix cache, of all inputs."""
+        """Tokens found in the prefix cache, of all inputs."""
         return sum(self.cached_tokens)
 
     @property
-    def num_output_tokens(self) -> int:
-        """There are none."""
-        return 0
-
-    @property
-    def prompt_logprobs(self) -> list[list[PositionLogprobs | None] | None]:
-        """There are none."""
-        return [None] * len(self._inputs)
-
-    @property
     def vectors(self) -> list[Vectors]:
-        """Of all inputs, in order, once iteration has ended."""
-        return [self._vectors[place] for place in range(len(self._inputs))]
+        """Results of all inputs, in order, once iteration has ended."""
+        return [self._vectors[index] for index in range(len(self._inputs))]
 
-    def __aiter__(self) -> "Pooling":
+    def __aiter__(self) -> "PoolingStream":
         return self
 
     async def __anext__(self) -> list[Delta]:
-        if not self._boxes:
+        if not self._queues:
             raise StopAsyncIteration
-        place, box = self._boxes[0]
+        index, queue = self._queues[0]
         try:
-            while (update := await box.get()).finish is None:
-                self._take(place, update)
-            # A request that was aborted meanwhile has no more boxes, nor readers.
-            if not self._boxes:
+            while (update := await queue.get()).finish is None:
+                self._apply(index, update)
+            # Aborted while it waited.
+            if not self._queues:
                 raise StopAsyncIteration
-            self._boxes.popleft()
+            self._queues.popleft()
             check_finish(update.finish)
-            self._take(place, update)
+            self._apply(index, update)
             self._send()
         except BaseException:
             self.abort()
             raise
-        return [Delta(place, finish_reason="stop")]
+        return [Delta(index, finish_reason="stop")]
 
     def abort(self) -> None:
-        """Forget what is still open, now. Iteration ends; safe at any moment, and twice."""
-        self._is_cut = self._is_cut or bool(self._boxes or self._unsent)
+        """Abort all unfinished inputs. Iteration ends; may be called at any time and more than
+        once."""
+        self._is_aborted = self._is_aborted or bool(self._queues or self._unsent)
         self._unsent.clear()
-        boxes, self._boxes = self._boxes, deque()
-        if boxes:
-            self._client.abort([box.key for _, box in boxes])
+        queues, self._queues = self._queues, deque()
+        if queues:
+            self._client.abort([queue.key for _, queue in queues])
 
     def _send(self) -> None:
-        """Send as many as may be in the engine at once. When the line is full, those that wait in
-        it for us make room: only a request that has none there is turned away."""
-        while self._unsent and len(self._boxes) < self._at_once:
-            place, one = self._unsent[0]
+        """Send inputs up to `max_concurrent`. If the engine's queue is full, wait until inputs of
+        this request that are in it finish; fail only if there are none."""
+        while self._unsent and len(self._queues) < self._max_concurrent:
+            index, one = self._unsent[0]
             tokens = np.asarray(one.token_ids, dtype="<u4").tobytes()
             try:
-                box = self._client.add(
+                queue = self._client.add(
                     tokens,
                     priority=self._priority,
-                    cache_salt=self._salt,
+                    cache_salt=self._cache_salt,
                     name=self._name,
                     pooling=one.params,
                 )
             except Overloaded:
-                if not self._boxes:
+                if not self._queues:
                     raise
                 return
-            self._boxes.append((place, box))
+            self._queues.append((index, queue))
             self._unsent.popleft()
 
-    def _take(self, place: int, update: Update) -> None:
+    def _apply(self, index: int, update: Update) -> None:
         if update.num_cached_tokens is not None:
-            self.cached_tokens[place] = update.num_cached_tokens
+            self.cached_tokens[index] = update.num_cached_tokens
         if update.vectors is not None:
-            rows, data = update.vectors
-            made = np.frombuffer(data, dtype="<f4").reshape(rows, -1)
-            if not np.isfinite(made).all():
+            num_rows, data = update.vectors
+            vectors = np.frombuffer(data, dtype="<f4").reshape(num_rows, -1)
+            if not np.isfinite(vectors).all():
                 raise RequestFailed(
-                    f"the vectors of input {place} hold numbers that are not finite"
+                    f"the vectors of input {index} hold numbers that are not finite"
                 )
-            self._vectors[place] = made
+            self._vectors[index] = vectors
         finish = update.finish
         if finish is not None:
             self.num_preemptions += finish.num_preemptions

@@ -184,7 +184,7 @@ class PairBody(PoolingBody):
 
 
 class ScoreBody(PairBody):
-    """Pairs of texts: one with each of many, or each with its like. One of the spellings."""
+    """TextPairs of texts: one with each of many, or each with its like. One of the spellings."""
 
     model_config = ConfigDict(
         json_schema_extra={"example": {"text_1": "a cat", "text_2": ["a kitten", "a car"]}}

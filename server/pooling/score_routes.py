@@ -6,15 +6,14 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.generation.job import answer_whole
 from server.http.access_log import log_prompt, record_of
-from server.http.body import parse
-from server.http.disconnect import UntilGone
+from server.http.body import json_response, parse
+from server.http.disconnect import CancelOnDisconnect
 from server.http.openapi import ANSWERS, takes
 from server.http.state import AppState
-from server.pooling.job import PoolingJob, gather_vectors, off_loop, start_pooling
+from server.pooling.job import PoolingJob, collect_vectors, run_off_loop, start_pooling
 from server.pooling.schema import RerankBody, ScoreBody
-from server.pooling.scores import Pairs, pair_inputs, pair_scores
+from server.pooling.scores import TextPairs, pair_inputs, pair_scores
 
 SCORE_PATHS = ("/score", "/v1/score")
 RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
@@ -25,20 +24,20 @@ def score_routes(state: AppState) -> APIRouter:
     router = APIRouter(tags=["Pooling"])
 
     async def score(request: Request) -> Response:
-        state.pooling()
+        state.input_processor()
         body = await parse(ScoreBody, await state.bodies.read_object(request))
         job, scores = await _scores(state, request, body, body.names, id_prefix="score-")
         data = [
             {"index": place, "object": "score", "score": one} for place, one in enumerate(scores)
         ]
-        return answer_whole(job.answer(data))
+        return json_response(job.list_body(data))
 
     async def rerank(request: Request) -> Response:
-        state.pooling()
+        state.input_processor()
         body = await parse(RerankBody, await state.bodies.read_object(request))
         names = ("query", "documents")
         job, scores = await _scores(state, request, body, names, id_prefix="rerank-")
-        return answer_whole(
+        return json_response(
             {
                 "id": job.id,
                 "model": job.model,
@@ -73,14 +72,14 @@ async def _scores(
     id_prefix: str,
 ) -> tuple[PoolingJob, list[float]]:
     """One score a pair."""
-    reader = state.pooling()
+    reader = state.input_processor()
     model = state.model(body.model)
     body.check()
     firsts, seconds = body.pairs()
     if state.config.enable_log_requests:
         for text in (*firsts, *seconds):
             log_prompt(record_of(request.scope), text)
-    pairs = Pairs(
+    pairs = TextPairs(
         firsts,
         seconds,
         names,
@@ -90,11 +89,11 @@ async def _scores(
         most_first=body.max_tokens_per_query or None,
         most_second=body.max_tokens_per_doc or None,
     )
-    with UntilGone(request.receive):
+    with CancelOnDisconnect(request.receive):
         inputs = await pair_inputs(reader, pairs)
     job = start_pooling(state, request, body, inputs, id_prefix=id_prefix, model=model)
-    vectors = await gather_vectors(job, request)
-    return job, await off_loop(vectors, lambda: pair_scores(reader.facts, vectors, len(firsts)))
+    vectors = await collect_vectors(job, request)
+    return job, await run_off_loop(vectors, lambda: pair_scores(reader.facts, vectors, len(firsts)))
 
 
 def _ranked(body: RerankBody, scores: list[float]) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import numpy as np
 
 from config.errors import UserError
 from config.params.pooling import EMBED, SCORE, PoolingFacts, PoolingParams
-from server.pooling.inputs import Asked, InputReader
+from server.pooling.inputs import InputOptions, InputProcessor
 from server.pooling.pipeline import PoolingInput, Vectors
 from server.text.pooling_inputs import Text
 
@@ -16,7 +16,7 @@ SMALLEST_LENGTH = 1e-8
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
+class TextPairs:
     """First texts, one or as many as the second ones, the second ones, and how they are read."""
 
     firsts: list[str]
@@ -48,11 +48,11 @@ def scoring_task(facts: PoolingFacts) -> str:
     raise UserError(f"This model does not score: it can {', '.join(facts.tasks)}.", param="model")
 
 
-async def pair_inputs(reader: InputReader, pairs: Pairs) -> list[PoolingInput]:
+async def pair_inputs(reader: InputProcessor, pairs: TextPairs) -> list[PoolingInput]:
     """What the engine is sent: every pair, or every text once. Raises UserError."""
     task = scoring_task(reader.facts)
     first, second = pairs.names
-    asked = Asked(
+    asked = InputOptions(
         PoolingParams(task=task, normalize=pairs.normalize if task == SCORE else None),
         param=second,
         is_list=len(pairs.seconds) > 1,

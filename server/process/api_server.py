@@ -26,10 +26,10 @@ from server.http.app import create_app
 from server.http.protocol import HttpConfig, HttpLimits, HttpProtocol
 from server.http.state import AppState
 from server.metrics.registry import Metrics
-from server.process.model_download import News
+from server.process.model_download import DownloadProgress
 from server.process.open_files import max_connections
-from server.process.peer_proxy import Siblings, listen
-from server.process.progress_bar import Reporter
+from server.process.peer_proxy import Peers, listen
+from server.process.progress_bar import ProgressReporter
 from server.text.chat_template import ChatTemplate, read_template
 from server.text.isolated_template import isolated_templates
 from server.text.tokenizer import Tokenizer
@@ -44,18 +44,18 @@ TICK_S = 0.1
 GC_OBJECTS = 10_000
 """New objects until the collector looks at them; at Python's own 700 that is a few per cent of a
 request's time."""
-FAREWELL_S = 2.0
+RESPONSE_GRACE_S = 2.0
 """How long last words may take to reach their clients, once the engine is gone or time is up."""
-LAST_WORDS_S = 0.1
+INTERRUPT_GRACE_S = 0.1
 """The same, when all is to stop at once."""
-OBITUARY_S = 0.7
+UNHEALTHY_S = 0.7
 """How long /health says 503 before a front-end without an engine leaves."""
 KEEP_ALIVE_S = 75
 """Idle connections are kept longer than load balancers keep theirs, or they race with our close."""
 BACKLOG = 2048
 
 
-class ApiServerOrders(msgspec.Struct, frozen=True):
+class ApiServerArgs(msgspec.Struct, frozen=True):
     """What a front-end is told at start. The model is what the user called it."""
 
     engine: EngineConfig
@@ -74,7 +74,7 @@ class ApiServerOrders(msgspec.Struct, frozen=True):
     """Where the parent leaves news of the checkpoint, if there are several."""
 
 
-class Uvicorn(uvicorn.Server):
+class UvicornServer(uvicorn.Server):
     """Leaves signals to the front-end: uvicorn's own handlers close the port first, and a server
     that drains must still say so to its probes."""
 
@@ -94,7 +94,7 @@ class Uvicorn(uvicorn.Server):
 class ApiServer:
     """Serves until told to stop, or until the engine is gone."""
 
-    def __init__(self, orders: ApiServerOrders) -> None:
+    def __init__(self, orders: ApiServerArgs) -> None:
         config = orders.server
         self._orders = orders
         self._client = ZmqClient(
@@ -118,11 +118,11 @@ class ApiServer:
             engine_config=orders.engine,
             has_priorities=orders.engine.scheduler.policy == "priority",
             created=orders.created,
-            siblings=Siblings(orders.index, orders.siblings, orders.token),
+            peers=Peers(orders.index, orders.siblings, orders.token),
         )
         self._app = create_app(self.state)
         self._folder: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._stage = News().stage
+        self._stage = DownloadProgress().stage
         self._stopping = asyncio.Event()
         self._at_once = asyncio.Event()
         self._started_s = time.monotonic()
@@ -141,7 +141,7 @@ class ApiServer:
         """The engine is gone; on the loop's thread."""
         self._client.fail(reason)
 
-    def hear(self, news: News | Exception) -> None:
+    def hear(self, news: DownloadProgress | Exception) -> None:
         """The checkpoint is on its way, there, or not to be had; on the loop's thread."""
         if self._folder.done():
             return
@@ -171,11 +171,11 @@ class ApiServer:
         asked = None
         if self._orders.siblings:
             rejected = self.state.metrics.peer_rejected
-            asked = await listen(self._app, self.state.siblings, rejected)
+            asked = await listen(self._app, self.state.peers, rejected)
         settling = None
         if self._orders.metrics_folder is not None:
             settling = loop.create_task(self._settle())
-        server = Uvicorn(uvicorn_config(self._app, self.state.config))
+        server = UvicornServer(uvicorn_config(self._app, self.state.config))
         serving = loop.create_task(server.serve(sockets=[listener]))
         opening = loop.create_task(self._open(on_folder))
         try:
@@ -185,7 +185,7 @@ class ApiServer:
             server.should_exit = True
             server.force_exit = self._at_once.is_set()
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(serving, FAREWELL_S + 1)
+                await asyncio.wait_for(serving, RESPONSE_GRACE_S + 1)
             if asked is not None:
                 asked.close()
             if settling is not None:
@@ -224,7 +224,7 @@ class ApiServer:
         )
 
     async def _watch(self, serving: "asyncio.Task[None]", opening: "asyncio.Task[None]") -> int:
-        reporter = Reporter(self._started_s)
+        reporter = ProgressReporter(self._started_s)
         while not self._stopping.is_set():
             if not opening.done() and self._orders.index == 0:
                 line = reporter.line(self._client.progress, time.monotonic())
@@ -254,8 +254,8 @@ class ApiServer:
 
     async def _end_without_engine(self) -> int:
         logger.error("the engine is gone, the server stops: %s", self._client.failure)
-        await asyncio.sleep(OBITUARY_S)
-        await self._wait_for_requests(FAREWELL_S)
+        await asyncio.sleep(UNHEALTHY_S)
+        await self._wait_for_requests(RESPONSE_GRACE_S)
         return WRONG_SETTING if self._client.is_misconfigured else FAILED
 
     async def _drain(self) -> int:
@@ -263,18 +263,18 @@ class ApiServer:
         timeout_s = self.state.config.shutdown_timeout_s
         logger.info(
             "stopping: %d requests may finish within %g s",
-            len(self.state.servings),
+            len(self.state.active_requests),
             timeout_s,
         )
         await self._wait_for_requests(timeout_s)
         if self._client.failure is not None:
             return FAILED
-        for serving in list(self.state.servings):
-            serving.cut("The server is shutting down.")
+        for serving in list(self.state.active_requests):
+            serving.cancel("The server is shutting down.")
         if self._at_once.is_set():
-            await asyncio.sleep(LAST_WORDS_S if self.state.num_open_requests else 0)
+            await asyncio.sleep(INTERRUPT_GRACE_S if self.state.num_open_requests else 0)
             return INTERRUPTED
-        await self._wait_for_requests(FAREWELL_S)
+        await self._wait_for_requests(RESPONSE_GRACE_S)
         return 0
 
     async def _wait_for_requests(self, timeout_s: float) -> None:
@@ -301,7 +301,7 @@ def uvicorn_config(app: ASGIApp, config: ServerConfig) -> HttpConfig:
         server_header=False,
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=int(FAREWELL_S),
+        timeout_graceful_shutdown=int(RESPONSE_GRACE_S),
     )
 
 

@@ -12,16 +12,16 @@ import msgspec
 
 from config.progress import Report
 
-NEWS_S = 0.2
+REPORT_INTERVAL_S = 0.2
 """Between two words on progress."""
 STOP_S = 1.0
 """How long the work may take to notice that nobody waits for it."""
 
-Resolve = Callable[[Report], str]
+ResolveCheckpoint = Callable[[Report], str]
 """Gives the checkpoint's folder, and reports meanwhile. Raises ConfigError."""
 
 
-class News(msgspec.Struct, frozen=True):
+class DownloadProgress(msgspec.Struct, frozen=True):
     """How far it is, and the folder once it is there."""
 
     stage: str = "starting"
@@ -41,10 +41,10 @@ class Stopped(BaseException):
     """Raised inside the work: nobody waits for it any more."""
 
 
-class Preparation:
+class ModelDownload:
     """Runs `resolve` on a thread, once."""
 
-    def __init__(self, resolve: Resolve) -> None:
+    def __init__(self, resolve: ResolveCheckpoint) -> None:
         self._resolve = resolve
         self._stopped = threading.Event()
         # A daemon: work that cannot be stopped (a server that does not answer) ends with us.
@@ -52,7 +52,7 @@ class Preparation:
         self._lock = threading.Lock()
         self._next_s = 0.0
 
-    def start(self, tell: Callable[[News | Exception], None]) -> None:
+    def start(self, tell: Callable[[DownloadProgress | Exception], None]) -> None:
         """Begin. `tell` hears of progress now and then, and at last of the folder, or of what
         `resolve` raised; on other threads."""
         self._tell = tell
@@ -66,9 +66,9 @@ class Preparation:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        last: News | Exception
+        last: DownloadProgress | Exception
         try:
-            last = News(folder=self._resolve(self._report))
+            last = DownloadProgress(folder=self._resolve(self._report))
         except Stopped:
             return
         except Exception as error:  # the border of this thread: whoever started it must hear
@@ -83,19 +83,19 @@ class Preparation:
         with self._lock:
             now_s = time.monotonic()
             if now_s >= self._next_s:
-                self._next_s = now_s + NEWS_S
-                self._tell(News(stage, done_bytes, total_bytes))
+                self._next_s = now_s + REPORT_INTERVAL_S
+                self._tell(DownloadProgress(stage, done_bytes, total_bytes))
 
 
-def write_news(path: str, news: News) -> None:
+def write_progress(path: str, news: DownloadProgress) -> None:
     """Leave `news` at `path` for other processes, whole at any moment."""
     partial = f"{path}.partial"
     Path(partial).write_bytes(msgspec.json.encode(news))
     os.replace(partial, path)
 
 
-def read_news(path: str) -> News:
+def read_progress(path: str) -> DownloadProgress:
     """The latest news at `path`; there may be none yet."""
     with contextlib.suppress(FileNotFoundError):
-        return msgspec.json.decode(Path(path).read_bytes(), type=News)
-    return News()
+        return msgspec.json.decode(Path(path).read_bytes(), type=DownloadProgress)
+    return DownloadProgress()

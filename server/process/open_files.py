@@ -5,16 +5,16 @@ import resource
 
 logger = logging.getLogger(__name__)
 
-MAX_WANTED = 65_536
+MAX_OPEN_FILES = 65_536
 """Some libraries loop over all descriptors that there may be, and hard limits can be 10^9."""
 RESERVED = 128
 """Descriptors of a front end that are no client's connection: files, logs, sockets of engines."""
 
 
 def raise_limit() -> None:
-    """Raise the soft limit to the hard one, or to MAX_WANTED; child processes inherit it."""
+    """Raise the soft limit to the hard one, or to MAX_OPEN_FILES; child processes inherit it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_WANTED if hard == resource.RLIM_INFINITY else min(hard, MAX_WANTED)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
     try:
@@ -29,7 +29,7 @@ def max_connections() -> int:
     """Connections that this process can hold, with descriptors left for everything else."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
-        return MAX_WANTED
+        return MAX_OPEN_FILES
     return max(soft - RESERVED, soft // 2)
 
 

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from config.errors import Overloaded
 from config.log import LimitedWarning
 from server.http.access_log import record_of
-from server.http.disconnect import UntilGone
+from server.http.disconnect import CancelOnDisconnect
 from server.http.errors import ClientGone
 
 _NUMBER = re.compile(r"[0-9a-f]{34}")
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Handed(msgspec.Struct, array_like=True):
+class ForwardedRequest(msgspec.Struct, array_like=True):
     """A request on its way to a sibling."""
 
     method: str
@@ -67,18 +67,18 @@ class Address(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Siblings:
+class Peers:
     """All front-ends of a server by their sockets' paths; none where this one is alone."""
 
     index: int = 0
     paths: tuple[str, ...] = ()
     token: str = ""
 
-    def new_number(self) -> str:
+    def new_id(self) -> str:
         """A number that nobody has yet, and that says whose it is."""
         return f"{self.index:02x}{os.urandom(16).hex()}"
 
-    def address_of(self, number: str) -> Address | None:
+    def peer_of(self, number: str) -> Address | None:
         """Where the front-end is that gave `number`; None if it is this one, or none of us."""
         if not _NUMBER.fullmatch(number):
             return None
@@ -88,7 +88,7 @@ class Siblings:
         return Address(self.paths[index], self.token)
 
 
-class HandedOn(Response):
+class ForwardedResponse(Response):
     """The answer of the sibling at `address` to a request whose body, JSON, was `body`."""
 
     def __init__(self, address: Address, request: Request, body: Any = None) -> None:
@@ -96,11 +96,11 @@ class HandedOn(Response):
         self._address = address
         record = record_of(request.scope)
         # The other one counts it and writes its line.
-        record.is_handed_on = True
+        record.is_forwarded = True
         left_out = (b"content-length", b"transfer-encoding", b"x-request-id")
         headers = [(name, value) for name, value in request.headers.raw if name not in left_out]
         client = request.scope.get("client")
-        self._request = Handed(
+        self._request = ForwardedRequest(
             request.method,
             request.url.path,
             request.scope["query_string"],
@@ -110,7 +110,7 @@ class HandedOn(Response):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with UntilGone(receive):
+        with CancelOnDisconnect(receive):
             await self._pass_on(send)
 
     async def _pass_on(self, send: Send) -> None:
@@ -147,13 +147,11 @@ async def _pieces(reader: asyncio.StreamReader) -> AsyncIterator[Piece]:
             return
 
 
-async def listen(
-    app: ASGIApp, siblings: Siblings, on_rejected: Callable[[], None]
-) -> asyncio.Server:
+async def listen(app: ASGIApp, peers: Peers, on_rejected: Callable[[], None]) -> asyncio.Server:
     """Answer with `app` what siblings hand to this front-end. `on_rejected` is called for each
     connection that does not present their token."""
-    path = siblings.paths[siblings.index]
-    token = siblings.token.encode()
+    path = peers.paths[peers.index]
+    token = peers.token.encode()
     rejected = LimitedWarning(
         logger, f"{path}: %d connections closed so far that did not present the launcher's token"
     )
@@ -181,7 +179,9 @@ async def listen(
                 return
             data = await _read(reader)
             if data is not None:
-                await _answer(app, msgspec.msgpack.decode(data, type=Handed), reader, writer)
+                await _answer(
+                    app, msgspec.msgpack.decode(data, type=ForwardedRequest), reader, writer
+                )
         except OSError:
             pass  # the sibling hung up, or is gone
         except asyncio.CancelledError:
@@ -193,7 +193,10 @@ async def listen(
 
 
 async def _answer(
-    app: ASGIApp, handed: Handed, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    app: ASGIApp,
+    handed: ForwardedRequest,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
 ) -> None:
     hung_up = asyncio.Event()
 
@@ -229,7 +232,7 @@ async def _answer(
         watching.cancel()
 
 
-def _scope(handed: Handed) -> Scope:
+def _scope(handed: ForwardedRequest) -> Scope:
     return {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -246,7 +249,7 @@ def _scope(handed: Handed) -> Scope:
     }
 
 
-async def _write(writer: asyncio.StreamWriter, value: Handed | Piece) -> None:
+async def _write(writer: asyncio.StreamWriter, value: ForwardedRequest | Piece) -> None:
     data = _encode(value)
     writer.write(len(data).to_bytes(_SIZE_BYTES, "big") + data)
     await writer.drain()

@@ -4,11 +4,11 @@ each state is a line of its own. Knows no HTTP."""
 from engine.transport.messages import Progress
 
 WIDTH = 24
-EVERY_S = 5.0
+INTERVAL_S = 5.0
 """Between two lines."""
 
 
-def in_words(progress: Progress) -> str:
+def describe(progress: Progress) -> str:
     """`warmup, 12 of 97, about 3 min left`."""
     if not progress.total:
         return progress.stage
@@ -21,24 +21,24 @@ def in_words(progress: Progress) -> str:
 def bar(progress: Progress) -> str:
     """`[######------------------] warmup, 12 of 48, about 3 min left`."""
     if not progress.total:
-        return in_words(progress)
+        return describe(progress)
     filled = WIDTH * min(progress.done, progress.total) // progress.total
-    return f"[{'#' * filled}{'-' * (WIDTH - filled)}] {in_words(progress)}"
+    return f"[{'#' * filled}{'-' * (WIDTH - filled)}] {describe(progress)}"
 
 
-class Reporter:
-    """Says when a line is due: at most one each EVERY_S, and none that says nothing new."""
+class ProgressReporter:
+    """Says when a line is due: at most one each INTERVAL_S, and none that says nothing new."""
 
     def __init__(self, started_s: float) -> None:
         self._last: Progress | None = None
-        self._next_s = started_s + EVERY_S
+        self._next_s = started_s + INTERVAL_S
 
     def line(self, progress: Progress | None, now_s: float) -> str | None:
         """The line to write now, if any."""
         if progress is None or progress == self._last or now_s < self._next_s:
             return None
         self._last = progress
-        self._next_s = now_s + EVERY_S
+        self._next_s = now_s + INTERVAL_S
         return bar(progress)
 
 

@@ -39,27 +39,36 @@ from engine.process.launcher import (
 from server.process.api_server import (
     BACKLOG,
     FAILED,
-    FAREWELL_S,
     INTERRUPTED,
+    RESPONSE_GRACE_S,
     WRONG_SETTING,
     ApiServer,
-    ApiServerOrders,
+    ApiServerArgs,
 )
-from server.process.model_download import NEWS_S, News, Preparation, Resolve, read_news, write_news
+from server.process.model_download import (
+    REPORT_INTERVAL_S,
+    DownloadProgress,
+    ModelDownload,
+    ResolveCheckpoint,
+    read_progress,
+    write_progress,
+)
 from server.process.open_files import raise_limit, warn_if_low
 
 Word = TypeVar("Word")
 
 logger = logging.getLogger(__name__)
 
-ENGINE_CLOSE_S = 5.0
-STRAGGLE_S = 5.0
+ENGINE_STOP_S = 5.0
+EXIT_GRACE_S = 5.0
 """What a front-end may take beyond the time for its requests."""
 
 _METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 
 
-def serve(engine_config: EngineConfig, server_config: ServerConfig, resolve: Resolve) -> int:
+def serve(
+    engine_config: EngineConfig, server_config: ServerConfig, resolve: ResolveCheckpoint
+) -> int:
     """Serve until stopped; the exit code: 0 after a drain, else what went wrong. Leaves no process,
     socket or file behind. Raises ConfigError when the port is taken, and what `resolve` raises.
 
@@ -71,7 +80,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, resolve: Res
     listener = bind(server_config.host, server_config.port, shared=count > 1)
     server_config = dataclasses.replace(server_config, port=listener.getsockname()[1])
     directory, token = SocketDirectory(), new_token()
-    preparation = Preparation(resolve)
+    preparation = ModelDownload(resolve)
     try:
         if count == 1:
             code = _serve_alone(
@@ -79,7 +88,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, resolve: Res
             )
         else:
             with listener:
-                fleet = Fleet(engine_config, server_config, directory.path, token)
+                fleet = Supervisor(engine_config, server_config, directory.path, token)
                 code = fleet.run(preparation)
     finally:
         has_ended = preparation.close()
@@ -94,7 +103,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, resolve: Res
 
 def main() -> None:
     """The entry of a front-end that is one of several."""
-    orders = read_orders(ApiServerOrders)
+    orders = read_orders(ApiServerArgs)
     exit_with_parent()
     config = orders.server
     setup_log("server", rank=orders.index, level=config.log_level)
@@ -106,7 +115,7 @@ def main() -> None:
         sys.exit(WRONG_SETTING)
 
 
-async def _run_child(orders: ApiServerOrders, listener: socket.socket) -> int:
+async def _run_child(orders: ApiServerArgs, listener: socket.socket) -> int:
     assert orders.news_path is not None
     listener.listen(BACKLOG)
     front_end = ApiServer(orders)
@@ -119,10 +128,10 @@ async def _run_child(orders: ApiServerOrders, listener: socket.socket) -> int:
 
 async def _follow(path: str, front_end: ApiServer) -> None:
     """Hand on what the parent says of the checkpoint, until it is there."""
-    news = News()
+    news = DownloadProgress()
     while news.folder is None:
-        await asyncio.sleep(NEWS_S / 2)
-        news = read_news(path)
+        await asyncio.sleep(REPORT_INTERVAL_S / 2)
+        news = read_progress(path)
         front_end.hear(news)
 
 
@@ -132,13 +141,13 @@ def _serve_alone(
     directory: str,
     token: str,
     listener: socket.socket,
-    preparation: Preparation,
+    preparation: ModelDownload,
 ) -> int:
     engines: list[EngineProcess] = []
 
     async def run() -> int:
         loop = asyncio.get_running_loop()
-        orders = ApiServerOrders(
+        orders = ApiServerArgs(
             engine_config,
             server_config,
             front_end_endpoint(directory, 0),
@@ -167,7 +176,7 @@ def _serve_alone(
         code = uvloop.run(run())
     finally:
         for engine in engines:
-            engine.close(ENGINE_CLOSE_S)
+            engine.close(ENGINE_STOP_S)
     return code
 
 
@@ -179,7 +188,7 @@ def _tell(loop: asyncio.AbstractEventLoop, hear: Callable[[Word], None], word: W
         logger.debug("after the end: %s", word)
 
 
-class Fleet:
+class Supervisor:
     """Several front-ends before one engine. When one of these processes ends, all do."""
 
     def __init__(
@@ -193,9 +202,9 @@ class Fleet:
         self._created = int(time.time())
         self._engines: list[EngineProcess] = []
         # Bounded: a word for each signal, each child's end, and the checkpoint.
-        self._news: SimpleQueue[str | signal.Signals | News | Exception] = SimpleQueue()
+        self._news: SimpleQueue[str | signal.Signals | DownloadProgress | Exception] = SimpleQueue()
 
-    def run(self, preparation: Preparation) -> int:
+    def run(self, preparation: ModelDownload) -> int:
         """Start all, wait for news, end all; the exit code. Raises what `preparation` does."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._hear)
@@ -208,15 +217,15 @@ class Fleet:
             for child in children:
                 child.close(0)
             for engine in self._engines:
-                engine.close(ENGINE_CLOSE_S)
+                engine.close(ENGINE_STOP_S)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self._news.put(signal.Signals(number))
 
-    def _hear_of_checkpoint(self, news: News | Exception) -> None:
+    def _hear_of_checkpoint(self, news: DownloadProgress | Exception) -> None:
         try:
-            if isinstance(news, News):
-                write_news(self._news_path, news)
+            if isinstance(news, DownloadProgress):
+                write_progress(self._news_path, news)
         except OSError as error:
             # Front-ends that do not hear of it would wait for ever.
             news = error
@@ -238,7 +247,7 @@ class Fleet:
     def _start(self, index: int) -> Child:
         folder = Path(self._directory, "metrics")
         folder.mkdir(mode=0o700, exist_ok=True)
-        orders = ApiServerOrders(
+        orders = ApiServerArgs(
             self._engine_config,
             self._config,
             front_end_endpoint(self._directory, index),
@@ -246,7 +255,7 @@ class Fleet:
             self._created,
             index,
             str(folder),
-            siblings_paths(self._directory, self._config.api_server_count),
+            peer_socket_paths(self._directory, self._config.api_server_count),
             self._news_path,
         )
         return Child(
@@ -262,23 +271,23 @@ class Fleet:
 
     def _watch(self, children: list[Child]) -> int:
         news = self._news.get()
-        while isinstance(news, News):
+        while isinstance(news, DownloadProgress):
             assert news.folder is not None
             self._launch(news.folder)
             news = self._news.get()
         if isinstance(news, Exception):
-            self._close(children, FAREWELL_S + 1)
+            self._close(children, RESPONSE_GRACE_S + 1)
             raise news
         if isinstance(news, str):
             logger.error("the server stops: %s", news)
             # Of the engine's end they hear themselves, and tell their clients: draining would take
             # longer than they have.
             for engine in self._engines:
-                engine.close(ENGINE_CLOSE_S)
-            self._close(children, FAREWELL_S + 1)
+                engine.close(ENGINE_STOP_S)
+            self._close(children, RESPONSE_GRACE_S + 1)
             wrong = any(child.poll() == WRONG_SETTING for child in children)
             return WRONG_SETTING if wrong else FAILED
-        timeout_s = self._config.shutdown_timeout_s + FAREWELL_S + STRAGGLE_S
+        timeout_s = self._config.shutdown_timeout_s + RESPONSE_GRACE_S + EXIT_GRACE_S
         if not self._close(children, timeout_s):
             return INTERRUPTED
         codes = [child.poll() or 0 for child in children]
@@ -303,7 +312,7 @@ class Fleet:
         return True
 
 
-def siblings_paths(directory: str, count: int) -> tuple[str, ...]:
+def peer_socket_paths(directory: str, count: int) -> tuple[str, ...]:
     """Where front-ends ask each other. The names are no longer than those of their endpoints, which
     have been found to fit."""
     return tuple(str(Path(directory, f"by{index}.sock")) for index in range(count))

@@ -39,7 +39,7 @@ class Weather(pydantic.BaseModel):
     degrees: int
 
 
-class Reporter(TalkingClient):
+class ProgressReporter(TalkingClient):
     """Calls for the weather, tells of it once it is there, and fills in a form that it is given."""
 
     def add(self, prompt: Any, sampling: Any, **kwargs: Any) -> ScriptedBox:
@@ -58,7 +58,7 @@ class Reporter(TalkingClient):
 
 @pytest.fixture
 async def sdk() -> AsyncIterator[openai.AsyncOpenAI]:
-    async with on_port(Reporter(pace_s=0.001), chat_template=THINKING_TEMPLATE) as rig:
+    async with on_port(ProgressReporter(pace_s=0.001), chat_template=THINKING_TEMPLATE) as rig:
         base_url = f"http://127.0.0.1:{rig.port}/v1"
         async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as made:
             yield made

@@ -17,7 +17,7 @@ from config.server import ServerConfig
 from server.http.app import create_app
 from server.http.state import AppState
 from server.metrics.registry import Metrics
-from server.process.api_server import Uvicorn, uvicorn_config
+from server.process.api_server import UvicornServer, uvicorn_config
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import Tokenizer
 from server.text.tokenizer_files import TextFiles
@@ -155,7 +155,7 @@ async def on_port(client: ScriptedClient | None = None, **config: Any) -> AsyncI
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        server = Uvicorn(uvicorn_config(app, state.config))
+        server = UvicornServer(uvicorn_config(app, state.config))
         task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
         try:
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http:

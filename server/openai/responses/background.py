@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from config.errors import Overloaded
-from server.generation.job import Job, frames
-from server.http.access_log import Record
+from server.generation.job import Job, sse_frames
+from server.http.access_log import RequestRecord
 from server.http.errors import fault_of
 from server.openai.responses.store import Entry, ResponseStore
 from server.openai.responses.writer import ResponseWriter
@@ -22,7 +22,7 @@ class BackgroundResponse:
         writer: ResponseWriter,
         entry: Entry,
         store: ResponseStore,
-        record: Record,
+        record: RequestRecord,
     ) -> None:
         """`record` is that of the work alone: the request that asked for it ends before."""
         self._job = job
@@ -39,7 +39,7 @@ class BackgroundResponse:
         try:
             self._store.begin(self._entry)
         except Overloaded:
-            self._job.end()
+            self._job.close()
             raise
         self._task = asyncio.get_running_loop().create_task(self._run())
 
@@ -52,7 +52,7 @@ class BackgroundResponse:
         self.stop()
 
     def stop(self) -> None:
-        self._job.end()
+        self._job.close()
         if self._task is not None:
             self._task.cancel()
         self._entry.tell()
@@ -60,12 +60,12 @@ class BackgroundResponse:
     async def _run(self) -> None:
         try:
             self._keep(self._writer.opening())
-            async for data in frames(self._job, self._writer):
+            async for data in sse_frames(self._job, self._writer):
                 self._keep(data)
         except Overloaded as error:
             self._keep(self._writer.failing(fault_of(error)))
         finally:
-            self._job.end()
+            self._job.close()
             self._record.status = 200
             self._record.write(access_log=False)
             self._entry.tell()

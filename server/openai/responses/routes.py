@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from config.errors import PromptTooLong, UserError
-from server.generation.job import Job, answer_whole, finish, frames
-from server.http.access_log import keep, record_of
-from server.http.body import parse
+from server.generation.job import Job, run_to_end, sse_frames
+from server.http.access_log import attach_record, record_of
+from server.http.body import json_response, parse
 from server.http.openapi import ANSWERS, GENERATES, takes
 from server.http.sse import EventStream
 from server.http.state import AppState
@@ -28,7 +28,7 @@ from server.openai.responses.schema import ResponseBody
 from server.openai.responses.store import Entry, ResponseStore
 from server.openai.responses.truncation import shortened
 from server.openai.responses.writer import Fields, ResponseWriter, number_of
-from server.process.peer_proxy import HandedOn
+from server.process.peer_proxy import ForwardedResponse
 
 ROUTE = "/v1/responses"
 MAX_ITEMS = 100
@@ -58,17 +58,17 @@ def _add_making(router: APIRouter, state: AppState, store: ResponseStore) -> Non
         responses=GENERATES,
     )
     async def create_response(request: Request) -> Response:
-        state.opened()
+        state.generation_pipeline()
         sent = await state.bodies.read_object(request)
         body = await parse(ResponseBody, sent)
-        if (address := state.siblings.address_of(number_before(body))) is not None:
-            return HandedOn(address, request, sent.fields)
+        if (address := state.peers.peer_of(number_before(body))) is not None:
+            return ForwardedResponse(address, request, sent.fields)
         is_stored = _is_stored(store, body)
         owner = record_of(request.scope).owner
-        asked = await ask(store, body, sent.num_bytes, state.siblings.new_number(), owner)
+        asked = await ask(store, body, sent.num_bytes, state.peers.new_id(), owner)
         if body.background:
             # Its own books: it goes on when this request is over.
-            keep(request.scope, replace(record_of(request.scope)))
+            attach_record(request.scope, replace(record_of(request.scope)))
         job = await _start(state, request, asked, is_cut=body.truncation == "auto")
         entry = Entry(job.id, owner, asked.turn, is_background=bool(body.background))
 
@@ -82,12 +82,12 @@ def _add_making(router: APIRouter, state: AppState, store: ResponseStore) -> Non
                 entry.events = []
             first = writer.fields()
             BackgroundResponse(job, writer, entry, store, record_of(request.scope)).start()
-            return _follow(state, entry, -1) if body.stream else answer_whole(first)
+            return _follow(state, entry, -1) if body.stream else json_response(first)
         if body.stream:
             return EventStream(
-                _streamed(job, writer), keep_alive_s=state.config.keep_alive_s, on_close=job.end
+                _streamed(job, writer), keep_alive_s=state.config.keep_alive_s, on_close=job.close
             )
-        return answer_whole(await finish(job, request, _whole(job, writer)))
+        return json_response(await run_to_end(job, request, _whole(job, writer)))
 
     @router.post(
         f"{ROUTE}/input_tokens",
@@ -97,16 +97,16 @@ def _add_making(router: APIRouter, state: AppState, store: ResponseStore) -> Non
         responses=ANSWERS,
     )
     async def count_response_tokens(request: Request) -> Response:
-        state.opened()
+        state.generation_pipeline()
         sent = await state.bodies.read_object(request)
         body = await parse(ResponseBody, sent)
-        if (address := state.siblings.address_of(number_before(body))) is not None:
-            return HandedOn(address, request, sent.fields)
+        if (address := state.peers.peer_of(number_before(body))) is not None:
+            return ForwardedResponse(address, request, sent.fields)
         owner = record_of(request.scope).owner
-        asked = await ask(store, body, sent.num_bytes, state.siblings.new_number(), owner)
+        asked = await ask(store, body, sent.num_bytes, state.peers.new_id(), owner)
         with as_response_fields():
             count = await count_prompt(state, asked.chat)
-        return answer_whole({"object": "response.input_tokens", "input_tokens": count})
+        return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
 def _add_keeping(router: APIRouter, state: AppState, store: ResponseStore) -> None:
@@ -124,8 +124,8 @@ def _add_keeping(router: APIRouter, state: AppState, store: ResponseStore) -> No
         stream: bool = False,
         starting_after: int | None = None,
     ) -> Response:
-        if (address := state.siblings.address_of(number_of(response_id))) is not None:
-            return HandedOn(address, request)
+        if (address := state.peers.peer_of(number_of(response_id))) is not None:
+            return ForwardedResponse(address, request)
         entry = _entry(store, request, response_id)
         if not stream:
             if starting_after is not None:
@@ -148,10 +148,10 @@ def _add_keeping(router: APIRouter, state: AppState, store: ResponseStore) -> No
         one, operation_id="delete_response", summary="Keep a response no longer", responses=ANSWERS
     )
     async def delete_response(request: Request, response_id: str) -> Response:
-        if (address := state.siblings.address_of(number_of(response_id))) is not None:
-            return HandedOn(address, request)
+        if (address := state.peers.peer_of(number_of(response_id))) is not None:
+            return ForwardedResponse(address, request)
         store.drop(_entry(store, request, response_id))
-        return answer_whole({"id": response_id, "object": "response", "deleted": True})
+        return json_response({"id": response_id, "object": "response", "deleted": True})
 
     @router.post(
         f"{one}/cancel",
@@ -160,8 +160,8 @@ def _add_keeping(router: APIRouter, state: AppState, store: ResponseStore) -> No
         responses=ANSWERS,
     )
     async def cancel_response(request: Request, response_id: str) -> Response:
-        if (address := state.siblings.address_of(number_of(response_id))) is not None:
-            return HandedOn(address, request)
+        if (address := state.peers.peer_of(number_of(response_id))) is not None:
+            return ForwardedResponse(address, request)
         entry = _entry(store, request, response_id)
         if not entry.is_background:
             raise UserError("only a response that was created with background can be cancelled")
@@ -182,9 +182,9 @@ def _add_keeping(router: APIRouter, state: AppState, store: ResponseStore) -> No
         order: str = "desc",
         after: str | None = None,
     ) -> Response:
-        if (address := state.siblings.address_of(number_of(response_id))) is not None:
-            return HandedOn(address, request)
-        return answer_whole(_page(_entry(store, request, response_id), limit, order, after))
+        if (address := state.peers.peer_of(number_of(response_id))) is not None:
+            return ForwardedResponse(address, request)
+        return json_response(_page(_entry(store, request, response_id), limit, order, after))
 
 
 def _entry(store: ResponseStore, request: Request, response_id: str) -> Entry:
@@ -216,12 +216,12 @@ async def _start(state: AppState, request: Request, asked: Asked, *, is_cut: boo
 
 async def _streamed(job: Job, writer: ResponseWriter) -> AsyncIterator[bytes]:
     yield writer.opening()
-    async for data in frames(job, writer):
+    async for data in sse_frames(job, writer):
         yield data
 
 
 async def _whole(job: Job, writer: ResponseWriter) -> Fields:
-    async for deltas in job.serving:
+    async for deltas in job.tracker:
         writer.feed(deltas)
     writer.ending()
     return writer.fields()
@@ -229,7 +229,7 @@ async def _whole(job: Job, writer: ResponseWriter) -> Fields:
 
 def _told(entry: Entry) -> Response:
     if entry.running is not None:
-        return answer_whole(entry.running.fields())
+        return json_response(entry.running.fields())
     return Response(entry.data, media_type="application/json")
 
 

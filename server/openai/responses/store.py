@@ -91,7 +91,7 @@ class Entry:
 
     id: str
     owner: str
-    """Which API key it was created with (see server.auth.Keys.check); no other one finds it."""
+    """Which API key it was created with (see ApiKeys.check); no other one finds it."""
     input: Turn
     """What it was asked, and all before that."""
     whole: Turn | None = None

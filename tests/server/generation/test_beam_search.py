@@ -146,7 +146,7 @@ async def test_a_search_nobody_waits_for_stops() -> None:
         assert (
             await rig.metric('vllm:request_success_total{engine="0",finished_reason="abort"') == 2
         )
-        assert not rig.state.servings
+        assert not rig.state.active_requests
 
 
 def test_a_search_ends_when_nothing_that_lives_can_beat_what_has_ended() -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from server.http.auth import Keys
-from server.http.errors import BadKey
+from server.http.auth import ApiKeys
+from server.http.errors import InvalidApiKey
 
 Header = tuple[bytes, bytes]
 
@@ -24,7 +24,7 @@ def x_api_key(key: str) -> Header:
 
 
 def test_the_owner_is_the_digest_of_the_key_however_it_is_sent() -> None:
-    keys = Keys(["one", "two", "drei€"])
+    keys = ApiKeys(["one", "two", "drei€"])
 
     owners = [
         keys.check(scope(form(key))) for key in ("two", "drei€") for form in (bearer, x_api_key)
@@ -35,7 +35,7 @@ def test_the_owner_is_the_digest_of_the_key_however_it_is_sent() -> None:
 
 
 def test_the_first_right_key_in_the_headers_is_the_owner() -> None:
-    keys = Keys(["one", "two"])
+    keys = ApiKeys(["one", "two"])
 
     owner = keys.check(scope(bearer("wrong"), x_api_key("two"), x_api_key("one")))
 
@@ -44,21 +44,21 @@ def test_the_first_right_key_in_the_headers_is_the_owner() -> None:
 
 def test_a_key_that_is_given_twice_is_one_owner() -> None:
     owners = {
-        Keys(given).check(scope(bearer("a"))) for given in (["a", "b", "a"], ["a"], ["b", "a"])
+        ApiKeys(given).check(scope(bearer("a"))) for given in (["a", "b", "a"], ["a"], ["b", "a"])
     }
 
     assert len(owners) == 1
 
 
 def test_what_needs_no_key_has_no_owner() -> None:
-    keys = Keys(["one"])
+    keys = ApiKeys(["one"])
 
     owners = [
         keys.check(scope(bearer("one"), path="/health")),
         keys.check(scope(method="OPTIONS")),
-        Keys([]).check(scope(bearer("any"))),
+        ApiKeys([]).check(scope(bearer("any"))),
     ]
 
     assert owners == ["", "", ""]
-    with pytest.raises(BadKey):
+    with pytest.raises(InvalidApiKey):
         keys.check(scope(bearer("on")))

@@ -114,7 +114,7 @@ async def settled(most_bytes: int) -> int:
 
 @pytest.fixture(autouse=True)
 def soon_trimmed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "TRIM_S", 0.1)
+    monkeypatch.setattr(bodies, "TRIM_INTERVAL_S", 0.1)
 
 
 @pytest.mark.parametrize("kind", ATTACKS)
@@ -254,7 +254,7 @@ async def test_a_text_of_more_tokens_than_are_counted_is_refused_with_both_numbe
 async def test_bodies_that_arrive_together_may_only_have_so_many_bytes_in_sum(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bodies, "MAX_HELD_BODIES", 2)
+    monkeypatch.setattr(bodies, "MAX_BUFFERED_BODIES", 2)
     part = b'{"user": "' + b"a" * 60_000
     rest = b'", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}'
     headers = {"content-type": "application/json"}
@@ -271,7 +271,7 @@ async def test_bodies_that_arrive_together_may_only_have_so_many_bytes_in_sum(
             for _ in range(2)
         ]
         for _ in range(1_000):
-            if rig.state.bodies._num_held_bytes >= 2 * len(part):
+            if rig.state.bodies._num_buffered_bytes >= 2 * len(part):
                 break
             await asyncio.sleep(0.01)
         refused = await rig.http.post(CHAT, content=part + rest, headers=headers)
@@ -282,4 +282,4 @@ async def test_bodies_that_arrive_together_may_only_have_so_many_bytes_in_sum(
     assert refused.status_code == 503
     assert "at most 131072" in refused.json()["error"]["message"]
     assert taken == [200, 200] and later.status_code == 200
-    assert rig.state.bodies._num_held_bytes == 0
+    assert rig.state.bodies._num_buffered_bytes == 0

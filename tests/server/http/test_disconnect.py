@@ -1,11 +1,11 @@
-"""Watching for clients that hang up, with futures in the place of connections."""
+"""Disconnecting clients, with events in place of connections."""
 
 import asyncio
 
 import pytest
 from starlette.types import Message
 
-from server.http.disconnect import PATIENCE_S, UntilGone
+from server.http.disconnect import WATCH_DELAY_S, CancelOnDisconnect
 from server.http.errors import ClientGone
 
 
@@ -27,7 +27,7 @@ async def test_work_is_cancelled_when_its_client_has_hung_up() -> None:
     line.end.set()
     has_ended = False
 
-    with pytest.raises(ClientGone), UntilGone(line.receive):
+    with pytest.raises(ClientGone), CancelOnDisconnect(line.receive):
         try:
             await asyncio.sleep(10)
         finally:
@@ -40,12 +40,12 @@ async def test_work_is_cancelled_when_its_client_has_hung_up() -> None:
 async def test_work_that_ends_soon_is_not_watched_and_other_work_until_it_ends() -> None:
     line = Line()
 
-    with UntilGone(line.receive):
+    with CancelOnDisconnect(line.receive):
         await asyncio.sleep(0)
-    await asyncio.sleep(PATIENCE_S * 1.2)
+    await asyncio.sleep(WATCH_DELAY_S * 1.2)
     asked_of_short = line.num_asked
-    with UntilGone(line.receive):
-        await asyncio.sleep(PATIENCE_S * 1.2)
+    with CancelOnDisconnect(line.receive):
+        await asyncio.sleep(WATCH_DELAY_S * 1.2)
     line.end.set()
     await asyncio.sleep(0.01)
 
@@ -56,11 +56,11 @@ async def test_a_cancellation_from_elsewhere_stays_one() -> None:
     line = Line()
 
     async def work() -> None:
-        with UntilGone(line.receive):
+        with CancelOnDisconnect(line.receive):
             await asyncio.sleep(10)
 
     task = asyncio.ensure_future(work())
-    await asyncio.sleep(PATIENCE_S * 1.2)
+    await asyncio.sleep(WATCH_DELAY_S * 1.2)
     task.cancel()
 
     with pytest.raises(asyncio.CancelledError):
@@ -76,8 +76,8 @@ async def test_who_hangs_up_as_the_work_ends_disturbs_nothing_behind_it() -> Non
             first.set()
             second.set()
 
-        asyncio.get_running_loop().call_later(PATIENCE_S * 1.2, end)
-        with UntilGone(line.receive):
+        asyncio.get_running_loop().call_later(WATCH_DELAY_S * 1.2, end)
+        with CancelOnDisconnect(line.receive):
             await work.wait()
 
         for _ in range(5):

@@ -17,7 +17,7 @@ import pytest
 import uvloop
 from http_rig import Rig, TalkingClient, on_port
 
-from server.http.access_log import Record
+from server.http.access_log import RequestRecord
 from server.http.protocol import MAX_PIPELINED
 
 KEY = "secret"
@@ -553,5 +553,5 @@ def test_a_path_and_a_forwarded_address_cannot_forge_lines(
         )
         read_until(sock, b"\r\n\r\n")
 
-    (record,) = [one for one in caplog.records if one.name == Record.__module__]
+    (record,) = [one for one in caplog.records if one.name == RequestRecord.__module__]
     assert "client=127.0.0.1" in record.getMessage()

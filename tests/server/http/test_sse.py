@@ -219,7 +219,7 @@ async def test_a_client_that_hangs_up_is_aborted_with_all_its_choices() -> None:
             await asyncio.sleep(0.05)
             name = 'vllm:request_success_total{engine="0",finished_reason="abort"'
             assert await rig.metric(name) == 3
-            assert rig.state.servings == set()
+            assert rig.state.active_requests == set()
             assert rig.state.num_open_requests == 0
 
 
@@ -229,9 +229,9 @@ async def test_a_stream_that_is_cut_by_a_shutdown_says_so() -> None:
     async with on_port(client) as rig:
 
         async def cut() -> None:
-            assert await eventually(lambda: len(rig.state.servings) == 2, 10)
-            for serving in list(rig.state.servings):
-                serving.cut("The server is shutting down.")
+            assert await eventually(lambda: len(rig.state.active_requests) == 2, 10)
+            for serving in list(rig.state.active_requests):
+                serving.cancel("The server is shutting down.")
 
         stream, whole, _ = await asyncio.gather(
             rig.complete(stream=True, max_tokens=4000), rig.complete(max_tokens=4000), cut()

@@ -9,7 +9,7 @@ from http_rig import TalkingClient, make_state
 
 from config.errors import ConfigError
 from config.server import ServerConfig
-from server.http.access_log import Record
+from server.http.access_log import RequestRecord
 from server.http.app import create_app
 from server.http.trusted_proxies import TrustedProxies
 
@@ -87,7 +87,7 @@ def test_a_list_that_holds_no_addresses_is_an_error_of_the_configuration() -> No
 
 
 async def test_the_log_names_the_client_behind_the_proxy(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, Record.__module__)
+    caplog.set_level(logging.INFO, RequestRecord.__module__)
     app = create_app(make_state(TalkingClient(), forwarded_allow_ips="127.0.0.1"))
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:

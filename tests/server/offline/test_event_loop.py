@@ -10,17 +10,17 @@ from collections.abc import Iterator
 import pytest
 
 from config.errors import EngineDied
-from server.offline.event_loop import Background
+from server.offline.event_loop import BackgroundLoop
 
 
 @pytest.fixture
-def background() -> Iterator[Background]:
-    made = Background("test-loop")
+def background() -> Iterator[BackgroundLoop]:
+    made = BackgroundLoop("test-loop")
     yield made
     made.close()
 
 
-def test_it_gives_what_the_call_gives(background: Background) -> None:
+def test_it_gives_what_the_call_gives(background: BackgroundLoop) -> None:
     async def add(left: int, right: int) -> int:
         await asyncio.sleep(0)
         return left + right
@@ -28,7 +28,7 @@ def test_it_gives_what_the_call_gives(background: Background) -> None:
     assert background.run(add(1, 2)) == 3
 
 
-def test_it_raises_what_the_call_raises(background: Background) -> None:
+def test_it_raises_what_the_call_raises(background: BackgroundLoop) -> None:
     async def fail() -> None:
         raise ValueError("as it was")
 
@@ -36,7 +36,7 @@ def test_it_raises_what_the_call_raises(background: Background) -> None:
         background.run(fail())
 
 
-async def test_it_works_inside_a_running_loop(background: Background) -> None:
+async def test_it_works_inside_a_running_loop(background: BackgroundLoop) -> None:
     async def answer() -> int:
         return 42
 
@@ -44,7 +44,7 @@ async def test_it_works_inside_a_running_loop(background: Background) -> None:
 
 
 def test_ctrl_c_cancels_the_call_and_waits_until_it_has_cleaned_up(
-    background: Background,
+    background: BackgroundLoop,
 ) -> None:
     cleaned: list[float] = []
 
@@ -65,7 +65,7 @@ def test_ctrl_c_cancels_the_call_and_waits_until_it_has_cleaned_up(
 
 
 def test_closing_cancels_what_runs_and_ends_the_thread() -> None:
-    background = Background("short-lived")
+    background = BackgroundLoop("short-lived")
     begun = threading.Event()
     results: list[str] = []
 
@@ -91,7 +91,7 @@ def test_closing_cancels_what_runs_and_ends_the_thread() -> None:
 
 
 def test_after_the_end_a_call_is_refused() -> None:
-    background = Background("gone")
+    background = BackgroundLoop("gone")
     background.close()
 
     async def answer() -> int:

@@ -11,8 +11,8 @@ from pooling_client import EMBEDDER, PoolingClient, pooled
 from config.errors import PromptTooLong, UserError
 from config.params.pooling import PoolingFacts, PoolingParams
 from server.offline.pooling import OfflinePooling, classes, embeddings
-from server.pooling.inputs import reader_of
-from server.pooling.scores import Pairs
+from server.pooling.inputs import make_input_processor
+from server.pooling.scores import TextPairs
 
 EMBED = PoolingParams(task="embed")
 CROSS_ENCODER = PoolingFacts(tasks=("score",), width=1, token_width=1)
@@ -22,7 +22,7 @@ QUIET: dict[str, Any] = {"truncate": None, "use_tqdm": False}
 
 def offline(facts: PoolingFacts = EMBEDDER) -> tuple[OfflinePooling, PoolingClient]:
     client = PoolingClient(facts, vocab_size=VOCAB_SIZE)
-    reader = reader_of(client.ready, TOKENIZER)
+    reader = make_input_processor(client.ready, TOKENIZER)
     assert reader is not None
     return OfflinePooling(client, reader, at_once=2), client
 
@@ -72,9 +72,9 @@ async def test_pairs_are_scored_by_either_kind_of_model() -> None:
     cross, client = offline(CROSS_ENCODER)
     a, b = (pooled(ids(text), EMBED, EMBEDDER)[0] for text in "ab")
 
-    one = await embedder.score(Pairs(["a"], ["b", "a"]), use_tqdm=False)
-    each = await embedder.score(Pairs(["a", "b"], ["b", "b"]), use_tqdm=False)
-    read = await cross.score(Pairs(["a"], ["b", "c"]), use_tqdm=False)
+    one = await embedder.score(TextPairs(["a"], ["b", "a"]), use_tqdm=False)
+    each = await embedder.score(TextPairs(["a", "b"], ["b", "b"]), use_tqdm=False)
+    read = await cross.score(TextPairs(["a"], ["b", "c"]), use_tqdm=False)
 
     assert [entry.outputs.score for entry in one] == pytest.approx([a @ b, 1.0])
     assert [entry.outputs.score for entry in each] == pytest.approx([a @ b, 1.0])
@@ -84,7 +84,7 @@ async def test_pairs_are_scored_by_either_kind_of_model() -> None:
     ]
     assert [entry.outputs.score for entry in read] == pytest.approx(np.concatenate(scores)[:, 0])
     with pytest.raises(UserError, match="2 texts and text_2 has 3"):
-        Pairs(["a"] * 2, ["b"] * 3)
+        TextPairs(["a"] * 2, ["b"] * 3)
 
 
 async def test_mistakes_name_the_prompt() -> None:

@@ -13,7 +13,7 @@ from pooling_client import PoolingClient
 from config.errors import ConfigError
 from config.server import ServerConfig
 from engine.client.inproc import InprocClient
-from server.http.auth import Keys
+from server.http.auth import ApiKeys
 
 KEYS = ("alice-key", "bob-key")
 ALICE, BOB = ({"x-api-key": key} for key in KEYS)
@@ -40,7 +40,7 @@ POOLING = (
 
 def owner(headers: dict[str, str]) -> str:
     pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
-    return Keys(KEYS).check({"method": "POST", "path": "/v1/completions", "headers": pairs})
+    return ApiKeys(KEYS).check({"method": "POST", "path": "/v1/completions", "headers": pairs})
 
 
 @contextlib.asynccontextmanager

@@ -11,7 +11,7 @@ from tokenizers import processors
 
 from config.errors import PromptTooLong, UserError
 from config.params.pooling import PoolingFacts, PoolingParams
-from server.pooling.inputs import Asked, InputReader
+from server.pooling.inputs import InputOptions, InputProcessor
 from server.pooling.pipeline import PoolingInput
 from server.text.pooling_inputs import InputRule, Text, batches, encode_inputs
 from server.text.tokenizer import Tokenizer
@@ -29,14 +29,14 @@ def encoder(*, typed: bool = True) -> Encoder:
     return made
 
 
-def reader(facts: PoolingFacts = EMBEDDER, *, max_model_len: int = 8) -> InputReader:
+def reader(facts: PoolingFacts = EMBEDDER, *, max_model_len: int = 8) -> InputProcessor:
     tokenizer = Tokenizer(TextFiles(encoder(), {}, None))
     vocab_size = tokenizer.vocab_size
-    return InputReader(tokenizer, facts, vocab_size=vocab_size, max_model_len=max_model_len)
+    return InputProcessor(tokenizer, facts, vocab_size=vocab_size, max_model_len=max_model_len)
 
 
-def read(texts: list[Text], made: InputReader, **asked: Any) -> list[PoolingInput]:
-    return asyncio.run(made.texts(texts, Asked(EMBED, **asked)))
+def read(texts: list[Text], made: InputProcessor, **asked: Any) -> list[PoolingInput]:
+    return asyncio.run(made.texts(texts, InputOptions(EMBED, **asked)))
 
 
 @pytest.mark.parametrize("typed", [True, False])
@@ -127,7 +127,7 @@ def test_the_model_s_own_prompt_goes_before_a_text_and_may_be_left_out_of_the_po
 )
 def test_token_ids_are_checked(lists: list[list[int]], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        asyncio.run(reader().token_lists(lists, Asked(EMBED)))
+        asyncio.run(reader().token_lists(lists, InputOptions(EMBED)))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from scripted_client import ScriptedBox
 
 from config.errors import Overloaded
 from config.params.pooling import PoolingFacts, PoolingParams
-from server.pooling.pipeline import MAX_AT_ONCE
+from server.pooling.pipeline import MAX_CONCURRENT_INPUTS
 
 CROSS_ENCODER = PoolingFacts(tasks=("score",), width=1, token_width=1)
 CLASSIFIER = PoolingFacts(
@@ -270,7 +270,7 @@ async def test_many_inputs_go_to_the_engine_some_at_a_time_and_come_back_in_orde
         answer = (await embed(rig, texts)).json()
 
     assert [entry["embedding"] for entry in answer["data"]] == [expected(text) for text in texts]
-    assert most_open == MAX_AT_ONCE
+    assert most_open == MAX_CONCURRENT_INPUTS
 
 
 async def test_only_a_request_with_nothing_in_line_is_turned_away_when_it_is_full() -> None:
@@ -317,12 +317,12 @@ async def test_a_client_that_hangs_up_leaves_nothing_in_the_engine() -> None:
         with pytest.raises(httpx.TimeoutException):
             await embed_briefly(rig, ["a"] * 300)
         for _ in range(100):
-            if not rig.state.servings:
+            if not rig.state.active_requests:
                 break
             await asyncio.sleep(0.01)
 
-        assert len(engine.aborted) == MAX_AT_ONCE == len(engine.boxes)
-        assert not rig.state.servings
+        assert len(engine.aborted) == MAX_CONCURRENT_INPUTS == len(engine.boxes)
+        assert not rig.state.active_requests
         assert await rig.metric("vllm:request_success_total") == 300
         assert await rig.metric("vllm:prompt_tokens_total") == 0
 
@@ -358,8 +358,8 @@ async def test_a_server_that_shuts_down_says_so_to_who_still_waits() -> None:
     async with in_memory(engine) as rig:
         asking = asyncio.ensure_future(embed(rig, ["a", "b"]))
         await sent(engine, 2)
-        for serving in list(rig.state.servings):
-            serving.cut("The server is shutting down.")
+        for serving in list(rig.state.active_requests):
+            serving.cancel("The server is shutting down.")
         found = error(await asking, 503)
 
     assert found["message"] == "The server is shutting down."
@@ -374,8 +374,8 @@ async def test_a_request_that_is_cut_counts_the_tokens_of_what_was_done() -> Non
         await sent(engine, 2)
         engine.boxes[0].say(finish="stop", vectors=np.ones((1, 8), "<f4"))
         await asyncio.sleep(0.05)
-        for serving in list(rig.state.servings):
-            serving.cut("The server is shutting down.")
+        for serving in list(rig.state.active_requests):
+            serving.cancel("The server is shutting down.")
         error(await asking, 503)
 
         assert await rig.metric("vllm:prompt_tokens_total") == len(ids("hello"))

@@ -15,7 +15,7 @@ from http_rig import Rig, TalkingClient, on_port
 from strangers import connected
 
 from server.process import peer_proxy as siblings
-from server.process.peer_proxy import Siblings, listen
+from server.process.peer_proxy import Peers, listen
 
 ROUTE = "/v1/responses"
 KEY = {"Authorization": "Bearer k"}
@@ -29,9 +29,9 @@ async def two(folder: Path, **config: Any) -> AsyncIterator[tuple[Rig, Rig]]:
         for index in range(2):
             client = TalkingClient("abc", pace_s=0.002)
             rig = await stack.enter_async_context(on_port(client, **config))
-            rig.state.siblings = Siblings(index, paths, "token")
+            rig.state.peers = Peers(index, paths, "token")
             rejected = rig.state.metrics.peer_rejected
-            listener = await listen(rig.app, rig.state.siblings, rejected)
+            listener = await listen(rig.app, rig.state.peers, rejected)
             stack.callback(listener.close)
             rigs.append(rig)
         yield rigs[0], rigs[1]
@@ -141,23 +141,23 @@ async def test_a_hang_up_is_handed_on(tmp_path: Path, stream: bool) -> None:
             await asyncio.sleep(0 if own.client.aborted else 0.01)
 
         assert len(own.client.aborted) == 1
-        assert not own.state.servings
+        assert not own.state.active_requests
 
 
 async def test_a_sibling_that_is_gone_is_told_as_such(tmp_path: Path) -> None:
     async with on_port() as rig:
-        gone = Siblings(1, ("", str(tmp_path / "1.sock")))
-        rig.state.siblings = Siblings(0, (str(tmp_path / "0.sock"), str(tmp_path / "1.sock")))
+        gone = Peers(1, ("", str(tmp_path / "1.sock")))
+        rig.state.peers = Peers(0, (str(tmp_path / "0.sock"), str(tmp_path / "1.sock")))
 
-        answer = await rig.http.get(f"{ROUTE}/resp_{gone.new_number()}")
-        unknown = await rig.http.get(f"{ROUTE}/resp_{Siblings(7).new_number()}")
+        answer = await rig.http.get(f"{ROUTE}/resp_{gone.new_id()}")
+        unknown = await rig.http.get(f"{ROUTE}/resp_{Peers(7).new_id()}")
 
         assert answer.status_code == 503
         assert "is gone" in answer.json()["error"]["message"]
         assert unknown.status_code == 404
 
 
-HEALTH = siblings._encode(siblings.Handed("GET", "/health", b"", [], None, b""))
+HEALTH = siblings._encode(siblings.ForwardedRequest("GET", "/health", b"", [], None, b""))
 
 STRANGERS = {
     "nothing": b"",

@@ -4,14 +4,14 @@ import pytest
 from http_rig import in_memory
 
 from engine.transport.messages import LATER, Progress
-from server.process.progress_bar import EVERY_S, Reporter, bar, in_words
+from server.process.progress_bar import INTERVAL_S, ProgressReporter, bar, describe
 
 
 @pytest.mark.parametrize(
     ("left_s", "words"), [(12.4, "12 s"), (200.0, "3 min"), (7000.0, "1.9 h"), (0.2, "1 s")]
 )
 def test_what_is_left_is_told_in_the_unit_that_fits(left_s: float, words: str) -> None:
-    text = in_words(Progress(0, "warmup", 12, 97, left_s))
+    text = describe(Progress(0, "warmup", 12, 97, left_s))
 
     assert text == f"warmup, 12 of 97, about {words} left"
 
@@ -23,13 +23,13 @@ def test_a_bar_is_as_full_as_the_work_is_done() -> None:
 
 
 def test_a_line_is_written_now_and_then_and_only_if_it_says_something_new() -> None:
-    reporter = Reporter(100.0)
+    reporter = ProgressReporter(100.0)
     steps = [
         (100.1, 1),
-        (100.0 + EVERY_S, 2),
-        (100.1 + EVERY_S, 3),
-        (101.0 + 2 * EVERY_S, 2),
-        (102.0 + 2 * EVERY_S, 4),
+        (100.0 + INTERVAL_S, 2),
+        (100.1 + INTERVAL_S, 3),
+        (101.0 + 2 * INTERVAL_S, 2),
+        (102.0 + 2 * INTERVAL_S, 4),
     ]
 
     lines = [reporter.line(Progress(0, "warmup", done, 9), now_s) for now_s, done in steps]

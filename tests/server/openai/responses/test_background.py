@@ -48,7 +48,7 @@ async def speaking(rig: Rig, response: dict[str, Any]) -> dict[str, Any]:
 
 
 async def ended(rig: Rig, response: dict[str, Any]) -> dict[str, Any]:
-    await until(lambda: not rig.state.servings)
+    await until(lambda: not rig.state.active_requests)
     return await get(rig, response)
 
 
@@ -93,7 +93,7 @@ async def test_cancelling_frees_the_engine_and_keeps_what_was_said() -> None:
         assert cancelled["output"][0]["status"] == "incomplete"
         assert cancelled["output"][0]["content"][0]["text"].startswith("a")
         assert cancelled == again == await get(rig, first)
-        assert len(client.aborted) == 1 and not rig.state.servings
+        assert len(client.aborted) == 1 and not rig.state.active_requests
         assert (
             await rig.metric('vllm:request_success_total{engine="0",finished_reason="abort"') == 1
         )
@@ -106,7 +106,7 @@ async def test_deleting_it_ends_it() -> None:
 
         await rig.http.delete(f"{ROUTE}/{first['id']}")
 
-        assert len(client.aborted) == 1 and not rig.state.servings
+        assert len(client.aborted) == 1 and not rig.state.active_requests
         assert (await rig.http.get(f"{ROUTE}/{first['id']}")).status_code == 404
 
 
@@ -180,7 +180,7 @@ async def test_as_many_run_as_the_store_holds() -> None:
         refused = await rig.post(ROUTE, {"input": "hi", "background": True})
 
         assert refused.status_code == 503 and "retry-after" in refused.headers
-        await until(lambda: len(rig.state.servings) == 2)
+        await until(lambda: len(rig.state.active_requests) == 2)
         assert len(client.aborted) == 1
         for one in running:
             assert (await get(rig, one))["status"] in ("in_progress", "queued")
@@ -196,7 +196,7 @@ async def test_a_kept_stream_that_outgrows_the_store_fails() -> None:
         last = json.loads(stream.strip().splitlines()[-1][6:])
         assert last["type"] == "response.failed"
         assert "20000 bytes" in last["response"]["error"]["message"]
-        await until(lambda: not rig.state.servings)
+        await until(lambda: not rig.state.active_requests)
         assert len(client.aborted) == 1
 
 
@@ -204,11 +204,11 @@ async def test_a_shutdown_ends_it_as_failed() -> None:
     _, serving = endless()
     async with serving as rig:
         first = await begun(rig)
-        await until(lambda: rig.state.servings)
+        await until(lambda: rig.state.active_requests)
 
-        for one in list(rig.state.servings):
-            one.cut("The server is shutting down.")
-        await until(lambda: not rig.state.servings)
+        for one in list(rig.state.active_requests):
+            one.cancel("The server is shutting down.")
+        await until(lambda: not rig.state.active_requests)
 
         failed = await get(rig, first)
         assert failed["status"] == "failed"

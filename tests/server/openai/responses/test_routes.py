@@ -474,4 +474,4 @@ async def test_a_client_that_hangs_up_ends_its_stream_and_leaves_nothing() -> No
             await asyncio.sleep(0 if client.aborted else 0.01)
 
         assert len(client.aborted) == 1
-        assert not rig.state.servings
+        assert not rig.state.active_requests

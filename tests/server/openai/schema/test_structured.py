@@ -135,7 +135,7 @@ async def test_a_grammar_that_waits_for_too_long_is_told_to_come_back(
         async def control(self, name: str, **arguments: Any) -> Any:
             await asyncio.sleep(60)
 
-    monkeypatch.setattr(job, "COMPILE_S", 0.05)
+    monkeypatch.setattr(job, "GRAMMAR_TIMEOUT_S", 0.05)
     async with in_memory(Busy()) as rig:
         answer = await rig.chat(**json_schema(schema=SCHEMA))
 

@@ -1,0 +1,107 @@
+"""Encodes texts as prompts: bounded before they are tokenized, and truncated."""
+
+from config.errors import PromptTooLong, UserError
+from server.generation.outputs import Prompt
+from server.http.state import AppState
+from server.text.tokenizer import Tokenizer, TooManyCharacters, TooManyTokens
+
+COUNTED_CONTEXTS = 4
+MIN_COUNTED_TOKENS = 131_072
+"""A text is tokenized for counting up to the larger of the two: this many contexts of the model, or
+this many tokens. Clients that split documents for a small embedding model count the whole document
+first."""
+
+
+async def encode_prompt(
+    state: AppState,
+    text: str,
+    *,
+    special: bool,
+    keep: int | None,
+    limit: int | None,
+    param: str,
+) -> Prompt:
+    """Encode `text`, truncated to its last `keep` tokens; -1 keeps as many as fit into the context
+    beside `limit` output tokens. Without truncation raises PromptTooLong for a prompt longer than
+    the context; before tokenizing, where the length of the text is enough to tell."""
+    tokenizer = state.text_tokenizer(param)
+    try:
+        ids = await _encode(tokenizer, text, special, keep, limit, state.max_model_len, None)
+    except TooManyTokens as error:
+        raise PromptTooLong(
+            error.count, limit, state.max_model_len, param=param, at_least=error.at_least
+        ) from None
+    except TooManyCharacters as error:
+        error.param = param
+        raise
+    truncated_ids = truncate_prompt(ids, keep, state.max_model_len, limit)
+    return Prompt(truncated_ids, tokenizer.unmarked(text) if truncated_ids is ids else None)
+
+
+def max_counted_tokens(state: AppState) -> int:
+    """Maximum length of a text that is only tokenized."""
+    return max(COUNTED_CONTEXTS * state.max_model_len, MIN_COUNTED_TOKENS)
+
+
+async def encode_for_counting(
+    state: AppState,
+    text: str,
+    *,
+    special: bool,
+    keep: int | None = None,
+    limit: int | None = None,
+    param: str,
+) -> list[int]:
+    """Token ids of a text that is only counted: like `encode_prompt`, but up to
+    `max_counted_tokens`. Raises UserError."""
+    max_model_len = state.max_model_len
+    max_tokens = max_counted_tokens(state)
+    try:
+        ids = await _encode(
+            state.text_tokenizer(param), text, special, keep, limit, max_model_len, max_tokens
+        )
+    except TooManyTokens as error:
+        more = "at least " if error.at_least else ""
+        raise UserError(
+            f"the text has {more}{error.count} tokens, at most {max_tokens} are counted; this "
+            f"model's maximum context length is {max_model_len} tokens",
+            param=param,
+            code="context_length_exceeded",
+        ) from None
+    except TooManyCharacters as error:
+        error.param = param
+        raise
+    return truncate_prompt(ids, keep, max_model_len, limit)
+
+
+async def _encode(
+    tokenizer: Tokenizer,
+    text: str,
+    special: bool,
+    keep: int | None,
+    limit: int | None,
+    max_model_len: int,
+    max_tokens: int | None,
+) -> list[int]:
+    """Token ids of `text`, at most `max_tokens` (None: `max_model_len`). If the text is truncated,
+    at least the tokens that are kept. Raises TooManyTokens and TooManyCharacters."""
+    num_kept = num_kept_tokens(keep, max_model_len, limit)
+    max_tokens = max_model_len if max_tokens is None else max_tokens
+    if num_kept is None or num_kept > max_tokens:
+        return await tokenizer.encode(text, special, max_tokens)
+    return await tokenizer.encode_part(text, special, num_kept, from_end=True)
+
+
+def truncate_prompt(
+    ids: list[int], keep: int | None, max_model_len: int, limit: int | None
+) -> list[int]:
+    """The last `keep` tokens; -1 keeps as many as fit into the context beside the output."""
+    num_kept = num_kept_tokens(keep, max_model_len, limit)
+    return ids if num_kept is None or len(ids) <= num_kept else ids[-num_kept:]
+
+
+def num_kept_tokens(keep: int | None, max_model_len: int, limit: int | None) -> int | None:
+    """Number of prompt tokens that truncation keeps; None: all."""
+    if keep == -1:
+        return max(1, max_model_len - (1 if limit is None else limit))
+    return keep
