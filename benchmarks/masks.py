@@ -103,7 +103,7 @@ def measure(grammar: Grammar, num_rows: int, step_s: float, depth: int, num_step
         max_num_seqs=num_rows, max_num_batched_tokens=8192, max_inflight_steps=depth
     )
     limits = BucketLimits(
-        BLOCK_SIZE, MAX_MODEL_LEN, num_rows, 8192, schedule.prompts_a_launch(), NUM_BLOCKS, False
+        BLOCK_SIZE, MAX_MODEL_LEN, num_rows, 8192, schedule.prefill_batch(), NUM_BLOCKS, False
     )
     table = BucketTable.make(BucketConfig(strategy="exact"), limits)
     facts = (NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, vocabulary.vocab_size)

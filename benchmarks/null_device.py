@@ -111,7 +111,7 @@ def null_ready(config: EngineConfig) -> WorkerReady:
         max_model_len=longest,
         max_num_seqs=schedule.max_num_seqs,
         max_num_batched_tokens=schedule.max_num_batched_tokens,
-        max_prefill_batch=schedule.prompts_a_launch(),
+        max_prefill_batch=schedule.prefill_batch(),
         num_blocks=cache.num_blocks,
         prefix_caching=cache.enable_prefix_caching,
     )

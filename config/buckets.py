@@ -1,26 +1,16 @@
-"""BucketConfig: which padded shapes a server prepares. Facts: hpu/bucketing/bucket_table.py makes
-the lists."""
+"""BucketConfig: which padded shapes a server prepares; hpu/bucketing makes the lists."""
 
 from dataclasses import dataclass, field
 
 from config.errors import ConfigError
-
-STRATEGIES = (
-    "exact",
-    "exponential",
-    "exponential-v3",
-    "linear",
-    "padding-aware",
-    "file",
-    "fitted",
-)
+from config.setting import check_settings, metadata, setting
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """One dimension of a bucket table, from `min` by `step` to `max`; None: the strategy's own.
+    """One dimension of a bucket table, from `min` by `step` to `max`; None: the strategy's default.
 
-    `pad_max` and `pad_percent` bound the padding of the strategy padding-aware, in the dimension's
+    `pad_max` and `pad_percent` limit the padding of the strategy padding-aware, in the dimension's
     unit and in percent of the padded size.
     """
 
@@ -43,28 +33,66 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class BucketConfig:
-    """How the bucket table is made.
+    """How the bucket table is made. `exact` does not pad (for devices that do not compile)."""
 
-    `exact` pads nothing (for devices that do not compile), the others pad to prepared shapes.
-    """
-
-    strategy: str = "auto"
-    file: str | None = None
-    traffic: str | None = None
-    """Lengths of real requests, that `fitted` chooses boundaries for."""
-    num_graphs: int = 100
-    """Buckets that `fitted` makes at most, prompts and decodes together."""
-    prompt_batch: Range = field(default_factory=Range)
-    prompt_query: Range = field(default_factory=Range)
-    prompt_context: Range = field(default_factory=Range)
-    decode_batch: Range = field(default_factory=Range)
-    decode_blocks: Range = field(default_factory=Range)
+    strategy: str = setting(
+        "auto",
+        "How the padded shapes are chosen",
+        name="bucketing-strategy",
+        variables=("VLLM_BUCKETING_STRATEGY",),
+        choices=(
+            *("auto", "exact", "exponential", "exponential-v3"),
+            *("linear", "padding-aware", "file", "fitted"),
+        ),
+        spellings={
+            "exp": "exponential",
+            "exponential_v3": "exponential-v3",
+            "lin": "linear",
+            "pad": "padding-aware",
+            "padding_aware": "padding-aware",
+        },
+        switches={"exponential-bucketing": ("exponential", "linear")},
+        switch_variables={"VLLM_EXPONENTIAL_BUCKETING": "exponential-bucketing"},
+    )
+    file: str | None = setting(
+        None,
+        "File with the shapes; selects the strategy 'file'",
+        name="bucketing-file",
+        aliases=("bucketing-from-file",),
+        variables=("VLLM_BUCKETING_FROM_FILE",),
+    )
+    traffic: str | None = setting(
+        None,
+        "Lengths of real requests (JSONL, a /metrics page or a request log); selects the strategy "
+        "'fitted'",
+        name="bucketing-traffic",
+    )
+    num_graphs: int = setting(
+        100,
+        "Maximum number of buckets of the strategy 'fitted', prompts and decodes together",
+        name="bucketing-graphs",
+        minimum=2,
+    )
+    # A Range is five flags; their help puts the limit first: "Smallest number of ...".
+    prompt_batch: Range = field(
+        default_factory=Range, metadata=metadata("prompts in a prefill", name="prompt-bs")
+    )
+    prompt_query: Range = field(
+        default_factory=Range,
+        metadata=metadata("new tokens of a prompt", name="prompt-query", aliases=("prompt-seq",)),
+    )
+    prompt_context: Range = field(
+        default_factory=Range, metadata=metadata("cached blocks of a prompt", name="prompt-ctx")
+    )
+    decode_batch: Range = field(
+        default_factory=Range, metadata=metadata("sequences in a decode", name="decode-bs")
+    )
+    decode_blocks: Range = field(
+        default_factory=Range, metadata=metadata("blocks in a decode", name="decode-block")
+    )
 
     def __post_init__(self) -> None:
-        if self.strategy not in ("auto", *STRATEGIES):
-            raise ConfigError(
-                f"bucketing strategy {self.strategy!r} is not one of auto, {', '.join(STRATEGIES)}"
-            )
+        check_settings(self)
         if (self.strategy == "file") != (self.file is not None):
             raise ConfigError(
                 f"bucketing-strategy is {self.strategy!r} and bucketing-file is "
@@ -72,5 +100,3 @@ class BucketConfig:
             )
         if (self.strategy == "fitted") != (self.traffic is not None):
             raise ConfigError("bucketing strategy 'fitted' and a traffic file need each other")
-        if self.num_graphs < 2:
-            raise ConfigError(f"num_graphs is {self.num_graphs}, it must be at least 2")

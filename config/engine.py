@@ -1,52 +1,47 @@
-"""EngineConfig: everything an engine and its workers are told. Checked here, never adjusted."""
+"""EngineConfig: the settings of an engine and its workers, checked here and never adjusted."""
 
 from dataclasses import dataclass, field
 
 from config.buckets import BucketConfig
 from config.errors import ConfigError
 from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
+from config.setting import check_settings, metadata, setting
 
-CPU_KERNELS = ("auto", "torch")
-QUANTIZATIONS = ("none", "int8", "int4", "gguf")
-DEVICES = ("auto", "cpu", "cuda", "hpu", "hpu-emulator")
-DTYPES = ("auto", "bfloat16", "float16", "float32")
-EXECUTORS = ("auto", "inline", "processes")
-POLICIES = ("fcfs", "priority")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
-RUNNERS = ("auto", "generate", "pooling")
-CONVERSIONS = ("auto", "none", "embed")
-PROMPTS_A_LAUNCH, TEXTS_A_LAUNCH = 4, 16
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name} is {value!r}, it must be one of {', '.join(allowed)}")
-
-
-def _at_least(name: str, value: float | None, least: float) -> None:
-    if value is not None and value < least:
-        raise ConfigError(f"{name} is {value}, it must be at least {least}")
+DEFAULT_PREFILL_BATCH, DEFAULT_POOLING_BATCH = 4, 16
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The paged KV cache."""
 
-    block_size: int | None = None
-    """Tokens in a block; None takes the device's (128 on HPU, smaller on CPU)."""
-    num_blocks: int | None = None
-    """Blocks; None measures what fits."""
-    gpu_memory_utilization: float = 0.9
-    """Share of the free device memory that may be used (vLLM: gpu_memory_utilization)."""
-    kv_cache_memory_bytes: int | None = None
-    """KV cache size in bytes; overrides the measurement (on CPU the default is what
-    max_num_seqs full contexts need, within a quarter of the free memory)."""
-    enable_prefix_caching: bool = True
+    block_size: int | None = setting(
+        None,
+        "Tokens per KV-cache block; auto: the device's (128 on HPU, smaller on CPU)",
+        minimum=1,
+    )
+    num_blocks: int | None = setting(
+        None,
+        "Number of KV-cache blocks; auto: as many as fit into memory",
+        name="num-gpu-blocks-override",
+        aliases=("num-blocks",),
+        minimum=2,
+    )
+    gpu_memory_utilization: float = setting(
+        0.9,
+        "Fraction of the free device memory to use; on CPU at most a quarter is used",
+        aliases=("memory-utilization",),
+    )
+    kv_cache_memory_bytes: int | None = setting(
+        None,
+        "KV-cache size in bytes (4G is 4 GiB); auto: measured, or on CPU what max-num-seqs full "
+        "contexts need, at most a quarter of the free memory",
+        minimum=1,
+    )
+    enable_prefix_caching: bool = setting(True, "Reuse cached blocks of earlier prompts")
 
     def __post_init__(self) -> None:
-        _at_least("block_size", self.block_size, 1)
-        _at_least("num_blocks", self.num_blocks, 2)
-        _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+        check_settings(self)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}, "
@@ -56,25 +51,42 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Who runs, and how much at once."""
+    """Which requests run, and how many at once."""
 
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int = 2048
-    max_prefill_batch: int | None = None
-    """Prompts merged into one launch at most; None: few, or many of the short texts that a pooling
-    model reads, where each number of them is a bucket; else as many as a step has."""
-    policy: str = "fcfs"
-    max_inflight_steps: int = 2
-    """Steps in flight; 1 switches the overlap off."""
-    max_queue_len: int = 100_000
-    """Requests an engine lets wait, whatever the front-ends allow (a bound for the inbox)."""
+    max_num_seqs: int = setting(32, "Maximum number of sequences that run at once", minimum=1)
+    max_num_batched_tokens: int = setting(
+        2048, "Maximum number of tokens computed in one step", minimum=1
+    )
+    max_prefill_batch: int | None = setting(
+        None,
+        "Maximum number of prompts in one prefill launch; auto: --prompt-bs-bucket-max if it is "
+        "given, else 4, or 16 for a pooling model; on CPU, where a batch size needs no bucket, as "
+        "many as the token limit of a step allows",
+        aliases=("max-num-prefill-seqs",),
+        minimum=1,
+    )
+    policy: str = setting(
+        "fcfs",
+        "Order of waiting requests: first come first served, or by the request's priority",
+        name="scheduling-policy",
+        choices=("fcfs", "priority"),
+    )
+    max_inflight_steps: int = setting(
+        2,
+        "Steps in flight; 1 turns off asynchronous scheduling",
+        name="overlap-depth",
+        switches={"async-scheduling": (2, 1), "delayed-sampling": (2, 1)},
+        switch_variables={"VLLM_DELAYED_SAMPLING": "delayed-sampling"},
+    )
+    max_queue_len: int = setting(
+        100_000,
+        "Maximum number of waiting requests in an engine, whatever the front ends allow",
+        name="max-waiting",
+        minimum=1,
+    )
 
     def __post_init__(self) -> None:
-        _at_least("max_num_seqs", self.max_num_seqs, 1)
-        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        _at_least("max_prefill_batch", self.max_prefill_batch, 1)
-        _at_least("max_queue_len", self.max_queue_len, 1)
-        _one_of("policy", self.policy, POLICIES)
+        check_settings(self)
         if self.max_inflight_steps not in (1, 2):
             raise ConfigError(f"max_inflight_steps is {self.max_inflight_steps}, it must be 1 or 2")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -83,48 +95,102 @@ class SchedulerConfig:
                 f"max_num_seqs, which is {self.max_num_seqs}"
             )
 
-    def prompts_a_launch(self, *, pools: bool = False, exact: bool = False) -> int:
-        """`max_prefill_batch`, or what it is by default; `pools`: for a pooling model; `exact`:
-        where launches are not padded to buckets."""
+    def prefill_batch(self, *, is_pooling: bool = False, is_exact: bool = False) -> int:
+        """`max_prefill_batch` or its default; `is_exact`: launches are not padded to buckets."""
         if self.max_prefill_batch is not None:
             return self.max_prefill_batch
-        if exact:
+        if is_exact:
             return self.max_num_seqs
-        return min(self.max_num_seqs, TEXTS_A_LAUNCH) if pools else PROMPTS_A_LAUNCH
+        return (
+            min(self.max_num_seqs, DEFAULT_POOLING_BATCH) if is_pooling else DEFAULT_PREFILL_BATCH
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """One engine: a model on a device, its cache, its schedule, its buckets."""
+    """One engine: a model on a device, with its cache, scheduler and buckets."""
 
-    model: str
-    """A folder, a GGUF file, or a hub id."""
-    device: str = "auto"
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    """Tokens of prompt and output together; None takes the checkpoint's own."""
-    seed: int = 0
-    executor: str = "auto"
-    num_threads: int | None = None
-    """Compute threads on CPU; None takes the cores the process may use."""
-    cpu_kernels: str = "auto"
-    """What computes on CPU: kernels compiled for it where that is possible, or torch's own."""
-    quantization: str | None = None
-    """How many bits the weights of products have on CPU: int8, int4, or those of the GGUF file."""
-    logprobs_mode: str = "raw_logprobs"
-    """What is reported of sampled tokens: before or after masks, penalties, temperature and
-    filters; normalised or not. Of prompt tokens it is always the raw log-probability."""
-    enforce_eager: bool = False
-    """No captured graphs."""
-    cache_dir: str | None = None
-    """Where converted checkpoints and compiled code are kept; None: the user's cache folder."""
-    revision: str | None = None
-    runner: str = "auto"
-    """Whether the model gives tokens or vectors."""
-    convert: str = "auto"
-    """What a model that gives tokens is made to give by the runner `pooling`."""
-    pooler_config: str = ""
-    """JSON: how hidden states become vectors, where the checkpoint's own files are not meant."""
+    model: str = field(
+        metadata=metadata(
+            "Model folder, .gguf file or Hugging Face id (also the first positional argument)"
+        )
+    )
+    revision: str | None = setting(None, "Branch, tag or commit of a Hugging Face model")
+    dtype: str = setting(
+        "auto",
+        "Data type of weights and activations",
+        choices=("auto", "bfloat16", "float16", "float32"),
+        spellings={"half": "float16", "float": "float32"},
+    )
+    max_model_len: int | None = setting(
+        None,
+        "Maximum number of tokens of prompt and output together; auto: the checkpoint's, on "
+        "hpu-emulator at most 512",
+        minimum=1,
+    )
+    logprobs_mode: str = setting(
+        "raw_logprobs",
+        "Log-probabilities or logits of sampled tokens, before (raw) or after (processed) masks, "
+        "penalties, temperature and filters; of prompt tokens always raw log-probabilities",
+        choices=LOGPROBS_MODES,
+    )
+    runner: str = setting(
+        "auto",
+        "Output of the model: tokens (generate) or vectors (pooling); auto: as its files say",
+        aliases=("task",),
+        choices=("auto", "generate", "pooling"),
+        spellings=dict.fromkeys(("embed", "embedding", "classify", "score"), "pooling"),
+    )
+    convert: str = setting(
+        "auto",
+        "embed: use a language model as an embedding model; none: never",
+        choices=("auto", "none", "embed"),
+    )
+    pooler_config: str = setting(
+        "",
+        'Pooling options as JSON: {"pooling_type": "MEAN", "normalize": true}; empty: as the '
+        "model's files say",
+        aliases=("override-pooler-config",),
+    )
+    seed: int = setting(0, "Random seed for requests that set none")
+    cache_dir: str | None = setting(
+        None, "Folder for converted checkpoints and compiled code; none: ~/.cache/gaudiserve"
+    )
+    device: str = setting(
+        "auto",
+        "Device to run on",
+        group="Device",
+        choices=("auto", "cpu", "cuda", "hpu", "hpu-emulator"),
+        switches={"hpu-emulator": ("hpu-emulator", "auto")},
+    )
+    executor: str = setting(
+        "auto",
+        "Run the worker inside the engine process (inline) or in its own (processes)",
+        group="Device",
+        choices=("auto", "inline", "processes"),
+    )
+    num_threads: int | None = setting(
+        None,
+        "Compute threads on CPU; auto: the cores available to the process",
+        group="Device",
+        variables=("OMP_NUM_THREADS",),
+        minimum=1,
+    )
+    cpu_kernels: str = setting(
+        "auto",
+        "bfloat16 kernels on CPU; auto: our own, compiled at the first start, if there are a C++ "
+        "compiler and AVX512-BF16; torch: PyTorch's",
+        group="Device",
+        choices=("auto", "torch"),
+    )
+    quantization: str | None = setting(
+        None,
+        "Weight quantization on CPU: int8 per output channel; int4 in groups of 32 inputs (the "
+        "head has 8 bits); gguf: the blocks of the GGUF file given as the model, without loss",
+        group="Device",
+        choices=("int8", "int4", "gguf"),
+    )
+    enforce_eager: bool = setting(False, "Do not capture graphs", group="Device")
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     buckets: BucketConfig = field(default_factory=BucketConfig)
@@ -135,27 +201,19 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("model is empty, it must name a folder, a GGUF file or a hub id")
-        _one_of("device", self.device, DEVICES)
-        _one_of("dtype", self.dtype, DTYPES)
-        _one_of("executor", self.executor, EXECUTORS)
-        _one_of("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
-        _one_of("runner", self.runner, RUNNERS)
-        _one_of("convert", self.convert, CONVERSIONS)
-        _at_least("max_model_len", self.max_model_len, 1)
-        _one_of("cpu_kernels", self.cpu_kernels, CPU_KERNELS)
-        _one_of("quantization", self.quantization or "none", QUANTIZATIONS)
+        check_settings(self)
         if self.quantization is not None and self.dtype not in ("auto", "bfloat16"):
             raise ConfigError(
-                f"quantization is {self.quantization} and dtype {self.dtype}: weights in few bits "
+                f"quantization is {self.quantization} and dtype is {self.dtype}: quantized weights "
                 "are multiplied in bfloat16"
             )
         if self.quantization is not None and self.device not in ("auto", "cpu"):
             raise ConfigError(
-                f"quantization is {self.quantization} and device {self.device}: it is there on cpu"
+                f"quantization is {self.quantization} and device is {self.device}: weights are "
+                "quantized on cpu only"
             )
-        _at_least("num_threads", self.num_threads, 1)
         if self.execution.contiguous_pa and self.cache.enable_prefix_caching:
             raise ConfigError(
-                "contiguous_pa and enable_prefix_caching are both on: blocks that rows share "
-                "cannot be read as one slice, so one of them must go"
+                "contiguous_pa and enable_prefix_caching are both on: shared blocks cannot be "
+                "read as one slice; turn one of them off"
             )

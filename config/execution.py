@@ -1,84 +1,121 @@
-"""How a compiling device executes: its mode, its warm-up, what it reports, and the emulated card.
-Facts, and the one decision that can be made from them alone (`choose_mode`)."""
+"""How an HPU executes: execution mode, warm-up, diagnostics and the emulated card."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from config.errors import ConfigError
+from config.setting import check_settings, setting
 
 HPU_GRAPHS, TORCH_COMPILE, EAGER, LAZY = "hpu-graphs", "torch-compile", "eager", "lazy"
-MODES = ("auto", HPU_GRAPHS, TORCH_COMPILE, EAGER, LAZY)
-WARMUPS = ("full", "background", "skip")
-ON_UNWARMED = ("run", "pad", "reject")
 CAPTURE_ORDERS = ("min_tokens", "max_bs")
-CARDS = ("gaudi2", "gaudi3")
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name} is {value!r}, it must be one of {', '.join(allowed)}")
-
-
-def _share(name: str, value: float) -> None:
-    if not 0 <= value <= 1:
-        raise ConfigError(f"{name} is {value}, it must be between 0 and 1")
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutionConfig:
-    """What happens between a launch and the device. Names in brackets are vLLM's variables."""
+    """How launches run on the device, and what is logged of them."""
 
-    mode: str = "auto"
-    """One of MODES: the vendor's table of PT_HPU_LAZY_MODE and enforce_eager, by name."""
-    regional_compilation: bool = True
-    """torch-compile: layer by layer instead of the whole model
-    (VLLM_T_COMPILE_REGIONAL_COMPILATION)."""
-    compile_fullgraph: bool = False
-    """torch-compile: a graph break is an error (VLLM_T_COMPILE_FULLGRAPH)."""
-    compile_dynamic_shapes: bool = False
-    """torch-compile: recipes for symbolic shapes (VLLM_T_COMPILE_DYNAMIC_SHAPES)."""
-    layers_per_recipe: int = 1
-    """Lazy modes: decoder layers in one recipe (VLLM_CONFIG_HIDDEN_LAYERS)."""
-    fused_sdpa: bool = True
-    """Prompts through the vendor's fused attention (VLLM_PROMPT_USE_FUSEDSDPA)."""
-    contiguous_pa: bool | None = None
-    """Decodes read the cache as one slice instead of gathering blocks; None: where prefix caching
-    is off (VLLM_CONTIGUOUS_PA)."""
-    defrag_threshold: int = 32
-    """With it, blocks that may lie unused below the highest one in use, before blocks are moved
-    down (VLLM_DEFRAG_THRESHOLD)."""
-    split_qkv: bool = False
-    """Queries, keys and values as three products instead of one."""
-    log_graph_compilation: bool = False
-    """Log the steps that compiled (VLLM_HPU_LOG_STEP_GRAPH_COMPILATION)."""
-    log_graph_compilation_all: bool = False
-    """Log every step's count of compilations (VLLM_HPU_LOG_STEP_GRAPH_COMPILATION_ALL)."""
-    log_cpu_fallbacks: bool = False
-    """Log the steps with ops that ran on the host (VLLM_HPU_LOG_STEP_CPU_FALLBACKS)."""
-    log_cpu_fallbacks_all: bool = False
-    """Log every step's count of them (VLLM_HPU_LOG_STEP_CPU_FALLBACKS_ALL)."""
-    profiler: str | None = None
-    """File for a Chrome trace of all steps; auto: one in the cache folder
-    (VLLM_PROFILER_ENABLED)."""
-    profiler_steps: str | None = None
-    """FIRST,LAST or LAST: the steps that a trace holds, counted from 0 when it begins
-    (VLLM_PROFILE_STEPS)."""
+    mode: str = setting(
+        "auto",
+        "Execution mode; auto: captured HPU graphs with the vendor's torch, else torch-compile",
+        name="execution-mode",
+        choices=("auto", HPU_GRAPHS, TORCH_COMPILE, EAGER, LAZY),
+    )
+    regional_compilation: bool = setting(
+        True,
+        "torch-compile: compile layer by layer, not the whole model",
+        variables=("VLLM_T_COMPILE_REGIONAL_COMPILATION",),
+    )
+    compile_fullgraph: bool = setting(
+        False, "torch-compile: a graph break is an error", variables=("VLLM_T_COMPILE_FULLGRAPH",)
+    )
+    compile_dynamic_shapes: bool = setting(
+        False,
+        "torch-compile: compile for symbolic shapes",
+        variables=("VLLM_T_COMPILE_DYNAMIC_SHAPES",),
+    )
+    layers_per_recipe: int = setting(
+        1,
+        "Lazy modes: decoder layers per recipe",
+        name="config-hidden-layers",
+        variables=("VLLM_CONFIG_HIDDEN_LAYERS",),
+        minimum=1,
+    )
+    fused_sdpa: bool = setting(
+        True,
+        "Use the vendor's fused attention for prompts",
+        name="prompt-use-fusedsdpa",
+        variables=("VLLM_PROMPT_USE_FUSEDSDPA",),
+    )
+    contiguous_pa: bool | None = setting(
+        None,
+        "Decodes read the KV cache as one slice instead of gathering blocks; auto: if the device "
+        "gains by it and prefix caching is off",
+        variables=("VLLM_CONTIGUOUS_PA",),
+    )
+    defrag_threshold: int = setting(
+        32,
+        "With contiguous-pa: unused blocks below the highest one in use before blocks are moved "
+        "down",
+        variables=("VLLM_DEFRAG_THRESHOLD",),
+        minimum=1,
+    )
+    split_qkv: bool = setting(
+        False, "Compute queries, keys and values in three products instead of one"
+    )
+    log_graph_compilation: bool = setting(
+        False,
+        "Log each step that compiled, with its shapes",
+        group="Diagnostics",
+        name="log-step-graph-compilation",
+        variables=("VLLM_HPU_LOG_STEP_GRAPH_COMPILATION",),
+    )
+    log_graph_compilation_all: bool = setting(
+        False,
+        "Log the number of compilations of every step",
+        group="Diagnostics",
+        name="log-step-graph-compilation-all",
+        variables=("VLLM_HPU_LOG_STEP_GRAPH_COMPILATION_ALL",),
+    )
+    log_cpu_fallbacks: bool = setting(
+        False,
+        "Log each step with operations that ran on the host, and their names",
+        group="Diagnostics",
+        name="log-step-cpu-fallbacks",
+        variables=("VLLM_HPU_LOG_STEP_CPU_FALLBACKS",),
+    )
+    log_cpu_fallbacks_all: bool = setting(
+        False,
+        "Log the number of operations that ran on the host for every step",
+        group="Diagnostics",
+        name="log-step-cpu-fallbacks-all",
+        variables=("VLLM_HPU_LOG_STEP_CPU_FALLBACKS_ALL",),
+    )
+    profiler: str | None = setting(
+        None,
+        "File for a Chrome trace of the steps (opens in Perfetto); auto: a file in the cache "
+        "folder",
+        group="Diagnostics",
+        name="profiler-trace",
+        switches={"profiler": ("auto", None)},
+        switch_variables={"VLLM_PROFILER_ENABLED": "profiler"},
+        spellings={"full": "true"},
+    )
+    profiler_steps: str | None = setting(
+        None,
+        "FIRST,LAST or LAST: steps to trace, counted from 0 when the trace begins",
+        group="Diagnostics",
+        variables=("VLLM_PROFILE_STEPS",),
+    )
 
     def __post_init__(self) -> None:
-        _one_of("mode", self.mode, MODES)
-        if self.layers_per_recipe < 1:
-            raise ConfigError(
-                f"layers_per_recipe is {self.layers_per_recipe}, it must be at least 1"
-            )
-        if self.defrag_threshold < 1:
-            raise ConfigError(f"defrag_threshold is {self.defrag_threshold}, it must be at least 1")
+        check_settings(self)
         first, last = self.profiled_steps
         if last is not None and first > last:
             raise ConfigError(f"profiler_steps begins at {first} and ends before, at {last}")
 
     @property
     def profiled_steps(self) -> tuple[int, int | None]:
-        """(first, last) step of a trace; None: it has no end. Raises ConfigError."""
+        """(first, last) step of a trace; None: no last one. Raises ConfigError."""
         if self.profiler_steps is None:
             return 0, None
         words = self.profiler_steps.split(",")
@@ -91,54 +128,93 @@ class ExecutionConfig:
 
 @dataclass(frozen=True, slots=True)
 class WarmupConfig:
-    """What is prepared before, or beside, the first request."""
+    """What is compiled and captured before the first request."""
 
-    mode: str = "full"
-    """full; background: ready after the most useful buckets, the others between requests; skip."""
-    traffic: str | None = None
-    """background: lengths of real requests, whose buckets come first; None: the small ones."""
-    full_guards_off: bool = False
-    """torch-compile: no guard is checked after warm-up, a shape that is not warm is an error
-    (VLLM_FULL_WARMUP)."""
-    on_unwarmed_shape: str = "run"
-    """A launch whose shape is not prepared: run (and compile), pad to the next prepared one if
-    there is any, or reject the requests that need it."""
-    graph_memory_fraction: float = 0.1
-    """Of the usable memory, for captured graphs (VLLM_GRAPH_RESERVED_MEM)."""
-    graph_prompt_ratio: float = 0.3
-    """Of that, for prompts (VLLM_GRAPH_PROMPT_RATIO)."""
-    prompt_order: str = "min_tokens"
-    """Which prompt buckets are captured first (VLLM_GRAPH_PROMPT_STRATEGY)."""
-    decode_order: str = "max_bs"
-    """Which decode buckets are captured first (VLLM_GRAPH_DECODE_STRATEGY)."""
+    mode: str = setting(
+        "full",
+        "full: every bucket before the first request; background: ready after the most useful "
+        "buckets, the rest between requests; skip: none",
+        name="warmup",
+        choices=("full", "background", "skip"),
+        switches={"skip-warmup": ("skip", "full")},
+        switch_variables={"VLLM_SKIP_WARMUP": "skip-warmup"},
+    )
+    traffic: str | None = setting(
+        None,
+        "background: file with lengths of real requests, whose buckets come first; none: small "
+        "buckets first",
+        name="warmup-traffic",
+    )
+    full_guards_off: bool = setting(
+        False,
+        "torch-compile: check no guards after warm-up; a shape that was not warmed up is an error",
+        name="full-warmup",
+        variables=("VLLM_FULL_WARMUP",),
+    )
+    on_unwarmed_shape: str = setting(
+        "run",
+        "A launch whose shape was not warmed up: run (and compile) it, pad it to the next prepared "
+        "shape if there is one, or reject its requests",
+        choices=("run", "pad", "reject"),
+    )
+    graph_memory_fraction: float = setting(
+        0.1,
+        "Fraction of the usable memory for captured graphs",
+        name="graph-reserved-mem",
+        variables=("VLLM_GRAPH_RESERVED_MEM",),
+        minimum=0,
+        maximum=1,
+    )
+    graph_prompt_ratio: float = setting(
+        0.3,
+        "Fraction of the graph memory for prompts",
+        variables=("VLLM_GRAPH_PROMPT_RATIO",),
+        minimum=0,
+        maximum=1,
+    )
+    prompt_order: str = setting(
+        "min_tokens",
+        "Which prompt buckets are captured first",
+        name="graph-prompt-strategy",
+        variables=("VLLM_GRAPH_PROMPT_STRATEGY",),
+        choices=CAPTURE_ORDERS,
+    )
+    decode_order: str = setting(
+        "max_bs",
+        "Which decode buckets are captured first",
+        name="graph-decode-strategy",
+        variables=("VLLM_GRAPH_DECODE_STRATEGY",),
+        choices=CAPTURE_ORDERS,
+    )
 
     def __post_init__(self) -> None:
-        _one_of("mode", self.mode, WARMUPS)
-        _one_of("on_unwarmed_shape", self.on_unwarmed_shape, ON_UNWARMED)
-        _one_of("prompt_order", self.prompt_order, CAPTURE_ORDERS)
-        _one_of("decode_order", self.decode_order, CAPTURE_ORDERS)
-        _share("graph_memory_fraction", self.graph_memory_fraction)
-        _share("graph_prompt_ratio", self.graph_prompt_ratio)
+        check_settings(self)
 
 
 @dataclass(frozen=True, slots=True)
 class EmulatorSettings:
-    """The card that --device hpu-emulator imitates."""
+    """The card that --device hpu-emulator emulates."""
 
-    card: str = "gaudi2"
-    memory_bytes: int = 4 << 30
-    """Taken from the host's memory."""
-    compile_delay_s: float = 0.0
-    """Host time of each compilation."""
-    is_strict: bool = False
-    """A misuse of the device ends the worker instead of being counted."""
+    card: str = setting(
+        "gaudi2", "Emulated card", name="emulator-card", choices=("gaudi2", "gaudi3")
+    )
+    memory_bytes: int = setting(
+        4 << 30,
+        "Memory of the emulated card, allocated on the host (4G is 4 GiB)",
+        name="emulator-memory",
+        minimum=1 << 20,
+    )
+    compile_delay_s: float = setting(
+        0.0, "Seconds that each compilation takes", name="emulator-compile-delay", minimum=0
+    )
+    is_strict: bool = setting(
+        False,
+        "Misuse of the device stops the worker instead of being counted",
+        name="emulator-strict",
+    )
 
     def __post_init__(self) -> None:
-        _one_of("card", self.card, CARDS)
-        if self.memory_bytes < 1 << 20:
-            raise ConfigError(f"memory_bytes is {self.memory_bytes}, it must be at least 1 MiB")
-        if self.compile_delay_s < 0:
-            raise ConfigError(f"compile_delay_s is {self.compile_delay_s}, it must be at least 0")
+        check_settings(self)
 
 
 class ModeChoice(NamedTuple):

@@ -1,24 +1,10 @@
-"""ServerConfig: how the HTTP side behaves. Facts only."""
+"""ServerConfig: the settings of the API servers: HTTP, text and logs."""
 
 import ipaddress
 from dataclasses import dataclass
 
 from config.errors import ConfigError
-
-_AT_LEAST_ONE = (
-    "api_server_count",
-    "h11_max_header_count",
-    "max_body_bytes",
-    "max_queued_requests",
-    "max_queued_prompt_tokens",
-    "max_stop_strings",
-    "responses_store_max_bytes",
-    "stream_interval",
-    "tokenizer_threads",
-)
-
-MIN_HEADER_BYTES = 1024
-"""What an ordinary client's URL and headers need."""
+from config.setting import check_settings, setting
 
 TOOL_CALL_PARSERS = (
     *("auto", "none", "hermes", "qwen25", "llama3_json", "llama4_json", "pythonic"),
@@ -35,101 +21,185 @@ REASONING_PARSERS = (
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Address, keys, limits and text handling of a front-end."""
+    """Address, keys, limits and text handling of the API servers."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_keys: tuple[str, ...] = ()
-    cache_salt_per_key: bool = False
-    """Whether prompts share cached blocks only with prompts of the same API key."""
-    allowed_origins: tuple[str, ...] = ()
-    served_model_names: tuple[str, ...] = ()
-    """Names clients may ask for; empty: the model's own name."""
-    api_server_count: int = 1
-    max_body_bytes: int = 64 * 2**20
-    h11_max_incomplete_event_size: int = 64 * 2**10
-    """Bytes of a request's URL and headers."""
-    h11_max_header_count: int = 100
-    request_header_timeout_s: float = 10.0
-    request_body_timeout_s: float = 30.0
-    forwarded_allow_ips: str = "127.0.0.1"
-    """Proxies whose X-Forwarded-For and X-Forwarded-Proto are believed, comma-separated."""
-    max_queued_requests: int = 1024
-    max_queued_prompt_tokens: int = 4_000_000
-    shutdown_timeout_s: float = 30.0
-    stream_interval: int = 1
-    """Tokens gathered before a chunk is sent."""
-    keep_alive_s: float = 0.0
-    """Seconds between comments that keep a stream alive through proxies; 0: never."""
-    responses_store_max_count: int = 10_000
-    """Responses that are kept, for each front-end; 0: none."""
-    responses_store_max_bytes: int = 256 * 2**20
-    """Bytes of what is kept, for each front-end."""
-    responses_store_max_age_s: float = 86_400.0
-    chat_template: str | None = None
-    """A file, or the template itself; None: the model's own."""
-    trust_request_chat_template: bool = False
-    special_tokens_as_text: bool = False
-    """Take the text of a control token in a message for plain text; a prompt is taken as it is."""
-    generation_config: str = "auto"
-    """auto: the model's generation_config gives sampling defaults; vllm: neutral ones."""
-    max_stop_strings: int = 4
-    """Of one request; every token's text is searched for all of them."""
-    enable_log_requests: bool = False
-    """Log prompts too; the one line a request is always logged."""
-    disable_access_log: bool = False
-    enable_docs: bool = True
-    enable_page: bool = True
-    """The page at /, with figures and a box to chat."""
-    enable_dev_endpoints: bool = False
-    """Routes for developers (profiles, settings, sleep); they are never open without a key."""
-    tool_call_parser: str = "auto"
-    """How calls are written; auto: as the chat template says."""
-    enable_auto_tool_choice: bool = True
-    """Whether the model may choose to call a function."""
-    reasoning_parser: str = "auto"
-    """How thinking is marked; auto: as the chat template says."""
-    skip_tokenizer_init: bool = False
-    tokenizer_threads: int = 2
-    log_level: str = "info"
+    host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 for every interface")
+    port: int = setting(8000, "Port to listen on; 0 takes a free one", minimum=0, maximum=65535)
+    api_server_count: int = setting(
+        1, "Number of API-server processes that share the port", minimum=1
+    )
+    api_keys: tuple[str, ...] = setting(
+        (),
+        "Key that clients must send; may be given several times",
+        name="api-key",
+        aliases=("api-keys",),
+        variables=("VLLM_API_KEY",),
+        is_secret=True,
+    )
+    cache_salt_per_key: bool = setting(
+        False, "Share cached prompt prefixes only among requests of one API key; needs --api-key"
+    )
+    allowed_origins: tuple[str, ...] = setting(
+        (), "Web origin whose pages may call the server; a JSON list, or several times"
+    )
+    max_body_bytes: int = setting(64 * 2**20, "Maximum size of a request body in bytes", minimum=1)
+    h11_max_incomplete_event_size: int = setting(
+        64 * 2**10,
+        "Maximum size of a request's URL and headers in bytes; more is answered with 414 or 431",
+        minimum=1024,  # what an ordinary client's URL and headers need
+    )
+    h11_max_header_count: int = setting(
+        100, "Maximum number of headers of a request; more is answered with 431", minimum=1
+    )
+    request_header_timeout_s: float = setting(
+        10.0,
+        "Seconds until the headers of a request must be complete",
+        name="request-header-timeout",
+    )
+    request_body_timeout_s: float = setting(
+        30.0,
+        "Seconds without a byte of a request's body before 408 is answered; also the time limit of "
+        "a whole body that arrives at under 1 KiB per second",
+        name="request-body-timeout",
+    )
+    forwarded_allow_ips: str = setting(
+        "127.0.0.1",
+        "Proxies whose X-Forwarded-For and X-Forwarded-Proto are trusted: addresses and networks, "
+        "separated by commas; *: all",
+        variables=("FORWARDED_ALLOW_IPS",),
+    )
+    max_queued_requests: int = setting(
+        1024, "Maximum number of waiting requests; more are answered with 503", minimum=1
+    )
+    max_queued_prompt_tokens: int = setting(
+        4_000_000, "Maximum number of waiting prompt tokens; more are answered with 503", minimum=1
+    )
+    shutdown_timeout_s: float = setting(
+        30.0,
+        "Seconds for running requests to finish after SIGTERM",
+        name="shutdown-timeout",
+        minimum=0,
+    )
+    stream_interval: int = setting(1, "Tokens per streamed chunk", minimum=1)
+    keep_alive_s: float = setting(
+        0.0,
+        "Seconds between SSE comments that keep a stream alive through proxies; 0: none",
+        name="keep-alive",
+        minimum=0,
+    )
+    responses_store_max_count: int = setting(
+        10_000,
+        "Maximum number of stored responses of /v1/responses in each API server; the oldest is "
+        "evicted first; 0: none are stored",
+        minimum=0,
+    )
+    responses_store_max_bytes: int = setting(
+        256 * 2**20,
+        "Maximum size of the stored responses in each API server, in bytes (1G is 1 GiB)",
+        minimum=1,
+    )
+    responses_store_max_age_s: float = setting(
+        86_400.0,
+        "Seconds until a stored response is deleted",
+        name="responses-store-max-age",
+        minimum=0,
+    )
+    enable_dev_endpoints: bool = setting(
+        False,
+        "Serve the developer routes: /start_profile, /stop_profile, /server_info, "
+        "/reset_prefix_cache, /sleep, /wake_up; needs --api-key",
+        variables=("VLLM_SERVER_DEV_MODE",),
+    )
+    enable_docs: bool = setting(
+        True, "Serve /docs and /openapi.json", switches={"disable-fastapi-docs": (False, True)}
+    )
+    enable_page: bool = setting(
+        True, "Serve the page at /: the server's figures, and a box to chat with the model"
+    )
+    served_model_names: tuple[str, ...] = setting(
+        (),
+        "Model name in the API; may be given several times; none: the model's own",
+        group="Text",
+        name="served-model-name",
+        aliases=("served-model-names",),
+    )
+    chat_template: str | None = setting(
+        None, "Chat template: a file or the template itself; none: the model's own", group="Text"
+    )
+    trust_request_chat_template: bool = setting(
+        False, "Let a request bring its own chat template", group="Text"
+    )
+    special_tokens_as_text: bool = setting(
+        False,
+        "Tokenize the text of a special token in a chat message as plain text; prompts of "
+        "completions are not changed",
+        group="Text",
+    )
+    generation_config: str = setting(
+        "auto",
+        "Default sampling parameters; auto: the model's generation_config; vllm: neutral ones",
+        group="Text",
+        choices=("auto", "vllm"),
+    )
+    max_stop_strings: int = setting(
+        4,
+        "Maximum number of stop strings of a request",
+        group="Text",
+        variables=("VLLM_MAX_STOP_STRINGS",),
+        minimum=1,
+    )
+    tool_call_parser: str = setting(
+        "auto",
+        "Parser of the model's tool calls; auto: by its chat template; none: calls stay text",
+        group="Text",
+        choices=TOOL_CALL_PARSERS,
+    )
+    enable_auto_tool_choice: bool = setting(
+        True, "Let the model choose whether to call a tool of the request", group="Text"
+    )
+    reasoning_parser: str = setting(
+        "auto",
+        "Parser of the model's reasoning; auto: by its chat template; none: reasoning stays text",
+        group="Text",
+        choices=REASONING_PARSERS,
+    )
+    skip_tokenizer_init: bool = setting(
+        False, "Serve token ids only, without a tokenizer", group="Text"
+    )
+    tokenizer_threads: int = setting(
+        2, "Threads that tokenize and render templates", group="Text", minimum=1
+    )
+    log_level: str = setting(
+        "info",
+        "Lowest level that is logged",
+        group="Logs",
+        aliases=("uvicorn-log-level",),
+        variables=("VLLM_LOGGING_LEVEL",),
+        choices=("debug", "info", "warning", "error", "critical"),
+        spellings={"warn": "warning"},
+    )
+    enable_log_requests: bool = setting(
+        False,
+        "Log prompts too; one line per request is always logged",
+        group="Logs",
+        switches={"disable-log-requests": (False, True)},
+    )
+    disable_access_log: bool = setting(
+        False,
+        "Do not log HTTP calls",
+        group="Logs",
+        aliases=("disable-uvicorn-access-log",),
+    )
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port is {self.port}, it must be between 0 and 65535")
-        for name in _AT_LEAST_ONE:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1")
-        for name in (
-            *("shutdown_timeout_s", "keep_alive_s"),
-            *("responses_store_max_count", "responses_store_max_age_s"),
-        ):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 0")
-        if self.h11_max_incomplete_event_size < MIN_HEADER_BYTES:
-            raise ConfigError(
-                f"h11_max_incomplete_event_size is {self.h11_max_incomplete_event_size}, it must "
-                f"be at least {MIN_HEADER_BYTES}"
-            )
+        check_settings(self)
         for name in ("request_header_timeout_s", "request_body_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be above 0")
         _check_addresses(self.forwarded_allow_ips)
-        if self.enable_dev_endpoints and not self.api_keys:
-            raise ConfigError("enable_dev_endpoints is on and api_keys holds 0 keys, it needs 1")
-        if self.cache_salt_per_key and not self.api_keys:
-            raise ConfigError("cache_salt_per_key is on and api_keys holds 0 keys, it needs 1")
-        for name, known in (
-            ("tool_call_parser", TOOL_CALL_PARSERS),
-            ("reasoning_parser", REASONING_PARSERS),
-        ):
-            if getattr(self, name) not in known:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)!r}, it must be one of {', '.join(known)}"
-                )
-        if self.generation_config not in ("auto", "vllm"):
-            raise ConfigError(
-                f"generation_config is {self.generation_config!r}, it must be auto or vllm"
-            )
+        for name in ("enable_dev_endpoints", "cache_salt_per_key"):
+            if getattr(self, name) and not self.api_keys:
+                raise ConfigError(f"{name} is on and api_keys holds 0 keys, it needs 1")
 
 
 def _check_addresses(words: str) -> None:

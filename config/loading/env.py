@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.execution import ModeChoice, choose_mode
-from config.loading.flags import ACCEPTED, FILE_FLAGS, FLAGS
+from config.loading.flags import ACCEPTED, FILE_FLAGS, FLAGS, variable_of
 
 PREFIX = "GAUDISERVE_"
 
@@ -35,16 +35,12 @@ def variable_table() -> dict[str, str]:
     """Every variable that is read as a setting, and the flag it stands for. Those that come first
     win: our own name, then the names a setting has elsewhere."""
     table = {flag.variable: flag.key for flag in FLAGS}
-    names = [name for flag in FLAGS for name in (*flag.aliases, *flag.switches)]
-    table.update({_variable(name): name for name in (*names, *FILE_FLAGS, *ACCEPTED)})
+    names = [name for flag in FLAGS for name in flag.names[1:]]
+    table.update({variable_of(name): name for name in (*names, *FILE_FLAGS, *ACCEPTED)})
     for flag in FLAGS:
-        table.update(flag.variables_of_switches)
-        table.update(dict.fromkeys(flag.variables, flag.key))
+        table.update(flag.setting.switch_variables)
+        table.update(dict.fromkeys(flag.setting.variables, flag.key))
     return table
-
-
-def _variable(name: str) -> str:
-    return f"{PREFIX}{name.replace('-', '_').upper()}"
 
 
 def settings(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
@@ -54,7 +50,7 @@ def settings(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
     Raises ConfigError for a GAUDISERVE_ variable that is no setting, with the nearest that is.
     """
     table = variable_table()
-    secrets = {name for flag in FLAGS if flag.is_secret for name in flag.names}
+    secrets = {name for flag in FLAGS if flag.setting.is_secret for name in flag.names}
     for variable, word in environ.items():
         if variable.startswith(PREFIX) and variable not in table:
             _refuse_unknown(variable, word, table)

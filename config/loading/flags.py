@@ -1,265 +1,136 @@
-"""Every setting of a server, once: its name on the command line, where it goes, what it does.
+"""The flags of a server, made from the settings of the configuration's fields."""
 
-Types and defaults are those of the dataclass fields. Knows no sources.
-"""
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields, replace
+from types import UnionType
 
-from collections.abc import Mapping
+from config.buckets import BucketConfig, Range
+from config.engine import CacheConfig, EngineConfig, SchedulerConfig
+from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
+from config.server import ServerConfig
+from config.setting import Setting, settings_of
 
-from config.buckets import STRATEGIES
-from config.engine import (
-    CONVERSIONS,
-    CPU_KERNELS,
-    DEVICES,
-    DTYPES,
-    EXECUTORS,
-    LOGPROBS_MODES,
-    POLICIES,
-    QUANTIZATIONS,
-    RUNNERS,
+PARTS: Mapping[str, tuple[type, str]] = {
+    "engine": (EngineConfig, "Model"),
+    "cache": (CacheConfig, "KV cache"),
+    "scheduler": (SchedulerConfig, "Scheduling"),
+    "buckets": (BucketConfig, "Buckets"),
+    "execution": (ExecutionConfig, "Execution on HPU"),
+    "warmup": (WarmupConfig, "Warm-up"),
+    "emulator": (EmulatorSettings, "Emulator"),
+    "server": (ServerConfig, "HTTP"),
+}
+"""Part of the configuration -> its dataclass, and the help group of its settings."""
+GROUPS = (
+    *("Model", "Device", "KV cache", "Scheduling", "Buckets", "Execution on HPU", "Warm-up"),
+    *("Diagnostics", "Emulator", "HTTP", "Text", "Logs"),
 )
-from config.loading.flag import Flag
-from config.loading.flags_hpu import DIAGNOSTICS, EMULATOR, EXECUTION, WARMUP
-from config.loading.flags_server import LOGS, SERVER, TEXT
 
 
-def _range_flags(
-    dimension: str, name: str, what: str, older: tuple[str, ...] = ()
-) -> tuple[Flag, ...]:
-    """Least, step and most of one dimension, and its padding, with the names they have in vLLM
-    for Gaudi."""
-    words = {
-        "min": "Least",
-        "step": "Step between",
-        "max": "Most",
-        "pad_max": "padding-aware: most padding of",
-        "pad_percent": "padding-aware: most padding, in percent of the bucket, of",
-    }
-    return tuple(
-        Flag(
-            "buckets",
-            f"{dimension}.{end}",
-            "Buckets",
-            f"{word} {what}; auto: the strategy's own",
-            name=f"{name}-bucket-{end.replace('_', '-')}",
-            aliases=tuple(f"{old}-bucket-{end.replace('_', '-')}" for old in older),
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A field of the configuration as users set it."""
+
+    part: str
+    field: str
+    """`dimension.limit` for one limit of a Range."""
+    setting: Setting
+    kind: type
+    """bool, int, float, str or tuple (of str)."""
+    is_optional: bool
+    """Whether None is a value: the default of the device or of the checkpoint."""
+    default: object
+    """None if the field has none."""
+
+    @property
+    def key(self) -> str:
+        """The canonical name, as a flag has it: max-model-len."""
+        return self.setting.name or self.field.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """GAUDISERVE_MAX_MODEL_LEN."""
+        return variable_of(self.key)
+
+    @property
+    def all_switches(self) -> Mapping[str, tuple[object, object]]:
+        """The setting's switches, and the flag's own names if it is a bool."""
+        names = (self.key, *self.setting.aliases) if self.kind is bool else ()
+        return {**dict.fromkeys(names, (True, False)), **self.setting.switches}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name of this setting, the canonical one first."""
+        return (self.key, *self.setting.aliases, *self.setting.switches)
+
+    def shown(self, value: object) -> str:
+        """A value of this setting as the help shows it, and as a flag takes it."""
+        if value is None:
+            return "none" if self.kind is str else "auto"
+        if isinstance(value, bool):
+            return "on" if value else "off"
+        if isinstance(value, tuple):
+            return ", ".join(map(str, value)) or "none"
+        if isinstance(value, float):
+            return f"{value:g}"
+        return str(value)
+
+    @property
+    def shown_default(self) -> str:
+        return "the demo model" if self.field == "model" else self.shown(self.default)
+
+
+def variable_of(name: str) -> str:
+    """The environment variable of a flag: GAUDISERVE_MAX_MODEL_LEN."""
+    return f"GAUDISERVE_{name.replace('-', '_').upper()}"
+
+
+def _flags() -> Iterator[Flag]:
+    for part, (owner, group) in PARTS.items():
+        hints = typing.get_type_hints(owner)
+        defaults = {field.name: field.default for field in fields(owner)}
+        for name, setting in settings_of(owner).items():
+            setting = replace(setting, group=setting.group or group)
+            if hints[name] is Range:
+                yield from _range_flags(part, name, setting)
+                continue
+            kind, is_optional = hints[name], False
+            if isinstance(kind, UnionType):
+                (kind,) = (one for one in kind.__args__ if one is not type(None))
+                is_optional = True
+            default = None if defaults[name] is MISSING else defaults[name]
+            yield Flag(part, name, setting, typing.get_origin(kind) or kind, is_optional, default)
+
+
+_LIMITS = {
+    "min": "Smallest number of",
+    "step": "Step of the number of",
+    "max": "Largest number of",
+    "pad_max": "padding-aware: largest padding of",
+    "pad_percent": "padding-aware: largest padding, in percent of the bucket, of",
+}
+
+
+def _range_flags(part: str, field: str, setting: Setting) -> Iterator[Flag]:
+    """The five flags of a Range, and vLLM's variables for them."""
+    for limit, words in _LIMITS.items():
+        end = f"-bucket-{limit.replace('_', '-')}"
+        aliases = tuple(f"{name}{end}" for name in setting.aliases)
+        one = Setting(
+            f"{words} {setting.help}; auto: the strategy's default",
+            group=setting.group,
+            name=f"{setting.name}{end}",
+            aliases=aliases,
             variables=tuple(
-                f"VLLM_{one}_BUCKET_{end}".replace("-", "_").upper() for one in (name, *older)
+                f"VLLM_{name}".replace("-", "_").upper()
+                for name in (f"{setting.name}{end}", *aliases)
             ),
         )
-        for end, word in words.items()
-    )
+        yield Flag(part, f"{field}.{limit}", one, int, True, None)
 
 
-MODEL = (
-    Flag("engine", "model", "Model", "Folder, .gguf file or hub id (also the first argument)"),
-    Flag("engine", "revision", "Model", "Branch, tag or commit of a hub id"),
-    Flag(
-        "engine",
-        "dtype",
-        "Model",
-        "Number format of weights and activations",
-        choices=DTYPES,
-        spellings={"half": "float16", "float": "float32"},
-    ),
-    Flag(
-        "engine",
-        "max_model_len",
-        "Model",
-        "Tokens of prompt and output; auto: the checkpoint's, on hpu-emulator 512 at most",
-    ),
-    Flag(
-        "engine",
-        "logprobs_mode",
-        "Model",
-        "What is reported as the log-probability of a sampled token: what the model says, or what "
-        "is left of it after masks, penalties, temperature and filters; normalised, or the logits",
-        choices=LOGPROBS_MODES,
-    ),
-    Flag(
-        "engine",
-        "runner",
-        "Model",
-        "What the model gives: tokens (generate) or vectors (pooling); auto: as its files say",
-        aliases=("task",),
-        choices=RUNNERS,
-        spellings=dict.fromkeys(("embed", "embedding", "classify", "score"), "pooling"),
-    ),
-    Flag(
-        "engine",
-        "convert",
-        "Model",
-        "embed: take a language model's hidden states for vectors; none: never",
-        choices=CONVERSIONS,
-    ),
-    Flag(
-        "engine",
-        "pooler_config",
-        "Model",
-        'How vectors are made, as JSON: {"pooling_type": "MEAN", "normalize": true}; empty: as the '
-        "model's files say",
-        aliases=("override-pooler-config",),
-    ),
-    Flag("engine", "seed", "Model", "Seed of everything that is drawn without a seed of its own"),
-    Flag(
-        "engine",
-        "cache_dir",
-        "Model",
-        "Folder for converted checkpoints and compiled code; none: ~/.cache/gaudiserve",
-    ),
-)
-DEVICE = (
-    Flag(
-        "engine",
-        "device",
-        "Device",
-        "What computes",
-        choices=DEVICES,
-        switches={"hpu-emulator": ("hpu-emulator", "auto")},
-    ),
-    Flag("engine", "executor", "Device", "Where the worker lives", choices=EXECUTORS),
-    Flag(
-        "engine",
-        "num_threads",
-        "Device",
-        "Compute threads on CPU; auto: the cores the process may use",
-        variables=("OMP_NUM_THREADS",),
-    ),
-    Flag(
-        "engine",
-        "cpu_kernels",
-        "Device",
-        "What computes on CPU in bfloat16; auto: kernels that are compiled at the first start, "
-        "where a C++ compiler and AVX512-BF16 are there; torch: its own",
-        choices=CPU_KERNELS,
-    ),
-    Flag(
-        "engine",
-        "quantization",
-        "Device",
-        "Bits of the weights on CPU, for more tokens a second at some loss of accuracy: int8 by "
-        "output, int4 by 32 inputs (8 for the head), or gguf, the bits of the GGUF file given as "
-        "the model, at no loss",
-        choices=QUANTIZATIONS[1:],
-    ),
-    Flag("engine", "enforce_eager", "Device", "Capture no graphs"),
-)
-CACHE = (
-    Flag("cache", "block_size", "KV cache", "Tokens in a block; auto: the device's"),
-    Flag(
-        "cache",
-        "num_blocks",
-        "KV cache",
-        "Blocks; auto: what fits into memory",
-        name="num-gpu-blocks-override",
-        aliases=("num-blocks",),
-    ),
-    Flag(
-        "cache",
-        "gpu_memory_utilization",
-        "KV cache",
-        "Share of the free device memory that may be used; on CPU a quarter at most",
-        name="gpu-memory-utilization",
-        aliases=("memory-utilization",),
-    ),
-    Flag(
-        "cache",
-        "kv_cache_memory_bytes",
-        "KV cache",
-        "Size in bytes (4G is 4 GiB), instead of a measurement",
-    ),
-    Flag("cache", "enable_prefix_caching", "KV cache", "Keep and reuse the blocks of seen prompts"),
-)
-SCHEDULER = (
-    Flag("scheduler", "max_num_seqs", "Scheduling", "Sequences that run at once"),
-    Flag("scheduler", "max_num_batched_tokens", "Scheduling", "Tokens computed in one step"),
-    Flag(
-        "scheduler",
-        "max_prefill_batch",
-        "Scheduling",
-        "Prompts merged into one launch, at most; auto: --prompt-bs-bucket-max if that is given, "
-        "else 4, or 16 for a pooling model; on CPU, where no bucket has to be prepared for each "
-        "number, all that a step has tokens for",
-        aliases=("max-num-prefill-seqs",),
-    ),
-    Flag(
-        "scheduler",
-        "policy",
-        "Scheduling",
-        "First come first served, or by the request's priority",
-        name="scheduling-policy",
-        choices=POLICIES,
-    ),
-    Flag(
-        "scheduler",
-        "max_inflight_steps",
-        "Scheduling",
-        "Steps in flight; 1 switches the overlap off",
-        name="overlap-depth",
-        switches={"async-scheduling": (2, 1), "delayed-sampling": (2, 1)},
-        variables_of_switches={"VLLM_DELAYED_SAMPLING": "delayed-sampling"},
-    ),
-    Flag(
-        "scheduler",
-        "max_queue_len",
-        "Scheduling",
-        "Requests an engine lets wait, at most",
-        name="max-waiting",
-    ),
-)
-BUCKETS = (
-    Flag(
-        "buckets",
-        "strategy",
-        "Buckets",
-        "How the padded shapes are chosen",
-        name="bucketing-strategy",
-        variables=("VLLM_BUCKETING_STRATEGY",),
-        choices=("auto", *STRATEGIES),
-        spellings={
-            "exp": "exponential",
-            "exponential_v3": "exponential-v3",
-            "lin": "linear",
-            "pad": "padding-aware",
-            "padding_aware": "padding-aware",
-        },
-        switches={"exponential-bucketing": ("exponential", "linear")},
-        variables_of_switches={"VLLM_EXPONENTIAL_BUCKETING": "exponential-bucketing"},
-    ),
-    Flag(
-        "buckets",
-        "file",
-        "Buckets",
-        "File with the shapes; asks for the strategy 'file'",
-        name="bucketing-file",
-        aliases=("bucketing-from-file",),
-        variables=("VLLM_BUCKETING_FROM_FILE",),
-    ),
-    Flag(
-        "buckets",
-        "traffic",
-        "Buckets",
-        "Lengths of real requests (JSONL, a /metrics page or a request log); asks for the "
-        "strategy 'fitted'",
-        name="bucketing-traffic",
-    ),
-    Flag(
-        "buckets",
-        "num_graphs",
-        "Buckets",
-        "Buckets that the strategy 'fitted' makes, at most",
-        name="bucketing-graphs",
-    ),
-    *_range_flags("prompt_batch", "prompt-bs", "prompts in a prefill"),
-    *_range_flags("prompt_query", "prompt-query", "new tokens of a prompt", ("prompt-seq",)),
-    *_range_flags("prompt_context", "prompt-ctx", "cached blocks of a prompt"),
-    *_range_flags("decode_batch", "decode-bs", "sequences in a decode"),
-    *_range_flags("decode_blocks", "decode-block", "blocks in a decode"),
-)
-FLAGS: tuple[Flag, ...] = (
-    *(*MODEL, *DEVICE, *CACHE, *SCHEDULER, *BUCKETS),
-    *(*EXECUTION, *WARMUP, *DIAGNOSTICS, *EMULATOR),
-    *(*SERVER, *TEXT, *LOGS),
-)
+FLAGS: tuple[Flag, ...] = tuple(sorted(_flags(), key=lambda flag: GROUPS.index(flag.setting.group)))
 
 FILE_FLAGS: Mapping[str, str] = {
     "config": "YAML file with any of these settings; flags and variables win over it",

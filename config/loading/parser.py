@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from config.errors import ConfigError
-from config.loading.flag import Flag
-from config.loading.flags import ACCEPTED, FILE_FLAGS, FLAGS
+from config.loading.flags import ACCEPTED, FILE_FLAGS, FLAGS, GROUPS, Flag
 from config.loading.values import Given, nearest
 
 WORDS = {bool: "", int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
@@ -89,9 +88,9 @@ def server_parser(prog: str, description: str) -> Parser:
     general = parser.add_argument_group("Files")
     for name, help_text in FILE_FLAGS.items():
         general.add_argument(f"--{name}", metavar="FILE", action=_Note, dest=name, help=help_text)
-    groups = {flag.group: parser.add_argument_group(flag.group) for flag in FLAGS}
+    groups = {group: parser.add_argument_group(group) for group in GROUPS}
     for flag in FLAGS:
-        _add(groups[flag.group], flag)
+        _add(groups[flag.setting.group], flag)
     for name, (value, _) in ACCEPTED.items():
         if value in ("true", "false"):
             _add_switch(parser, [name], argparse.SUPPRESS)
@@ -101,17 +100,18 @@ def server_parser(prog: str, description: str) -> Parser:
 
 
 def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
+    setting = flag.setting
     off = f"; --no-{flag.key} switches it off" if flag.default is True else ""
-    text = f"{flag.help} [{shown_default(flag)}{off}]".replace("%", "%%")
-    switches = [name for name in flag.all_switches if name not in (flag.key, *flag.aliases)]
+    text = f"{setting.help} [{flag.shown_default}{off}]".replace("%", "%%")
+    switches = [name for name in flag.all_switches if name not in (flag.key, *setting.aliases)]
     if flag.kind is bool:
         _add_switch(group, [flag.key], text)
-        if flag.aliases:
-            _add_switch(group, list(flag.aliases), argparse.SUPPRESS)
+        if setting.aliases:
+            _add_switch(group, list(setting.aliases), argparse.SUPPRESS)
     else:
-        choices = "{" + ",".join(flag.choices) + "}" if flag.choices else WORDS[flag.kind]
+        choices = "{" + ",".join(setting.choices) + "}" if setting.choices else WORDS[flag.kind]
         group.add_argument(f"--{flag.key}", action=_Note, metavar=choices, help=text)
-        for alias in flag.aliases:
+        for alias in setting.aliases:
             group.add_argument(f"--{alias}", action=_Note, help=argparse.SUPPRESS)
     for name in switches:
         _add_switch(group, [name], argparse.SUPPRESS)
@@ -123,18 +123,3 @@ def _add_switch(group: argparse._ActionsContainer, names: list[str], help_text: 
         group.add_argument(
             f"--no-{name}", action=_Note, nargs=0, const=False, help=argparse.SUPPRESS
         )
-
-
-def shown_default(flag: Flag) -> str:
-    """The default as the help and the reference show it."""
-    if flag.field == "model":
-        return "the demo model"
-    if flag.default is None:
-        return "none" if flag.kind is str else "auto"
-    if flag.default == ():
-        return "none"
-    if isinstance(flag.default, bool):
-        return "on" if flag.default else "off"
-    if isinstance(flag.default, float):
-        return f"{flag.default:g}"
-    return str(flag.default)

@@ -3,9 +3,7 @@
 import sys
 from pathlib import Path
 
-from config.loading.flag import Flag
-from config.loading.flags import ACCEPTED, FILE_FLAGS, FLAGS
-from config.loading.parser import shown_default
+from config.loading.flags import ACCEPTED, FILE_FLAGS, FLAGS, GROUPS, Flag, variable_of
 
 PATH = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -65,11 +63,12 @@ These stay shared, and hold no text of other clients:
 def reference() -> str:
     """The whole page."""
     parts = [HEAD]
-    for group in dict.fromkeys(flag.group for flag in FLAGS):
-        rows = [_row(flag) for flag in FLAGS if flag.group == group]
+    for group in GROUPS:
+        rows = [_row(flag) for flag in FLAGS if flag.setting.group == group]
         parts.append(_table(group, ["flag", "default", "what it does", "variables"], rows))
     files = [
-        [f"`--{name} FILE`", "none", text, _variable(name)] for name, text in FILE_FLAGS.items()
+        [f"`--{name} FILE`", "none", text, f"`{variable_of(name)}`"]
+        for name, text in FILE_FLAGS.items()
     ]
     parts.append(_table("Files", ["flag", "default", "what it does", "variables"], files))
     parts.append(KEYS)
@@ -83,19 +82,20 @@ def reference() -> str:
 
 
 def _row(flag: Flag) -> list[str]:
-    others = (*flag.aliases, *flag.switches)
-    text = flag.help
-    if flag.choices:
-        text += ": " + ", ".join(f"`{choice}`" for choice in flag.choices)
+    setting = flag.setting
+    others = (*setting.aliases, *setting.switches)
+    text = setting.help
+    if setting.choices:
+        text += ": " + ", ".join(f"`{choice}`" for choice in setting.choices)
     if others:
         text += "; also " + ", ".join(f"`--{name}`" for name in others)
-    theirs = (*flag.variables, *flag.variables_of_switches)
-    variables = [f"`{flag.variable}`", *(f"`{name}`" for name in theirs)]
-    return [f"`--{flag.key}`", f"`{shown_default(flag)}`", text, ", ".join(variables)]
-
-
-def _variable(name: str) -> str:
-    return f"`GAUDISERVE_{name.replace('-', '_').upper()}`"
+    names = (flag.variable, *setting.variables, *setting.switch_variables)
+    return [
+        f"`--{flag.key}`",
+        f"`{flag.shown_default}`",
+        text,
+        ", ".join(f"`{name}`" for name in names),
+    ]
 
 
 def _table(title: str, heads: list[str], rows: list[list[str]]) -> str:

@@ -15,8 +15,7 @@ from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.errors import ConfigError
 from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
 from config.loading import env
-from config.loading.flag import PARTS, Flag
-from config.loading.flags import ACCEPTED, FILE_FLAGS, FLAGS
+from config.loading.flags import ACCEPTED, FILE_FLAGS, FLAGS, PARTS, Flag
 from config.loading.parser import Parser, server_parser
 from config.loading.values import Given, convert, nearest, truth, wrong
 from config.server import ServerConfig
@@ -36,7 +35,7 @@ class Loaded:
 
     def shown(self) -> dict[str, tuple[object, str]]:
         """`sources` for people's eyes: secrets are masked."""
-        secret = {flag.key for flag in FLAGS if flag.is_secret}
+        secret = {flag.key for flag in FLAGS if flag.setting.is_secret}
         return {
             key: (_masked(value) if key in secret else value, source)
             for key, (value, source) in self.sources.items()

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from config.errors import ConfigError
-from config.loading.flag import NOTHING, Flag
-from config.loading.flags import ABSENT
+from config.loading.flags import ABSENT, Flag
 
 _NUMBER = re.compile(r"^([+-]?\d[\d_]*(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB])?$")
 # A small letter counts in thousands, a capital one in 1024s, as vLLM reads them.
@@ -22,6 +21,8 @@ _UNITS = {
 }
 _BOOLS = {"true": True, "yes": True, "on": True, "1": True}
 _BOOLS |= {"false": False, "no": False, "off": False, "0": False}
+UNSET = ("auto", "none", "null")
+"""Words that mean the default of an optional setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +48,17 @@ def convert(flag: Flag, given: Given) -> object:
     """The value of `flag`'s field. Raises ConfigError with the value, what it must be, and the
     source."""
     switches = flag.all_switches
-    may_say_auto = flag.kind in (int, float) or (flag.kind is bool and flag.may_be_open)
-    is_open = given.value is None or (may_say_auto and str(given.value).lower() in NOTHING)
-    if given.name in switches and not (is_open and flag.kind is bool and flag.may_be_open):
+    may_say_auto = flag.kind in (int, float) or (flag.kind is bool and flag.is_optional)
+    is_open = given.value is None or (may_say_auto and str(given.value).lower() in UNSET)
+    if given.name in switches and not (is_open and flag.kind is bool and flag.is_optional):
         on, off = switches[given.name]
-        return on if truth(given, flag.spellings) else off
+        return on if truth(given, flag.setting.spellings) else off
     if is_open:
-        if not flag.may_be_open:
-            raise wrong(given, "a value: it may not be left open", is_secret=flag.is_secret)
+        if not flag.is_optional:
+            raise wrong(given, "a value: it may not be left open", is_secret=flag.setting.is_secret)
         return None
     if flag.kind is tuple:
-        return _texts(given, is_secret=flag.is_secret)
+        return _texts(given, is_secret=flag.setting.is_secret)
     if flag.kind is str:
         return _choice(flag, given)
     return _number(flag, given)
@@ -112,16 +113,16 @@ def _choice(flag: Flag, given: Given) -> str:
     value = given.value
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
-    if isinstance(value, Mapping) and not flag.choices:
+    if isinstance(value, Mapping) and not flag.setting.choices:
         value = json.dumps(value)
     if not isinstance(value, str):
-        raise wrong(given, "text (in quotes)", is_secret=flag.is_secret)
-    if not flag.choices:
+        raise wrong(given, "text (in quotes)", is_secret=flag.setting.is_secret)
+    if not flag.setting.choices:
         return value
-    word = flag.spellings.get(value.lower(), value.lower())
-    if word not in flag.choices:
-        hint = nearest(word, (*flag.choices, *flag.spellings))
-        raise wrong(given, f"one of {', '.join(flag.choices)}{hint}")
+    word = flag.setting.spellings.get(value.lower(), value.lower())
+    if word not in flag.setting.choices:
+        hint = nearest(word, (*flag.setting.choices, *flag.setting.spellings))
+        raise wrong(given, f"one of {', '.join(flag.setting.choices)}{hint}")
     return word
 
 

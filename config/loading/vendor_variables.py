@@ -11,9 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from config.loading.flag import Flag
-from config.loading.flags import ACCEPTED, FLAGS
-from config.loading.parser import shown_default
+from config.loading.flags import ACCEPTED, FLAGS, Flag
 
 DATA = Path(__file__).with_suffix(".yaml")
 PATH = Path(__file__).parents[2] / "docs" / "hpu-flags.md"
@@ -54,8 +52,8 @@ class VendorVariable:
     def flag(self) -> tuple[Flag, str] | None:
         """The flag that reads this variable, and the switch of it that the variable sets."""
         for flag in FLAGS:
-            switch = flag.variables_of_switches.get(self.name)
-            if switch is not None or self.name in flag.variables:
+            switch = flag.setting.switch_variables.get(self.name)
+            if switch is not None or self.name in flag.setting.variables:
                 return flag, switch or flag.key
         return None
 
@@ -116,7 +114,7 @@ def _row(variable: VendorVariable) -> str:
     else:
         flag, name = variable.flag
         alias = "" if name == flag.key else f" (`--{flag.key}`)"
-        ours = [f"`--{name}`{alias}", f"`{shown_default(flag)}`"]
+        ours = [f"`--{name}`{alias}", f"`{flag.shown_default}`"]
     cells = [f"`{variable.name}`", f"`{variable.default}`", *ours, variable.meaning]
     return f"| {' | '.join(cells)} |\n"
 

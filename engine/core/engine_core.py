@@ -80,8 +80,8 @@ class EngineCore:
         )
         self._packer = Packer(
             table,
-            max_prefill_batch=schedule.prompts_a_launch(
-                pools=ready.pooling is not None, exact=table.is_exact
+            max_prefill_batch=schedule.prefill_batch(
+                is_pooling=ready.pooling is not None, is_exact=table.is_exact
             ),
             max_tokens=schedule.max_num_batched_tokens,
             stats=self._counts,

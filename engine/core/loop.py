@@ -263,7 +263,7 @@ def _limits(config: EngineConfig, worker: WorkerReady) -> BucketLimits:
         max_model_len=worker.max_model_len,
         max_num_seqs=schedule.max_num_seqs,
         max_num_batched_tokens=schedule.max_num_batched_tokens,
-        max_prefill_batch=schedule.prompts_a_launch(),
+        max_prefill_batch=schedule.prefill_batch(),
         num_blocks=worker.num_blocks,
         prefix_caching=config.cache.enable_prefix_caching,
     )

@@ -45,7 +45,7 @@ def planned_limits(config: EngineConfig) -> BucketLimits:
         max_model_len=max_model_len,
         max_num_seqs=schedule.max_num_seqs,
         max_num_batched_tokens=schedule.max_num_batched_tokens,
-        max_prefill_batch=schedule.prompts_a_launch(),
+        max_prefill_batch=schedule.prefill_batch(),
         num_blocks=cache.num_blocks or full,
         prefix_caching=cache.enable_prefix_caching,
     )

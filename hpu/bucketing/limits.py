@@ -30,7 +30,7 @@ class BucketLimits:
             max_model_len=max_model_len,
             max_num_seqs=schedule.max_num_seqs,
             max_num_batched_tokens=schedule.max_num_batched_tokens,
-            max_prefill_batch=schedule.prompts_a_launch(pools=True),
+            max_prefill_batch=schedule.prefill_batch(is_pooling=True),
             # Of a cache that is never made: some strategies ask before they know.
             num_blocks=schedule.max_num_seqs * math.ceil(max_model_len / block_size),
             prefix_caching=False,

@@ -125,7 +125,7 @@ class Loaded:
             max_model_len=self.max_model_len,
             max_num_seqs=schedule.max_num_seqs,
             max_num_batched_tokens=schedule.max_num_batched_tokens,
-            max_prefill_batch=schedule.prompts_a_launch(),
+            max_prefill_batch=schedule.prefill_batch(),
             num_blocks=num_blocks,
             prefix_caching=self.config.cache.enable_prefix_caching,
         )

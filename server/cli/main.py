@@ -145,23 +145,10 @@ def _as_json(shown: Mapping[str, tuple[object, str]]) -> str:
 
 
 def _as_table(shown: Mapping[str, tuple[object, str]]) -> str:
-    kinds = {flag.key: flag.kind for flag in FLAGS}
-    rows = [(key, _word(value, kinds[key]), source) for key, (value, source) in shown.items()]
+    flags = {flag.key: flag for flag in FLAGS}
+    rows = [(key, flags[key].shown(value), source) for key, (value, source) in shown.items()]
     wide = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return "\n".join(f"{row[0]:<{wide[0]}}  {row[1]:<{wide[1]}}  {row[2]}" for row in rows)
-
-
-def _word(value: object, kind: type) -> str:
-    # As the help shows a default, and as a flag may give it.
-    if value is None:
-        return "none" if kind is str else "auto"
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, tuple):
-        return ", ".join(map(str, value)) or "none"
-    if isinstance(value, float):
-        return f"{value:g}"
-    return str(value)
 
 
 def _fetch_demo(argv: list[str]) -> int:

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from config.errors import ConfigError
-from config.loading.flag import PARTS
-from config.loading.flags import FLAGS
+from config.loading.flags import FLAGS, PARTS
 from config.loading.sources import Loaded, from_keywords, load
 
 
@@ -18,7 +17,7 @@ def given(*argv: str, **environ: str) -> Loaded:
 def test_every_field_of_every_part_has_exactly_one_flag() -> None:
     expected = sorted(
         (part, field.name)
-        for part, owner in PARTS.items()
+        for part, (owner, _) in PARTS.items()
         for field in dataclasses.fields(owner)
         if field.name not in PARTS
     )

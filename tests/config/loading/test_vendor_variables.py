@@ -32,7 +32,7 @@ def test_every_variable_of_vllm_that_a_device_setting_reads_is_in_the_table() ->
         variable
         for flag in FLAGS
         if flag.part in parts
-        for variable in (*flag.variables, *flag.variables_of_switches)
+        for variable in (*flag.setting.variables, *flag.setting.switch_variables)
     }
 
     assert read <= {variable.name for variable in vendor_variables()}

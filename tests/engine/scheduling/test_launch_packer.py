@@ -73,7 +73,7 @@ def test_a_launch_never_pads_beyond_the_token_budget() -> None:
 
 def test_where_no_bucket_is_prepared_a_launch_takes_all_that_the_budget_holds() -> None:
     table = make_table("exact")
-    most = SchedulerConfig(max_num_seqs=64).prompts_a_launch(exact=table.is_exact)
+    most = SchedulerConfig(max_num_seqs=64).prefill_batch(is_exact=table.is_exact)
     packer = Packer(table, max_prefill_batch=most, max_tokens=BUDGET, stats=StepStats())
 
     alike = pack(packer, [(40, 0)] * 60)

@@ -1,0 +1,67 @@
+"""Setting: the flag of a configuration field: its help, names, variables, choices and range."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from config.errors import ConfigError
+
+T = TypeVar("T")
+_KEY = "setting"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How users set one field. The type and the default are those of the field."""
+
+    help: str
+    group: str = ""
+    """Title in the help; empty: the group of the dataclass (config/loading/flags.py)."""
+    name: str = ""
+    """The flag without its dashes; empty: the name of the field."""
+    aliases: tuple[str, ...] = ()
+    switches: Mapping[str, tuple[object, object]] = field(default_factory=dict)
+    """Flags that take no value: what they set, and what their `no-` form sets."""
+    variables: tuple[str, ...] = ()
+    """Environment variables that are read if GAUDISERVE_<NAME> is not set."""
+    switch_variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables that mean one of `switches`; they win over `variables`."""
+    choices: tuple[str, ...] = ()
+    spellings: Mapping[str, str] = field(default_factory=dict)
+    """Other words for a choice, or for a switch's true and false."""
+    minimum: float | None = None
+    maximum: float | None = None
+    is_secret: bool = False
+
+
+def metadata(help: str, **facts: Any) -> Mapping[str, Setting]:
+    """Metadata of a dataclass field that has a Setting."""
+    return {_KEY: Setting(help, **facts)}
+
+
+def setting(default: T, help: str, **facts: Any) -> T:
+    """A dataclass field with a default and a Setting."""
+    value: T = field(default=default, metadata=metadata(help, **facts))
+    return value
+
+
+def settings_of(config: Any) -> dict[str, Setting]:
+    """The settings of a dataclass, or of an instance, by field name in the order of the fields."""
+    return {one.name: one.metadata[_KEY] for one in fields(config) if _KEY in one.metadata}
+
+
+def check_settings(config: object) -> None:
+    """Raise ConfigError for a field that is not one of its choices or is out of its range."""
+    for name, facts in settings_of(config).items():
+        value = getattr(config, name)
+        if value is None:
+            continue
+        if facts.choices and value not in facts.choices:
+            allowed = ", ".join(facts.choices)
+            raise ConfigError(f"{name} is {value!r}, it must be one of {allowed}")
+        below = facts.minimum is not None and value < facts.minimum
+        if below or (facts.maximum is not None and value > facts.maximum):
+            allowed = f"at least {facts.minimum}"
+            if facts.maximum is not None:
+                allowed = f"between {facts.minimum} and {facts.maximum}"
+            raise ConfigError(f"{name} is {value}, it must be {allowed}")
