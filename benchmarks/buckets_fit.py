@@ -55,7 +55,7 @@ def _lognormal(rng: random.Random, median: int, sigma: float, most: int) -> int:
 def waste(table: BucketTable, traffic: list[Lengths]) -> float:
     """Padding's share of the modelled work, 0 to 1."""
     parts = table.padding(traffic)
-    return 1 - sum(p.work for p in parts) / sum(p.padded for p in parts)
+    return 1 - sum(p.exact_cost for p in parts) / sum(p.padded_cost for p in parts)
 
 
 def fitted(traffic: list[Lengths], num_graphs: int) -> tuple[BucketTable, float]:

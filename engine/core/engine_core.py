@@ -285,7 +285,7 @@ class EngineCore:
         ready = self._sleeping.end(tags)
         if ready is not None:
             if not self._table.is_exact:
-                self._table.keep(ready.buckets)
+                self._table.restrict(ready.buckets)
             self._packer.forget()
             self._counts.take_counters(ready.counters)
             self.num_later = ready.num_later

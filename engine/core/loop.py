@@ -247,15 +247,15 @@ def make_table(config: EngineConfig, worker: WorkerReady) -> BucketTable:
     strange = set(worker.buckets) - set(table.buckets)
     assert not strange, f"the worker prepared {sorted(strange)}, which the engine does not know"
     if not table.is_exact:
-        table.keep(worker.buckets)
-    table.prefers_prepared = config.warmup.on_unwarmed_shape == "pad"
+        table.restrict(worker.buckets)
+    table.prefer_prepared = config.warmup.on_unwarmed_shape == "pad"
     return table
 
 
 def _limits(config: EngineConfig, worker: WorkerReady) -> BucketLimits:
     schedule = config.scheduler
     if worker.pooling is not None:
-        return BucketLimits.of_texts(
+        return BucketLimits.for_pooling(
             schedule, block_size=worker.block_size, max_model_len=worker.max_model_len
         )
     return BucketLimits(

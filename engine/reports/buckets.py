@@ -1,6 +1,6 @@
-"""A bucket table for people: its size, what it wastes on a traffic, a picture, a file."""
+"""Reports on a bucket table: its size, its padding for a traffic, heat maps, a bucket file."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -9,16 +9,17 @@ from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.traffic import Lengths
 from hpu.bucketing.bucket_table import BucketTable
+from hpu.bucketing.fitted import Padding
 from hpu.bucketing.limits import BucketLimits
 from hpu.protocol import DECODE, PREFILL
 
 MAX_MODEL_LEN = 4096
 BLOCK_SIZE = 128
-"""Assumed where no flag says otherwise; no checkpoint and no device is looked at."""
+"""Defaults of this report, which reads no checkpoint and no device."""
 
-SECONDS_A_GRAPH = 3.0
-"""A guess: from under a second, from a recipe cache, to minutes; the metric
-`hpu_graph_compile_seconds` tells."""
+SECONDS_PER_GRAPH = 3.0
+"""An assumption: under a second with a recipe cache, up to minutes without; the metric
+`hpu_graph_compile_seconds` has the measured time."""
 
 COLUMNS = 60
 SHADES = "░▒▓█"
@@ -26,7 +27,7 @@ NAMES = ((PREFILL, "prompt"), (DECODE, "decode"))
 
 
 class Cell(NamedTuple):
-    """One bucket of the picture; `share` of launches and `waste` of work, 0 without a traffic."""
+    """One bucket of a heat map; `share` of launches and `waste` are 0 without a traffic."""
 
     row: int
     column: int
@@ -35,7 +36,7 @@ class Cell(NamedTuple):
 
 
 def planned_limits(config: EngineConfig) -> BucketLimits:
-    """The limits that `config` names, with assumptions for what only a model or a card tells."""
+    """The limits in `config`, with defaults for those that come from a model or a card."""
     cache, schedule = config.cache, config.scheduler
     max_model_len = config.max_model_len or MAX_MODEL_LEN
     block_size = cache.block_size or BLOCK_SIZE
@@ -52,13 +53,13 @@ def planned_limits(config: EngineConfig) -> BucketLimits:
 
 
 def fit_buckets(config: EngineConfig, traffic_file: str, num_graphs: int) -> BucketTable:
-    """The table that wastes least on the traffic."""
+    """The table with the least padding for the traffic."""
     buckets = BucketConfig(strategy="fitted", traffic=traffic_file, num_graphs=num_graphs)
     return BucketTable.make(buckets, planned_limits(config))
 
 
 def planned_table(config: EngineConfig) -> BucketTable:
-    """The table of the strategy that `config` names; auto: what a Gaudi device takes."""
+    """The table of the strategy in `config`; auto: exponential, as on a Gaudi."""
     buckets = config.buckets
     if buckets.strategy == "auto":
         buckets = replace(buckets, strategy="exponential")
@@ -68,9 +69,9 @@ def planned_table(config: EngineConfig) -> BucketTable:
 
 
 def report(
-    table: BucketTable, traffic: list[Lengths] | None, seconds_a_graph: float = SECONDS_A_GRAPH
+    table: BucketTable, traffic: list[Lengths] | None, seconds_per_graph: float = SECONDS_PER_GRAPH
 ) -> str:
-    """Counts, the axes, the padding that `traffic` pays for, a warm-up estimate and heat maps."""
+    """Counts, axes, padding for `traffic`, an estimate of the warm-up and heat maps."""
     limits = table.limits
     lines = [
         f"block size {limits.block_size}, context {limits.max_model_len} tokens, "
@@ -80,27 +81,25 @@ def report(
     ]
     used = {padding.bucket: padding for padding in (table.padding(traffic) if traffic else [])}
     for phase, name in NAMES:
-        shapes = [shape for own, *shape in table.buckets if own == phase]
+        shapes = [shape for bucket_phase, *shape in table.buckets if bucket_phase == phase]
         lines.append(f"{len(shapes)} {name} buckets")
         for axis, what in enumerate(("batch", "query", "blocks")):
             points = sorted({shape[axis] for shape in shapes})
             lines.append(f"  {what:<7}{_points(points)}")
         if used:
-            own = [padding for padding in used.values() if padding.bucket[0] == phase]
-            work, padded = sum(p.work for p in own), sum(p.padded for p in own)
-            busy = sum(1 for p in own if p.share)
+            of_phase = [padding for padding in used.values() if padding.bucket[0] == phase]
+            num_used = sum(1 for padding in of_phase if padding.share)
             lines.append(
-                f"  padding {_percent(padded - work, padded)} of modelled work; "
-                f"{busy} of {len(own)} buckets used"
+                f"  padding {_padding_percent(of_phase)} of modelled work; "
+                f"{num_used} of {len(of_phase)} buckets used"
             )
         lines.append("")
     if used:
-        work, padded = sum(p.work for p in used.values()), sum(p.padded for p in used.values())
-        lines.append(f"padding over all: {_percent(padded - work, padded)} of modelled work")
-    count = len(table.needed)
+        lines.append(f"padding over all: {_padding_percent(used.values())} of modelled work")
+    count = len(table.reachable)
     lines.append(
-        f"warm-up: {count} graphs, about {count * seconds_a_graph / 60:.1f} minutes at "
-        f"{seconds_a_graph:g} s each"
+        f"warm-up: {count} graphs, about {count * seconds_per_graph / 60:.1f} minutes at "
+        f"{seconds_per_graph:g} s each"
     )
     for phase, name, row, axis in (
         (PREFILL, "prompts of batch 1", 2, 3),
@@ -111,8 +110,7 @@ def report(
             if bucket[0] != phase or (phase == PREFILL and bucket[1] != 1):
                 continue
             padding = used.get(bucket)
-            waste = 1 - padding.work / padding.padded if padding and padding.padded else 0.0
-            share = padding.share if padding else 0.0
+            share, waste = (padding.share, padding.waste) if padding else (0.0, 0.0)
             cells.append(Cell(bucket[row], bucket[axis], share, waste))
         rows = "query" if phase == PREFILL else "batch"
         lines += ["", *heat_map(f"{name}: {rows} down, blocks across", cells)]
@@ -122,35 +120,37 @@ def report(
 
 
 def heat_map(title: str, cells: Sequence[Cell]) -> list[str]:
-    """One line a row, one sign a column; where columns are too many, neighbours share a sign."""
+    """A line per row, a character per column; too many columns share characters with neighbours."""
     rows = sorted({cell.row for cell in cells})
     columns = sorted({cell.column for cell in cells})
     width = min(COLUMNS, len(columns))
-    place = {column: at * width // len(columns) for at, column in enumerate(columns)}
+    position = {column: at * width // len(columns) for at, column in enumerate(columns)}
     lines = [title]
     for row in rows:
-        signs = [" "] * width
+        chars = [" "] * width
         ranked: list[float] = [-1.0] * width
         for cell in cells:
-            at = place[cell.column]
-            # Of several in one sign the busiest is shown.
+            at = position[cell.column]
+            # The most used of several buckets in one character is shown.
             if cell.row == row and cell.share > ranked[at]:
-                signs[at], ranked[at] = _sign(cell), cell.share
-        lines.append(f"{row:>7} |{''.join(signs)}|")
+                chars[at], ranked[at] = _char(cell), cell.share
+        lines.append(f"{row:>7} |{''.join(chars)}|")
     return [*lines, f"{'':>7}  {columns[0]} ... {columns[-1]}"]
 
 
 def bucket_file(table: BucketTable, comment: str) -> str:
-    """The table in the form that the strategy `file` reads."""
+    """The table in the format that the strategy `file` reads."""
     groups = [
         f"# {name}: batch, query, blocks\n"
-        + "".join(f"({b}, {q}, {n})\n" for own, b, q, n in table.buckets if own == phase)
+        + "".join(
+            f"({b}, {q}, {n})\n" for bucket_phase, b, q, n in table.buckets if bucket_phase == phase
+        )
         for phase, name in NAMES
     ]
     return "".join(f"# {line}\n" for line in comment.splitlines()) + "".join(groups)
 
 
-def _sign(cell: Cell) -> str:
+def _char(cell: Cell) -> str:
     return SHADES[min(int(cell.waste * 4), 3)] if cell.share else "·"
 
 
@@ -161,5 +161,8 @@ def _points(points: Sequence[int]) -> str:
     return f"{' '.join(map(str, head))} ... {' '.join(map(str, tail))} ({len(points)})"
 
 
-def _percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else "-"
+def _padding_percent(paddings: Iterable[Padding]) -> str:
+    paddings = list(paddings)
+    exact = sum(padding.exact_cost for padding in paddings)
+    padded = sum(padding.padded_cost for padding in paddings)
+    return f"{100 * (padded - exact) / padded:.1f} %" if padded else "-"

@@ -9,7 +9,7 @@ from typing import Any
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.model.model_config import ModelConfig
-from engine.reports.buckets import BLOCK_SIZE, SECONDS_A_GRAPH, planned_table
+from engine.reports.buckets import BLOCK_SIZE, SECONDS_PER_GRAPH, planned_table
 from hpu.backends.gaudi_devices import GIB, generation
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.model_loader.size_estimate import count_parameters
@@ -41,7 +41,7 @@ class Target:
     kv_dtype: str = "auto"
     card_bytes: int | None = None
     lengths: tuple[int, ...] = ()
-    seconds_a_graph: float = SECONDS_A_GRAPH
+    seconds_per_graph: float = SECONDS_PER_GRAPH
 
     def __post_init__(self) -> None:
         generation(self.device)
@@ -94,7 +94,7 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
     if target.kv_dtype != "auto":
         notes.append(FP8_NOTE)
     if table is not None and not config.enforce_eager:
-        notes += _graph_notes(card, len(table.needed))
+        notes += _graph_notes(card, len(table.reachable))
     return Plan(
         facts,
         target,
@@ -215,7 +215,7 @@ def _sequences(plan: Plan) -> list[str]:
 
 def _buckets(plan: Plan, table: BucketTable) -> list[str]:
     prompts, decodes = _counts(table)
-    count, seconds = len(table.needed), plan.target.seconds_a_graph
+    count, seconds = len(table.reachable), plan.target.seconds_per_graph
     lines = [f"buckets, {plan.strategy}: {prompts} for prompts, {decodes} for decodes"]
     if not plan.captures:
         return [*lines, "warm-up: no graphs are captured, eager is enforced"]
@@ -286,11 +286,11 @@ def _buckets_json(plan: Plan) -> dict[str, Any] | None:
     if plan.table is None:
         return None
     prompts, decodes = _counts(plan.table)
-    graphs = len(plan.table.needed) if plan.captures else 0
+    graphs = len(plan.table.reachable) if plan.captures else 0
     return {
         "strategy": plan.strategy,
         "prompts": prompts,
         "decodes": decodes,
         "graphs": graphs,
-        "warmup_seconds": graphs * plan.target.seconds_a_graph,
+        "warmup_seconds": graphs * plan.target.seconds_per_graph,
     }

@@ -1,6 +1,7 @@
-"""BucketTable: the padded shapes a server prepares, and which one a launch takes. Pure."""
+"""BucketTable: the padded shapes that a server prepares, and the lookup of a launch's bucket."""
 
 import bisect
+import itertools
 import logging
 import math
 from dataclasses import dataclass
@@ -10,9 +11,8 @@ from config.errors import ConfigError
 from config.traffic import Lengths
 from hpu.bucketing.cost import launch_cost, launch_overhead
 from hpu.bucketing.fitted import Padding, padding_of
-from hpu.bucketing.limits import BucketLimits
-from hpu.bucketing.linear import Shape, fallback_point
-from hpu.bucketing.strategies import generate
+from hpu.bucketing.limits import BucketLimits, Shape
+from hpu.bucketing.select import generate_buckets
 from hpu.bucketing.traffic import launches_of
 from hpu.protocol import DECODE, PREFILL
 
@@ -20,15 +20,15 @@ logger = logging.getLogger(__name__)
 
 HIT, MISS, FALLBACK = "hit", "miss", "fallback"
 
-MAX_MEMO = 65_536
+MAX_CACHED_LOOKUPS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """The bucket a launch takes, and whether it was prepared.
+    """The bucket of a launch, and whether it was prepared.
 
-    `hit`: prepared. `fallback`: beyond all prepared ones, made now and remembered. `miss`: made
-    earlier by a fallback.
+    `hit`: prepared. `fallback`: larger than all prepared buckets, created by this lookup. `miss`:
+    created by an earlier fallback.
     """
 
     bucket: Shape
@@ -36,18 +36,18 @@ class Lookup:
 
 
 class BucketTable:
-    """All prepared shapes of both phases; an exact table prepares none and pads nothing."""
+    """All prepared shapes of both phases; an exact table has none and does not pad."""
 
     def __init__(
         self, prompts: list[Shape], decodes: list[Shape], limits: BucketLimits, *, exact: bool
     ) -> None:
         self.is_exact = exact
         self.limits = limits
-        self.prefers_prepared = False
-        """Whether a bucket made by a fallback is passed over where a prepared one fits, too."""
+        self.prefer_prepared = False
+        """Whether a prepared bucket wins over a cheaper one that a fallback created."""
         self._shapes = {PREFILL: sorted(set(prompts)), DECODE: sorted(set(decodes))}
         self._prepared = {phase: set(shapes) for phase, shapes in self._shapes.items()}
-        self._memo: dict[tuple[int, int, int, int], Lookup] = {}
+        self._lookups: dict[tuple[int, int, int, int], Lookup] = {}
         if not exact:
             for phase in self.phases:
                 if not self._shapes[phase]:
@@ -56,22 +56,22 @@ class BucketTable:
 
     @property
     def phases(self) -> tuple[int, ...]:
-        """Those that have launches."""
-        return (PREFILL,) if self.limits.pools else (PREFILL, DECODE)
+        """The phases that have launches."""
+        return (PREFILL,) if self.limits.is_pooling else (PREFILL, DECODE)
 
     @classmethod
     def make(cls, config: BucketConfig, limits: BucketLimits) -> "BucketTable":
-        """The table of `config.strategy` ('auto' was resolved by the caller), made to cover every
-        shape that `limits` allow for a batch of one prompt and for all decodes."""
+        """The table of `config.strategy`, which is not `auto`, extended to cover every single
+        prompt and every decode that `limits` allow."""
         if config.strategy == "exact":
             return cls([], [], limits, exact=True)
-        prompts, decodes = generate(config, limits)
+        prompts, decodes = generate_buckets(config, limits)
         prompts = [shape for shape in prompts if _fits_budget(shape, limits)]
-        if limits.pools:
+        if limits.is_pooling:
             prompts, decodes = [shape for shape in prompts if shape[2] == 0], []
             return cls(_cover_texts(prompts, limits), [], limits, exact=False)
         if not limits.prefix_caching:
-            # None can hold more than there are, and a slice of the cache cannot be longer than it.
+            # No decode has more blocks than exist; a slice is never longer than the cache.
             decodes = [(batch, 1, min(blocks, limits.num_blocks)) for batch, _, blocks in decodes]
         return cls(
             _cover_prompts(prompts, limits), _cover_decodes(decodes, limits), limits, exact=False
@@ -87,62 +87,61 @@ class BucketTable:
         ]
 
     @property
-    def needed(self) -> list[tuple[int, int, int, int]]:
-        """`buckets` without those that no launch can ever take: of two that differ in blocks alone,
-        where the smaller one holds the longest contexts that its rows may have."""
+    def reachable(self) -> list[tuple[int, int, int, int]]:
+        """`buckets` without those that no launch takes: a smaller number of blocks already holds
+        the longest contexts that the batch can have."""
         limits = self.limits
         if not limits.prefix_caching:
-            # What a decode reads may then be a slice of the cache, whatever its rows hold.
+            # A decode may then read a slice of the cache, however few blocks its sequences have.
             return self.buckets
-        found: list[tuple[int, int, int, int]] = []
-        enough: set[tuple[int, int, int]] = set()
-        for bucket in self.buckets:  # by rising blocks, where all else is equal
+        reachable: list[tuple[int, int, int, int]] = []
+        complete: set[tuple[int, int, int]] = set()
+        for bucket in self.buckets:  # sorted: blocks ascending within the same batch and query
             phase, batch, query, blocks = bucket
-            if (phase, batch, query) in enough:
+            if (phase, batch, query) in complete:
                 continue
-            found.append(bucket)
-            # A prompt's context is padded row by row, a decode's blocks are counted over all rows.
-            if blocks >= limits.blocks_a_row * (batch if phase == DECODE else 1):
-                enough.add((phase, batch, query))
-        return found
+            reachable.append(bucket)
+            # A prefill pads the context of each sequence, a decode the blocks of the whole batch.
+            if blocks >= limits.blocks_per_seq * (batch if phase == DECODE else 1):
+                complete.add((phase, batch, query))
+        return reachable
 
-    def keep(self, buckets: list[tuple[int, int, int, int]]) -> None:
-        """From now on only these are prepared."""
+    def restrict(self, buckets: list[tuple[int, int, int, int]]) -> None:
+        """Replace the prepared buckets by `buckets`."""
         for phase in self._shapes:
-            kept = {(batch, query, blocks) for own, batch, query, blocks in buckets if own == phase}
-            self._prepared[phase] = kept
-            self._shapes[phase] = sorted(kept)
-        self._memo.clear()
+            shapes = {(b, q, n) for bucket_phase, b, q, n in buckets if bucket_phase == phase}
+            self._prepared[phase] = shapes
+            self._shapes[phase] = sorted(shapes)
+        self._lookups.clear()
 
     def add(self, buckets: list[tuple[int, int, int, int]]) -> None:
-        """These are prepared too."""
+        """Add prepared buckets."""
         for phase, *sizes in buckets:
             shape = (sizes[0], sizes[1], sizes[2])
             self._prepared[phase].add(shape)
             if shape not in self._shapes[phase]:
                 bisect.insort(self._shapes[phase], shape)
-        self._memo.clear()
+        self._lookups.clear()
 
     def is_prepared(self, phase: int, batch: int, query: int, blocks: int) -> bool:
-        """Whether a prepared bucket holds the shape. Unlike `find` it makes none."""
+        """Whether a prepared bucket holds the shape. Creates no fallback."""
         return self.is_exact or any(
             shape[0] >= batch and shape[1] >= query and shape[2] >= blocks
             for shape in self._prepared[phase]
         )
 
     def find(self, phase: int, batch: int, query: int, blocks: int) -> Lookup:
-        """The cheapest bucket that holds the wanted shape, by modelled cost."""
+        """The cheapest bucket that holds the shape, by modelled cost."""
         if self.is_exact:
             return Lookup((batch, query, blocks), HIT)
-        wanted = (phase, batch, query, blocks)
-        found = self._memo.get(wanted)
+        key = (phase, batch, query, blocks)
+        found = self._lookups.get(key)
         if found is None:
             found = self._search(phase, (batch, query, blocks))
-            if len(self._memo) >= MAX_MEMO:
-                self._memo.clear()
-            # The next time a fallback's bucket is looked up it is known, though not prepared.
-            later = Lookup(found.bucket, MISS) if found.result == FALLBACK else found
-            self._memo[wanted] = later
+            if len(self._lookups) >= MAX_CACHED_LOOKUPS:
+                self._lookups.clear()
+            is_fallback = found.result == FALLBACK
+            self._lookups[key] = Lookup(found.bucket, MISS) if is_fallback else found
         return found
 
     def cost(self, phase: int, bucket: Shape) -> int:
@@ -151,71 +150,71 @@ class BucketTable:
 
     @property
     def overhead(self) -> int:
-        """Modelled cost of one launch more for the same tokens, in cached positions read."""
+        """Modelled cost of one more launch for the same tokens, in cached positions read."""
         return launch_overhead(self.limits.block_size)
 
     def padding(self, traffic: list[Lengths]) -> list[Padding]:
-        """What each prepared bucket does for `traffic`: its share of launches, and their cost."""
+        """Each prepared bucket's share of the launches of `traffic`, and their cost."""
         return padding_of(launches_of(traffic, self.limits), self.buckets, self.limits)
 
-    def _search(self, phase: int, wanted: Shape) -> Lookup:
+    def _search(self, phase: int, shape: Shape) -> Lookup:
         shapes = self._shapes[phase]
-        start = bisect.bisect_left(shapes, (wanted[0], 0, 0))
-        fitting = [s for s in shapes[start:] if s[1] >= wanted[1] and s[2] >= wanted[2]]
-        if self.prefers_prepared:
+        start = bisect.bisect_left(shapes, (shape[0], 0, 0))
+        fitting = [s for s in shapes[start:] if s[1] >= shape[1] and s[2] >= shape[2]]
+        if self.prefer_prepared:
             fitting = [s for s in fitting if s in self._prepared[phase]] or fitting
         if fitting:
-            best = min(fitting, key=lambda shape: (self.cost(phase, shape), shape))
+            best = min(fitting, key=lambda bucket: (self.cost(phase, bucket), bucket))
             return Lookup(best, HIT if best in self._prepared[phase] else MISS)
-        bucket = self._fallback(phase, wanted)
+        bucket = self._fallback(phase, shape)
         bisect.insort(shapes, bucket)
         logger.warning(
             "Configuration: (%s, batch %d, query %d, blocks %d) was not warmed-up! It runs as %s.",
             "prompt" if phase == PREFILL else "decode",
-            *wanted,
+            *shape,
             bucket,
         )
         return Lookup(bucket, FALLBACK)
 
-    def _fallback(self, phase: int, wanted: Shape) -> Shape:
+    def _fallback(self, phase: int, shape: Shape) -> Shape:
         limits = self.limits
         if phase == PREFILL:
             return (
-                fallback_point(wanted[0], 2, limits.max_prefill_batch),
-                fallback_point(wanted[1], 32, limits.max_query),
-                fallback_point(wanted[2], 32, limits.blocks_a_row),
+                fallback_point(shape[0], 2, limits.max_prefill_batch),
+                fallback_point(shape[1], 32, limits.max_query),
+                fallback_point(shape[2], 32, limits.blocks_per_seq),
             )
         return (
-            fallback_point(wanted[0], 2, limits.max_num_seqs),
+            fallback_point(shape[0], 2, limits.max_num_seqs),
             1,
-            fallback_point(wanted[2], 32, limits.max_decode_blocks),
+            fallback_point(shape[2], 32, limits.max_decode_blocks),
         )
 
 
 def _fits_budget(shape: Shape, limits: BucketLimits) -> bool:
-    """Whether a launch could need the shape: within the token budget, rounded up to a block."""
+    """Whether the shape is within the token budget, rounded up to a block."""
     batch, query, _ = shape
     budget = limits.block_size * math.ceil(limits.max_num_batched_tokens / limits.block_size)
     return batch == 1 or batch * query <= budget
 
 
 def _cover_prompts(shapes: list[Shape], limits: BucketLimits) -> list[Shape]:
-    """Make sure that a single prompt always finds a bucket, however long its chunk and context."""
+    """Add shapes so that every single prompt fits, whatever its chunk and context."""
     block = limits.block_size
     queries = sorted({query for batch, query, _ in shapes if batch == 1})
     if not queries or queries[-1] < limits.max_query:
         queries.append(block * math.ceil(limits.max_query / block))
-    # A chunk of the longest query can only follow what the context still leaves in front of it.
+    # The longer the chunk, the less context can precede it within max_model_len.
     added = []
     for shorter, query in zip([0, *queries], queries, strict=False):
-        most = math.ceil(max(limits.max_model_len - shorter - 1, 0) / block)
-        if not any(s[0] >= 1 and s[1] >= query and s[2] >= most for s in shapes):
-            added.append((1, query, most))
+        context = math.ceil(max(limits.max_model_len - shorter - 1, 0) / block)
+        if not any(s[1] >= query and s[2] >= context for s in shapes):
+            added.append((1, query, context))
     return shapes + added
 
 
 def _cover_texts(shapes: list[Shape], limits: BucketLimits) -> list[Shape]:
-    """Make sure that a single text always finds a bucket."""
+    """Add a shape so that every single text fits."""
     longest = limits.max_model_len
     if not any(query >= longest for _, query, _ in shapes):
         shapes.append((1, limits.block_size * math.ceil(longest / limits.block_size), 0))
@@ -223,8 +222,18 @@ def _cover_texts(shapes: list[Shape], limits: BucketLimits) -> list[Shape]:
 
 
 def _cover_decodes(shapes: list[Shape], limits: BucketLimits) -> list[Shape]:
-    """Make sure that the largest decode finds a bucket."""
+    """Add a shape so that the largest decode fits."""
     largest = (limits.max_num_seqs, 1, limits.max_decode_blocks)
     if any(s[0] >= largest[0] and s[2] >= largest[2] for s in shapes):
         return shapes
     return [*shapes, largest]
+
+
+def fallback_point(value: int, base: int, cap: int) -> int:
+    """The padded size of a `value` beyond every bucket: a multiple of ceil(cbrt(value)) * `base`,
+    at most `cap` unless `value` is larger."""
+    if value <= 1:
+        return value
+    root = next(r for r in itertools.count(1) if r**3 >= value)
+    unit = root * base
+    return max(min(math.ceil(value / unit) * unit, cap), value)

@@ -1,4 +1,4 @@
-"""What a launch costs, as modelled: the one measure that lookups, packing and fitting share."""
+"""The modelled cost of a launch, which lookup, packing and fitting share."""
 
 from typing import TypeVar
 
@@ -9,23 +9,23 @@ from hpu.protocol import PREFILL
 
 Numbers = TypeVar("Numbers", int, NDArray[np.int64])
 
-POSITIONS_A_TOKEN = 2048
+POSITIONS_PER_TOKEN = 2048
 """Cached positions whose attention costs as much as one token through the linear layers."""
 
 LAUNCH_TOKENS = 64
-"""A further launch costs about as much as so many more tokens in one (weights are read again)."""
+"""One more launch costs about as much as this many tokens (weights are read again)."""
 
 
 def launch_cost(
     phase: int, batch: Numbers, query: Numbers, blocks: Numbers, block_size: int
 ) -> Numbers:
-    """Modelled cost of a launch in this shape, in cached positions read."""
+    """Modelled cost of a launch of this shape, in cached positions read."""
     context = blocks * block_size
     if phase == PREFILL:
-        return batch * query * (POSITIONS_A_TOKEN + context + query // 2)
-    return batch * POSITIONS_A_TOKEN // 16 + context
+        return batch * query * (POSITIONS_PER_TOKEN + context + query // 2)
+    return batch * POSITIONS_PER_TOKEN // 16 + context
 
 
 def launch_overhead(block_size: int) -> int:
-    """Modelled cost of one launch more for the same tokens, in cached positions read."""
+    """Modelled cost of one more launch for the same tokens, in cached positions read."""
     return LAUNCH_TOKENS * launch_cost(PREFILL, 1, 1, 0, block_size)

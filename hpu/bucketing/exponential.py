@@ -1,18 +1,126 @@
-"""The newer exponential rules of vLLM's Gaudi plug-in (0.11 and later), and the padding-aware axis.
+"""The strategies `exponential` and `exponential-v3`: points in a constant ratio on every axis.
 
-Pure functions of numbers. Sources: the plug-in's bucketing guide and its published server logs.
+Rules of vLLM's Gaudi plug-in (v3: 0.11 and later), from its bucketing guide and server logs.
 """
 
 import itertools
 import math
 
-from hpu.bucketing.linear import Shape, exponential_points, num_points
+from config.buckets import BucketConfig
+from hpu.bucketing.limits import BucketLimits, Shape, Shapes
 
 Axis = tuple[int, int, int, int]
 """(min, step, max, most points)"""
 
 LONG_CONTEXT = 8192
 """From here on the context axis ends where a whole chunk still follows."""
+
+
+def exponential_buckets(limits: BucketLimits) -> Shapes:
+    """Prompt and decode buckets of the older rules."""
+    prompts = exponential_prompts(
+        limits.max_prefill_batch,
+        limits.block_size,
+        limits.max_num_batched_tokens,
+        limits.max_model_len,
+        contexts=limits.prefix_caching,
+    )
+    decodes = exponential_decodes(
+        limits.max_num_seqs,
+        limits.block_size,
+        limits.num_blocks,
+        exact_last=not limits.prefix_caching,
+    )
+    return prompts, decodes
+
+
+def exponential_v3_buckets(config: BucketConfig, limits: BucketLimits) -> Shapes:
+    """Prompt and decode buckets of the newer rules."""
+    prompts = v3_prompts(
+        limits.max_prefill_batch,
+        limits.block_size,
+        limits.max_num_batched_tokens,
+        limits.max_model_len,
+        query_min=config.prompt_query.min,
+        context_max=config.prompt_context.max,
+    )
+    decodes = v3_decodes(
+        limits.max_num_seqs,
+        limits.block_size,
+        limits.max_model_len,
+        limits.num_blocks,
+        contiguous=not limits.prefix_caching,
+    )
+    return prompts, decodes
+
+
+def exponential_points(
+    low: int, step: int, high: int, limit: int, *, fill: bool, exact_last: bool = False
+) -> list[int]:
+    """At most `limit` points from `low` to `high`, each in the same ratio to the one before.
+
+    Points are rounded up to multiples of `step`; with `fill` a point that exists already gives way
+    to the nearest unused multiple, so that few are lost. The last is `high`, rounded up unless
+    `exact_last`.
+    """
+    last = high if exact_last else step * math.ceil(high / step)
+    if limit <= 1 or low >= high:
+        return [last]
+    points: set[int] = set()
+    start = step if low in (0, 1) else low
+    for i in range(limit):
+        x = start * (high / start) ** (i / (limit - 1))
+        point = min(step * math.ceil(round(x, 6) / step), last)
+        if i == limit - 1:
+            point = last
+        if fill and point in points:
+            unused = [p for p in (*range(step, last, step), last) if p not in points]
+            if not unused:
+                break
+            point = min(unused, key=lambda p: (abs(p - point), p))
+        points.add(point)
+    return sorted(points | {low})
+
+
+def num_points(high: int) -> int:
+    """Points on an exponential axis that ends at `high`: ceil(log2(high)) + 1."""
+    return math.ceil(math.log2(high)) + 1 if high > 1 else 1
+
+
+def exponential_prompts(
+    max_batch: int, block_size: int, budget: int, max_len: int, *, contexts: bool
+) -> list[Shape]:
+    """Prompt buckets whose tokens, cached context counted, stay within `budget`.
+
+    With `contexts`, every number of cached blocks that a query leaves room for in `max_len`.
+    """
+    batches = exponential_points(1, 1, max_batch, num_points(max_batch), fill=True)
+    queries = exponential_points(block_size, block_size, max_len, num_points(max_len), fill=True)
+    shapes = []
+    for batch, query in itertools.product(batches, queries):
+        most = max((max_len - query) // block_size, 0) if contexts else 0
+        shapes += [
+            (batch, query, blocks)
+            for blocks in range(most + 1)
+            if batch * (query + blocks * block_size) <= budget
+        ]
+    return sorted(shapes)
+
+
+def exponential_decodes(
+    max_batch: int, block_size: int, max_blocks: int, *, exact_last: bool
+) -> list[Shape]:
+    """Decode buckets: every batch point with every point of total blocks."""
+    batches = exponential_points(1, 1, max_batch, num_points(max_batch), fill=True)
+    blocks = exponential_points(
+        block_size,
+        block_size,
+        max_blocks,
+        num_points(max_blocks),
+        fill=True,
+        exact_last=exact_last,
+    )
+    return [(batch, 1, n) for batch, n in itertools.product(batches, blocks)]
 
 
 def axis_points(axis: Axis) -> list[int]:
@@ -103,23 +211,3 @@ def v3_decodes(
             if batch <= count
         }
     )
-
-
-def padding_points(low: int, step: int, high: int, pad_max: int, pad_percent: int) -> list[int]:
-    """`low` doubled past `step`, then the fewest multiples of `step` between which the padding
-    stays within `pad_max` and within `pad_percent` of the bucket.
-
-    Every multiple of `pad_max` is kept too. Ends with `high`.
-    """
-    points = [low]
-    while points[-1] < step and points[-1] < high:
-        points.append(max(1, points[-1] * 2))
-    points = [point for point in points if point <= high]
-    kept = points[-1]
-    for current in range(step * (kept // step + 1), high + 1, step):
-        after = current + step
-        padding = after - kept - 1
-        if padding * 100 > pad_percent * after or padding > pad_max or current % pad_max == 0:
-            points.append(current)
-            kept = current
-    return points if points[-1] == high else [*points, high]

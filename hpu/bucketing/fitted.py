@@ -1,7 +1,7 @@
-"""Bucket boundaries for a traffic: as little padded work as a number of graphs allows.
+"""The strategy `fitted`: the buckets that pad a given traffic least, up to a number of graphs.
 
-Pure. Boundaries of each axis by dynamic programming, then the grid they span is thinned out, and
-what is left is refined together.
+Dynamic programming gives the best boundaries of each axis; their grid is then pruned, and the
+remaining buckets are refined together.
 """
 
 import math
@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpu.bucketing.cost import launch_cost, launch_overhead
-from hpu.bucketing.limits import BucketLimits
-from hpu.bucketing.linear import Shape
+from hpu.bucketing.limits import BucketLimits, Shape
 from hpu.bucketing.traffic import Launches
 from hpu.protocol import DECODE, PREFILL
 
@@ -20,73 +19,81 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 AXES = {PREFILL: (6, 16, 12), DECODE: (16, 1, 40)}
-"""Boundaries tried on each axis, at most."""
+"""Maximum number of boundaries on each axis."""
 
-MOST_VALUES = 400
-"""Different values of an axis that the programme looks at; it takes their square in time."""
+MAX_VALUES = 400
+"""Distinct values of an axis in the dynamic programme, whose time is quadratic in them."""
 
-ROUNDS = 64
-"""Swaps of one bucket for another, at most."""
+MAX_SWAPS = 64
+"""Maximum number of swaps of one bucket for another."""
 
 
 class Padding(NamedTuple):
-    """One bucket's part in a traffic."""
+    """How a traffic uses one bucket."""
 
     bucket: tuple[int, int, int, int]
     share: float
-    """Of all launches."""
-    work: float
-    """What its launches ask for, as modelled."""
-    padded: float
-    """What they cost."""
+    """Fraction of all launches."""
+    exact_cost: float
+    """Modelled cost of its launches without padding."""
+    padded_cost: float
+    """Modelled cost of its launches, padded to the bucket."""
+
+    @property
+    def waste(self) -> float:
+        """Fraction of the padded cost that is padding."""
+        return 1 - self.exact_cost / self.padded_cost if self.padded_cost else 0.0
 
 
 def best_boundaries(values: Ints, weights: Floats, count: int) -> list[int]:
-    """At most `count` of the (sorted, different) `values` such that rounding each value up to the
-    next of them adds the least, weighted. The largest is always one of them. Exact."""
+    """At most `count` of the sorted, distinct `values` such that rounding every value up to the
+    next of them adds the least in total, by weight. The largest is always one. Exact."""
     total = np.concatenate(([0.0], np.cumsum(weights)))
-    # paid[i, j]: all values after the first i, up to the j-th, at the price of the j-th.
+    # paid[i, j]: cost of values i to j (both included) rounded up to value j.
     paid = (total[None, 1:] - total[:-1, None]) * values[None, :]
     paid[np.tril_indices(len(values), -1)] = np.inf
     cheapest = paid[0]
-    begins: list[Ints] = []
+    starts: list[Ints] = []
     for _ in range(min(count, len(values)) - 1):
         options = np.concatenate(([np.inf], cheapest[:-1]))[:, None] + paid
-        begin = options.argmin(axis=0)
-        begins.append(np.where(options.min(axis=0) < cheapest, begin, 0))
+        start = options.argmin(axis=0)
+        starts.append(np.where(options.min(axis=0) < cheapest, start, 0))
         cheapest = np.minimum(options.min(axis=0), cheapest)
     last = len(values) - 1
     chosen = [last]
-    for begin in reversed(begins):
-        if begin[chosen[-1]]:
-            chosen.append(int(begin[chosen[-1]]) - 1)
+    for start in reversed(starts):
+        if start[chosen[-1]]:
+            chosen.append(int(start[chosen[-1]]) - 1)
     return [int(values[at]) for at in reversed(chosen)]
 
 
 def fit(
     launches: Launches, num_graphs: int, limits: BucketLimits
 ) -> tuple[list[Shape], list[Shape]]:
-    """(prompt, decode) buckets, `num_graphs` at most, that `launches` pad least in.
+    """(prompt, decode) buckets, at most `num_graphs`, with the least padding for `launches`.
 
-    Every shape that a lone prompt or a decode can have is covered, whether in the traffic or not.
+    Every shape of a single prompt and of a decode is covered, whether or not it is in the traffic.
     """
-    covers = (
-        (PREFILL, 1, _round_up(limits.max_query, limits.block_size), limits.blocks_a_row),
+    required = (
+        (PREFILL, 1, _round_up(limits.max_query, limits.block_size), limits.blocks_per_seq),
         (DECODE, limits.max_num_seqs, 1, limits.max_decode_blocks),
     )
-    wanted, weights = _columns(launches)
-    candidates = np.array(sorted({*covers, *_grid(wanted, weights, limits)}), np.int64)
-    cells, cell_weights = _snapped(wanted, weights, candidates)
-    kept = np.array([tuple(map(int, row)) in covers for row in candidates])
+    shapes, weights = _arrays(launches)
+    candidates = np.array(sorted({*required, *_grid(shapes, weights, limits)}), np.int64)
+    cells, cell_weights = _round_to_candidates(shapes, weights, candidates)
+    is_required = np.array([tuple(map(int, row)) in required for row in candidates])
     costs = _costs(cells, candidates, limits)
-    chosen = _thin_out(costs, cell_weights, kept, num_graphs)
-    chosen = _swap(costs, cell_weights, kept, chosen)
+    chosen = _prune(costs, cell_weights, is_required, num_graphs)
+    chosen = _swap(costs, cell_weights, is_required, chosen)
     buckets = candidates[chosen]
     for _ in range(3):
-        buckets = _tighten(buckets, wanted, covers, limits)
-    shapes = sorted({tuple(map(int, row)) for row in buckets})
-    prompts, decodes = ([shape for own, *shape in shapes if own == phase] for phase in _PHASES)
-    return [(b, q, n) for b, q, n in prompts], [(b, q, n) for b, q, n in decodes]
+        buckets = _tighten(buckets, shapes, required, limits)
+    unique = sorted({tuple(map(int, row)) for row in buckets})
+    prompts, decodes = (
+        [(b, q, n) for bucket_phase, b, q, n in unique if bucket_phase == phase]
+        for phase in _PHASES
+    )
+    return prompts, decodes
 
 
 _PHASES = (PREFILL, DECODE)
@@ -95,17 +102,17 @@ _PHASES = (PREFILL, DECODE)
 def padding_of(
     launches: Launches, buckets: list[tuple[int, int, int, int]], limits: BucketLimits
 ) -> list[Padding]:
-    """What each of `buckets` is used for; those never used are in it too. Prompts for which no
-    batch is large enough go in several launches; what fits nowhere costs no padding."""
-    wanted, weights = _columns(launches)
+    """How `launches` use each of `buckets`, unused ones included. A batch of prompts larger than
+    every bucket takes several launches; a launch that fits nowhere counts without padding."""
+    shapes, weights = _arrays(launches)
     table = np.array(buckets, np.int64)
-    costs = _costs(wanted, table, limits)
-    found = costs.argmin(axis=1)
-    work = _own_cost(wanted, limits)
-    padded = np.minimum(costs.min(axis=1), np.where(np.isinf(costs.min(axis=1)), work, np.inf))
+    costs = _costs(shapes, table, limits)
+    bucket_of = costs.argmin(axis=1)
+    exact = _exact_costs(shapes, limits)
+    padded = np.minimum(costs.min(axis=1), np.where(np.isinf(costs.min(axis=1)), exact, np.inf))
     sums = [
-        np.bincount(found, weights=weights * column, minlength=len(table))
-        for column in (np.ones(len(found)), work, padded)
+        np.bincount(bucket_of, weights=weights * column, minlength=len(table))
+        for column in (np.ones(len(bucket_of)), exact, padded)
     ]
     return [
         Padding(bucket, float(sums[0][at] / weights.sum()), float(sums[1][at]), float(sums[2][at]))
@@ -113,7 +120,7 @@ def padding_of(
     ]
 
 
-def _columns(launches: Launches) -> tuple[Ints, Floats]:
+def _arrays(launches: Launches) -> tuple[Ints, Floats]:
     ordered = sorted(launches.items())
     return (
         np.array([shape for shape, _ in ordered], np.int64),
@@ -125,100 +132,98 @@ def _round_up(value: int, unit: int) -> int:
     return unit * math.ceil(value / unit)
 
 
-def _grid(wanted: Ints, weights: Floats, limits: BucketLimits) -> list[tuple[int, int, int, int]]:
-    """Every combination of the best boundaries of each axis that a launch may have."""
-    shapes = []
+def _grid(shapes: Ints, weights: Floats, limits: BucketLimits) -> list[tuple[int, int, int, int]]:
+    """Every combination of the best boundaries of the axes that fits the token budget."""
+    grid = []
     budget = _round_up(limits.max_num_batched_tokens, limits.block_size)
     for phase in _PHASES:
-        own = wanted[:, 0] == phase
-        if not own.any():
+        in_phase = shapes[:, 0] == phase
+        if not in_phase.any():
             continue
         axes = []
         for axis, count in enumerate(AXES[phase], start=1):
             unit = limits.block_size if axis == 2 and phase == PREFILL else 1
-            values = -(-wanted[own, axis] // unit) * unit
-            axes.append(_axis(values, weights[own], count))
+            values = -(-shapes[in_phase, axis] // unit) * unit
+            axes.append(_axis(values, weights[in_phase], count))
         for batch in axes[0]:
             for query in axes[1]:
                 if phase == PREFILL and batch > 1 and batch * query > budget:
                     continue
-                shapes += [(phase, batch, query, blocks) for blocks in axes[2]]
-    return shapes
+                grid += [(phase, batch, query, blocks) for blocks in axes[2]]
+    return grid
 
 
 def _axis(values: Ints, weights: Floats, count: int) -> list[int]:
-    different, where = np.unique(values, return_inverse=True)
+    distinct, where = np.unique(values, return_inverse=True)
     sums = np.bincount(where, weights=weights).astype(np.float64)
-    if len(different) > MOST_VALUES:
-        # Neighbours go together; the largest of each group stands for it.
-        group = np.arange(len(different)) * MOST_VALUES // len(different)
+    if len(distinct) > MAX_VALUES:
+        # Group neighbours; the largest value represents its group.
+        group = np.arange(len(distinct)) * MAX_VALUES // len(distinct)
         ends = np.flatnonzero(np.append(np.diff(group), 1))
-        different, sums = different[ends], np.bincount(group, weights=sums).astype(np.float64)
-    return best_boundaries(different, sums, count)
+        distinct, sums = distinct[ends], np.bincount(group, weights=sums).astype(np.float64)
+    return best_boundaries(distinct, sums, count)
 
 
-def _snapped(wanted: Ints, weights: Floats, candidates: Ints) -> tuple[Ints, Floats]:
-    """Launches rounded up to the coordinates that candidates of their phase have."""
-    cells = wanted.copy()
+def _round_to_candidates(shapes: Ints, weights: Floats, candidates: Ints) -> tuple[Ints, Floats]:
+    """Launches rounded up to the coordinates of the candidates of their phase."""
+    cells = shapes.copy()
     for phase in _PHASES:
-        own = wanted[:, 0] == phase
+        in_phase = shapes[:, 0] == phase
         for axis in (1, 2, 3):
             points = np.unique(candidates[candidates[:, 0] == phase, axis])
-            at = np.minimum(np.searchsorted(points, wanted[own, axis]), len(points) - 1)
-            cells[own, axis] = np.maximum(points[at], wanted[own, axis])
-    # A rounded batch of prompts may be over the budget where its launch was not: it stays.
-    different, where = np.unique(cells, axis=0, return_inverse=True)
-    return different.astype(np.int64), np.bincount(where.ravel(), weights=weights).astype(
-        np.float64
-    )
+            at = np.minimum(np.searchsorted(points, shapes[in_phase, axis]), len(points) - 1)
+            cells[in_phase, axis] = np.maximum(points[at], shapes[in_phase, axis])
+    # A rounded batch of prompts may exceed the budget although its launch did not; keep it.
+    distinct, where = np.unique(cells, axis=0, return_inverse=True)
+    return distinct.astype(np.int64), np.bincount(where.ravel(), weights=weights).astype(np.float64)
 
 
-def _own_cost(shapes: Ints, limits: BucketLimits) -> Floats:
+def _exact_costs(shapes: Ints, limits: BucketLimits) -> Floats:
     costs = np.empty(len(shapes))
     for phase in _PHASES:
-        own = shapes[:, 0] == phase
-        batch, query, blocks = shapes[own, 1:].T
-        costs[own] = launch_cost(phase, batch, query, blocks, limits.block_size)
+        in_phase = shapes[:, 0] == phase
+        batch, query, blocks = shapes[in_phase, 1:].T
+        costs[in_phase] = launch_cost(phase, batch, query, blocks, limits.block_size)
     return costs
 
 
-def _costs(wanted: Ints, buckets: Ints, limits: BucketLimits) -> Floats:
-    """(launches, buckets): what each launch costs in each bucket, inf where it does not fit."""
-    own = _own_cost(buckets, limits)
-    fits = (wanted[:, None, 0] == buckets[None, :, 0]) & (
-        wanted[:, None, 2:] <= buckets[None, :, 2:]
+def _costs(shapes: Ints, buckets: Ints, limits: BucketLimits) -> Floats:
+    """(launches, buckets) fp64: cost of each launch in each bucket, inf if it does not fit."""
+    bucket_costs = _exact_costs(buckets, limits)
+    fits = (shapes[:, None, 0] == buckets[None, :, 0]) & (
+        shapes[:, None, 2:] <= buckets[None, :, 2:]
     ).all(axis=2)
-    parts = -(-wanted[:, None, 1] // buckets[None, :, 1])
-    # Only prompts may be launched apart: a decode is one launch.
-    fits &= (parts == 1) | (wanted[:, None, 0] == PREFILL)
+    parts = -(-shapes[:, None, 1] // buckets[None, :, 1])
+    # Only prompts can be split over launches; a decode is one launch.
+    fits &= (parts == 1) | (shapes[:, None, 0] == PREFILL)
     overhead = launch_overhead(limits.block_size)
-    return np.where(fits, parts * own[None, :] + (parts - 1) * overhead, np.inf)
+    return np.where(fits, parts * bucket_costs[None, :] + (parts - 1) * overhead, np.inf)
 
 
-def _thin_out(
-    costs: Floats, weights: Floats, kept: NDArray[np.bool_], num_graphs: int
+def _prune(
+    costs: Floats, weights: Floats, is_required: NDArray[np.bool_], num_graphs: int
 ) -> list[int]:
-    """From the candidates that launches take if all are there, drop again and again the one that
-    is missed least, until `num_graphs` are left."""
-    chosen = sorted({*costs.argmin(axis=1).tolist(), *np.flatnonzero(kept).tolist()})
+    """Start from the candidates that launches use if all exist; drop the one with the least loss
+    until `num_graphs` are left."""
+    chosen = sorted({*costs.argmin(axis=1).tolist(), *np.flatnonzero(is_required).tolist()})
     left = costs[:, chosen]
     alive = np.ones(len(chosen), bool)
-    fixed = kept[chosen]
-    first, second, missed = _two_best(left)
+    fixed = is_required[chosen]
+    first, second, regret = _two_best(left)
     while alive.sum() > max(num_graphs, fixed.sum()):
-        losses = np.bincount(first, weights=weights * missed, minlength=len(chosen))
+        losses = np.bincount(first, weights=weights * regret, minlength=len(chosen))
         losses[fixed | ~alive] = np.inf
         drop = int(losses.argmin())
         alive[drop] = False
         left[:, drop] = np.inf
         stale = np.flatnonzero((first == drop) | (second == drop))
         if len(stale):
-            first[stale], second[stale], missed[stale] = _two_best(left[stale])
+            first[stale], second[stale], regret[stale] = _two_best(left[stale])
     return [bucket for at, bucket in enumerate(chosen) if alive[at]]
 
 
 def _two_best(costs: Floats) -> tuple[Ints, Ints, Floats]:
-    """The cheapest and the next column of each row, and how much more the latter costs."""
+    """(rows,) each: cheapest column, second cheapest column, and the cost difference of the two."""
     rows = np.arange(len(costs))
     if costs.shape[1] == 1:
         only = np.zeros(len(costs), np.int64)
@@ -228,14 +233,16 @@ def _two_best(costs: Floats) -> tuple[Ints, Ints, Floats]:
     rest[rows, first] = np.inf
     second = rest.argmin(axis=1)
     with np.errstate(invalid="ignore"):
-        missed = rest[rows, second] - costs[rows, first]
-    # A launch that fits nowhere is no bucket's loss.
-    return first, second, np.where(np.isnan(missed), 0.0, missed)
+        regret = rest[rows, second] - costs[rows, first]
+    # Dropping a bucket costs nothing to a launch that fits nowhere.
+    return first, second, np.where(np.isnan(regret), 0.0, regret)
 
 
-def _swap(costs: Floats, weights: Floats, kept: NDArray[np.bool_], chosen: list[int]) -> list[int]:
-    """Trade a bucket for the candidate that saves most, as long as that saves anything."""
-    for _ in range(ROUNDS):
+def _swap(
+    costs: Floats, weights: Floats, is_required: NDArray[np.bool_], chosen: list[int]
+) -> list[int]:
+    """Swap buckets for the candidates that save most, as long as a swap saves anything."""
+    for _ in range(MAX_SWAPS):
         best = costs[:, chosen].min(axis=1)
         finite = np.isfinite(best)
         savings = np.maximum(best[finite, None] - costs[finite], 0.0)
@@ -243,9 +250,9 @@ def _swap(costs: Floats, weights: Floats, kept: NDArray[np.bool_], chosen: list[
         if add in chosen:
             break
         more = [*chosen, add]
-        first, _, missed = _two_best(costs[:, more])
-        losses = np.bincount(first, weights=weights * missed, minlength=len(more))
-        losses[kept[more]] = np.inf
+        first, _, regret = _two_best(costs[:, more])
+        losses = np.bincount(first, weights=weights * regret, minlength=len(more))
+        losses[is_required[more]] = np.inf
         drop = int(losses.argmin())
         if more[drop] == add or losses[drop] >= losses[-1]:
             break
@@ -256,20 +263,20 @@ def _swap(costs: Floats, weights: Floats, kept: NDArray[np.bool_], chosen: list[
 
 def _tighten(
     buckets: Ints,
-    wanted: Ints,
-    covers: tuple[tuple[int, int, int, int], ...],
+    shapes: Ints,
+    required: tuple[tuple[int, int, int, int], ...],
     limits: BucketLimits,
 ) -> Ints:
-    """Each bucket shrunk to the largest of what goes into it; those that cover everything stay.
-    The work can only become less."""
-    costs = _costs(wanted, buckets, limits)
-    found = np.where(np.isinf(costs.min(axis=1)), -1, costs.argmin(axis=1))
+    """Shrink each bucket to the largest launch in it, except the required ones. The padded cost
+    never grows."""
+    costs = _costs(shapes, buckets, limits)
+    bucket_of = np.where(np.isinf(costs.min(axis=1)), -1, costs.argmin(axis=1))
     tight: Ints = buckets.copy()
     for at, bucket in enumerate(buckets):
-        own = wanted[found == at]
-        if tuple(map(int, bucket)) in covers or not len(own):
+        inside = shapes[bucket_of == at]
+        if tuple(map(int, bucket)) in required or not len(inside):
             continue
-        tight[at, 1:] = np.minimum(own[:, 1:].max(axis=0), bucket[1:])
+        tight[at, 1:] = np.minimum(inside[:, 1:].max(axis=0), bucket[1:])
         if bucket[0] == PREFILL:
             tight[at, 2] = _round_up(int(tight[at, 2]), limits.block_size)
     return tight

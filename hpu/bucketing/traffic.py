@@ -1,4 +1,4 @@
-"""Which launches the lengths of real requests lead to. Pure: a small model of the schedule."""
+"""From the lengths of real requests to launches: a small, pure model of the scheduler."""
 
 import math
 import random
@@ -11,18 +11,17 @@ from hpu.bucketing.limits import BucketLimits
 from hpu.protocol import DECODE, PREFILL
 
 Launches = dict[tuple[int, int, int, int], float]
-"""(phase, batch, query, blocks) as wanted, before padding, and how often."""
+"""(phase, batch, query, blocks) before padding -> how often."""
 
 SAMPLE = 512
-"""Requests that stand for a traffic; more change the boundaries little."""
+"""Requests drawn from a traffic; more change the boundaries little."""
 
 LOADS = 12
-"""Loads that are assumed, from one sequence to as many as may run, each in the same ratio to the
-one before."""
+"""Number of simulated loads, from one sequence to max_num_seqs, in a constant ratio."""
 
 
-RARE_SHARE = 0.02
-"""Of a traffic's work on prompts, that `with_rare` adds."""
+RARE_FRACTION = 0.02
+"""Cost that `with_rare` adds, as a fraction of the traffic's prefill cost."""
 
 
 class _Running(NamedTuple):
@@ -31,42 +30,44 @@ class _Running(NamedTuple):
 
 
 def launches_of(traffic: list[Lengths], limits: BucketLimits) -> Launches:
-    """Launches of `traffic` at several loads, from one sequence to as many as may run.
+    """Launches of `traffic` at several loads, from one sequence to max_num_seqs.
 
-    Lengths do not tell how busy a server is, so each load counts the same in modelled work.
+    Lengths do not tell how busy a server is, so every load has the same weight in modelled cost.
     """
-    requests = [_within(one, limits.max_model_len) for one in _sample(traffic)]
+    requests = [_clipped(one, limits.max_model_len) for one in _sample(traffic)]
     loads = sorted({round(limits.max_num_seqs ** (i / (LOADS - 1))) for i in range(LOADS)})
     total: Counter[tuple[int, int, int, int]] = Counter()
     for load in loads:
-        found = _run(requests, load, limits)
-        work = sum(count * launch_cost(*shape, limits.block_size) for shape, count in found.items())
-        for shape, count in found.items():
-            total[shape] += count / work  # type: ignore[assignment]  # a Counter of floats
+        launches = _run(requests, load, limits)
+        cost = sum(
+            count * launch_cost(*shape, limits.block_size) for shape, count in launches.items()
+        )
+        for shape, count in launches.items():
+            total[shape] += count / cost  # type: ignore[assignment]  # a Counter of floats
     return dict(total)
 
 
 def with_rare(launches: Launches, limits: BucketLimits) -> Launches:
-    """`launches`, and a little of every size of prompt: what a traffic did not show may still
-    come, and should not pay for the largest bucket."""
+    """`launches`, and a few prompts of every size: a size that the traffic did not have may still
+    come, and should not be padded to the largest bucket."""
     queries = {limits.max_query >> i for i in range(8)} - {0}
-    contexts = {0, *(limits.blocks_a_row // part for part in (8, 4, 2))}
+    contexts = {0, *(limits.blocks_per_seq // part for part in (8, 4, 2))}
     rare = [(PREFILL, 1, query, blocks) for query in queries for blocks in contexts]
-    work = sum(
+    cost = sum(
         count * launch_cost(*shape, limits.block_size)
         for shape, count in launches.items()
         if shape[0] == PREFILL
     )
     both = dict(launches)
     for shape in rare:
-        share = RARE_SHARE * work / len(rare) / launch_cost(*shape, limits.block_size)
+        share = RARE_FRACTION * cost / len(rare) / launch_cost(*shape, limits.block_size)
         both[shape] = both.get(shape, 0.0) + share
     return both
 
 
 def _sample(traffic: list[Lengths]) -> list[Lengths]:
-    """Requests drawn evenly over the total weight, in an order that is mixed but always the
-    same: the engine and the worker both make the table."""
+    """Requests drawn evenly over the total weight, shuffled with a fixed seed: the engine and the
+    worker must build the same table."""
     total = sum(one.weight for one in traffic)
     count = min(SAMPLE, len(traffic)) if total == len(traffic) else SAMPLE
     ordered = sorted(traffic, key=lambda one: (one.prompt_tokens, one.output_tokens))
@@ -80,7 +81,7 @@ def _sample(traffic: list[Lengths]) -> list[Lengths]:
     return chosen
 
 
-def _within(one: Lengths, max_model_len: int) -> Lengths:
+def _clipped(one: Lengths, max_model_len: int) -> Lengths:
     prompt = min(one.prompt_tokens, max_model_len)
     cached = min(one.cached_tokens, prompt - 1)
     return Lengths(prompt, min(one.output_tokens, max_model_len - prompt), cached)
@@ -89,9 +90,9 @@ def _within(one: Lengths, max_model_len: int) -> Lengths:
 def _run(
     requests: list[Lengths], load: int, limits: BucketLimits
 ) -> Counter[tuple[int, int, int, int]]:
-    """Launches of all requests with `load` of them at a time. A step is a decode of all that are
-    running, and as many prompt tokens as the budget leaves."""
-    found: Counter[tuple[int, int, int, int]] = Counter()
+    """Launches of all requests with `load` of them at a time. A step decodes all running requests,
+    and computes as many prompt tokens as the budget leaves."""
+    launches: Counter[tuple[int, int, int, int]] = Counter()
     size = limits.block_size
     waiting = requests[::-1]
     prompts: list[tuple[Lengths, int]] = []
@@ -102,25 +103,26 @@ def _run(
             one = waiting.pop()
             prompts.append((one, one.cached_tokens // size * size))
         if running:
-            # Between two arrivals only the contexts grow: one shape stands for several steps.
-            steps = 1 if prompts else min(stride, *(row.remaining for row in running))
-            blocks = sum(-(-(row.context + steps // 2) // size) for row in running)
+            # Between two arrivals only the contexts grow: count one shape for several steps.
+            steps = 1 if prompts else min(stride, *(one.remaining for one in running))
+            blocks = sum(-(-(one.context + steps // 2) // size) for one in running)
             blocks = min(max(blocks, len(running)), limits.max_decode_blocks)
-            found[DECODE, len(running), 1, blocks] += steps
-            grown = (_Running(row.context + steps, row.remaining - steps) for row in running)
-            running = [row for row in grown if row.remaining > 0]
+            launches[DECODE, len(running), 1, blocks] += steps
+            advanced = (_Running(one.context + steps, one.remaining - steps) for one in running)
+            running = [one for one in advanced if one.remaining > 0]
         if prompts:
-            prompts = _prefill(prompts, running, found, limits)
-    return found
+            prompts = _prefill(prompts, running, launches, limits)
+    return launches
 
 
 def _prefill(
     prompts: list[tuple[Lengths, int]],
     running: list[_Running],
-    found: Counter[tuple[int, int, int, int]],
+    launches: Counter[tuple[int, int, int, int]],
     limits: BucketLimits,
 ) -> list[tuple[Lengths, int]]:
-    """One step's chunks, counted; those that are done join `running`, the rest are given back."""
+    """Count one step's chunks in `launches` and append finished prompts to `running`. Returns the
+    unfinished ones."""
     budget = max(1, limits.max_num_batched_tokens - len(running))
     left: list[tuple[Lengths, int]] = []
     chunks: list[tuple[int, int]] = []
@@ -134,20 +136,20 @@ def _prefill(
         elif one.output_tokens > 1:
             running.append(_Running(one.prompt_tokens + 1, one.output_tokens - 1))
     for shape in _merged(sorted(chunks), limits):
-        found[shape] += 1
+        launches[shape] += 1
     return left
 
 
 def _merged(chunks: list[tuple[int, int]], limits: BucketLimits) -> list[tuple[int, int, int, int]]:
-    """Neighbours in length go together while that pads less than a launch costs."""
+    """Merge chunks of similar length while the padding costs less than another launch."""
     launches: list[tuple[int, int, int, int]] = []
     for query, blocks in chunks:
         if launches:
-            _, batch, shorter, held = launches[-1]
+            _, batch, shorter, context = launches[-1]
             padded = batch * (query - shorter)
             fits = (batch + 1) * query <= limits.max_num_batched_tokens
             if batch < limits.max_prefill_batch and fits and padded <= LAUNCH_TOKENS:
-                launches[-1] = (PREFILL, batch + 1, query, max(held, blocks))
+                launches[-1] = (PREFILL, batch + 1, query, max(context, blocks))
                 continue
         launches.append((PREFILL, 1, query, blocks))
     return launches

@@ -77,7 +77,7 @@ class Warmup:
         """What the settings ask for before the first request. Gives the buckets that can be used
         from now on. Raises ConfigError when no bucket of a phase fits into memory, or when the
         traffic's file cannot be read."""
-        mode, first = self._config.mode, table.needed
+        mode, first = self._config.mode, table.reachable
         announce.tell_unneeded(len(table.buckets) - len(first))
         if mode == "skip":
             return self._skip(first)

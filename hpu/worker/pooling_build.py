@@ -146,7 +146,7 @@ def load_pooling(
     seconds = time.perf_counter() - start
     logger.info("Weights: %.2f GiB in %.1f s", weight_bytes / GIB, seconds)
     block_size = config.cache.block_size or min(backend.default_block_size, MOST_STEP)
-    limits = BucketLimits.of_texts(
+    limits = BucketLimits.for_pooling(
         config.scheduler, block_size=block_size, max_model_len=max_model_len
     )
     buckets = named_strategy(config, backend)

@@ -11,7 +11,7 @@ from config.loading.parser import Parser, server_parser
 from config.loading.sources import load
 from config.traffic import read_traffic
 from engine.reports.buckets import (
-    SECONDS_A_GRAPH,
+    SECONDS_PER_GRAPH,
     bucket_file,
     fit_buckets,
     planned_table,
@@ -35,9 +35,9 @@ def parser(action: str) -> Parser:
     group.add_argument(
         "--seconds-per-graph",
         type=float,
-        default=SECONDS_A_GRAPH,
+        default=SECONDS_PER_GRAPH,
         metavar="X",
-        help=f"Warm-up time of one graph, for the estimate [{SECONDS_A_GRAPH:g}]",
+        help=f"Warm-up time of one graph, for the estimate [{SECONDS_PER_GRAPH:g}]",
     )
     if action == "fit":
         group.add_argument("--graphs", type=int, metavar="N", help="Buckets, at most [100]")

@@ -7,7 +7,7 @@ from config.errors import ConfigError
 from config.loading.parser import Parser, server_parser
 from config.loading.sources import load
 from config.model.facts import model_facts
-from engine.reports.buckets import SECONDS_A_GRAPH
+from engine.reports.buckets import SECONDS_PER_GRAPH
 from engine.reports.plan import KV_WIDTHS, Target, as_json, as_text, make_plan
 
 DEVICES = ("gaudi2", "gaudi3")
@@ -41,9 +41,9 @@ def parser() -> Parser:
     group.add_argument(
         "--seconds-per-graph",
         type=float,
-        default=SECONDS_A_GRAPH,
+        default=SECONDS_PER_GRAPH,
         metavar="X",
-        help=f"Warm-up time of one graph, for the estimate [{SECONDS_A_GRAPH:g}]",
+        help=f"Warm-up time of one graph, for the estimate [{SECONDS_PER_GRAPH:g}]",
     )
     group.add_argument("--json", action="store_true", help="Print JSON")
     return made
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
         kv_dtype=found.kv_cache_dtype,
         card_bytes=_card_bytes(found.card_gib),
         lengths=_lengths(found.lengths),
-        seconds_a_graph=_above_zero("seconds-per-graph", found.seconds_per_graph),
+        seconds_per_graph=_above_zero("seconds-per-graph", found.seconds_per_graph),
     )
     facts = model_facts(engine.model, revision=engine.revision, cache_dir=engine.cache_dir)
     plan = make_plan(facts, engine, target)

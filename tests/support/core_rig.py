@@ -77,9 +77,9 @@ class CoreRig:
         )
         table = BucketTable.make(BucketConfig(strategy=buckets), limits)
         if prepared is not None:
-            table.keep(prepared)
+            table.restrict(prepared)
         if widest_decode is not None:
-            table.keep([b for b in table.buckets if b[0] == PREFILL or b[3] <= widest_decode])
+            table.restrict([b for b in table.buckets if b[0] == PREFILL or b[3] <= widest_decode])
         self.next_token = next_token or hashed_token(self.ready.vocab_size)
         self.executor = FakeExecutor(self.ready, rows, self.next_token)
         self.executor.table = table

@@ -99,7 +99,7 @@ class PoolingRig:
             buckets=BucketConfig(strategy="exponential"),
             warmup=WarmupConfig(on_unwarmed_shape=unwarmed),
         )
-        limits = BucketLimits.of_texts(config.scheduler, block_size=4, max_model_len=32)
+        limits = BucketLimits.for_pooling(config.scheduler, block_size=4, max_model_len=32)
         self.ready.buckets = BucketTable.make(config.buckets, limits).buckets if facts else []
         self.table = make_table(config, self.ready)
         self.executor = PoolingExecutor(self.ready)

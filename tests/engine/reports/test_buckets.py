@@ -41,9 +41,9 @@ def test_limits_come_from_the_flags_and_else_from_what_is_assumed() -> None:
 def test_a_report_counts_buckets_and_estimates_the_warm_up() -> None:
     table = planned_table(config())
 
-    text = report(table, None, seconds_a_graph=6.0)
+    text = report(table, None, seconds_per_graph=6.0)
 
-    assert f"{len(table.needed)} graphs, about {len(table.needed) / 10:.1f} minutes" in text
+    assert f"{len(table.reachable)} graphs, about {len(table.reachable) / 10:.1f} minutes" in text
     assert "padding" not in text
 
 

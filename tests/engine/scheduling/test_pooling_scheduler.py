@@ -138,7 +138,7 @@ def test_a_model_gives_tokens_or_vectors_and_not_both(facts) -> None:  # type: i
 
 def test_a_shape_that_was_not_prepared_is_refused_where_the_operator_says_so() -> None:
     rig = PoolingRig(unwarmed="reject")
-    rig.table.keep([bucket for bucket in rig.table.buckets if bucket[2] <= 8])
+    rig.table.restrict([bucket for bucket in rig.table.buckets if bucket[2] <= 8])
     rig.add(1, [20] * 9)
     rig.add(2, [20] * 8)
 

@@ -12,17 +12,26 @@ from hypothesis import strategies as st
 from config.buckets import BucketConfig, Range
 from config.engine import SchedulerConfig
 from config.errors import ConfigError
-from hpu.bucketing.bucket_table import FALLBACK, HIT, MISS, BucketTable, Lookup
-from hpu.bucketing.exponential import padding_points, v3_decode_axes, v3_prompt_axes, v3_prompts
-from hpu.bucketing.limits import BucketLimits
-from hpu.bucketing.linear import (
+from hpu.bucketing.bucket_table import (
+    FALLBACK,
+    HIT,
+    MISS,
+    BucketTable,
+    Lookup,
+    fallback_point,
+)
+from hpu.bucketing.exponential import (
     exponential_decodes,
     exponential_points,
     exponential_prompts,
-    fallback_point,
-    linear_points,
-    parse_buckets,
+    v3_decode_axes,
+    v3_prompt_axes,
+    v3_prompts,
 )
+from hpu.bucketing.file import parse_buckets
+from hpu.bucketing.limits import BucketLimits
+from hpu.bucketing.linear import linear_points
+from hpu.bucketing.padding_aware import padding_points
 from hpu.protocol import DECODE, PREFILL
 
 VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "buckets.json").read_text())[
@@ -117,7 +126,7 @@ def test_every_text_of_a_pooling_model_finds_a_prepared_bucket(
     traffic.write_text('{"prompt_tokens": 40, "output_tokens": 1}\n')
     file = str(traffic) if strategy == "fitted" else None
     schedule = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=300)
-    texts = BucketLimits.of_texts(schedule, block_size=32, max_model_len=250)
+    texts = BucketLimits.for_pooling(schedule, block_size=32, max_model_len=250)
 
     table = BucketTable.make(BucketConfig(strategy=strategy, traffic=file), texts)
 
@@ -215,7 +224,7 @@ def test_ranges_that_a_strategy_ignores_are_warned_about(
 
     BucketTable.make(config, limits())
 
-    assert "limits given for decode-bs change nothing" in caplog.text
+    assert "limits given for decode-bs have no effect" in caplog.text
 
 
 def test_padding_limits_thin_out_the_axis() -> None:
@@ -274,12 +283,12 @@ def test_a_table_without_one_phase_is_refused() -> None:
 def test_a_bucket_that_a_fallback_made_gives_way_to_a_wider_prepared_one_if_asked() -> None:
     limits = BucketLimits(128, 4096, 8, 4096, 1, 100, True)
     table = BucketTable([(1, 128, 0), (1, 4096, 32)], [(8, 1, 256)], limits, exact=False)
-    table.keep([(PREFILL, 1, 128, 0), (DECODE, 8, 1, 256)])
+    table.restrict([(PREFILL, 1, 128, 0), (DECODE, 8, 1, 256)])
     made = table.find(PREFILL, 1, 2000, 0)
     table.add([(PREFILL, 1, 4096, 32)])
 
     cheapest = table.find(PREFILL, 1, 2000, 0)
-    table.prefers_prepared = True
+    table.prefer_prepared = True
     table.add([])
     prepared = table.find(PREFILL, 1, 2000, 0)
 

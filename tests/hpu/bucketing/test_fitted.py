@@ -27,7 +27,7 @@ LIMITS = BucketLimits(
 
 
 def padded(launches: Launches, buckets: list[tuple[int, int, int, int]]) -> float:
-    return sum(one.padded for one in padding_of(launches, buckets, LIMITS))
+    return sum(one.padded_cost for one in padding_of(launches, buckets, LIMITS))
 
 
 @pytest.mark.parametrize("seed", range(12))

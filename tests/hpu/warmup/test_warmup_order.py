@@ -43,7 +43,7 @@ def test_what_is_ready_first_holds_every_prompt_and_every_decode(
 
     assert sorted(first + rest) == sorted(table.buckets)
     assert 0 < len(first) < len(table.buckets) / 2
-    table.keep(first)
+    table.restrict(first)
     for phase, _, query, blocks in rest:
         batches = (1,) if phase == PREFILL else (1, 16)
         for batch in batches:
@@ -73,7 +73,7 @@ def test_without_the_buckets_that_no_rows_can_fill_every_launch_finds_the_bucket
     full = BucketTable.make(BucketConfig(strategy="exponential"), limits)
     table = BucketTable.make(BucketConfig(strategy="exponential"), limits)
 
-    table.keep(full.needed)
+    table.restrict(full.reachable)
 
     assert len(table.buckets) < 0.9 * len(full.buckets)
     for batch in range(1, 17):
@@ -88,4 +88,4 @@ def test_where_a_decode_reads_a_slice_of_the_cache_every_length_is_needed() -> N
     limits = replace(LIMITS, prefix_caching=False)
     table = BucketTable.make(BucketConfig(strategy="exponential"), limits)
 
-    assert table.needed == table.buckets
+    assert table.reachable == table.buckets

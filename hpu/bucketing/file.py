@@ -1,0 +1,75 @@
+"""The strategy `file`: shapes from a text file in the format of vLLM's Gaudi plug-in."""
+
+import ast
+import itertools
+import math
+from pathlib import Path
+
+from config.errors import ConfigError
+from hpu.bucketing.limits import Shape, Shapes
+
+MAX_RANGE_VALUES = 10_000
+
+
+def read_bucket_file(path: str) -> Shapes:
+    """(prompt, decode) shapes of a bucket file. Raises ConfigError with the line number."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"bucket file {path} cannot be read: {error}") from None
+    return parse_buckets(text, path)
+
+
+def parse_buckets(text: str, name: str = "bucket file") -> Shapes:
+    """(prompt, decode) shapes of a text with one `(batch, query, blocks)` a line.
+
+    Each of the three is a number, a list, or range(start, end[, step]) with the end excluded; a
+    line stands for all combinations. A query of 1 makes a decode bucket. `#` starts a comment.
+    """
+    prompts: dict[Shape, None] = {}
+    decodes: dict[Shape, None] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.split("#", 1)[0].strip()
+        if not line:
+            continue
+        try:
+            axes = _parse_line(line)
+        except (SyntaxError, ValueError) as error:
+            # Python would name a line of its own, the only one that it was shown.
+            reason = error.msg if isinstance(error, SyntaxError) else error
+            raise ConfigError(f"{name}, line {number}: {line!r}: {reason}") from None
+        for batch, query, blocks in itertools.product(*axes):
+            (decodes if query == 1 else prompts)[batch, query, blocks] = None
+    return list(prompts), list(decodes)
+
+
+def _parse_line(line: str) -> list[list[int]]:
+    tree = ast.parse(line.rstrip(","), mode="eval").body
+    if not isinstance(tree, ast.Tuple) or len(tree.elts) != 3:
+        raise ValueError("a line needs three elements: (batch, query, blocks)")
+    axes = [_parse_axis(element) for element in tree.elts]
+    if math.prod(len(axis) for axis in axes) > MAX_RANGE_VALUES:
+        raise ValueError(f"a line stands for more than {MAX_RANGE_VALUES} buckets")
+    if min(axes[0]) < 1 or min(axes[1]) < 1 or min(axes[2]) < 0:
+        raise ValueError("batch and query must be at least 1, blocks at least 0")
+    return axes
+
+
+def _parse_axis(node: ast.expr) -> list[int]:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return [node.value]
+    if isinstance(node, ast.List) and node.elts:
+        return [value for element in node.elts for value in _parse_axis(element)]
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "range"
+        and not node.keywords
+        and 1 <= len(node.args) <= 3
+    ):
+        arguments = [value for argument in node.args for value in _parse_axis(argument)]
+        values = range(*arguments)
+        if not 0 < len(values) <= MAX_RANGE_VALUES:
+            raise ValueError(f"a range has {len(values)} values, 1 to {MAX_RANGE_VALUES} will do")
+        return list(values)
+    raise ValueError(f"{ast.unparse(node)!r} is not a number, a list, or range(start, end, step)")

@@ -1,0 +1,61 @@
+"""From a strategy's name to its buckets."""
+
+import logging
+
+from config.buckets import BucketConfig, Range
+from config.traffic import read_traffic
+from hpu.bucketing.exponential import exponential_buckets, exponential_v3_buckets
+from hpu.bucketing.file import read_bucket_file
+from hpu.bucketing.fitted import fit
+from hpu.bucketing.limits import BucketLimits, Shapes
+from hpu.bucketing.linear import linear_buckets
+from hpu.bucketing.padding_aware import padding_aware_buckets
+from hpu.bucketing.traffic import launches_of, with_rare
+
+logger = logging.getLogger(__name__)
+
+
+def generate_buckets(config: BucketConfig, limits: BucketLimits) -> Shapes:
+    """Prompt and decode shapes of every strategy but `exact`, which has none."""
+    if config.strategy == "file":
+        assert config.file is not None  # checked by BucketConfig
+        return read_bucket_file(config.file)
+    if config.strategy == "fitted":
+        assert config.traffic is not None  # checked by BucketConfig
+        launches = launches_of(read_traffic(config.traffic), limits)
+        return fit(with_rare(launches, limits), config.num_graphs, limits)
+    if config.strategy == "exponential":
+        _warn_of_ignored_ranges(config)
+        return exponential_buckets(limits)
+    if config.strategy == "exponential-v3":
+        _warn_of_ignored_ranges(config)
+        return exponential_v3_buckets(config, limits)
+    if config.strategy == "padding-aware":
+        return padding_aware_buckets(config, limits)
+    return linear_buckets(config, limits)
+
+
+def _warn_of_ignored_ranges(config: BucketConfig) -> None:
+    ranges = {
+        "prompt-bs": config.prompt_batch,
+        "prompt-query": config.prompt_query,
+        "prompt-ctx": config.prompt_context,
+        "decode-bs": config.decode_batch,
+        "decode-block": config.decode_blocks,
+    }
+    if config.strategy == "exponential-v3":
+        # It reads two: queries from one token on, and the largest of the added contexts.
+        if config.prompt_query == Range(min=1):
+            del ranges["prompt-query"]
+        if config.prompt_context == Range(max=config.prompt_context.max):
+            del ranges["prompt-ctx"]
+    if config.prompt_batch == Range(max=config.prompt_batch.max):
+        # It also limits the prompts of a launch (config/loading/sources.py).
+        del ranges["prompt-bs"]
+    given = [name for name, value in ranges.items() if value != Range()]
+    if given:
+        logger.warning(
+            "strategy %s chooses its own ranges; the limits given for %s have no effect",
+            config.strategy,
+            ", ".join(given),
+        )
