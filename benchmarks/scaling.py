@@ -1,4 +1,4 @@
-"""Scale on paper: what a step costs by rows, context and cards, from measured and published facts.
+"""Cost model: a step's time by batch size, context and cards, from measured and published numbers.
 Pure arithmetic; prints the tables of docs/scaling.md. Run: python benchmarks/scaling.py
 """
 
@@ -11,27 +11,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from config.model.model_config import ModelConfig
 from hpu.model_loader.size_estimate import count_parameters
 
-WIDTH = 2
-"""Bytes of a number: bfloat16."""
+DTYPE_BYTES = 2
+"""Bytes of a bfloat16 element."""
 ENGINE_US = (13.0, 0.37)
-"""Of a step, and of a row in it: benchmarks/results/host-2026-11-21.md."""
+"""Per step, and per request in it: benchmarks/results/host-2026-11-21.md."""
 WORKER_US = (502.0, 0.32)
-"""The same, host logic and launching together: benchmarks/results/launch-2026-11-21.md."""
-FRONT_END_TOKENS = 60_000
-"""A second of one core: docs/performance.md, the lower end."""
+"""The same, host logic and launching: benchmarks/results/launch-2026-11-21.md."""
+API_SERVER_TOKENS = 60_000
+"""Per second of one core: docs/performance.md, the lower end."""
 ALL_REDUCE_US = 10.0
-"""Of an all-reduce beside its bytes. An assumption: no published figure was found."""
-GATHERED = 3
-"""How often a cached byte is moved where blocks are gathered: read, written, read again."""
+"""Latency of an all-reduce, beside its bytes. An assumption: no published figure was found."""
+GATHER_PASSES = 3
+"""Passes over a cached byte when blocks are gathered: read, written, read again."""
 CHUNK_BYTES = 252
-"""Of a streamed token: an event of a chat with the demo model, mean of 65, 2026-11-21."""
+"""Bytes of a streamed token: one event of a chat, demo model, mean of 65, 2026-11-21."""
 LINKS_TO_A_CARD = 3
 
 
 @dataclass(frozen=True)
 class Card:
-    """Published peaks: bytes a second of memory, bfloat16 operations a second, bytes a second of
-    one link in one direction."""
+    """Published peaks: memory bytes/s, bfloat16 operations/s, bytes/s of one link in one
+    direction."""
 
     name: str
     memory: float
@@ -43,7 +43,7 @@ CARDS = (Card("Gaudi 2", 2.45e12, 432e12, 12.5e9), Card("Gaudi 3", 3.7e12, 1835e
 
 
 def llama(hidden: int, inner: int, layers: int, heads: int) -> ModelConfig:
-    """In the proportions of Llama 3.1, which has 8 key heads in each size."""
+    """A model shaped like Llama 3.1, which has 8 KV heads in each size."""
     return ModelConfig(
         "none", "LlamaForCausalLM", 128_256, hidden, inner, layers, heads, 8, 128, 131_072
     )
@@ -53,121 +53,125 @@ SMALL, LARGE = llama(4096, 14_336, 32, 32), llama(8192, 28_672, 80, 64)
 
 
 def weights(model: ModelConfig) -> int:
-    """Bytes that a decode reads: all but the table of embeddings."""
-    return (count_parameters(model).total - model.vocab_size * model.hidden_size) * WIDTH
+    """Bytes that a decode reads: all weights but the embedding table."""
+    return (count_parameters(model).total - model.vocab_size * model.hidden_size) * DTYPE_BYTES
 
 
 def kv_bytes(model: ModelConfig) -> int:
-    """Of one token in all layers."""
-    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * WIDTH
+    """Bytes of one token's keys and values in all layers."""
+    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * DTYPE_BYTES
 
 
 def memory_ms(
-    card: Card, model: ModelConfig, rows: int, context: int, cards: int = 1, moves: int = 1
+    card: Card, model: ModelConfig, batch: int, context: int, cards: int = 1, passes: int = 1
 ) -> float:
-    """Weights once, and every row's cached tokens `moves` times."""
-    cached = moves * kv_bytes(model) * rows * context
+    """Time to read the weights once and each request's cached tokens `passes` times."""
+    cached = passes * kv_bytes(model) * batch * context
     return (weights(model) + cached) / cards / card.memory * 1e3
 
 
 def arithmetic_ms(card: Card, model: ModelConfig, tokens: int, cards: int = 1) -> float:
-    """The products of so many tokens, a multiplication and an addition for each weight."""
-    return 2 * weights(model) / WIDTH * tokens / cards / card.arithmetic * 1e3
+    """Time of the matrix products for `tokens`: a multiplication and an addition per weight."""
+    return 2 * weights(model) / DTYPE_BYTES * tokens / cards / card.arithmetic * 1e3
 
 
-def all_reduce_ms(card: Card, model: ModelConfig, rows: int, cards: int) -> float:
-    """Two in a layer, of one hidden state a row: every card sends all others their share of it, and
-    then its share of the sum."""
+def all_reduce_ms(card: Card, model: ModelConfig, batch: int, cards: int) -> float:
+    """Time of two all-reduces per layer over one hidden state per request, each a reduce-scatter
+    and an all-gather."""
     if cards == 1:
         return 0.0
-    sent = 2 * (cards - 1) / cards * rows * model.hidden_size * WIDTH
+    sent = 2 * (cards - 1) / cards * batch * model.hidden_size * DTYPE_BYTES
     speed = (cards - 1) * LINKS_TO_A_CARD * card.link
     return 2 * model.num_layers * (sent / speed * 1e3 + ALL_REDUCE_US / 1e3)
 
 
 def step_ms(
-    card: Card, model: ModelConfig, rows: int, context: int, cards: int = 1, moves: int = 1
+    card: Card, model: ModelConfig, batch: int, context: int, cards: int = 1, passes: int = 1
 ) -> float:
-    """A decode's: the longer of memory and arithmetic, and the all-reduces; at least what the
-    engine or the worker take, which work meanwhile."""
+    """Time of a decode step: the longer of memory and arithmetic, plus the all-reduces; at least
+    the time of the engine or the worker, which run in parallel."""
     device = max(
-        memory_ms(card, model, rows, context, cards, moves), arithmetic_ms(card, model, rows, cards)
+        memory_ms(card, model, batch, context, cards, passes),
+        arithmetic_ms(card, model, batch, cards),
     )
-    device += all_reduce_ms(card, model, rows, cards)
-    return max(device, host_ms(ENGINE_US, rows), host_ms(WORKER_US, rows))
+    device += all_reduce_ms(card, model, batch, cards)
+    return max(device, host_ms(ENGINE_US, batch), host_ms(WORKER_US, batch))
 
 
-def host_ms(cost: tuple[float, float], rows: int) -> float:
-    return (cost[0] + cost[1] * rows) / 1e3
+def host_ms(cost: tuple[float, float], batch: int) -> float:
+    return (cost[0] + cost[1] * batch) / 1e3
 
 
 def table(head: list[str], lines: list[list[str]]) -> str:
-    made = [head, ["---:"] * len(head), *lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in made) + "\n"
+    all_lines = [head, ["---:"] * len(head), *lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in all_lines) + "\n"
 
 
 def one_card() -> str:
     """The small model on one card of each generation."""
     lines = []
-    for rows, context in ((1, 1024), (64, 1024), (256, 1024), (32, 8192)):
-        cells = [f"{rows}", f"{context}"]
+    for batch, context in ((1, 1024), (64, 1024), (256, 1024), (32, 8192)):
+        cells = [f"{batch}", f"{context}"]
         for card in CARDS:
-            steps = [step_ms(card, SMALL, rows, context, moves=moves) for moves in (1, GATHERED)]
-            cells.append(f"{arithmetic_ms(card, SMALL, rows):.2f}")
+            steps = [
+                step_ms(card, SMALL, batch, context, passes=passes) for passes in (1, GATHER_PASSES)
+            ]
+            cells.append(f"{arithmetic_ms(card, SMALL, batch):.2f}")
             cells.append(" to ".join(f"{step:.1f}" for step in steps))
-            cells.append(" to ".join(f"{rows / step * 1e3:,.0f}" for step in reversed(steps)))
-        hosts = [host_ms(cost, rows) for cost in (ENGINE_US, WORKER_US)]
+            cells.append(" to ".join(f"{batch / step * 1e3:,.0f}" for step in reversed(steps)))
+        hosts = [host_ms(cost, batch) for cost in (ENGINE_US, WORKER_US)]
         lines.append([*cells, *(f"{host:.2f}" for host in hosts)])
-    head = ["rows", "context"]
+    head = ["batch", "context"]
     for card in CARDS:
         head += [f"{card.name}: products", "step", "tokens/s"]
     return table([*head, "engine", "worker"], lines)
 
 
 def several_cards() -> str:
-    """Both models divided among the cards of a Gaudi 3 node."""
-    card, rows, context = CARDS[1], 256, 1024
+    """Both models, tensor-parallel over the cards of a Gaudi 3 node."""
+    card, batch, context = CARDS[1], 256, 1024
     lines = []
     for name, model, counts in (("8B", SMALL, (1, 2, 4, 8)), ("70B", LARGE, (4, 8))):
         for cards in counts:
-            step = step_ms(card, model, rows, context, cards)
+            step = step_ms(card, model, batch, context, cards)
             lines.append(
                 [
                     name,
                     f"{cards}",
-                    f"{memory_ms(card, model, rows, context, cards):.1f}",
-                    f"{all_reduce_ms(card, model, rows, cards):.1f}",
+                    f"{memory_ms(card, model, batch, context, cards):.1f}",
+                    f"{all_reduce_ms(card, model, batch, cards):.1f}",
                     f"{step:.1f}",
-                    f"{rows / step * 1e3:,.0f}",
-                    f"{rows / step * 1e3 / cards:,.0f}",
+                    f"{batch / step * 1e3:,.0f}",
+                    f"{batch / step * 1e3 / cards:,.0f}",
                 ]
             )
     return table(
-        ["model", "cards", "memory", "all-reduces", "step", "tokens/s", "tokens/s a card"], lines
+        ["model", "cards", "memory", "all-reduces", "step", "tokens/s", "tokens/s per card"], lines
     )
 
 
 def one_node() -> str:
-    """Eight servers of the small model, a card and a front end each: what every part is asked for
-    and what it carries, in tokens a second."""
-    rows, cards = 256, 8
+    """Eight servers of the small model, each with one card and one API server: the load of every
+    part."""
+    batch, cards = 256, 8
     lines = []
     for card in CARDS:
-        asked = rows / step_ms(card, SMALL, rows, 1024) * 1e3
-        engine, worker = (rows / host_ms(cost, rows) * 1e3 for cost in (ENGINE_US, WORKER_US))
+        tokens_per_s = batch / step_ms(card, SMALL, batch, 1024) * 1e3
+        engine, worker = (batch / host_ms(cost, batch) * 1e3 for cost in (ENGINE_US, WORKER_US))
         lines.append(
             [
                 card.name,
-                f"{asked:,.0f}",
-                f"{asked / engine:.1%}",
-                f"{asked / worker:.1%}",
-                f"{asked / FRONT_END_TOKENS:.0%}",
-                f"{cards * asked:,.0f}",
-                f"{cards * asked * CHUNK_BYTES * 8 / 1e9:.2f}",
+                f"{tokens_per_s:,.0f}",
+                f"{tokens_per_s / engine:.1%}",
+                f"{tokens_per_s / worker:.1%}",
+                f"{tokens_per_s / API_SERVER_TOKENS:.0%}",
+                f"{cards * tokens_per_s:,.0f}",
+                f"{cards * tokens_per_s * CHUNK_BYTES * 8 / 1e9:.2f}",
             ]
         )
-    head = ["card", "tokens/s of a card", "its engine's share of a core", "its worker's"]
-    return table([*head, "its front end's", "tokens/s of a node", "Gbit/s of streams"], lines)
+    head = ["card", "tokens/s per card", "engine's share of a core", "worker's share"]
+    head += ["API server's share", "tokens/s per node", "Gbit/s of streams"]
+    return table(head, lines)
 
 
 if __name__ == "__main__":
