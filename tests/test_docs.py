@@ -1,4 +1,4 @@
-"""What the documents say is so: links, flags, manifests, every example of README and API."""
+"""The documents match the code: links, flags, manifests, every example of README and API."""
 
 import json
 import os
@@ -30,11 +30,11 @@ PAGES = [ROOT / "README.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "doc
 MANIFESTS = ("compose.yaml", "kubernetes.yaml", "prometheus.yaml")
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NEXT = re.compile(r"^```(\w+)\n(.*?)^```\n(.*?)(?=^```|\Z)", re.MULTILINE | re.DOTALL)
-"""Fences, each with what stands between it and the next."""
+"""Code blocks, each with the text up to the next one."""
 COMMANDS = [
     (page.name, text)
     for page in PAGES
-    # These have tests of their own, with what is printed.
+    # test_plan.py and test_docs_gaudi.py run these, and compare the output.
     if page.name not in ("plan.md", "gaudi.md", "gaudi-tuning.md")
     for kind, text in FENCE.findall(page.read_text(encoding="utf-8"))
     if kind == "console" and "gaudiserve " in text
@@ -46,13 +46,15 @@ EXAMPLES = [
     if kind in ("bash", "python")
 ]
 ANSWERS = [
-    (asked, shown)
-    for (_, asked, gap), (kind, shown, _) in pairwise(NEXT.findall(API.read_text(encoding="utf-8")))
+    (example, shown)
+    for (_, example, gap), (kind, shown, _) in pairwise(
+        NEXT.findall(API.read_text(encoding="utf-8"))
+    )
     if gap == "\n" and kind == "json"
 ]
 
 
-def test_the_reference_is_what_the_code_says() -> None:
+def test_the_reference_equals_the_code() -> None:
     assert PATH.read_text(encoding="utf-8") == reference(), (
         "run `python -m config.loading.reference`"
     )
@@ -73,15 +75,15 @@ def test_flags_that_the_documents_name_exist() -> None:
     known |= set(buckets_parser("fit")._option_string_actions)
     known |= set(plan_parser()._option_string_actions)
     known |= {"--no-NAME", "--max_model_len", "--version"}
-    # Whose flags are those of other programs.
+    # clients.md has the flags of other programs.
     texts = [page.read_text(encoding="utf-8") for page in PAGES if page.name != "clients.md"]
     texts += [(ROOT / "deploy" / name).read_text(encoding="utf-8") for name in MANIFESTS[:2]]
 
-    # Benchmarks have flags of their own.
-    ours = re.sub(r"python benchmarks/[^`\n]*", "", "\n".join(texts))
-    named = set(re.findall(r"(?<![\w-])(--[a-zA-Z][\w-]+)", ours))
+    # Benchmarks have other flags.
+    text = re.sub(r"python benchmarks/[^`\n]*", "", "\n".join(texts))
+    named = set(re.findall(r"(?<![\w-])(--[a-zA-Z][\w-]+)", text))
 
-    # kubectl's, in a manifest, and docker's.
+    # Flags of kubectl, in a manifest, and of docker.
     others = {"--from-literal", "--rm", "--runtime", "--cap-add", "--ipc", "--build-arg"}
     assert named - others <= known
 
@@ -91,13 +93,13 @@ def manifest(name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_manifests_are_yaml_without_keys_given_twice(name: str) -> None:
+def test_manifests_are_yaml_without_duplicate_keys(name: str) -> None:
     class Strict(yaml.SafeLoader):
-        """Refuses what the plain loader would overwrite silently."""
+        """Refuses duplicate keys, which the plain loader overwrites silently."""
 
     def mapping(loader: Strict, node: yaml.MappingNode) -> dict[Any, Any]:
         keys = [loader.construct_object(key) for key, _ in node.value]
-        assert len(keys) == len(set(keys)), f"a key is given twice: {keys}"
+        assert len(keys) == len(set(keys)), f"duplicate key: {keys}"
         return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
 
     Strict.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
@@ -109,7 +111,7 @@ def test_manifests_are_yaml_without_keys_given_twice(name: str) -> None:
     assert all(isinstance(document, dict) for document in documents)
 
 
-def test_kubernetes_probes_ask_the_right_paths() -> None:
+def test_kubernetes_probes_use_the_right_paths() -> None:
     deployment, claim, service = manifest("kubernetes.yaml")
     pod = deployment["spec"]["template"]["spec"]
     (container,) = pod["containers"]
@@ -164,7 +166,7 @@ def test_make_help_names_every_target() -> None:
     assert all(f"make {target} " in shown for target in targets[1].split())
 
 
-def test_a_machine_without_the_vendors_torch_is_refused() -> None:
+def test_a_machine_without_the_vendors_package_is_refused() -> None:
     script = ROOT / "deploy" / "vendor_torch.py"
 
     done = subprocess.run(
@@ -194,7 +196,7 @@ def test_a_replaced_torch_is_noticed(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """(url, folder) of a tiny model that is served under the name of the demo model."""
+    """(url, folder) of a tiny model served under the name of the demo model."""
     from live import running
     from tiny_models import make_tiny
 
@@ -206,7 +208,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
 
 @pytest.fixture(scope="module")
 def embedding_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of a tiny model that makes vectors."""
+    """URL of a tiny embedding model."""
     from live import running
     from tiny_encoders import make_pooling
 
@@ -231,7 +233,7 @@ def run_example(
 def printed_by(kind: str, example: str, served: tuple[str, str]) -> str:
     url, folder = served
     text = example.replace("http://localhost:8000", url)
-    # Offline there is no served name: the folder itself.
+    # Offline there is no served name: use the folder.
     text = text.replace('LLM(model="demo"', f"LLM(model={folder!r}")
     program = [sys.executable, "-c"] if kind == "python" else ["bash", "-euo", "pipefail", "-c"]
     done = subprocess.run(
@@ -262,9 +264,9 @@ def test_an_example_runs(
 
 
 def shape(value: Any) -> Any:
-    """The keys of an answer, of lists those of the first entry; null stands for any value."""
+    """The nested keys of an answer, of a list those of its first entry; None for each value."""
     if isinstance(value, dict):
-        # The texts of tokens are keys, too.
+        # The keys of top_logprobs are texts of tokens.
         return {key: shape(inner) for key, inner in value.items() if key != "top_logprobs"}
     if isinstance(value, list):
         return [shape(value[0])] if value and isinstance(value[0], dict) else []
@@ -272,7 +274,7 @@ def shape(value: Any) -> Any:
 
 
 @pytest.mark.parametrize(("example", "shown"), ANSWERS, ids=range(len(ANSWERS)))
-def test_an_answer_that_is_shown_has_the_keys_of_the_real_one(
+def test_a_shown_answer_has_the_keys_of_the_real_one(
     example: str, shown: str, run_example: Callable[[str, str], str]
 ) -> None:
     printed = run_example("bash", example)
@@ -281,12 +283,12 @@ def test_an_answer_that_is_shown_has_the_keys_of_the_real_one(
 
 
 @pytest.mark.parametrize(("page", "example"), COMMANDS, ids=[page for page, _ in COMMANDS])
-def test_commands_of_the_documents_do_what_they_say(
+def test_the_commands_of_the_documents_run(
     page: str, example: str, served: tuple[str, str], tmp_path: Path
 ) -> None:
     lines = [{"prompt_tokens": 90 + 7 * i, "output_tokens": 30 + i} for i in range(20)]
     (tmp_path / "requests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    here = ["--base-url", served[0], "--num-prompts", "2"]
+    bench_flags = ["--base-url", served[0], "--num-prompts", "2"]
     commands = [shlex.split(line) for line in example.replace("\\\n", "").splitlines()]
 
     for program, name, *words in commands:
@@ -295,7 +297,14 @@ def test_commands_of_the_documents_do_what_they_say(
             server_parser("serve", "").parse_all([word for word in words if word != "..."])
             continue
         done = subprocess.run(
-            [sys.executable, "-m", "gaudiserve", name, *words, *(here if name == "bench" else [])],
+            [
+                sys.executable,
+                "-m",
+                "gaudiserve",
+                name,
+                *words,
+                *(bench_flags if name == "bench" else []),
+            ],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
             capture_output=True,
@@ -307,7 +316,7 @@ def test_commands_of_the_documents_do_what_they_say(
         assert done.stdout.strip()
 
 
-def test_the_example_of_a_file_is_read(tmp_path: Path) -> None:
+def test_the_example_config_file_is_read(tmp_path: Path) -> None:
     (example,) = [
         t for kind, t in FENCE.findall(PATH.read_text(encoding="utf-8")) if kind == "yaml"
     ]

@@ -1,5 +1,5 @@
-"""What the pages on Gaudi say is so: every command is run, every output is the program's own, and
-every name of a test, a variable or a setting exists."""
+"""The Gaudi pages match the code: every command runs and prints what the page shows, and every
+file, variable and metric that a page names exists."""
 
 import json
 import re
@@ -16,11 +16,11 @@ from server.cli.main import main
 ROOT = Path(__file__).parents[1]
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("gaudi*.md")}
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LEFT_OUT = re.compile(r"^\.\.\.\n", re.MULTILINE)
+OMITTED = re.compile(r"^\.\.\.\n", re.MULTILINE)
 
 
 def commands(kinds: tuple[str, ...]) -> list[tuple[str, str, str]]:
-    """(page, command, what the page shows of its output) of each `gaudiserve` command of a kind."""
+    """(page, command, output shown by the page) of each `gaudiserve` command of these kinds."""
     found = []
     for page, text in sorted(PAGES.items()):
         fences = [*FENCE.findall(text), ("", "")]
@@ -34,8 +34,8 @@ def words_of(command: str) -> list[str]:
     return shlex.split(command.replace("\\\n", " "))[1:]
 
 
-def seventy(config: str) -> str:
-    """The larger model, as the page describes it by the smaller one's fields."""
+def config_70b(config: str) -> str:
+    """config.json of the 70B model, which the page describes as changes to that of the 8B."""
     sizes = {"hidden_size": 8192, "intermediate_size": 28672}
     heads = {"num_hidden_layers": 80, "num_attention_heads": 64}
     return json.dumps({**json.loads(config), **sizes, **heads})
@@ -43,7 +43,7 @@ def seventy(config: str) -> str:
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the files that the commands name, as the pages show them."""
+    """A folder with the files of the commands, as the pages show them."""
     (first, *_) = FENCE.findall((ROOT / "docs/plan.md").read_text(encoding="utf-8"))
     second, traffic = (
         text for kind, text in FENCE.findall(PAGES["gaudi-tuning.md"]) if kind == "json"
@@ -51,7 +51,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in {
         "8b/config.json": first[1],
         "32b/config.json": second,
-        "70b/config.json": seventy(first[1]),
+        "70b/config.json": config_70b(first[1]),
         "long.jsonl": traffic,
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -68,13 +68,13 @@ def test_a_command_prints_what_its_page_shows(
 
     rest = capsys.readouterr().out
     assert shown, f"{page} shows no output of {command}"
-    for part in filter(None, LEFT_OUT.split(shown)):
+    for part in filter(None, OMITTED.split(shown)):
         _, found, rest = rest.partition(part)
         assert found == part, f"{page}: {command} does not print {part!r}"
 
 
 @pytest.mark.parametrize(("page", "command", "shown"), commands(("serve",)))
-def test_a_server_would_start_with_the_flags_of_its_page(
+def test_the_flags_of_a_serve_command_are_valid(
     page: str, command: str, shown: str, files: Path
 ) -> None:
     loaded = load(words_of(command)[1:], default_model="demo")
@@ -82,7 +82,7 @@ def test_a_server_would_start_with_the_flags_of_its_page(
     assert loaded.engine.model
 
 
-def test_the_variables_that_the_pages_name_are_known() -> None:
+def test_the_variables_of_the_pages_exist() -> None:
     known = {variable.name for variable in vendor_variables()}
     named = set(re.findall(r"`((?:VLLM|QUANT)_\w+)`", "\n".join(PAGES.values())))
 
@@ -90,7 +90,7 @@ def test_the_variables_that_the_pages_name_are_known() -> None:
     assert named <= known
 
 
-def test_the_metrics_that_the_pages_name_are_described() -> None:
+def test_the_metrics_of_the_pages_are_in_metrics_md() -> None:
     named = set(re.findall(r"`((?:vllm:|hpu_)\w+)`", "\n".join(PAGES.values()))) - {"hpu_backend"}
     described = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
 
@@ -98,7 +98,7 @@ def test_the_metrics_that_the_pages_name_are_described() -> None:
     assert {name for name in named if f"`{name}`" not in described} == set()
 
 
-def test_the_files_and_tests_that_the_pages_name_are_there() -> None:
+def test_the_files_of_the_pages_exist() -> None:
     named = set(
         re.findall(
             r"`((?:tests|hpu|config|engine|deploy|docs)/[\w/.]+)`", "\n".join(PAGES.values())
