@@ -13,6 +13,7 @@ TOOL_CALL_PARSERS = (
     *("glm47", "kimi_k2", "minimax_m2", "seed_oss", "jamba", "hunyuan_a13b", "internlm"),
     *("phi4_mini_json", "xlam", "lfm2", "hunyuan", "step3", "functiongemma", "gemma4", "openai"),
 )
+TOOL_TEMPLATES = ("auto", "none")
 REASONING_PARSERS = (
     *("auto", "none", "deepseek_r1", "deepseek_v3", "qwen3", "glm45", "granite", "mistral"),
     *("hunyuan_a13b", "seed_oss", "kimi_k2", "minimax_m2", "step3", "gemma4", "openai_gptoss"),
@@ -153,6 +154,13 @@ class ServerConfig:
         "Parser of the model's tool calls; auto: by its chat template; none: calls stay text",
         group="Text",
         choices=TOOL_CALL_PARSERS,
+    )
+    tool_template: str = setting(
+        "auto",
+        "Tools with a chat template that does not render them; auto: rendered as text of the "
+        "system message; none: refused",
+        group="Text",
+        choices=TOOL_TEMPLATES,
     )
     enable_auto_tool_choice: bool = setting(
         True, "Let the model choose whether to call a tool of the request", group="Text"

@@ -24,6 +24,7 @@ from server.parsers.base import (
 )
 from server.parsers.registry import (
     FAMILIES,
+    GENERIC_TOOL_PARSER,
     THINKING,
     new_call_id,
     reasoning_parser_of,
@@ -51,11 +52,13 @@ class Forms:
     """Whether a model may choose to call."""
 
     @classmethod
-    def of(cls, config: ServerConfig, template: str) -> "Forms":
-        """As configured; what is left open, as the chat template says."""
+    def of(cls, config: ServerConfig, template: str, *, generic_tools: bool = False) -> "Forms":
+        """As configured; what is left open, as the chat template says. `generic_tools`: the
+        template has no place for tools, so the model is shown the form of GENERIC_TOOL_PARSER."""
         calls, thinking = config.tool_call_parser, config.reasoning_parser
+        of_template = GENERIC_TOOL_PARSER if generic_tools else tool_parser_of(template)
         return cls(
-            tool_parser_of(template) if calls == "auto" else _named(calls),
+            of_template if calls == "auto" else _named(calls),
             reasoning_parser_of(template) if thinking == "auto" else _named(thinking),
             config.enable_auto_tool_choice,
         )

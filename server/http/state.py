@@ -87,7 +87,11 @@ class AppState:
         self.tokenizer, self.template = tokenizer, template
         if self.config.generation_config == "auto":
             self.sampling_defaults = sampling_defaults
-        self.forms = Forms.of(self.config, "" if template is None else template.source)
+        self.forms = Forms.of(
+            self.config,
+            "" if template is None else template.source,
+            generic_tools=template is not None and template.uses_generic_tools(),
+        )
         self.max_model_len = ready.max_model_len
         self.pooling_inputs = make_input_processor(ready, tokenizer)
         if self.pooling_inputs is not None:

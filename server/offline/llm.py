@@ -80,7 +80,7 @@ class LLM:
         if server.chat_template is not None:
             template = read_template(server.chat_template)
         named = self._tokenizer.special_tokens if self._tokenizer else {}
-        self._template = ChatTemplate(template, named)
+        self._template = ChatTemplate(template, named, generic_tools=server.tool_template == "auto")
         self._defaults = SamplingParams()
         if server.generation_config == "auto":
             self._defaults = _defaults(read_model_config(path).generation_defaults)

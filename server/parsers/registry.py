@@ -52,6 +52,9 @@ FAMILIES: Mapping[str, Family] = {
     "openai": harmony.CALLS,
 }
 
+GENERIC_TOOL_PARSER = "hermes"
+"""Reads the calls that server/text/tool_template.py tells a model to write."""
+
 THINKING: Mapping[str, ThoughtForm] = {
     "deepseek_r1": reasoning.DEEPSEEK_R1,
     "deepseek_v3": reasoning.THINK,

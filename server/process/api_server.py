@@ -207,6 +207,8 @@ class ApiServer:
         tokenizer, template = await texts
         ready = await self._client.wait_ready()
         self.state.open(tokenizer, template, defaults)
+        if self.state.pooling_inputs is None and template and template.default:
+            _log_generic_tools(template, self.state.forms.calls)
         # What start-up made stays for ever; the collector need not look at it again.
         gc.collect()
         gc.freeze()
@@ -322,7 +324,24 @@ def load_texts(folder: str, config: ServerConfig) -> tuple[Tokenizer | None, Cha
         controls = tokenizer.controls
         isolation = isolated_templates(None if controls is None else controls.marker)
         isolation.start()
-    return tokenizer, ChatTemplate(source, tokenizer.special_tokens, isolation=isolation)
+    template = ChatTemplate(
+        source,
+        tokenizer.special_tokens,
+        isolation=isolation,
+        generic_tools=config.tool_template == "auto",
+    )
+    # Its first call runs the template, which may be slow: here, not on the event loop.
+    template.uses_generic_tools()
+    return tokenizer, template
+
+
+def _log_generic_tools(template: ChatTemplate, tool_parser: str | None) -> None:
+    if template.uses_generic_tools():
+        logger.info(
+            "the chat template has no place for tools: they are rendered as text, tool parser %s "
+            "(--tool-template none refuses requests with tools)",
+            tool_parser or "none",
+        )
 
 
 def _defaults(folder: str) -> dict[str, float]:

@@ -12,10 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+from jinja2 import TemplateError
 
 from config.errors import ConfigError, Overloaded, UserError
 from engine.process.isolation import CallKilled, ForkServer
@@ -44,6 +47,7 @@ INLINE_POLL_S = 0.02
 INLINE_IDLE_POLLS = 50
 STOP_GRACE_S = 0.3
 """How long a stopped template may take to notice, before its thread is given up for the request."""
+T = TypeVar("T")
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
 
@@ -72,15 +76,19 @@ class ChatTemplate:
         threads: int = 2,
         now: Callable[[], datetime] = datetime.now,
         isolation: ForkServer | None = None,
+        generic_tools: bool = True,
     ) -> None:
         """`source` is a template, several by name (default, tool_use), or None. `isolation` renders
         templates that requests bring, see server/text/isolated_template.py; without it they run as
-        the model's own do."""
+        the model's own do. `generic_tools`: where a template has no place for tools, they are
+        rendered as text, see server/text/tool_template.py."""
         self._sources = {"default": source} if isinstance(source, str) else dict(source or {})
         self._special_tokens = dict(special_tokens)
         self._time_limit_s = time_limit_s
         self._renderer = Renderer(max_characters, now)
         self._isolation = isolation
+        self._generic_tools = generic_tools
+        self._uses_generic_tools: bool | None = None
         self._inline = _InlineWatch()
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="template")
         # Apart from the model's own, which must not wait for what a request brings.
@@ -96,6 +104,13 @@ class ChatTemplate:
     def default(self) -> str | None:
         """The text of the template for requests that name none."""
         return self._sources.get("default")
+
+    def uses_generic_tools(self) -> bool:
+        """Whether tools are rendered as text, since the model's template has no place for them. The
+        first call runs the template, for no longer than its time limit."""
+        if self._uses_generic_tools is None:
+            self._uses_generic_tools = self._generic_tools and not self._shows_tools()
+        return self._uses_generic_tools
 
     async def render(
         self,
@@ -132,7 +147,9 @@ class ChatTemplate:
         given = {**(kwargs or {}), "tools": tools, "documents": documents}
         options = {**self._special_tokens, "add_generation_prompt": add_generation_prompt}
         is_short = not (template or tools or documents or kwargs) and _is_short(messages)
-        conversation = Conversation(source, messages, given, options, continue_final_message)
+        conversation = Conversation(
+            source, messages, given, options, continue_final_message, self._generic_tools
+        )
         is_foreign = template is not None and template not in self._sources
         if not is_foreign and is_short and self._may_run_inline(source):
             try:
@@ -158,6 +175,20 @@ class ChatTemplate:
         self._inline.close()
         if self._isolation is not None:
             self._isolation.close()
+
+    def _shows_tools(self) -> bool:
+        source = self._sources.get("tool_use", self._sources.get("default"))
+        if source is None:
+            return False
+        job = _Job(partial(self._renderer.shows_tools, source))
+        future = self._threads.submit(job.run)
+        try:
+            return future.result(timeout=self._time_limit_s)
+        except FutureTimeout:
+            job.stop()
+        except (TemplateError, UserError, MemoryError, RecursionError):
+            pass
+        return True
 
     def _may_run_inline(self, source: str) -> bool:
         known = self._renderer.known(source)
@@ -192,7 +223,7 @@ class ChatTemplate:
             param="messages",
         )
 
-    async def _run(self, job: "_Job") -> str:
+    async def _run(self, job: "_Job[str]") -> str:
         future = asyncio.get_running_loop().run_in_executor(self._threads, job.run)
         try:
             while True:
@@ -247,10 +278,10 @@ def _is_short(messages: list[Message]) -> bool:
     return len(words) == len(messages) and sum(map(len, words)) <= SHORT_CHARACTERS
 
 
-class _Job:
+class _Job(Generic[T]):
     """A call that another thread can stop, once."""
 
-    def __init__(self, call: Callable[[], str]) -> None:
+    def __init__(self, call: Callable[[], T]) -> None:
         self._call = call
         self._lock = threading.Lock()
         self._thread: int | None = None
@@ -259,7 +290,7 @@ class _Job:
         self._began_cpu_s = 0.0
         self._was_stopped = False
 
-    def run(self) -> str:
+    def run(self) -> T:
         """What the call gives. Raises TooSlow when it was stopped."""
         with self._lock:
             self._thread = threading.get_ident()
@@ -303,7 +334,7 @@ class _InlineWatch:
     most calls."""
 
     def __init__(self) -> None:
-        self._job: _Job | None = None
+        self._job: _Job[str] | None = None
         self._num_calls = 0
         self._is_watched = False
         self._wake = threading.Event()

@@ -18,6 +18,7 @@ from config.errors import UserError
 from server.text.long_texts import without_lone_surrogates
 from server.text.messages import Message, as_strings, continued, cut_at_mark, plain
 from server.text.sandbox import Sandbox, TooMuchText
+from server.text.tool_template import has_tool_messages, with_tools_as_text
 
 MAX_CHARACTERS = 16 * 2**20
 MAX_COMPILED = 32
@@ -60,6 +61,8 @@ class Conversation(msgspec.Struct, frozen=True):
     """Ours: special tokens, add_generation_prompt."""
     continues: bool = False
     """Whether the prompt ends with the last message's text."""
+    generic_tools: bool = True
+    """Whether a template without a place for tools gets them as text."""
 
 
 class Renderer:
@@ -78,6 +81,11 @@ class Renderer:
         """A template that was compiled before."""
         return self._compiled.get(source)
 
+    def shows_tools(self, source: str) -> bool:
+        """Whether the template `source` has a place for tools. Raises what the template raises
+        when it is compiled."""
+        return self._compile(source).shows_tools()
+
     def render(
         self, conversation: Conversation, mark: Mark | None = None, *, is_timed: bool = False
     ) -> str:
@@ -89,13 +97,18 @@ class Renderer:
         given, options = conversation.given, conversation.options
         try:
             compiled = self._compile(conversation.source)
-            if given["tools"] and not compiled.shows_tools():
+            messages = plain(conversation.messages)
+            if conversation.generic_tools and compiled.needs_generic_tools(messages, given):
+                takes_system = compiled.takes_role("system")
+                messages = with_tools_as_text(messages, given["tools"], takes_system=takes_system)
+                given = {**given, "tools": None}
+            elif given["tools"] and not compiled.shows_tools():
                 raise UserError(
                     "the chat template has no place for tools; send none, or start the server "
-                    "with another --chat-template",
+                    "with another --chat-template or with --tool-template auto",
                     param="tools",
                 )
-            messages = compiled.fit(plain(conversation.messages))
+            messages = compiled.fit(messages)
             if mark is not None:
                 messages, given = mark(messages), mark(given)
             final = continued(messages, conversation.source) if conversation.continues else None
@@ -122,7 +135,7 @@ class Renderer:
             if (known := self._compiled.get(source)) is not None:
                 self._compiled.move_to_end(source)
                 return known
-        compiled = CompiledTemplate(self._sandbox.from_string(source))
+        compiled = CompiledTemplate(self._sandbox.from_string(source), source)
         with self._lock:
             self._compiled[source] = compiled
             while len(self._compiled) > MAX_COMPILED:
@@ -133,8 +146,9 @@ class Renderer:
 class CompiledTemplate:
     """A template, and how it wants the content of each role: found out by trying, once."""
 
-    def __init__(self, template: Template) -> None:
+    def __init__(self, template: Template, source: str) -> None:
         self.template = template
+        self._renders_calls = "tool_calls" in source
         # A chain of mappings, which Jinja would walk through for every prompt.
         template.globals = dict(template.globals)
         self.last_s: float | None = None
@@ -174,6 +188,16 @@ class CompiledTemplate:
             except Exception:  # it wants more than we give it here: the request will tell
                 self._shows_tools = True
         return self._shows_tools
+
+    def needs_generic_tools(self, messages: list[Message], given: dict[str, Any]) -> bool:
+        """Whether there are tools, calls or results, and the template does not render them."""
+        if not given["tools"] and (self._renders_calls or not has_tool_messages(messages)):
+            return False
+        return not self.shows_tools()
+
+    def takes_role(self, role: str) -> bool:
+        """Whether the prompt shows the text of a message of `role`."""
+        return any(self._taken(role))
 
     def _taken(self, role: str) -> tuple[bool, bool]:
         """(whether a text shows in the prompt, whether each of two text parts does)."""

@@ -1,14 +1,17 @@
-"""The official SDK with tools, whole and streamed, and a model that says what it is told."""
+"""Tools end to end: the official SDK over scripted answers, and the demo model, whose chat template
+has no place for tools."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from demo import demo_gguf
 from http_rig import THINKING_TEMPLATE, TalkingClient, on_port
+from live import LiveServer, running
 
 PAGE = Path(__file__).parents[2] / "docs" / "tools.md"
 REPLY = (
@@ -32,6 +35,12 @@ TOOLS: Any = [
     }
 ]
 CITIES = [{"city": "Oslo"}, {"city": "Bergen"}]
+
+
+def examples() -> list[str]:
+    """The Python examples of docs/tools.md."""
+    text = PAGE.read_text(encoding="utf-8")
+    return [part.split("```", 1)[0] for part in text.split("```python\n")[1:]]
 
 
 @pytest.fixture
@@ -86,8 +95,7 @@ async def test_the_stream_helper_puts_calls_together(client: openai.AsyncOpenAI)
 async def test_the_examples_of_the_page_run(
     client: openai.AsyncOpenAI, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    blocks = [part.split("```", 1)[0] for part in text.split("```python\n")[1:]]
+    blocks = [block for block in examples() if 'model="demo"' not in block]
     address = str(client.base_url).rstrip("/")
     code = "\n".join(blocks).replace("http://localhost:8000/v1", address)
     names: dict[str, Any] = {}
@@ -106,3 +114,107 @@ async def test_the_examples_of_the_page_run(
         'get_weather {"city": "Oslo"}',
         'get_weather {"city": "Bergen"}',
     ]
+
+
+WEATHER = TOOLS[0]["function"]
+SCHEMA: Any = {**WEATHER["parameters"], "additionalProperties": False}
+QUESTION = "What is the weather in Oslo?"
+SHORT: Any = {"model": "demo", "temperature": 0}
+OSLO = {"city": "Oslo"}
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    demo_gguf()
+    log = tmp_path_factory.mktemp("demo") / "log"
+    with running("demo", log, "--max-model-len=1024", "--max-num-seqs=8") as server:
+        yield server
+
+
+@pytest.fixture
+def demo_client(demo: LiveServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{demo.url}/v1", api_key="none", max_retries=0) as sdk:
+        yield sdk
+
+
+def test_the_demo_model_calls_in_a_chat_and_reads_the_result(
+    demo: LiveServer, demo_client: openai.OpenAI
+) -> None:
+    tools: Any = [{"type": "function", "function": {**WEATHER, "parameters": SCHEMA}}]
+    messages: Any = [{"role": "user", "content": QUESTION}]
+    asked: Any = {**SHORT, "tools": tools, "tool_choice": "required"}
+
+    answer = demo_client.chat.completions.create(**asked, messages=messages)
+    with demo_client.chat.completions.stream(**asked, messages=messages) as stream:
+        streamed = stream.get_final_completion()
+
+    (call,) = answer.choices[0].message.tool_calls or []
+    (same,) = streamed.choices[0].message.tool_calls or []
+    assert call.type == "function" and call.function.name == same.function.name == "get_weather"
+    assert json.loads(call.function.arguments) == json.loads(same.function.arguments) == OSLO
+    assert answer.choices[0].finish_reason == streamed.choices[0].finish_reason == "tool_calls"
+    result = {"role": "tool", "tool_call_id": call.id, "content": "rain, 7 degrees"}
+    history = [*messages, answer.choices[0].message, result]
+    told = demo_client.chat.completions.create(
+        **SHORT, messages=history, tools=tools, tool_choice="auto", max_tokens=24
+    )
+    assert told.choices[0].message.content
+    assert demo.text().count("the chat template has no place for tools") == 1
+
+
+def test_the_demo_model_calls_in_a_response_and_reads_the_result(
+    demo_client: openai.OpenAI,
+) -> None:
+    tools: Any = [{"type": "function", **WEATHER, "parameters": SCHEMA, "strict": False}]
+    asked: Any = {**SHORT, "tools": tools, "tool_choice": "required", "input": QUESTION}
+
+    answer = demo_client.responses.create(**asked)
+    with demo_client.responses.stream(**asked) as stream:
+        streamed = stream.get_final_response()
+
+    (call,), (same,) = answer.output, streamed.output
+    assert call.type == same.type == "function_call" and call.name == same.name == "get_weather"
+    assert json.loads(call.arguments) == json.loads(same.arguments) == OSLO
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    told = demo_client.responses.create(
+        **SHORT, input=[result], previous_response_id=answer.id, tools=tools, max_output_tokens=24
+    )
+    assert told.output_text
+
+
+def test_the_demo_model_uses_a_tool_in_a_message_and_reads_the_result(demo: LiveServer) -> None:
+    tool = {"name": "get_weather", "description": "The weather", "input_schema": SCHEMA}
+    asked: Any = {**SHORT, "max_tokens": 64, "tools": [tool]}
+    messages: Any = [{"role": "user", "content": QUESTION}]
+    forced = {**asked, "messages": messages, "tool_choice": {"type": "any"}}
+
+    answer = demo.ask("/v1/messages", forced).json()
+    streamed = demo.ask("/v1/messages", {**forced, "stream": True}).text
+
+    (use,) = answer["content"]
+    assert (use["type"], use["name"], use["input"]) == ("tool_use", "get_weather", OSLO)
+    assert answer["stop_reason"] == "tool_use"
+    events = [json.loads(one[6:]) for one in streamed.split("\n") if one.startswith("data: ")]
+    parts = [one["delta"].get("partial_json", "") for one in events if "delta" in one]
+    assert json.loads("".join(parts)) == OSLO
+    result = {"type": "tool_result", "tool_use_id": use["id"], "content": "rain"}
+    history = [
+        *messages,
+        {"role": "assistant", "content": answer["content"]},
+        {"role": "user", "content": [result]},
+    ]
+    told = demo.ask("/v1/messages", {**asked, "messages": history}).json()
+    assert told["content"][0]["type"] == "text"
+
+
+def test_the_example_with_the_demo_model_runs(
+    demo: LiveServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = [block for block in examples() if 'model="demo"' in block]
+    names: dict[str, Any] = {}
+
+    exec(block.replace("http://localhost:8000", demo.url), names)
+    names["client"].close()
+
+    assert capsys.readouterr().out == 'get_weather {"city": "Oslo"}\n'
+    assert '# get_weather {"city": "Oslo"}' in block

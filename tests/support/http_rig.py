@@ -129,7 +129,9 @@ def make_state(client: ScriptedClient, *, tokenizer: Tokenizer | None = TOKENIZE
     names = settings.served_model_names
     state = AppState(settings, client, Metrics(client, names[0]), "0.1.0", names, root=names[0])
     if client.ready is not None:
-        template = ChatTemplate(settings.chat_template or TEMPLATE, {}) if tokenizer else None
+        generic_tools = settings.tool_template == "auto"
+        source = settings.chat_template or TEMPLATE
+        template = ChatTemplate(source, {}, generic_tools=generic_tools) if tokenizer else None
         state.open(tokenizer, template, {})
     return state
 

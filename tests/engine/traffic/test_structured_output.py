@@ -79,7 +79,9 @@ def answers(folder: Path, depth: int) -> tuple[list[tuple[Any, ...]], EngineCore
         max_model_len=112,
         num_threads=1,
         cache=CacheConfig(block_size=8, num_blocks=14),
-        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=20, depth=depth),
+        scheduler=SchedulerConfig(
+            max_num_seqs=4, max_num_batched_tokens=20, max_inflight_steps=depth
+        ),
     )
     vocabulary = Vocabulary(str(folder), VOCAB_SIZE, frozenset([EOS]))
     grammars = {form: Grammar(form, vocabulary) for form in FORMS}

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import text_folders
 from http_rig import (
+    TEMPLATE,
     THINKING_TEMPLATE,
     TOKENIZER,
     TOOLS_TEMPLATE,
@@ -343,6 +344,30 @@ async def test_forced_calls_are_read_from_what_a_grammar_lets_through(
         assert rig.client.boxes[0].sampling.structured_outputs.kind == "json"
 
 
+async def test_the_model_may_call_where_its_template_has_no_place_for_tools() -> None:
+    function = {"type": "function", "name": "now"}
+    async with with_tools(CALLS, chat_template=TEMPLATE) as rig:
+        answer, chunks = await both(rig, tools=[WEATHER, NOW])
+        response = await rig.post("/v1/responses", {"input": "hi", "tools": [function]})
+        message = await rig.post(
+            "/v1/messages",
+            {
+                "max_tokens": 200,
+                "messages": [{"role": "user", "content": "hi"}],
+                "tools": [{"name": "now", "input_schema": {"type": "object"}}],
+            },
+        )
+
+        assert without_ids(whole(answer)) == without_ids(joined(chunks))
+        assert whole(answer)["finish_reason"] == "tool_calls"
+        names = ["get_weather", "now"]
+        assert [call[1] for call in whole(answer)["calls"]] == names
+        assert [item["name"] for item in response.json()["output"]] == names
+        assert [block["name"] for block in message.json()["content"]] == names
+        for sequence in rig.client.boxes:
+            assert "<tools>" in TOKENIZER.decode(sequence.prompt, False)
+
+
 STRICT_WEATHER = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
 UNHELD = {
     "type": "function",
@@ -362,7 +387,7 @@ UNHELD = {
         ({"tools": [NOW]}, {"enable_auto_tool_choice": False}, "tool_choice", "switched off"),
         (
             {"tools": [NOW]},
-            {"chat_template": "{{ messages }}", "tool_call_parser": "hermes"},
+            {"chat_template": TEMPLATE, "tool_call_parser": "hermes", "tool_template": "none"},
             "tools",
             "no place",
         ),

@@ -470,12 +470,15 @@ def test_a_template_file_that_is_not_there_is_named() -> None:
 
 async def test_tools_that_a_template_would_drop_are_refused() -> None:
     # It names tools, but not those of the request.
-    template = ours("{% for m in messages %}{{ m.content }}{{ m.tools }}{% endfor %}")
+    template = ours(
+        "{% for m in messages %}{{ m.content }}{{ m.tools }}{% endfor %}", generic_tools=False
+    )
 
-    with pytest.raises(UserError, match="no place for tools") as caught:
+    with pytest.raises(UserError, match=r"no place for tools.*--tool-template auto") as caught:
         await template.render(HELLO, tools=[WEATHER])
 
     assert caught.value.param == "tools"
+    assert not template.uses_generic_tools()
 
 
 MOODY = "{% if 'slow' in messages[0].content %}" + SLOW + "{% endif %}{{ messages[0].content }}"

@@ -298,7 +298,7 @@ async def test_long_and_short_texts_give_the_same_ids_on_any_thread() -> None:
 
 def test_the_front_ends_text_side_loads_no_torch() -> None:
     code = (
-        "import sys, server.generate, server.text.template; "
+        "import sys, server.generation.pipeline, server.text.chat_template; "
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], timeout=60)

@@ -28,7 +28,7 @@ def test_the_tables_of_all_bodies_are_what_the_code_says() -> None:
     named = [name for _, name, _ in TABLES.findall(PAGE)]
 
     assert set(named) == {body.__name__ for body in BODIES if body not in LIKE_OTHERS}
-    assert with_tables(PAGE) == PAGE, "run `python -m server.reference`"
+    assert with_tables(PAGE) == PAGE, "run `python -m server.openai.schema.reference`"
 
 
 async def test_every_route_is_in_the_page() -> None:

@@ -1,0 +1,94 @@
+"""Generic form of tools for chat templates without a place for them: tools, calls and results are
+rendered as text of ordinary messages, in the form that the `hermes` parser reads."""
+
+import json
+from typing import Any
+
+from server.text.messages import Message, as_strings
+
+INSTRUCTIONS = """\
+You can call the functions listed between <tools> and </tools>, one JSON object per line.
+The value of "parameters" is the JSON schema of a function's arguments.
+<tools>
+{tools}
+</tools>
+To call a function, write a block of this form, one for each call, and end your answer there:
+<tool_call>
+{{"name": "the function's name", "arguments": {{"argument": "value"}}}}
+</tool_call>
+You then receive each result between <tool_response> and </tool_response>.
+If you need no function, answer with text only."""
+
+
+def has_tool_messages(messages: list[Message]) -> bool:
+    """Whether a message makes a call or holds the result of one."""
+    return any(message.get("role") == "tool" or message.get("tool_calls") for message in messages)
+
+
+def with_tools_as_text(
+    messages: list[Message], tools: list[dict[str, Any]] | None, *, takes_system: bool
+) -> list[Message]:
+    """`messages`, as `plain` returns them, with nothing that such a template could not render.
+
+    The tools are appended to the system message, which is added if there is none. Without
+    `takes_system` (a template that rejects the role), they precede the text of the first message.
+    Results become messages of the user, because such a template does not know the role `tool`;
+    adjacent ones are joined, because many templates require user and assistant to alternate.
+    """
+    rendered: list[Message] = []
+    follows_result = False
+    for message in messages:
+        is_result = message.get("role") == "tool"
+        if is_result:
+            message = {"role": "user", "content": _result_text(message)}
+        elif message.get("tool_calls"):
+            message = _with_calls_as_text(message)
+        if follows_result and message.get("role") == "user":
+            rendered[-1] = _appended(rendered[-1], _text(message), "\n")
+        else:
+            rendered.append(message)
+        follows_result = is_result
+    if not tools:
+        return rendered
+    text = INSTRUCTIONS.format(tools="\n".join(map(_tool_text, tools)))
+    first, *rest = rendered
+    if first.get("role") == "system":
+        return [_appended(first, text, "\n\n"), *rest]
+    if takes_system:
+        return [{"role": "system", "content": text}, *rendered]
+    return [{**first, "content": f"{text}\n\n{_text(first)}"}, *rest]
+
+
+def _tool_text(tool: dict[str, Any]) -> str:
+    # `strict` is for the server, which enforces it.
+    function = {name: value for name, value in tool["function"].items() if name != "strict"}
+    return _as_json({"type": "function", "function": function})
+
+
+def _with_calls_as_text(message: Message) -> Message:
+    functions = [call.get("function", {}) for call in message["tool_calls"]]
+    blocks = [
+        f"<tool_call>\n{_as_json({'name': one.get('name'), 'arguments': one.get('arguments', {})})}"
+        "\n</tool_call>"
+        for one in functions
+    ]
+    fields = {name: value for name, value in message.items() if name != "tool_calls"}
+    return _appended(fields, "\n".join(blocks), "\n")
+
+
+def _result_text(message: Message) -> str:
+    return f"<tool_response>\n{_text(message)}\n</tool_response>"
+
+
+def _appended(message: Message, text: str, separator: str) -> Message:
+    before = _text(message)
+    return {**message, "content": f"{before}{separator}{text}" if before else text}
+
+
+def _text(message: Message) -> str:
+    content = message["content"]
+    return as_strings(content) if isinstance(content, list) else str(content)
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
