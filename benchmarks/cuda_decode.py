@@ -36,8 +36,7 @@ from hpu.runner.graph_cache import GraphCache
 from hpu.runner.input_buffers import InputBufferPool, InputBuffers
 from hpu.runner.kv_cache import KVCache, block_bytes
 from hpu.runner.model_runner import ModelRunner
-from hpu.sampling.sampler import AnySampler, Sampler
-from hpu.sampling.sampler_padded import PaddedSampler
+from hpu.sampling.sampler import Sampler
 
 GIB = 1024**3
 WARM_STEPS = 8
@@ -139,9 +138,8 @@ class Decoding:
         vocab_size, length = model.config.vocab_size, model.config.max_position
         counters, staging = Counters(), InputBufferPool(backend, InputBuffers)
         # As hpu/worker/build.py chooses.
-        sampler: AnySampler = Sampler(num_rows, vocab_size, backend.device, backend.index_dtype)
-        if captures or backend.compiles:
-            sampler = PaddedSampler(num_rows, vocab_size, backend)
+        static_shapes = captures or backend.compiles
+        sampler = Sampler(num_rows, vocab_size, backend, static_shapes=static_shapes)
         self._graphs = GraphCache(
             model.forward, backend, counters, captures=captures, budget_bytes=GIB * 1024
         )

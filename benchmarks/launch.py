@@ -44,7 +44,7 @@ from hpu.runner.batch_state import BatchState
 from hpu.runner.graph_cache import GraphCache
 from hpu.runner.input_buffers import InputBufferPool, Inputs
 from hpu.runner.model_runner import ModelRunner
-from hpu.sampling.sampler_padded import PaddedSampler
+from hpu.sampling.sampler import Sampler
 
 LOGIC, GRAPH, CALLS, SAMPLING, REST = "logic", "graph", "calls", "sampling", "rest"
 RUNTIME, COMPUTED, WAITING = "runtime", "computed", "waiting"
@@ -68,7 +68,7 @@ WATCHED: tuple[tuple[type, str, str], ...] = (
         for name in ("upload", "event", "mark", "to_host")
     ),
     (Decoder, "logits", SAMPLING),
-    (PaddedSampler, "sample", SAMPLING),
+    (Sampler, "sample", SAMPLING),
     (ModelRunner, "_sample", SAMPLING),
     (ModelRunner, "submit", REST),
     (AsyncStepOutput, "wait", WAITING),

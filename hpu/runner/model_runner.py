@@ -30,7 +30,7 @@ from hpu.runner.input_buffers import Bucket, InputBufferPool, InputBuffers, Pref
 from hpu.runner.kv_cache import KVCache
 from hpu.runner.step_runner import StepRunner
 from hpu.sampling.logprobs import prompt_logprobs
-from hpu.sampling.sampler import AnySampler, Sampled
+from hpu.sampling.sampler import Sampler, SamplerOutput
 
 PROMPT_LOGITS = 1 << 24
 """Logits held at once for prompt log-probabilities: 64 MiB in float32."""
@@ -57,7 +57,7 @@ class ModelRunner(StepRunner):
         model: HasHead,
         backend: Backend,
         rows: BatchState,
-        sampler: AnySampler,
+        sampler: Sampler,
         cache: KVCache,
         graphs: GraphCache,
         staging: InputBufferPool[InputBuffers],
@@ -133,11 +133,11 @@ class ModelRunner(StepRunner):
 
     def warm(self, bucket: Bucket, kind: RequestSampling, *, prompts: bool = False) -> None:
         """As StepRunner.warm, sampling included."""
-        self._sampler.admit(self.own_row, kind, np.zeros(1, np.uint32), 1)
+        self._sampler.add_request(self.own_row, kind, np.zeros(1, np.uint32), 1)
         try:
             self._warm(bucket, prompts)
         finally:
-            self._sampler.release(self.own_row)
+            self._sampler.remove_request(self.own_row)
 
     def _warm(self, bucket: Bucket, prompts: bool) -> None:
         inputs = self._staging.inputs(bucket)
@@ -168,13 +168,13 @@ class ModelRunner(StepRunner):
                 self._broken.discard(row)
                 self._cache.scrub(self._rows.own_blocks(row))
             self._rows.free(row)
-            self._sampler.release(row)
+            self._sampler.remove_request(row)
         if plan.moved_from:
             self._cache.move(plan.moved_from, plan.moved_to)
             self._rows.move(plan.moved_from, plan.moved_to)
         for new in plan.new_requests:
             tokens = self._rows.admit(new)
-            self._sampler.admit(new.req_index, new.sampling, tokens, new.num_prompt_tokens)
+            self._sampler.add_request(new.req_index, new.sampling, tokens, new.num_prompt_tokens)
         self._take_masks(plan.masked_requests, plan.masks)
         for row, block in zip(plan.grown_requests, plan.grown_blocks, strict=True):
             self._rows.grow(row, [block])
@@ -182,7 +182,7 @@ class ModelRunner(StepRunner):
     def _take_masks(self, rows: list[int], masks: memoryview) -> None:
         if rows:
             words = np.frombuffer(masks, dtype="<i4")
-            self._sampler.mask(rows, words.reshape(len(rows), -1))
+            self._sampler.set_bitmasks(rows, words.reshape(len(rows), -1))
 
     def _begin(self, launch: Launch, pending: AsyncStepOutput) -> Forward:
         """Fill the bucket's inputs and run it forward."""
@@ -250,7 +250,7 @@ class ModelRunner(StepRunner):
         copies to the host."""
         done = forward.launch
         if forward.best is not None:
-            sampled = Sampled(forward.best, None)
+            sampled = SamplerOutput(forward.best, None)
         else:
             assert forward.logits is not None
             sampled = self._sampler.sample(forward.logits, done.rows)
@@ -261,7 +261,7 @@ class ModelRunner(StepRunner):
             rows = rows[: len(known)]
         self._last_tokens.index_copy_(0, rows, known)
         done.tokens = self._backend.to_host(sampled.tokens)
-        done.kept = sampled.kept
+        done.kept = sampled.pinned
         if sampled.logprobs is not None:
             top = sampled.logprobs
             done.logprobs = self._logprobs_to_host(top.k, top.ids, top.values, top.ranks)

@@ -33,18 +33,18 @@ _EXPONENTS = (64, 64, 64, 32, 16, 8, 4, 2, 1)
 _SIGNIFICAND_BITS = 23
 
 
-class Best(NamedTuple):
-    """The largest of each row, (B, 1), and the first place that has it."""
+class Argmax(NamedTuple):
+    """(B, 1) the largest score of each row, and (B, 1) int64 the first token that has it."""
 
     values: Tensor
-    indices: Tensor
+    tokens: Tensor
 
 
-def best_of(scores: Tensor) -> Best:
+def argmax(scores: Tensor) -> Argmax:
     """Of (B, V), what `max` finds, NaN included. On a CPU by the bits read as integers, which order
     positive numbers in the same way, and are compared many at a time, their places with them."""
     if scores.dtype not in _INTEGERS or scores.device.type != "cpu":
-        return Best(*scores.max(dim=-1, keepdim=True))
+        return Argmax(*scores.max(dim=-1, keepdim=True))
     integers, infinity = _INTEGERS[scores.dtype]
     signed = scores.view(integers).numpy()
     bits = signed.view(f"u{signed.itemsize}")
@@ -67,7 +67,7 @@ def best_of(scores: Tensor) -> Best:
     if len(odd):
         places[odd] = scores[torch.from_numpy(odd)].max(dim=-1).indices.numpy()
     indices = torch.from_numpy(places).unsqueeze(1)
-    return Best(scores.gather(1, indices), indices)
+    return Argmax(scores.gather(1, indices), indices)
 
 
 def min_p_threshold(weights: Tensor, top: Tensor, min_p: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def top_values(weights: Tensor, size: int) -> Tensor:
     return torch.from_numpy(-largest)
 
 
-def top_k_threshold(weights: Tensor, top_k: Tensor, largest_k: int) -> Tensor:
+def top_k_by_sort(weights: Tensor, top_k: Tensor, largest_k: int) -> Tensor:
     """(B, 1) the weight of the k-th most likely token; `top_k` (B, 1) of 0 gives 0.
 
     Tokens that tie with the k-th are kept too.
@@ -136,7 +136,7 @@ def nucleus_by_search(weights: Tensor, mass: Tensor) -> Tensor:
 
 
 def top_k_by_search(weights: Tensor, top_k: Tensor) -> Tensor:
-    """As `top_k_threshold`, at least TINY, by search as in `nucleus_by_search`; `top_k` (B, 1)
+    """As `top_k_by_sort`, at least TINY, by search as in `nucleus_by_search`; `top_k` (B, 1)
     float32, so that k takes part in no shape."""
 
     def enough(threshold: Tensor) -> Tensor:

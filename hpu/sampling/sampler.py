@@ -1,238 +1,441 @@
-"""The sampler: from logits to tokens on the device, each row by its own rules alone.
+"""The sampler: from logits to tokens on the device.
 
-Order: log-probabilities of the raw logits (with a processed mode they come last); masks of
-grammars; allowed tokens, min_tokens, logit bias, bad words; penalties; temperature; min_p; top_k;
-top_p; the draw. A stage is left out when no row of the batch asks for it, and changes no bit of a
-row that does not ask. Nothing here waits for the device.
+Stages, in this order: log-probabilities of the raw logits (in a processed mode they come last);
+grammar bitmasks; bad words; logit bias, allowed tokens, min_tokens; penalties; temperature; min_p;
+top_k; top_p; the draw. A stage changes no bit of a request that does not ask for it. Nothing here
+waits for the device.
 """
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hpu.protocol import RequestSampling
+from config.params.sampling import MAX_LOGPROBS
+from hpu.backends.base import Backend
+from hpu.protocol import TOKENS_PER_WORD, RequestSampling
 from hpu.sampling import filters
-from hpu.sampling.history import History
+from hpu.sampling.bitmask import GrammarBitmasks
 from hpu.sampling.logprobs import RAW, LogprobsMode, TopLogprobs, processed_logits, top_logprobs
-from hpu.sampling.rows import SamplingBatch, SamplingRows, needs_counts, prefix_length
+from hpu.sampling.params import FEW_PREFIX, Params, SamplingColumns, Stages, TableRows
+from hpu.sampling.tables import SamplingTables
 
 GREEDY = RequestSampling(temperature=0.0)
 DRAWN = RequestSampling(top_k=2, top_p=0.5)
+ALL_STAGES = RequestSampling(
+    temperature=0.5,
+    top_k=2,
+    top_p=0.5,
+    min_p=0.1,
+    frequency_penalty=0.1,
+    min_tokens=2,
+    end_token_ids=(0,),
+    logit_bias=((0, 1.0),),
+    bad_words=((0,),),
+    num_logprobs=MAX_LOGPROBS,
+    masked=True,
+)
+"""Needs every stage except the larger table of bad words."""
+MANY_WORDS = RequestSampling(temperature=0.0, bad_words=((0,) * (FEW_PREFIX + 2),))
 
 
-class Sampled(NamedTuple):
-    """What one launch sampled, on the device; entries beyond the real rows mean nothing."""
+class SamplerOutput(NamedTuple):
+    """What one launch sampled, on the device; entries beyond the real requests are padding."""
 
     tokens: Tensor
-    """(B,) of the index type; -1 where no token can be told: the row's best logit is no finite
-    number, because of NaN or infinity in it or because everything is barred"""
+    """(B,) of the index type; -1 where the largest score is not finite: NaN or infinity in the
+    logits, or every token banned"""
     logprobs: TopLogprobs | None
-    """B positions; None when no row asked. k is the largest that a row asked for, or more."""
-    kept: tuple[Tensor, ...] = ()
+    """B positions; None when no request asked. k is the largest that was asked for, or more."""
+    pinned: tuple[Tensor, ...] = ()
     """Host tensors to keep until the device is done with the launch: uploads read them."""
 
 
-class AnySampler(Protocol):
-    """What a runner needs of a sampler; `Sampler` says what each call does."""
-
-    @property
-    def warmup_settings(self) -> tuple[RequestSampling, ...]: ...
-
-    def admit(
-        self,
-        row: int,
-        sampling: RequestSampling,
-        tokens: npt.NDArray[np.uint32],
-        num_prompt_tokens: int,
-    ) -> None: ...
-
-    def release(self, row: int) -> None: ...
-
-    def mask(self, rows: list[int], words: npt.NDArray[np.int32]) -> None: ...
-
-    def all_greedy(self, rows: list[int]) -> bool: ...
-
-    def sample(self, logits: Tensor, rows: list[int]) -> Sampled: ...
-
-
 class Sampler:
-    """Sampling state of `max_rows` rows and the one function that uses it. Not thread-safe."""
+    """Sampling state of `max_num_reqs` requests, and the function that uses it. Not thread-safe.
+
+    With `static_shapes`, for devices that compile, a stage has one sequence of operations and one
+    set of shapes for each batch width, whatever its requests ask for, and ends with a mark, so that
+    a lazy device makes one recipe of it: only which stages run depends on the requests. Without,
+    shapes follow the requests, and only what some request asks for runs.
+    """
 
     def __init__(
         self,
-        max_rows: int,
+        max_num_reqs: int,
         vocab_size: int,
-        device: torch.device,
-        index_dtype: torch.dtype,
+        backend: Backend,
         mode: LogprobsMode = RAW,
+        *,
+        static_shapes: bool,
+        sum_dtype: torch.dtype | None = None,
     ) -> None:
+        """`sum_dtype`: of sums over a row; None: float64 where that costs little."""
+        self._backend = backend
         self._mode = mode
-        # Devices that index with 32 bits have no 64-bit numbers to add up in, either.
-        self._wide = torch.float64 if index_dtype == torch.int64 else torch.float32
-        self._index_dtype = index_dtype
-        self._looks = device.type == "cpu"
-        self._rows = SamplingRows(max_rows, vocab_size, device, self._wide)
-        self._history = History(max_rows, vocab_size, device)
+        self._static_shapes = static_shapes
+        if sum_dtype is None:
+            # Devices that index with 32 bits have no 64-bit numbers to add up in, either.
+            is_wide = not static_shapes and backend.index_dtype == torch.int64
+            sum_dtype = torch.float64 if is_wide else torch.float32
+        self._sum_dtype = sum_dtype
+        self._columns = SamplingColumns(max_num_reqs, vocab_size)
+        self._tables = SamplingTables(backend, max_num_reqs, vocab_size, preallocates=static_shapes)
+        self._bitmasks = GrammarBitmasks(max_num_reqs, vocab_size)
+        self._inputs_by_width: dict[int, _LaunchInputs] = {}
+        self._words_by_width: dict[int, _Columns] = {}
+        self._pinned: list[Tensor] = []
+        """Host tensors that new requests upload, until a launch takes them along."""
+        self._bits = _word_bits(backend)
 
     @property
     def warmup_settings(self) -> tuple[RequestSampling, ...]:
-        """Settings worth one run each before the first request, for memory and caches."""
+        """Settings that between them run every stage. With static shapes, all that is compiled for
+        a batch width is compiled once each has been sampled with at that width."""
+        if self._static_shapes:
+            return GREEDY, MANY_WORDS, ALL_STAGES
         return GREEDY, DRAWN
 
-    def admit(
+    def add_request(
         self,
-        row: int,
+        req_index: int,
         sampling: RequestSampling,
         tokens: npt.NDArray[np.uint32],
         num_prompt_tokens: int,
     ) -> None:
-        """Take `row` over for a sequence; `tokens` beyond the prompt were generated before."""
-        generated = tokens[num_prompt_tokens:]
-        self._rows.admit(row, sampling, len(generated))
-        if needs_counts(sampling):
-            self._history.keep_counts(row, tokens[:num_prompt_tokens], generated)
-        if sampling.bad_words:
-            self._history.keep_last(row, max(1, prefix_length(sampling)), generated)
+        """Set the state of a request; `tokens` beyond the prompt were generated before."""
+        prompt, generated = tokens[:num_prompt_tokens], tokens[num_prompt_tokens:]
+        stages = self._columns.add_request(req_index, sampling, len(generated))
+        self._bitmasks.reset(req_index)
+        self._pinned += self._tables.add_request(req_index, sampling, stages, prompt, generated)
 
-    def release(self, row: int) -> None:
-        """Forget `row`."""
-        self._rows.release(row)
+    def remove_request(self, req_index: int) -> None:
+        """Drop the state of a request."""
+        self._columns.remove_request(req_index)
 
-    def mask(self, rows: list[int], words: npt.NDArray[np.int32]) -> None:
-        """What may come next in masked rows: words (len(rows), W), one bit a token. Holds until
-        the row's next mask; a row without one yet may go on with anything."""
-        self._rows.mask(rows, words)
+    def set_bitmasks(self, req_indices: list[int], words: npt.NDArray[np.int32]) -> None:
+        """Set what may come next in requests with a grammar: words (len(req_indices), W), one bit a
+        token. Valid until the request's next bitmask; before its first anything may come."""
+        self._bitmasks.set(req_indices, words)
 
-    def all_greedy(self, rows: list[int]) -> bool:
-        """Whether all of `rows` take the most likely token and ask for nothing else: then `sample`
-        may be left out."""
-        return self._rows.are_plain(rows)
+    def all_greedy(self, req_indices: list[int]) -> bool:
+        """Whether the argmax of the logits is all that the requests ask for: then the model may
+        find it without `sample`. Never with static shapes: the same is compiled for all."""
+        return not self._static_shapes and self._columns.need_no_stage(req_indices)
 
-    def sample(self, logits: Tensor, rows: list[int]) -> Sampled:
-        """One token for each of `rows`, from the first entries of `logits` (B, V); rest is padding.
+    def sample(self, logits: Tensor, req_indices: list[int]) -> SamplerOutput:
+        """One token for each request, from the first rows of `logits` (B, V); the rest is padding.
 
-        Counts a generated token for each row. `logits` is left as it is.
+        Counts a generated token for each request. `logits` is not written to.
         """
-        batch = self._rows.batch(rows, logits.shape[0])
-        scores = self._masked(logits, batch)
-        best = filters.best_of(scores)
-        tokens, weights = best.indices, None
-        if batch.greedy is not None:
-            tokens, weights = self._drawn(scores, best, batch)
-        tokens = torch.where(best.values.isfinite(), tokens, -1).squeeze(1)
-        self._rows.advance(batch)
-        self._remember(tokens, batch)
-        logprobs = None
-        if batch.num_logprobs >= 0:
-            if self._mode.is_processed:
-                logits = scores if weights is None else _chosen_from(scores, weights, batch)
-            logprobs = top_logprobs(
-                logits, tokens, batch.num_logprobs, normalises=not self._mode.is_logits
-            )
-        return Sampled(tokens.to(self._index_dtype), logprobs)
+        indices = np.array(req_indices, dtype=np.int64)
+        stages = self._stages(req_indices, indices)
+        inputs = self._inputs(logits.shape[0])
+        pinned = self._upload(inputs, indices, stages)
+        # What came before belongs to the bucket, not to the first stage.
+        self._backend.mark()
+        scores = self._scores(logits, inputs, indices, stages)
+        weights = None
+        if stages.draw:
+            tokens, weights = self._draw(scores, inputs, indices, stages)
+        else:
+            tokens = self._finite(self._argmax(scores))
+        self._backend.mark()
+        if self._mode.is_processed and (stages.logprobs or self._static_shapes):
+            # With static shapes always, so that the stages before keep the same tensors.
+            logits = scores.float()
+            self._backend.mark()
+            if weights is not None:
+                logits = _drawn_from(logits, weights, inputs.params)
+                self._backend.mark()
+        self._columns.advance(indices)
+        self._append(tokens, inputs.table_rows, stages)
+        logprobs = self._logprobs(logits, tokens, indices) if stages.logprobs else None
+        return SamplerOutput(tokens, logprobs, pinned)
 
-    def _masked(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        """Scores after everything that works on logits, temperature not included.
+    def _stages(self, req_indices: list[int], indices: npt.NDArray[np.int64]) -> Stages:
+        if self._columns.need_no_stage(req_indices):
+            return _NO_STAGES
+        stages = self._columns.stages(indices)
+        return stages.merged() if self._static_shapes else stages
 
-        GrammarMasks add -inf instead of overwriting, so that a NaN stays one.
+    def _inputs(self, width: int) -> "_LaunchInputs":
+        inputs = self._inputs_by_width.get(width)
+        if inputs is None:
+            inputs = _LaunchInputs(self._backend, width, self._sum_dtype)
+            self._inputs_by_width[width] = inputs
+        return inputs
+
+    def _grammar_words(self, width: int) -> "_Columns":
+        words = self._words_by_width.get(width)
+        if words is None:
+            if not self._static_shapes:
+                # Any width may come, and a bitmask of each would take too much memory.
+                self._words_by_width.clear()
+            words = _Columns(self._backend, width, self._bitmasks.num_words, torch.int32)
+            self._words_by_width[width] = words
+        return words
+
+    def _upload(
+        self, inputs: "_LaunchInputs", indices: npt.NDArray[np.int64], stages: Stages
+    ) -> tuple[Tensor, ...]:
+        """Upload what the stages read; returns the host tensors that the device reads."""
+        pinned, self._pinned = self._pinned, []
+        if stages.draw or stages.tables:
+            host = inputs.param_columns.host()
+            self._columns.write_params(indices, host)
+            if inputs.random_columns is None:
+                self._columns.write_random(indices, host[0])
+            inputs.param_columns.upload(pinned)
+        if stages.draw and inputs.random_columns is not None:
+            self._columns.write_random(indices, inputs.random_columns.host()[0])
+            inputs.random_columns.upload(pinned)
+        if stages.tables or stages.words:
+            self._columns.write_table_rows(indices, inputs.row_columns.host())
+            inputs.row_columns.upload(pinned)
+        if stages.grammar:
+            words = self._grammar_words(len(inputs.random))
+            self._bitmasks.write(indices, words.host())
+            words.upload(pinned)
+        return tuple(pinned)
+
+    def _argmax(self, scores: Tensor) -> filters.Argmax:
+        if self._static_shapes:
+            return filters.Argmax(*scores.max(dim=-1, keepdim=True))
+        return filters.argmax(scores)
+
+    def _scores(
+        self,
+        logits: Tensor,
+        inputs: "_LaunchInputs",
+        indices: npt.NDArray[np.int64],
+        stages: Stages,
+    ) -> Tensor:
+        """(B, V) after every stage that works on logits; temperature comes later.
+
+        Masks add -inf instead of overwriting, so that NaN stays NaN.
         """
-        below = self._rows.below_min_tokens(batch)
-        if batch.greedy is None and below is None and _changes_nothing(batch):
+        if not (stages.draw or stages.tables or stages.words or stages.grammar):
             return logits
+        tables, rows = self._tables, inputs.table_rows
+        # A stage of its own, so that all others see one dtype.
         scores = logits.float()
-        if batch.masked:
-            scores = scores + _bars(self._rows.masked_out(batch))
-        if batch.allowed is not None:
-            scores = scores + batch.allowed
-        if below is not None and batch.ends is not None:
-            scores = scores.scatter_add(1, batch.ends, _bars(below.expand_as(batch.ends)))
-        if batch.bias is not None:
-            scores = scores.scatter_add(1, *batch.bias)
-        if batch.bad_words is not None:
-            prefixes, last = batch.bad_words
-            barred = self._history.barred(batch.places, prefixes)
-            scores = scores.scatter_add(1, last, _bars(barred))
-        if batch.penalties is not None:
-            scores = self._history.penalised(scores, batch.places, batch.penalties)
+        self._backend.mark()
+        if stages.grammar:
+            words = self._grammar_words(len(scores)).device.view(len(scores), -1, 1)
+            banned = (words & self._bits) == 0
+            scores = _minus_inf(banned.view(len(scores), -1)[:, : scores.shape[1]]).add_(scores)
+            self._backend.mark()
+        for name in ("few_words", "many_words"):
+            if getattr(stages, name):
+                words = self._bad_words(name, indices).index_select(0, getattr(rows, name))
+                last_tokens = tables["last_tokens"].index_select(0, rows.last_tokens)
+                scores = _without_bad_words(scores, words, last_tokens)
+                self._backend.mark()
+        if stages.bias:
+            scores = tables["bias"].index_select(0, rows.bias).add_(scores)
+        if stages.banned:
+            scores = _minus_inf(tables["banned"].index_select(0, rows.banned)).add_(scores)
+        if stages.counts:
+            counts = tables["counts"].index_select(0, rows.counts)
+            scores = _penalized(scores, counts, inputs.params)
+        if stages.tables:
+            self._backend.mark()
         return scores
 
-    def _drawn(
-        self, scores: Tensor, best: filters.Best, batch: SamplingBatch
-    ) -> tuple[Tensor, Tensor]:
-        """(B, 1) tokens: drawn where the row is random, the most likely one where it is greedy;
-        (B, V) the weights they were drawn by."""
-        assert batch.greedy is not None
-        if batch.temperature is not None:
-            # Less the best first: tiny temperatures then give -inf and weight 0, never infinity.
-            # Softmax does the same, so a temperature of 1 changes no bit.
-            scores = (scores - best.values).div_(batch.temperature)
+    def _bad_words(self, name: str, indices: npt.NDArray[np.int64]) -> Tensor:
+        words = self._tables[name]
+        if self._static_shapes:
+            return words
+        count, length = self._columns.max_words(indices)
+        return words[:, :count, max(0, words.shape[2] - max(2, length)) :]
+
+    def _draw(
+        self,
+        scores: Tensor,
+        inputs: "_LaunchInputs",
+        indices: npt.NDArray[np.int64],
+        stages: Stages,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(B,) tokens: drawn for random requests, the argmax for greedy ones; and (B, V) the
+        weights that they were drawn by, if these are reported: they take memory."""
+        params = inputs.params
+        best = self._argmax(scores)
+        if stages.temperature:
+            # Minus the largest first: tiny temperatures then give -inf and weight 0, never
+            # infinity. Softmax does the same, so a temperature of 1 changes no bit.
+            scores = (scores - best.values).div_(params.temperature)
         weights = torch.softmax(scores, dim=-1)
-        top = best.indices
         threshold = None
-        if batch.min_p is not None:
-            threshold = filters.min_p_threshold(weights, top, batch.min_p)
-        if batch.top_k is not None:
-            kth = filters.top_k_threshold(weights, batch.top_k, batch.largest_k)
+        if stages.min_p:
+            threshold = filters.min_p_threshold(weights, best.tokens, params.min_p)
+            threshold = threshold.clamp(min=filters.TINY)
+        greedy = params.greedy > 0.5
+        self._backend.mark()
+        if stages.top_k:
+            kth = self._top_k_threshold(weights, params.top_k, indices)
             threshold = kth if threshold is None else torch.maximum(threshold, kth)
+            self._backend.mark()
+        if stages.top_p:
+            least = filters.TINY
+            if threshold is not None:
+                # Weights are 1 and above from here on: a threshold of 1 changes nothing.
+                weights, least = filters.cut(weights, threshold), 1.0
+            has_top_p = params.top_p < 1
+            mass = filters.totals(weights, self._sum_dtype) * params.top_p * has_top_p
+            # Where the argmax is the whole nucleus, tokens that tie with it are not drawn.
+            greedy = greedy | ((weights.gather(1, best.tokens) >= mass) & has_top_p)
+            nucleus = torch.where(has_top_p, self._nucleus(weights, mass), 0.0)
+            threshold = nucleus.clamp(min=least)
+            self._backend.mark()
         if threshold is not None:
             weights = filters.cut(weights, threshold)
-        greedy = batch.greedy.unsqueeze(1)
-        if batch.top_p is not None:
-            mass = filters.totals(weights, self._wide) * batch.top_p
-            # Where the best token is the whole nucleus, those that tie with it are not drawn.
-            greedy = greedy | ((weights.gather(1, top) >= mass) & (batch.top_p < 1))
-            nucleus = self._nucleus(weights, mass, batch.top_p)
-            least = filters.TINY if threshold is None else 1.0
-            weights = filters.cut(weights, nucleus, least)
-        drawn = filters.draw(weights, self._rows.numbers(batch))
-        return torch.where(greedy, top, drawn.unsqueeze(1)), weights
+        drawn = filters.draw(weights, inputs.random).unsqueeze(1)
+        tokens = torch.where(greedy, best.tokens, drawn)
+        weights_kept = weights if self._mode.is_processed else None
+        return self._finite(filters.Argmax(best.values, tokens)), weights_kept
 
-    def _nucleus(self, weights: Tensor, mass: Tensor, top_p: Tensor) -> Tensor:
-        # A row without top_p keeps everything, whatever rounding says of its mass.
-        cuts = top_p < 1
-        if self._looks:
-            return filters.nucleus_by_sort(weights, mass * cuts) * cuts
-        return filters.nucleus_by_search(weights, mass) * cuts
+    def _top_k_threshold(
+        self, weights: Tensor, top_k: Tensor, indices: npt.NDArray[np.int64]
+    ) -> Tensor:
+        if self._static_shapes:
+            return filters.top_k_by_search(weights, top_k)
+        return filters.top_k_by_sort(weights, top_k.long(), self._columns.max_top_k(indices))
 
-    def _remember(self, tokens: Tensor, batch: SamplingBatch) -> None:
-        counts, last = batch.penalties is not None, batch.bad_words is not None
-        if counts or last:
-            self._history.append(batch.places, tokens, counts=counts, last=last)
+    def _nucleus(self, weights: Tensor, mass: Tensor) -> Tensor:
+        if self._static_shapes or self._backend.device.type != "cpu":
+            return filters.nucleus_by_search(weights, mass)
+        return filters.nucleus_by_sort(weights, mass)
+
+    def _finite(self, chosen: filters.Argmax) -> Tensor:
+        """(B,) tokens of the index type, -1 where the largest score is not finite."""
+        tokens = torch.where(chosen.values.isfinite(), chosen.tokens, -1)
+        return tokens.squeeze(1).to(self._backend.index_dtype)
+
+    def _append(self, tokens: Tensor, rows: TableRows, stages: Stages) -> None:
+        """Add the tokens to the tables; -1 adds nothing to the counts."""
+        if stages.counts:
+            counts = self._tables["counts"]
+            if self._static_shapes:
+                every = torch.arange(counts.shape[1], device=tokens.device, dtype=tokens.dtype)
+                more = counts.index_select(0, rows.counts) + (every == tokens.unsqueeze(1))
+                counts.index_copy_(0, rows.counts, more)
+            else:
+                # Adds 0 for requests without counts: the neutral row stays neutral.
+                one = ((tokens >= 0) & (rows.counts < len(counts) - 1)).float()
+                counts.index_put_((rows.counts, tokens.clamp(min=0)), one, accumulate=True)
+            self._backend.mark()
+        if stages.words:
+            table = self._tables["last_tokens"]
+            last_tokens = table.index_select(0, rows.last_tokens)[:, 1:]
+            last_tokens = torch.cat((last_tokens, (tokens + 1).unsqueeze(1)), dim=1)
+            table.index_copy_(0, rows.last_tokens, last_tokens)
+            self._backend.mark()
+
+    def _logprobs(
+        self, logits: Tensor, tokens: Tensor, indices: npt.NDArray[np.int64]
+    ) -> TopLogprobs:
+        k = MAX_LOGPROBS if self._static_shapes else self._columns.max_logprobs(indices)
+        logprobs = top_logprobs(logits, tokens, k, normalises=not self._mode.is_logits)
+        self._backend.mark()
+        return logprobs
 
 
-def _changes_nothing(batch: SamplingBatch) -> bool:
-    return (
-        not batch.masked
-        and batch.allowed is None
-        and batch.bias is None
-        and batch.bad_words is None
-        and batch.penalties is None
-    )
+class _Columns:
+    """(count, width) on the device, uploaded in one piece."""
+
+    def __init__(self, backend: Backend, count: int, width: int, dtype: torch.dtype) -> None:
+        self._backend = backend
+        self._shape = (count, width)
+        self.device = backend.zeros((count * width,), dtype)
+        self._host = self.device
+
+    def host(self) -> npt.NDArray[Any]:
+        """(count, width) host memory to fill before `upload`; on a device that shares the host's
+        memory the tensor itself."""
+        if not self._backend.shares_host_memory:
+            self._host = self._backend.host_tensor(len(self.device), self.device.dtype)
+        return self._host.numpy().reshape(self._shape)
+
+    def upload(self, pinned: list[Tensor]) -> None:
+        """Copy to the device; appends the host tensor that the copy reads."""
+        if not self._backend.shares_host_memory:
+            self._backend.upload(self.device, self._host)
+            pinned.append(self._host)
+
+    def split(self) -> tuple[Tensor, ...]:
+        """Each column (width,)."""
+        return torch.split(self.device, self._shape[1])
 
 
-def _chosen_from(scores: Tensor, weights: Tensor, batch: SamplingBatch) -> Tensor:
-    """(B, V) the processed logits of a batch of which some rows draw."""
-    assert batch.greedy is not None
-    greedy = batch.greedy.unsqueeze(1)
-    cuts = torch.zeros_like(greedy)
-    if batch.min_p is not None:
-        cuts = cuts | (batch.min_p > 0)
-    if batch.top_k is not None:
-        cuts = cuts | (batch.top_k > 0)
-    if batch.top_p is not None:
-        cuts = cuts | (batch.top_p < 1)
-    temperature = torch.ones_like(scores[:, :1])
-    if batch.temperature is not None:
-        temperature = batch.temperature
+class _LaunchInputs:
+    """Device columns of one batch width, made when the width comes first."""
+
+    def __init__(self, backend: Backend, width: int, sum_dtype: torch.dtype) -> None:
+        self.param_columns = _Columns(backend, len(Params._fields), width, torch.float32)
+        self.params = Params(*(column.unsqueeze(1) for column in self.param_columns.split()))
+        """Each (B, 1) float32."""
+        self.row_columns = _Columns(backend, len(TableRows._fields), width, backend.index_dtype)
+        self.table_rows = TableRows(*self.row_columns.split())
+        """Each (B,) of the index type."""
+        self.random_columns: _Columns | None = None
+        self.random: Tensor = self.params.random
+        """(B, 1) of the type that weights are summed in."""
+        if sum_dtype != torch.float32:
+            self.random_columns = _Columns(backend, 1, width, sum_dtype)
+            self.random = self.random_columns.device.unsqueeze(1)
+
+
+_NO_STAGES = Stages()
+
+
+def _word_bits(backend: Backend) -> Tensor:
+    """(TOKENS_PER_WORD,) int32: each bit of a word alone, the lowest first. No shifts on the
+    device: words are signed."""
+    bits = backend.zeros((TOKENS_PER_WORD,), torch.int32)
+    host = backend.host_tensor(TOKENS_PER_WORD, torch.int32)
+    host.numpy()[:] = (1 << np.arange(TOKENS_PER_WORD)).astype(np.uint32).view(np.int32)
+    backend.upload(bits, host)
+    backend.mark()
+    # The upload reads `host`.
+    backend.synchronize()
+    return bits
+
+
+def _drawn_from(scores: Tensor, weights: Tensor, params: Params) -> Tensor:
+    """(B, V) the processed logits of a batch of which some requests draw."""
+    has_cut = (params.min_p > 0) | (params.top_k > 0.5) | (params.top_p < 1)
     return processed_logits(
-        scores.float(), weights, greedy=greedy, temperature=temperature, cuts=cuts
+        scores,
+        weights,
+        greedy=params.greedy > 0.5,
+        temperature=params.temperature,
+        cuts=has_cut,
     )
 
 
-def _bars(barred: Tensor) -> Tensor:
-    """-inf where barred, else 0."""
-    zero = torch.zeros((), dtype=torch.float32, device=barred.device)
-    return torch.where(barred, float("-inf"), zero)
+def _minus_inf(banned: Tensor) -> Tensor:
+    """-inf where banned, else 0."""
+    zero = torch.zeros((), dtype=torch.float32, device=banned.device)
+    return torch.where(banned, float("-inf"), zero)
+
+
+def _without_bad_words(scores: Tensor, words: Tensor, last_tokens: Tensor) -> Tensor:
+    """Scores (B, V) with every token banned that would complete one of `words` (B, W, L + 1) after
+    `last_tokens` (B, N >= L)."""
+    prefixes, ends = words[:, :, :-1], words[:, :, -1]
+    recent = last_tokens[:, -prefixes.shape[2] :].unsqueeze(1)
+    completes = ((prefixes == recent) | (prefixes == 0)).all(-1) & (ends > 0)
+    return scores.scatter_add(1, (ends - 1).clamp(min=0), _minus_inf(completes))
+
+
+def _penalized(scores: Tensor, counts: Tensor, params: Params) -> Tensor:
+    """Scores (B, V) after repetition, frequency and presence penalties; `counts` as in
+    `SamplingTables`."""
+    generated = counts >= 1
+    repeated = torch.where(scores > 0, scores / params.repetition, scores * params.repetition)
+    scores = torch.where(counts > 0, repeated, scores)
+    penalized: Tensor = scores - params.frequency * counts.floor() - params.presence * generated
+    return penalized

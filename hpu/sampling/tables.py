@@ -1,8 +1,7 @@
-"""Device tables with a row for each sequence: bias, barred tokens, token counts, bad words, last
-tokens. All memory is taken at once, when they are made. Knows no order of sampling.
+"""Device tables with one row a request: bias, banned tokens, token counts, bad words, last tokens.
 
-A table's last row is neutral for good as far as results go: launches read it for padding, and for
-rows that do not use the table. So what a sequence leaves behind needs no cleaning up.
+The last row of a table is neutral and never written: launches read it for padding and for requests
+that do not use the table. So a request's row needs no cleanup when the request leaves.
 """
 
 import math
@@ -16,10 +15,10 @@ from torch import Tensor
 from config.params.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from hpu.backends.base import Backend
 from hpu.protocol import RequestSampling
-from hpu.sampling.columns import FEW_PREFIX, FEW_WORDS, Stages
+from hpu.sampling.params import FEW_PREFIX, FEW_WORDS, Stages
 
-LAST = MAX_BAD_WORD_TOKENS - 1
-"""Last tokens kept of a row: as many as may precede the end of a bad word."""
+NUM_LAST_TOKENS = MAX_BAD_WORD_TOKENS - 1
+"""Last tokens stored of a request: as many as may precede the end of a bad word."""
 
 
 class _Shape(NamedTuple):
@@ -30,101 +29,107 @@ class _Shape(NamedTuple):
 def _shapes(vocab_size: int, index_dtype: torch.dtype) -> dict[str, _Shape]:
     return {
         "bias": _Shape((vocab_size,), torch.float32),
-        "barred": _Shape((vocab_size,), torch.bool),
+        "banned": _Shape((vocab_size,), torch.bool),
         "counts": _Shape((vocab_size,), torch.float32),
         "few_words": _Shape((FEW_WORDS, FEW_PREFIX + 1), index_dtype),
         "many_words": _Shape((MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), index_dtype),
-        "last": _Shape((LAST,), index_dtype),
+        "last_tokens": _Shape((NUM_LAST_TOKENS,), index_dtype),
     }
 
 
-def table_bytes(max_rows: int, vocab_size: int, index_dtype: torch.dtype) -> int:
-    """Device memory that the tables of `max_rows` rows take; each has two rows more."""
-    shapes = _shapes(vocab_size, index_dtype).values()
-    return sum((max_rows + 2) * math.prod(shape.row) * shape.dtype.itemsize for shape in shapes)
-
-
 class _Table:
-    """(max_rows + 1, ...) on the device, and how a row of it is written."""
+    """(max_num_reqs + 1, ...) on the device."""
 
-    def __init__(self, backend: Backend, max_rows: int, shape: _Shape) -> None:
+    def __init__(self, backend: Backend, max_num_reqs: int, shape: _Shape) -> None:
         self._backend = backend
         self._size = math.prod(shape.row)
-        self.tensor = backend.zeros((max_rows + 1, *shape.row), shape.dtype)
+        self.tensor = backend.zeros((max_num_reqs + 1, *shape.row), shape.dtype)
         self._staged = backend.zeros((self._size,), shape.dtype)
         self._row = self._staged.view(1, *shape.row)
-        self._place = backend.zeros((1,), backend.index_dtype)
+        self._index = backend.zeros((1,), backend.index_dtype)
 
-    def write(self, row: int, values: npt.NDArray[Any]) -> list[Tensor]:
-        """Set `row`, after the work given so far; gives the host tensors that are being read."""
+    def write(self, req_index: int, values: npt.NDArray[Any]) -> list[Tensor]:
+        """Set a row, after the work launched so far; returns the host tensors being read."""
         host = self._backend.host_tensor(self._size, self.tensor.dtype)
         host.numpy()[:] = values.reshape(-1)
-        place = self._backend.host_tensor(1, self._backend.index_dtype)
-        place.numpy()[:] = row
+        index = self._backend.host_tensor(1, self._backend.index_dtype)
+        index.numpy()[:] = req_index
         self._backend.upload(self._staged, host)
-        self._backend.upload(self._place, place)
-        # The row comes as a tensor: a number in the operation would make it another one.
-        self.tensor.index_copy_(0, self._place, self._row)
-        # Written by itself, so that it is one and the same however many rows a step admits.
+        self._backend.upload(self._index, index)
+        # The index is a tensor: as a constant it would make each row another operation.
+        self.tensor.index_copy_(0, self._index, self._row)
+        # A recipe of its own: the same one however many requests a step adds.
         self._backend.mark()
-        return [host, place]
+        return [host, index]
 
 
 class SamplingTables:
-    """The tables of `max_rows` rows. Tokens are kept as their id plus 1, 0 is none."""
+    """Tables of `max_num_reqs` requests. A token is stored as its id plus 1; 0 means none.
 
-    def __init__(self, backend: Backend, max_rows: int, vocab_size: int) -> None:
+    bias         (R, V) float32, added to logits; -inf where a token is not allowed
+    banned       (R, V) bool: tokens that may not come before min_tokens
+    counts       (R, V) float32: how often a token was generated, plus 0.5 if the prompt has it
+    few_words    (R, W, L + 1) bad words, right-aligned; a 0 before the last token matches anything,
+                 a 0 in its place means no word
+    many_words   the same with the largest W and L that a request may ask for
+    last_tokens  (R, NUM_LAST_TOKENS) last generated tokens, newest at the end
+    """
+
+    def __init__(
+        self, backend: Backend, max_num_reqs: int, vocab_size: int, *, preallocates: bool
+    ) -> None:
+        """`preallocates`: all device memory is taken here; if not, by the first request that uses
+        a table."""
+        self._backend = backend
+        self._max_num_reqs = max_num_reqs
         self._vocab_size = vocab_size
-        self.bytes = table_bytes(max_rows, vocab_size, backend.index_dtype)
-        tables = {
-            name: _Table(backend, max_rows, shape)
-            for name, shape in _shapes(vocab_size, backend.index_dtype).items()
-        }
-        self._tables = tables
-        self.bias = tables["bias"].tensor
-        """(R, V) float32, added to logits; -inf where a token is not allowed."""
-        self.barred = tables["barred"].tensor
-        """(R, V) bool: tokens that may not come before min_tokens are there."""
-        self.counts = tables["counts"].tensor
-        """(R, V) float32: how often a token was generated, and 0.5 more if the prompt holds it."""
-        self.few_words = tables["few_words"].tensor
-        """(R, W, L + 1) words, right-aligned; a 0 before the end fits anything, one at the end
-        says that there is no word."""
-        self.many_words = tables["many_words"].tensor
-        """As `few_words`, with the largest W and L that anybody may ask for."""
-        self.last = tables["last"].tensor
-        """(R, LAST) last generated tokens, newest at the end."""
+        self._shapes = _shapes(vocab_size, backend.index_dtype)
+        self._tables: dict[str, _Table] = {}
+        if preallocates:
+            for name in self._shapes:
+                self._table(name)
 
-    def admit(
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tables[name].tensor
+
+    def _table(self, name: str) -> _Table:
+        if name not in self._tables:
+            self._tables[name] = _Table(self._backend, self._max_num_reqs, self._shapes[name])
+        return self._tables[name]
+
+    def add_request(
         self,
-        row: int,
+        req_index: int,
         sampling: RequestSampling,
-        asked: Stages,
+        stages: Stages,
         prompt: npt.NDArray[np.uint32],
         generated: npt.NDArray[np.uint32],
     ) -> list[Tensor]:
-        """Write what `row` needs; gives host tensors to keep until the device has read them."""
-        kept = []
-        if asked.bias:
-            kept += self._tables["bias"].write(row, self._bias(sampling))
-        if asked.barred:
-            barred = np.zeros(self._vocab_size, dtype=np.bool_)
-            barred[list(sampling.end_token_ids)] = True
-            kept += self._tables["barred"].write(row, barred)
-        if asked.counts:
-            counts = np.bincount(generated, minlength=self._vocab_size).astype(np.float32)
-            counts += (np.bincount(prompt, minlength=self._vocab_size) > 0) * np.float32(0.5)
-            kept += self._tables["counts"].write(row, counts)
-        if asked.words:
-            table = self._tables["few_words" if asked.few_words else "many_words"]
-            words = np.zeros(tuple(table.tensor.shape[1:]), dtype=np.int64)
-            for place, word in zip(words, sampling.bad_words, strict=False):
-                place[len(place) - len(word) :] = np.array(word) + 1
-            last = np.zeros(LAST, dtype=np.int64)
-            tail = generated[-LAST:]
-            last[LAST - len(tail) :] = tail.astype(np.int64) + 1
-            kept += table.write(row, words) + self._tables["last"].write(row, last)
-        return kept
+        """Write the rows that the request's stages read; returns host tensors to keep until the
+        device has read them."""
+        rows: dict[str, npt.NDArray[Any]] = {}
+        if stages.bias:
+            rows["bias"] = self._bias(sampling)
+        if stages.banned:
+            rows["banned"] = np.zeros(self._vocab_size, dtype=np.bool_)
+            rows["banned"][list(sampling.end_token_ids)] = True
+        if stages.counts:
+            rows["counts"] = np.bincount(generated, minlength=self._vocab_size).astype(np.float32)
+            in_prompt = np.bincount(prompt, minlength=self._vocab_size) > 0
+            rows["counts"] += in_prompt * np.float32(0.5)
+        if stages.words:
+            name = "few_words" if stages.few_words else "many_words"
+            words = rows[name] = np.zeros(self._shapes[name].row, dtype=np.int64)
+            for row, word in zip(words, sampling.bad_words, strict=False):
+                row[len(row) - len(word) :] = np.array(word) + 1
+            last_tokens = rows["last_tokens"] = np.zeros(NUM_LAST_TOKENS, dtype=np.int64)
+            tail = generated[-NUM_LAST_TOKENS:]
+            last_tokens[NUM_LAST_TOKENS - len(tail) :] = tail.astype(np.int64) + 1
+        return [
+            host
+            for name, values in rows.items()
+            for host in self._table(name).write(req_index, values)
+        ]
 
     def _bias(self, sampling: RequestSampling) -> npt.NDArray[np.float32]:
         bias = np.zeros(self._vocab_size, dtype=np.float32)

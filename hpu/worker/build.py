@@ -38,8 +38,7 @@ from hpu.runner.kv_cache import KVCache, block_bytes, reads_contiguously
 from hpu.runner.model_runner import ModelRunner
 from hpu.runner.step_runner import StepRunner
 from hpu.sampling.logprobs import LogprobsMode
-from hpu.sampling.sampler import AnySampler, Sampler
-from hpu.sampling.sampler_padded import PaddedSampler
+from hpu.sampling.sampler import Sampler
 from hpu.warmup import report as announce
 from hpu.worker.memory import GIB, Found, Split, Wanted, split_memory
 from hpu.worker.offloaded_weights import Kept, put_back
@@ -257,19 +256,22 @@ def check_memory(
         )
 
 
-def make_sampler(loaded: Loaded) -> AnySampler:
-    """Of fixed stages where a new shape means a compilation; one row more than an engine uses."""
-    backend, rows = loaded.backend, loaded.config.scheduler.max_num_seqs + 1
-    vocab_size = loaded.facts.vocab_size
-    mode = LogprobsMode.named(loaded.config.logprobs_mode)
-    if loaded.pads and (loaded.captures or backend.compiles):
-        return PaddedSampler(rows, vocab_size, backend, mode)
-    return Sampler(rows, vocab_size, backend.device, backend.index_dtype, mode)
+def make_sampler(loaded: Loaded) -> Sampler:
+    """With static shapes where a new shape means a compilation; one request more than an engine
+    uses."""
+    backend = loaded.backend
+    return Sampler(
+        loaded.config.scheduler.max_num_seqs + 1,
+        loaded.facts.vocab_size,
+        backend,
+        LogprobsMode.named(loaded.config.logprobs_mode),
+        static_shapes=loaded.pads and (loaded.captures or backend.compiles),
+    )
 
 
 def make_runner(
     loaded: Loaded,
-    sampler: AnySampler,
+    sampler: Sampler,
     counters: Counters,
     *,
     num_blocks: int,
@@ -306,7 +308,7 @@ def make_runner(
     return runner, graphs, staging, cache
 
 
-def find_memory(loaded: Loaded, sampler: AnySampler) -> Found:
+def find_memory(loaded: Loaded, sampler: Sampler) -> Found:
     """What is free now that the weights are there, and what the largest launches take of it:
     measured on a cache of one block, or estimated where the back end counts no memory."""
     backend, schedule = loaded.backend, loaded.config.scheduler

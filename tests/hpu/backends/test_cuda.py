@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.model.model_config import ModelConfig
+from hpu.backends.cpu import CpuBackend
 from hpu.backends.cuda import missing_cuda
 from hpu.backends.select import select_backend
 from hpu.layers.metadata import AttentionInputs, DecodeAttentionInputs, PrefillAttentionInputs
@@ -40,6 +41,22 @@ EVERYTHING = [
 ]
 
 
+class MetaBackend(CpuBackend):
+    """The CPU's backend with the META device for tensors."""
+
+    shares_host_memory = False
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.device = META
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=META)
+
+    def upload(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+
 class StaysOnDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]  # theirs
     """Raises at an op that mixes host and device, or copies between them and waits."""
 
@@ -50,7 +67,10 @@ class StaysOnDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]  # thei
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, made)) if isinstance(leaf, Tensor)]
-        if len({tensor.device for tensor in tensors}) > 1 and not kwargs.get("non_blocking"):
+        returns_at_once = kwargs.get("non_blocking") or (
+            func is torch.ops.aten.copy_.default and args[2:] == (True,)
+        )
+        if len({tensor.device for tensor in tensors}) > 1 and not returns_at_once:
             raise AssertionError(f"{func} works on host and device, and the host may have to wait")
         return made
 
@@ -131,17 +151,18 @@ def test_its_kernels_give_what_the_plain_operations_give(
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
 
 
-def test_sampling_asks_no_number_of_the_device() -> None:
-    sampler = Sampler(8, 320, META, torch.int64)
+@pytest.mark.parametrize("static_shapes", [False, True])
+def test_sampling_asks_no_number_of_the_device(static_shapes: bool) -> None:
+    sampler = Sampler(8, 320, MetaBackend(), static_shapes=static_shapes)
     logits = torch.zeros(4, 320, dtype=torch.bfloat16, device=META)
 
     with StaysOnDevice():
         for row, sampling in enumerate(EVERYTHING):
-            sampler.admit(row, sampling, np.zeros(3, np.uint32), 2)
+            sampler.add_request(row, sampling, np.zeros(3, np.uint32), 2)
         sampled = sampler.sample(logits, [0, 1, 2, 3])
         scored = prompt_logprobs(logits, sampled.tokens, 3)
 
-    assert sampled.tokens.shape == (4,)
+    assert sampled.tokens.shape == (4,) and sampled.tokens.device == META
     assert scored.ids.shape == (4, 4)
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from config.execution import HPU_GRAPHS, TORCH_COMPILE, ExecutionConfig, ModeChoice
 from hpu.backends.base import Backend
+from hpu.backends.cpu import CpuBackend
 from hpu.backends.gaudi import GaudiBackend
 from hpu.sampling.logprobs import LogprobsMode
 from hpu.sampling.sampler import Sampler
-from hpu.sampling.sampler_padded import PaddedSampler
 
 VOCAB = 300
 ROWS = 5
@@ -28,13 +28,13 @@ def _upload(backend: Backend, logits: Tensor) -> Tensor:
     return target
 
 
-def _warm(backend: Backend, sampler: PaddedSampler) -> None:
+def _warm(backend: Backend, sampler: Sampler) -> None:
     for width in WIDTHS:
         for sampling in sampler.warmup_settings:
-            sampler.admit(0, sampling, np.zeros(1, np.uint32), 1)
+            sampler.add_request(0, sampling, np.zeros(1, np.uint32), 1)
             logits = torch.zeros(width, VOCAB, dtype=torch.bfloat16)
             sampler.sample(_upload(backend, logits), [0])
-            sampler.release(0)
+            sampler.remove_request(0)
     backend.synchronize()
 
 
@@ -51,11 +51,13 @@ def test_once_warm_no_mix_of_settings_compiles_waits_or_takes_memory(
 ) -> None:
     choice = ModeChoice(mode, "the test's")
     rng, generator = random.Random(2), torch.Generator().manual_seed(2)
-    plain = Sampler(ROWS, VOCAB, torch.device("cpu"), torch.int32)
+    cpu = CpuBackend(torch.get_num_threads())
+    # Sums in float32, as on the card.
+    plain = Sampler(ROWS, VOCAB, cpu, static_shapes=False, sum_dtype=torch.float32)
 
     with torch.inference_mode(), emulated(lazy=choice.is_lazy, strict=True) as card:
         backend = GaudiBackend(ExecutionConfig(), choice)
-        sampler = PaddedSampler(ROWS, VOCAB, backend, LogprobsMode.named(reports))
+        sampler = Sampler(ROWS, VOCAB, backend, LogprobsMode.named(reports), static_shapes=True)
         _warm(backend, sampler)
         compiled, in_use = card.journal.counts["compilations"], card.memory.in_use
         card.seal()
@@ -69,8 +71,8 @@ def test_once_warm_no_mix_of_settings_compiles_waits_or_takes_memory(
                     tokens, num_prompt = random_history(rng, VOCAB)
                     sampling = random_sampling(rng, VOCAB)
                     for either in (sampler, plain):
-                        either.release(row)
-                        either.admit(row, sampling, tokens, num_prompt)
+                        either.remove_request(row)
+                        either.add_request(row, sampling, tokens, num_prompt)
                 sampled = sampler.sample(_upload(backend, logits), rows)
                 found = backend.to_host(sampled.tokens)
                 end = backend.event()

@@ -15,7 +15,7 @@ from hpu.models.decoder import Decoder
 from hpu.native import library as library_module
 from hpu.native.library import Library, PackedLinear, open_library
 from hpu.protocol import RequestSampling
-from hpu.sampling.filters import best_of
+from hpu.sampling.filters import argmax
 from hpu.sampling.sampler import GREEDY
 
 PROMPTS = {0: list(range(10, 60)), 1: list(range(70, 77)), 2: [9]}
@@ -213,7 +213,7 @@ def test_the_best_output_is_the_first_of_the_largest(
 
     found = linear.best(hidden)
 
-    assert found.tolist() == best_of(logits).indices.flatten().tolist()
+    assert found.tolist() == argmax(logits).tokens.flatten().tolist()
 
 
 @torch.inference_mode()

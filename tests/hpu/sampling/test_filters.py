@@ -17,11 +17,11 @@ def test_bits_find_the_place_that_max_finds_ties_included(
     # So few values that every row has its largest many times.
     scores = torch.randint(-9, 9, (33, vocab_size), generator=generator).to(dtype)
 
-    best = filters.best_of(scores)
+    best = filters.argmax(scores)
 
     expected = scores.max(dim=-1, keepdim=True)
     assert torch.equal(best.values, expected.values)
-    assert torch.equal(best.indices, expected.indices)
+    assert torch.equal(best.tokens, expected.indices)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -38,12 +38,12 @@ def test_bits_find_what_max_finds_among_odd_numbers(odd: float, dtype: torch.dty
     scores[4, 700] = odd
     scores[5, 700:] = -INF
 
-    best = filters.best_of(scores)
+    best = filters.argmax(scores)
 
     expected = scores.max(dim=-1, keepdim=True)
     assert torch.equal(best.values.isnan(), expected.values.isnan())
     assert torch.equal(best.values.nan_to_num(), expected.values.nan_to_num())
-    assert torch.equal(best.indices, expected.indices)
+    assert torch.equal(best.tokens, expected.indices)
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])

@@ -9,10 +9,13 @@ import slow_sampler
 import torch
 from random_sampling import random_history, random_sampling
 
+from hpu.backends.cpu import CpuBackend
 from hpu.protocol import RequestSampling
 from hpu.sampling.logprobs import LogprobsMode, prompt_logprobs, top_logprobs
-from hpu.sampling.rows import is_greedy
+from hpu.sampling.params import is_greedy
 from hpu.sampling.sampler import Sampler
+
+CPU = CpuBackend(torch.get_num_threads())
 
 
 def _logits(rows: int, vocab_size: int, seed: int = 1) -> torch.Tensor:
@@ -80,9 +83,9 @@ def test_the_samplers_logprobs_come_from_before_masks_penalties_and_temperature(
     asked = RequestSampling(
         temperature=0.1, logit_bias=((3, 100.0),), presence_penalty=1.0, top_k=2, num_logprobs=4
     )
-    sampler = Sampler(2, 40, torch.device("cpu"), torch.int64)
+    sampler = Sampler(2, 40, CPU, static_shapes=False)
     for row, sampling in enumerate((asked, RequestSampling(temperature=0.0))):
-        sampler.admit(row, sampling, np.array([1], dtype=np.uint32), 1)
+        sampler.add_request(row, sampling, np.array([1], dtype=np.uint32), 1)
 
     sampled = sampler.sample(logits, [0, 1])
 
@@ -100,8 +103,8 @@ def test_another_mode_reports_what_a_token_was_chosen_from(name: str) -> None:
         asked = msgspec.structs.replace(
             random_sampling(rng, 40), num_logprobs=20, masked=False, allowed_token_ids=None
         )
-        sampler = Sampler(1, 40, torch.device("cpu"), torch.int64, mode)
-        sampler.admit(0, asked, history, num_prompt)
+        sampler = Sampler(1, 40, CPU, mode, static_shapes=False)
+        sampler.add_request(0, asked, history, num_prompt)
 
         found = sampler.sample(logits, [0]).logprobs
 
@@ -126,7 +129,7 @@ def test_another_mode_reports_what_a_token_was_chosen_from(name: str) -> None:
 
 
 def test_no_row_asking_gives_none() -> None:
-    sampler = Sampler(1, 40, torch.device("cpu"), torch.int64)
-    sampler.admit(0, RequestSampling(), np.array([1], dtype=np.uint32), 1)
+    sampler = Sampler(1, 40, CPU, static_shapes=False)
+    sampler.add_request(0, RequestSampling(), np.array([1], dtype=np.uint32), 1)
 
     assert sampler.sample(_logits(1, 40), [0]).logprobs is None

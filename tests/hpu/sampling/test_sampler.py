@@ -9,22 +9,23 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from torch import Tensor
 
+from hpu.backends.cpu import CpuBackend
 from hpu.protocol import RequestSampling
 from hpu.sampling import filters
 from hpu.sampling.rng import uniforms
-from hpu.sampling.sampler import Sampled, Sampler
+from hpu.sampling.sampler import Sampler, SamplerOutput
 
-CPU = torch.device("cpu")
+CPU = CpuBackend(torch.get_num_threads())
 GREEDY = RequestSampling(temperature=0.0)
 
 
 def _sampler(
     vocab_size: int, rows: list[RequestSampling], prompt: list[int] | None = None
 ) -> Sampler:
-    sampler = Sampler(len(rows), vocab_size, CPU, torch.int64)
+    sampler = Sampler(len(rows), vocab_size, CPU, static_shapes=False)
     tokens = np.array(prompt or [0], dtype=np.uint32)
     for row, sampling in enumerate(rows):
-        sampler.admit(row, sampling, tokens, len(tokens))
+        sampler.add_request(row, sampling, tokens, len(tokens))
     return sampler
 
 
@@ -103,7 +104,7 @@ def test_no_neighbour_changes_a_bit_of_a_rows_result(
             _same(sampler.sample(logits[row : row + 1], [0]), mixed, row, asked[row].num_logprobs)
 
 
-def _same(alone: Sampled, mixed: Sampled, row: int, k: int) -> None:
+def _same(alone: SamplerOutput, mixed: SamplerOutput, row: int, k: int) -> None:
     assert alone.tokens[0] == mixed.tokens[row]
     if k >= 0:
         assert alone.logprobs is not None and mixed.logprobs is not None
@@ -231,12 +232,12 @@ def test_a_bad_word_of_several_tokens_bars_only_its_last_after_the_others() -> N
 
 
 def test_a_longer_bad_word_that_comes_later_keeps_what_others_remember() -> None:
-    sampler = Sampler(2, 4, CPU, torch.int64)
+    sampler = Sampler(2, 4, CPU, static_shapes=False)
     prompt = np.array([0], dtype=np.uint32)
-    sampler.admit(0, RequestSampling(temperature=0.0, bad_words=((1, 2),)), prompt, 1)
+    sampler.add_request(0, RequestSampling(temperature=0.0, bad_words=((1, 2),)), prompt, 1)
     assert _tokens(sampler, torch.eye(4)[[1]], [0]) == [1]
 
-    sampler.admit(1, RequestSampling(temperature=0.0, bad_words=((3, 3, 3, 3),)), prompt, 1)
+    sampler.add_request(1, RequestSampling(temperature=0.0, bad_words=((3, 3, 3, 3),)), prompt, 1)
 
     assert _tokens(sampler, torch.eye(4)[[2, 3]], [0, 1]) == [0, 3]
 
@@ -249,8 +250,8 @@ def test_a_row_that_comes_back_after_preemption_goes_on_as_if_nothing_was() -> N
     for step in range(8):
         logits = _logits(1, 40, step)
         wanted = _tokens(steady, logits, [0])[0]
-        fresh = Sampler(1, 40, CPU, torch.int64)
-        fresh.admit(0, asked, np.array(tokens, dtype=np.uint32), 2)
+        fresh = Sampler(1, 40, CPU, static_shapes=False)
+        fresh.add_request(0, asked, np.array(tokens, dtype=np.uint32), 2)
         assert _tokens(fresh, logits, [0]) == [wanted]
         tokens.append(wanted)
 
@@ -261,8 +262,8 @@ def test_a_row_taken_over_by_another_sequence_forgets_the_first() -> None:
     logits = torch.tensor([[1.0, 0.0, 0.5]])
     assert [_tokens(sampler, logits, [0])[0] for _ in range(2)] == [0, 2]
 
-    sampler.release(0)
-    sampler.admit(0, penalised, np.array([1], dtype=np.uint32), 1)
+    sampler.remove_request(0)
+    sampler.add_request(0, penalised, np.array([1], dtype=np.uint32), 1)
 
     assert _tokens(sampler, logits, [0]) == [0]
 
@@ -289,8 +290,10 @@ def test_logits_are_left_as_they_were() -> None:
 
 
 def test_tokens_come_in_the_index_type() -> None:
-    sampler = Sampler(1, 300, CPU, torch.int32)
-    sampler.admit(0, RequestSampling(top_p=0.9, top_k=5), np.array([1], dtype=np.uint32), 1)
+    narrow = CpuBackend(1)
+    narrow.index_dtype = torch.int32
+    sampler = Sampler(1, 300, narrow, static_shapes=False)
+    sampler.add_request(0, RequestSampling(top_p=0.9, top_k=5), np.array([1], dtype=np.uint32), 1)
 
     tokens = sampler.sample(_logits(1, 300), [0]).tokens
 

@@ -1,4 +1,4 @@
-"""The sampler of fixed stages gives what the other one gives, whatever rows ask for."""
+"""With static shapes the sampler gives the same tokens as without, whatever requests ask for."""
 
 import random
 
@@ -14,22 +14,23 @@ from hpu.backends.cpu import CpuBackend
 from hpu.protocol import RequestSampling
 from hpu.sampling import filters
 from hpu.sampling.logprobs import RAW, LogprobsMode
-from hpu.sampling.sampler import Sampled, Sampler
-from hpu.sampling.sampler_padded import PaddedSampler
-from hpu.sampling.tables import table_bytes
+from hpu.sampling.sampler import Sampler, SamplerOutput
 
 VOCAB = 300
 ROWS = 5
 PROMPT = np.array([0], dtype=np.uint32)
 
 
-def _padded(max_rows: int, vocab_size: int, mode: LogprobsMode = RAW) -> PaddedSampler:
-    return PaddedSampler(max_rows, vocab_size, CpuBackend(torch.get_num_threads()), mode)
+def _static(max_rows: int, vocab_size: int, mode: LogprobsMode = RAW) -> Sampler:
+    backend = CpuBackend(torch.get_num_threads())
+    return Sampler(max_rows, vocab_size, backend, mode, static_shapes=True)
 
 
 def _plain(max_rows: int, vocab_size: int, mode: LogprobsMode = RAW) -> Sampler:
-    # 32-bit indices: sums in float32, as the other's.
-    return Sampler(max_rows, vocab_size, torch.device("cpu"), torch.int32, mode)
+    backend = CpuBackend(torch.get_num_threads())
+    return Sampler(
+        max_rows, vocab_size, backend, mode, static_shapes=False, sum_dtype=torch.float32
+    )
 
 
 def _logits(rng: random.Random, width: int, num_rows: int) -> Tensor:
@@ -42,7 +43,7 @@ def _logits(rng: random.Random, width: int, num_rows: int) -> Tensor:
     return logits.bfloat16() if rng.random() < 0.5 else logits
 
 
-def _same(wanted: Sampled, found: Sampled, count: int) -> None:
+def _same(wanted: SamplerOutput, found: SamplerOutput, count: int) -> None:
     assert found.tokens[:count].tolist() == wanted.tokens[:count].tolist()
     assert (found.logprobs is None) == (wanted.logprobs is None)
     if wanted.logprobs is not None and found.logprobs is not None:
@@ -58,7 +59,7 @@ def _same(wanted: Sampled, found: Sampled, count: int) -> None:
 @pytest.mark.parametrize(("seed", "name"), list(enumerate(LOGPROBS_MODES)))
 def test_every_mix_gives_the_same_through_padding_and_rows_taken_over(seed: int, name: str) -> None:
     rng, mode = random.Random(seed), LogprobsMode.named(name)
-    plain, padded = _plain(ROWS, VOCAB, mode), _padded(ROWS, VOCAB, mode)
+    plain, padded = _plain(ROWS, VOCAB, mode), _static(ROWS, VOCAB, mode)
     broken, masked = 0, [False] * ROWS
 
     for step in range(200):
@@ -69,15 +70,15 @@ def test_every_mix_gives_the_same_through_padding_and_rows_taken_over(seed: int,
                 random_history(rng, VOCAB),
             )
             for sampler in (plain, padded):
-                sampler.release(row)
-                sampler.admit(row, sampling, tokens, num_prompt)
+                sampler.remove_request(row)
+                sampler.add_request(row, sampling, tokens, num_prompt)
             masked[row] = sampling.masked
         for row in rows:
             # Now and then none, as in a warm-up.
             if masked[row] and rng.random() < 0.9:
                 words = random_mask(rng, VOCAB)
-                plain.mask([row], words)
-                padded.mask([row], words)
+                plain.set_bitmasks([row], words)
+                padded.set_bitmasks([row], words)
         logits = _logits(rng, rng.choice((len(rows), ROWS + 1, 8)), len(rows))
         before = logits.clone()
         found = padded.sample(logits, rows)
@@ -90,16 +91,16 @@ def test_every_mix_gives_the_same_through_padding_and_rows_taken_over(seed: int,
 
 
 def test_a_mask_holds_for_its_row_alone_and_ends_with_it() -> None:
-    sampler, asked = _padded(2, 40), RequestSampling(temperature=0.0, masked=True)
+    sampler, asked = _static(2, 40), RequestSampling(temperature=0.0, masked=True)
     logits = torch.arange(40.0).expand(2, 40)
     only = np.zeros((1, 2), dtype="<i4")
     only[0, 0] = -(2**31)
-    sampler.admit(0, asked, PROMPT, 1)
-    sampler.admit(1, asked, PROMPT, 1)
+    sampler.add_request(0, asked, PROMPT, 1)
+    sampler.add_request(1, asked, PROMPT, 1)
 
-    sampler.mask([0], only)
+    sampler.set_bitmasks([0], only)
     found = [sampler.sample(logits, [0, 1]).tokens.tolist()]
-    sampler.admit(0, RequestSampling(temperature=0.0), PROMPT, 1)
+    sampler.add_request(0, RequestSampling(temperature=0.0), PROMPT, 1)
     found.append(sampler.sample(logits, [0, 1]).tokens.tolist())
 
     # The sign bit of the first word is token 31.
@@ -110,9 +111,9 @@ def test_the_longest_and_most_bad_words_hold_beside_short_ones() -> None:
     most = tuple((1,) * (MAX_BAD_WORD_TOKENS - 1) + (end,) for end in (2, 3)) * (MAX_BAD_WORDS // 2)
     asked = [RequestSampling(temperature=0.0, bad_words=words) for words in (most, ((1, 2),), ())]
     history = np.array([0] + [1] * (MAX_BAD_WORD_TOKENS - 2), dtype=np.uint32)
-    sampler = _padded(3, 5)
+    sampler = _static(3, 5)
     for row, sampling in enumerate(asked):
-        sampler.admit(row, sampling, history, 1)
+        sampler.add_request(row, sampling, history, 1)
     logits = torch.tensor([0.0, 1.0, 9.0, 5.0, 2.0]).expand(4, 5)
 
     first = sampler.sample(torch.eye(5)[[1, 1, 1, 1]], [0, 1, 2]).tokens.tolist()
@@ -132,42 +133,40 @@ def test_a_row_that_comes_back_after_preemption_goes_on_as_if_nothing_was() -> N
         bad_words=((2, 3), (4,)),
     )
     rng = random.Random(3)
-    steady, tokens = _padded(1, VOCAB), [3, 4]
-    steady.admit(0, asked, np.array(tokens, dtype=np.uint32), 2)
+    steady, tokens = _static(1, VOCAB), [3, 4]
+    steady.add_request(0, asked, np.array(tokens, dtype=np.uint32), 2)
 
     for _ in range(8):
         logits = _logits(rng, 2, 1)[:, :].nan_to_num()
         wanted = int(steady.sample(logits, [0]).tokens[0])
-        fresh = _padded(1, VOCAB)
-        fresh.admit(0, asked, np.array(tokens, dtype=np.uint32), 2)
+        fresh = _static(1, VOCAB)
+        fresh.add_request(0, asked, np.array(tokens, dtype=np.uint32), 2)
         assert int(fresh.sample(logits, [0]).tokens[0]) == wanted
         tokens.append(wanted)
 
 
 def test_host_tensors_of_uploads_go_with_the_launch_that_needs_them() -> None:
-    sampler = _padded(2, 8)
+    backend = CpuBackend(1)
+    backend.shares_host_memory = False
+    sampler = Sampler(2, 8, backend, static_shapes=True)
     greedy, drawn = RequestSampling(temperature=0.0), RequestSampling(logit_bias=((1, 1.0),))
 
-    sampler.admit(0, greedy, PROMPT, 1)
-    without = sampler.sample(torch.zeros(2, 8), [0]).kept
-    sampler.admit(1, drawn, PROMPT, 1)
-    kept = [len(sampler.sample(torch.zeros(2, 8), [0, 1]).kept) for _ in range(2)]
+    sampler.add_request(0, greedy, PROMPT, 1)
+    without = sampler.sample(torch.zeros(2, 8), [0]).pinned
+    sampler.add_request(1, drawn, PROMPT, 1)
+    kept = [len(sampler.sample(torch.zeros(2, 8), [0, 1]).pinned) for _ in range(2)]
 
     # A row of the bias table and its place once; numbers and places in each step.
     assert (without, kept) == ((), [4, 2])
 
 
-def test_the_tables_take_what_is_said_and_the_warm_up_settings_fit_any_vocabulary() -> None:
-    sampler = _padded(6, 2)
+def test_the_warm_up_settings_fit_any_vocabulary() -> None:
+    sampler = _static(6, 2)
 
     for sampling in sampler.warmup_settings:
-        sampler.admit(0, sampling, PROMPT, 1)
+        sampler.add_request(0, sampling, PROMPT, 1)
         sampler.sample(torch.zeros(3, 2), [0])
-        sampler.release(0)
-
-    assert sampler.bytes == table_bytes(6, 2, torch.int64)
-    # Bias, counts and barred tokens, then words of both sizes and last tokens.
-    assert table_bytes(6, 2, torch.int32) == 8 * (2 * 9 + 4 * (16 * 5 + 1024 * 64 + 63))
+        sampler.remove_request(0)
 
 
 def test_the_search_finds_the_kth_weight_itself() -> None:
@@ -179,5 +178,5 @@ def test_the_search_finds_the_kth_weight_itself() -> None:
         top_k = torch.randint(0, vocab_size, (20, 1), generator=generator)
         found = filters.top_k_by_search(weights, top_k.float())
 
-        wanted = filters.top_k_threshold(weights, top_k, vocab_size).clamp(min=filters.TINY)
+        wanted = filters.top_k_by_sort(weights, top_k, vocab_size).clamp(min=filters.TINY)
         assert torch.equal(found, wanted)

@@ -1,0 +1,248 @@
+"""Sampling parameters of all requests as host columns, and the stages that a launch needs."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hpu.protocol import RequestSampling
+from hpu.sampling.rng import uniforms
+
+FEW_WORDS = 16
+"""Bad words of a request that fit the smaller of the two bad-word tables."""
+FEW_PREFIX = 4
+"""Tokens before the last one of each of those words."""
+
+# float32 holds 1e-30; any smaller temperature, down to 5e-324, is greedy in practice.
+_MIN_TEMPERATURE = 1e-30
+
+
+class Stages(NamedTuple):
+    """Which stages of the sampler run for a launch."""
+
+    draw: bool = False
+    """Some request is not greedy."""
+    temperature: bool = False
+    min_p: bool = False
+    top_k: bool = False
+    top_p: bool = False
+    bias: bool = False
+    """Some request has logit_bias or allowed_token_ids."""
+    banned: bool = False
+    """Some request has fewer than min_tokens tokens."""
+    counts: bool = False
+    """Some request has a penalty."""
+    few_words: bool = False
+    """Some request has bad words that fit the smaller table; `many_words`: that do not."""
+    many_words: bool = False
+    logprobs: bool = False
+    grammar: bool = False
+
+    @property
+    def tables(self) -> bool:
+        """Whether a table of one number a token is read."""
+        return self.bias or self.banned or self.counts
+
+    @property
+    def words(self) -> bool:
+        """Whether a table of bad words is read."""
+        return self.few_words or self.many_words
+
+    def merged(self) -> "Stages":
+        """Fewer combinations for devices that compile each: stages that run always or together."""
+        tables = self.tables
+        return self._replace(
+            temperature=self.draw, min_p=self.draw, bias=tables, banned=tables, counts=tables
+        )
+
+
+class Params(NamedTuple):
+    """Columns of float32 parameters; the defaults change no logits."""
+
+    random: Any = 0.5
+    """This step's random number of the open interval (0, 1); the first column."""
+    greedy: Any = 1.0
+    """1 for greedy requests, else 0."""
+    temperature: Any = 1.0
+    min_p: Any = 0.0
+    top_k: Any = 0.0
+    """0 disables it."""
+    top_p: Any = 1.0
+    repetition: Any = 1.0
+    frequency: Any = 0.0
+    presence: Any = 0.0
+
+
+class TableRows(NamedTuple):
+    """Columns of row numbers in the device tables: req_index where the request uses the table, else
+    the neutral row."""
+
+    bias: Any
+    banned: Any
+    counts: Any
+    few_words: Any
+    many_words: Any
+    last_tokens: Any
+
+
+_DEFAULTS = Params()
+_STAGE = {name: index for index, name in enumerate(Stages._fields)}
+_PARAM = {name: index for index, name in enumerate(Params._fields)}
+_WORD_STAGES = [_STAGE["few_words"], _STAGE["many_words"]]
+
+
+class SamplingColumns:
+    """Sampling parameters of `max_num_reqs` requests, one entry for each req_index. Entry
+    `max_num_reqs` stands for padding and keeps the defaults."""
+
+    def __init__(self, max_num_reqs: int, vocab_size: int) -> None:
+        self._max_num_reqs = max_num_reqs
+        self._vocab_size = vocab_size
+        self._stages = np.zeros((len(Stages._fields), max_num_reqs + 1), dtype=np.bool_)
+        self._params = np.empty((len(Params._fields), max_num_reqs + 1), dtype=np.float32)
+        self._params[:] = np.array(_DEFAULTS)[:, None]
+        self._seeds = np.zeros(max_num_reqs, dtype=np.uint64)
+        self._num_generated = np.zeros(max_num_reqs, dtype=np.int64)
+        self._min_tokens = np.zeros(max_num_reqs, dtype=np.int64)
+        self._num_logprobs = np.full(max_num_reqs, -1, dtype=np.int64)
+        self._words = np.zeros((2, max_num_reqs), dtype=np.int64)
+        """Number of bad words, and length of the longest."""
+        self._not_argmax: set[int] = set()
+        """Requests that need any stage."""
+
+    def add_request(self, req_index: int, sampling: RequestSampling, num_generated: int) -> Stages:
+        """Store the parameters of a request that has `num_generated` tokens already; returns the
+        stages that it needs now or later."""
+        greedy = is_greedy(sampling, self._vocab_size)
+        top_k = sampling.top_k if 0 < sampling.top_k < self._vocab_size else 0
+        banned = bool(sampling.end_token_ids) and sampling.min_tokens > num_generated
+        words, few = bool(sampling.bad_words), _has_few_words(sampling)
+        stages = Stages(
+            draw=not greedy,
+            temperature=not greedy and sampling.temperature != 1,
+            min_p=not greedy and sampling.min_p > 0,
+            top_k=not greedy and top_k > 0,
+            top_p=not greedy and sampling.top_p < 1,
+            bias=bool(sampling.logit_bias) or sampling.allowed_token_ids is not None,
+            banned=banned,
+            counts=has_penalties(sampling),
+            few_words=words and few,
+            many_words=words and not few,
+            logprobs=sampling.num_logprobs >= 0,
+            grammar=sampling.masked,
+        )
+        self._stages[:, req_index] = stages
+        penalties = _DEFAULTS._replace(
+            repetition=sampling.repetition_penalty,
+            frequency=sampling.frequency_penalty,
+            presence=sampling.presence_penalty,
+        )
+        self._params[:, req_index] = (
+            penalties
+            if greedy
+            else penalties._replace(
+                greedy=0.0,
+                temperature=max(sampling.temperature, _MIN_TEMPERATURE),
+                min_p=sampling.min_p,
+                top_k=float(top_k),
+                top_p=sampling.top_p,
+            )
+        )
+        self._seeds[req_index] = sampling.seed & (2**64 - 1)
+        self._num_generated[req_index] = num_generated
+        self._min_tokens[req_index] = sampling.min_tokens if banned else 0
+        self._num_logprobs[req_index] = sampling.num_logprobs
+        self._words[:, req_index] = len(sampling.bad_words), longest_bad_word(sampling)
+        if any(stages):
+            self._not_argmax.add(req_index)
+        else:
+            self._not_argmax.discard(req_index)
+        return stages
+
+    def remove_request(self, req_index: int) -> None:
+        """Reset the entry to the defaults."""
+        self._stages[:, req_index] = False
+        self._params[:, req_index] = _DEFAULTS
+        self._min_tokens[req_index] = 0
+        self._not_argmax.discard(req_index)
+
+    def need_no_stage(self, req_indices: list[int]) -> bool:
+        """Whether the argmax of the raw logits is all that the requests ask for."""
+        return not self._not_argmax or self._not_argmax.isdisjoint(req_indices)
+
+    def stages(self, req_indices: npt.NDArray[np.int64]) -> Stages:
+        """The stages that a launch of these requests needs in this step."""
+        below = self._num_generated[req_indices] < self._min_tokens[req_indices]
+        self._stages[_STAGE["banned"], req_indices] = below
+        needed = np.any(self._stages[:, req_indices], axis=1)
+        return Stages(*needed.tolist())
+
+    def write_params(self, req_indices: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
+        """Fill `out` (len(Params), B) float32, except for the random numbers."""
+        count = len(req_indices)
+        out[:, :count] = self._params[:, req_indices]
+        out[:, count:] = self._params[:, -1:]
+
+    def write_random(self, req_indices: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
+        """Fill `out` (B,) with this step's random number of each request; 0.5 beyond them."""
+        seeds, counts = self._seeds[req_indices], self._num_generated[req_indices]
+        out[: len(req_indices)] = uniforms(seeds, counts, out.dtype)
+        out[len(req_indices) :] = _DEFAULTS.random
+
+    def write_table_rows(self, req_indices: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
+        """Fill `out` (len(TableRows), B); call `stages` for the same requests first."""
+        out[:] = self._max_num_reqs
+        for column, name in enumerate(TableRows._fields):
+            if name == "last_tokens":
+                uses = self._stages[_WORD_STAGES][:, req_indices].any(axis=0)
+            else:
+                uses = self._stages[_STAGE[name], req_indices]
+            out[column, : len(req_indices)] = np.where(uses, req_indices, self._max_num_reqs)
+
+    def advance(self, req_indices: npt.NDArray[np.int64]) -> None:
+        """Count one more generated token for each request."""
+        self._num_generated[req_indices] += 1
+
+    def max_top_k(self, req_indices: npt.NDArray[np.int64]) -> int:
+        """The largest top_k of the requests that draw."""
+        return int(self._params[_PARAM["top_k"], req_indices].max())
+
+    def max_logprobs(self, req_indices: npt.NDArray[np.int64]) -> int:
+        """The largest num_logprobs."""
+        return int(self._num_logprobs[req_indices].max())
+
+    def max_words(self, req_indices: npt.NDArray[np.int64]) -> tuple[int, int]:
+        """The largest number of bad words, and the length of the longest."""
+        count, length = self._words[:, req_indices].max(axis=1).tolist()
+        return count, length
+
+
+def has_penalties(sampling: RequestSampling) -> bool:
+    """Whether logits depend on how often the request had each token."""
+    return (
+        sampling.repetition_penalty != 1.0
+        or sampling.frequency_penalty != 0.0
+        or sampling.presence_penalty != 0.0
+    )
+
+
+def longest_bad_word(sampling: RequestSampling) -> int:
+    """Tokens of the longest bad word; 0 without any."""
+    return max((len(word) for word in sampling.bad_words), default=0)
+
+
+def is_greedy(sampling: RequestSampling, vocab_size: int) -> bool:
+    """Whether only the most likely token can be sampled.
+
+    A top_p of at most 1/V keeps one token: the most likely one has at least that probability.
+    """
+    return (
+        sampling.temperature == 0
+        or sampling.top_k == 1
+        or sampling.min_p == 1
+        or sampling.top_p * vocab_size <= 1
+    )
+
+
+def _has_few_words(sampling: RequestSampling) -> bool:
+    return len(sampling.bad_words) <= FEW_WORDS and longest_bad_word(sampling) <= FEW_PREFIX + 1
