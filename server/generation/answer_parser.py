@@ -31,9 +31,9 @@ from server.parsers.registry import (
     tool_parser_of,
     words_of,
 )
-from server.parsers.tool.base import CallParser, Family
-from server.parsers.tool.grammar import CallForm, Functions, call_form
+from server.parsers.tool.base import CallParser, CallReader, Family
 from server.parsers.tool.json import CALLS_ALONE, Arguments
+from server.parsers.tool.structural_tag import CallForm, Functions
 from server.text.tokenizer import Tokenizer
 
 PROMPT_CHARACTERS = 256
@@ -130,7 +130,7 @@ class Forms:
         self,
         tokenizer: Tokenizer,
         thinking: ThinkingSpec | None,
-        family: Family | None,
+        family: CallReader | None,
         tools: Tools,
         *,
         max_calls: int | None,
@@ -161,7 +161,7 @@ class Forms:
     def call_form(self, functions: Functions) -> CallForm:
         """How the model writes calls of `functions`. Raises UserError."""
         assert self.family is not None, "choosing was checked"
-        return call_form(self.family, functions)
+        return self.family.call_form(functions)
 
     @property
     def _marks(self) -> ThoughtForm | None:
@@ -175,7 +175,7 @@ class Forms:
         return self._marks.begins_inside(prompt[-PROMPT_CHARACTERS:])
 
 
-def forced_family(name: str | None) -> Family:
+def forced_family(name: str | None) -> CallReader:
     """How calls are written that a grammar holds an answer to: the arguments alone of the function
     `name`, or a list of calls."""
     return CALLS_ALONE if name is None else Arguments(name)
@@ -270,7 +270,7 @@ class Answers:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        family: Family | None,
+        family: CallReader | None,
         marks: ThoughtForm | None,
         *,
         tools: Tools | None,

@@ -8,10 +8,9 @@ from config.params.sampling import SamplingParams
 from config.params.structured_output import FREE, GrammarSpec, ThinkingSpec
 from server.generation.answer_parser import Answers, Forms, forced_family, schemas_of
 from server.openai.schema.chat import ChatBody
-from server.openai.schema.forced import object_schema
 from server.openai.schema.structured import part_of, spec_of_tags
-from server.parsers.tool.base import Family
-from server.parsers.tool.grammar import CallForm
+from server.parsers.tool.base import CallReader
+from server.parsers.tool.structural_tag import CallForm, object_schema
 from server.text.tokenizer import Tokenizer
 
 _WITHOUT_BLANKS = ("json", "json_object")
@@ -83,7 +82,7 @@ def _of_form(
 ) -> Terms:
     """A form that the answer must have, or a call instead of it where the model may choose."""
     skips_blanks = form.kind in _WITHOUT_BLANKS
-    family: Family | None = None
+    family: CallReader | None = None
     if body.must_call:
         family = forced_family(body.forced_name)
     elif body.shown_tools is not None:

@@ -9,6 +9,18 @@ from server.parsers.json_stream import read_value
 from server.parsers.text_stream import Reader, Sink, Source, Steps, Unreadable
 from server.parsers.tool.base import MAX_NAME_CHARACTERS, checked_name
 from server.parsers.tool.json import NOTHING
+from server.parsers.tool.structural_tag import (
+    CallForm,
+    Functions,
+    any_of,
+    json_of,
+    object_schema,
+    optional,
+    regex,
+    repeat,
+    row,
+    text,
+)
 
 MAX_HEADER_CHARACTERS = 512
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -167,6 +179,22 @@ class Calls:
         source.remember()
         yield from source.blanks()
         yield from source.accept(_CALL)
+
+    def call_form(self, functions: Functions) -> CallForm:
+        """Messages one after the other, of which a call is the last."""
+        start, begin = HARMONY.begins
+        end, call = HARMONY.ends[:2]
+        constrain = optional(text(f" {self.constrain}json"))
+        calls, channel, message = [], text(begin), text(self.head_end)
+        for name, schema in functions.items():
+            recipient, said = text(f" to=functions.{name}"), json_of(object_schema(schema))
+            head = row(channel, text("commentary"), recipient, constrain, message)
+            other = row(recipient, channel, text("commentary"), constrain, message)
+            calls.append(row(any_of(head, other), said))
+        plain = row(channel, regex("analysis|commentary|final"), message, regex("(.|\\n)*"))
+        between = text(f"{end}{start}assistant")
+        last = any_of(row(any_of(*calls), optional(text(call))), plain)
+        return CallForm({}, whole=row(repeat(row(plain, between)), last))
 
 
 HARMONY = Harmony()

@@ -14,7 +14,7 @@ from server.parsers.tool import gemma as gemma_calls
 from server.parsers.tool import json as json_calls
 from server.parsers.tool import pythonic as llama_calls
 from server.parsers.tool import xml as xml_calls
-from server.parsers.tool.base import Family
+from server.parsers.tool.base import CallReader, Family
 
 FAMILIES: Mapping[str, Family] = {
     "hermes": json_calls.HERMES,
@@ -127,7 +127,7 @@ def _first(table: tuple[tuple[str, str], ...], template: str) -> str | None:
     return next((name for words, name in table if words in template), None)
 
 
-def words_of(form: Family | ThoughtForm) -> frozenset[str]:
+def words_of(form: CallReader | ThoughtForm) -> frozenset[str]:
     """Every word by which a parser finds its way, some of which may be special tokens."""
     values = [getattr(form, one.name) for one in fields(form)]  # type: ignore[arg-type]
     words = [word for value in values for word in (value if isinstance(value, tuple) else (value,))]

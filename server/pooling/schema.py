@@ -6,8 +6,14 @@ from pydantic import ConfigDict, Field, WithJsonSchema
 
 from config.errors import UserError
 from server.openai.schema.chat import ConversationBody
+from server.openai.schema.completions import (
+    Texts,
+    TokenLists,
+    given_prompts,
+    most_ids,
+    prompts_schema,
+)
 from server.openai.schema.generation import Body, Integer, Unsupported, check_request_id, check_salt
-from server.openai.schema.prompts import Texts, TokenLists, given_prompts, most_ids, prompts_schema
 
 MAX_INPUTS = 2048
 MANY_IDS = 10_000

@@ -9,10 +9,15 @@ from config.errors import UserError
 from config.params.sampling import MAX_LOGPROBS
 from config.params.structured_output import GrammarSpec
 from server.http.body_bounds import MAX_PARTS, Documents, Messages, Strings, Tools, Variables
-from server.openai.schema.forced import forced_schema, name_of
 from server.openai.schema.generation import UNSUPPORTED, Body, GenerationBody, Integer, Unsupported
 from server.openai.schema.structured import spec_of_schema
-from server.openai.schema.tools import TOOL_CHOICE_SCHEMA, TOOLS_SCHEMA, check_tools
+from server.openai.schema.tools import (
+    TOOL_CHOICE_SCHEMA,
+    TOOLS_SCHEMA,
+    check_tools,
+    forced_schema,
+    name_of,
+)
 
 Message = dict[str, Any]
 

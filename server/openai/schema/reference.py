@@ -1,4 +1,5 @@
-"""The tables of docs/api.md, made from the schemas of the bodies: `python -m server.openai.schema.reference`.
+"""Writes the tables of docs/api.md from the schemas of the request bodies:
+`python -m server.openai.schema.reference`.
 
 The words of that page are written there; a table lies between two comments of its own, of which the
 first names the body. Knows Markdown, and no request.

@@ -1,9 +1,10 @@
-"""Tools and tool_choice of a request: what they must be. Knows no parser."""
+"""Tools and tool_choice of a request: their checks, and the JSON schema of an answer that must
+call."""
 
 from typing import Any
 
 from config.errors import UserError
-from server.openai.schema.forced import name_of
+from server.parsers.tool.structural_tag import MOST_CALLS, calls_schema, object_schema
 
 MAX_TOOL_NAME_CHARACTERS = 256
 _SHOWN = 40
@@ -74,6 +75,26 @@ def check_tools(tools: list[Any] | None, choice: Any) -> None:
         raise _bad_choice("tool_choice asks for a call, and there are no tools")
     if named is not None and named not in names:
         raise _bad_choice(f"tool_choice names {named[:_SHOWN]!r}, which is not in tools")
+
+
+def name_of(choice: Any) -> str | None:
+    """The function that a tool_choice names."""
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) and choice.get("type") == "function" else None
+
+
+def forced_schema(tools: list[Any], choice: Any, *, is_parallel: bool) -> dict[str, Any] | None:
+    """What the answer must be: the arguments alone of a function that is named, or a list of calls
+    as objects. None where `choice` leaves it to the model. The tools must have been checked."""
+    functions = {tool["function"]["name"]: tool["function"] for tool in tools}
+    named = name_of(choice)
+    if named is not None:
+        return object_schema(functions[named].get("parameters"))
+    if choice != "required":
+        return None
+    schemas = {name: one.get("parameters") for name, one in functions.items()}
+    return calls_schema(schemas, max_calls=MOST_CALLS if is_parallel else 1)
 
 
 def _checked(tool: Any, where: str) -> str:

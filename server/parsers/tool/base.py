@@ -5,12 +5,16 @@ from typing import Any, Protocol
 
 from server.parsers.base import Event, Output, Tools
 from server.parsers.text_stream import CutShort, Reader, Source, Steps, Unreadable
+from server.parsers.tool.structural_tag import (
+    CallForm,
+    Functions,
+)
 
 MAX_NAME_CHARACTERS = 256
 
 
-class Family(Protocol):
-    """How one family of models writes calls."""
+class CallReader(Protocol):
+    """How calls are read."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -34,10 +38,19 @@ class Family(Protocol):
         ...
 
 
+class Family(CallReader, Protocol):
+    """How one family of models writes calls."""
+
+    def call_form(self, functions: Functions) -> CallForm:
+        """The structural tag of calls of `functions`. Raises UserError where it cannot hold
+        arguments to what their schema says."""
+        ...
+
+
 class CallParser:
     """A Parser of one family's calls. What it cannot read is text."""
 
-    def __init__(self, family: Family, tools: Tools) -> None:
+    def __init__(self, family: CallReader, tools: Tools) -> None:
         self._family = family
         self._tools = tools
         self._source = Source()

@@ -6,6 +6,16 @@ from server.parsers.base import Output, Tools
 from server.parsers.json_stream import read_value
 from server.parsers.text_stream import Source, Steps, Unreadable
 from server.parsers.tool.base import MAX_NAME_CHARACTERS, checked_name
+from server.parsers.tool.structural_tag import (
+    CallForm,
+    Functions,
+    any_of,
+    json_of,
+    object_schema,
+    regex,
+    row,
+    text,
+)
 
 _CALL = "<\uff5ctool\u2581call\u2581begin\uff5c>"
 _CALL_END = "<\uff5ctool\u2581call\u2581end\uff5c>"
@@ -36,6 +46,16 @@ class DeepSeek:
         yield from source.blanks()
         yield from source.accept(self.end)
 
+    def call_form(self, functions: Functions) -> CallForm:
+        calls = []
+        for name, schema in functions.items():
+            arguments = json_of(object_schema(schema))
+            calls.append(row(text(f"{name}{self.separator}"), arguments))
+            head = text(f"function{self.separator}{name}\n```json\n")
+            calls.append(row(head, arguments, text("\n```")))
+        content = row(any_of(*calls), text(self.end))
+        return CallForm(dict.fromkeys(self.markers, content), self.silent)
+
 
 @dataclass(frozen=True, slots=True)
 class Kimi:
@@ -58,6 +78,19 @@ class Kimi:
         yield from source.blanks()
         yield from _read_arguments(source, output, name.removeprefix("functions."), call_id)
         yield from source.accept(self.end)
+
+    def call_form(self, functions: Functions) -> CallForm:
+        calls = [
+            row(
+                text(f"functions.{name}:"),
+                regex("[0-9]{1,3}"),
+                text(self.separator),
+                json_of(object_schema(schema)),
+                text(self.end),
+            )
+            for name, schema in functions.items()
+        ]
+        return CallForm({marker: any_of(*calls) for marker in self.markers}, self.silent)
 
 
 def _read_arguments(source: Source, output: Output, name: str, call_id: str | None) -> Steps[None]:

@@ -1,13 +1,33 @@
 """Calls with bare keys and texts between marks of their own: FunctionGemma and Gemma 4."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from server.parsers.base import Output, Tools
 from server.parsers.json_stream import MAX_DEPTH, MAX_SCALAR_CHARACTERS, read_string
 from server.parsers.text_stream import CutShort, Sink, Source, Steps, Unreadable
 from server.parsers.tool.base import MAX_NAME_CHARACTERS, checked_name, types_of
+from server.parsers.tool.structural_tag import (
+    CallForm,
+    Functions,
+    Part,
+    any_of,
+    arguments_of,
+    is_plain_text,
+    optional,
+    refused,
+    regex,
+    repeat,
+    row,
+    separated,
+    text,
+    until,
+)
 from server.parsers.tool.xml import as_json, cast
 
+_IDENTIFIER = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
 _ANY: frozenset[str] = frozenset()
 
 
@@ -108,6 +128,44 @@ class Gemma:
             yield from self._read_value(source, sink, depth, _ANY)
             count += 1
         sink("]")
+
+    def call_form(self, functions: Functions) -> CallForm:
+        calls = []
+        for name, schema in functions.items():
+            if not _IDENTIFIER.fullmatch(name):
+                raise refused(name, "the name")
+            inner = _gemma_arguments(self, name, schema)
+            middle = [] if inner is None else [inner]
+            calls.append(row(text(f"call:{name}{{"), *middle, text("}" + self.end)))
+        return CallForm(dict.fromkeys(self.markers, any_of(*calls)))
+
+
+def _gemma_arguments(family: Gemma, function: str, schema: Mapping[str, Any] | None) -> Part | None:
+    free = row(text(family.quote), until(family.quote))
+    if schema is None:
+        some = row(regex("[A-Za-z_][A-Za-z0-9_]{0,63}:"), free)
+        return optional(row(some, repeat(row(text(","), some))))
+    arguments = arguments_of(function, schema)
+    written = []
+    for one in arguments:
+        is_free = is_plain_text(one.schema)
+        if not _IDENTIFIER.fullmatch(one.name) or not (is_free or _is_flat(one.schema)):
+            raise refused(function, f"properties.{one.name:.60}")
+        written.append(row(text(f"{one.name}:"), free if is_free else one.as_json))
+    return separated(written, sum(one.is_required for one in arguments), text(","))
+
+
+def _is_flat(schema: Any) -> bool:
+    """Whether values have no keys, which JSON may write in ways that are not read here."""
+    if not isinstance(schema, dict):
+        return False
+    if isinstance(words := schema.get("enum"), list):
+        return not any(isinstance(one, (dict, list)) for one in words)
+    kinds = schema.get("type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if kinds == ["array"]:
+        return _is_flat(schema.get("items")) and "prefixItems" not in schema
+    return all(one in ("string", "integer", "number", "boolean", "null") for one in kinds)
 
 
 FUNCTIONGEMMA = Gemma(

@@ -6,6 +6,20 @@ from server.parsers.base import Output, Tools
 from server.parsers.json_stream import object_of, read_short_string, read_value
 from server.parsers.text_stream import Sink, Source, Steps, Unreadable
 from server.parsers.tool.base import MAX_NAME_CHARACTERS, checked_name
+from server.parsers.tool.structural_tag import (
+    GAP,
+    CallForm,
+    Functions,
+    any_of,
+    calls_schema,
+    json_of,
+    object_schema,
+    optional,
+    regex,
+    repeat,
+    row,
+    text,
+)
 
 ARGUMENTS = ("arguments", "parameters")
 NOTHING = "{}"
@@ -147,6 +161,21 @@ class TaggedJson:
         if not (self.ends and (yield from source.accept(*self.ends))):
             output.text(space.replace("}", ""))
 
+    def call_form(self, functions: Functions) -> CallForm:
+        calls = calls_schema(functions, self.key)
+        one = {**calls["items"], "$defs": calls["$defs"]}
+        written = any_of(json_of(one), json_of(calls))
+        after = [regex(" ?"), text(self.after)] if self.after else []
+        ends = [row(GAP, text(end)) for end in self.ends]
+        end = [] if not ends else ends if len(ends) == 1 else [optional(any_of(*ends))]
+        content = row(*after, GAP, written, *end)
+        form = dict.fromkeys(self.markers, content)
+        if not self.begins_bare:
+            return CallForm(form)
+        more = repeat(row(text("; "), json_of(one)))
+        bare = row(json_of(one), more) if self.separators else written
+        return CallForm(form, (), any_of(bare, json_of(calls)), "{[")
+
 
 @dataclass(frozen=True, slots=True)
 class Mistral:
@@ -179,6 +208,14 @@ class Mistral:
         output.begin(checked_name(name), call_id)
         yield from read_value(source, output.arguments)
         output.end()
+
+    def call_form(self, functions: Functions) -> CallForm:
+        named = [
+            row(text(name + self.before_arguments), json_of(object_schema(schema)))
+            for name, schema in functions.items()
+        ]
+        content = any_of(row(regex(" ?"), json_of(calls_schema(functions))), *named)
+        return CallForm(dict.fromkeys(self.markers, content))
 
 
 @dataclass(frozen=True, slots=True)

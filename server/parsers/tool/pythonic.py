@@ -2,13 +2,32 @@
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from server.parsers.base import Output, Tools
 from server.parsers.json_stream import MAX_DEPTH, MAX_SCALAR_CHARACTERS
 from server.parsers.text_stream import Sink, Source, Steps, Unreadable
+from server.parsers.tool.structural_tag import (
+    CallForm,
+    Functions,
+    Part,
+    any_of,
+    arguments_of,
+    json_of,
+    optional,
+    refused,
+    regex,
+    repeat,
+    row,
+    separated,
+    text,
+)
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]*|", re.ASCII)
+_IDENTIFIER = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
+_COMMA = regex(", ?")
 _WORD = re.compile(r"[\w.+-]*", re.ASCII)
 _NUMBER = re.compile(r"([+-]?)(\d[\d_]*)?(\.\d*)?([eE][+-]?\d+)?", re.ASCII)
 _WORDS = {
@@ -52,6 +71,13 @@ class Pythonic:
             space = yield from source.blanks()
             if not (yield from source.accept(*self.ends)):
                 output.text(space)
+
+    def call_form(self, functions: Functions) -> CallForm:
+        calls = any_of(*(_python_call(name, schema) for name, schema in functions.items()))
+        written = row(text("["), calls, repeat(row(_COMMA, calls)), text("]"))
+        ends = [text(end) for end in self.ends]
+        form = {marker: row(written, *ends) for marker in self.markers}
+        return CallForm(form, (), written, "[") if self.begins_bare else CallForm(form)
 
 
 def _read_call(source: Source, output: Output, known: Tools | None) -> Steps[None]:
@@ -186,6 +212,23 @@ def _read_escape(source: Source, sink: Sink) -> Steps[None]:
 
 def _escaped(text: str) -> str:
     return json.dumps(text.encode("utf-8", "replace").decode(), ensure_ascii=False)[1:-1]
+
+
+def _python_call(name: str, schema: Mapping[str, Any] | None) -> Part:
+    """`name(a=1, b="x")`; values are written as JSON, which is read as well as Python is."""
+    if not _IDENTIFIER.fullmatch(name):
+        raise refused(name, "the name")
+    if schema is None:
+        some = row(regex("[A-Za-z_][A-Za-z0-9_]{0,63}="), json_of({}))
+        return row(text(f"{name}("), optional(row(some, repeat(row(_COMMA, some)))), text(")"))
+    arguments = arguments_of(name, schema)
+    strange = [one.name for one in arguments if not _IDENTIFIER.fullmatch(one.name)]
+    if strange:
+        raise refused(name, f"properties.{strange[0]:.60}")
+    written = [row(text(f"{one.name}="), one.as_json) for one in arguments]
+    num_required = sum(one.is_required for one in arguments)
+    inner = separated(written, num_required, _COMMA)
+    return row(text(f"{name}("), *([] if inner is None else [inner]), text(")"))
 
 
 PYTHONIC = Pythonic(begins_bare=True)

@@ -3,7 +3,8 @@
 import jsonschema
 import pytest
 
-from server.openai.schema.forced import MOST_CALLS, forced_schema
+from server.openai.schema.tools import forced_schema
+from server.parsers.tool.structural_tag import MOST_CALLS
 
 TREE = {
     "type": "object",

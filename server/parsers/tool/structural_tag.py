@@ -1,4 +1,5 @@
-"""Parts of structural tags, and what a schema says of each argument. Knows no family."""
+"""Structural tags of tool calls: the grammar that holds the calls that a model chooses to make to
+the functions of the request."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +8,14 @@ from typing import Any
 from config.errors import UserError
 
 Part = dict[str, Any]
+Functions = Mapping[str, Mapping[str, Any] | None]
+"""Names of functions with the schemas that their arguments are held to; None: any object."""
 
+MOST_CALLS = 32
+"""Of one answer that must call; without a bound a model may go on to the end of the context."""
+_VALUES = ("enum", "const", "default", "examples")
+"""Keywords whose values are no schemas."""
+_NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 _KEYWORDS = frozenset(
     ("type", "properties", "required", "additionalProperties", "$defs", "definitions")
 )
@@ -146,3 +154,96 @@ def _references(value: Any) -> Iterator[str]:
             left += one.values()
             if isinstance(one.get("$ref"), str):
                 yield one["$ref"]
+
+
+GAP = regex("[ \\n]?")
+"""Optional white space between the marks around a call."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """What may follow each marker of a family, its end included."""
+
+    by_marker: Mapping[str, Part]
+    silent: tuple[str, ...] = ()
+    bare: Part | None = None
+    """What an answer that begins with one of `bare_starts` must be."""
+    bare_starts: str = ""
+    whole: Part | None = None
+    """All that an answer may be, its thinking too, where calls stand in no text."""
+
+    def part(self) -> Part:
+        """The part that is text and calls."""
+        if self.whole is not None:
+            return self.whole
+        made: Part = {
+            "type": "calls",
+            "tags": [{"begin": marker, "content": one} for marker, one in self.by_marker.items()],
+            "silent": list(self.silent),
+        }
+        if self.bare is not None:
+            made.update(bare=self.bare, bare_starts=self.bare_starts)
+        return made
+
+    def part_beside(self, form: Part, *, is_parallel: bool) -> Part | None:
+        """The part that is `form`, or calls alone; None where text and calls begin alike."""
+        if self.bare is not None or not self.by_marker:
+            return None
+        calls = any_of(*(row(text(marker), one) for marker, one in self.by_marker.items()))
+        around = [repeat(any_of(*map(text, self.silent)))] if self.silent else []
+        one = row(*around, calls, *around)
+        return any_of(form, row(one, repeat(row(GAP, one))) if is_parallel else one)
+
+
+def calls_schema(
+    functions: Functions, key: str = "arguments", max_calls: int = MOST_CALLS
+) -> dict[str, Any]:
+    """The JSON schema of an array of calls: objects with a name and, at `key`, arguments that fit
+    the function's schema; any object without one."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": name},
+                key: {"$ref": f"#/$defs/arguments{place}"},
+            },
+            "required": ["name", key],
+            "additionalProperties": False,
+        }
+        for place, name in enumerate(functions)
+    ]
+    return {
+        "type": "array",
+        "minItems": 1,
+        "maxItems": max_calls,
+        "items": {"anyOf": calls},
+        "$defs": {
+            f"arguments{place}": _moved(object_schema(schema), f"#/$defs/arguments{place}")
+            for place, schema in enumerate(functions.values())
+        },
+    }
+
+
+def object_schema(schema: Any) -> dict[str, Any]:
+    """The schema of a function's arguments, which are an object always."""
+    return {"type": "object", **(schema or {})}
+
+
+def _moved(value: Any, root: str, *, has_names: bool = False) -> Any:
+    """A copy of a schema that now stands at `root`: its own references still lead into itself.
+    `has_names`: the keys are names that its author chose, not keywords."""
+    if isinstance(value, list):
+        return [_moved(one, root) for one in value]
+    if not isinstance(value, dict):
+        return value
+    made = {}
+    for key, inner in value.items():
+        if has_names:
+            made[key] = _moved(inner, root)
+        elif key == "$ref" and isinstance(inner, str) and inner.startswith("#"):
+            made[key] = root + inner[1:]
+        elif key in _VALUES:
+            made[key] = inner
+        else:
+            made[key] = _moved(inner, root, has_names=key in _NAMED)
+    return made

@@ -18,7 +18,6 @@ from engine.structured_output.grammar import Grammar, Guide, Vocabulary
 from server.parsers.answer import AnswerParser
 from server.parsers.registry import FAMILIES, THINKING, words_of
 from server.parsers.tool.base import CallParser
-from server.parsers.tool.grammar import call_form
 
 SCHEMA: Any = {
     "type": "object",
@@ -78,7 +77,7 @@ def guide_of(name: str, is_special: bool, folder: Path) -> Guide:
     saved = text_folders.save(encoder, folder)
     (end,) = encoder.encode("</s>").ids
     vocabulary = Vocabulary(saved, encoder.get_vocab_size(), frozenset([end]))
-    part = call_form(FAMILIES[name], functions_of(name)).part()
+    part = FAMILIES[name].call_form(functions_of(name)).part()
     asked = {"special_tokens": True, "format": part}
     grammar = Grammar(GrammarSpec("structural_tag", json.dumps(asked)), vocabulary)
     return lambda: Guide(grammar, min_tokens=0, end_ids=frozenset(), ignore_eos=False)  # type: ignore
@@ -158,7 +157,7 @@ def test_text_without_a_marker_is_free(name: str, tmp_path: Path) -> None:
 )
 def test_what_a_way_of_writing_cannot_hold_is_refused(name: str, schema: Any) -> None:
     with pytest.raises(UserError, match="cannot be enforced") as refused:
-        call_form(FAMILIES[name], {"f": schema})
+        FAMILIES[name].call_form({"f": schema})
 
     assert refused.value.param == "tools"
 
