@@ -5,10 +5,9 @@ import re
 from dataclasses import dataclass
 
 from server.parsers.base import Event, Output, Tools
-from server.parsers.json_stream import read_value
 from server.parsers.text_stream import Reader, Sink, Source, Steps, Unreadable
 from server.parsers.tool.base import MAX_NAME_CHARACTERS, checked_name
-from server.parsers.tool.json import NOTHING
+from server.parsers.tool.json import NOTHING, read_named_call
 from server.parsers.tool.structural_tag import (
     CallForm,
     Functions,
@@ -171,12 +170,7 @@ class Calls:
             output.arguments(NOTHING)
             output.end()
             return
-        if (yield from source.peek()) != "{":
-            raise Unreadable
-        output.begin(name)
-        yield from read_value(source, output.arguments)
-        output.end()
-        source.remember()
+        yield from read_named_call(source, output, name)
         yield from source.blanks()
         yield from source.accept(_CALL)
 

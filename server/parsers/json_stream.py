@@ -94,8 +94,14 @@ def _read_container(source: Source, sink: Sink, depth: int) -> Steps[None]:
 
 def object_of(text: str) -> str | None:
     """`text` if it is a JSON object as `read_value` takes it, else None."""
+    value = value_of(text.strip(BLANKS))
+    return value if value is not None and value.startswith("{") else None
+
+
+def value_of(text: str) -> str | None:
+    """`text` if it is a JSON value as `read_value` takes it, else None."""
     source = Source()
-    source.push(text.strip(BLANKS))
+    source.push(text)
     source.has_ended = True
     pieces: list[str] = []
     try:
@@ -103,5 +109,9 @@ def object_of(text: str) -> str | None:
             return None
     except Unreadable:
         return None
-    made = "".join(pieces)
-    return made if made.startswith("{") and source.is_empty else None
+    return "".join(pieces) if source.is_empty else None
+
+
+def quoted(text: str) -> str:
+    """`text` as a JSON string; lone surrogates become `?`."""
+    return json.dumps(text.encode("utf-8", "replace").decode(), ensure_ascii=False)

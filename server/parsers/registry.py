@@ -9,7 +9,6 @@ from dataclasses import fields
 from server.parsers import harmony
 from server.parsers.base import ThoughtForm
 from server.parsers.reasoning import blocks as reasoning
-from server.parsers.tool import deepseek as deepseek_calls
 from server.parsers.tool import gemma as gemma_calls
 from server.parsers.tool import json as json_calls
 from server.parsers.tool import pythonic as llama_calls
@@ -27,8 +26,8 @@ FAMILIES: Mapping[str, Family] = {
     "granite": json_calls.GRANITE,
     "granite-20b-fc": json_calls.GRANITE_20B,
     "granite4": json_calls.HERMES,
-    "deepseek_v3": deepseek_calls.DEEPSEEK,
-    "deepseek_v31": deepseek_calls.DEEPSEEK,
+    "deepseek_v3": json_calls.DEEPSEEK,
+    "deepseek_v31": json_calls.DEEPSEEK,
     "deepseek_v32": xml_calls.DSML,
     "deepseek_v4": xml_calls.DSML,
     "qwen3_coder": xml_calls.QWEN3_CODER,
@@ -36,7 +35,7 @@ FAMILIES: Mapping[str, Family] = {
     "mimo": xml_calls.QWEN3_CODER,
     "glm45": xml_calls.GLM,
     "glm47": xml_calls.GLM,
-    "kimi_k2": deepseek_calls.KIMI,
+    "kimi_k2": json_calls.KIMI,
     "minimax_m2": xml_calls.MINIMAX,
     "seed_oss": xml_calls.SEED,
     "jamba": json_calls.JAMBA,

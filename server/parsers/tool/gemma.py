@@ -1,15 +1,15 @@
 """Calls with bare keys and texts between marks of their own: FunctionGemma and Gemma 4."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from server.parsers.base import Output, Tools
-from server.parsers.json_stream import MAX_DEPTH, MAX_SCALAR_CHARACTERS, read_string
+from server.parsers.json_stream import MAX_DEPTH, MAX_SCALAR_CHARACTERS, quoted, read_string
 from server.parsers.text_stream import CutShort, Sink, Source, Steps, Unreadable
 from server.parsers.tool.base import MAX_NAME_CHARACTERS, checked_name, types_of
 from server.parsers.tool.structural_tag import (
+    IDENTIFIER,
     CallForm,
     Functions,
     Part,
@@ -25,9 +25,8 @@ from server.parsers.tool.structural_tag import (
     text,
     until,
 )
-from server.parsers.tool.xml import as_json, cast
+from server.parsers.tool.xml import cast
 
-_IDENTIFIER = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
 _ANY: frozenset[str] = frozenset()
 
 
@@ -72,7 +71,7 @@ class Gemma:
             key = yield from self._read_key(source)
             if key in keys:
                 raise Unreadable
-            sink(f"{', ' if keys else ''}{as_json(key)}: ")
+            sink(f"{', ' if keys else ''}{quoted(key)}: ")
             keys.add(key)
             yield from source.blanks()
             yield from self._read_value(source, sink, depth, types_of(schema, key))
@@ -92,7 +91,7 @@ class Gemma:
     ) -> Steps[None]:
         if (yield from source.accept(self.quote)):
             sink('"')
-            if not (yield from source.upto((self.quote,), lambda one: sink(as_json(one)[1:-1]))):
+            if not (yield from source.upto((self.quote,), lambda one: sink(quoted(one)[1:-1]))):
                 raise CutShort
             sink('"')
             return
@@ -132,7 +131,7 @@ class Gemma:
     def call_form(self, functions: Functions) -> CallForm:
         calls = []
         for name, schema in functions.items():
-            if not _IDENTIFIER.fullmatch(name):
+            if not IDENTIFIER.fullmatch(name):
                 raise refused(name, "the name")
             inner = _gemma_arguments(self, name, schema)
             middle = [] if inner is None else [inner]
@@ -149,7 +148,7 @@ def _gemma_arguments(family: Gemma, function: str, schema: Mapping[str, Any] | N
     written = []
     for one in arguments:
         is_free = is_plain_text(one.schema)
-        if not _IDENTIFIER.fullmatch(one.name) or not (is_free or _is_flat(one.schema)):
+        if not IDENTIFIER.fullmatch(one.name) or not (is_free or _is_flat(one.schema)):
             raise refused(function, f"properties.{one.name:.60}")
         written.append(row(text(f"{one.name}:"), free if is_free else one.as_json))
     return separated(written, sum(one.is_required for one in arguments), text(","))

@@ -1,4 +1,5 @@
-"""Calls written as JSON between markers: Hermes, Qwen, Granite, Mistral, Llama and others."""
+"""Calls whose arguments are JSON: objects and lists between markers (Hermes, Llama, Granite and
+others), or a name and then an object (Mistral, DeepSeek, Kimi)."""
 
 from dataclasses import dataclass
 
@@ -23,6 +24,10 @@ from server.parsers.tool.structural_tag import (
 
 ARGUMENTS = ("arguments", "parameters")
 NOTHING = "{}"
+_DEEPSEEK_CALL = "<\uff5ctool\u2581call\u2581begin\uff5c>"
+_DEEPSEEK_CALL_END = "<\uff5ctool\u2581call\u2581end\uff5c>"
+_DEEPSEEK_CALLS = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
+_DEEPSEEK_CALLS_END = "<\uff5ctool\u2581calls\u2581end\uff5c>"
 
 
 def read_object_call(source: Source, output: Output, known: Tools | None = None) -> Steps[None]:
@@ -127,6 +132,18 @@ def read_calls(source: Source, output: Output, known: Tools | None = None) -> St
         yield from source.blanks()
 
 
+def read_named_call(
+    source: Source, output: Output, name: str, call_id: str | None = None
+) -> Steps[None]:
+    """The object that the arguments of a call of `name` are."""
+    if (yield from source.peek()) != "{":
+        raise Unreadable
+    output.begin(name, call_id)
+    yield from read_value(source, output.arguments)
+    output.end()
+    source.remember()
+
+
 @dataclass(frozen=True, slots=True)
 class TaggedJson:
     """One object or a list behind a marker, perhaps with an end."""
@@ -203,11 +220,7 @@ class Mistral:
             call_id = checked_name(call_id)
         yield from source.accept(self.before_arguments)
         yield from source.blanks()
-        if (yield from source.peek()) != "{":
-            raise Unreadable
-        output.begin(checked_name(name), call_id)
-        yield from read_value(source, output.arguments)
-        output.end()
+        yield from read_named_call(source, output, checked_name(name), call_id)
 
     def call_form(self, functions: Functions) -> CallForm:
         named = [
@@ -216,6 +229,79 @@ class Mistral:
         ]
         content = any_of(row(regex(" ?"), json_of(calls_schema(functions))), *named)
         return CallForm(dict.fromkeys(self.markers, content))
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSeek:
+    """`function`, a separator, the name and a fenced object; or name, separator, object."""
+
+    markers: tuple[str, ...] = (_DEEPSEEK_CALL,)
+    silent: tuple[str, ...] = (_DEEPSEEK_CALLS, _DEEPSEEK_CALLS_END, _DEEPSEEK_CALL_END)
+    begins_bare: bool = False
+    separator: str = "<\uff5ctool\u2581sep\uff5c>"
+    end: str = _DEEPSEEK_CALL_END
+
+    def read(self, marker: str, source: Source, output: Output, tools: Tools) -> Steps[None]:
+        name, _ = yield from source.collect((self.separator,), most=MAX_NAME_CHARACTERS)
+        yield from source.blanks()
+        if (yield from source.peek()) != "{":
+            name, _ = yield from source.collect(("\n",), most=MAX_NAME_CHARACTERS)
+            yield from source.blanks()
+            yield from source.accept("```json", "```")
+            yield from source.blanks()
+        yield from read_named_call(source, output, checked_name(name))
+        yield from source.blanks()
+        yield from source.accept("```")
+        yield from source.blanks()
+        yield from source.accept(self.end)
+
+    def call_form(self, functions: Functions) -> CallForm:
+        calls = []
+        for name, schema in functions.items():
+            arguments = json_of(object_schema(schema))
+            calls.append(row(text(f"{name}{self.separator}"), arguments))
+            head = text(f"function{self.separator}{name}\n```json\n")
+            calls.append(row(head, arguments, text("\n```")))
+        content = row(any_of(*calls), text(self.end))
+        return CallForm(dict.fromkeys(self.markers, content), self.silent)
+
+
+@dataclass(frozen=True, slots=True)
+class Kimi:
+    """`functions.NAME:NUMBER`, which is the call's id too, a separator, an object."""
+
+    markers: tuple[str, ...] = ("<|tool_call_begin|>",)
+    silent: tuple[str, ...] = (
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+        "<|tool_call_end|>",
+    )
+    begins_bare: bool = False
+    separator: str = "<|tool_call_argument_begin|>"
+    end: str = "<|tool_call_end|>"
+
+    def read(self, marker: str, source: Source, output: Output, tools: Tools) -> Steps[None]:
+        head, _ = yield from source.collect((self.separator,), most=MAX_NAME_CHARACTERS)
+        call_id = checked_name(head)
+        name = call_id.rpartition(":")[0] or call_id
+        yield from source.blanks()
+        name = checked_name(name.removeprefix("functions."))
+        yield from read_named_call(source, output, name, call_id)
+        yield from source.blanks()
+        yield from source.accept(self.end)
+
+    def call_form(self, functions: Functions) -> CallForm:
+        calls = [
+            row(
+                text(f"functions.{name}:"),
+                regex("[0-9]{1,3}"),
+                text(self.separator),
+                json_of(object_schema(schema)),
+                text(self.end),
+            )
+            for name, schema in functions.items()
+        ]
+        return CallForm({marker: any_of(*calls) for marker in self.markers}, self.silent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,11 +315,7 @@ class Arguments:
 
     def read(self, marker: str, source: Source, output: Output, tools: Tools) -> Steps[None]:
         yield from source.blanks()
-        if (yield from source.peek()) != "{":
-            raise Unreadable
-        output.begin(self.name)
-        yield from read_value(source, output.arguments)
-        output.end()
+        yield from read_named_call(source, output, self.name)
 
 
 CALLS_ALONE = TaggedJson((), begins_bare=True)
@@ -260,3 +342,5 @@ XLAM = TaggedJson(
     must_be_known=("```json",),
 )
 MISTRAL = Mistral()
+DEEPSEEK = DeepSeek()
+KIMI = Kimi()

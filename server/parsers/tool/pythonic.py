@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.parsers.base import Output, Tools
-from server.parsers.json_stream import MAX_DEPTH, MAX_SCALAR_CHARACTERS
+from server.parsers.json_stream import MAX_DEPTH, MAX_SCALAR_CHARACTERS, quoted
 from server.parsers.text_stream import Sink, Source, Steps, Unreadable
 from server.parsers.tool.structural_tag import (
+    IDENTIFIER,
     CallForm,
     Functions,
     Part,
@@ -26,7 +27,6 @@ from server.parsers.tool.structural_tag import (
 )
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]*|", re.ASCII)
-_IDENTIFIER = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
 _COMMA = regex(", ?")
 _WORD = re.compile(r"[\w.+-]*", re.ASCII)
 _NUMBER = re.compile(r"([+-]?)(\d[\d_]*)?(\.\d*)?([eE][+-]?\d+)?", re.ASCII)
@@ -179,7 +179,7 @@ def _read_string(source: Source, sink: Sink) -> Steps[None]:
     plain = re.compile(rf"[^\\{quote}]+")
 
     def take(piece: str) -> None:
-        sink(_escaped(piece))
+        sink(quoted(piece)[1:-1])
 
     while True:
         source.run(plain, take)
@@ -210,19 +210,15 @@ def _read_escape(source: Source, sink: Sink) -> Steps[None]:
     sink(chr(number))
 
 
-def _escaped(text: str) -> str:
-    return json.dumps(text.encode("utf-8", "replace").decode(), ensure_ascii=False)[1:-1]
-
-
 def _python_call(name: str, schema: Mapping[str, Any] | None) -> Part:
     """`name(a=1, b="x")`; values are written as JSON, which is read as well as Python is."""
-    if not _IDENTIFIER.fullmatch(name):
+    if not IDENTIFIER.fullmatch(name):
         raise refused(name, "the name")
     if schema is None:
         some = row(regex("[A-Za-z_][A-Za-z0-9_]{0,63}="), json_of({}))
         return row(text(f"{name}("), optional(row(some, repeat(row(_COMMA, some)))), text(")"))
     arguments = arguments_of(name, schema)
-    strange = [one.name for one in arguments if not _IDENTIFIER.fullmatch(one.name)]
+    strange = [one.name for one in arguments if not IDENTIFIER.fullmatch(one.name)]
     if strange:
         raise refused(name, f"properties.{strange[0]:.60}")
     written = [row(text(f"{one.name}="), one.as_json) for one in arguments]

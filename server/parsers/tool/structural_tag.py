@@ -1,6 +1,7 @@
 """Structural tags of tool calls: the grammar that holds the calls that a model chooses to make to
 the functions of the request."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,8 @@ Part = dict[str, Any]
 Functions = Mapping[str, Mapping[str, Any] | None]
 """Names of functions with the schemas that their arguments are held to; None: any object."""
 
+IDENTIFIER = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
+"""Names that can stand where a family writes them without quotes."""
 MOST_CALLS = 32
 """Of one answer that must call; without a bound a model may go on to the end of the context."""
 _VALUES = ("enum", "const", "default", "examples")

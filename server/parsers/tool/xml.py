@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.parsers.base import Output, Tools
-from server.parsers.json_stream import read_value
+from server.parsers.json_stream import quoted, value_of
 from server.parsers.text_stream import CutShort, Source, Steps, Unreadable
 from server.parsers.tool.base import MAX_NAME_CHARACTERS, checked_name, types_of
 from server.parsers.tool.structural_tag import (
@@ -130,7 +130,7 @@ class Tags:
             whole = held + piece
             held = "\n" if self.is_framed and whole.endswith("\n") else ""
             if ready := whole[: len(whole) - len(held)]:
-                output.arguments(as_json(ready)[1:-1])
+                output.arguments(quoted(ready)[1:-1])
 
         if not (yield from source.upto((self.value_end,), take)):
             raise CutShort
@@ -150,35 +150,17 @@ class Tags:
         return CallForm({marker: content(marker) for marker in self.markers}, self.silent)
 
 
-def as_json(text: str) -> str:
-    """`text` as a JSON string."""
-    return json.dumps(text.encode("utf-8", "replace").decode(), ensure_ascii=False)
-
-
 def cast(text: str, types: frozenset[str]) -> str:
     """The JSON that `text` stands for, given the types it may have; itself, as a string, where it
     is none of them."""
     bare = text.strip()
     bare = _PYTHON.get(bare, bare)
     if bare[:1] == '"' and "string" in types:
-        return as_json(text)
-    value = _value_of(bare)
+        return quoted(text)
+    value = value_of(bare)
     if value is None or ("string" in types and not _fits(value, types)):
-        return as_json(text)
+        return quoted(text)
     return value
-
-
-def _value_of(text: str) -> str | None:
-    source = Source()
-    source.push(text)
-    source.has_ended = True
-    pieces: list[str] = []
-    try:
-        for _ in read_value(source, pieces.append):
-            return None
-    except Unreadable:
-        return None
-    return "".join(pieces) if source.is_empty else None
 
 
 def _fits(value: str, types: frozenset[str]) -> bool:
