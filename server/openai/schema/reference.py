@@ -1,4 +1,4 @@
-"""Writes the tables of docs/api.md from the schemas of the request bodies:
+"""Tables of docs/api.md, generated from the schemas: `python -m server.openai.schema.reference`.
 `python -m server.openai.schema.reference`.
 
 The words of that page are written there; a table lies between two comments of its own, of which the
