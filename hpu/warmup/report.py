@@ -8,8 +8,7 @@ from config.execution import WarmupConfig
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.profiling.counters import phase_name
 from hpu.protocol import DECODE, PREFILL
-from hpu.worker.memory import GIB, Found, Split, Wanted
-from hpu.worker.memory_plan import split_graphs
+from hpu.worker.memory import GIB, FreeMemory, KVCacheDemand, MemorySplit, split_graphs
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +18,9 @@ NAMED = 12
 """Buckets that a line about what is missing names; the rest is counted."""
 
 
-def tell_memory(split: Split, cache: CacheConfig, found: Found, warmup: WarmupConfig) -> None:
+def tell_memory(
+    split: MemorySplit, cache: CacheConfig, found: FreeMemory, warmup: WarmupConfig
+) -> None:
     """The split of a device with memory of its own."""
     logger.info(
         "Memory: %.2f GiB free after loading, less %.2f GiB for the largest launch (%s); %.2f GiB "
@@ -45,7 +46,7 @@ def tell_memory(split: Split, cache: CacheConfig, found: Found, warmup: WarmupCo
         )
 
 
-def tell_cache(split: Split, cache: CacheConfig, wanted: Wanted) -> None:
+def tell_cache(split: MemorySplit, cache: CacheConfig, wanted: KVCacheDemand) -> None:
     """The KV cache, and how much it holds."""
     logger.info(
         "KV cache: %d blocks of %d tokens%s, %.2f GiB: %.1f sequences of %d tokens at once",

@@ -18,10 +18,8 @@ from hpu.runner.input_buffers import Bucket, InputBufferPool
 from hpu.runner.step_runner import StepRunner
 from hpu.sampling.sampler import GREEDY
 from hpu.warmup import report as announce
-from hpu.warmup.capture_order import CaptureBudget, cell_of, order_buckets
-from hpu.warmup.warmup_order import largest_first, split_buckets
-from hpu.worker.memory import GIB
-from hpu.worker.memory_plan import split_graphs
+from hpu.warmup.order import CaptureBudget, cell_of, largest_first, order_buckets, split_buckets
+from hpu.worker.memory import GIB, split_graphs
 
 logger = logging.getLogger(__name__)
 

@@ -40,7 +40,7 @@ from hpu.runner.step_runner import StepRunner
 from hpu.sampling.logprobs import LogprobsMode
 from hpu.sampling.sampler import Sampler
 from hpu.warmup import report as announce
-from hpu.worker.memory import GIB, Found, Split, Wanted, split_memory
+from hpu.worker.memory import GIB, FreeMemory, KVCacheDemand, MemorySplit, split_memory
 from hpu.worker.offloaded_weights import Kept, put_back
 from hpu.worker.profile_run import largest_buckets, measure_launches
 
@@ -107,9 +107,9 @@ class Loaded:
         return reads_contiguously(self.config, self.backend)
 
     @property
-    def wanted(self) -> Wanted:
+    def wanted(self) -> KVCacheDemand:
         """What the KV cache has to serve."""
-        return Wanted(
+        return KVCacheDemand(
             block_size=self.block_size,
             block_bytes=block_bytes(self.model, self.block_size, self.dtype),
             max_model_len=self.max_model_len,
@@ -308,7 +308,7 @@ def make_runner(
     return runner, graphs, staging, cache
 
 
-def find_memory(loaded: Loaded, sampler: Sampler) -> Found:
+def find_memory(loaded: Loaded, sampler: Sampler) -> FreeMemory:
     """What is free now that the weights are there, and what the largest launches take of it:
     measured on a cache of one block, or estimated where the back end counts no memory."""
     backend, schedule = loaded.backend, loaded.config.scheduler
@@ -320,7 +320,7 @@ def find_memory(loaded: Loaded, sampler: Sampler) -> Found:
             num_tokens=schedule.max_num_batched_tokens,
             num_seqs=schedule.max_num_seqs,
         )
-        return Found(backend.memory()[0], reserve, is_measured=False)
+        return FreeMemory(backend.memory()[0], reserve, is_measured=False)
     start = time.perf_counter()
     within = max(2, backend.memory()[0] // loaded.wanted.block_bytes)
     # A slice of the cache is no copy of it, and cannot be longer than the one block there is.
@@ -336,10 +336,10 @@ def find_memory(loaded: Loaded, sampler: Sampler) -> Found:
         " and ".join(str(bucket[1:]) for bucket in buckets),
         time.perf_counter() - start,
     )
-    return Found(backend.memory()[0], reserve)
+    return FreeMemory(backend.memory()[0], reserve)
 
 
-def split(loaded: Loaded, found: Found) -> Split:
+def split(loaded: Loaded, found: FreeMemory) -> MemorySplit:
     """The memory's parts, told to the operator. Raises ConfigError when a context does not fit."""
     config, backend = loaded.config, loaded.backend
     share = config.warmup.graph_memory_fraction if loaded.captures else 0.0
@@ -349,7 +349,7 @@ def split(loaded: Loaded, found: Found) -> Split:
         wanted,
         found,
         shares_host_memory=backend.shares_host_memory,
-        graph_share=share,
+        graph_memory_fraction=share,
     )
     if not backend.shares_host_memory:
         announce.tell_memory(parts, config.cache, found, config.warmup)

@@ -15,7 +15,7 @@ from hpu.model_loader.size_estimate import (
     kv_block_bytes,
     weight_bytes,
 )
-from hpu.worker.memory_plan import MemoryPlan, num_blocks, plan_memory
+from hpu.worker.memory import MemoryPlan, num_blocks, plan_memory
 
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
 """That one box of eight cards can form."""
@@ -107,7 +107,7 @@ def plan_card(facts: ModelConfig, wish: CardWish) -> CardPlan:
     parts = plan_memory(
         max(0, card - weights - activations),
         utilization=wish.utilization,
-        graph_reserved=wish.graph_reserved,
+        graph_memory_fraction=wish.graph_reserved,
     )
     if wish.num_blocks is not None:
         blocks = wish.num_blocks

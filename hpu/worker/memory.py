@@ -1,22 +1,64 @@
-"""How device memory is split, once, before anything is captured: weights lie there already; the
-rest goes to KV blocks, graphs and a reserve. Pure; the arithmetic is memory_plan's."""
+"""How the device memory that is free after loading is split: KV blocks, graphs, a reserve.
+
+Pure arithmetic without torch, done once before anything is captured.
+"""
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from config.engine import CacheConfig
 from config.errors import ConfigError
-from hpu.worker.memory_plan import num_blocks, plan_memory
-
-HOST_SHARE = 0.25
-"""Of the host's free memory, for KV blocks of a device that shares it."""
 
 GIB = 1024**3
 
+GRAPH_MEMORY_FRACTION = 0.1
+"""Share of the usable memory for graphs (VLLM_GRAPH_RESERVED_MEM)."""
+
+PROMPT_RATIO = 0.3
+"""Share of the graphs' memory for prompts (VLLM_GRAPH_PROMPT_RATIO)."""
+
+SHARED_MEMORY_FRACTION = 0.25
+"""Share of the host's free memory for KV blocks of a device that uses host memory."""
+
+
+class MemoryPlan(NamedTuple):
+    """Parts of the free memory, in its unit."""
+
+    usable: float
+    graphs: float
+    kv: float
+    margin: float
+    """Not planned for."""
+
+
+def plan_memory(
+    free: float, *, utilization: float, graph_memory_fraction: float = GRAPH_MEMORY_FRACTION
+) -> MemoryPlan:
+    """`utilization` is a share of the free memory, not of the card's; graphs get a share of that,
+    KV blocks the rest."""
+    _check_share("utilization", utilization)
+    _check_share("graph_memory_fraction", graph_memory_fraction)
+    usable = free * utilization
+    graphs = usable * graph_memory_fraction
+    return MemoryPlan(usable, graphs, usable - graphs, free - usable)
+
+
+def split_graphs(graphs: float, *, prompt_ratio: float = PROMPT_RATIO) -> tuple[float, float]:
+    """(prompt, decode) parts of the graphs' memory."""
+    _check_share("prompt_ratio", prompt_ratio)
+    prompt = graphs * prompt_ratio
+    return prompt, graphs - prompt
+
+
+def num_blocks(kv_bytes: float, block_bytes: int) -> int:
+    """Whole blocks in `kv_bytes`, without the pad block."""
+    return max(0, int(kv_bytes // block_bytes) - 1)
+
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What the cache has to serve."""
+class KVCacheDemand:
+    """What the KV cache has to serve."""
 
     block_size: int
     block_bytes: int
@@ -30,76 +72,82 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What was measured once the weights had been loaded, in bytes."""
+class FreeMemory:
+    """Device memory after the weights were loaded, in bytes."""
 
     free: int
     reserve: int
-    """What the largest launch takes while it runs."""
+    """Peak of the largest launch."""
     is_measured: bool = True
-    """Whether `reserve` is the peak of such a launch; if not, it was estimated."""
+    """Whether such a launch was run; if not, `reserve` is an estimate."""
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
-    """Blocks to lend (the pad block comes on top), and bytes that graphs may take."""
+class MemorySplit:
+    """KV blocks without the pad block, and the budget of graphs."""
 
     num_blocks: int
     graph_bytes: int
     usable_bytes: int = 0
-    """GraphCache and KV blocks together, where the device's memory is its own."""
+    """Graphs and KV blocks together, on a device with its own memory."""
 
 
 def split_memory(
     cache: CacheConfig,
-    wanted: Wanted,
-    found: Found,
+    demand: KVCacheDemand,
+    memory: FreeMemory,
     *,
     shares_host_memory: bool,
-    graph_share: float,
-) -> Split:
-    """Decide the number of KV blocks: as told, as many as the bytes told hold, or what fits.
+    graph_memory_fraction: float,
+) -> MemorySplit:
+    """Decide the number of KV blocks: as configured, as many as the configured bytes hold, or as
+    many as fit.
 
-    `graph_share` of what may be used is for captured graphs, 0 when nothing is captured. What may
-    be used is the configured share of what is free beside the largest launch. Raises ConfigError
-    when not even one full context fits, or when more is told than is free.
+    The usable memory is the configured share of what the largest launch leaves free. Graphs get
+    `graph_memory_fraction` of it; 0 when nothing is captured. Raises ConfigError when not even one
+    full context fits, or when more is configured than is free.
     """
-    free = found.free
+    free = memory.free
     plan = plan_memory(
-        max(0, free - found.reserve),
+        max(0, free - memory.reserve),
         utilization=cache.gpu_memory_utilization,
-        graph_reserved=graph_share,
+        graph_memory_fraction=graph_memory_fraction,
     )
     if cache.num_blocks is not None:
-        count, cure = cache.num_blocks, "raise --num-gpu-blocks-override"
+        count, fix = cache.num_blocks, "raise --num-gpu-blocks-override"
     elif cache.kv_cache_memory_bytes is not None:
-        count = cache.kv_cache_memory_bytes // wanted.block_bytes - 1
-        cure = "raise --kv-cache-memory-bytes"
+        count = cache.kv_cache_memory_bytes // demand.block_bytes - 1
+        fix = "raise --kv-cache-memory-bytes"
     elif shares_host_memory:
-        within = int(free * HOST_SHARE) // wanted.block_bytes - 1
-        count = min(wanted.max_num_seqs * wanted.context_blocks, within)
-        cure = "set --kv-cache-memory-bytes"
+        within = int(free * SHARED_MEMORY_FRACTION) // demand.block_bytes - 1
+        count = min(demand.max_num_seqs * demand.context_blocks, within)
+        fix = "set --kv-cache-memory-bytes"
     else:
-        count = num_blocks(plan.kv, wanted.block_bytes)
-        cure = "raise --gpu-memory-utilization, or lower --max-num-batched-tokens"
-    _check_context(count, wanted, cure)
-    needed = (count + 1) * wanted.block_bytes
+        count = num_blocks(plan.kv, demand.block_bytes)
+        fix = "raise --gpu-memory-utilization, or lower --max-num-batched-tokens"
+    _check_context(count, demand, fix)
+    needed = (count + 1) * demand.block_bytes
     if needed > free:
         raise ConfigError(
             f"{count} KV blocks take {needed / GIB:.2f} GiB, {free / GIB:.2f} GiB are "
             f"free: lower --num-gpu-blocks-override or --kv-cache-memory-bytes"
         )
-    return Split(count, int(plan.graphs), int(plan.usable))
+    return MemorySplit(count, int(plan.graphs), int(plan.usable))
 
 
-def _check_context(count: int, wanted: Wanted, cure: str) -> None:
-    if count >= wanted.context_blocks:
+def _check_context(count: int, demand: KVCacheDemand, fix: str) -> None:
+    if count >= demand.context_blocks:
         return
-    holds = max(0, count) * wanted.block_size
-    needed = (wanted.context_blocks + 1) * wanted.block_bytes
-    advice = f"lower --max-model-len to {holds} or less, or {cure}" if holds else cure
+    holds = max(0, count) * demand.block_size
+    needed = (demand.context_blocks + 1) * demand.block_bytes
+    advice = f"lower --max-model-len to {holds} or less, or {fix}" if holds else fix
     raise ConfigError(
         f"the KV cache holds {holds} tokens in {max(0, count)} blocks, one full context of "
-        f"{wanted.max_model_len} tokens needs {wanted.context_blocks} blocks "
+        f"{demand.max_model_len} tokens needs {demand.context_blocks} blocks "
         f"({needed / GIB:.2f} GiB): {advice}"
     )
+
+
+def _check_share(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ConfigError(f"{name} is {value}, it must be between 0 and 1")

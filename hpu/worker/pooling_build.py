@@ -26,8 +26,7 @@ from hpu.runner.input_buffers import InputBufferPool
 from hpu.runner.pooling_inputs import TextInputs
 from hpu.runner.pooling_runner import PoolingRunner
 from hpu.worker.build import Built, check_memory, choose_dtype, name_of, named_strategy
-from hpu.worker.memory import GIB
-from hpu.worker.memory_plan import plan_memory
+from hpu.worker.memory import GIB, plan_memory
 from hpu.worker.offloaded_weights import Kept
 from hpu.worker.profile_run import largest_buckets, measure_launches
 
@@ -101,7 +100,7 @@ class LoadedPooling:
             gc.collect()
         free = max(0, backend.memory()[0] - reserve)
         share = self.config.cache.gpu_memory_utilization
-        return int(plan_memory(free, utilization=share, graph_reserved=1.0).graphs)
+        return int(plan_memory(free, utilization=share, graph_memory_fraction=1.0).graphs)
 
 
 def load_pooling(

@@ -18,7 +18,7 @@ from hpu.protocol import DECODE, PREFILL, WarmupProgress
 from hpu.runner.graph_cache import GraphCache
 from hpu.runner.model_runner import ModelRunner
 from hpu.sampling.sampler import GREEDY
-from hpu.warmup.capture_order import order_buckets
+from hpu.warmup.order import order_buckets
 from hpu.warmup.warmup import Warmup
 from hpu.worker.build import load, make_runner, make_sampler
 

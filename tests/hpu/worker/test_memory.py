@@ -1,12 +1,29 @@
-"""How memory is split."""
+"""The split of device memory, with the numbers of the vendor's guide."""
+
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from config.engine import CacheConfig
 from config.errors import ConfigError
-from hpu.worker.memory import Found, Split, Wanted, split_memory
+from hpu.worker.memory import (
+    GIB,
+    FreeMemory,
+    KVCacheDemand,
+    MemorySplit,
+    num_blocks,
+    plan_memory,
+    split_graphs,
+    split_memory,
+)
 
-WANTED = Wanted(block_size=16, block_bytes=1000, max_model_len=100, max_num_seqs=4)
+VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "buckets.json").read_text())[
+    "vectors"
+]
+
+DEMAND = KVCacheDemand(block_size=16, block_bytes=1000, max_model_len=100, max_num_seqs=4)
 
 
 def _split(
@@ -15,18 +32,18 @@ def _split(
     free: int = 1_000_000,
     reserve: int = 0,
     shares_host_memory: bool = True,
-    graph_share: float = 0.0,
-) -> Split:
+    graph_memory_fraction: float = 0.0,
+) -> MemorySplit:
     return split_memory(
         cache,
-        WANTED,
-        Found(free, reserve),
+        DEMAND,
+        FreeMemory(free, reserve),
         shares_host_memory=shares_host_memory,
-        graph_share=graph_share,
+        graph_memory_fraction=graph_memory_fraction,
     )
 
 
-def test_a_host_gives_what_all_rows_need_at_most() -> None:
+def test_a_host_gives_what_all_requests_need_at_most() -> None:
     split = _split(CacheConfig())
 
     assert (split.num_blocks, split.graph_bytes) == (4 * 7, 0)
@@ -41,33 +58,34 @@ def test_a_card_gives_what_graphs_and_the_reserve_leave() -> None:
         CacheConfig(gpu_memory_utilization=0.5),
         reserve=100_000,
         shares_host_memory=False,
-        graph_share=0.1,
+        graph_memory_fraction=0.1,
     )
 
     # Half of the 900 000 beside the largest launch, and a tenth of that for graphs.
-    assert split == Split(num_blocks=405 - 1, graph_bytes=45_000, usable_bytes=450_000)
+    assert split == MemorySplit(num_blocks=405 - 1, graph_bytes=45_000, usable_bytes=450_000)
 
 
 def test_without_captures_nothing_is_reserved_for_graphs() -> None:
     split = _split(CacheConfig(gpu_memory_utilization=0.5), shares_host_memory=False)
 
-    assert split == Split(num_blocks=500 - 1, graph_bytes=0, usable_bytes=500_000)
+    assert split == MemorySplit(num_blocks=500 - 1, graph_bytes=0, usable_bytes=500_000)
 
 
 def test_the_guides_card_gives_its_blocks() -> None:
-    gib = 1024**3
-    wanted = Wanted(block_size=128, block_bytes=16 * 1024**2, max_model_len=4096, max_num_seqs=128)
+    demand = KVCacheDemand(
+        block_size=128, block_bytes=16 * 1024**2, max_model_len=4096, max_num_seqs=128
+    )
 
     split = split_memory(
         CacheConfig(gpu_memory_utilization=0.5),
-        wanted,
-        Found(free=int(79.16 * gib), reserve=0),
+        demand,
+        FreeMemory(free=int(79.16 * GIB), reserve=0),
         shares_host_memory=False,
-        graph_share=0.4,
+        graph_memory_fraction=0.4,
     )
 
-    assert round(split.usable_bytes / gib, 2) == 39.58
-    assert round(split.graph_bytes / gib, 2) == 15.83
+    assert round(split.usable_bytes / GIB, 2) == 39.58
+    assert round(split.graph_bytes / GIB, 2) == 15.83
     # Of 23.748 GiB; the guide's log prints 1519, of a figure that it rounds to two digits.
     assert split.num_blocks == 1518
 
@@ -77,7 +95,7 @@ def test_a_launch_larger_than_what_is_free_leaves_no_cache() -> None:
         _split(CacheConfig(), reserve=2_000_000, shares_host_memory=False)
 
 
-def test_a_number_of_blocks_is_taken_as_told() -> None:
+def test_a_number_of_blocks_is_taken_as_configured() -> None:
     assert _split(CacheConfig(num_blocks=9, kv_cache_memory_bytes=1)).num_blocks == 9
 
 
@@ -99,3 +117,45 @@ def test_a_cache_too_small_for_one_context_names_both_numbers_and_the_flags() ->
 def test_more_than_is_free_is_refused_with_both_numbers() -> None:
     with pytest.raises(ConfigError, match=r"1024 KV blocks take 0\.00 GiB, 0\.00 GiB are free"):
         _split(CacheConfig(num_blocks=1024))
+
+
+@pytest.mark.parametrize(
+    "vector", [v for v in VECTORS if v["func"] == "memory_plan_rounded"], ids=lambda v: v["name"]
+)
+def test_the_split_equals_the_published_one(vector: dict[str, Any]) -> None:
+    given = vector["params"]
+
+    plan = plan_memory(
+        given["free"], utilization=given["util"], graph_memory_fraction=given["graph_reserved"]
+    )
+
+    rounded = {name: round(value, given["digits"]) for name, value in plan._asdict().items()}
+    assert rounded == vector["expected"]
+
+
+@pytest.mark.parametrize("vector", [v for v in VECTORS if v["func"] == "graph_split"])
+def test_graphs_are_split_as_published(vector: dict[str, Any]) -> None:
+    given = vector["params"]
+
+    parts = split_graphs(given["pool"], prompt_ratio=given["prompt_ratio"])
+
+    assert [round(part, given["digits"]) for part in parts] == vector["expected"]
+
+
+def test_blocks_of_an_8b_model_in_the_guides_cache() -> None:
+    block_bytes = 2 * 32 * 8 * 128 * 2 * 128
+
+    blocks = num_blocks(23.75 * GIB, block_bytes)
+
+    # The guide's log prints 1519, of a figure that it rounds to two digits.
+    assert blocks == 1519
+
+
+def test_a_cache_too_small_for_a_block_has_none() -> None:
+    assert num_blocks(5.0, 10) == 0
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1])
+def test_a_share_beyond_the_whole_is_refused(share: float) -> None:
+    with pytest.raises(ConfigError, match="between 0 and 1"):
+        plan_memory(80.0, utilization=0.9, graph_memory_fraction=share)

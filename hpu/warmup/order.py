@@ -1,12 +1,21 @@
-"""Which buckets are warmed up first: the largest, in a background warm-up the most useful. Pure."""
+"""Order of buckets: of warm-up, of graph capture, and which are left out when memory is short.
+Pure."""
 
+from collections.abc import Sequence
+
+from config.errors import ConfigError
 from config.traffic import Lengths
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.bucketing.cost import launch_cost
 from hpu.protocol import DECODE, PREFILL
 
+Cell = tuple[int, int]
+"""(batch, length): tokens of a prompt, blocks of a decode."""
+
 Bucket = tuple[int, int, int, int]
 """(phase, batch, query, blocks)"""
+
+CAPTURE_ORDERS = ("min_tokens", "max_bs")
 
 SMALL_SHARE = 0.25
 """Of a phase's buckets, the cheapest that are warmed up before the first request."""
@@ -76,3 +85,54 @@ def _largest(buckets: list[Bucket]) -> list[Bucket]:
         return one != other and all(a <= b for a, b in zip(one, other, strict=True))
 
     return [one for one in buckets if not any(fits(one, other) for other in buckets)]
+
+
+def capture_order(cells: Sequence[Cell], strategy: str) -> list[Cell]:
+    """`min_tokens`: least work first, of equal work the shorter. `max_bs`: largest batch first, of
+    equal batches the shorter."""
+    return sorted(cells, key=lambda cell: _priority_key(cell, strategy))
+
+
+def cell_of(bucket: Bucket, block_size: int) -> Cell:
+    """What the order and the budget see of a bucket; cached context counts as tokens."""
+    phase, batch, query, blocks = bucket
+    return (batch, query + blocks * block_size if phase == PREFILL else blocks)
+
+
+def order_buckets(buckets: Sequence[Bucket], strategy: str, block_size: int) -> list[Bucket]:
+    """`capture_order` of whole buckets; those with the same cell by their shape."""
+    return sorted(buckets, key=lambda b: (_priority_key(cell_of(b, block_size), strategy), b))
+
+
+def _priority_key(cell: Cell, strategy: str) -> tuple[int, ...]:
+    batch, length = cell
+    if strategy == "min_tokens":
+        return (batch * length, length, batch)
+    if strategy == "max_bs":
+        return (-batch, length)
+    raise ConfigError(f"capture order {strategy!r} is not one of {', '.join(CAPTURE_ORDERS)}")
+
+
+class CaptureBudget:
+    """Decides before each capture of one phase whether it will fit into what is left.
+
+    A bucket is expected to take as much for its tokens as those before it took for theirs; the
+    first is always tried. What is left in the end goes to the other phase.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.left_bytes = budget_bytes
+        self._tokens = 0
+        self._bytes = 0
+
+    def admits(self, cell: Cell) -> bool:
+        """Whether to capture `cell`."""
+        batch, length = cell
+        expected = self._bytes * batch * length / self._tokens if self._tokens else 0.0
+        return self.left_bytes > 0 and expected <= self.left_bytes
+
+    def captured(self, cell: Cell, taken_bytes: int) -> None:
+        """A capture was made, and took so much."""
+        self._tokens += cell[0] * cell[1]
+        self._bytes += taken_bytes
+        self.left_bytes -= taken_bytes
