@@ -108,7 +108,7 @@ def measure(grammar: Grammar, num_rows: int, step_s: float, depth: int, num_step
     table = BucketTable.make(BucketConfig(strategy="exact"), limits)
     facts = (NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, vocabulary.vocab_size)
     ready = WorkerReady(
-        *facts, tuple(vocabulary.eos_ids), [], "clock", "none", 0, 0, 0, 0, 0.0, 0.0
+        *facts, tuple(vocabulary.eos_ids), [], "clock", "none", 0, 0, 0, 0, 0.0, 0.0, limits
     )
     config = EngineConfig(model="none", scheduler=schedule)
     executor: Any = ClockExecutor(step_s)

@@ -118,7 +118,7 @@ def null_ready(config: EngineConfig) -> WorkerReady:
     buckets = BucketTable.make(config.buckets, limits).buckets
     return WorkerReady(
         *(cache.num_blocks, cache.block_size, longest, VOCAB_SIZE, (END_TOKEN,), buckets),
-        *("null", "none", 0, 0, 0, 0, 0.0, 0.0),
+        *("null", "none", 0, 0, 0, 0, 0.0, 0.0, limits),
     )
 
 

@@ -20,6 +20,7 @@ from config.model.model_config import read_model_config
 from engine.executors.base import Executor
 from engine.process.child_process import read_orders
 from engine.process.engine_process import EngineOrders, run
+from hpu.bucketing.limits import BucketLimits
 from hpu.protocol import WorkerReady
 from server.cli import main as cli
 from server.process import supervisor as frontends
@@ -39,9 +40,19 @@ def make_null_executor(
     for 256 rows of 512 tokens beside one full context."""
     facts = read_model_config(config.model)
     num_blocks = (256 * 512 + MAX_MODEL_LEN) // BLOCK_SIZE
+    longest, schedule = config.max_model_len or MAX_MODEL_LEN, config.scheduler
+    limits = BucketLimits(
+        block_size=BLOCK_SIZE,
+        max_model_len=longest,
+        max_num_seqs=schedule.max_num_seqs,
+        max_num_batched_tokens=schedule.max_num_batched_tokens,
+        max_prefill_batch=schedule.prefill_batch(),
+        num_blocks=num_blocks,
+        prefix_caching=config.cache.enable_prefix_caching,
+    )
     ready = WorkerReady(
-        *(num_blocks, BLOCK_SIZE, config.max_model_len or MAX_MODEL_LEN, facts.vocab_size),
-        *(facts.eos_token_ids, [], "clock", "none", 0, 0, 0, 0, 0.0, 0.0),
+        *(num_blocks, BLOCK_SIZE, longest, facts.vocab_size),
+        *(facts.eos_token_ids, [], "clock", "none", 0, 0, 0, 0, 0.0, 0.0, limits),
     )
     tokenizer = Tokenizer.from_file(str(Path(config.model, "tokenizer.json")))
     tokens = tokenizer.encode(SENTENCE, add_special_tokens=False).ids

@@ -8,6 +8,7 @@ other.
 import msgspec
 
 from config.params.pooling import PoolingFacts
+from hpu.bucketing.limits import BucketLimits
 
 PREFILL = 0
 DECODE = 1
@@ -206,6 +207,8 @@ class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
     total_bytes: int
     load_s: float
     warmup_s: float
+    bucket_limits: BucketLimits
+    """With `buckets`, all that the engine needs to rebuild the worker's bucket table."""
     num_later: int = 0
     """Buckets that are prepared between steps; each time a `Warmed` says so."""
     driver: str = ""

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from queue import Empty, SimpleQueue
 
 import msgspec
@@ -35,7 +34,6 @@ from engine.transport.messages import (
     ToEngine,
 )
 from hpu.bucketing.bucket_table import BucketTable
-from hpu.bucketing.limits import BucketLimits
 from hpu.protocol import WarmupProgress, WorkerReady
 
 Entry = tuple[int, ToEngine, list[bytes], Grammar | None] | BaseException
@@ -238,35 +236,10 @@ class EngineLoop:
 
 
 def make_table(config: EngineConfig, worker: WorkerReady) -> BucketTable:
-    """The bucket table that the worker made for itself, made again here, with those buckets that
-    it has prepared."""
-    buckets = config.buckets
-    if buckets.strategy == "auto":
-        buckets = replace(buckets, strategy="exponential" if worker.buckets else "exact")
-    table = BucketTable.make(buckets, _limits(config, worker))
-    strange = set(worker.buckets) - set(table.buckets)
-    assert not strange, f"the worker prepared {sorted(strange)}, which the engine does not know"
-    if not table.is_exact:
-        table.restrict(worker.buckets)
+    """The worker's bucket table, with the buckets that it has prepared."""
+    table = BucketTable.of_buckets(worker.buckets, worker.bucket_limits)
     table.prefer_prepared = config.warmup.on_unwarmed_shape == "pad"
     return table
-
-
-def _limits(config: EngineConfig, worker: WorkerReady) -> BucketLimits:
-    schedule = config.scheduler
-    if worker.pooling is not None:
-        return BucketLimits.for_pooling(
-            schedule, block_size=worker.block_size, max_model_len=worker.max_model_len
-        )
-    return BucketLimits(
-        block_size=worker.block_size,
-        max_model_len=worker.max_model_len,
-        max_num_seqs=schedule.max_num_seqs,
-        max_num_batched_tokens=schedule.max_num_batched_tokens,
-        max_prefill_batch=schedule.prefill_batch(),
-        num_blocks=worker.num_blocks,
-        prefix_caching=config.cache.enable_prefix_caching,
-    )
 
 
 def make_ready(engine: int, worker: WorkerReady, config: EngineConfig) -> Ready:

@@ -77,6 +77,16 @@ class BucketTable:
             _cover_prompts(prompts, limits), _cover_decodes(decodes, limits), limits, exact=False
         )
 
+    @classmethod
+    def of_buckets(
+        cls, buckets: list[tuple[int, int, int, int]], limits: BucketLimits
+    ) -> "BucketTable":
+        """The table of these (phase, batch, query, blocks); an exact one of none."""
+        shapes: dict[int, list[Shape]] = {PREFILL: [], DECODE: []}
+        for phase, batch, query, blocks in buckets:
+            shapes[phase].append((batch, query, blocks))
+        return cls(shapes[PREFILL], shapes[DECODE], limits, exact=not buckets)
+
     @property
     def buckets(self) -> list[tuple[int, int, int, int]]:
         """(phase, batch, query, blocks) of all prepared buckets."""

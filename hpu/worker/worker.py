@@ -281,6 +281,7 @@ class Worker:
             total_bytes=backend.memory()[1],
             load_s=built.load_s,
             warmup_s=warmup_s,
+            bucket_limits=built.table.limits,
             num_later=warmup.num_later,
             counters=self._counters.take_changed(),
             driver=backend.driver,

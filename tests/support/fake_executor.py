@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpu.bucketing.bucket_table import BucketTable
+from hpu.bucketing.limits import BucketLimits
 from hpu.protocol import (
     PREFILL,
     SLEEP,
@@ -347,5 +348,8 @@ def worker_ready(
         total_bytes=0,
         load_s=0.0,
         warmup_s=0.0,
+        bucket_limits=BucketLimits(
+            block_size, max_model_len, 256, 8192, 4, num_blocks, prefix_caching=not contiguous
+        ),
         contiguous=contiguous,
     )

@@ -100,7 +100,9 @@ class PoolingRig:
             warmup=WarmupConfig(on_unwarmed_shape=unwarmed),
         )
         limits = BucketLimits.for_pooling(config.scheduler, block_size=4, max_model_len=32)
-        self.ready.buckets = BucketTable.make(config.buckets, limits).buckets if facts else []
+        if facts:
+            self.ready.bucket_limits = limits
+            self.ready.buckets = BucketTable.make(config.buckets, limits).buckets
         self.table = make_table(config, self.ready)
         self.executor = PoolingExecutor(self.ready)
         self.core = EngineCore(config, self.executor, self.ready, self.table, lambda: 1.0)
