@@ -184,15 +184,17 @@ def watch_admission(num_requests: int, num_tokens: int) -> Admission:
     start = time.thread_time()
     for frame in frames:
         request = take(frame)
-        core.add(request, block_hashes(request.prompt, ready.block_size, request.cache_salt))
+        core.add_request(
+            request, block_hashes(request.prompt, ready.block_size, request.cache_salt)
+        )
     queue_s = time.thread_time() - start
     while core.stats().running < config.scheduler.max_num_seqs:
-        core.turn()
-    assert core.num_open == num_requests, f"{core.num_open} of {num_requests} are in line"
+        core.step()
+    assert core.num_requests == num_requests, f"{core.num_requests} of {num_requests} are in line"
     start = time.thread_time()
     core.abort(range(num_requests))
     abort_s = time.thread_time() - start
-    assert core.num_open == 0, f"{core.num_open} are left"
+    assert core.num_requests == 0, f"{core.num_requests} are left"
     return Admission(queue_s, abort_s)
 
 

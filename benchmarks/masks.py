@@ -54,7 +54,7 @@ class ClockExecutor:
         self._plans.append((plan, _by_row(plan.masked_requests, plan.masks)))
         self._done_at.append(self._free_at)
 
-    def mask(self, masks: GrammarMasks) -> None:
+    def submit_masks(self, masks: GrammarMasks) -> None:
         self._plans[-1][1].update(_by_row(masks.req_indices, masks.masks))
         # Sampling takes no time, but begins with the masks.
         self._free_at = self._done_at[-1] = max(self._free_at, time.perf_counter())
@@ -115,13 +115,13 @@ def measure(grammar: Grammar, num_rows: int, step_s: float, depth: int, num_step
     core = EngineCore(config, executor, ready, table, time.perf_counter)
     params = SamplingParams(max_tokens=MAX_MODEL_LEN, structured_outputs=FORM)
     for key in range(num_rows):
-        core.add(AddRequest(key, PROMPT, params), [], grammar)
+        core.add_request(AddRequest(key, PROMPT, params), [], grammar)
     while core.stats().steps < WARM_STEPS:
-        core.turn()
+        core.step()
     start = time.perf_counter()
     while core.stats().steps < WARM_STEPS + num_steps:
-        core.turn()
-    assert core.num_open == num_rows, f"{core.num_open} of {num_rows} rows are left"
+        core.step()
+    assert core.num_requests == num_rows, f"{core.num_requests} of {num_rows} rows are left"
     return (time.perf_counter() - start) / num_steps * 1e3
 
 

@@ -68,7 +68,7 @@ class NullDevice:
         result = StepResult(plan.step, [token] * num_sampling(plan), seconds=[seconds])
         self._running.append((self._free_at, result))
 
-    def mask(self, masks: GrammarMasks) -> None:
+    def submit_masks(self, masks: GrammarMasks) -> None:
         return
 
     def has_result(self) -> bool:
@@ -83,7 +83,7 @@ class NullDevice:
     def call(self, name: str) -> str:
         return name
 
-    def idle(self) -> None:
+    def warm_up_next(self) -> None:
         return None
 
     def take_warmed(self) -> list[Warmed]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from config.engine import EngineConfig
 from config.errors import ConfigError, EngineDied
-from engine.client.zmq import QueueClient
+from engine.client.base import QueueClient
 from engine.core.loop import EngineLoop
 from engine.executors.base import Executor
 from engine.executors.select import make_executor
@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
 
 
 class Closed(Exception):
-    """The client was closed: the reason the loop is given to stop."""
+    """The client was closed: the reason with which the loop is stopped."""
 
 
 class InprocClient(QueueClient):
     """An EngineClient without a process. Belongs to one asyncio loop.
 
-    Every request may wait: offline a whole data set is added at once.
+    Prompt tokens are not limited: offline, a whole data set is added at once.
     """
 
     def __init__(
@@ -34,8 +34,11 @@ class InprocClient(QueueClient):
             [EngineConfig, str, Callable[[str], None]], Executor
         ] = make_executor,
     ) -> None:
-        most = config.scheduler.max_queue_len
-        super().__init__(0, max_queued_requests=most, max_queued_prompt_tokens=2**62)
+        super().__init__(
+            0,
+            max_queued_requests=config.scheduler.max_queue_len,
+            max_queued_prompt_tokens=2**62,
+        )
         self._config = config
         self._make_executor = make_executor
         self._engine = EngineLoop(config, self._emit, num_front_ends=1)
@@ -43,7 +46,7 @@ class InprocClient(QueueClient):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
-        """Begin to load; `wait_ready` tells the end of it."""
+        """Start loading; `wait_ready` waits for the end of it."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
@@ -59,7 +62,7 @@ class InprocClient(QueueClient):
         return True
 
     def _emit(self, front_end: int | None, message: FromEngine) -> None:
-        # A loop that is closed has nobody left who reads; `close` was forgotten.
+        # RuntimeError: the asyncio loop was closed without `close`, and nobody reads any more.
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(self._receive, message)

@@ -1,5 +1,4 @@
-"""The front-end's mailboxes: who waits for what, and which share of the line that takes.
-Knows no process and no socket."""
+"""RequestOutputQueue: the output of one request. OutputRouter: all queues of a front end."""
 
 import asyncio
 import itertools
@@ -20,35 +19,35 @@ from hpu.protocol import Logprobs
 
 
 class Update(msgspec.Struct, gc=False):
-    """All that a request has gained since its mailbox was last read."""
+    """Everything that a request gained since its queue was last read."""
 
     tokens: list[int] = []
     logprobs: list[Logprobs] = []
     prompt_logprobs: list[Logprobs] = []
     vectors: tuple[int, memoryview] | None = None
-    """(rows, float32 little-endian): what a pooling request asked for."""
+    """(rows, float32 little-endian): the result of a pooling request."""
     num_cached_tokens: int | None = None
-    """Set once, when the request left the waiting line."""
+    """Set once, when the request is first scheduled."""
     finish: Finish | None = None
 
 
-class Box:
-    """The one RequestOutputQueue. What comes in while nobody reads is merged, never queued
-    twice."""
+class RequestOutputQueue:
+    """The output of one request, for one reader. Unread updates are merged into one, so that a slow
+    reader never has a backlog."""
 
-    __slots__ = ("_failure", "_reader", "_update", "key", "waiting_tokens")
+    __slots__ = ("_failure", "_reader", "_update", "key", "num_waiting_tokens")
 
-    def __init__(self, key: int, waiting_tokens: int) -> None:
+    def __init__(self, key: int, num_waiting_tokens: int) -> None:
         self.key = key
-        self.waiting_tokens = waiting_tokens
-        """Prompt tokens that still wait in line; -1 once the request has left it."""
+        self.num_waiting_tokens = num_waiting_tokens
+        """Prompt tokens that wait to be scheduled; -1 once the request was scheduled."""
         self._update: Update | None = None
         self._failure: str | None = None
         self._reader: asyncio.Future[None] | None = None
 
     async def get(self) -> Update:
-        """Wait for something new and take all of it. Raises EngineDied; what came before the death
-        is handed out first, and so is the finish."""
+        """Wait for an update and take it. Raises EngineDied after the last update of an engine that
+        died; after an update with `finish` nothing follows."""
         while self._update is None:
             if self._failure is not None:
                 raise EngineDied(self._failure)
@@ -59,29 +58,30 @@ class Box:
             self._failure = f"request {self.key} has ended ({update.finish.reason})"
         return update
 
-    def gain(self) -> Update:
-        """The unread update, to be extended; wakes the reader."""
-        if self._reader is not None:
-            if not self._reader.done():
-                self._reader.set_result(None)
-            self._reader = None
+    def unread(self) -> Update:
+        """The unread update, to be extended by the caller; wakes the reader."""
+        self._wake_reader()
         if self._update is None:
             self._update = Update()
         return self._update
 
     def fail(self, message: str) -> None:
-        """End with EngineDied."""
+        """Make `get` raise EngineDied once everything was read."""
         self._failure = message
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        self._wake_reader()
+
+    def _wake_reader(self) -> None:
+        if self._reader is not None:
+            if not self._reader.done():
+                self._reader.set_result(None)
             self._reader = None
 
 
 class OutputRouter:
-    """Every open mailbox of one front-end, its share of the waiting line, and what the engine says.
+    """The output queues of one front end, its limits on waiting requests, and the engine's state.
 
-    A request waits from `open` until its key starts, gains a token or finishes. After a failure the
-    room is empty for good.
+    A request waits from `open` until it is scheduled, gains a token or finishes. After `fail` no
+    queue is open any more.
     """
 
     def __init__(self, index: int, *, max_requests: int, max_prompt_tokens: int) -> None:
@@ -89,13 +89,13 @@ class OutputRouter:
         self.progress: Progress | None = None
         self.failure: str | None = None
         self.is_config = False
-        """Whether a setting is to blame for the failure."""
+        """Whether the failure is a ConfigError."""
         self.stats = EngineStats()
         self.on_stats: Callable[[EngineStats], None] | None = None
-        """Sees every EngineStats, so that no sample in it is missed."""
+        """Called with every EngineStats, so that no sample in it is missed."""
         self.settled = asyncio.Event()
-        """Set when the engine is ready, or will never be."""
-        self._boxes: dict[int, Box] = {}
+        """Set when the engine is ready or has failed."""
+        self._queues: dict[int, RequestOutputQueue] = {}
         self._keys = itertools.count(index << FRONT_END_SHIFT)
         self._max_requests = max_requests
         self._max_prompt_tokens = max_prompt_tokens
@@ -103,7 +103,7 @@ class OutputRouter:
         self._num_waiting_tokens = 0
 
     def check_ready(self) -> None:
-        """Raise EngineDied, or Overloaded with where start-up stands, unless requests may come."""
+        """Raise EngineDied if the engine failed, Overloaded, with its progress, if it starts."""
         if self.failure is not None:
             raise EngineDied(self.failure)
         if self.ready is None:
@@ -115,82 +115,83 @@ class OutputRouter:
                 type="server_error",
             )
 
-    def open(self, num_prompt_tokens: int, *, goes_on: bool = False) -> Box:
-        """A mailbox for a new request. Raises what `check_ready` does, and Overloaded when the line
-        is full; what `goes_on` with a request that was let in before is taken all the same."""
+    def open(self, num_prompt_tokens: int, *, is_continuation: bool = False) -> RequestOutputQueue:
+        """The queue of a new request. Raises what `check_ready` does, and Overloaded when too many
+        requests or tokens wait, unless it continues a request that was accepted before."""
         self.check_ready()
-        if self._num_waiting >= self._max_requests and not goes_on:
+        if self._num_waiting >= self._max_requests and not is_continuation:
             raise Overloaded(
                 f"{self._num_waiting} requests are waiting, and at most {self._max_requests} may."
             )
-        wanted = self._num_waiting_tokens + num_prompt_tokens
-        if wanted > self._max_prompt_tokens and not goes_on:
+        num_waiting_tokens = self._num_waiting_tokens + num_prompt_tokens
+        if num_waiting_tokens > self._max_prompt_tokens and not is_continuation:
             raise Overloaded(
                 f"{self._num_waiting_tokens} prompt tokens are waiting and this request has "
                 f"{num_prompt_tokens}, and at most {self._max_prompt_tokens} may wait."
             )
-        box = Box(next(self._keys), num_prompt_tokens)
-        self._boxes[box.key] = box
+        queue = RequestOutputQueue(next(self._keys), num_prompt_tokens)
+        self._queues[queue.key] = queue
         self._num_waiting += 1
-        self._num_waiting_tokens = wanted
-        return box
+        self._num_waiting_tokens = num_waiting_tokens
+        return queue
 
-    def deliver(self, step: StepOutput) -> None:
-        """Put a step's columns into mailboxes; what is for closed ones is dropped."""
-        boxes = self._boxes
-        for key, cached in zip(step.started, step.started_cached, strict=True):
-            if (box := boxes.get(key)) is not None:
-                self._leave_line(box)
-                box.gain().num_cached_tokens = cached
-        for key, prompt_logprobs in step.prompt_logprobs:
-            if (box := boxes.get(key)) is not None:
-                box.gain().prompt_logprobs.append(prompt_logprobs)
-        for key, logprobs in step.logprobs:
-            if (box := boxes.get(key)) is not None:
-                box.gain().logprobs.append(logprobs)
-        for key, num_rows, data in step.vectors:
-            if (box := boxes.get(key)) is not None:
-                box.gain().vectors = (num_rows, data)
-        tokens, position = step.tokens, 0
-        for key, count in zip(step.keys, step.counts, strict=True):
-            end = position + count
-            if (box := boxes.get(key)) is not None:
-                if box.waiting_tokens >= 0:
-                    self._leave_line(box)
-                box.gain().tokens += tokens[position:end]
-            position = end
-        for finish in step.finished:
-            if (box := self._close(finish.key)) is not None:
-                box.gain().finish = finish
-        if step.stats is not None:
-            self.stats = step.stats
+    def deliver(self, output: StepOutput) -> None:
+        """Distribute a step's columns to the queues; what belongs to closed ones is dropped."""
+        queues = self._queues
+        for key, num_cached in zip(output.started, output.started_cached, strict=True):
+            if (queue := queues.get(key)) is not None:
+                self._leave_waiting(queue)
+                queue.unread().num_cached_tokens = num_cached
+        for key, prompt_logprobs in output.prompt_logprobs:
+            if (queue := queues.get(key)) is not None:
+                queue.unread().prompt_logprobs.append(prompt_logprobs)
+        for key, logprobs in output.logprobs:
+            if (queue := queues.get(key)) is not None:
+                queue.unread().logprobs.append(logprobs)
+        for key, num_rows, data in output.vectors:
+            if (queue := queues.get(key)) is not None:
+                queue.unread().vectors = (num_rows, data)
+        tokens, start = output.tokens, 0
+        counts = output.counts or [1] * len(output.keys)
+        for key, count in zip(output.keys, counts, strict=True):
+            end = start + count
+            if (queue := queues.get(key)) is not None:
+                if queue.num_waiting_tokens >= 0:
+                    self._leave_waiting(queue)
+                queue.unread().tokens += tokens[start:end]
+            start = end
+        for finish in output.finished:
+            if (queue := self._close(finish.key)) is not None:
+                queue.unread().finish = finish
+        if output.stats is not None:
+            self.stats = output.stats
             if self.on_stats is not None:
-                self.on_stats(step.stats)
+                self.on_stats(output.stats)
 
     def abort(self, keys: list[int]) -> list[int]:
-        """End these mailboxes at once; the keys that were open."""
-        closed = [box for key in keys if (box := self._close(key)) is not None]
-        for box in closed:
-            box.gain().finish = Finish(box.key, "abort")
-        return [box.key for box in closed]
+        """Finish these queues with reason abort; the keys of those that were open."""
+        closed = [queue for key in keys if (queue := self._close(key)) is not None]
+        for queue in closed:
+            queue.unread().finish = Finish(queue.key, "abort")
+        return [queue.key for queue in closed]
 
-    def forget(self, key: int) -> None:
+    def discard(self, key: int) -> None:
         """Undo `open` for a request that could not be sent."""
         self._close(key)
 
     def fail(self, message: str, *, is_config: bool = False) -> None:
-        """End every mailbox with EngineDied. The first reason given is kept."""
+        """End every queue with EngineDied. Only the first call counts."""
         if self.failure is not None:
             return
         self.failure, self.is_config = message, is_config
-        boxes, self._boxes = list(self._boxes.values()), {}
-        for box in boxes:
-            self._leave_line(box)
-            box.fail(message)
+        queues, self._queues = list(self._queues.values()), {}
+        for queue in queues:
+            self._leave_waiting(queue)
+            queue.fail(message)
         self.settled.set()
 
     def become_ready(self, ready: Ready) -> None:
-        """Requests may come."""
+        """Accept requests from now on."""
         self.ready = ready
         self.settled.set()
 
@@ -204,14 +205,14 @@ class OutputRouter:
             raise EngineDied(self.failure)
         return self.ready
 
-    def _close(self, key: int) -> Box | None:
-        box = self._boxes.pop(key, None)
-        if box is not None:
-            self._leave_line(box)
-        return box
+    def _close(self, key: int) -> RequestOutputQueue | None:
+        queue = self._queues.pop(key, None)
+        if queue is not None:
+            self._leave_waiting(queue)
+        return queue
 
-    def _leave_line(self, box: Box) -> None:
-        if box.waiting_tokens >= 0:
+    def _leave_waiting(self, queue: RequestOutputQueue) -> None:
+        if queue.num_waiting_tokens >= 0:
             self._num_waiting -= 1
-            self._num_waiting_tokens -= box.waiting_tokens
-            box.waiting_tokens = -1
+            self._num_waiting_tokens -= queue.num_waiting_tokens
+            queue.num_waiting_tokens = -1

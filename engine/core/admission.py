@@ -14,7 +14,7 @@ def num_prompt_tokens(message: AddRequest) -> int:
     return message.prompt.nbytes // TOKEN_BYTES
 
 
-def what_is_wrong(
+def admission_error(
     message: AddRequest, limits: ModelLimits, kv: KVCacheManager | None
 ) -> str | None:
     """Why a request cannot run, with the numbers that disagree; None when it can. A model that
@@ -32,7 +32,7 @@ def what_is_wrong(
             f"the prompt has {num_tokens} tokens, the model's context of "
             f"{limits.max_model_len} takes at most {most}"
         )
-    num_blocks = 0 if kv is None else kv.blocks_for(num_tokens)
+    num_blocks = 0 if kv is None else kv.num_blocks_for(num_tokens)
     if kv is not None and num_blocks > kv.pool.size:
         return (
             f"the prompt needs {num_blocks} KV blocks of {kv.block_size} tokens, "

@@ -175,7 +175,7 @@ class EngineLoop:
             self._config, executor, worker, table, time.monotonic, on_progress=self._report
         )
         for front_end in range(self._num_front_ends):
-            core.attach(front_end)
+            core.add_front_end(front_end)
         if self._config.cache.enable_prefix_caching and worker.pooling is None:
             self._block_size = worker.block_size
         if freeze_garbage:
@@ -190,7 +190,7 @@ class EngineLoop:
                 total = len(worker.buckets) + worker.num_later
                 self._emit(None, Progress(self._engine, LATER, total - num_later, total))
             self._take_inbox(core)
-            for front_end, tokens in core.turn():
+            for front_end, tokens in core.step():
                 self._emit(front_end, tokens)
 
     def _report(self, progress: WarmupProgress) -> None:
@@ -213,7 +213,7 @@ class EngineLoop:
             try:
                 return self._inbox.get(timeout=0.0 if self._is_busy else IDLE_S)
             except Empty:
-                self._is_busy = core.idle()
+                self._is_busy = core.warm_up_next()
             if core.has_work:
                 return None
         return self._inbox.get()
@@ -224,13 +224,13 @@ class EngineLoop:
             raise item
         front_end, message, hashes, grammar = item
         if isinstance(message, AddRequest):
-            core.add(message, hashes, grammar)
+            core.add_request(message, hashes, grammar)
         elif isinstance(message, Abort):
             core.abort(message.keys)
         else:
             reply = _answer(core, message)
             # Whoever hears the answer knows what it changed: that the engine is awake, say.
-            for other, tokens in core.news():
+            for other, tokens in core.take_outputs():
                 self._emit(other, tokens)
             self._emit(front_end, reply)
 

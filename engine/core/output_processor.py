@@ -1,9 +1,11 @@
-"""OutputProcessor: results to tokens, ends, and one message a front-end. Knows no queue and no
-executor."""
+"""OutputProcessor: step results to tokens and finished requests, one message for each front end."""
+
+from bisect import bisect_right
+from itertools import accumulate, repeat
 
 import msgspec
 
-from engine.core.request import ENDED, Request
+from engine.core.request import FINISHED, Request
 from engine.kv_cache.manager import KVCacheManager
 from engine.scheduling.scheduler import SchedulerOutput
 from engine.transport.messages import FRONT_END_SHIFT, EngineStats, Finish, StepOutput
@@ -11,7 +13,7 @@ from hpu.protocol import Logprobs, StepResult
 
 
 class OutputProcessor:
-    """Extends requests by what a step sampled, and collects what each front-end must hear."""
+    """Appends sampled tokens to requests, and collects the messages to front ends."""
 
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
@@ -23,17 +25,17 @@ class OutputProcessor:
         return not self._messages
 
     def start(self, request: Request, num_cached: int, now: float) -> None:
-        """It left the waiting line, with so many prompt tokens found in the cache."""
+        """It was scheduled for the first time, with `num_cached` tokens from the prefix cache."""
         request.started_at = now
         message = self._message(request.front_end)
         message.started.append(request.key)
         message.started_cached.append(num_cached)
 
-    def refuse(
-        self, key: int, error: str, param: str | None = None, *, is_late: bool = False
+    def reject(
+        self, key: int, error: str, param: str | None = None, *, is_retryable: bool = False
     ) -> None:
-        """The last word on a request that never got in line."""
-        finish = Finish(key, "error", error=error, param=param, is_late=is_late)
+        """Finish a request that was never added."""
+        finish = Finish(key, "error", error=error, param=param, is_retryable=is_retryable)
         self._message(key >> FRONT_END_SHIFT).finished.append(finish)
 
     def finish(
@@ -45,9 +47,9 @@ class OutputProcessor:
         stop_token: int | None = None,
         error: str | None = None,
         param: str | None = None,
-        is_late: bool = False,
+        is_retryable: bool = False,
     ) -> None:
-        """The last word on a request."""
+        """Send the request's Finish, after which nothing follows."""
         started = request.started_at if request.started_at >= 0 else now
         first = request.first_token_at if request.first_token_at >= 0 else now
         self._message(request.front_end).finished.append(
@@ -61,143 +63,200 @@ class OutputProcessor:
                 decode_s=now - first,
                 num_preemptions=request.num_preemptions,
                 param=param,
-                is_late=is_late,
+                is_retryable=is_retryable,
             )
         )
 
-    def apply(self, decision: SchedulerOutput, result: StepResult, now: float) -> list[Request]:
-        """Take in what a plan produced; returns who ended by it, each finished already.
+    def process(self, output: SchedulerOutput, result: StepResult, now: float) -> list[Request]:
+        """Process the result of a plan; the requests that it finished, with their Finish sent.
 
-        Tokens of requests that ended before are dropped: those were planned once too often.
+        Tokens of requests that finished before are dropped: these were scheduled once too often.
         """
-        assert result.step == decision.step, f"result {result.step} for plan {decision.step}"
+        assert result.step == output.step, f"result {result.step} for plan {output.step}"
         self._step = result.step
-        if decision.plan is not None and decision.plan.texts:
-            return self._accept_vectors(decision, result, now)
-        tokens = result.tokens
-        decodes = decision.decodes
-        sampling = [chunk.request for chunk in decision.prefills if chunk.samples]
-        expected = len(decodes) + len(sampling)
-        assert len(tokens) == expected, f"{len(tokens)} tokens for {expected} sampling rows"
+        if output.plan is not None and output.plan.texts:
+            return self._process_vectors(output, result, now)
+        decodes = output.decodes
+        sampling = [chunk.request for chunk in output.prefills if chunk.samples]
+        num_requests = len(decodes) + len(sampling)
+        num_results = len(result.token_counts) or len(result.tokens)
+        assert num_results == num_requests, f"{num_results} results for {num_requests} requests"
         if result.logprobs:
             self._send_logprobs([*decodes, *sampling], result)
         if result.prompt_logprobs:
-            self._send_prompt_logprobs(decision, result.prompt_logprobs)
-        for request, count, _, _ in decision.prefills:
-            request.written += count
-        ended = self._accept(decodes, tokens[: len(decodes)], now)
-        if decision.prefills:
-            ended += self._accept_prefills(decision, tokens[len(decodes) :], now)
-        return ended
+            self._send_prompt_logprobs(output, result.prompt_logprobs)
+        if output.prefills:
+            self._finish_chunks(output, now)
+        if result.token_counts:
+            return self._append_several([*decodes, *sampling], result, now)
+        finished = self._append_tokens(decodes, result.tokens[: len(decodes)], now)
+        if sampling:
+            finished += self._append_tokens(sampling, result.tokens[len(decodes) :], now)
+        return finished
 
-    def _accept_vectors(
-        self, decision: SchedulerOutput, result: StepResult, now: float
+    def _process_vectors(
+        self, output: SchedulerOutput, result: StepResult, now: float
     ) -> list[Request]:
-        """A pooling model's requests end with their first step."""
-        ended = []
-        for chunk, (num_rows, data) in zip(decision.prefills, result.vectors, strict=True):
+        """Requests of a pooling model finish with their first step."""
+        finished = []
+        for chunk, (num_rows, data) in zip(output.prefills, result.vectors, strict=True):
             request = chunk.request
-            if request.state == ENDED:
+            if request.state == FINISHED:
                 continue
             request.first_token_at = now
-            ended.append(request)
+            finished.append(request)
             if num_rows < 0:
                 self.finish(request, "error", now, error="the model's vectors were not numbers")
                 continue
             message = self._message(request.front_end)
             message.vectors.append((request.key, num_rows, data))
             self.finish(request, "stop", now)
-        return ended
+        return finished
 
-    def _accept_prefills(
-        self, decision: SchedulerOutput, tokens: list[int], now: float
-    ) -> list[Request]:
-        sampling = []
-        for request, _, _, samples in decision.prefills:
+    def _finish_chunks(self, output: SchedulerOutput, now: float) -> None:
+        """Account for the computed prefill chunks. The last block of a chunk that samples is cached
+        with its token, since a token that is not a number makes the cache worthless."""
+        for request, num_tokens, _, samples in output.prefills:
+            request.num_cached_tokens += num_tokens
             if samples:
-                sampling.append(request)
                 if request.first_token_at < 0:
                     request.first_token_at = now
-            elif request.state != ENDED:
-                self._kv.file(request, request.written)
-        return self._accept(sampling, tokens, now)
+            elif request.state != FINISHED:
+                self._kv.cache_blocks(request, request.num_cached_tokens)
 
-    def _accept(self, requests: list[Request], tokens: list[int], now: float) -> list[Request]:
-        """Every row's token goes through here, so this loop is kept short."""
-        ended = []
+    def _append_tokens(
+        self, requests: list[Request], tokens: list[int], now: float
+    ) -> list[Request]:
+        """Append one token to each request. The only loop over all tokens, so it is kept short."""
+        finished = []
         front_end = -1
         for request, token in zip(requests, tokens, strict=True):
-            if request.state == ENDED:
+            if request.state == FINISHED:
                 continue
             if token < 0:
-                self._fail(request, now)
-                ended.append(request)
+                self._fail_without_token(request, now)
+                finished.append(request)
                 continue
-            known = request.known
-            if known >= request.file_at:
-                self._kv.file(request, known)
-            if known >= request.max_known:  # asked for no token, only for its prompt's scores
+            num_tokens = request.num_tokens
+            if num_tokens >= request.next_cache_at:
+                self._kv.cache_blocks(request, num_tokens)
+            if num_tokens >= request.max_num_tokens:  # only prompt log-probabilities were requested
                 self.finish(request, "length", now)
-                ended.append(request)
+                finished.append(request)
                 continue
             if request.front_end != front_end:
                 front_end = request.front_end
                 message = self._message(front_end)
-                to_keys, to_tokens = message.keys.append, message.tokens.append
-            to_keys(request.key)
-            to_tokens(token)
-            request.outputs.append(token)
-            request.known = known + 1
-            if token in request.end_ids and known >= request.min_known:
+                add_key, add_token = message.keys.append, message.tokens.append
+            add_key(request.key)
+            add_token(token)
+            request.output_token_ids.append(token)
+            request.num_tokens = num_tokens + 1
+            if token in request.end_ids and num_tokens >= request.min_num_tokens:
                 stop_token = token if token in request.stop_ids else None
                 self.finish(request, "stop", now, stop_token=stop_token)
-                ended.append(request)
-            elif known + 1 >= request.max_known:
+                finished.append(request)
+            elif num_tokens + 1 >= request.max_num_tokens:
                 self.finish(request, "length", now)
-                ended.append(request)
-            elif request.guide is not None and (error := request.follow(token)):
+                finished.append(request)
+            elif request.guide is not None and (error := request.advance_grammar(token)):
                 self.finish(request, "error", now, error=error, param="structured_outputs")
-                ended.append(request)
-        return ended
+                finished.append(request)
+        return finished
 
-    def _fail(self, request: Request, now: float) -> None:
-        place = request.num_outputs + 1
-        if request.is_cornered:
-            allowed = len(request.sampling.allowed_token_ids or ())
-            why = (
-                f"allowed_token_ids has {allowed} tokens, and bad_words or min_tokens bar every "
-                f"one of them as output token {place}"
+    def _append_several(
+        self, requests: list[Request], result: StepResult, now: float
+    ) -> list[Request]:
+        """Append `result.token_counts[i]` tokens to request i; those behind its end are dropped."""
+        finished = []
+        start = 0
+        for request, count in zip(requests, result.token_counts, strict=True):
+            tokens, start = result.tokens[start : start + count], start + count
+            if request.state == FINISHED:
+                continue
+            # The scheduler counted one computed token for the step.
+            request.num_computed_tokens += count - 1
+            accepted = tokens[: _num_accepted(request, tokens)]
+            request.output_token_ids.extend(accepted)
+            request.num_tokens += len(accepted)
+            # The KV of the last token is not written yet.
+            self._kv.cache_blocks(request, max(request.num_tokens - 1, request.num_prompt_tokens))
+            self._add_tokens(request, accepted)
+            if self._finish_at_end(request, accepted, now):
+                finished.append(request)
+            elif len(accepted) < count:
+                self._fail_without_token(request, now)
+                finished.append(request)
+        return finished
+
+    def _finish_at_end(self, request: Request, accepted: list[int], now: float) -> bool:
+        """Finish the request if the last of its new tokens ends it, or its grammar fails."""
+        last = accepted[-1] if accepted else -1
+        if last in request.end_ids and request.num_tokens > request.min_num_tokens:
+            stop_token = last if last in request.stop_ids else None
+            self.finish(request, "stop", now, stop_token=stop_token)
+            return True
+        if request.num_tokens >= request.max_num_tokens:
+            self.finish(request, "length", now)
+            return True
+        if request.guide is not None:
+            for token in accepted:
+                if error := request.advance_grammar(token):
+                    self.finish(request, "error", now, error=error, param="structured_outputs")
+                    return True
+        return False
+
+    def _add_tokens(self, request: Request, tokens: list[int]) -> None:
+        if tokens:
+            message = self._message(request.front_end)
+            _pad_counts(message)
+            message.keys.append(request.key)
+            message.counts.append(len(tokens))
+            message.tokens.extend(tokens)
+
+    def _fail_without_token(self, request: Request, now: float) -> None:
+        """Finish a request that could not sample: all tokens were banned, or its logits were not
+        finite."""
+        position = request.num_output_tokens + 1
+        if request.has_no_allowed_token:
+            num_allowed = len(request.sampling.allowed_token_ids or ())
+            error = (
+                f"allowed_token_ids has {num_allowed} tokens, and bad_words or min_tokens bar every"
+                f" one of them as output token {position}"
             )
-            self.finish(request, "error", now, error=why, param="allowed_token_ids")
+            self.finish(request, "error", now, error=error, param="allowed_token_ids")
             return
-        # Its cache may be poisoned too, so nobody may find it.
-        self._kv.distrust(request)
-        self.finish(
-            request, "error", now, error=f"the logits of output token {place} were not numbers"
-        )
+        # Its KV may contain NaN too, so no other request may use it.
+        self._kv.evict(request)
+        error = f"the logits of output token {position} were not numbers"
+        self.finish(request, "error", now, error=error)
 
     def _send_logprobs(self, requests: list[Request], result: StepResult) -> None:
+        """Send the log-probabilities of accepted tokens. Called before these are appended."""
+        counts = result.token_counts or repeat(1, len(requests))
+        starts = list(accumulate(counts, initial=0))
         for index, logprobs in result.logprobs:
-            request = requests[index]
-            wanted = request.state != ENDED and request.known < request.max_known
-            if wanted and result.tokens[index] >= 0:
+            i = bisect_right(starts, index) - 1
+            request, tokens = requests[i], result.tokens[starts[i] : starts[i + 1]]
+            is_accepted = index - starts[i] < _num_accepted(request, tokens)
+            if is_accepted and request.state != FINISHED:
                 self._message(request.front_end).logprobs.append((request.key, logprobs))
 
     def _send_prompt_logprobs(
-        self, decision: SchedulerOutput, columns: list[tuple[int, Logprobs]]
+        self, output: SchedulerOutput, columns: list[tuple[int, Logprobs]]
     ) -> None:
-        """Each prompt position once, though a preemption has them computed again."""
-        by_row = {chunk.request.row: chunk.request for chunk in decision.prefills}
-        for row, logprobs in columns:
-            request = by_row[row]
-            first = request.written
-            done = max(request.num_scored - first, 0)
+        """Send each prompt position once, although a preempted request computes it again."""
+        by_index = {chunk.request.req_index: chunk.request for chunk in output.prefills}
+        for req_index, logprobs in columns:
+            request = by_index[req_index]
+            first = request.num_cached_tokens
+            num_sent = max(request.num_prompt_logprobs - first, 0)
             count = len(memoryview(logprobs.ranks).cast("B")) // 4
-            if request.state == ENDED or count <= done:
+            if request.state == FINISHED or count <= num_sent:
                 continue
-            request.num_scored = first + count
-            rest = _without_first(logprobs, done) if done else logprobs
-            self._message(request.front_end).prompt_logprobs.append((request.key, rest))
+            request.num_prompt_logprobs = first + count
+            unsent = _without_first(logprobs, num_sent) if num_sent else logprobs
+            self._message(request.front_end).prompt_logprobs.append((request.key, unsent))
 
     def _message(self, front_end: int) -> StepOutput:
         message = self._messages.get(front_end)
@@ -206,27 +265,49 @@ class OutputProcessor:
         return message
 
     def retract(self, request: Request) -> None:
-        """Leave out what has not been sent of a request that was aborted."""
+        """Remove what was not sent yet of a request that was aborted."""
         message = self._messages.get(request.front_end)
         if message is not None and request.key in message.started:
             index = message.started.index(request.key)
             del message.started[index], message.started_cached[index]
 
-    def take(self, stats: EngineStats, front_ends: list[int]) -> list[tuple[int, StepOutput]]:
-        """One message for each front-end, with `stats`; they are the receiver's from now on."""
+    def take_messages(
+        self, stats: EngineStats, front_ends: list[int]
+    ) -> list[tuple[int, StepOutput]]:
+        """One message for each front end, with `stats`. They belong to the caller."""
         messages, self._messages = self._messages, {}
         for front_end in front_ends:
             if front_end not in messages:
                 messages[front_end] = StepOutput(self._step)
         for message in messages.values():
             message.step = self._step
-            message.counts = [1] * len(message.keys)
+            if message.counts:
+                _pad_counts(message)
             message.stats = stats
         return list(messages.items())
 
-    def forget(self, front_end: int) -> None:
-        """Drop what a front-end that is gone would have heard."""
+    def remove_front_end(self, front_end: int) -> None:
+        """Drop the unsent message to a front end that disconnected."""
         self._messages.pop(front_end, None)
+
+
+def _num_accepted(request: Request, tokens: list[int]) -> int:
+    """How many of a step's tokens a request accepts: up to the one that ends it, or its limit."""
+    count = 0
+    room = request.max_num_tokens - request.num_tokens
+    min_count = request.min_num_tokens - request.num_tokens
+    for token in tokens:
+        if token < 0 or count >= room:
+            break
+        count += 1
+        if token in request.end_ids and count > min_count:
+            break
+    return count
+
+
+def _pad_counts(message: StepOutput) -> None:
+    """Make the counts of tokens that came one for each key explicit."""
+    message.counts.extend([1] * (len(message.keys) - len(message.counts)))
 
 
 def _without_first(logprobs: Logprobs, count: int) -> Logprobs:

@@ -73,7 +73,7 @@ class StepStats:
         self._step_tokens.append(num_tokens)
         self._step_seconds.extend(zip(phases, seconds, strict=False))
 
-    def take_counters(self, counters: dict[str, float]) -> None:
+    def update_counters(self, counters: dict[str, float]) -> None:
         """What changed in the worker."""
         for name, value in counters.items():
             if name.startswith(COMPILATIONS):

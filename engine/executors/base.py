@@ -20,7 +20,7 @@ class Executor(Protocol):
         """Send a plan; does not wait for it."""
         ...
 
-    def mask(self, masks: GrammarMasks) -> None:
+    def submit_masks(self, masks: GrammarMasks) -> None:
         """Send what the late rows of the oldest plan wait for: once its result is the next to come,
         and before another plan. Does not wait."""
         ...
@@ -45,7 +45,7 @@ class Executor(Protocol):
         which sleeps on then, or EngineDied."""
         ...
 
-    def idle(self) -> bool:
+    def warm_up_next(self) -> bool:
         """Prepare one more of the buckets that were left for later. Only with no plan in flight,
         and when none has come for a while. False when nothing is left to be done here: also where
         workers see for themselves that they are idle."""

@@ -24,7 +24,7 @@ class InprocExecutor:
     def submit(self, plan: StepPlan) -> None:
         self._worker.submit(plan)
 
-    def mask(self, masks: GrammarMasks) -> None:
+    def submit_masks(self, masks: GrammarMasks) -> None:
         self._worker.mask(masks)
 
     def has_result(self) -> bool:
@@ -39,7 +39,7 @@ class InprocExecutor:
     def wake_up(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
         return self._worker.wake_up(on_progress)
 
-    def idle(self) -> bool:
+    def warm_up_next(self) -> bool:
         warmed = self._worker.idle()
         if warmed is None:
             return False

@@ -86,7 +86,7 @@ class MultiprocExecutor:
         if not self._line.send(plan):
             raise self._unread("plans")
 
-    def mask(self, masks: GrammarMasks) -> None:
+    def submit_masks(self, masks: GrammarMasks) -> None:
         if not self._line.send(masks):
             raise self._unread("masks")
 
@@ -131,7 +131,7 @@ class MultiprocExecutor:
             raise RequestFailed(answer.error)
         return answer
 
-    def idle(self) -> bool:
+    def warm_up_next(self) -> bool:
         """The worker sees by itself that no plan comes."""
         return False
 
@@ -158,7 +158,7 @@ class MultiprocExecutor:
             if isinstance(message, WorkerFailed):
                 return _failure(message)
         if self._child.poll() is not None:
-            return EngineDied(self._child.obituary)
+            return EngineDied(self._child.exit_description)
         return EngineDied(f"{self._name} does not read its {what}")
 
     def _is_aside(self, message: FromWorker) -> bool:
@@ -189,7 +189,7 @@ class MultiprocExecutor:
                 Waiter([self._line]).wait(LAST_WORDS_S)
                 message = self._line.receive()
                 if message is None:
-                    raise EngineDied(self._child.obituary)
+                    raise EngineDied(self._child.exit_description)
             if isinstance(message, WorkerFailed):
                 raise _failure(message)
             if message is not None and not self._is_aside(message):

@@ -1,4 +1,4 @@
-"""KV blocks: who holds them, and which may be evicted. Knows nothing of requests or tensors."""
+"""Pool of KV-cache blocks with reference counts and LRU eviction."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
@@ -8,145 +8,156 @@ from itertools import islice
 
 
 class BlockPool:
-    """Lends KV blocks by number.
+    """Allocates KV-cache blocks by id.
 
-    Every block is either free or held, and `free + held == size` at all times. Free blocks keep
-    their contents until they are lent again, so a prefix may come back. Taking, returning, holding
-    and filing one block are all O(1); with `lowest_first` taking and returning are O(log n).
+    Every block is either free or referenced: `num_free + num_used == size` at all times. Free
+    blocks keep their contents until they are reallocated, so a cached prefix can be reused. Every
+    operation on one block is O(1); with `lowest_first`, allocating and freeing are O(log n).
 
-    `lowest_first`: what cannot come back is lent in the order of its numbers, so that the blocks
-    in use lie as low as they can: no number passes the most blocks that were ever held at once.
+    `lowest_first`: blocks without a hash are allocated lowest id first, so that no id exceeds the
+    largest number of blocks that were ever used at once.
     """
 
     def __init__(self, size: int, *, lowest_first: bool = False) -> None:
         self.size = size
-        self._holders = [0] * size
+        self._ref_count = [0] * size
         self._hash_of: list[bytes | None] = [None] * size
-        self._filed: dict[bytes, int] = {}
-        # Two free lists: what cannot come back is lent first, then what was used least recently.
-        self._plain: deque[int] | list[int]
-        self._take_plain: Callable[[], int]
-        self._add_plain: Callable[[int], None]
+        self._cached_blocks: dict[bytes, int] = {}
+        # Two free lists: blocks without a hash are allocated first, then the least recently used.
+        self._free_uncached: deque[int] | list[int]
+        self._pop_uncached: Callable[[], int]
+        self._push_uncached: Callable[[int], None]
         if lowest_first:
-            self._plain = list(range(size))
-            self._take_plain = partial(heappop, self._plain)
-            self._add_plain = partial(heappush, self._plain)
+            self._free_uncached = list(range(size))
+            self._pop_uncached = partial(heappop, self._free_uncached)
+            self._push_uncached = partial(heappush, self._free_uncached)
         else:
-            self._plain = deque(range(size))
-            self._take_plain = self._plain.popleft
-            self._add_plain = self._plain.append
-        self._cached: OrderedDict[int, None] = OrderedDict()
+            self._free_uncached = deque(range(size))
+            self._pop_uncached = self._free_uncached.popleft
+            self._push_uncached = self._free_uncached.append
+        self._free_cached: OrderedDict[int, None] = OrderedDict()
 
     @property
-    def free(self) -> int:
-        """Blocks that nobody holds, filed ones included."""
-        return len(self._plain) + len(self._cached)
+    def num_free(self) -> int:
+        """Blocks without a reference, cached ones included."""
+        return len(self._free_uncached) + len(self._free_cached)
 
-    def take(self, count: int) -> list[int]:
-        """Lend `count` blocks, which the caller has seen to be free; contents and hash are gone."""
-        assert count <= self.free, f"{count} blocks wanted, {self.free} are free"
-        return [self._take_one() for _ in range(count)]
+    def allocate(self, count: int) -> list[int]:
+        """Allocate `count` blocks, which must be free; their contents and hashes are lost."""
+        assert count <= self.num_free, f"{count} blocks requested, {self.num_free} are free"
+        return [self._allocate_one() for _ in range(count)]
 
-    def _take_one(self) -> int:
-        if self._plain:
-            block = self._take_plain()
+    def _allocate_one(self) -> int:
+        if self._free_uncached:
+            block = self._pop_uncached()
         else:
-            block, _ = self._cached.popitem(last=False)
-            name = self._hash_of[block]
-            assert name is not None, f"block {block} lies among the filed ones without a hash"
-            del self._filed[name]
+            block, _ = self._free_cached.popitem(last=False)
+            block_hash = self._hash_of[block]
+            assert block_hash is not None, (
+                f"block {block} is in the cached free list without a hash"
+            )
+            del self._cached_blocks[block_hash]
             self._hash_of[block] = None
-        self._holders[block] = 1
+        self._ref_count[block] = 1
         return block
 
-    def hold(self, block: int) -> None:
-        """Add a holder to a filed block; a free one is revived with its contents."""
-        if self._holders[block] == 0:
-            del self._cached[block]
-        self._holders[block] += 1
+    def touch(self, block: int) -> None:
+        """Add a reference to a cached block, free or not."""
+        if self._ref_count[block] == 0:
+            del self._free_cached[block]
+        self._ref_count[block] += 1
 
     def is_free(self, block: int) -> bool:
-        return self._holders[block] == 0
+        return self._ref_count[block] == 0
 
-    def give_back(self, blocks: Iterable[int]) -> None:
-        """End one holding of each block. What is given first is evicted first: give tails first."""
+    def free(self, blocks: Iterable[int]) -> None:
+        """Drop one reference to each block. Freed first is evicted first: pass tails first."""
         for block in blocks:
-            left = self._holders[block] - 1
-            assert left >= 0, f"block {block} is given back, and nobody holds it"
-            self._holders[block] = left
-            if left == 0:
+            count = self._ref_count[block] - 1
+            assert count >= 0, f"block {block} is freed and has no reference"
+            self._ref_count[block] = count
+            if count == 0:
                 if self._hash_of[block] is None:
-                    self._add_plain(block)
+                    self._push_uncached(block)
                 else:
-                    self._cached[block] = None
+                    self._free_cached[block] = None
 
-    def pack(self, most: int) -> list[tuple[int, int]]:
-        """Lend low blocks in place of the highest held ones, `most` at most: (held, lent) pairs.
+    def compact(self, max_moves: int) -> list[tuple[int, int]]:
+        """Replace the highest used blocks by low free ones, `max_moves` at most: (from, to) pairs.
 
-        The held ones come back, so that whoever names one must name the lent one instead, and have
-        its contents there. Only of a pool that lends the lowest first, where nothing is filed.
+        The old blocks are freed: the caller moves contents and block tables. Only for a pool with
+        `lowest_first` in which no block is cached.
         """
-        held = self.size - self.free
-        # Packed, the held blocks are 0 .. held - 1: as many lie above as are free below.
-        above = (block for block in range(self.size - 1, held - 1, -1) if self._holders[block])
-        high = list(islice(above, most))
-        low = self.take(len(high))
-        self.give_back(high)
+        num_used = self.size - self.num_free
+        # Compacted, the used blocks are 0 .. num_used - 1: as many lie above as are free below.
+        above = (
+            block for block in range(self.size - 1, num_used - 1, -1) if self._ref_count[block]
+        )
+        high = list(islice(above, max_moves))
+        low = self.allocate(len(high))
+        self.free(high)
         return list(zip(high, low, strict=True))
 
-    def file(self, block: int, name: bytes) -> bool:
-        """Let a full, held block be found by its hash; False if another has the same contents."""
-        if name in self._filed:
+    def cache_block(self, block: int, block_hash: bytes) -> bool:
+        """Set the hash of a full, used block; False if another block has the same contents."""
+        if block_hash in self._cached_blocks:
             return False
-        assert self._holders[block] > 0, f"block {block} is filed, and nobody holds it"
-        assert self._hash_of[block] is None, f"block {block} is filed twice"
-        self._filed[name] = block
-        self._hash_of[block] = name
+        assert self._ref_count[block] > 0, f"block {block} is cached and has no reference"
+        assert self._hash_of[block] is None, f"block {block} is cached twice"
+        self._cached_blocks[block_hash] = block
+        self._hash_of[block] = block_hash
         return True
 
-    def unfile(self, block: int) -> None:
-        """Make a held block's contents impossible to find; fine if it was not filed."""
-        assert self._holders[block] > 0, f"block {block} is unfiled, and nobody holds it"
-        name = self._hash_of[block]
-        if name is not None:
-            del self._filed[name]
+    def evict(self, block: int) -> None:
+        """Remove a used block's hash, if it has one."""
+        assert self._ref_count[block] > 0, f"block {block} is evicted and has no reference"
+        block_hash = self._hash_of[block]
+        if block_hash is not None:
+            del self._cached_blocks[block_hash]
             self._hash_of[block] = None
 
-    def find(self, name: bytes) -> int | None:
-        """The block with these contents, held or free."""
-        return self._filed.get(name)
+    def get_cached_block(self, block_hash: bytes) -> int | None:
+        """The block with these contents, used or free."""
+        return self._cached_blocks.get(block_hash)
 
-    def forget(self) -> None:
-        """Drop all hashes; nothing is found until it is filed anew."""
-        self._filed.clear()
+    def reset_cache(self) -> None:
+        """Drop all hashes."""
+        self._cached_blocks.clear()
         self._hash_of = [None] * self.size
-        for block in self._cached:
-            self._add_plain(block)
-        self._cached.clear()
+        for block in self._free_cached:
+            self._push_uncached(block)
+        self._free_cached.clear()
 
     def check(self, tables: Iterable[list[int]]) -> None:
-        """Raise AssertionError unless the books agree with the tables of all holders."""
-        holders = [0] * self.size
+        """Raise AssertionError unless reference counts, hashes and free lists agree with the block
+        tables of all requests."""
+        ref_counts = [0] * self.size
         for table in tables:
-            assert len(set(table)) == len(table), f"a table names a block twice: {table}"
+            assert len(set(table)) == len(table), f"a table has a block twice: {table}"
             for block in table:
-                holders[block] += 1
-        for block, count in enumerate(holders):
-            assert count == self._holders[block], (
-                f"block {block} has {self._holders[block]} holders, {count} tables name it"
+                ref_counts[block] += 1
+        for block, count in enumerate(ref_counts):
+            assert count == self._ref_count[block], (
+                f"block {block} has {self._ref_count[block]} references, it is in {count} tables"
             )
-        held = sum(1 for count in holders if count)
-        assert self.free + held == self.size, (
-            f"{self.free} free and {held} held blocks, {self.size} in all"
+        num_used = sum(1 for count in ref_counts if count)
+        assert self.num_free + num_used == self.size, (
+            f"{self.num_free} free and {num_used} used blocks, {self.size} in all"
         )
-        plain, cached = set(self._plain), set(self._cached)
-        assert len(plain) == len(self._plain) and not plain & cached, "a block is free twice"
+        uncached, cached = set(self._free_uncached), set(self._free_cached)
+        is_disjoint = len(uncached) == len(self._free_uncached) and not uncached & cached
+        assert is_disjoint, "a block is free twice"
         for block in range(self.size):
-            name = self._hash_of[block]
-            expected = (holders[block] == 0 and name is None, holders[block] == 0 and bool(name))
-            assert (block in plain, block in cached) == expected, (
-                f"block {block} with {holders[block]} holders lies in the wrong free list"
+            block_hash = self._hash_of[block]
+            is_free = ref_counts[block] == 0
+            expected = (is_free and block_hash is None, is_free and block_hash is not None)
+            assert (block in uncached, block in cached) == expected, (
+                f"block {block} with {ref_counts[block]} references is in the wrong free list"
             )
-            assert name is None or self._filed.get(name) == block, f"block {block} is filed wrongly"
-        filed = sum(1 for name in self._hash_of if name is not None)
-        assert filed == len(self._filed), f"{len(self._filed)} hashes for {filed} filed blocks"
+            assert block_hash is None or self._cached_blocks.get(block_hash) == block, (
+                f"the hash of block {block} leads to another block"
+            )
+        num_hashed = sum(1 for block_hash in self._hash_of if block_hash is not None)
+        assert num_hashed == len(self._cached_blocks), (
+            f"{len(self._cached_blocks)} hashes for {num_hashed} cached blocks"
+        )

@@ -1,4 +1,4 @@
-"""Who holds which KV blocks, and which prefixes are found again. Knows no rows and no steps."""
+"""KV blocks of requests: allocation, prefix cache, defragmentation."""
 
 from collections.abc import Iterable
 
@@ -6,178 +6,196 @@ from engine.core.request import NEVER, Request
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.prefix_hashes import chain, root_hash
 
-MOST_MOVES = 512
-"""Blocks that are moved in one step at most."""
+MAX_MOVES = 512
+"""Of blocks in one step."""
 
 
 class KVCacheManager:
-    """Lends blocks to requests as they grow, and files full ones under their hashes.
+    """Allocates blocks to requests as they grow, and caches full ones under their hashes.
 
-    A table only grows, until `release` empties it. A block is filed when all of its tokens are
-    accepted and written, so what is found may be read at once.
-
-    `contiguous`: decodes read the cache as one slice from block 0 on, so blocks are lent from the
-    lowest number on. A block has one holder then: no prefix is shared.
+    A block table only grows, until `free` empties it. A block is cached when all of its tokens are
+    accepted and their KV is written, so a prefix hit may be read at once.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, prefix_caching: bool, contiguous: bool = False
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_caching: bool,
+        contiguous: bool = False,
+        num_lookahead_tokens: int = 0,
     ) -> None:
+        """`contiguous`: decodes read the cache as one slice from block 0 on, so the lowest blocks
+        are allocated first, and none is shared. `num_lookahead_tokens`: tokens that the plans in
+        flight may write beyond the one of each decode."""
         assert not (contiguous and prefix_caching), "a slice of the cache holds no shared blocks"
+        self.num_lookahead_tokens = num_lookahead_tokens
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.contiguous = contiguous
         self.pool = BlockPool(num_blocks, lowest_first=contiguous)
-        self._coming: dict[bytes, Request] = {}
-        """Blocks of prompts that are being computed, not filed yet, and by whom."""
+        self._computing: dict[bytes, Request] = {}
+        """Hashes of prompt blocks that are being computed, and by which request."""
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold so many tokens."""
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that so many tokens need."""
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, request: Request) -> list[int]:
-        """The blocks of its longest known prefix, which someone may hold or not.
+        """The blocks of its longest cached prefix, used or free.
 
-        At least one known token is left to compute, and every prompt position whose
-        log-probability is still owed.
+        Leaves at least one token to compute, and every prompt position whose log-probability is
+        still to be sent.
         """
-        found: list[int] = []
-        for name in request.hashes[: self._most_found(request)]:
-            block = self.pool.find(name)
+        prefix: list[int] = []
+        for block_hash in request.block_hashes[: self._max_prefix_blocks(request)]:
+            block = self.pool.get_cached_block(block_hash)
             if block is None:
                 break
-            found.append(block)
-        return found
+            prefix.append(block)
+        return prefix
 
-    def _most_found(self, request: Request) -> int:
-        """Blocks that it may find at most."""
+    def _max_prefix_blocks(self, request: Request) -> int:
         if not self.prefix_caching:
             return 0
-        most = request.known - 1
-        if request.wants_scores:
-            most = min(most, request.num_scored)
-        return most // self.block_size
+        max_tokens = request.num_tokens - 1
+        if request.needs_prompt_logprobs:
+            max_tokens = min(max_tokens, request.num_prompt_logprobs)
+        return max_tokens // self.block_size
 
-    def pays_to_wait(self, request: Request, prefix: list[int]) -> bool:
-        """Whether somebody is computing at least half of what it would have to compute behind
-        `prefix` (the same prompt asked for n choices, say)."""
-        num_coming = 0
-        for name in request.hashes[len(prefix) : self._most_found(request)]:
-            if name not in self._coming:
+    def should_wait_for_prefix(self, request: Request, prefix: list[int]) -> bool:
+        """Whether another request computes at least half of what it would have to compute behind
+        `prefix` (n choices of one prompt, for example)."""
+        num_computing = 0
+        for block_hash in request.block_hashes[len(prefix) : self._max_prefix_blocks(request)]:
+            if block_hash not in self._computing:
                 break
-            num_coming += 1
-        if not num_coming:
+            num_computing += 1
+        if not num_computing:
             return False
-        left = request.known - len(prefix) * self.block_size
-        return 2 * num_coming * self.block_size >= left
+        num_uncached = request.num_tokens - len(prefix) * self.block_size
+        return 2 * num_computing * self.block_size >= num_uncached
 
-    def cost(self, request: Request, prefix: list[int]) -> int:
-        """Free blocks it takes to hold all known tokens of a request that found `prefix`."""
-        revived = sum(1 for block in prefix if self.pool.is_free(block))
-        return self.blocks_for(request.known) - len(prefix) + revived
+    def num_free_blocks_needed(self, request: Request, prefix: list[int]) -> int:
+        """Free blocks that all tokens of a request with this cached `prefix` need."""
+        num_free_prefix = sum(1 for block in prefix if self.pool.is_free(block))
+        return self.num_blocks_for(request.num_tokens) - len(prefix) + num_free_prefix
 
-    def start(self, request: Request, prefix: list[int]) -> None:
-        """Give an empty table its prefix; counts its tokens as computed."""
+    def attach_prefix(self, request: Request, prefix: list[int]) -> None:
+        """Start an empty block table with `prefix`; its tokens count as computed."""
         assert not request.blocks, f"{request.key} starts with {len(request.blocks)} blocks"
         for block in prefix:
-            self.pool.hold(block)
+            self.pool.touch(block)
         request.blocks = prefix
-        request.computed = request.written = len(prefix) * self.block_size
+        request.num_computed_tokens = request.num_cached_tokens = len(prefix) * self.block_size
         if self.prefix_caching:
-            request.file_at = request.computed + self.block_size
-            request.promised = request.hashes[len(prefix) :]
-            for name in request.promised:
-                self._coming.setdefault(name, request)
+            request.next_cache_at = request.num_computed_tokens + self.block_size
+            request.pending_hashes = request.block_hashes[len(prefix) :]
+            for block_hash in request.pending_hashes:
+                self._computing.setdefault(block_hash, request)
 
-    def grow(self, request: Request, count: int) -> list[int]:
-        """Lend `count` more blocks, which the caller has seen to be free."""
-        taken = self.pool.take(count)
-        request.blocks.extend(taken)
-        if self.contiguous and taken:
-            # Lent in rising order.
-            request.reach = max(request.reach, taken[-1] + 1)
-        room = len(request.blocks) * self.block_size
-        request.pause_at = min(room, request.max_known - 1)
-        return taken
+    def allocate(self, request: Request, count: int) -> list[int]:
+        """Allocate `count` more blocks, which must be free."""
+        allocated = self.pool.allocate(count)
+        request.blocks.extend(allocated)
+        if self.contiguous and allocated:
+            # The pool allocates in rising order.
+            request.max_block_end = max(request.max_block_end, allocated[-1] + 1)
+        room = len(request.blocks) * self.block_size - self.num_lookahead_tokens
+        request.decode_limit = min(room, request.max_num_tokens - 1)
+        return allocated
 
-    def decode_blocks(self, request: Request) -> int:
-        """Blocks that a decode of it alone reads."""
-        return request.reach if self.contiguous else len(request.blocks)
+    def num_missing_blocks(self, request: Request) -> int:
+        """Blocks that its next decode needs beyond its table."""
+        num_tokens = request.num_computed_tokens + 1 + self.num_lookahead_tokens
+        needed = self.num_blocks_for(min(num_tokens, request.max_num_tokens))
+        return needed - len(request.blocks)
 
-    def pack(self, holders: Iterable[Request], slack: int) -> list[tuple[int, int]]:
-        """Move the highest blocks of `holders`, who are all that hold any, down to free ones, if
-        more than `slack` blocks lie unused below the highest: (from, to) pairs, most often none.
+    def num_decode_blocks(self, request: Request) -> int:
+        """Blocks that a decode of this request alone reads."""
+        return request.max_block_end if self.contiguous else len(request.blocks)
 
-        The tables name the new ones at once; the contents have to follow before anybody reads or
-        writes them, and before the old ones, which are free now, are written.
+    def defragment(self, requests: Iterable[Request], threshold: int) -> list[tuple[int, int]]:
+        """If more than `threshold` blocks are free below the highest used one, move the highest
+        blocks down to free ones: (from, to) pairs, usually none. `requests` are all that have
+        blocks.
+
+        The block tables change at once. The contents must be moved before any of these blocks is
+        read or written; the old ones are free.
         """
-        holders = list(holders)
-        reach = max((request.reach for request in holders), default=0)
-        if reach - slack <= self.pool.size - self.pool.free:
+        requests = list(requests)
+        block_end = max((request.max_block_end for request in requests), default=0)
+        if block_end - threshold <= self.pool.size - self.pool.num_free:
             return []
-        moves = self.pool.pack(MOST_MOVES)
-        new = dict(moves)
-        for request in holders:
-            request.blocks = [new.get(block, block) for block in request.blocks]
-            request.reach = max(request.blocks, default=-1) + 1
+        moves = self.pool.compact(MAX_MOVES)
+        moved_to = dict(moves)
+        for request in requests:
+            request.blocks = [moved_to.get(block, block) for block in request.blocks]
+            request.max_block_end = max(request.blocks, default=-1) + 1
         return moves
 
-    def file(self, request: Request, written: int) -> None:
-        """File the blocks that are full now that `written` known tokens are in the cache."""
+    def cache_blocks(self, request: Request, num_cached_tokens: int) -> None:
+        """Cache the blocks that are full once the KV of its first `num_cached_tokens` tokens is
+        written."""
         size = self.block_size
-        while request.file_at <= written:
-            stop = request.file_at
+        while request.next_cache_at <= num_cached_tokens:
+            stop = request.next_cache_at
             index = stop // size - 1
-            if index == len(request.hashes):
+            if index == len(request.block_hashes):
                 parent = (
-                    request.hashes[-1]
-                    if request.hashes
+                    request.block_hashes[-1]
+                    if request.block_hashes
                     else root_hash(request.cache_salt, request.adapter)
                 )
-                request.hashes.append(chain(parent, request.token_bytes(stop - size, stop)))
-            name = request.hashes[index]
-            self.pool.file(request.blocks[index], name)
-            self._coming.pop(name, None)
-            request.file_at = stop + size
+                request.block_hashes.append(chain(parent, request.token_bytes(stop - size, stop)))
+            block_hash = request.block_hashes[index]
+            self.pool.cache_block(request.blocks[index], block_hash)
+            self._computing.pop(block_hash, None)
+            request.next_cache_at = stop + size
 
-    def distrust(self, request: Request) -> None:
-        """Let nobody find what it holds, and file no more of it."""
-        request.file_at = NEVER
+    def evict(self, request: Request) -> None:
+        """Remove its blocks from the prefix cache, and cache no more of them."""
+        request.next_cache_at = NEVER
         for block in request.blocks:
-            self.pool.unfile(block)
+            self.pool.evict(block)
 
-    def release(self, request: Request) -> None:
-        """Take back all its blocks, the tail first, so that a prefix outlives what follows it."""
-        for name in request.promised:
-            if self._coming.get(name) is request:
-                del self._coming[name]
-        request.promised = []
-        self.pool.give_back(reversed(request.blocks))
+    def free(self, request: Request) -> None:
+        """Free all its blocks, the tail first: a prefix is evicted after what follows it."""
+        for block_hash in request.pending_hashes:
+            if self._computing.get(block_hash) is request:
+                del self._computing[block_hash]
+        request.pending_hashes = []
+        self.pool.free(reversed(request.blocks))
         request.blocks = []
-        request.computed = request.written = request.pause_at = request.reach = 0
-        request.file_at = NEVER
+        request.num_computed_tokens = request.num_cached_tokens = 0
+        request.decode_limit = request.max_block_end = 0
+        request.next_cache_at = NEVER
 
-    def forget_prefixes(self, holders: Iterable[Request]) -> None:
-        """Drop every hash. Those who hold blocks now file none of them later: what they have
-        written belongs to the time before."""
-        self.pool.forget()
-        self._coming.clear()
-        for request in holders:
-            request.file_at = NEVER
+    def reset_prefix_cache(self, requests: Iterable[Request]) -> None:
+        """Drop every hash. `requests`, which have blocks now, cache none of them later: their KV
+        was computed before the reset."""
+        self.pool.reset_cache()
+        self._computing.clear()
+        for request in requests:
+            request.next_cache_at = NEVER
 
-    def check(self, holders: Iterable[Request]) -> None:
-        """Raise AssertionError, with the numbers, unless books and tables agree."""
-        holders = list(holders)
-        self.pool.check(request.blocks for request in holders)
-        strays = {request.key for request in self._coming.values() if request not in holders}
-        assert not strays, f"{strays} are said to compute blocks, and hold none"
-        for request in holders:
-            need = self.blocks_for(request.computed)
-            assert len(request.blocks) == need, (
-                f"{request.key} holds {len(request.blocks)} blocks, its {request.computed} "
-                f"computed tokens need {need}"
+    def check(self, requests: Iterable[Request]) -> None:
+        """Raise AssertionError unless the pool and the block tables of `requests` agree."""
+        requests = list(requests)
+        self.pool.check(request.blocks for request in requests)
+        strays = {request.key for request in self._computing.values() if request not in requests}
+        assert not strays, f"{strays} compute blocks and have none"
+        for request in requests:
+            num_tokens = request.num_computed_tokens
+            min_blocks = self.num_blocks_for(num_tokens)
+            max_blocks = self.num_blocks_for(num_tokens + self.num_lookahead_tokens)
+            assert min_blocks <= len(request.blocks) <= max_blocks, (
+                f"{request.key} has {len(request.blocks)} blocks, its {num_tokens} computed tokens "
+                f"need {min_blocks}"
             )
-            reach = max(request.blocks, default=-1) + 1
-            assert not self.contiguous or request.reach == reach, (
-                f"{request.key} holds block {reach - 1}, its reach is {request.reach}"
+            block_end = max(request.blocks, default=-1) + 1
+            assert not self.contiguous or request.max_block_end == block_end, (
+                f"{request.key} has block {block_end - 1}, its max_block_end is "
+                f"{request.max_block_end}"
             )

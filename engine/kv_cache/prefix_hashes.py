@@ -1,4 +1,4 @@
-"""Chained block hashes: what a block's contents are called. Pure; knows no blocks, no requests."""
+"""Chained hashes of block contents, for the prefix cache."""
 
 from hashlib import sha256
 
@@ -6,13 +6,14 @@ TOKEN_BYTES = 4
 
 
 def root_hash(salt: str, adapter: str) -> bytes:
-    """The parent of a first block. The salt's length keeps ("ab", "c") apart from ("a", "bc")."""
+    """The parent hash of a first block. Hashing the salt's length separates ("ab", "c") from
+    ("a", "bc")."""
     salt_bytes = salt.encode()
     return sha256(len(salt_bytes).to_bytes(8, "little") + salt_bytes + adapter.encode()).digest()
 
 
 def chain(parent: bytes, tokens: bytes | memoryview) -> bytes:
-    """The hash of a full block: of everything before it (`parent`), then its tokens' raw bytes."""
+    """SHA-256 of a full block: the hash of everything before it, then its tokens' raw bytes."""
     digest = sha256(parent)
     digest.update(tokens)
     return digest.digest()

@@ -110,7 +110,7 @@ class Child:
                 self._process.stdin.close()
 
     @property
-    def obituary(self) -> str:
+    def exit_description(self) -> str:
         """How it ended: `worker 0 (process 17) was killed by SIGKILL`."""
         code = self._process.returncode
         ending = "has not ended" if code is None else describe_exit(code)
@@ -125,7 +125,7 @@ class Child:
         self._process.wait()
         os.close(self._alive)
         if self._on_exit is not None and not self._closing:
-            self._on_exit(self.obituary)
+            self._on_exit(self.exit_description)
 
 
 def read_orders(kind: Any) -> Any:

@@ -1,32 +1,31 @@
-"""GrammarMasks of a plan: what may come next in its rows with a grammar. They travel with the plan
-where a
-row's last token is known, else behind it. Knows no executor and no queue."""
+"""Grammar masks of a plan: those that travel with it, and those that follow it."""
 
-from engine.core.request import ENDED, Request
+from engine.core.request import FINISHED, Request
 from hpu.protocol import GrammarMasks, StepPlan
 
 
 def add_masks(plan: StepPlan, sampling: list[Request]) -> list[Request]:
-    """Mask whoever samples in `plan` and has a grammar. Gives those whose mask must follow, since
-    their last token is on its way: in the order of the plan's late rows."""
-    known = [request for request in sampling if request.computed <= request.known]
-    late = [request for request in sampling if request.computed > request.known]
-    plan.masked_requests = [request.row for request in known]
+    """Add the masks of `sampling`, the requests with a grammar that sample in `plan`. Returns the
+    deferred ones, whose last token is still on the device: their masks follow the plan."""
+    known = [request for request in sampling if request.num_computed_tokens <= request.num_tokens]
+    deferred = [request for request in sampling if request.num_computed_tokens > request.num_tokens]
+    plan.masked_requests = [request.req_index for request in known]
     plan.masks = _masks_of(known)
-    plan.deferred_requests = [request.row for request in late]
-    return late
+    plan.deferred_requests = [request.req_index for request in deferred]
+    return deferred
 
 
-def late_masks(plan: StepPlan, late: list[Request]) -> GrammarMasks:
-    """What `add_masks` left out, now that the result of every plan before is known."""
-    # Who ended by that result samples once too often, and whatever it likes.
-    going_on = [
-        (row, request)
-        for row, request in zip(plan.deferred_requests, late, strict=True)
-        if request.state != ENDED
+def deferred_masks(plan: StepPlan, deferred: list[Request]) -> GrammarMasks:
+    """The masks of the requests that `add_masks` deferred, once the results of all earlier plans
+    are known."""
+    # A request that these results finished samples once more without a mask; the token is dropped.
+    unfinished = [
+        (req_index, request)
+        for req_index, request in zip(plan.deferred_requests, deferred, strict=True)
+        if request.state != FINISHED
     ]
-    masks = _masks_of([request for _, request in going_on])
-    return GrammarMasks(plan.step, [row for row, _ in going_on], masks)
+    masks = _masks_of([request for _, request in unfinished])
+    return GrammarMasks(plan.step, [req_index for req_index, _ in unfinished], masks)
 
 
 def _masks_of(requests: list[Request]) -> memoryview:

@@ -24,7 +24,7 @@ class Chunk(NamedTuple):
     samples: bool
 
 
-class Packer:
+class LaunchPacker:
     """Chooses launches. Every one names a bucket of the table, and is counted.
 
     A launch that fits no prepared bucket takes one that the table makes for it, which costs a
@@ -53,7 +53,7 @@ class Packer:
         self._most_positions = FULL_PROMPTS * table.limits.max_model_len
         self._memo: dict[tuple[int, int, int], int | None] = {}
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """The table has changed."""
         self._memo.clear()
 
@@ -78,7 +78,7 @@ class Packer:
         """Whether a decode of so many rows has to go in several launches."""
         return self._rejects and not self._table.is_prepared(DECODE, num_rows, 1, num_blocks)
 
-    def decode_apart(self, rows: list[int], blocks: list[int]) -> list[Launch]:
+    def decode_split(self, rows: list[int], blocks: list[int]) -> list[Launch]:
         """Launches for decoding rows, each of which reads its entry of `blocks`, in their order;
         as few as prepared buckets allow."""
         launches = []
@@ -164,7 +164,7 @@ class Packer:
             PREFILL, len(chunks), max(counts), max(chunk.context for chunk in chunks)
         )
         self._count(PREFILL, lookup, sum(counts))
-        rows = [chunk.request.row for chunk in chunks]
+        rows = [chunk.request.req_index for chunk in chunks]
         samples = [chunk.samples for chunk in chunks]
         return Launch(PREFILL, lookup.bucket, rows, counts, samples), chunks
 

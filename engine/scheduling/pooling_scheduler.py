@@ -1,23 +1,25 @@
-"""PoolingScheduler: which texts a pooling model reads in this step, and what of a request it cannot
-do. Knows no executor, no messages and no clock."""
+"""PoolingScheduler: which texts a pooling model reads in a step, and which requests it rejects."""
+
+from collections.abc import Iterable
 
 from config.engine import SchedulerConfig
 from config.params.pooling import EMBED, TOKEN_EMBED, PoolingFacts, PoolingParams
-from engine.core.request import ENDED, RUNNING, WAITING, Request
-from engine.scheduling.launch_packer import Chunk, Packer
+from engine.core.request import FINISHED, RUNNING, WAITING, Request
+from engine.scheduling.launch_packer import Chunk, LaunchPacker
 from engine.scheduling.scheduler import SchedulerOutput
 from engine.scheduling.waiting_queue import WaitingQueue
 from hpu.protocol import PREFILL, StepPlan, Text
 
 
 class PoolingScheduler:
-    """Gives each step as many texts, whole and by rank, as its budget of tokens holds.
+    """Gives each step as many whole texts, in the order of their priority keys, as fit its token
+    budget.
 
-    A text is read in one launch, so a request runs in one step and holds nothing afterwards.
+    A text is read in one launch, so a request runs in one step and needs no blocks.
     """
 
-    def __init__(self, config: SchedulerConfig, facts: PoolingFacts, packer: Packer) -> None:
-        self.line = WaitingQueue()
+    def __init__(self, config: SchedulerConfig, facts: PoolingFacts, packer: LaunchPacker) -> None:
+        self.waiting = WaitingQueue()
         self._facts = facts
         self._packer = packer
         self._max_tokens = config.max_num_batched_tokens
@@ -26,117 +28,119 @@ class PoolingScheduler:
 
     @property
     def num_running(self) -> int:
-        """Texts in plans that are not collected yet, and still wanted."""
+        """Unfinished requests in plans that are not collected yet."""
         return len(self._running)
 
     @property
-    def holders(self) -> list[Request]:
-        """Nobody holds a block."""
+    def requests_with_blocks(self) -> list[Request]:
+        """None: there are no blocks."""
         return []
 
     @property
     def has_work(self) -> bool:
-        return len(self.line) > 0
+        return len(self.waiting) > 0
 
-    def add(self, request: Request) -> None:
-        self.line.push(request)
+    def add_request(self, request: Request) -> None:
+        self.waiting.add(request)
 
-    def drop(self, request: Request) -> None:
-        """It is over, wherever it is: finished, failed or aborted."""
-        state, request.state = request.state, ENDED
-        if state == WAITING:
-            self.line.remove(request)
-        self._running.discard(request.key)
+    def finish_requests(self, requests: Iterable[Request]) -> None:
+        """Remove requests that finished, failed or were aborted, in whatever state."""
+        for request in requests:
+            state, request.state = request.state, FINISHED
+            if state == WAITING:
+                self.waiting.remove(request)
+            self._running.discard(request.key)
 
-    def collected(self, step: int) -> None:
-        """All plans up to `step` have run: nothing is left of them."""
+    def update_from_output(self, step: int) -> None:
+        """All plans up to `step` have run: there is nothing to free."""
 
-    def start_afresh(self) -> None:
-        """The worker never knows anything of the steps before."""
+    def reset(self) -> None:
+        """The worker keeps no state between steps."""
 
-    def plan(self, step: int) -> SchedulerOutput:
-        """Decide this step. Counts on the decision's plan, if it has one, being submitted."""
-        decision = SchedulerOutput(step)
+    def schedule(self, step: int) -> SchedulerOutput:
+        """Schedule this step. The caller must submit the output's plan, if it has one."""
+        output = SchedulerOutput(step)
         budget = self._max_tokens
-        while len(decision.chunks) < self._max_texts:
-            request = self.line.first()
-            if request is None or request.known > budget:
+        while len(output.chunks) < self._max_texts:
+            request = self.waiting.peek()
+            if request is None or request.num_tokens > budget:
                 break
-            why = self._packer.refusal(PREFILL, request.known, 0)
-            if why is not None:
-                decision.failed.append((request, why, ""))
-                self.drop(request)
+            error = self._packer.refusal(PREFILL, request.num_tokens, 0)
+            if error is not None:
+                output.failed.append((request, error, ""))
+                self.finish_requests([request])
                 continue
-            self.line.remove(request)
+            self.waiting.remove(request)
             request.state = RUNNING
-            request.row = len(decision.chunks)
+            request.req_index = len(output.chunks)
             self._running.add(request.key)
-            decision.started.append((request, 0))
-            decision.chunks.append(Chunk(request, request.known, 0, False))
-            budget -= request.known
-        if decision.chunks:
-            self._build(decision)
-        return decision
+            output.started.append((request, 0))
+            output.chunks.append(Chunk(request, request.num_tokens, 0, False))
+            budget -= request.num_tokens
+        if output.chunks:
+            self._build(output)
+        return output
 
-    def _build(self, decision: SchedulerOutput) -> None:
+    def _build(self, output: SchedulerOutput) -> None:
         launches = []
-        for launch, chunks in self._packer.prefill(decision.chunks):
+        for launch, chunks in self._packer.prefill(output.chunks):
             launches.append(launch)
-            decision.prefills.extend(chunks)
-        decision.num_tokens = sum(chunk.num_tokens for chunk in decision.chunks)
-        texts = [self._text(chunk.request) for chunk in decision.chunks]
-        decision.plan = StepPlan(decision.step, launches, texts=texts)
+            output.prefills.extend(chunks)
+        output.num_tokens = sum(chunk.num_tokens for chunk in output.chunks)
+        texts = [self._text(chunk.request) for chunk in output.chunks]
+        output.plan = StepPlan(output.step, launches, texts=texts)
 
     def _text(self, request: Request) -> Text:
-        asked = request.pooling
-        assert asked is not None
-        normalizes = self._facts.normalizes if asked.normalize is None else asked.normalize
+        params = request.pooling
+        assert params is not None
+        normalizes = self._facts.normalizes if params.normalize is None else params.normalize
         return Text(
             request.prompt,
-            by_token=asked.task == TOKEN_EMBED,
+            by_token=params.task == TOKEN_EMBED,
             normalizes=normalizes,
-            dimensions=asked.dimensions or 0,
-            num_first=asked.num_first,
-            num_skipped=asked.num_skipped,
+            dimensions=params.dimensions or 0,
+            num_first=params.num_first,
+            num_skipped=params.num_skipped,
         )
 
     def check(self) -> None:
-        """Nothing is held that could be lost."""
+        """There are no blocks that could be lost."""
 
 
 def pooling_refusal(
-    asked: PoolingParams | None, facts: PoolingFacts | None, num_tokens: int
+    params: PoolingParams | None, facts: PoolingFacts | None, num_tokens: int
 ) -> tuple[str, str] | None:
-    """Why the model cannot do what a request of `num_tokens` asks, and the setting at fault; None
-    when it can."""
-    if asked is None or facts is None:
-        if asked is None and facts is None:
+    """Why the model cannot serve a request of `num_tokens`, and the parameter at fault; None when
+    it can."""
+    if params is None or facts is None:
+        if params is None and facts is None:
             return None
-        gives = "tokens, and no vectors" if facts is None else "vectors, and no tokens"
-        return f"the model gives {gives}", "model"
-    if asked.task not in facts.tasks:
-        return f"task is {asked.task!r}, the model does {' and '.join(facts.tasks)}", "task"
+        produces = "tokens, and no vectors" if facts is None else "vectors, and no tokens"
+        return f"the model gives {produces}", "model"
+    if params.task not in facts.tasks:
+        return f"task is {params.task!r}, the model does {' and '.join(facts.tasks)}", "task"
     for name in ("num_first", "num_skipped"):
-        count = getattr(asked, name)
+        count = getattr(params, name)
         if count >= num_tokens:
             return f"{name} is {count}, the text has {num_tokens} tokens", name
-    return _wrong_dimensions(asked, facts)
+    return _wrong_dimensions(params, facts)
 
 
-def _wrong_dimensions(asked: PoolingParams, facts: PoolingFacts) -> tuple[str, str] | None:
-    wanted = asked.dimensions
-    if wanted is None or asked.task not in (EMBED, TOKEN_EMBED):
+def _wrong_dimensions(params: PoolingParams, facts: PoolingFacts) -> tuple[str, str] | None:
+    dimensions = params.dimensions
+    if dimensions is None or params.task not in (EMBED, TOKEN_EMBED):
         return None
-    width = facts.width if asked.task == EMBED else facts.token_width
+    width = facts.width if params.task == EMBED else facts.token_width
     name = "dimensions"
-    if wanted > width:
-        return f"dimensions is {wanted}, the model's vectors have {width}", name
-    if facts.dimensions is None or wanted == width or wanted in facts.dimensions:
+    if dimensions > width:
+        return f"dimensions is {dimensions}, the model's vectors have {width}", name
+    if facts.dimensions is None or dimensions == width or dimensions in facts.dimensions:
         return None
     if facts.dimensions:
-        known = ", ".join(map(str, facts.dimensions))
-        return f"dimensions is {wanted}, the model was trained for {known}", name
+        trained = ", ".join(map(str, facts.dimensions))
+        return f"dimensions is {dimensions}, the model was trained for {trained}", name
     return (
-        f"dimensions is {wanted}, the model's vectors have {width} and were not trained to be cut",
+        f"dimensions is {dimensions}, the model's vectors have {width} and were not trained to be "
+        "cut",
         name,
     )

@@ -1,398 +1,410 @@
-"""Scheduler: who runs this step, with how many tokens. Knows no executor, no messages, no clock."""
+"""Scheduler: which requests run in a step, with how many tokens."""
 
 from bisect import insort
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
 from config.engine import SchedulerConfig
-from engine.core.request import ENDED, LEAVING, RUNNING, WAITING, Request
+from engine.core.request import FINISHED, PREEMPTED, RUNNING, WAITING, Request
 from engine.core.stats import StepStats
 from engine.kv_cache.manager import KVCacheManager
 from engine.scheduling.grammar_masks import add_masks
-from engine.scheduling.launch_packer import Chunk, Packer
+from engine.scheduling.launch_packer import Chunk, LaunchPacker
 from engine.scheduling.waiting_queue import WaitingQueue
 from hpu.protocol import DECODE, PREFILL, NewRequest, StepPlan
 
-_rank = attrgetter("rank")
+_priority_key = attrgetter("priority_key")
 
 WATERMARK_SHARE = 100
-"""One block in so many stays free when a request is admitted beside others, so that those who run
-can grow a little before anyone has to give way."""
-KEPT_STEPS = 8
-"""How long a beam's row is kept for its next token: more than a front-end takes to ask for it."""
+"""Admission watermark: beside running requests, keep 1/100 of the blocks free, so that these can
+grow a little before one of them is preempted."""
+RESERVED_STEPS = 8
+"""Steps for which a finished beam's index is reserved for its continuation: more than a front end
+takes to send that."""
 
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """What one turn decided; while its plan runs, who is in it."""
+    """What `schedule` decided; while its plan is in flight, the requests in it."""
 
     step: int
     plan: StepPlan | None = None
-    """None: nothing to launch, nothing to submit."""
+    """None when there is nothing to launch."""
     decodes: list[Request] = field(default_factory=list)
     """In the order of the plan's first launches, the decodes."""
     prefills: list[Chunk] = field(default_factory=list)
-    """In the order of the launches behind it."""
+    """In the order of the launches behind them."""
     num_tokens: int = 0
     started: list[tuple[Request, int]] = field(default_factory=list)
-    """Who left the waiting line for the first time, and tokens found in the prefix cache."""
+    """Requests scheduled for the first time, with their tokens found in the prefix cache."""
     failed: list[tuple[Request, str, str | None]] = field(default_factory=list)
-    """With the words, and the setting at fault (see Finish.param)."""
-    """Who can never fit, and why."""
+    """Requests that can never run: the error, and the parameter at fault (see Finish.param)."""
     chunks: list[Chunk] = field(default_factory=list)
+    """The prefills in scheduling order."""
     num_decode_blocks: int = 0
     new_requests: list[NewRequest] = field(default_factory=list)
     grown_requests: list[int] = field(default_factory=list)
     grown_blocks: list[int] = field(default_factory=list)
-    late: list[Request] = field(default_factory=list)
-    """Those of the plan's late rows, in their order."""
+    deferred: list[Request] = field(default_factory=list)
+    """The requests of the plan's `deferred_requests`."""
 
 
 class Scheduler:
-    """Gives every running row its tokens, and the rest of the budget to prompts, by rank.
+    """Gives every running request its next tokens, and waiting requests the rest of the budget, in
+    the order of their priority keys.
 
-    A request stands in line, runs (in prefill until its known tokens are computed, then decoding),
-    or leaves: what left keeps blocks and row until the last plan that names it was collected.
-    Both running lists are kept in order of rank, so the last one is the first to give way.
+    A running request is in prefill until all its tokens are computed, then it decodes. A finished
+    or preempted one keeps its blocks and its index until the last plan with it was collected
+    (`_draining`). Both running lists are sorted by priority key; the last is preempted first.
     """
 
     def __init__(
         self,
         config: SchedulerConfig,
         kv: KVCacheManager,
-        packer: Packer,
+        packer: LaunchPacker,
         stats: StepStats,
         *,
         defrag_threshold: int = 32,
     ) -> None:
-        """`defrag_threshold`: where decodes read a slice of the cache, blocks that may lie unused
-        below the highest one in use."""
-        self.line = WaitingQueue()
+        """`defrag_threshold`: blocks that may be free below the highest used one, where decodes
+        read a slice of the cache."""
+        self.waiting = WaitingQueue()
         self._kv = kv
         self._packer = packer
         self._stats = stats
         self._max_tokens = config.max_num_batched_tokens
-        self._num_rows = config.max_num_seqs
+        self._max_num_seqs = config.max_num_seqs
         self._watermark = max(kv.pool.size // WATERMARK_SHARE, 1)
         self._decoding: list[Request] = []
         self._prefilling: list[Request] = []
-        self._leaving: list[Request] = []
-        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
-        self._kept: deque[int] = deque()
-        """A step for each free row that is kept for what goes on: it is anybody's from then on."""
-        self._freed_rows: list[int] = []
-        """Given back since the last plan, which has yet to say so."""
+        self._draining: list[Request] = []
+        self._free_indices = list(range(config.max_num_seqs - 1, -1, -1))
+        self._reservations: deque[int] = deque()
+        """For each free index that is reserved for a continuation, the step at which that ends."""
+        self._freed_indices: list[int] = []
+        """Freed since the last plan; the next one tells the worker."""
         self._defrag_threshold = defrag_threshold
         self._moves: list[tuple[int, int]] = []
-        """Blocks moved since the last plan, in the same way."""
-        self._collected = -1
-        self._has_dropped = False
+        """Blocks moved since the last plan, likewise."""
+        self._last_collected_step = -1
+        self._has_finished = False
+        """Whether the running lists contain finished requests."""
 
     @property
     def num_running(self) -> int:
-        """Rows that are not on their way out."""
-        return self._num_rows - len(self._free_rows) - len(self._leaving)
+        """Requests with an index, without those that drain."""
+        return self._max_num_seqs - len(self._free_indices) - len(self._draining)
 
     @property
-    def holders(self) -> list[Request]:
-        """Everyone with a row."""
+    def requests_with_blocks(self) -> list[Request]:
         running = [r for r in (*self._decoding, *self._prefilling) if r.state == RUNNING]
-        return running + self._leaving
+        return running + self._draining
 
     @property
     def has_work(self) -> bool:
-        return len(self.line) > 0 or len(self._free_rows) < self._num_rows
+        return len(self.waiting) > 0 or len(self._free_indices) < self._max_num_seqs
 
-    def add(self, request: Request) -> None:
-        self.line.push(request)
+    def add_request(self, request: Request) -> None:
+        self.waiting.add(request)
 
-    def drop(self, request: Request) -> None:
-        """It is over, wherever it is: finished, failed or aborted."""
-        state, request.state = request.state, ENDED
-        if state == WAITING:
-            self.line.remove(request)
-        elif state == RUNNING:
-            self._has_dropped = True
-            self._let_go(request)
+    def finish_requests(self, requests: Iterable[Request]) -> None:
+        """Remove requests that finished, failed or were aborted, in whatever state."""
+        for request in requests:
+            state, request.state = request.state, FINISHED
+            if state == WAITING:
+                self.waiting.remove(request)
+            elif state == RUNNING:
+                self._has_finished = True
+                self._remove(request)
 
-    def collected(self, step: int) -> None:
-        """All plans up to `step` have run: what left by then gives back its blocks and its row."""
-        self._collected = step
-        if self._leaving:
-            gone = [r for r in self._leaving if r.last_step <= step]
-            if gone:
-                self._leaving = [r for r in self._leaving if r.last_step > step]
-                for request in gone:
-                    self._release(request)
+    def update_from_output(self, step: int) -> None:
+        """All plans up to `step` have run: free what drained until then."""
+        self._last_collected_step = step
+        if self._draining:
+            drained = [r for r in self._draining if r.last_step <= step]
+            if drained:
+                self._draining = [r for r in self._draining if r.last_step > step]
+                for request in drained:
+                    self._free(request)
 
-    def start_afresh(self) -> None:
-        """The worker has forgotten every row and block; nobody is left who had any."""
-        assert not self._leaving, f"{len(self._leaving)} are on their way out"
-        self._freed_rows.clear()
+    def reset(self) -> None:
+        """The worker has lost its batch state and its cache; no request has any of either."""
+        assert not self._draining, f"{len(self._draining)} requests are draining"
+        self._freed_indices.clear()
         self._moves.clear()
 
-    def plan(self, step: int) -> SchedulerOutput:
-        """Decide this step. Counts on the decision's plan, if it has one, being submitted."""
-        decision = SchedulerOutput(step)
-        while self._kept and self._kept[0] <= step:
-            self._kept.popleft()
-        self._sort_out()
+    def schedule(self, step: int) -> SchedulerOutput:
+        """Schedule this step. The caller must submit the output's plan, if it has one."""
+        output = SchedulerOutput(step)
+        while self._reservations and self._reservations[0] <= step:
+            self._reservations.popleft()
+        self._update_running()
         if self._kv.contiguous and not self._moves:
-            self._moves = self._kv.pack(self.holders, self._defrag_threshold)
-        self._plan_decodes(decision)
-        budget = self._max_tokens - len(decision.decodes)
-        budget = self._plan_prefills(decision, budget)
-        self._admit(decision, budget)
-        self._build(decision)
-        return decision
+            self._moves = self._kv.defragment(self.requests_with_blocks, self._defrag_threshold)
+        self._schedule_decodes(output)
+        budget = self._max_tokens - len(output.decodes)
+        budget = self._schedule_prefills(output, budget)
+        self._admit(output, budget)
+        self._build_plan(output)
+        return output
 
-    def _sort_out(self) -> None:
-        """Take out who was dropped, and move whoever has all known tokens planned to decoding."""
-        if self._has_dropped:
-            self._has_dropped = False
+    def _update_running(self) -> None:
+        """Remove finished requests, and move those whose tokens are all scheduled to decoding."""
+        if self._has_finished:
+            self._has_finished = False
             self._decoding = [r for r in self._decoding if r.state == RUNNING]
             self._prefilling = [r for r in self._prefilling if r.state == RUNNING]
         if self._prefilling:
+            still_prefilling = []
             for request in self._prefilling:
-                if request.computed == request.decode_from:
-                    insort(self._decoding, request, key=_rank)
-            self._prefilling = [r for r in self._prefilling if r.computed < r.decode_from]
+                if request.num_computed_tokens < request.num_prefill_tokens:
+                    still_prefilling.append(request)
+                else:
+                    insort(self._decoding, request, key=_priority_key)
+            self._prefilling = still_prefilling
 
-    def _plan_decodes(self, decision: SchedulerOutput) -> None:
-        step = decision.step
-        planned = decision.decodes
+    def _schedule_decodes(self, output: SchedulerOutput) -> None:
+        step = output.step
+        scheduled = output.decodes
         num_blocks = 0
-        # Who gives way stands behind who needs the blocks, so the list only loses what the loop
-        # has not reached.
+        # A preempted request is behind the one that needs its blocks, so the list only loses
+        # entries that the loop has not reached.
         for request in self._decoding:
-            computed = request.computed
-            if computed >= request.pause_at and not self._may_go_on(request, decision):
+            num_computed = request.num_computed_tokens
+            if num_computed >= request.decode_limit and not self._can_decode(request, output):
                 continue
-            request.computed = computed + 1
+            request.num_computed_tokens = num_computed + 1
             request.last_step = step
             num_blocks += len(request.blocks)
-            planned.append(request)
+            scheduled.append(request)
         if self._kv.contiguous:
-            num_blocks = max((request.reach for request in planned), default=0)
-        decision.num_decode_blocks = num_blocks
+            num_blocks = max((request.max_block_end for request in scheduled), default=0)
+        output.num_decode_blocks = num_blocks
 
-    def _may_go_on(self, request: Request, decision: SchedulerOutput) -> bool:
-        """Whether a decoding row that has no slot left, or no token to come, takes this step."""
-        if _is_planned_out(request):
+    def _can_decode(self, request: Request, output: SchedulerOutput) -> bool:
+        """Whether a request at its `decode_limit` decodes in this step: allocates its blocks."""
+        if _is_last_token_scheduled(request):
             return False
-        why = self._packer.refusal(DECODE, 1, len(request.blocks) + 1)
-        if why is not None:
-            self._reject(request, why, decision)
+        count = self._kv.num_missing_blocks(request)
+        error = self._packer.refusal(DECODE, 1, len(request.blocks) + count)
+        if error is not None:
+            self._reject(request, error, output)
             return False
-        if not self._make_room(request, decision):
+        if not self._ensure_free_blocks(request, count, output):
             return False
-        self._grow(request, 1, decision)
+        self._allocate(request, count, output)
         return True
 
-    def _plan_prefills(self, decision: SchedulerOutput, budget: int) -> int:
+    def _schedule_prefills(self, output: SchedulerOutput, budget: int) -> int:
         for request in self._prefilling:
             if budget == 0:
                 break
-            count = min(request.decode_from - request.computed, budget)
-            why = self._packer.refusal(PREFILL, count, self._kv.blocks_for(request.computed))
-            if why is not None:
-                self._reject(request, why, decision)
+            num_computed = request.num_computed_tokens
+            count = min(request.num_prefill_tokens - num_computed, budget)
+            error = self._packer.refusal(PREFILL, count, self._kv.num_blocks_for(num_computed))
+            if error is not None:
+                self._reject(request, error, output)
                 continue
-            need = self._kv.blocks_for(request.computed + count) - len(request.blocks)
-            if need > 0:
-                if not self._make_room(request, decision):
+            num_missing = self._kv.num_blocks_for(num_computed + count) - len(request.blocks)
+            if num_missing > 0:
+                if not self._ensure_free_blocks(request, 1, output):
                     continue
-                self._grow(request, min(need, self._kv.pool.free), decision)
-                count = min(count, len(request.blocks) * self._kv.block_size - request.computed)
-            self._add_chunk(request, count, decision)
+                self._allocate(request, min(num_missing, self._kv.pool.num_free), output)
+                count = min(count, len(request.blocks) * self._kv.block_size - num_computed)
+            self._add_chunk(request, count, output)
             budget -= count
         return budget
 
-    def _admit(self, decision: SchedulerOutput, budget: int) -> None:
-        """Let requests in from the line, strictly by rank, as long as their known tokens will fit.
+    def _admit(self, output: SchedulerOutput, budget: int) -> None:
+        """Start waiting requests, strictly by priority key, as long as all their tokens fit.
 
-        Only the first chunk's blocks are lent now. Nothing more needs to be set aside: there is
-        budget left for this loop only if all who are in prefill have their blocks, or none is free.
+        Allocates only the blocks of the first chunk. Nothing more needs to be reserved: the budget
+        reaches this loop only if all requests in prefill have their blocks, or none is free.
         """
         kv = self._kv
-        while budget > 0 and self._free_rows and (request := self.line.first()) is not None:
-            if not self._has_seat(request):
+        while budget > 0 and self._free_indices and (request := self.waiting.peek()) is not None:
+            if not self._has_free_index(request):
                 break
             prefix = kv.find_prefix(request)
-            if kv.pays_to_wait(request, prefix):
+            if kv.should_wait_for_prefix(request, prefix):
                 break
-            cost = kv.cost(request, prefix)
-            if self._decoding or self._prefilling or self._leaving:
-                if cost > kv.pool.free - self._watermark:
+            num_needed = kv.num_free_blocks_needed(request, prefix)
+            if self._decoding or self._prefilling or self._draining:
+                if num_needed > kv.pool.num_free - self._watermark:
                     break
-            elif cost > kv.pool.free:
-                self._fail(request, kv.blocks_for(request.known), decision)
+            elif num_needed > kv.pool.num_free:
+                self._fail(request, kv.num_blocks_for(request.num_tokens), output)
                 continue
-            cached = len(prefix) * kv.block_size
-            count = min(request.known - cached, budget)
-            why = self._refusal(request, count, cached)
-            if why is not None:
-                self._reject(request, why, decision)
+            num_cached = len(prefix) * kv.block_size
+            count = min(request.num_tokens - num_cached, budget)
+            error = self._admission_refusal(request, count, num_cached)
+            if error is not None:
+                self._reject(request, error, output)
                 continue
-            self.line.remove(request)
-            kv.start(request, prefix)
-            kv.grow(request, kv.blocks_for(cached + count) - len(request.blocks))
-            self._seat(request, cached, decision)
-            self._add_chunk(request, count, decision)
+            self.waiting.remove(request)
+            kv.attach_prefix(request, prefix)
+            kv.allocate(request, kv.num_blocks_for(num_cached + count) - len(request.blocks))
+            self._start(request, num_cached, output)
+            self._add_chunk(request, count, output)
             budget -= count
 
-    def _has_seat(self, request: Request) -> bool:
-        """Whether a free row is its to take: as long as others run, those that beams have just left
-        are kept for their next tokens. In a full batch a search would else lose its rows with every
-        token, and wait for all who came in between."""
-        is_busy = self._decoding or self._prefilling or self._leaving
-        kept = len(self._kept) if is_busy and not request.goes_on else 0
-        return len(self._free_rows) > kept
+    def _has_free_index(self, request: Request) -> bool:
+        """Whether a free index is available to it. While others run, the indices of finished beams
+        are reserved for their continuations: in a full batch a beam search would otherwise lose its
+        indices with every token, and wait for all requests that arrived in between."""
+        is_busy = self._decoding or self._prefilling or self._draining
+        num_reserved = len(self._reservations) if is_busy and not request.is_continuation else 0
+        return len(self._free_indices) > num_reserved
 
-    def _seat(self, request: Request, cached: int, decision: SchedulerOutput) -> None:
-        if request.goes_on and self._kept:
-            self._kept.popleft()
-        request.row = self._free_rows.pop()
+    def _start(self, request: Request, num_cached: int, output: SchedulerOutput) -> None:
+        if request.is_continuation and self._reservations:
+            self._reservations.popleft()
+        request.req_index = self._free_indices.pop()
         request.state = RUNNING
-        request.decode_from = request.known
-        insort(self._prefilling, request, key=_rank)
-        decision.new_requests.append(
+        request.num_prefill_tokens = request.num_tokens
+        insort(self._prefilling, request, key=_priority_key)
+        output.new_requests.append(
             NewRequest(
-                request.row,
-                request.known_tokens(),
-                request.num_prompt,
-                cached,
+                request.req_index,
+                request.token_ids(),
+                request.num_prompt_tokens,
+                num_cached,
                 request.blocks.copy(),
                 request.request_sampling(),
             )
         )
         if request.num_preemptions == 0:
-            decision.started.append((request, cached))
+            output.started.append((request, num_cached))
 
-    def _add_chunk(self, request: Request, count: int, decision: SchedulerOutput) -> None:
-        context = self._kv.blocks_for(request.computed)
-        request.computed += count
-        request.last_step = decision.step
-        samples = request.computed == request.decode_from
-        decision.chunks.append(Chunk(request, count, context, samples))
-        decision.num_tokens += count
+    def _add_chunk(self, request: Request, count: int, output: SchedulerOutput) -> None:
+        context = self._kv.num_blocks_for(request.num_computed_tokens)
+        request.num_computed_tokens += count
+        request.last_step = output.step
+        samples = request.num_computed_tokens == request.num_prefill_tokens
+        output.chunks.append(Chunk(request, count, context, samples))
+        output.num_tokens += count
 
-    def _grow(self, request: Request, count: int, decision: SchedulerOutput) -> None:
-        decision.grown_blocks.extend(self._kv.grow(request, count))
-        decision.grown_requests.extend([request.row] * count)
+    def _allocate(self, request: Request, count: int, output: SchedulerOutput) -> None:
+        output.grown_blocks.extend(self._kv.allocate(request, count))
+        output.grown_requests.extend([request.req_index] * count)
 
-    def _make_room(self, request: Request, decision: SchedulerOutput) -> bool:
-        """Whether a block is free for it now. If not, the last in rank behind it gives way; with a
-        plan in flight the blocks come back a step later, so it waits, and nobody else has to go."""
-        while not self._kv.pool.free:
-            if self._leaving:
+    def _ensure_free_blocks(self, request: Request, count: int, output: SchedulerOutput) -> bool:
+        """Whether `count` blocks are free for it now. If not, preempts the requests behind it, the
+        last first. With a plan in flight their blocks are freed a step later: it waits until then,
+        and no other is preempted."""
+        while self._kv.pool.num_free < count:
+            if self._draining:
                 return False
-            last = max(self._decoding[-1:] + self._prefilling[-1:], key=_rank)
-            if _is_planned_out(last):
+            last = max(self._decoding[-1:] + self._prefilling[-1:], key=_priority_key)
+            if _is_last_token_scheduled(last):
                 return False
             if last is request:
                 is_alone = len(self._decoding) + len(self._prefilling) == 1
-                if is_alone and request.last_step <= self._collected:
-                    self._fail(request, len(request.blocks) + 1, decision)
+                if is_alone and request.last_step <= self._last_collected_step:
+                    self._fail(request, len(request.blocks) + count, output)
                 return False
             self._preempt(last)
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Take everything from the last in rank but its tokens."""
-        mine = self._decoding if self._decoding[-1:] == [request] else self._prefilling
-        mine.pop()
-        request.state = LEAVING
+        """Remove the last request of a running list; it keeps its tokens."""
+        running = self._decoding if self._decoding[-1:] == [request] else self._prefilling
+        running.pop()
+        request.state = PREEMPTED
         request.num_preemptions += 1
         self._stats.preemptions += 1
-        self._let_go(request)
+        self._remove(request)
 
-    def _let_go(self, request: Request) -> None:
-        if request.last_step > self._collected:
-            self._leaving.append(request)
+    def _remove(self, request: Request) -> None:
+        if request.last_step > self._last_collected_step:
+            self._draining.append(request)
         else:
-            self._release(request)
+            self._free(request)
 
-    def _release(self, request: Request) -> None:
-        self._kv.release(request)
-        if request.goes_on and request.state == ENDED:
-            self._kept.append(self._collected + KEPT_STEPS)
-        self._free_rows.append(request.row)
-        self._freed_rows.append(request.row)
-        request.row = -1
-        if request.state == LEAVING:
+    def _free(self, request: Request) -> None:
+        self._kv.free(request)
+        if request.is_continuation and request.state == FINISHED:
+            self._reservations.append(self._last_collected_step + RESERVED_STEPS)
+        self._free_indices.append(request.req_index)
+        self._freed_indices.append(request.req_index)
+        request.req_index = -1
+        if request.state == PREEMPTED:
             request.state = WAITING
-            self.line.push(request)
+            self.waiting.add(request)
 
-    def _fail(self, request: Request, num_blocks: int, decision: SchedulerOutput) -> None:
-        pool = self._kv.pool
-        message = (
+    def _fail(self, request: Request, num_blocks: int, output: SchedulerOutput) -> None:
+        error = (
             f"the request needs {num_blocks} KV blocks of {self._kv.block_size} tokens, "
-            f"the cache has {pool.size}"
+            f"the cache has {self._kv.pool.size}"
         )
-        decision.failed.append((request, message, None))
-        self.drop(request)
+        output.failed.append((request, error, None))
+        self.finish_requests([request])
 
-    def _reject(self, request: Request, why: str, decision: SchedulerOutput) -> None:
-        """End a request whose shape this server was told not to run."""
-        decision.failed.append((request, why, ""))
-        self.drop(request)
+    def _reject(self, request: Request, error: str, output: SchedulerOutput) -> None:
+        """End a request whose shape may not be compiled now."""
+        output.failed.append((request, error, ""))
+        self.finish_requests([request])
 
-    def _refusal(self, request: Request, count: int, cached: int) -> str | None:
-        """Why a request should not even begin, with a chunk of `count` behind `cached` tokens."""
-        why = self._packer.refusal(PREFILL, count, self._kv.blocks_for(cached))
-        if why is None and request.max_known > request.known + 1:
-            why = self._packer.refusal(DECODE, 1, self._kv.blocks_for(request.known + 1))
-        return why
+    def _admission_refusal(self, request: Request, count: int, num_cached: int) -> str | None:
+        """Why a request may not start with a chunk of `count` tokens behind `num_cached`."""
+        error = self._packer.refusal(PREFILL, count, self._kv.num_blocks_for(num_cached))
+        if error is None and request.max_num_tokens > request.num_tokens + 1:
+            num_blocks = self._kv.num_blocks_for(request.num_tokens + 1)
+            error = self._packer.refusal(DECODE, 1, num_blocks)
+        return error
 
-    def _build(self, decision: SchedulerOutput) -> None:
+    def _build_plan(self, output: SchedulerOutput) -> None:
         launches = []
-        if decision.decodes:
-            rows = [request.row for request in decision.decodes]
-            if self._packer.must_split(len(rows), decision.num_decode_blocks):
-                blocks = [self._kv.decode_blocks(request) for request in decision.decodes]
-                launches += self._packer.decode_apart(rows, blocks)
+        if output.decodes:
+            req_indices = [request.req_index for request in output.decodes]
+            if self._packer.must_split(len(req_indices), output.num_decode_blocks):
+                blocks = [self._kv.num_decode_blocks(request) for request in output.decodes]
+                launches += self._packer.decode_split(req_indices, blocks)
             else:
-                launches.append(self._packer.decode(rows, decision.num_decode_blocks))
-            decision.num_tokens += len(rows)
-        if decision.chunks:
-            for launch, chunks in self._packer.prefill(decision.chunks):
+                launches.append(self._packer.decode(req_indices, output.num_decode_blocks))
+            output.num_tokens += len(req_indices)
+        if output.chunks:
+            for launch, chunks in self._packer.prefill(output.chunks):
                 launches.append(launch)
-                decision.prefills.extend(chunks)
-        if launches:
-            freed, self._freed_rows = self._freed_rows, []
-            moves, self._moves = self._moves, []
-            decision.plan = StepPlan(
-                decision.step,
-                launches,
-                decision.new_requests,
-                decision.grown_requests,
-                decision.grown_blocks,
-                freed,
-                [source for source, _ in moves],
-                [target for _, target in moves],
-            )
-            guided = [r for r in decision.decodes if r.guide is not None]
-            chunks = [c for c in decision.prefills if c.samples]
-            guided += [c.request for c in chunks if c.request.guide is not None]
-            if guided:
-                decision.late = add_masks(decision.plan, guided)
+                output.prefills.extend(chunks)
+        if not launches:
+            return
+        freed, self._freed_indices = self._freed_indices, []
+        moves, self._moves = self._moves, []
+        output.plan = StepPlan(
+            output.step,
+            launches,
+            output.new_requests,
+            output.grown_requests,
+            output.grown_blocks,
+            freed,
+            [source for source, _ in moves],
+            [target for _, target in moves],
+        )
+        masked = [r for r in output.decodes if r.guide is not None]
+        chunks = [c for c in output.prefills if c.samples]
+        masked += [c.request for c in chunks if c.request.guide is not None]
+        if masked:
+            output.deferred = add_masks(output.plan, masked)
 
     def check(self) -> None:
-        """Raise AssertionError, with the numbers, unless rows, blocks and states agree."""
-        holders = self.holders
-        self._kv.check(holders)
-        rows = [request.row for request in holders]
-        assert sorted(rows + self._free_rows) == list(range(self._num_rows)), (
-            f"rows {sorted(rows)} are held and {sorted(self._free_rows)} free, "
-            f"of {self._num_rows} in all"
+        """Raise AssertionError unless indices, blocks and states agree."""
+        requests = self.requests_with_blocks
+        self._kv.check(requests)
+        used = [request.req_index for request in requests]
+        assert sorted(used + self._free_indices) == list(range(self._max_num_seqs)), (
+            f"indices {sorted(used)} are used and {sorted(self._free_indices)} free, "
+            f"of {self._max_num_seqs} in all"
         )
         for running in (self._decoding, self._prefilling):
-            ranks = [request.rank for request in running]
-            assert ranks == sorted(ranks), f"running out of rank: {ranks}"
+            keys = [request.priority_key for request in running]
+            assert keys == sorted(keys), f"running requests are not sorted: {keys}"
 
 
-def _is_planned_out(request: Request) -> bool:
-    """Whether its last token is on its way, so that it ends with the plans in flight."""
-    return request.computed >= max(request.max_known - 1, request.decode_from)
+def _is_last_token_scheduled(request: Request) -> bool:
+    """Whether it ends with the plans in flight."""
+    last_computed = max(request.max_num_tokens - 1, request.num_prefill_tokens)
+    return request.num_computed_tokens >= last_computed

@@ -1,4 +1,4 @@
-"""The waiting line: by priority and arrival. Knows nothing of rows or blocks."""
+"""Requests that wait to be scheduled, by priority and arrival."""
 
 import heapq
 
@@ -8,42 +8,40 @@ MIN_COMPACTION = 64
 
 
 class WaitingQueue:
-    """Requests by rank, smallest first. Bounded by its caller, who sees its length.
+    """Requests by `priority_key`, smallest first. The caller bounds its length.
 
-    Leaving the line from the middle is lazy: the entry stays behind, empty, until it comes to the
-    front or until half of the line is empty entries, so every change costs O(log n).
+    Removal is lazy: the heap entry remains until it comes to the front, or until half of the
+    entries are stale. So every change costs O(log n).
     """
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], int]] = []
         self._requests: dict[int, Request] = {}
         self.num_tokens = 0
-        """Known tokens of all who wait."""
+        """Of all requests in it."""
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def push(self, request: Request) -> None:
-        """Stand in line by rank; who comes back keeps its arrival, hence its place at the front."""
-        heapq.heappush(self._heap, (request.rank, request.key))
+    def add(self, request: Request) -> None:
+        heapq.heappush(self._heap, (request.priority_key, request.key))
         self._requests[request.key] = request
-        self.num_tokens += request.known
+        self.num_tokens += request.num_tokens
 
-    def first(self) -> Request | None:
-        """Who is next; stays in line."""
+    def peek(self) -> Request | None:
+        """The next request, or None; it stays in the queue."""
         while self._heap:
-            rank, key = self._heap[0]
+            priority_key, key = self._heap[0]
             request = self._requests.get(key)
-            # A key may wait, leave and wait again: an entry counts only for the same arrival.
-            if request is not None and request.rank == rank:
+            # A key may have been removed and added again: stale entries have another arrival.
+            if request is not None and request.priority_key == priority_key:
                 return request
             heapq.heappop(self._heap)
         return None
 
     def remove(self, request: Request) -> None:
-        """Leave the line, from any place."""
         del self._requests[request.key]
-        self.num_tokens -= request.known
+        self.num_tokens -= request.num_tokens
         if len(self._heap) > 2 * len(self._requests) + MIN_COMPACTION:
-            self._heap = [(r.rank, r.key) for r in self._requests.values()]
+            self._heap = [(r.priority_key, r.key) for r in self._requests.values()]
             heapq.heapify(self._heap)

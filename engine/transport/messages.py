@@ -44,7 +44,7 @@ class AddRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     """What its caller's log calls it."""
     pooling: PoolingParams | None = None
     """Makes it a request for vectors instead of tokens; `sampling` then says nothing."""
-    goes_on: bool = False
+    is_continuation: bool = False
     """It goes on with what was let in before (a beam with one token more): it stands at the head of
     the line."""
 
@@ -85,7 +85,7 @@ class Finish(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     param: str | None = None
     """The caller's own setting that `error` is about, empty for the request as a whole; None when
     the fault is ours."""
-    is_late: bool = False
+    is_retryable: bool = False
     """`error` says that the engine sleeps: later the same request may be taken."""
 
 
@@ -134,6 +134,7 @@ class StepOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     """Their prompt tokens found in the prefix cache."""
     keys: list[int] = []
     counts: list[int] = []
+    """Tokens of each key in `tokens`; empty when each has one."""
     tokens: list[int] = []
     logprobs: list[tuple[int, Logprobs]] = []
     """(key, positions): in the order of the key's tokens."""

@@ -14,7 +14,7 @@ import numpy as np
 from config.errors import UserError
 from config.params.beam_search import check_length_penalty
 from config.params.sampling import MAX_LOGPROBS, SamplingParams
-from engine.client.zmq import Update
+from engine.client.output_queue import Update
 from engine.transport.messages import Finish
 from server.generation.outputs import Delta, PositionLogprobs, Prompt
 from server.generation.pipeline import Generation, Pipeline
@@ -227,7 +227,7 @@ class BeamSearchGeneration:
         try:
             for index, (prompt, prompt_bytes, beam) in enumerate(running):
                 tokens = prompt_bytes + np.asarray(beam.tokens, dtype="<u4").tobytes()
-                queue = self._add_request(tokens, params, goes_on=bool(beam.tokens))
+                queue = self._add_request(tokens, params, is_continuation=bool(beam.tokens))
                 step.open(Sequence(index, prompt, params, tokenizer), queue)
         except BaseException:
             step.abort()

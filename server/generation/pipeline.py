@@ -8,7 +8,8 @@ import numpy as np
 from config.errors import EngineDied, Overloaded, RequestFailed, UserError
 from config.params.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
 from config.server import ServerConfig
-from engine.client.zmq import EngineClient, RequestOutputQueue, Update
+from engine.client.base import EngineClient
+from engine.client.output_queue import RequestOutputQueue, Update
 from engine.transport.messages import Finish, Ready
 from server.generation.outputs import Delta, Output, PositionLogprobs, Prompt, TokenLogprob
 from server.generation.sequence import Sequence
@@ -329,7 +330,7 @@ def check_finish(finish: Finish) -> None:
     the engine went to sleep, for a sequence that did not end well."""
     if finish.reason not in ("stop", "length"):
         why = finish.error or f"the engine ended the request: {finish.reason}"
-        if finish.is_late:
+        if finish.is_retryable:
             raise asleep()
         if finish.param is not None:
             raise UserError(why, param=finish.param or None)

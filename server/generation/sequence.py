@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from config.params.sampling import SamplingParams
-from engine.client.zmq import Update
+from engine.client.output_queue import Update
 from engine.transport.messages import Finish, Logprobs
 from server.generation.outputs import Delta, PositionLogprobs, Prompt, TokenLogprob
 from server.text.detokenizer import make_detokenizer

@@ -10,7 +10,7 @@ from typing import Any
 from config.engine import EngineConfig
 from config.errors import EngineDied, NotFound, Overloaded, UserError
 from config.server import ServerConfig
-from engine.client.zmq import EngineClient
+from engine.client.base import EngineClient
 from engine.transport.messages import AWAKE
 from server.generation.answer_parser import NO_FORMS, Forms
 from server.generation.pipeline import Pipeline, asleep

@@ -13,7 +13,7 @@ from prometheus_client.core import (
     Metric,
 )
 
-from engine.client.zmq import EngineClient
+from engine.client.base import EngineClient
 from engine.transport.messages import ASLEEP, AWAKE, LATER, EngineStats
 from server.metrics.tally import Tally
 

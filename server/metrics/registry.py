@@ -11,7 +11,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.openmetrics import exposition as openmetrics
 
-from engine.client.zmq import EngineClient
+from engine.client.base import EngineClient
 from engine.transport.messages import EngineStats
 from server.metrics.engine import EngineCollector
 from server.metrics.tally import BatchedCounter, BatchedHistogram

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from config.errors import UserError
 from config.params.pooling import TOKEN_EMBED, PoolingParams
-from engine.client.zmq import EngineClient
+from engine.client.base import EngineClient
 from server.offline.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,

@@ -8,7 +8,8 @@ import numpy.typing as npt
 
 from config.errors import Overloaded, RequestFailed
 from config.params.pooling import PoolingParams
-from engine.client.zmq import EngineClient, RequestOutputQueue, Update
+from engine.client.base import EngineClient
+from engine.client.output_queue import RequestOutputQueue, Update
 from server.generation.outputs import Delta
 from server.generation.pipeline import check_finish
 

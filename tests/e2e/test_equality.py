@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from config.loading.sources import from_keywords
 from config.params.sampling import SamplingParams
 from engine.client.inproc import InprocClient
-from engine.client.zmq import RequestOutputQueue
+from engine.client.output_queue import RequestOutputQueue
 from engine.transport.messages import EngineStats
 from gaudiserve import LLM, RequestOutput
 

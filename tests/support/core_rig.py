@@ -115,7 +115,7 @@ class CoreRig:
 
     def send(self, message: AddRequest, grammar: Grammar | None = None) -> None:
         hashes = block_hashes(message.prompt, self.ready.block_size, message.cache_salt)
-        self.core.add(message, hashes, grammar)
+        self.core.add_request(message, hashes, grammar)
 
     def abort(self, *keys: int) -> None:
         self.core.abort(keys)
@@ -123,10 +123,10 @@ class CoreRig:
             self.ledger.abort(key)
 
     def turn(self) -> list[tuple[int, StepOutput]]:
-        messages = self.core.turn()
+        messages = self.core.step()
         self.turns += 1
         self.ledger.take(messages)
-        self.core.check_books()
+        self.core.check()
         return messages
 
     def run(self, turns: int = MAX_TURNS) -> None:

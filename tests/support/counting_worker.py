@@ -64,7 +64,7 @@ class CountingWorker:
         self._executor.submit(plan)
 
     def mask(self, masks: GrammarMasks) -> None:
-        self._executor.mask(masks)
+        self._executor.submit_masks(masks)
 
     @property
     def lacks_masks(self) -> bool:
@@ -120,13 +120,13 @@ class CountingExecutor:
     def __init__(self, config: EngineConfig) -> None:
         worker = CountingWorker(config)
         self.start, self.submit, self.collect = worker.start, worker.submit, worker.collect
-        self.mask, self.call, self.close = worker.mask, worker.call, worker.close
+        self.submit_masks, self.call, self.close = worker.mask, worker.call, worker.close
         self.wake_up = worker.wake_up
         self.has_result = worker.has_result
         self._prepare = worker.idle
         self._warmed: list[Warmed] = []
 
-    def idle(self) -> bool:
+    def warm_up_next(self) -> bool:
         warmed = self._prepare()
         if warmed is not None:
             self._warmed.append(warmed)

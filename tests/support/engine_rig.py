@@ -10,7 +10,9 @@ from counting_worker import counting_command
 
 from config.engine import EngineConfig, SchedulerConfig
 from config.params.sampling import SamplingParams
-from engine.client.zmq import EngineClient, RequestOutputQueue, ZmqClient
+from engine.client.base import EngineClient
+from engine.client.output_queue import RequestOutputQueue
+from engine.client.zmq import ZmqClient
 from engine.process.engine_process import front_end_endpoint
 from engine.process.launcher import EngineProcess, launch
 from engine.transport.channels import SocketDirectory

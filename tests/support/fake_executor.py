@@ -113,7 +113,7 @@ class FakeExecutor:
         """Whether the oldest plan in flight waits for masks."""
         return self._lacking is not None and len(self._in_flight) == 1
 
-    def mask(self, masks: GrammarMasks) -> None:
+    def submit_masks(self, masks: GrammarMasks) -> None:
         assert self.lacks_masks, f"masks for {masks.step} when {len(self._in_flight)} are in flight"
         assert self._lacking is not None and masks.step == self._lacking.step
         late = set(self._lacking.deferred_requests)
@@ -147,7 +147,7 @@ class FakeExecutor:
         self.sleeps = False
         return self.start(on_progress)
 
-    def idle(self) -> bool:
+    def warm_up_next(self) -> bool:
         return False
 
     def take_warmed(self) -> list[Warmed]:

@@ -73,7 +73,7 @@ class PoolingExecutor:
                 result.vectors.append((found[0], memoryview(found[1])))
         return result
 
-    def idle(self) -> bool:
+    def warm_up_next(self) -> bool:
         return False
 
     def take_warmed(self) -> list[Warmed]:
@@ -114,15 +114,15 @@ class PoolingRig:
         self.send(AddRequest(key, raw(list(tokens)), SamplingParams(), pooling=params))
 
     def send(self, message: AddRequest) -> None:
-        self.core.add(message, [])
+        self.core.add_request(message, [])
 
     def turn(self) -> None:
-        for _, message in self.core.turn():
+        for _, message in self.core.step():
             for key, rows, data in message.vectors:
                 assert key not in self.vectors, f"the vectors of {key} came twice"
                 self.vectors[key] = (rows, bytes(data))
             self.finished.update((finish.key, finish) for finish in message.finished)
-        self.core.check_books()
+        self.core.check()
 
     def run(self) -> None:
         for _ in range(200):

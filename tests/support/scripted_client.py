@@ -11,7 +11,8 @@ import numpy.typing as npt
 from config.errors import EngineDied, Overloaded
 from config.params.pooling import PoolingFacts, PoolingParams
 from config.params.sampling import SamplingParams
-from engine.client.zmq import UNASKED, Update
+from engine.client.base import NO_SAMPLING
+from engine.client.output_queue import Update
 from engine.transport.messages import EngineStats, Finish, Progress, Ready
 from hpu.protocol import Logprobs
 
@@ -130,7 +131,7 @@ class ScriptedClient:
     def add(
         self,
         prompt: bytes | memoryview,
-        sampling: SamplingParams = UNASKED,
+        sampling: SamplingParams = NO_SAMPLING,
         *,
         priority: int = 0,
         cache_salt: str = "",

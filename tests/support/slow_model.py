@@ -154,7 +154,7 @@ class Ledger:
             ids = memoryview(scores.ids).cast("i")
             self._live(key).logprob_ids.append(ids[0])
         place = 0
-        for key, count in zip(message.keys, message.counts, strict=True):
+        for key, count in zip(message.keys, message.counts or [1] * len(message.keys), strict=True):
             assert key >> 48 == front_end, f"key {key:#x} went to front-end {front_end}"
             request = self._live(key)
             assert request.num_started == 1, f"key {key} has tokens before it started"

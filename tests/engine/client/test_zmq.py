@@ -133,7 +133,7 @@ async def test_the_line_has_two_limits_and_says_both_numbers(
         client.add(prompt_of(1), asking(5))
         with pytest.raises(Overloaded, match="2 requests are waiting, and at most 2") as caught:
             client.add(prompt_of(1), asking(5))
-        going_on = client.add(prompt_of(*range(9)), asking(5), goes_on=True)
+        going_on = client.add(prompt_of(*range(9)), asking(5), is_continuation=True)
         client.abort([going_on.key])
         engine.says(StepOutput(1, started=[first.key], started_cached=[0]))
         await first.get()

@@ -13,7 +13,7 @@ from config.engine import EngineConfig
 from config.errors import UserError
 from config.params.sampling import SamplingParams
 from engine.core.engine_core import EngineCore
-from engine.scheduling.scheduler import KEPT_STEPS
+from engine.scheduling.scheduler import RESERVED_STEPS
 from engine.transport.messages import AddRequest
 
 LONG = {"max_tokens": 30, "ignore_eos": True}
@@ -39,7 +39,7 @@ def test_an_idle_core_has_no_work_and_says_nothing() -> None:
 
     assert not rig.core.has_work
     assert messages == []
-    assert rig.core.in_flight == 0
+    assert rig.core.num_inflight == 0
 
 
 def test_what_goes_on_with_a_sequence_stands_before_all_who_wait() -> None:
@@ -47,7 +47,7 @@ def test_what_goes_on_with_a_sequence_stands_before_all_who_wait() -> None:
     for key in range(3):
         rig.add(key, [1, 2, key], max_tokens=1)
     rig.ledger.open(3)
-    rig.send(AddRequest(3, raw([1, 2, 9]), SamplingParams(max_tokens=1), goes_on=True))
+    rig.send(AddRequest(3, raw([1, 2, 9]), SamplingParams(max_tokens=1), is_continuation=True))
 
     rig.run()
 
@@ -65,7 +65,9 @@ def test_a_full_batch_keeps_the_row_of_what_goes_on_for_a_while() -> None:
 
     def go_on(key: int) -> None:
         rig.ledger.open(key)
-        rig.send(AddRequest(key, raw([key] * 3), SamplingParams(max_tokens=1), goes_on=True))
+        rig.send(
+            AddRequest(key, raw([key] * 3), SamplingParams(max_tokens=1), is_continuation=True)
+        )
 
     go_on(1)
     rig.add(2, [4, 5], max_tokens=1)
@@ -73,7 +75,7 @@ def test_a_full_batch_keeps_the_row_of_what_goes_on_for_a_while() -> None:
     go_on(3)
     rig.run(turns=6)
     waited = (rig.reason(1), rig.reason(2), rig.reason(3))
-    rig.run(turns=KEPT_STEPS)
+    rig.run(turns=RESERVED_STEPS)
 
     assert waited == ("length", None, "length")
     assert (rig.reason(2), rig.reason(0)) == ("length", None)
@@ -84,7 +86,7 @@ def test_a_full_batch_keeps_the_row_of_what_goes_on_for_a_while() -> None:
 def test_a_row_is_kept_only_beside_others() -> None:
     rig = CoreRig(rows=1)
     rig.ledger.open(0)
-    rig.send(AddRequest(0, raw([1, 2]), SamplingParams(max_tokens=1), goes_on=True))
+    rig.send(AddRequest(0, raw([1, 2]), SamplingParams(max_tokens=1), is_continuation=True))
     rig.add(1, [4, 5], max_tokens=1)
 
     rig.run(turns=5)
@@ -133,14 +135,14 @@ def test_what_cannot_run_is_refused_with_both_numbers(
 
     assert (rig.reason(7), rig.error(7)) == ("error", error)
     assert rig.plans == []
-    assert rig.core.num_open == 0
+    assert rig.core.num_requests == 0
 
 
 def test_a_prompt_of_broken_bytes_is_refused() -> None:
     rig = CoreRig()
     rig.ledger.open(1)
 
-    rig.core.add(AddRequest(1, memoryview(b"12345"), SamplingParams()), [])
+    rig.core.add_request(AddRequest(1, memoryview(b"12345"), SamplingParams()), [])
     rig.run()
 
     assert rig.error(1) == "the prompt has 5 bytes, which is no multiple of 4"
@@ -155,7 +157,7 @@ def test_a_full_line_refuses_and_leaks_nothing() -> None:
 
     assert rig.error(2) == "2 requests wait, at most 2 may"
     assert rig.reason(0) == rig.reason(1) == "length"
-    assert rig.core.num_open == 0
+    assert rig.core.num_requests == 0
 
 
 def test_a_key_used_twice_ends_once_with_an_error() -> None:
@@ -168,7 +170,7 @@ def test_a_key_used_twice_ends_once_with_an_error() -> None:
 
     assert rig.reason(3) == "error"
     assert "already open" in rig.error(3)
-    assert rig.core.num_open == 0
+    assert rig.core.num_requests == 0
 
 
 def test_missing_seeds_are_drawn_from_the_config_and_given_ones_kept() -> None:
@@ -220,12 +222,12 @@ def test_a_failed_executor_ends_every_open_request_with_its_words() -> None:
     rig.ledger.take(rig.core.fail("the worker is gone"))
 
     assert [rig.error(key) for key in range(4)] == ["the worker is gone"] * 4
-    assert rig.core.num_open == 0
+    assert rig.core.num_requests == 0
 
 
 def test_stats_go_to_every_front_end_even_to_one_without_requests() -> None:
     rig = CoreRig(depth=1)
-    rig.core.attach(1)
+    rig.core.add_front_end(1)
     rig.add(0, [1, 2, 3], max_tokens=2, ignore_eos=True)
 
     messages = [message for _ in range(2) for message in rig.turn()]
@@ -262,7 +264,7 @@ def test_a_front_end_that_is_gone_leaves_nothing_behind() -> None:
     rig.add(0, [3], max_tokens=4, ignore_eos=True)
     rig.run(turns=3)
 
-    rig.core.detach(1)
+    rig.core.remove_front_end(1)
     for key in gone:
         rig.ledger.abort(key)
     messages = []
@@ -289,15 +291,15 @@ def test_invariant_1_free_and_held_blocks_are_all_blocks_at_every_step() -> None
     assert rig.core.stats().preemptions > 0
 
 
-def test_invariant_1_books_that_lie_are_found() -> None:
+def test_invariant_1_a_leaked_block_is_detected() -> None:
     rig = CoreRig()
     rig.add(0, [1, 2, 3], **LONG)
     rig.run(turns=2)
 
-    rig.core._kv.pool.take(1)
+    rig.core._kv.pool.allocate(1)
 
-    with pytest.raises(AssertionError, match="block 1 has 1 holders, 0 tables name it"):
-        rig.core.check_books()
+    with pytest.raises(AssertionError, match="block 1 has 1 references, it is in 0 tables"):
+        rig.core.check()
 
 
 def test_invariant_2_only_full_blocks_of_accepted_tokens_are_shared() -> None:
@@ -308,10 +310,12 @@ def test_invariant_2_only_full_blocks_of_accepted_tokens_are_shared() -> None:
 
     while rig.core.has_work:
         rig.turn()
-        filed = sum(rig.core._kv.pool.find(name) is not None for name in request.hashes)
-        assert filed == len(request.hashes) <= max(request.known - 1, 0) // 4
+        filed = sum(
+            rig.core._kv.pool.get_cached_block(name) is not None for name in request.block_hashes
+        )
+        assert filed == len(request.block_hashes) <= max(request.num_tokens - 1, 0) // 4
 
-    assert len(request.hashes) == 10
+    assert len(request.block_hashes) == 10
 
 
 def test_invariant_2_generated_blocks_are_found_by_the_next_turn_of_a_talk() -> None:
@@ -394,7 +398,7 @@ def test_invariant_10_an_abort_at_any_moment_leaves_nothing_behind() -> None:
         rig.core.abort([0, 2, 99])
         rig.run()
 
-        assert rig.core.num_open == 0
+        assert rig.core.num_requests == 0
         assert rig.core.stats().blocks_used == 0
         rig.check_output(0)
         rig.check_output(1)
@@ -404,7 +408,7 @@ def test_invariant_10_blocks_of_an_aborted_row_come_back_after_its_last_plan() -
     rig = CoreRig(depth=2)
     rig.add(0, [1, 2, 3], **LONG)
     rig.run(turns=4)
-    assert rig.core.in_flight == 1
+    assert rig.core.num_inflight == 1
 
     rig.abort(0)
     right_after = rig.core.stats()
@@ -412,7 +416,7 @@ def test_invariant_10_blocks_of_an_aborted_row_come_back_after_its_last_plan() -
 
     assert (right_after.running, right_after.blocks_used) == (0, 2)
     assert rig.core.stats().blocks_used == 0
-    assert rig.core.in_flight == 0
+    assert rig.core.num_inflight == 0
 
 
 def test_a_step_does_the_same_work_with_a_long_line() -> None:
@@ -420,11 +424,11 @@ def test_a_step_does_the_same_work_with_a_long_line() -> None:
         rig = CoreRig(rows=1, max_queue_len=30_000)
         rig.add(0, [1], **LONG)
         for key in range(1, num_waiting + 1):
-            rig.core.add(AddRequest(key, raw([1]), SamplingParams()), [])
+            rig.core.add_request(AddRequest(key, raw([1]), SamplingParams()), [])
         seconds = []
         for _ in range(20):
             begun = time.perf_counter()
-            rig.core.turn()
+            rig.core.step()
             seconds.append(time.perf_counter() - begun)
         return min(seconds)
 
@@ -435,13 +439,13 @@ def test_a_step_does_the_same_work_with_a_long_line() -> None:
 def test_who_waits_can_leave_a_long_line_in_any_order() -> None:
     rig = CoreRig(rows=1, max_queue_len=30_000)
     for key in range(20_000):
-        rig.core.add(AddRequest(key, raw([1]), SamplingParams()), [])
+        rig.core.add_request(AddRequest(key, raw([1]), SamplingParams()), [])
 
     rig.core.abort(range(19_999, 0, -2))
     rig.core.abort(range(0, 20_000, 2))
 
-    assert rig.core.stats().waiting == rig.core.num_open == 0
-    rig.core.check_books()
+    assert rig.core.stats().waiting == rig.core.num_requests == 0
+    rig.core.check()
 
 
 def test_what_warm_up_counted_is_known_before_the_first_step() -> None:

@@ -13,7 +13,7 @@ from engine_rig import EngineRig, asking, engine_rig, eventually, prompt_of, rea
 from live import alive, children_of, workers_of
 
 from config.errors import EngineDied
-from engine.client.zmq import RequestOutputQueue
+from engine.client.output_queue import RequestOutputQueue
 
 
 async def streaming(rig: EngineRig, count: int) -> list[RequestOutputQueue]:
@@ -64,7 +64,7 @@ async def test_a_front_end_that_nobody_told_hears_of_the_death_by_itself() -> No
 
         os.kill(rig.engine.pid, signal.SIGKILL)
 
-        with pytest.raises(EngineDied, match="hung up"):
+        with pytest.raises(EngineDied, match="disconnected"):
             await asyncio.wait_for(read_all(box), 2)
 
 

@@ -15,16 +15,16 @@ def make(prompt: list[int], *, key: int = 1, **sampling: object) -> Request:
         AddRequest(key, raw(prompt), SamplingParams(**sampling)),  # type: ignore[arg-type]
         [],
         seed=99,
-        rank=(0, 0),
+        priority_key=(0, 0),
         limits=LIMITS,
         arrived_at=0.0,
     )
 
 
 def test_no_max_tokens_means_the_rest_of_the_context() -> None:
-    assert make([1] * 5, max_tokens=None).max_known == 20
-    assert make([1] * 5, max_tokens=100).max_known == 20
-    assert make([1] * 5, max_tokens=3).max_known == 8
+    assert make([1] * 5, max_tokens=None).max_num_tokens == 20
+    assert make([1] * 5, max_tokens=100).max_num_tokens == 20
+    assert make([1] * 5, max_tokens=3).max_num_tokens == 8
 
 
 def test_the_top_bits_of_a_key_name_the_front_end() -> None:
@@ -67,7 +67,7 @@ def test_scores_of_the_prompt_are_asked_for_until_all_went_up() -> None:
     request = make([1, 2, 3], prompt_logprobs=2)
     before = request.request_sampling()
 
-    request.num_scored = 2
+    request.num_prompt_logprobs = 2
 
     assert before.num_prompt_logprobs == 2
     assert request.request_sampling().num_prompt_logprobs == -1
@@ -76,12 +76,12 @@ def test_scores_of_the_prompt_are_asked_for_until_all_went_up() -> None:
 
 def test_known_tokens_are_prompt_and_output() -> None:
     request = make([5, 6, 7])
-    fresh = bytes(request.known_tokens())
-    request.outputs.extend([8, 9])
-    request.known += 2
+    fresh = bytes(request.token_ids())
+    request.output_token_ids.extend([8, 9])
+    request.num_tokens += 2
 
     assert fresh == bytes(raw([5, 6, 7]))
-    assert bytes(request.known_tokens()) == bytes(raw([5, 6, 7, 8, 9]))
+    assert bytes(request.token_ids()) == bytes(raw([5, 6, 7, 8, 9]))
     assert request.token_bytes(0, 2) == bytes(raw([5, 6]))
     assert request.token_bytes(2, 4) == bytes(raw([7, 8]))
     assert request.token_bytes(3, 5) == bytes(raw([8, 9]))

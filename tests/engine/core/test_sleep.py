@@ -27,11 +27,11 @@ def test_requests_that_are_open_end_with_a_word_that_they_may_come_again() -> No
 
     asleep = rig.core.control(SLEEP, {"level": 1})
 
-    finished = {f.key: f for _, message in rig.core.turn() for f in message.finished}
+    finished = {f.key: f for _, message in rig.core.step() for f in message.finished}
     assert asleep == state(rig) == "weights_offloaded"
-    assert [finished[key].is_late for key in (0, 1)] == [True, True]
+    assert [finished[key].is_retryable for key in (0, 1)] == [True, True]
     assert rig.executor.calls == [(WORKER_SLEEP, 1)]
-    rig.core.check_books()
+    rig.core.check()
 
 
 def test_nothing_is_taken_while_it_sleeps_and_all_is_as_before_when_it_wakes() -> None:
@@ -40,13 +40,13 @@ def test_nothing_is_taken_while_it_sleeps_and_all_is_as_before_when_it_wakes() -
     rig.run()
     rig.core.control(SLEEP, {"level": 2})
     rig.add(1, PROMPT, **LONG)
-    told = [f for _, message in rig.core.turn() for f in message.finished]
+    told = [f for _, message in rig.core.step() for f in message.finished]
 
     awake = rig.core.control(WAKE_UP, {})
     rig.add(2, PROMPT, **LONG)
     rig.run()
 
-    assert [(f.key, f.is_late) for f in told] == [(1, True)]
+    assert [(f.key, f.is_retryable) for f in told] == [(1, True)]
     assert awake == state(rig) == "awake"
     rig.check_output(2)
     # No prefix outlived the sleep, and no row of the time before is freed again.

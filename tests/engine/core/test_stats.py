@@ -72,8 +72,8 @@ def test_samples_nobody_fetches_are_bounded() -> None:
 def test_worker_counters_replace_what_they_name() -> None:
     stats = StepStats(graph_bytes=7)
 
-    stats.take_counters({"compilations.decode.warmup": 3.0, "graphs": 2.0, "unheard_of": 1.0})
-    stats.take_counters({"compilations.decode.warmup": 4.0, "compile_seconds.warmup": 1.5})
+    stats.update_counters({"compilations.decode.warmup": 3.0, "graphs": 2.0, "unheard_of": 1.0})
+    stats.update_counters({"compilations.decode.warmup": 4.0, "compile_seconds.warmup": 1.5})
 
     sent = snapshot(stats)
     assert sent.compilations == {"decode.warmup": 4}
@@ -84,8 +84,8 @@ def test_worker_counters_replace_what_they_name() -> None:
 def test_what_the_runtime_counts_goes_up_by_name() -> None:
     stats = StepStats()
 
-    stats.take_counters({"recompilations": 2.0, "cpu_fallbacks": 3.0, "recipe_hits": 9.0})
-    stats.take_counters({"recipe_misses": 1.0, "recipe_hits": 10.0})
+    stats.update_counters({"recompilations": 2.0, "cpu_fallbacks": 3.0, "recipe_hits": 9.0})
+    stats.update_counters({"recipe_misses": 1.0, "recipe_hits": 10.0})
 
     sent = snapshot(stats)
     assert (sent.recompilations, sent.cpu_fallbacks) == (2, 3)

@@ -85,7 +85,7 @@ def test_an_idle_worker_prepares_what_was_left_and_tells_it_between_results(
     executor.close()
 
     assert (ready.num_later, warmed, result.step) == (3, [2, 1, 0], 1)
-    assert not executor.idle()
+    assert not executor.warm_up_next()
 
 
 def test_a_worker_killed_while_collect_waits_is_noticed_at_once(
@@ -239,7 +239,7 @@ def test_a_worker_that_waits_for_masks_hands_up_what_is_done_and_answers_calls_m
     answer = executor.call("start_profile")
     time.sleep(2 * IDLE_S)
     is_early, warmed = executor.has_result(), executor.take_warmed()
-    executor.mask(masks)
+    executor.submit_masks(masks)
     tokens += executor.collect().tokens
     executor.close()
 

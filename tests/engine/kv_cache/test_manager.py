@@ -18,7 +18,7 @@ def make(prompt: list[int], *, salt: str = "", **sampling: object) -> Request:
         AddRequest(1, raw(prompt), SamplingParams(**sampling), 0, salt),  # type: ignore[arg-type]
         block_hashes(raw(prompt), SIZE, salt),
         seed=0,
-        rank=(0, 0),
+        priority_key=(0, 0),
         limits=LIMITS,
         arrived_at=0.0,
     )
@@ -26,10 +26,10 @@ def make(prompt: list[int], *, salt: str = "", **sampling: object) -> Request:
 
 def fill(kv: KVCacheManager, request: Request) -> None:
     """Run the whole prompt."""
-    kv.start(request, kv.find_prefix(request))
-    kv.grow(request, kv.blocks_for(request.known) - len(request.blocks))
-    request.computed = request.written = request.known
-    kv.file(request, request.written)
+    kv.attach_prefix(request, kv.find_prefix(request))
+    kv.allocate(request, kv.num_blocks_for(request.num_tokens) - len(request.blocks))
+    request.num_computed_tokens = request.num_cached_tokens = request.num_tokens
+    kv.cache_blocks(request, request.num_cached_tokens)
 
 
 def test_only_full_blocks_are_shared() -> None:
@@ -58,9 +58,9 @@ def test_a_prompt_whose_scores_are_wanted_is_computed_whole() -> None:
     scored = make(list(range(12)), prompt_logprobs=0)
 
     nothing = kv.find_prefix(scored)
-    scored.num_scored = 5
+    scored.num_prompt_logprobs = 5
     sent_already = kv.find_prefix(scored)
-    scored.num_scored = 11
+    scored.num_prompt_logprobs = 11
     all_sent = kv.find_prefix(scored)
 
     assert (len(nothing), len(sent_already), len(all_sent)) == (0, 1, 2)
@@ -79,7 +79,7 @@ def test_without_prefix_caching_nothing_is_filed_or_found() -> None:
     first = make(list(range(8)))
     fill(kv, first)
 
-    assert first.file_at == NEVER
+    assert first.next_cache_at == NEVER
     assert kv.find_prefix(make(list(range(12)))) == []
 
 
@@ -87,10 +87,10 @@ def test_generated_blocks_are_filed_across_the_end_of_the_prompt() -> None:
     kv = KVCacheManager(8, SIZE, prefix_caching=True)
     talk = make([1, 2, 3, 4, 5, 6], max_tokens=10)
     fill(kv, talk)
-    talk.outputs.extend([7, 8, 9])
-    talk.known += 3
+    talk.output_token_ids.extend([7, 8, 9])
+    talk.num_tokens += 3
 
-    kv.file(talk, 8)
+    kv.cache_blocks(talk, 8)
 
     follow_up = make([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
     assert kv.find_prefix(follow_up) == talk.blocks[:2]
@@ -100,9 +100,9 @@ def test_a_prefix_outlives_what_follows_it() -> None:
     kv = KVCacheManager(3, SIZE, prefix_caching=True)
     old = make(list(range(12)))
     fill(kv, old)
-    kv.release(old)
+    kv.free(old)
 
-    kv.grow(make([50]), 1)
+    kv.allocate(make([50]), 1)
 
     assert len(kv.find_prefix(make(list(range(13))))) == 2
 
@@ -112,10 +112,10 @@ def test_the_cost_of_a_request_counts_the_free_blocks_it_revives() -> None:
     held, gone = make(list(range(8))), make(list(range(20, 28)))
     fill(kv, held)
     fill(kv, gone)
-    kv.release(gone)
+    kv.free(gone)
     sharing, reviving = make(list(range(12))), make(list(range(20, 32)))
 
-    costs = [kv.cost(r, kv.find_prefix(r)) for r in (sharing, reviving)]
+    costs = [kv.num_free_blocks_needed(r, kv.find_prefix(r)) for r in (sharing, reviving)]
 
     assert costs == [1, 3]
 
@@ -125,10 +125,10 @@ def test_forgotten_prefixes_are_not_filed_again_by_who_holds_them() -> None:
     talk = make([1, 2, 3, 4, 5, 6])
     fill(kv, talk)
 
-    kv.forget_prefixes([talk])
-    talk.outputs.extend([7, 8])
-    talk.known += 2
-    kv.file(talk, 8)
+    kv.reset_prefix_cache([talk])
+    talk.output_token_ids.extend([7, 8])
+    talk.num_tokens += 2
+    kv.cache_blocks(talk, 8)
     refiled = make([1, 2, 3, 4])
     fill(kv, refiled)
 
@@ -141,8 +141,8 @@ def test_a_poisoned_prefix_is_found_by_nobody() -> None:
     bad = make(list(range(8)))
     fill(kv, bad)
 
-    kv.distrust(bad)
-    kv.release(bad)
+    kv.evict(bad)
+    kv.free(bad)
 
     assert kv.find_prefix(make(list(range(8)))) == []
     kv.check([])
@@ -152,23 +152,23 @@ def test_books_that_do_not_fit_the_tables_are_an_error_with_numbers() -> None:
     kv = KVCacheManager(8, SIZE, prefix_caching=True)
     request = make(list(range(8)))
     fill(kv, request)
-    request.computed = 20
+    request.num_computed_tokens = 20
 
-    with pytest.raises(AssertionError, match="holds 2 blocks, its 20 computed tokens need 5"):
+    with pytest.raises(AssertionError, match="has 2 blocks, its 20 computed tokens need 5"):
         kv.check([request])
 
 
 def test_it_pays_to_wait_for_who_computes_half_of_the_rest_or_more() -> None:
     kv = KVCacheManager(20, SIZE, prefix_caching=True)
     busy = make(list(range(12)))
-    kv.start(busy, [])
+    kv.attach_prefix(busy, [])
 
-    same = kv.pays_to_wait(make(list(range(12))), [])
-    longer = kv.pays_to_wait(make(list(range(24))), [])
-    much_longer = kv.pays_to_wait(make(list(range(25))), [])
-    other = kv.pays_to_wait(make(list(range(1, 12))), [])
-    kv.release(busy)
-    gone = kv.pays_to_wait(make(list(range(12))), [])
+    same = kv.should_wait_for_prefix(make(list(range(12))), [])
+    longer = kv.should_wait_for_prefix(make(list(range(24))), [])
+    much_longer = kv.should_wait_for_prefix(make(list(range(25))), [])
+    other = kv.should_wait_for_prefix(make(list(range(1, 12))), [])
+    kv.free(busy)
+    gone = kv.should_wait_for_prefix(make(list(range(12))), [])
 
     assert (same, longer, much_longer, other, gone) == (True, True, False, False, False)
 
@@ -176,31 +176,31 @@ def test_it_pays_to_wait_for_who_computes_half_of_the_rest_or_more() -> None:
 def test_nobody_waits_for_blocks_that_are_written_already() -> None:
     kv = KVCacheManager(6, SIZE, prefix_caching=True)
     slow, quick = make(list(range(12))), make(list(range(12)))
-    kv.start(slow, [])
+    kv.attach_prefix(slow, [])
     fill(kv, quick)
-    kv.grow(slow, 3)
-    kv.file(slow, 12)  # too late: the other one's blocks have the hashes
-    kv.release(quick)
-    kv.grow(make([50]), 3)
+    kv.allocate(slow, 3)
+    kv.cache_blocks(slow, 12)  # too late: the other one's blocks have the hashes
+    kv.free(quick)
+    kv.allocate(make([50]), 3)
 
     late = make(list(range(12)))
 
     assert kv.find_prefix(late) == []
-    assert not kv.pays_to_wait(late, [])
+    assert not kv.should_wait_for_prefix(late, [])
 
 
 def test_a_requests_reach_follows_its_highest_block_where_decodes_read_a_slice() -> None:
     kv = KVCacheManager(8, SIZE, prefix_caching=False, contiguous=True)
     first, second = (make(list(range(2 * SIZE))) for _ in range(2))
     for request in (first, second):
-        kv.start(request, [])
-        kv.grow(request, 2)
-    kv.release(first)
-    first_after = first.reach
-    kv.grow(second, 1)
+        kv.attach_prefix(request, [])
+        kv.allocate(request, 2)
+    kv.free(first)
+    first_after = first.max_block_end
+    kv.allocate(second, 1)
 
     assert second.blocks == [2, 3, 0]
-    assert (first_after, second.reach, kv.decode_blocks(second)) == (0, 4, 4)
+    assert (first_after, second.max_block_end, kv.num_decode_blocks(second)) == (0, 4, 4)
 
 
 def test_blocks_are_packed_only_when_more_than_the_slack_lies_unused_below_the_highest() -> None:
@@ -208,12 +208,12 @@ def test_blocks_are_packed_only_when_more_than_the_slack_lies_unused_below_the_h
     first, second = make(list(range(5 * SIZE))), make(list(range(2 * SIZE)))
     for request in (first, second):
         fill(kv, request)
-    kv.release(first)
+    kv.free(first)
 
-    too_few = kv.pack([second], slack=5)
-    moves = kv.pack([second], slack=4)
+    too_few = kv.defragment([second], threshold=5)
+    moves = kv.defragment([second], threshold=4)
 
     assert too_few == []
     assert moves == [(6, 0), (5, 1)]
-    assert (second.blocks, second.reach) == ([1, 0], 2)
+    assert (second.blocks, second.max_block_end) == ([1, 0], 2)
     kv.check([second])

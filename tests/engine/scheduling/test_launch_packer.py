@@ -12,7 +12,7 @@ from config.engine import SchedulerConfig
 from config.params.sampling import SamplingParams
 from engine.core.request import ModelLimits, Request
 from engine.core.stats import StepStats
-from engine.scheduling.launch_packer import Chunk, Packer
+from engine.scheduling.launch_packer import Chunk, LaunchPacker
 from engine.transport.messages import AddRequest
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.bucketing.limits import BucketLimits
@@ -30,8 +30,10 @@ def make_table(strategy: str) -> BucketTable:
     )
 
 
-def make_packer(table: BucketTable, stats: StepStats | None = None) -> Packer:
-    return Packer(table, max_prefill_batch=MAX_BATCH, max_tokens=BUDGET, stats=stats or StepStats())
+def make_packer(table: BucketTable, stats: StepStats | None = None) -> LaunchPacker:
+    return LaunchPacker(
+        table, max_prefill_batch=MAX_BATCH, max_tokens=BUDGET, stats=stats or StepStats()
+    )
 
 
 def make_chunk(row: int, num_tokens: int, context: int = 0) -> Chunk:
@@ -39,15 +41,15 @@ def make_chunk(row: int, num_tokens: int, context: int = 0) -> Chunk:
         AddRequest(row, raw([1]), SamplingParams()),
         [],
         seed=0,
-        rank=(0, row),
+        priority_key=(0, row),
         limits=LIMITS,
         arrived_at=0.0,
     )
-    request.row = row
+    request.req_index = row
     return Chunk(request, num_tokens, context, row % 2 == 0)
 
 
-def pack(packer: Packer, lengths: list[tuple[int, int]]) -> list[Launch]:
+def pack(packer: LaunchPacker, lengths: list[tuple[int, int]]) -> list[Launch]:
     chunks = [make_chunk(row, *shape) for row, shape in enumerate(lengths)]
     return [launch for launch, _ in packer.prefill(chunks)]
 
@@ -74,7 +76,7 @@ def test_a_launch_never_pads_beyond_the_token_budget() -> None:
 def test_where_no_bucket_is_prepared_a_launch_takes_all_that_the_budget_holds() -> None:
     table = make_table("exact")
     most = SchedulerConfig(max_num_seqs=64).prefill_batch(is_exact=table.is_exact)
-    packer = Packer(table, max_prefill_batch=most, max_tokens=BUDGET, stats=StepStats())
+    packer = LaunchPacker(table, max_prefill_batch=most, max_tokens=BUDGET, stats=StepStats())
 
     alike = pack(packer, [(40, 0)] * 60)
     mixed = pack(packer, [(40 + row % 3, 0) for row in range(40)])
@@ -84,7 +86,9 @@ def test_where_no_bucket_is_prepared_a_launch_takes_all_that_the_budget_holds() 
 
 
 def test_contexts_in_one_launch_take_no_more_than_four_full_ones() -> None:
-    packer = Packer(make_table("exact"), max_prefill_batch=64, max_tokens=BUDGET, stats=StepStats())
+    packer = LaunchPacker(
+        make_table("exact"), max_prefill_batch=64, max_tokens=BUDGET, stats=StepStats()
+    )
     blocks = 2048 // 16 - 1
 
     alike = pack(packer, [(16, blocks)] * 9)
@@ -108,7 +112,7 @@ def test_rows_counts_and_samples_keep_one_order() -> None:
 
     for launch, members in packed:
         assert launch.phase == PREFILL
-        assert launch.req_indices == [chunk.request.row for chunk in members]
+        assert launch.req_indices == [chunk.request.req_index for chunk in members]
         assert launch.query_lens == [chunk.num_tokens for chunk in members]
         assert launch.samples == [chunk.samples for chunk in members]
 
@@ -197,7 +201,7 @@ def test_no_other_split_of_the_sorted_prompts_is_cheaper(lengths: list[int]) -> 
 def test_decodes_that_read_a_slice_share_its_length() -> None:
     limits = BucketLimits(16, 2048, 64, BUDGET, MAX_BATCH, 1000, False)
     table = BucketTable([(1, 16, 0)], [(2, 1, 40)], limits, exact=False)
-    packer = Packer(
+    packer = LaunchPacker(
         table,
         max_prefill_batch=MAX_BATCH,
         max_tokens=BUDGET,
@@ -206,7 +210,7 @@ def test_decodes_that_read_a_slice_share_its_length() -> None:
         contiguous=True,
     )
 
-    launches = packer.decode_apart([5, 6, 7], [30, 40, 20])
+    launches = packer.decode_split([5, 6, 7], [30, 40, 20])
 
     assert [(x.bucket, x.req_indices) for x in launches] == [
         ((2, 1, 40), [5, 6]),

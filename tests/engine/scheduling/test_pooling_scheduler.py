@@ -75,7 +75,7 @@ def test_an_aborted_text_is_never_heard_of_again() -> None:
     rig.run()
 
     assert set(rig.vectors) == set(rig.finished) == {1}
-    assert rig.core.num_open == 0
+    assert rig.core.num_requests == 0
 
 
 def test_a_text_of_no_numbers_ends_with_an_error_and_its_neighbours_do_not() -> None:

@@ -17,7 +17,7 @@ def make(key: int, rank: tuple[int, int], num_tokens: int = 2) -> Request:
         AddRequest(key, raw([1] * num_tokens), SamplingParams()),
         [],
         seed=0,
-        rank=rank,
+        priority_key=rank,
         limits=LIMITS,
         arrived_at=0.0,
     )
@@ -25,7 +25,7 @@ def make(key: int, rank: tuple[int, int], num_tokens: int = 2) -> Request:
 
 def leave_in_order(line: WaitingQueue) -> list[int]:
     keys = []
-    while (request := line.first()) is not None:
+    while (request := line.peek()) is not None:
         line.remove(request)
         keys.append(request.key)
     return keys
@@ -34,7 +34,7 @@ def leave_in_order(line: WaitingQueue) -> list[int]:
 def test_who_has_the_smallest_rank_is_first() -> None:
     line = WaitingQueue()
     for key, rank in [(1, (0, 1)), (2, (-5, 2)), (3, (0, 0)), (4, (7, 3))]:
-        line.push(make(key, rank))
+        line.add(make(key, rank))
 
     assert leave_in_order(line) == [2, 3, 1, 4]
 
@@ -42,11 +42,11 @@ def test_who_has_the_smallest_rank_is_first() -> None:
 def test_who_comes_back_stands_before_those_who_came_later() -> None:
     line = WaitingQueue()
     old = make(1, (0, 0))
-    line.push(old)
-    line.push(make(2, (0, 1)))
+    line.add(old)
+    line.add(make(2, (0, 1)))
     line.remove(old)
 
-    line.push(old)
+    line.add(old)
 
     assert leave_in_order(line) == [1, 2]
 
@@ -55,7 +55,7 @@ def test_leaving_from_the_middle_leaves_nothing_behind() -> None:
     line = WaitingQueue()
     requests = [make(key, (0, key), num_tokens=3) for key in range(1000)]
     for request in requests:
-        line.push(request)
+        line.add(request)
 
     for request in requests[10:]:
         line.remove(request)
@@ -69,12 +69,12 @@ def test_a_long_line_does_not_slow_a_change() -> None:
     line = WaitingQueue()
     requests = [make(key, (0, key)) for key in range(20_000)]
     for request in requests:
-        line.push(request)
+        line.add(request)
 
     start = time.perf_counter()
     for request in requests[::2]:
         line.remove(request)
-        line.first()
+        line.peek()
     seconds = time.perf_counter() - start
 
     assert seconds < 1.0, f"10000 changes took {seconds:.2f} s"

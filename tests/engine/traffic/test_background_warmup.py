@@ -61,11 +61,11 @@ def test_requests_between_the_buckets_of_a_background_warm_up_compile_nothing(
         )
         before = [counts[name] for name in WATCHED]
         ledger.open(key)
-        core.add(AddRequest(key, raw([5 + key] * (1 + 6 * key)), sampling), [])
+        core.add_request(AddRequest(key, raw([5 + key] * (1 + 6 * key)), sampling), [])
         while core.has_work:
-            ledger.take(core.turn())
+            ledger.take(core.step())
         assert [counts[name] for name in WATCHED] == before
-        core.idle()
+        core.warm_up_next()
         graphs.append(counts["captures"])
 
     executor.close()

@@ -65,13 +65,13 @@ def serve(core: EngineCore) -> Ledger:
                 temperature=0.0, max_tokens=rng.choice([2, 5, 30]), ignore_eos=True
             )
             ledger.open(key)
-            core.add(AddRequest(key, prompt, sampling), [])
+            core.add_request(AddRequest(key, prompt, sampling), [])
             gone = key + rng.randint(1, 12)
             if gone in ledger.requests and not ledger.is_over(gone) and rng.random() < 0.3:
                 core.abort([gone])
                 ledger.abort(gone)
-        ledger.take(core.turn())
-        core.check_books()
+        ledger.take(core.step())
+        core.check()
         if not waiting and not core.has_work:
             return ledger
     raise AssertionError(f"{MOST_TURNS} turns were not enough")

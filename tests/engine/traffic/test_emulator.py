@@ -43,10 +43,10 @@ class WatchedExecutor(InprocExecutor):
         with _in_step():
             super().submit(plan)
 
-    def mask(self, masks: GrammarMasks) -> None:
+    def submit_masks(self, masks: GrammarMasks) -> None:
         self.num_late += 1
         with _in_step():
-            super().mask(masks)
+            super().submit_masks(masks)
 
     def has_result(self) -> bool:
         return self._luck.random() < 0.2 and super().has_result()
@@ -156,13 +156,15 @@ def test_five_hundred_random_requests_cost_no_compilation_capture_fallback_wait_
                 sampling = random_sampling(rng)
                 form = sampling.structured_outputs
                 grammar = None if form is None else grammars[form]
-                core.add(AddRequest(key, prompt, sampling), block_hashes(prompt, 16, ""), grammar)
+                core.add_request(
+                    AddRequest(key, prompt, sampling), block_hashes(prompt, 16, ""), grammar
+                )
                 gone = key + rng.randint(0, 30)
                 if rng.random() < 0.1 and gone in ledger.requests and not ledger.is_over(gone):
                     core.abort([gone])
                     ledger.abort(gone)
-        ledger.take(core.turn())
-        core.check_books()
+        ledger.take(core.step())
+        core.check()
         turns += 1
         assert turns < MOST_TURNS
 

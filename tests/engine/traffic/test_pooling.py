@@ -73,10 +73,12 @@ def traffic(core: EngineCore) -> dict[int, bytes]:
                 normalize=rng.choice([None, True, False]),
                 num_skipped=rng.choice([0, 1]),
             )
-            core.add(AddRequest(waiting.pop(), raw(tokens), SamplingParams(), pooling=params), [])
-        for _, message in core.turn():
+            core.add_request(
+                AddRequest(waiting.pop(), raw(tokens), SamplingParams(), pooling=params), []
+            )
+        for _, message in core.step():
             vectors.update((key, bytes(data)) for key, _, data in message.vectors)
-        core.check_books()
+        core.check()
         if not waiting and not core.has_work:
             return vectors
     raise AssertionError("1000 turns were not enough")

@@ -163,8 +163,8 @@ def play(rig: CoreRig, schedule_moves: list[Move], grammars: Sequence[Grammar] =
         rig.check_output(key)
     schedule.check_prefixes()
     stats = rig.core.stats()
-    assert (stats.running, stats.waiting, stats.blocks_used, rig.core.in_flight) == (0, 0, 0, 0)
-    assert rig.core.num_open == 0
+    assert (stats.running, stats.waiting, stats.blocks_used, rig.core.num_inflight) == (0, 0, 0, 0)
+    assert rig.core.num_requests == 0
     assert rig.executor.collected == len(rig.plans) == stats.steps
     assert rig.executor.max_in_flight <= 2
     assert not any(name.endswith(("miss", "fallback")) for name in stats.lookups)

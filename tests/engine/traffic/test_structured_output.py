@@ -38,9 +38,9 @@ class SlowCard(InprocExecutor):
     def has_result(self) -> bool:
         return False
 
-    def mask(self, masks: GrammarMasks) -> None:
+    def submit_masks(self, masks: GrammarMasks) -> None:
         self.num_masks += 1
-        super().mask(masks)
+        super().submit_masks(masks)
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +93,12 @@ def answers(folder: Path, depth: int) -> tuple[list[tuple[Any, ...]], EngineCore
         ledger.open(key)
         form = params.structured_outputs
         grammar = None if form is None else grammars[form]
-        core.add(AddRequest(key, raw(prompt), params), block_hashes(raw(prompt), 8, ""), grammar)
+        core.add_request(
+            AddRequest(key, raw(prompt), params), block_hashes(raw(prompt), 8, ""), grammar
+        )
     while core.has_work:
-        ledger.take(core.turn())
-        core.check_books()
+        ledger.take(core.step())
+        core.check()
     executor.close()
     requests = ledger.requests.values()
     found = [(r.tokens, r.logprob_ids, r.finish and r.finish.reason) for r in requests]

@@ -99,7 +99,7 @@ def test_a_bucket_that_becomes_ready_later_is_used_from_then_on() -> None:
     rig.run()
     rig.executor.warmed = [Warmed([(PREFILL, 1, 4, 0)], 1), Warmed([], 0, {"graphs": 3.0})]
 
-    rig.core.idle()
+    rig.core.warm_up_next()
     rig.add(2, [5, 6, 8], max_tokens=2, ignore_eos=True)
     rig.run()
 

@@ -1,4 +1,4 @@
-"""Sleeping: how deep an engine sleeps, and what of it is awake again. Knows no requests."""
+"""SleepState: how deep an engine sleeps, and what of it is awake again. Knows no requests."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,16 +10,16 @@ from hpu.protocol import SLEEP, WAKE_WEIGHTS, WarmupProgress, WorkerReady
 TAGS = (WEIGHTS, KV_CACHE)
 
 
-class Sleeping:
+class SleepState:
     """The state of an engine's workers, which are told to give memory back and to take it again."""
 
     def __init__(self, executor: Executor, on_progress: Callable[[WarmupProgress], None]) -> None:
         self._executor = executor
         self._on_progress = on_progress
         self._level = 0
-        self._coming = 0
+        self._pending_level = 0
         """The level of a sleep that begins when nobody is open any more."""
-        self._missing: set[str] = set()
+        self._released: set[str] = set()
         """Tags of what is not there."""
 
     @property
@@ -27,28 +27,28 @@ class Sleeping:
         """As in EngineStats."""
         if self._level:
             return ASLEEP[self._level - 1]
-        return FALLING_ASLEEP if self._coming else AWAKE
+        return FALLING_ASLEEP if self._pending_level else AWAKE
 
     @property
-    def is_falling(self) -> bool:
+    def is_pending(self) -> bool:
         """Whether `begin` is still to come."""
-        return self._coming > 0
+        return self._pending_level > 0
 
     @property
-    def is_asleep(self) -> bool:
+    def is_sleeping(self) -> bool:
         return self._level > 0
 
-    def fall(self, level: int) -> None:
+    def request(self, level: int) -> None:
         """Be about to sleep: deeper than before if asked, never less deep."""
-        self._coming = max(level, self._level)
+        self._pending_level = max(level, self._level)
 
-    def begin(self) -> None:
+    def sleep(self) -> None:
         """Give memory back, as deep as `fall` said. Nothing may be in flight."""
-        if self._coming > self._level or WEIGHTS not in self._missing:
-            self._executor.call(SLEEP, self._coming)
-        self._level, self._missing, self._coming = self._coming, set(TAGS), 0
+        if self._pending_level > self._level or WEIGHTS not in self._released:
+            self._executor.call(SLEEP, self._pending_level)
+        self._level, self._released, self._pending_level = self._pending_level, set(TAGS), 0
 
-    def end(self, tags: Sequence[str]) -> WorkerReady | None:
+    def wake_up(self, tags: Sequence[str]) -> WorkerReady | None:
         """Take memory again for what `tags` name, for all if they name nothing. The worker, once
         all is there; None while something is missing, or nothing was. Raises UserError for a
         strange tag, and RequestFailed when the worker cannot: all is as it was then."""
@@ -57,9 +57,9 @@ class Sleeping:
             raise UserError(
                 f"tags has {strange[0]!r}, it must be {' or '.join(TAGS)}", param="tags"
             )
-        self._coming = 0
-        missing = self._missing.difference(tags or TAGS)
-        if not self._level or missing == self._missing:
+        self._pending_level = 0
+        missing = self._released.difference(tags or TAGS)
+        if not self._level or missing == self._released:
             return None
         ready = None
         if not missing:
@@ -67,5 +67,5 @@ class Sleeping:
             self._level = 0
         elif WEIGHTS not in missing:
             self._executor.call(WAKE_WEIGHTS)
-        self._missing = missing
+        self._released = missing
         return ready

@@ -1,0 +1,237 @@
+"""EngineClient: the protocol by which a front end asks for tokens, and what its kinds share."""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from config.errors import EngineDied, Overloaded, RequestFailed, UserError
+from config.params.pooling import PoolingParams
+from config.params.sampling import SamplingParams
+from engine.client.output_queue import OutputRouter, RequestOutputQueue
+from engine.kv_cache.prefix_hashes import TOKEN_BYTES
+from engine.transport.channels import HIGH_WATER
+from engine.transport.messages import (
+    SLEEP,
+    WAKE_UP,
+    Abort,
+    AddRequest,
+    Control,
+    EngineStats,
+    Failed,
+    FromEngine,
+    Progress,
+    Ready,
+    Reply,
+    StepOutput,
+    ToEngine,
+)
+
+CONTROL_TIMEOUT_S = 30.0
+SLOW_CONTROLS_S = {SLEEP: 600.0, WAKE_UP: 7200.0}
+"""Timeouts of the controls that move weights or warm up."""
+
+NO_SAMPLING = SamplingParams()
+"""Of a request that samples nothing."""
+
+
+class EngineClient(Protocol):
+    """The same calls whether the engine is a process or lives in this one."""
+
+    @property
+    def ready(self) -> Ready | None:
+        """What the engine reported when it had started; None until it takes requests."""
+        ...
+
+    @property
+    def progress(self) -> Progress | None:
+        """Progress of the start-up."""
+        ...
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine is gone; None while it runs."""
+        ...
+
+    @property
+    def stats(self) -> EngineStats:
+        """The latest gauges and counters."""
+        ...
+
+    def add(
+        self,
+        prompt: bytes | memoryview,
+        sampling: SamplingParams = NO_SAMPLING,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        name: str = "",
+        pooling: PoolingParams | None = None,
+        is_continuation: bool = False,
+    ) -> RequestOutputQueue:
+        """Send one sequence (`sampling.n` is ignored); `name` is for the engine's log. With
+        `pooling` the answer is vectors, and `sampling` is ignored. A continuation of a sequence
+        that was accepted before is exempt from the limits on waiting requests and scheduled next.
+        Raises Overloaded when too many wait or the engine is not ready, EngineDied when it is gone.
+        Does not wait."""
+        ...
+
+    def abort(self, keys: list[int]) -> None:
+        """Abort these requests; safe for unknown or finished keys, at any moment. Their queues end
+        with a Finish of reason abort."""
+        ...
+
+    async def control(self, name: str, **arguments: Any) -> Any:
+        """Call the engine and wait for its answer."""
+        ...
+
+    async def wait_ready(self) -> Ready:
+        """Wait for start-up to end. Raises EngineDied when it fails, ConfigError if a setting is
+        to blame."""
+        ...
+
+    async def close(self) -> None:
+        """Disconnect. Open queues end with EngineDied."""
+        ...
+
+
+class QueueClient:
+    """What all EngineClients share. A subclass implements `_send`, which returns False when the
+    engine cannot take a message now, and passes the engine's messages to `_receive`."""
+
+    def __init__(
+        self, index: int, *, max_queued_requests: int, max_queued_prompt_tokens: int
+    ) -> None:
+        self._router = OutputRouter(
+            index, max_requests=max_queued_requests, max_prompt_tokens=max_queued_prompt_tokens
+        )
+        self._unsent_aborts: list[int] = []
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._call_numbers = itertools.count(1)
+
+    def _send(self, message: ToEngine) -> bool:
+        raise NotImplementedError
+
+    @property
+    def ready(self) -> Ready | None:
+        return self._router.ready
+
+    @property
+    def progress(self) -> Progress | None:
+        return self._router.progress
+
+    @property
+    def failure(self) -> str | None:
+        return self._router.failure
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._router.stats
+
+    @property
+    def is_misconfigured(self) -> bool:
+        """Whether the engine failed with a ConfigError."""
+        return self._router.is_config
+
+    def on_stats(self, observe: Callable[[EngineStats], None] | None) -> None:
+        """Call `observe` with every EngineStats that arrives: each sample is sent only once."""
+        self._router.on_stats = observe
+
+    def add(
+        self,
+        prompt: bytes | memoryview,
+        sampling: SamplingParams = NO_SAMPLING,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        name: str = "",
+        pooling: PoolingParams | None = None,
+        is_continuation: bool = False,
+    ) -> RequestOutputQueue:
+        """See EngineClient.add. Raises UserError for what cannot be encoded."""
+        tokens = memoryview(prompt).cast("B")
+        queue = self._router.open(tokens.nbytes // TOKEN_BYTES, is_continuation=is_continuation)
+        try:
+            message = AddRequest(
+                queue.key,
+                tokens,
+                sampling,
+                priority,
+                cache_salt,
+                name=name,
+                pooling=pooling,
+                is_continuation=is_continuation,
+            )
+            sent = self._send(message)
+        except (TypeError, ValueError) as error:
+            self._router.discard(queue.key)
+            raise UserError(f"the request cannot be encoded: {error}") from error
+        if not sent:
+            self._router.discard(queue.key)
+            raise Overloaded(f"The engine has left {HIGH_WATER} messages unread.")
+        return queue
+
+    def abort(self, keys: list[int]) -> None:
+        self._unsent_aborts += self._router.abort(keys)
+        self._send_aborts()
+
+    async def control(self, name: str, **arguments: Any) -> Any:
+        """See EngineClient.control. Raises UserError when the engine refuses, RequestFailed when it
+        fails or does not answer within CONTROL_TIMEOUT_S (or SLOW_CONTROLS_S), Overloaded before it
+        is ready or when it has no room, EngineDied when it is gone."""
+        self._router.check_ready()
+        timeout_s = SLOW_CONTROLS_S.get(name, CONTROL_TIMEOUT_S)
+        call = next(self._call_numbers)
+        answer = self._calls[call] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(Control(call, name, arguments))
+            return await asyncio.wait_for(answer, timeout_s)
+        except asyncio.TimeoutError:
+            raise RequestFailed(
+                f"the engine did not answer {name} within {timeout_s:g} s"
+            ) from None
+        finally:
+            del self._calls[call]
+
+    async def wait_ready(self) -> Ready:
+        return await self._router.wait_ready()
+
+    def fail(self, message: str, *, is_config: bool = False) -> None:
+        """The engine is gone. To be called on the loop's thread by whoever watches the process.
+        `is_config`: a setting is to blame."""
+        self._router.fail(message, is_config=is_config)
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(EngineDied(message))
+
+    def _receive(self, message: FromEngine) -> None:
+        if isinstance(message, StepOutput):
+            self._router.deliver(message)
+            if self._unsent_aborts:
+                self._send_aborts()
+        elif isinstance(message, Reply):
+            self._answer(message)
+        elif isinstance(message, Progress):
+            self._router.progress = message
+        elif isinstance(message, Ready):
+            self._router.become_ready(message)
+        elif isinstance(message, Failed):
+            self.fail(message.message, is_config=message.is_config)
+
+    def _send_aborts(self) -> None:
+        # Aborts must not be lost: those that cannot be sent now follow the engine's next message.
+        if self._unsent_aborts and self._send(Abort(self._unsent_aborts)):
+            self._unsent_aborts = []
+
+    def _answer(self, reply: Reply) -> None:
+        answer = self._calls.get(reply.call)
+        if answer is None or answer.done():
+            return
+        if reply.is_refusal:
+            answer.set_exception(UserError(reply.error or "refused", code=reply.code))
+        elif reply.is_overload:
+            answer.set_exception(Overloaded(reply.error or "no room"))
+        elif reply.error is not None:
+            answer.set_exception(RequestFailed(reply.error))
+        else:
+            answer.set_result(reply.value)
