@@ -1,6 +1,6 @@
-"""Prometheus: what the engine counts, read from its latest stats. Knows no requests.
+"""Metrics of the engine, from its latest stats.
 
-Every front-end hears the same stats, so each can answer alone and nothing is counted twice.
+All API servers receive the same stats, so each can report them alone and nothing is counted twice.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,10 +15,10 @@ from prometheus_client.core import (
 
 from engine.client.base import EngineClient
 from engine.transport.messages import ASLEEP, AWAKE, LATER, EngineStats
-from server.metrics.tally import Tally
+from server.metrics.counters import Histogram, add_series
 
 WARMUP = "warmup"
-"""Stage of the progress before Ready that counts buckets."""
+"""Progress stage before Ready that counts buckets."""
 PHASES = ("prefill", "decode")
 RESULTS = ("hit", "miss", "fallback", "refused")
 STAGES = ("warmup", "serving")
@@ -28,24 +28,24 @@ TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 
 
 
 class EngineCollector:
-    """Families made anew at each scrape from what the client knows."""
+    """Creates the metric families at each scrape."""
 
     def __init__(self, client: EngineClient, labels: Mapping[str, str]) -> None:
         self._client = client
         self._names = list(labels)
         self._values = list(labels.values())
-        self._iteration_tokens = Tally(TOKENS)
-        self._step_seconds = [Tally(STEP_S) for _ in PHASES]
-        self._compile_seconds = {stage: Tally(COMPILE_S) for stage in STAGES}
+        self._iteration_tokens = Histogram(TOKENS)
+        self._step_seconds = [Histogram(STEP_S) for _ in PHASES]
+        self._compile_seconds = {stage: Histogram(COMPILE_S) for stage in STAGES}
         self._compiled = dict.fromkeys(STAGES, (0, 0.0))
-        """By stage: compilations that were observed, and the seconds they took."""
+        """By stage: number of observed compilations, and their seconds."""
         try:
             self._torch = version("torch")
         except PackageNotFoundError:
             self._torch = ""
 
     def observe(self, stats: EngineStats) -> None:
-        """Take the samples that come with `stats`."""
+        """Take the samples of one stats message."""
         for num_tokens in stats.step_tokens:
             self._iteration_tokens.observe(num_tokens)
         for phase, seconds in stats.step_seconds:
@@ -54,8 +54,8 @@ class EngineCollector:
             self._observe_compilations(stage, stats)
 
     def _observe_compilations(self, stage: str, stats: EngineStats) -> None:
-        """Those since the last stats. Several at once, as in warm-up, count as equally long: only
-        their sum is told."""
+        """Observe compilations since the last stats. Only the sum of their times is known: several
+        at once, as in warm-up, count as equally long."""
         count = sum(stats.compilations.get(f"{phase}.{stage}", 0) for phase in PHASES)
         seconds = stats.compile_seconds.get(stage, 0.0)
         before, seconds_before = self._compiled[stage]
@@ -90,14 +90,14 @@ class EngineCollector:
 
     def _queue(self, stats: EngineStats) -> Iterator[Metric]:
         yield self._gauge("vllm:num_requests_running", "Sequences in the batch.", stats.running)
-        yield self._gauge("vllm:num_requests_waiting", "Sequences in the line.", stats.waiting)
-        yield self._counter(
-            "vllm:num_preemptions", "Sequences that had to start again.", stats.preemptions
+        yield self._gauge(
+            "vllm:num_requests_waiting", "Sequences in the waiting queue.", stats.waiting
         )
+        yield self._counter("vllm:num_preemptions", "Preempted sequences.", stats.preemptions)
         tokens = HistogramMetricFamily(
             "vllm:iteration_tokens_total", "Tokens computed in a step.", labels=self._names
         )
-        self._iteration_tokens.add_to(tokens, self._values)
+        add_series(tokens, self._values, TOKENS, self._iteration_tokens.values)
         yield tokens
 
     def _sleep(self, stats: EngineStats) -> Metric:
@@ -145,26 +145,26 @@ class EngineCollector:
             "hpu_step_seconds", "A forward pass with sampling.", labels=[*self._names, "phase"]
         )
         for number, phase in enumerate(PHASES):
-            own = [*self._values, phase]
+            labels = [*self._values, phase]
             for result in RESULTS:
-                lookups.add_metric([*own, result], stats.lookups.get(f"{phase}.{result}", 0))
+                lookups.add_metric([*labels, result], stats.lookups.get(f"{phase}.{result}", 0))
             for stage in STAGES:
                 count = stats.compilations.get(f"{phase}.{stage}", 0)
-                compilations.add_metric([*own, stage], count)
-            useful.add_metric(own, stats.useful_tokens.get(phase, 0))
-            padding.add_metric(own, stats.padding_tokens.get(phase, 0))
-            self._step_seconds[number].add_to(steps, own)
+                compilations.add_metric([*labels, stage], count)
+            useful.add_metric(labels, stats.useful_tokens.get(phase, 0))
+            padding.add_metric(labels, stats.padding_tokens.get(phase, 0))
+            add_series(steps, labels, STEP_S, self._step_seconds[number].values)
         yield from self._padding_ratio(stats)
         yield from self._runtime(stats)
         compile_seconds = HistogramMetricFamily(
             "hpu_graph_compile_seconds", "Time to compile a graph.", labels=[*self._names, "stage"]
         )
-        for stage, tally in self._compile_seconds.items():
-            tally.add_to(compile_seconds, [*self._values, stage])
+        for stage, histogram in self._compile_seconds.items():
+            add_series(compile_seconds, [*self._values, stage], COMPILE_S, histogram.values)
         yield from (lookups, compilations, useful, padding, steps, compile_seconds)
 
     def _padding_ratio(self, stats: EngineStats) -> Iterator[Metric]:
-        """The share that two counters give, for dashboards that cannot divide."""
+        """The ratio of two counters, for dashboards that cannot divide."""
         family = GaugeMetricFamily(
             "hpu_padding_ratio",
             "Share of the computed tokens that were padding, since the start.",
@@ -177,7 +177,7 @@ class EngineCollector:
         yield family
 
     def _runtime(self, stats: EngineStats) -> Iterator[Metric]:
-        """What the device's own runtime counts; zeros where there is none."""
+        """Counters of the device runtime; zero without one."""
         yield self._counter(
             "hpu_recompilations",
             "Compilations after warm-up that the device's runtime counted.",

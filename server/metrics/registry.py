@@ -1,26 +1,25 @@
-"""Prometheus: the names a front-end counts itself, and the page. Knows no request bodies.
+"""The metrics of an API server, and the /metrics page.
 
-Names are vLLM's, since gateways, routers and dashboards have them built in.
+Names are vLLM's: gateways, routers and dashboards have them built in.
 """
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from prometheus_client.core import Metric
 from prometheus_client.exposition import generate_latest
-from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from engine.client.base import EngineClient
 from engine.transport.messages import EngineStats
+from server.metrics.counters import Counter, Histogram, Registry, SharedSnapshots
 from server.metrics.engine import EngineCollector
-from server.metrics.tally import BatchedCounter, BatchedHistogram
 
 LABELS = ("model_name", "engine")
 ENGINE = "0"
 FINISH_REASONS = ("stop", "length", "abort", "error")
 PREFIX_CACHES = ("vllm:prefix_cache", "vllm:gpu_prefix_cache")
-"""The name, and the old one that routers and dashboards still read."""
+"""The name, and vLLM's former name, which routers and dashboards still read."""
 REJECTIONS = ("queue_full", "not_ready")
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 
@@ -36,7 +35,7 @@ HTTP_S = (0.005, 0.025, 0.1, 0.5, 1.0, 2.5, 10.0, 60.0, 600.0)
 OPENMETRICS = "application/openmetrics-text"
 PLAIN = "text/plain"
 
-# Untyped there.
+# generate_latest is untyped.
 _encode_plain: Callable[..., bytes] = generate_latest
 _encode_open: Callable[..., bytes] = openmetrics.generate_latest
 
@@ -54,42 +53,38 @@ def counts_up_to(most: int) -> list[float]:
 
 
 class Metrics:
-    """What this front-end counts, and the page over all of its server.
+    """Counts requests, and writes the page over all API servers.
 
-    `shared_folder` holds the counts of every front-end when there are several: any of them then
-    answers for all. The process must have been started for that (see `server.process.supervisor`).
-
-    Fed on one thread. What is counted waits in plain numbers for `settle`, which `page` calls; with
-    a `shared_folder` somebody else must too, now and then.
+    With a `shared_folder`, each of several API servers writes its counts to it by `publish`, which
+    must be called now and then, and any of them answers for all. Used on one thread.
     """
 
     def __init__(
-        self, client: EngineClient, model_name: str, *, shared_folder: str | None = None
+        self,
+        client: EngineClient,
+        model_name: str,
+        *,
+        shared_folder: str | None = None,
+        index: int = 0,
     ) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # untyped there
-        self._values = (model_name, ENGINE)
-        self._shared_folder = shared_folder
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._unsettled: list[BatchedCounter | BatchedHistogram] = []
-        self._engine = EngineCollector(client, dict(zip(LABELS, self._values, strict=True)))
+        """`index` is that of this API server."""
+        self._labels = (model_name, ENGINE)
+        self._shared = None if shared_folder is None else SharedSnapshots(shared_folder, index)
+        self._registry = Registry()
+        self._engine = EngineCollector(client, dict(zip(LABELS, self._labels, strict=True)))
         self._add_counters()
         self._add_times()
-        self._http_requests = Counter(
-            "http_requests",
-            "HTTP requests by route template.",
-            ("handler", "method", "status"),
-            registry=self._registry,
+        http_labels = ("handler", "method", "status")
+        self._http_requests = self._registry.counter(
+            "http_requests", "HTTP requests by route template.", http_labels
         )
-        self._http_seconds = Histogram(
+        self._http_seconds = self._registry.histogram(
             "http_request_duration_seconds",
             "HTTP request duration, up to the last byte.",
-            ("handler", "method", "status"),
-            buckets=HTTP_S,
-            registry=self._registry,
+            http_labels,
+            HTTP_S,
         )
-        self._http: dict[tuple[str, str, str], tuple[BatchedCounter, BatchedHistogram]] = {}
-        """By labels: of those that were answered."""
-        self._sizes: dict[str, BatchedHistogram] = {}
+        self._sizes: dict[str, Histogram] = {}
 
     def _add_counters(self) -> None:
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests.")
@@ -105,29 +100,23 @@ class Metrics:
             for name in PREFIX_CACHES
         ]
         self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
-        self._success = Counter(
-            "vllm:request_success",
-            "Sequences that ended, by reason.",
-            (*LABELS, "finished_reason"),
-            registry=self._registry,
-        )
-        self._rejections = Counter(
-            "vllm:admission_rejections",
-            "Requests answered with 503.",
-            (*LABELS, "reason"),
-            registry=self._registry,
-        )
         self._rejected_peers = self._counter(
             "gaudiserve:rejected_peers",
             "Connections to internal sockets that were closed for want of the launcher's token.",
         )
-        # Present from the first scrape on, so that a rate over them is never empty.
-        self._ended = {r: self._counted(self._success, r) for r in FINISH_REASONS}
-        self._rejected = {r: self._counted(self._rejections, r) for r in REJECTIONS}
+        self._finished = self._counters(
+            "vllm:request_success",
+            "Sequences that ended, by reason.",
+            "finished_reason",
+            FINISH_REASONS,
+        )
+        self._rejections = self._counters(
+            "vllm:admission_rejections", "Requests answered with 503.", "reason", REJECTIONS
+        )
 
     def _add_times(self) -> None:
-        def times(name: str, text: str, buckets: tuple[float, ...]) -> BatchedHistogram:
-            return self._histogram(f"vllm:{name}_seconds", text, buckets)
+        def times(name: str, text: str, bounds: Sequence[float]) -> Histogram:
+            return self._histogram(f"vllm:{name}_seconds", text, bounds)
 
         self.time_to_first_token = times(
             "time_to_first_token", "From the request's arrival to its first token.", TTFT_S
@@ -139,13 +128,13 @@ class Metrics:
             "request_time_per_output_token", "Mean over a request's tokens but the first.", TOKEN_S
         )
         self.e2e_latency = times("e2e_request_latency", "From arrival to the end.", REQUEST_S)
-        self.queue_time = times("request_queue_time", "Spent in the waiting line.", REQUEST_S)
+        self.queue_time = times("request_queue_time", "Spent in the waiting queue.", REQUEST_S)
         self.prefill_time = times("request_prefill_time", "Spent on the prompt.", REQUEST_S)
         self.decode_time = times("request_decode_time", "Spent after the first token.", REQUEST_S)
         self.inference_time = times("request_inference_time", "Prefill and decode.", REQUEST_S)
 
     def add_sizes(self, max_model_len: int) -> None:
-        """The histograms whose buckets end at the context, once that is known."""
+        """Add the histograms whose buckets end at the context length, once that is known."""
         for name, text in (
             ("request_prompt_tokens", "Prompt tokens of a request."),
             ("request_generation_tokens", "Tokens generated for a sequence."),
@@ -157,9 +146,9 @@ class Metrics:
             self._sizes[name] = self._histogram(f"vllm:{name}", text, counts_up_to(most))
 
     def prompt_processed(self, num_tokens: int, num_cached: int) -> None:
-        """A request's prompt tokens, and how many of them were cached: once, whatever its n.
+        """Count a request's prompt tokens, and how many of them were cached: once, whatever its n.
 
-        The engine looks a prompt up for every choice, so its own count would grow with n.
+        The engine looks a prompt up for every choice, so its own count grows with n.
         """
         self._prompt_tokens.inc(num_tokens)
         self._cached_tokens.inc(num_cached)
@@ -168,83 +157,66 @@ class Metrics:
             hits.inc(num_cached)
 
     def observe_size(self, name: str, value: int) -> None:
-        """One request's `name`, e.g. request_prompt_tokens."""
+        """Observe one request's `name`, e.g. request_prompt_tokens."""
         self._sizes[name].observe(value)
 
     def observe_stats(self, stats: EngineStats) -> None:
-        """The samples that came with an engine's counters; every message's, exactly once."""
+        """Take the samples of an engine's stats message; call once for each message."""
         self._engine.observe(stats)
 
     def sequence_ended(self, reason: str, count: int = 1) -> None:
-        """`count` sequences ended: stop, length, abort or error."""
-        self._ended[reason].inc(count)
+        """Count sequences that ended by `reason`: stop, length, abort or error."""
+        self._finished[reason].inc(count)
 
     def rejected(self, reason: str) -> None:
-        """A request got a 503: queue_full or not_ready."""
-        self._rejected[reason].inc()
+        """Count a 503 response: queue_full or not_ready."""
+        self._rejections[reason].inc()
 
     def peer_rejected(self) -> None:
-        """A connection to one of our own sockets did not present the launcher's token."""
+        """Count a connection to an internal socket that did not present the launcher's token."""
         self._rejected_peers.inc()
 
     def http_answered(self, route: str, method: str, status: int, seconds: float) -> None:
-        """A response has ended. `route` is a template, so that the label set stays bounded."""
+        """Count a response that has ended. `route` is a template, to bound the label set."""
         labels = (route, method if method in METHODS else "OTHER", str(status))
-        if labels not in self._http:
-            count = BatchedCounter(self._http_requests.labels(*labels))
-            times = BatchedHistogram(self._http_seconds.labels(*labels), HTTP_S)
-            self._http[labels] = (count, times)
-            self._unsettled += (count, times)
-        count, times = self._http[labels]
-        count.inc()
-        times.observe(seconds)
+        self._http_requests.labels(*labels).inc()
+        self._http_seconds.labels(*labels).observe(seconds)
 
-    def settle(self) -> None:
-        """Put all that was counted where it is read."""
-        for one in self._unsettled:
-            one.settle()
+    def publish(self) -> None:
+        """Let the other API servers, if any, see the present counts. Raises OSError."""
+        if self._shared is not None:
+            self._shared.publish(self._registry.snapshot())
 
     def page(self, accept: str) -> tuple[bytes, str]:
-        """The text of /metrics and its content type, in the form `accept` likes best."""
-        self.settle()
-        registry = self._registry
-        if self._shared_folder is not None:
-            registry = CollectorRegistry(auto_describe=False)
-            MultiProcessCollector(registry, self._shared_folder)  # type: ignore[no-untyped-call]  # as above
-        both = _Both(registry, self._engine)
+        """The text of /metrics and its content type, in the format that `accept` prefers."""
+        # Another server that is scraped next then reports at least these counts.
+        with contextlib.suppress(OSError):
+            self.publish()
         version = openmetrics_version(accept)
         if version is None:
-            return _encode_plain(both), f"{PLAIN}; version=0.0.4; charset=utf-8"
+            return _encode_plain(self), f"{PLAIN}; version=0.0.4; charset=utf-8"
         # Anything but allow-utf-8 renames the samples of vllm:... but not their families.
-        body = _encode_open(both, openmetrics.ALLOWUTF8, version)
+        body = _encode_open(self, openmetrics.ALLOWUTF8, version)
         return body, f"{OPENMETRICS}; version={version}; charset=utf-8"
 
-    def _counter(self, name: str, text: str) -> BatchedCounter:
-        return self._counted(Counter(name, text, LABELS, registry=self._registry))
-
-    def _counted(self, counter: Counter, *labels: str) -> BatchedCounter:
-        batched = BatchedCounter(counter.labels(*self._values, *labels))
-        self._unsettled.append(batched)
-        return batched
-
-    def _histogram(
-        self, name: str, text: str, buckets: tuple[float, ...] | list[float]
-    ) -> BatchedHistogram:
-        histogram = Histogram(name, text, LABELS, buckets=buckets, registry=self._registry)
-        batched = BatchedHistogram(histogram.labels(*self._values), buckets)
-        self._unsettled.append(batched)
-        return batched
-
-
-class _Both:
-    """A registry of requests and the engine's collector, as one page."""
-
-    def __init__(self, registry: CollectorRegistry, engine: EngineCollector) -> None:
-        self._parts = (registry, engine)
-
     def collect(self) -> Iterator[Metric]:
-        for part in self._parts:
-            yield from part.collect()
+        """All metrics, for prometheus_client's encoders."""
+        yield from self._registry.collect(() if self._shared is None else self._shared.others())
+        yield from self._engine.collect()
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return self._registry.counter(name, text, LABELS).labels(*self._labels)
+
+    def _counters(
+        self, name: str, text: str, label: str, values: Sequence[str]
+    ) -> dict[str, Counter]:
+        """One counter for each value of `label`, present from the first scrape on, so that a rate
+        over them is never empty."""
+        family = self._registry.counter(name, text, (*LABELS, label))
+        return {value: family.labels(*self._labels, value) for value in values}
+
+    def _histogram(self, name: str, text: str, bounds: Sequence[float]) -> Histogram:
+        return self._registry.histogram(name, text, LABELS, bounds).labels(*self._labels)
 
 
 def openmetrics_version(accept: str) -> str | None:

@@ -1,5 +1,4 @@
-"""One front-end process's life: listen early, open when the engine is ready, drain, leave.
-Knows nothing of its siblings."""
+"""An API-server process: listens, accepts requests once the engine is ready, drains and exits."""
 
 import asyncio
 import contextlib
@@ -17,6 +16,7 @@ from starlette.types import ASGIApp
 
 from config.engine import EngineConfig
 from config.errors import ConfigError, EngineDied
+from config.log import LimitedWarning
 from config.malloc import map_large_blocks
 from config.model.model_config import read_model_config
 from config.server import ServerConfig
@@ -42,48 +42,48 @@ INTERRUPTED = 130
 
 TICK_S = 0.1
 GC_OBJECTS = 10_000
-"""New objects until the collector looks at them; at Python's own 700 that is a few per cent of a
-request's time."""
+"""New objects between two runs of the garbage collector; at Python's default of 700 they take a few
+per cent of a request's time."""
 RESPONSE_GRACE_S = 2.0
-"""How long last words may take to reach their clients, once the engine is gone or time is up."""
+"""Time for error responses to reach the clients, once the engine has died or draining has ended."""
 INTERRUPT_GRACE_S = 0.1
-"""The same, when all is to stop at once."""
+"""The same after a second SIGINT."""
 UNHEALTHY_S = 0.7
-"""How long /health says 503 before a front-end without an engine leaves."""
+"""Time that /health returns 503 before an API server without an engine exits."""
 KEEP_ALIVE_S = 75
-"""Idle connections are kept longer than load balancers keep theirs, or they race with our close."""
+"""Longer than load balancers keep idle connections: they would race with our close."""
 BACKLOG = 2048
 
 
 class ApiServerArgs(msgspec.Struct, frozen=True):
-    """What a front-end is told at start. The model is what the user called it."""
+    """Arguments of an API-server process. `engine.model` is the name that the user gave."""
 
     engine: EngineConfig
     server: ServerConfig
     endpoint: str
     token: str
-    """What the engine and the other front-ends present when they connect."""
+    """The engine and the other API servers present it when they connect."""
     created: int
-    """Unix time of the server's start, the same for all of its front-ends."""
+    """Unix time of the server's start, the same in all API servers."""
     index: int = 0
     metrics_folder: str | None = None
-    """Where all front-ends keep their counts, if there are several."""
-    siblings: tuple[str, ...] = ()
-    """Where each front-end, this one too, is asked by the others, if there are several."""
-    news_path: str | None = None
-    """Where the parent leaves news of the checkpoint, if there are several."""
+    """Shared folder for the counts of all API servers, if there are several."""
+    peer_sockets: tuple[str, ...] = ()
+    """Socket path of each API server, this one included, if there are several."""
+    download_path: str | None = None
+    """File with the supervisor's DownloadProgress, if there are several API servers."""
 
 
 class UvicornServer(uvicorn.Server):
-    """Leaves signals to the front-end: uvicorn's own handlers close the port first, and a server
-    that drains must still say so to its probes."""
+    """Leaves signals to ApiServer: uvicorn's own handlers close the port first, but a server that
+    drains must still answer its probes."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn ten times a second: ends connections whose time is over."""
+        """Called by uvicorn ten times a second: ends connections that are past their deadline."""
         now_s = asyncio.get_running_loop().time()
         connections = cast("set[HttpProtocol]", self.server_state.connections)
         for connection in [one for one in connections if one.deadline_s <= now_s]:
@@ -92,20 +92,22 @@ class UvicornServer(uvicorn.Server):
 
 
 class ApiServer:
-    """Serves until told to stop, or until the engine is gone."""
+    """Serves until it is stopped, or until the engine dies."""
 
-    def __init__(self, orders: ApiServerArgs) -> None:
-        config = orders.server
-        self._orders = orders
+    def __init__(self, args: ApiServerArgs) -> None:
+        config = args.server
+        self._args = args
         self._client = ZmqClient(
-            orders.endpoint,
-            orders.index,
-            token=orders.token,
+            args.endpoint,
+            args.index,
+            token=args.token,
             max_queued_requests=config.max_queued_requests,
             max_queued_prompt_tokens=config.max_queued_prompt_tokens,
         )
-        names = config.served_model_names or (orders.engine.model,)
-        metrics = Metrics(self._client, names[0], shared_folder=orders.metrics_folder)
+        names = config.served_model_names or (args.engine.model,)
+        metrics = Metrics(
+            self._client, names[0], shared_folder=args.metrics_folder, index=args.index
+        )
         self._client.on_stats(metrics.observe_stats)
         self._client.on_rejected_peer(metrics.peer_rejected)
         self.state = AppState(
@@ -115,66 +117,66 @@ class ApiServer:
             VERSION,
             names,
             root=names[0],
-            engine_config=orders.engine,
-            has_priorities=orders.engine.scheduler.policy == "priority",
-            created=orders.created,
-            peers=Peers(orders.index, orders.siblings, orders.token),
+            engine_config=args.engine,
+            has_priorities=args.engine.scheduler.policy == "priority",
+            created=args.created,
+            peers=Peers(args.index, args.peer_sockets, args.token),
         )
         self._app = create_app(self.state)
-        self._folder: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._checkpoint: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._stage = DownloadProgress().stage
         self._stopping = asyncio.Event()
-        self._at_once = asyncio.Event()
+        self._interrupted = asyncio.Event()
         self._started_s = time.monotonic()
 
     def stop(self) -> None:
-        """Drain, then end; on the loop's thread."""
+        """Drain, then exit. Call on the event loop's thread."""
         self._stopping.set()
 
     def interrupt(self) -> None:
-        """As `stop`; the second time, end at once."""
+        """Like `stop`; the second call ends the server at once."""
         if self._stopping.is_set():
-            self._at_once.set()
+            self._interrupted.set()
         self._stopping.set()
 
     def fail(self, reason: str) -> None:
-        """The engine is gone; on the loop's thread."""
+        """The engine has died. Call on the event loop's thread."""
         self._client.fail(reason)
 
-    def hear(self, news: DownloadProgress | Exception) -> None:
-        """The checkpoint is on its way, there, or not to be had; on the loop's thread."""
-        if self._folder.done():
+    def on_download(self, progress: DownloadProgress | Exception) -> None:
+        """Progress, end or failure of the model download. Call on the event loop's thread."""
+        if self._checkpoint.done():
             return
-        if isinstance(news, Exception):
-            self._folder.set_exception(news)
+        if isinstance(progress, Exception):
+            self._checkpoint.set_exception(progress)
             return
-        if news.stage != self._stage:
-            self._stage = news.stage
-            config = self.state.config
-            logger.info("http://%s:%d answers, not ready: %s", config.host, config.port, news.text)
-        self.state.stage = news.text
-        if news.folder is not None:
-            self._folder.set_result(news.folder)
+        if progress.stage != self._stage:
+            self._stage = progress.stage
+            host, port = self.state.config.host, self.state.config.port
+            logger.info("http://%s:%d answers, not ready: %s", host, port, progress.text)
+        self.state.stage = progress.text
+        if progress.folder is not None:
+            self._checkpoint.set_result(progress.folder)
 
     async def run(
         self, listener: socket.socket, on_folder: Callable[[str], None] = lambda folder: None
     ) -> int:
-        """Serve on `listener`; the exit code. Raises ConfigError when it cannot start.
+        """Serve on `listener`; returns the exit code. Raises ConfigError when it cannot start.
 
-        `on_folder` is called when the checkpoint is there and the engine may come.
+        `on_folder` is called when the checkpoint is complete and the engine can be started.
         """
         map_large_blocks()
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self.stop)
         loop.add_signal_handler(signal.SIGINT, self.interrupt)
         await self._client.start()
-        asked = None
-        if self._orders.siblings:
+        peer_listener = None
+        if self._args.peer_sockets:
             rejected = self.state.metrics.peer_rejected
-            asked = await listen(self._app, self.state.peers, rejected)
-        settling = None
-        if self._orders.metrics_folder is not None:
-            settling = loop.create_task(self._settle())
+            peer_listener = await listen(self._app, self.state.peers, rejected)
+        publishing = None
+        if self._args.metrics_folder is not None:
+            publishing = loop.create_task(self._publish_metrics())
         server = UvicornServer(uvicorn_config(self._app, self.state.config))
         serving = loop.create_task(server.serve(sockets=[listener]))
         opening = loop.create_task(self._open(on_folder))
@@ -183,14 +185,15 @@ class ApiServer:
         finally:
             opening.cancel()
             server.should_exit = True
-            server.force_exit = self._at_once.is_set()
+            server.force_exit = self._interrupted.is_set()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(serving, RESPONSE_GRACE_S + 1)
-            if asked is not None:
-                asked.close()
-            if settling is not None:
-                settling.cancel()
-                self.state.metrics.settle()
+            if peer_listener is not None:
+                peer_listener.close()
+            if publishing is not None:
+                publishing.cancel()
+                with contextlib.suppress(OSError):
+                    self.state.metrics.publish()
             await self._client.close()
             self.state.bodies.close()
             if self.state.template is not None:
@@ -199,20 +202,22 @@ class ApiServer:
                 self.state.tokenizer.close()
 
     async def _open(self, on_folder: Callable[[str], None]) -> None:
-        """Load what turns text into tokens while the engine loads the rest; then take requests."""
-        config, folder = self.state.config, await self._folder
+        """Load the tokenizer while the engine loads the model; then accept requests."""
+        config, folder = self.state.config, await self._checkpoint
         on_folder(folder)
-        texts = asyncio.get_running_loop().run_in_executor(None, load_texts, folder, config)
-        defaults = await asyncio.get_running_loop().run_in_executor(None, _defaults, folder)
-        tokenizer, template = await texts
+        loading = asyncio.get_running_loop().run_in_executor(None, load_tokenizer, folder, config)
+        defaults = await asyncio.get_running_loop().run_in_executor(
+            None, _sampling_defaults, folder
+        )
+        tokenizer, template = await loading
         ready = await self._client.wait_ready()
         self.state.open(tokenizer, template, defaults)
         if self.state.pooling_inputs is None and template and template.default:
             _log_generic_tools(template, self.state.forms.calls)
-        # What start-up made stays for ever; the collector need not look at it again.
+        # Objects of start-up live until exit: exclude them from garbage collection.
         gc.collect()
         gc.freeze()
-        # A request's own objects go when they are let go of; looking for rings seldom is enough.
+        # Reference counts free a request's objects; cycles are rare.
         gc.set_threshold(GC_OBJECTS)
         logger.info(
             "ready after %.1f s: %s on %s (%s), context %d tokens, http://%s:%d/v1",
@@ -228,7 +233,7 @@ class ApiServer:
     async def _watch(self, serving: "asyncio.Task[None]", opening: "asyncio.Task[None]") -> int:
         reporter = ProgressReporter(self._started_s)
         while not self._stopping.is_set():
-            if not opening.done() and self._orders.index == 0:
+            if not opening.done() and self._args.index == 0:
                 line = reporter.line(self._client.progress, time.monotonic())
                 if line is not None:
                     logger.info("%s", line)
@@ -248,11 +253,15 @@ class ApiServer:
                 await asyncio.wait_for(self._stopping.wait(), TICK_S)
         return await self._drain()
 
-    async def _settle(self) -> None:
-        """Let siblings, any of which may be asked for metrics, know what is counted here."""
+    async def _publish_metrics(self) -> None:
+        """Let the other API servers, any of which may be scraped, see this one's counts."""
+        failed = LimitedWarning(logger, "the metrics could not be shared, %d times so far")
         while True:
             await asyncio.sleep(TICK_S)
-            self.state.metrics.settle()
+            try:
+                self.state.metrics.publish()
+            except OSError:
+                failed.add()
 
     async def _end_without_engine(self) -> int:
         logger.error("the engine is gone, the server stops: %s", self._client.failure)
@@ -271,33 +280,33 @@ class ApiServer:
         await self._wait_for_requests(timeout_s)
         if self._client.failure is not None:
             return FAILED
-        for serving in list(self.state.active_requests):
-            serving.cancel("The server is shutting down.")
-        if self._at_once.is_set():
+        for tracker in list(self.state.active_requests):
+            tracker.cancel("The server is shutting down.")
+        if self._interrupted.is_set():
             await asyncio.sleep(INTERRUPT_GRACE_S if self.state.num_open_requests else 0)
             return INTERRUPTED
         await self._wait_for_requests(RESPONSE_GRACE_S)
         return 0
 
     async def _wait_for_requests(self, timeout_s: float) -> None:
-        """Until no request is open, `timeout_s` are over, or all is to stop at once."""
+        """Wait until no request is open, for `timeout_s` at most, or until a second SIGINT."""
         end_s = time.monotonic() + timeout_s
-        while self.state.num_open_requests and not self._at_once.is_set():
+        while self.state.num_open_requests and not self._interrupted.is_set():
             left_s = end_s - time.monotonic()
             if left_s <= 0:
                 return
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._at_once.wait(), min(left_s, TICK_S / 2))
+                await asyncio.wait_for(self._interrupted.wait(), min(left_s, TICK_S / 2))
 
 
 def uvicorn_config(app: ASGIApp, config: ServerConfig) -> HttpConfig:
-    """How `app` is served."""
+    """uvicorn's configuration for `app`."""
     return HttpConfig(
         app,
         HttpLimits.of(config, max_connections()),
         lifespan="off",
         log_config=None,
-        # That a port is open is told elsewhere, and a start that fails is told in one line.
+        # This module logs the open port, and a failed start in one line.
         log_level=max(logging.WARNING, logging.getLogger().level),
         access_log=False,
         server_header=False,
@@ -307,8 +316,10 @@ def uvicorn_config(app: ASGIApp, config: ServerConfig) -> HttpConfig:
     )
 
 
-def load_texts(folder: str, config: ServerConfig) -> tuple[Tokenizer | None, ChatTemplate | None]:
-    """The tokenizer and the chat template of a checkpoint; none if they are not wanted."""
+def load_tokenizer(
+    folder: str, config: ServerConfig
+) -> tuple[Tokenizer | None, ChatTemplate | None]:
+    """The tokenizer and chat template of a checkpoint; None with skip_tokenizer_init."""
     if config.skip_tokenizer_init:
         return None, None
     tokenizer = Tokenizer.load(
@@ -344,5 +355,5 @@ def _log_generic_tools(template: ChatTemplate, tool_parser: str | None) -> None:
         )
 
 
-def _defaults(folder: str) -> dict[str, float]:
+def _sampling_defaults(folder: str) -> dict[str, float]:
     return read_model_config(folder).generation_defaults

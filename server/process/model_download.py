@@ -1,5 +1,5 @@
-"""The checkpoint on its way to a local folder: fetched or converted on a thread, while front-ends
-already listen and say how far it is. Knows no HTTP."""
+"""Download and conversion of the checkpoint on a thread, while the API servers already listen and
+report its progress."""
 
 import contextlib
 import os
@@ -13,16 +13,16 @@ import msgspec
 from config.progress import Report
 
 REPORT_INTERVAL_S = 0.2
-"""Between two words on progress."""
+"""Between two progress reports."""
 STOP_S = 1.0
-"""How long the work may take to notice that nobody waits for it."""
+"""Time for the work to react to `close`."""
 
 ResolveCheckpoint = Callable[[Report], str]
-"""Gives the checkpoint's folder, and reports meanwhile. Raises ConfigError."""
+"""Returns the checkpoint's folder, and reports progress. Raises ConfigError."""
 
 
 class DownloadProgress(msgspec.Struct, frozen=True):
-    """How far it is, and the folder once it is there."""
+    """Progress of the download, and the folder once it is complete."""
 
     stage: str = "starting"
     done_bytes: int = 0
@@ -31,14 +31,14 @@ class DownloadProgress(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """For people: `fetch, 12 of 98 MB`."""
+        """For logs and errors: `fetch, 12 of 98 MB`."""
         if not self.total_bytes:
             return self.stage
         return f"{self.stage}, {self.done_bytes / 1e6:.0f} of {self.total_bytes / 1e6:.0f} MB"
 
 
 class Stopped(BaseException):
-    """Raised inside the work: nobody waits for it any more."""
+    """Raised in the work by its next progress report after `close`."""
 
 
 class ModelDownload:
@@ -47,19 +47,19 @@ class ModelDownload:
     def __init__(self, resolve: ResolveCheckpoint) -> None:
         self._resolve = resolve
         self._stopped = threading.Event()
-        # A daemon: work that cannot be stopped (a server that does not answer) ends with us.
+        # A daemon: work that does not stop (a hub that does not answer) ends with this process.
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._lock = threading.Lock()
         self._next_s = 0.0
 
-    def start(self, tell: Callable[[DownloadProgress | Exception], None]) -> None:
-        """Begin. `tell` hears of progress now and then, and at last of the folder, or of what
-        `resolve` raised; on other threads."""
-        self._tell = tell
+    def start(self, on_progress: Callable[[DownloadProgress | Exception], None]) -> None:
+        """Start the thread. `on_progress` is called on other threads: with progress, and at last
+        with the folder or the exception of `resolve`."""
+        self._on_progress = on_progress
         self._thread.start()
 
     def close(self) -> bool:
-        """Stop the work if it still runs; nothing is told any more. False if it does not heed."""
+        """Stop the work if it still runs, and report nothing more. False if it does not stop."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(STOP_S)
@@ -71,10 +71,10 @@ class ModelDownload:
             last = DownloadProgress(folder=self._resolve(self._report))
         except Stopped:
             return
-        except Exception as error:  # the border of this thread: whoever started it must hear
+        except Exception as error:  # border of the thread: report it
             last = error
         if not self._stopped.is_set():
-            self._tell(last)
+            self._on_progress(last)
 
     def _report(self, stage: str, done_bytes: int, total_bytes: int) -> None:
         if self._stopped.is_set():
@@ -84,18 +84,18 @@ class ModelDownload:
             now_s = time.monotonic()
             if now_s >= self._next_s:
                 self._next_s = now_s + REPORT_INTERVAL_S
-                self._tell(DownloadProgress(stage, done_bytes, total_bytes))
+                self._on_progress(DownloadProgress(stage, done_bytes, total_bytes))
 
 
-def write_progress(path: str, news: DownloadProgress) -> None:
-    """Leave `news` at `path` for other processes, whole at any moment."""
+def write_progress(path: str, progress: DownloadProgress) -> None:
+    """Write `progress` to `path` atomically, for the API servers."""
     partial = f"{path}.partial"
-    Path(partial).write_bytes(msgspec.json.encode(news))
+    Path(partial).write_bytes(msgspec.json.encode(progress))
     os.replace(partial, path)
 
 
 def read_progress(path: str) -> DownloadProgress:
-    """The latest news at `path`; there may be none yet."""
+    """The latest progress at `path`, which may not exist yet."""
     with contextlib.suppress(FileNotFoundError):
         return msgspec.json.decode(Path(path).read_bytes(), type=DownloadProgress)
     return DownloadProgress()

@@ -1,4 +1,4 @@
-"""The limit on open file descriptors: raised at start, and checked against the queue limits."""
+"""The limit on open files: raised at start, and compared with the queue limits."""
 
 import logging
 import resource
@@ -6,13 +6,13 @@ import resource
 logger = logging.getLogger(__name__)
 
 MAX_OPEN_FILES = 65_536
-"""Some libraries loop over all descriptors that there may be, and hard limits can be 10^9."""
+"""Bound, because some libraries loop over all possible descriptors, and hard limits can be 10^9."""
 RESERVED = 128
-"""Descriptors of a front end that are no client's connection: files, logs, sockets of engines."""
+"""Descriptors of an API server for other things: files, logs, sockets to the engine."""
 
 
 def raise_limit() -> None:
-    """Raise the soft limit to the hard one, or to MAX_OPEN_FILES; child processes inherit it."""
+    """Raise the soft limit to the hard one or MAX_OPEN_FILES; child processes inherit it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -26,7 +26,7 @@ def raise_limit() -> None:
 
 
 def max_connections() -> int:
-    """Connections that this process can hold, with descriptors left for everything else."""
+    """Client connections that this process can open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MAX_OPEN_FILES
@@ -34,7 +34,7 @@ def max_connections() -> int:
 
 
 def warn_if_low(max_queued_requests: int, max_num_seqs: int) -> None:
-    """Warn when connections run out before the queue is full."""
+    """Warn if connections run out before the queue is full."""
     wanted = max_queued_requests + max_num_seqs
     most = max_connections()
     if most < wanted:

@@ -1,5 +1,8 @@
-"""The front-ends beside this one: a request about what another one keeps is handed to that one, and
-its answer handed back. Knows no routes and no bodies."""
+"""Forwards requests between the API servers of one daemon: stored responses live in the memory of
+the server that created them.
+
+Messages on the Unix socket are msgpack, each with a length of 4 bytes, big-endian, before it.
+"""
 
 import asyncio
 import contextlib
@@ -22,18 +25,18 @@ from server.http.access_log import record_of
 from server.http.disconnect import CancelOnDisconnect
 from server.http.errors import ClientGone
 
-_NUMBER = re.compile(r"[0-9a-f]{34}")
+_ID = re.compile(r"[0-9a-f]{34}")
 _SIZE_BYTES = 4
-_GONE = "The front-end that keeps this is gone."
+_GONE = "The API server that stores this is gone."
 
 TOKEN_TIMEOUT_S = 5.0
 """How long a connection may take to present the token."""
 
-MAX_PENDING = 64
+MAX_UNAUTHENTICATED = 64
 """Connections that have not presented the token yet; one more closes the oldest."""
 
 MAX_MESSAGE_BYTES = 2**30
-"""Far more than a request or an answer has, far less than a length prefix can announce."""
+"""Far more than any request or response, far less than a length prefix can announce."""
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +44,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class ForwardedRequest(msgspec.Struct, array_like=True):
-    """A request on its way to a sibling."""
+    """A request for another API server."""
 
     method: str
     path: str
@@ -51,16 +54,16 @@ class ForwardedRequest(msgspec.Struct, array_like=True):
     body: bytes
 
 
-class Piece(msgspec.Struct, array_like=True):
-    """A part of its answer: the first one has status and headers, the last one is empty."""
+class ResponsePart(msgspec.Struct, array_like=True):
+    """A part of the response: the first has status and headers, the last is empty."""
 
     status: int
     headers: list[tuple[bytes, bytes]]
     body: bytes
 
 
-class Address(NamedTuple):
-    """Where a front-end is asked, and what must be presented there first."""
+class Peer(NamedTuple):
+    """Another API server: its socket, and the token to present there first."""
 
     path: str
     token: str
@@ -68,37 +71,38 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """All front-ends of a server by their sockets' paths; none where this one is alone."""
+    """The socket paths of all API servers; none if there is only one."""
 
     index: int = 0
+    """That of this server."""
     paths: tuple[str, ...] = ()
     token: str = ""
 
     def new_id(self) -> str:
-        """A number that nobody has yet, and that says whose it is."""
+        """A random id that contains the index of this server."""
         return f"{self.index:02x}{os.urandom(16).hex()}"
 
-    def peer_of(self, number: str) -> Address | None:
-        """Where the front-end is that gave `number`; None if it is this one, or none of us."""
-        if not _NUMBER.fullmatch(number):
+    def peer_of(self, id: str) -> Peer | None:
+        """The server that created `id`; None if it is this one, or does not exist."""
+        if not _ID.fullmatch(id):
             return None
-        index = int(number[:2], 16)
+        index = int(id[:2], 16)
         if index >= len(self.paths) or index == self.index:
             return None
-        return Address(self.paths[index], self.token)
+        return Peer(self.paths[index], self.token)
 
 
 class ForwardedResponse(Response):
-    """The answer of the sibling at `address` to a request whose body, JSON, was `body`."""
+    """The response of `peer` to a request with the JSON value `body`."""
 
-    def __init__(self, address: Address, request: Request, body: Any = None) -> None:
+    def __init__(self, peer: Peer, request: Request, body: Any = None) -> None:
         super().__init__()
-        self._address = address
+        self._peer = peer
         record = record_of(request.scope)
-        # The other one counts it and writes its line.
+        # The peer logs and counts it.
         record.is_forwarded = True
-        left_out = (b"content-length", b"transfer-encoding", b"x-request-id")
-        headers = [(name, value) for name, value in request.headers.raw if name not in left_out]
+        excluded = (b"content-length", b"transfer-encoding", b"x-request-id")
+        headers = [(name, value) for name, value in request.headers.raw if name not in excluded]
         client = request.scope.get("client")
         self._request = ForwardedRequest(
             request.method,
@@ -111,100 +115,100 @@ class ForwardedResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with CancelOnDisconnect(receive):
-            await self._pass_on(send)
+            await self._forward(send)
 
-    async def _pass_on(self, send: Send) -> None:
+    async def _forward(self, send: Send) -> None:
         try:
-            reader, writer = await asyncio.open_unix_connection(self._address.path)
+            reader, writer = await asyncio.open_unix_connection(self._peer.path)
         except OSError:
             raise Overloaded(_GONE, type="server_error") from None
         try:
-            writer.write(self._address.token.encode())
+            writer.write(self._peer.token.encode())
             await _write(writer, self._request)
-            async for piece in _pieces(reader):
-                if piece.status:
-                    start = {"status": piece.status, "headers": piece.headers}
+            async for part in _response_parts(reader):
+                if part.status:
+                    start = {"status": part.status, "headers": part.headers}
                     await send({"type": "http.response.start", **start})
                     continue
-                more = bool(piece.body)
-                await send({"type": "http.response.body", "body": piece.body, "more_body": more})
+                more = bool(part.body)
+                await send({"type": "http.response.body", "body": part.body, "more_body": more})
         finally:
             writer.close()
 
 
-async def _pieces(reader: asyncio.StreamReader) -> AsyncIterator[Piece]:
-    """To the last one. Raises Overloaded or ClientGone when the sibling ends first."""
-    has_begun = False
+async def _response_parts(reader: asyncio.StreamReader) -> AsyncIterator[ResponsePart]:
+    """All parts of a response. Raises Overloaded or ClientGone when the peer ends early."""
+    has_started = False
     while True:
         data = await _read(reader)
         if data is None:
-            # What has begun can only be cut off.
-            raise ClientGone if has_begun else Overloaded(_GONE, type="server_error")
-        piece = msgspec.msgpack.decode(data, type=Piece)
-        yield piece
-        has_begun = True
-        if not piece.status and not piece.body:
+            # A response that has started can only be cut off.
+            raise ClientGone if has_started else Overloaded(_GONE, type="server_error")
+        part = msgspec.msgpack.decode(data, type=ResponsePart)
+        yield part
+        has_started = True
+        if not part.status and not part.body:
             return
 
 
 async def listen(app: ASGIApp, peers: Peers, on_rejected: Callable[[], None]) -> asyncio.Server:
-    """Answer with `app` what siblings hand to this front-end. `on_rejected` is called for each
-    connection that does not present their token."""
+    """Handle requests from peers with `app`. `on_rejected` is called for each connection that does
+    not present the token."""
     path = peers.paths[peers.index]
     token = peers.token.encode()
     rejected = LimitedWarning(
         logger, f"{path}: %d connections closed so far that did not present the launcher's token"
     )
-    pending: dict[asyncio.StreamWriter, None] = {}
+    unauthenticated: dict[asyncio.StreamWriter, None] = {}
 
-    async def is_sibling(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        if len(pending) >= MAX_PENDING:
-            oldest = next(iter(pending))
-            del pending[oldest]
+    async def is_peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        if len(unauthenticated) >= MAX_UNAUTHENTICATED:
+            oldest = next(iter(unauthenticated))
+            del unauthenticated[oldest]
             oldest.transport.abort()
-        pending[writer] = None
+        unauthenticated[writer] = None
         try:
-            offered = await asyncio.wait_for(reader.readexactly(len(token)), TOKEN_TIMEOUT_S)
-            return hmac.compare_digest(offered, token)
+            candidate = await asyncio.wait_for(reader.readexactly(len(token)), TOKEN_TIMEOUT_S)
+            return hmac.compare_digest(candidate, token)
         except (asyncio.IncompleteReadError, asyncio.TimeoutError, OSError):
             return False
         finally:
-            pending.pop(writer, None)
+            unauthenticated.pop(writer, None)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            if not await is_sibling(reader, writer):
+            if not await is_peer(reader, writer):
                 rejected.add()
                 on_rejected()
                 return
             data = await _read(reader)
             if data is not None:
-                await _answer(
+                await _handle(
                     app, msgspec.msgpack.decode(data, type=ForwardedRequest), reader, writer
                 )
         except OSError:
-            pass  # the sibling hung up, or is gone
+            pass  # the peer disconnected
         except asyncio.CancelledError:
-            pass  # the loop ends; asyncio of Python 3.10 logs a traceback for what stays cancelled
+            pass  # the loop ends; asyncio of Python 3.10 logs a traceback for cancelled tasks
         finally:
             writer.close()
 
     return await asyncio.start_unix_server(serve, path)
 
 
-async def _answer(
+async def _handle(
     app: ASGIApp,
-    handed: ForwardedRequest,
+    request: ForwardedRequest,
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
 ) -> None:
-    hung_up = asyncio.Event()
+    disconnected = asyncio.Event()
 
     async def watch() -> None:
-        # Nothing more is ever sent on it but its end.
+        # The peer sends nothing more: this read ends when the connection does.
         with contextlib.suppress(OSError):
             await reader.read(1)
-        hung_up.set()
+        disconnected.set()
 
     is_read = False
 
@@ -212,51 +216,51 @@ async def _answer(
         nonlocal is_read
         if not is_read:
             is_read = True
-            return {"type": "http.request", "body": handed.body, "more_body": False}
-        await hung_up.wait()
+            return {"type": "http.request", "body": request.body, "more_body": False}
+        await disconnected.wait()
         return {"type": "http.disconnect"}
 
     async def send(message: Message) -> None:
         if message["type"] == "http.response.start":
-            await _write(writer, Piece(message["status"], list(message["headers"]), b""))
+            await _write(writer, ResponsePart(message["status"], list(message["headers"]), b""))
             return
         if body := message.get("body", b""):
-            await _write(writer, Piece(0, [], bytes(body)))
+            await _write(writer, ResponsePart(0, [], bytes(body)))
         if not message.get("more_body", False):
-            await _write(writer, Piece(0, [], b""))
+            await _write(writer, ResponsePart(0, [], b""))
 
     watching = asyncio.ensure_future(watch())
     try:
-        await app(_scope(handed), receive, send)
+        await app(_scope(request), receive, send)
     finally:
         watching.cancel()
 
 
-def _scope(handed: ForwardedRequest) -> Scope:
+def _scope(request: ForwardedRequest) -> Scope:
     return {
         "type": "http",
         "asgi": {"version": "3.0"},
         "http_version": "1.1",
-        "method": handed.method,
+        "method": request.method,
         "scheme": "http",
-        "path": handed.path,
-        "raw_path": handed.path.encode(),
-        "query_string": handed.query,
+        "path": request.path,
+        "raw_path": request.path.encode(),
+        "query_string": request.query,
         "root_path": "",
-        "headers": handed.headers,
-        "client": handed.client,
+        "headers": request.headers,
+        "client": request.client,
         "server": None,
     }
 
 
-async def _write(writer: asyncio.StreamWriter, value: ForwardedRequest | Piece) -> None:
+async def _write(writer: asyncio.StreamWriter, value: ForwardedRequest | ResponsePart) -> None:
     data = _encode(value)
     writer.write(len(data).to_bytes(_SIZE_BYTES, "big") + data)
     await writer.drain()
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes | None:
-    """The next value; None if there is none any more. Raises OSError for one that is too long."""
+    """The next message; None at the end. Raises OSError for one that is too long."""
     try:
         size = int.from_bytes(await reader.readexactly(_SIZE_BYTES), "big")
         if size > MAX_MESSAGE_BYTES:

@@ -1,5 +1,5 @@
-"""How far start-up is, in words and as a bar: for a log, which other processes write to as well, so
-each state is a line of its own. Knows no HTTP."""
+"""Start-up progress as text and as a bar, one log line per state: other processes write to the same
+log."""
 
 from engine.transport.messages import Progress
 
@@ -27,14 +27,14 @@ def bar(progress: Progress) -> str:
 
 
 class ProgressReporter:
-    """Says when a line is due: at most one each INTERVAL_S, and none that says nothing new."""
+    """Rate limit for progress lines: at most one per INTERVAL_S, and none without a change."""
 
     def __init__(self, started_s: float) -> None:
         self._last: Progress | None = None
         self._next_s = started_s + INTERVAL_S
 
     def line(self, progress: Progress | None, now_s: float) -> str | None:
-        """The line to write now, if any."""
+        """The line to log now, if any."""
         if progress is None or progress == self._last or now_s < self._next_s:
             return None
         self._last = progress

@@ -61,8 +61,8 @@ def _add_making(router: APIRouter, state: AppState, store: ResponseStore) -> Non
         state.generation_pipeline()
         sent = await state.bodies.read_object(request)
         body = await parse(ResponseBody, sent)
-        if (address := state.peers.peer_of(number_before(body))) is not None:
-            return ForwardedResponse(address, request, sent.fields)
+        if (peer := state.peers.peer_of(number_before(body))) is not None:
+            return ForwardedResponse(peer, request, sent.fields)
         is_stored = _is_stored(store, body)
         owner = record_of(request.scope).owner
         asked = await ask(store, body, sent.num_bytes, state.peers.new_id(), owner)
@@ -100,8 +100,8 @@ def _add_making(router: APIRouter, state: AppState, store: ResponseStore) -> Non
         state.generation_pipeline()
         sent = await state.bodies.read_object(request)
         body = await parse(ResponseBody, sent)
-        if (address := state.peers.peer_of(number_before(body))) is not None:
-            return ForwardedResponse(address, request, sent.fields)
+        if (peer := state.peers.peer_of(number_before(body))) is not None:
+            return ForwardedResponse(peer, request, sent.fields)
         owner = record_of(request.scope).owner
         asked = await ask(store, body, sent.num_bytes, state.peers.new_id(), owner)
         with as_response_fields():
@@ -124,8 +124,8 @@ def _add_keeping(router: APIRouter, state: AppState, store: ResponseStore) -> No
         stream: bool = False,
         starting_after: int | None = None,
     ) -> Response:
-        if (address := state.peers.peer_of(number_of(response_id))) is not None:
-            return ForwardedResponse(address, request)
+        if (peer := state.peers.peer_of(number_of(response_id))) is not None:
+            return ForwardedResponse(peer, request)
         entry = _entry(store, request, response_id)
         if not stream:
             if starting_after is not None:
@@ -148,8 +148,8 @@ def _add_keeping(router: APIRouter, state: AppState, store: ResponseStore) -> No
         one, operation_id="delete_response", summary="Keep a response no longer", responses=ANSWERS
     )
     async def delete_response(request: Request, response_id: str) -> Response:
-        if (address := state.peers.peer_of(number_of(response_id))) is not None:
-            return ForwardedResponse(address, request)
+        if (peer := state.peers.peer_of(number_of(response_id))) is not None:
+            return ForwardedResponse(peer, request)
         store.drop(_entry(store, request, response_id))
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
@@ -160,8 +160,8 @@ def _add_keeping(router: APIRouter, state: AppState, store: ResponseStore) -> No
         responses=ANSWERS,
     )
     async def cancel_response(request: Request, response_id: str) -> Response:
-        if (address := state.peers.peer_of(number_of(response_id))) is not None:
-            return ForwardedResponse(address, request)
+        if (peer := state.peers.peer_of(number_of(response_id))) is not None:
+            return ForwardedResponse(peer, request)
         entry = _entry(store, request, response_id)
         if not entry.is_background:
             raise UserError("only a response that was created with background can be cancelled")
@@ -182,8 +182,8 @@ def _add_keeping(router: APIRouter, state: AppState, store: ResponseStore) -> No
         order: str = "desc",
         after: str | None = None,
     ) -> Response:
-        if (address := state.peers.peer_of(number_of(response_id))) is not None:
-            return ForwardedResponse(address, request)
+        if (peer := state.peers.peer_of(number_of(response_id))) is not None:
+            return ForwardedResponse(peer, request)
         return json_response(_page(_entry(store, request, response_id), limit, order, after))
 
 

@@ -1,4 +1,4 @@
-"""What one front-end keeps is found through every other one, streams and hang-ups included."""
+"""Requests that API servers forward to each other, streams and disconnects included."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from engine_rig import eventually
 from http_rig import Rig, TalkingClient, on_port
 from strangers import connected
 
-from server.process import peer_proxy as siblings
+from server.process import peer_proxy
 from server.process.peer_proxy import Peers, listen
 
 ROUTE = "/v1/responses"
@@ -157,7 +157,7 @@ async def test_a_sibling_that_is_gone_is_told_as_such(tmp_path: Path) -> None:
         assert unknown.status_code == 404
 
 
-HEALTH = siblings._encode(siblings.ForwardedRequest("GET", "/health", b"", [], None, b""))
+HEALTH = peer_proxy._encode(peer_proxy.ForwardedRequest("GET", "/health", b"", [], None, b""))
 
 STRANGERS = {
     "nothing": b"",
@@ -173,7 +173,7 @@ STRANGERS = {
 async def test_who_does_not_present_the_token_is_dropped_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sends: bytes
 ) -> None:
-    monkeypatch.setattr(siblings, "TOKEN_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(peer_proxy, "TOKEN_TIMEOUT_S", 0.2)
     async with two(tmp_path) as (own, other):
         made = (await own.post(ROUTE, {"input": "hi"})).json()
         began = time.monotonic()
@@ -215,7 +215,7 @@ async def test_many_open_connections_without_a_token_keep_no_sibling_out(tmp_pat
         assert got.json() == made
         assert sorted(times)[2] < 0.1, times
         # The 200 ends of the strangers themselves are this process's too.
-        assert opened <= 200 + siblings.MAX_PENDING
+        assert opened <= 200 + peer_proxy.MAX_UNAUTHENTICATED
         for stranger in strangers:
             stranger.close()
         assert await eventually(lambda: psutil.Process().num_fds() <= before + 4, 5)
@@ -224,7 +224,7 @@ async def test_many_open_connections_without_a_token_keep_no_sibling_out(tmp_pat
 async def test_a_message_that_is_too_long_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(siblings, "MAX_MESSAGE_BYTES", 1000)
+    monkeypatch.setattr(peer_proxy, "MAX_MESSAGE_BYTES", 1000)
     async with two(tmp_path) as (own, _):
         reader, writer = await asyncio.open_unix_connection(tmp_path / "0.sock")
         writer.write(b"token" + (1001).to_bytes(4, "big"))

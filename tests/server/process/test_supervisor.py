@@ -1,4 +1,4 @@
-"""Several front-ends on one port before one engine: real processes, real signals."""
+"""Several API servers on one port and one engine: real processes, real signals."""
 
 import json
 import os
@@ -23,10 +23,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def fleet(model: str, tmp_path: Path) -> Iterator[LiveServer]:
+def daemon(model: str, tmp_path: Path) -> Iterator[LiveServer]:
     flags = ("--served-model-name=tiny", "--dtype=float32", "--api-server-count=2")
     with running(model, tmp_path / "log", *flags) as live:
-        # /ready is one front-end's word: wait until each has been heard.
+        # /ready is the state of one API server: wait until all are ready.
         wait_for(lambda: all(live.ask("/ready").status_code == 200 for _ in range(ROUNDS)))
         yield live
 
@@ -54,93 +54,93 @@ def read_to_the_end(live: LiveServer, endings: list[str]) -> None:
         endings.append(repr(error))
 
 
-def front_ends(live: LiveServer) -> list[int]:
+def api_servers(live: LiveServer) -> list[int]:
     return [pid for pid in children_of(live.pid) if "server.process.supervisor" in command_of(pid)]
 
 
-def test_the_metrics_of_any_front_end_are_those_of_all(fleet: LiveServer) -> None:
+def test_the_metrics_of_any_api_server_are_those_of_all(daemon: LiveServer) -> None:
     body = {"prompt": "hello there", "max_tokens": 5, "ignore_eos": True, "n": 2}
 
-    answers = [fleet.ask("/v1/completions", body).json() for _ in range(ROUNDS)]
+    answers = [daemon.ask("/v1/completions", body).json() for _ in range(ROUNDS)]
 
     prompt = sum(answer["usage"]["prompt_tokens"] for answer in answers)
-    assert len(front_ends(fleet)) == 2
-    models = [fleet.ask("/v1/models").json()["data"][0] for _ in range(ROUNDS)]
+    assert len(api_servers(daemon)) == 2
+    models = [daemon.ask("/v1/models").json()["data"][0] for _ in range(ROUNDS)]
     assert len({model["created"] for model in models}) == 1
-    # A front-end tells the others what it counted ten times a second.
-    wait_for(lambda: metric(fleet, "vllm:prompt_tokens_total") == prompt)
-    wait_for(lambda: metric(fleet, "vllm:num_requests_running") == 0)
+    # An API server publishes its counts ten times a second.
+    wait_for(lambda: metric(daemon, "vllm:prompt_tokens_total") == prompt)
+    wait_for(lambda: metric(daemon, "vllm:num_requests_running") == 0)
     for _ in range(ROUNDS // 2):
-        assert metric(fleet, "vllm:prompt_tokens_total") == prompt
-        assert metric(fleet, "vllm:generation_tokens_total") == ROUNDS * 10
-        assert metric(fleet, "vllm:num_requests_running") == 0
+        assert metric(daemon, "vllm:prompt_tokens_total") == prompt
+        assert metric(daemon, "vllm:generation_tokens_total") == ROUNDS * 10
+        assert metric(daemon, "vllm:num_requests_running") == 0
     # The engine's own counts come once, whoever answers.
-    steps = {metric(fleet, "vllm:iteration_tokens_total_count") for _ in range(ROUNDS)}
+    steps = {metric(daemon, "vllm:iteration_tokens_total_count") for _ in range(ROUNDS)}
     assert len(steps) == 1 and steps.pop() > 0
-    text = fleet.ask("/metrics").text
+    text = daemon.ask("/metrics").text
     assert text.count("# TYPE vllm:prompt_tokens_total counter") == 1
     assert "pid=" not in text
 
 
-def test_a_response_is_found_by_every_front_end(fleet: LiveServer) -> None:
-    made = fleet.ask("/v1/responses", {"input": "hi", "max_output_tokens": 4}).json()
+def test_a_response_is_found_by_every_api_server(daemon: LiveServer) -> None:
+    made = daemon.ask("/v1/responses", {"input": "hi", "max_output_tokens": 4}).json()
 
-    got = [fleet.ask(f"/v1/responses/{made['id']}").json() for _ in range(ROUNDS)]
+    got = [daemon.ask(f"/v1/responses/{made['id']}").json() for _ in range(ROUNDS)]
     body = {"input": "on", "max_output_tokens": 4, "previous_response_id": made["id"]}
-    following = [fleet.ask("/v1/responses", body) for _ in range(ROUNDS // 2)]
+    following = [daemon.ask("/v1/responses", body) for _ in range(ROUNDS // 2)]
 
     assert all(one == made for one in got)
     assert all(answer.status_code == 200 for answer in following)
 
 
-def test_sigterm_lets_every_front_end_finish(fleet: LiveServer) -> None:
-    family = children_of(fleet.pid)
+def test_sigterm_lets_every_api_server_finish(daemon: LiveServer) -> None:
+    family = children_of(daemon.pid)
     body = {"prompt": "go", "max_tokens": 300, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{fleet.url}/v1/completions", json=body, timeout=30) as response:
+    with httpx.stream("POST", f"{daemon.url}/v1/completions", json=body, timeout=30) as response:
         lines = response.iter_lines()
         next(lines)
 
-        fleet.signal(signal.SIGTERM)
+        daemon.signal(signal.SIGTERM)
 
         rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]"
     assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
-    assert fleet.wait_exit(15) == 0
+    assert daemon.wait_exit(15) == 0
     assert not any(alive(pid) for pid in family)
-    assert fleet.leftovers() == []
+    assert daemon.leftovers() == []
 
 
-@pytest.mark.parametrize("victim", ["front-end", "engine"])
-def test_the_death_of_one_ends_all(fleet: LiveServer, victim: str) -> None:
-    family = children_of(fleet.pid)
+@pytest.mark.parametrize("victim", ["API server", "engine"])
+def test_the_death_of_one_ends_all(daemon: LiveServer, victim: str) -> None:
+    family = children_of(daemon.pid)
     pid = (
-        front_ends(fleet)[1]
-        if victim == "front-end"
-        else fleet.find("engine.process.engine_process")
+        api_servers(daemon)[1]
+        if victim == "API server"
+        else daemon.find("engine.process.engine_process")
     )
     endings: list[str] = []
-    readers = [Thread(target=read_to_the_end, args=(fleet, endings)) for _ in range(ROUNDS)]
+    readers = [Thread(target=read_to_the_end, args=(daemon, endings)) for _ in range(ROUNDS)]
     for reader in readers:
         reader.start()
-    wait_for(lambda: metric(fleet, "vllm:num_requests_running") == ROUNDS)
+    wait_for(lambda: metric(daemon, "vllm:num_requests_running") == ROUNDS)
 
     os.kill(pid, signal.SIGKILL)
 
-    assert fleet.wait_exit(5) != 0
+    assert daemon.wait_exit(5) != 0
     assert not any(alive(pid) for pid in family)
     for reader in readers:
         reader.join(5)
-    # The clients of a front-end that still lives are told.
+    # Clients of the other API server get an error.
     told = [ending for ending in endings if "server_error" in ending]
     assert len(endings) == ROUNDS
     assert len(told) == ROUNDS if victim == "engine" else told
-    assert fleet.leftovers() == []
+    assert daemon.leftovers() == []
 
 
-def test_the_death_of_the_parent_leaves_nobody(fleet: LiveServer) -> None:
-    family = children_of(fleet.pid)
+def test_the_death_of_the_parent_leaves_nobody(daemon: LiveServer) -> None:
+    family = children_of(daemon.pid)
     assert len(family) >= 3
 
-    fleet.signal(signal.SIGKILL)
+    daemon.signal(signal.SIGKILL)
 
     wait_for(lambda: not any(alive(pid) for pid in family), 5)

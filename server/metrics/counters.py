@@ -1,0 +1,179 @@
+"""Counters and histograms of this process, and their sums over all API servers.
+
+prometheus_client's own take two locks for each value, a tenth of an API server's time with each
+token, and share values between processes by memory-mapped files that are chosen at import.
+"""
+
+import bisect
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import msgspec
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.utils import floatToGoString
+
+Labels = tuple[str, ...]
+Values = list[float]
+Snapshot = dict[str, list[tuple[Labels, Values]]]
+"""By family: the labels and values of each series."""
+
+
+class Counter:
+    """A sum. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._sum = 0
+
+    def inc(self, count: int = 1) -> None:
+        self._sum += count
+
+    @property
+    def values(self) -> Values:
+        return [self._sum]
+
+
+class Histogram:
+    """Counts by bucket, and a sum. Not thread-safe."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Observe `value` `count` times."""
+        self._counts[bisect.bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    @property
+    def values(self) -> Values:
+        """The count of each bucket, not cumulative, and the sum."""
+        return [*self._counts, self._sum]
+
+
+def add_series(
+    family: HistogramMetricFamily, labels: Sequence[str], bounds: Sequence[float], values: Values
+) -> None:
+    """Add `Histogram.values` of a histogram with `bounds` to `family`."""
+    *counts, total = values
+    names = [*map(floatToGoString, bounds), "+Inf"]
+    family.add_metric(labels, list(zip(names, accumulate(counts), strict=True)), total)
+
+
+class CounterFamily:
+    """Counters that differ in their labels."""
+
+    def __init__(self, name: str, text: str, label_names: Sequence[str]) -> None:
+        self.name = name
+        self._text = text
+        self._label_names = label_names
+        self.series: dict[Labels, Counter] = {}
+
+    def labels(self, *labels: str) -> Counter:
+        """The counter with these labels."""
+        if labels not in self.series:
+            self.series[labels] = Counter()
+        return self.series[labels]
+
+    def metric(self, values: Mapping[Labels, Values]) -> Metric:
+        """The family with `values`, for a metrics page."""
+        family = CounterMetricFamily(self.name, self._text, labels=self._label_names)
+        for labels, (total,) in values.items():
+            family.add_metric(labels, total)
+        return family
+
+
+class HistogramFamily:
+    """Histograms that differ in their labels."""
+
+    def __init__(
+        self, name: str, text: str, label_names: Sequence[str], bounds: Sequence[float]
+    ) -> None:
+        self.name = name
+        self._text = text
+        self._label_names = label_names
+        self._bounds = bounds
+        self.series: dict[Labels, Histogram] = {}
+
+    def labels(self, *labels: str) -> Histogram:
+        """The histogram with these labels."""
+        if labels not in self.series:
+            self.series[labels] = Histogram(self._bounds)
+        return self.series[labels]
+
+    def metric(self, values: Mapping[Labels, Values]) -> Metric:
+        """The family with `values`, for a metrics page."""
+        family = HistogramMetricFamily(self.name, self._text, labels=self._label_names)
+        for labels, series in values.items():
+            add_series(family, labels, self._bounds, series)
+        return family
+
+
+class Registry:
+    """All families of this process."""
+
+    def __init__(self) -> None:
+        self._families: dict[str, CounterFamily | HistogramFamily] = {}
+
+    def counter(self, name: str, text: str, label_names: Sequence[str]) -> CounterFamily:
+        """A new family of counters."""
+        family = self._families[name] = CounterFamily(name, text, label_names)
+        return family
+
+    def histogram(
+        self, name: str, text: str, label_names: Sequence[str], bounds: Sequence[float]
+    ) -> HistogramFamily:
+        """A new family of histograms, with these upper bounds of buckets."""
+        family = self._families[name] = HistogramFamily(name, text, label_names, bounds)
+        return family
+
+    def snapshot(self) -> Snapshot:
+        """The values of all series."""
+        return {
+            name: [(labels, series.values) for labels, series in family.series.items()]
+            for name, family in self._families.items()
+        }
+
+    def collect(self, snapshots: Iterable[Snapshot] = ()) -> Iterator[Metric]:
+        """All families, summed with the `snapshots` of other processes."""
+        snapshots = list(snapshots)
+        for name, family in self._families.items():
+            totals = {labels: series.values for labels, series in family.series.items()}
+            for snapshot in snapshots:
+                for labels, values in snapshot.get(name, ()):
+                    own = totals.get(labels)
+                    totals[labels] = (
+                        values if own is None else [a + b for a, b in zip(own, values, strict=True)]
+                    )
+            yield family.metric(totals)
+
+
+class SharedSnapshots:
+    """A folder with the latest snapshot of each API server, in one file per server."""
+
+    def __init__(self, folder: str, index: int) -> None:
+        """`index` is that of this API server."""
+        self._folder = Path(folder)
+        self._path = self._folder / f"{index}.msgpack"
+        self._published = b""
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """Replace this server's snapshot, atomically; does nothing if it has not changed. Raises
+        OSError."""
+        data = msgspec.msgpack.encode(snapshot)
+        if data == self._published:
+            return
+        partial = self._path.with_suffix(".partial")
+        partial.write_bytes(data)
+        os.replace(partial, self._path)
+        self._published = data
+
+    def others(self) -> list[Snapshot]:
+        """The snapshots of the other servers."""
+        return [
+            msgspec.msgpack.decode(path.read_bytes(), type=Snapshot)
+            for path in sorted(self._folder.glob("*.msgpack"))
+            if path != self._path
+        ]
