@@ -34,9 +34,9 @@ from hpu.backends.gaudi import GaudiBackend, HpuGraph
 from hpu.backends.select import select_backend
 from hpu.emulator.card.device import Device
 from hpu.emulator.card.graphs import HPUGraph
-from hpu.emulator.card.queue import PendingWork
-from hpu.emulator.card.segments import Recipes
+from hpu.emulator.card.recipes import Recipes
 from hpu.emulator.card.streams import CardEvent
+from hpu.emulator.card.work_queue import WorkQueue
 from hpu.emulator.vendor.wrap import GraphedFunction
 from hpu.models.decoder import Decoder
 from hpu.runner.async_output import AsyncStepOutput
@@ -80,7 +80,7 @@ WATCHED: tuple[tuple[type, str, str], ...] = (
     (CardEvent, "record", RUNTIME),
     (CardEvent, "query", RUNTIME),
     (CardEvent, "synchronize", RUNTIME),
-    (PendingWork, "reach", RUNTIME),
+    (WorkQueue, "complete_until", RUNTIME),
     (Device, "kernel", COMPUTED),
 )
 """What is timed, and as part of what."""

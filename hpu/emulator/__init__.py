@@ -1,4 +1,4 @@
-"""A stand-in for the vendor's package that holds the HPU code to HPU rules on a CPU.
+"""Emulation of the vendor's package on a CPU, which enforces the rules of the card.
 
-It is not a back end: the file under test is the file that ships.
+It is not a back end: hpu/backends/gaudi.py runs on it unchanged.
 """

@@ -1,8 +1,8 @@
-"""Puts the stand-in in place and takes it away again. Nothing here runs on import.
+"""Installs and uninstalls the emulated package; importing this file has no effect.
 
 `install(config, environment)` makes `import habana_frameworks.torch` and the device `hpu` work in
-this process, for every thread; `Emulator.uninstall` restores what was patched. See `tensor.py` for
-how the device string is carried.
+this process, for every thread; `Emulator.uninstall` restores what was patched. card/tensor.py
+explains how tensors get their device.
 """
 
 import sys
@@ -15,41 +15,41 @@ import torch
 from torch.library import Library
 
 from config.errors import ConfigError
+from hpu.emulator.card.counters import Counters
 from hpu.emulator.card.device import Device
-from hpu.emulator.card.journal import Journal
 from hpu.emulator.card.memory import Memory
-from hpu.emulator.card.rules import WHOLE
+from hpu.emulator.card.rules import UNDECOMPOSED
 from hpu.emulator.card.tensor import DEVICE, is_hpu, with_index
-from hpu.emulator.ops.oplib import define_ops
+from hpu.emulator.ops.kernels import define_ops
 from hpu.emulator.settings import EmulatorConfig, RuntimeVariables
 from hpu.emulator.vendor import collectives
 from hpu.emulator.vendor.compiled import patched_compile
-from hpu.emulator.vendor.modules import ROOT, StandIn, bind_to_torch, make_modules
+from hpu.emulator.vendor.modules import ROOT, PackageFinder, bind_to_torch, make_modules
 
 
 class Emulator:
-    """The emulator in place: what it counted, and the marks a test or a server sets."""
+    """An installed emulator: its counters, and the phases that a test or a server sets."""
 
     def __init__(self, config: EmulatorConfig, environment: MutableMapping[str, str]) -> None:
         if hasattr(torch, "hpu") or "habana_frameworks" in sys.modules:
-            raise ConfigError("habana_frameworks is imported already, or an emulator is in place")
+            raise ConfigError("habana_frameworks is imported already, or an emulator is installed")
         self.device = Device(config, RuntimeVariables(environment, config.default_lazy))
         self._modules = make_modules(self.device)
-        self._finder = StandIn(self._modules, self._loaded)
+        self._finder = PackageFinder(self._modules, self._loaded)
         self._libraries: list[Library] = []
         self._overwrites = False
         self._patches: list[tuple[Any, str, Any]] = []
 
     @property
-    def journal(self) -> Journal:
-        return self.device.journal
+    def counters(self) -> Counters:
+        return self.device.counters
 
     @property
     def memory(self) -> Memory:
         return self.device.memory
 
     def seal(self) -> None:
-        """Warm-up is over: from now on compilations and captures are misuses."""
+        """End of warm-up: from now on compilations and captures are misuses."""
         self.device.close_segment()
         self.device.sealed = True
 
@@ -60,14 +60,14 @@ class Emulator:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A step of the engine: host syncs inside are misuses."""
+        """A step of the engine, in which host syncs are misuses."""
         self.device.in_step = True
         try:
             yield
         finally:
             self.device.in_step = False
 
-    def put_in_place(self) -> None:
+    def apply(self) -> None:
         sys.meta_path.insert(0, self._finder)
         self._libraries = [define_ops(self.device.generation.fp8_max), *self._device_libraries()]
         collectives.register("hpu")
@@ -80,7 +80,7 @@ class Emulator:
         self._patch(torch, "compile", patched_compile(self.device, torch.compile))
 
     def uninstall(self) -> None:
-        """Give the card back and restore torch; tensors of the device are not usable any more."""
+        """Release the card and restore torch; tensors of the device become unusable."""
         self.device.acquisition.release()
         torch.__future__.set_overwrite_module_params_on_conversion(self._overwrites)
         for owner, name, original in reversed(self._patches):
@@ -122,20 +122,20 @@ class Emulator:
         bind_to_torch(self._modules)
 
     def _device_libraries(self) -> tuple[Library, Library]:
-        """Factories given the device have no device tensor among their arguments: they come here.
-        Some composite ops are named so that they reach us whole, unchecked for the CPU's rules."""
+        """Kernels for ops that do not arrive in `__torch_dispatch__`: factories, which have no
+        device tensor as an argument, and composite ops that the card runs undecomposed."""
 
         def factory(op: Any, *args: Any, **kwargs: Any) -> Any:
             return self.device.run(op, args, kwargs)
 
         fallback = Library("_", "IMPL")  # type: ignore[no-untyped-call]  # torch's own
         fallback.fallback(factory, "HPU")  # type: ignore[no-untyped-call]  # torch's own
-        whole = Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # torch's own
-        for name in WHOLE:
-            whole.impl(name.removeprefix("aten::"), self._whole(name), "HPU")  # type: ignore[no-untyped-call]  # torch's own
-        return fallback, whole
+        undecomposed = Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # torch's own
+        for name in UNDECOMPOSED:
+            undecomposed.impl(name.removeprefix("aten::"), self._undecomposed(name), "HPU")  # type: ignore[no-untyped-call]  # torch's own
+        return fallback, undecomposed
 
-    def _whole(self, name: str) -> Callable[..., Any]:
+    def _undecomposed(self, name: str) -> Callable[..., Any]:
         op = getattr(torch.ops.aten, name.removeprefix("aten::")).default
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -150,7 +150,7 @@ class Emulator:
 
 
 def _indexed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with the device `hpu` given its index, which torch cannot find out itself."""
+    """The function with an index added to the device `hpu`, which torch cannot determine."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         named = {key: with_index(value) for key, value in kwargs.items()}
@@ -160,8 +160,8 @@ def _indexed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _through_host(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that makes a tensor of data: on the host first, since torch's own way to another
-    device skips what a tensor subclass needs."""
+    """A function that creates a tensor from data, on the host first: torch's own copy to the device
+    skips what a tensor subclass needs."""
 
     def call(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
         if not is_hpu(device):
@@ -172,11 +172,11 @@ def _through_host(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install(config: EmulatorConfig, environment: MutableMapping[str, str]) -> Emulator:
-    """Put an emulated card in place for this process. `environment` is where the runtime's
-    variables are read and written (the process's own, or a dictionary of a test).
+    """Install an emulated card in this process. The runtime's variables are in `environment` (the
+    process's own, or a dictionary of a test).
 
-    ConfigError when the real package, or another emulator, is there already.
+    ConfigError if the real package or another emulator is loaded already.
     """
     emulator = Emulator(config, environment)
-    emulator.put_in_place()
+    emulator.apply()
     return emulator

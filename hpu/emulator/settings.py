@@ -1,4 +1,4 @@
-"""What an emulated card is, and the runtime variables it obeys. Knows no tensors."""
+"""Settings of an emulated card, and the runtime variables that it reads."""
 
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from hpu.backends.gaudi_devices import GENERATIONS
 
 
 class Misuse(GaudiserveError):
-    """A program broke a rule of the device in strict mode; names the op and the caller's line."""
+    """In strict mode: a program broke a rule of the device. Names the op and the caller's line."""
 
     def __init__(self, kind: str, text: str, op: str, line: str) -> None:
         super().__init__(f"{kind}: {text} [{op or 'no op'}, called from {line}]")
@@ -20,35 +20,35 @@ class Misuse(GaudiserveError):
 
 @dataclass(frozen=True, slots=True)
 class EmulatorConfig:
-    """A card, its costs, and how strictly it holds a program to the rules."""
+    """A card, its costs, and how strictly it enforces its rules."""
 
     generation: str = "gaudi2"
     memory_bytes: int | None = 4 << 30
-    """Device memory; None is that of the real card. It is taken from the host's memory."""
+    """Device memory, allocated on the host; None: as much as the real card has."""
     num_devices: int = 8
     strict: bool = False
-    """Every misuse raises `Misuse` instead of being counted and done as the device would."""
+    """Every misuse raises `Misuse` instead of being counted and run as on the device."""
     tolerated: frozenset[str] = frozenset()
     """Kinds of misuse that strict mode counts without raising."""
     compile_delay_s: float = 0.0
-    """Host time that each compilation takes."""
+    """Host time of each compilation."""
     graph_bytes: int = 8 << 20
-    """Device memory that one captured graph takes beside its tensors."""
+    """Device memory of one captured graph in addition to its tensors."""
     workspace_ratio: float = 1.0
-    """Workspace of a recipe, as a share of the bytes of its largest output."""
+    """Workspace of a recipe, as a fraction of the bytes of its largest output."""
     default_lazy: bool = False
-    """Mode when PT_HPU_LAZY_MODE is unset: the default changed around release 1.20."""
+    """Mode if PT_HPU_LAZY_MODE is unset; the default changed around release 1.20."""
     vendor_torch: bool = True
-    """Whether the stand-in counts as the vendor's torch build; without it lazy mode is refused."""
+    """Whether torch counts as the vendor's build; other builds refuse lazy mode."""
     release: str = "1.22.1"
     lock_dir: Path | None = None
-    """Where exclusive acquisition is kept between processes; None: within this process only."""
+    """Folder of the lock files that give a card to one process; None: no locks."""
     release_delay_s: float = 0.0
-    """How long a device stays busy after it was given back."""
+    """How long a card stays busy after its release."""
     collective_timeout_s: float = 30.0
     extra_supported: frozenset[str] = frozenset()
     unsupported: frozenset[str] = frozenset()
-    """Op names (`aten::sort`) that fall back to the host, besides all that nobody listed."""
+    """Op names (`aten::sort`) that fall back to the host, in addition to all unlisted ones."""
 
     def __post_init__(self) -> None:
         if self.generation not in GENERATIONS:
@@ -64,14 +64,14 @@ class EmulatorConfig:
 
 @dataclass(slots=True)
 class RuntimeVariables:
-    """The runtime's variables, read as the runtime reads them: some once, some each time."""
+    """The runtime's variables, read like the runtime does: some once, some at each use."""
 
     environment: MutableMapping[str, str]
     default_lazy: bool
     _lazy: bool | None = field(default=None, init=False)
 
     def lazy(self) -> bool:
-        """Read once and remembered; anything but the string 0 means lazy."""
+        """Read once; anything but the string 0 means lazy."""
         if self._lazy is None:
             text = self.environment.get("PT_HPU_LAZY_MODE")
             self._lazy = self.default_lazy if text is None else text != "0"
@@ -92,7 +92,7 @@ class RuntimeVariables:
         return self.environment.get(name, "").lower() in ("1", "true", "on")
 
     def int64(self) -> bool:
-        """Whether int64 is real: off in lazy mode, on in eager, unless the variable says."""
+        """Whether int64 has 64 bits: by default not in lazy mode, but in eager mode."""
         text = self.environment.get("PT_ENABLE_INT64_SUPPORT")
         return not self.lazy() if text is None else text.lower() in ("1", "true")
 

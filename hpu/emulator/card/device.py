@@ -1,5 +1,4 @@
-"""Device: runs every op of an HpuTensor on its CPU bytes and holds it to the card's rules. Knows
-segments, memory and the recording in progress; knows no modules of the vendor's package."""
+"""Device: runs every op of an HpuTensor on its CPU bytes and enforces the card's rules."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,26 +10,26 @@ from torch import Tensor
 
 from hpu.backends.gaudi_devices import GENERATIONS
 from hpu.emulator.card import rules
-from hpu.emulator.card.acquire import Acquisition
-from hpu.emulator.card.journal import Journal
+from hpu.emulator.card.acquisition import Acquisition
+from hpu.emulator.card.counters import Counters
 from hpu.emulator.card.memory import Memory
-from hpu.emulator.card.queue import PendingWork, spoil
-from hpu.emulator.card.segments import Recipes, Segment
-from hpu.emulator.card.streams import Clock, Line
+from hpu.emulator.card.recipes import Recipes, Segment
+from hpu.emulator.card.streams import StreamState, WriteClock
 from hpu.emulator.card.tensor import (
     HpuTensor,
-    Lease,
+    Lifetime,
     device_tensors,
     is_hpu,
     map_leaves,
     storage_of,
     tensors_in,
 )
+from hpu.emulator.card.work_queue import WorkQueue, fill_with_garbage
 from hpu.emulator.settings import EmulatorConfig, RuntimeVariables
 
 OVERWRITES = ("aten::copy_", "aten::fill_", "aten::zero_")
 
-LAZY_NEEDS_VENDOR = "lazy mode needs the vendor's build of torch; set PT_HPU_LAZY_MODE=0"
+LAZY_NEEDS_VENDOR_TORCH = "lazy mode needs the vendor's build of torch; set PT_HPU_LAZY_MODE=0"
 
 
 class Recording(Protocol):
@@ -48,25 +47,25 @@ class Device:
         self.config = config
         self.variables = variables
         self.generation = GENERATIONS[config.generation]
-        self.journal = Journal(config)
+        self.counters = Counters(config)
         self.memory = Memory(config)
         self.acquisition = Acquisition(config, variables)
-        self.recipes = Recipes(config, variables, self.journal, self.memory)
+        self.recipes = Recipes(config, variables, self.counters, self.memory)
         self.segment = Segment(self.recipes)
-        self.pending = PendingWork()
-        self.clock = Clock()
-        self.line = Line(self.clock, is_default=True)
-        """The stream to which work is given now."""
+        self.queue = WorkQueue()
+        self.clock = WriteClock()
+        self.stream_state = StreamState(self.clock, is_default=True)
+        """State of the current stream."""
         self.recording: Recording | None = None
         self.region_depth = 0
-        """How many regions compiled with hpu_backend are being run, one inside the other."""
+        """Nesting depth of the regions compiled with hpu_backend."""
         self.sealed = False
         """After warm-up: compilations, captures and fallbacks are misuses."""
         self.in_step = False
         """Inside a step: host syncs are misuses."""
         self.world_size = 1
-        self.agree: Callable[[str, list[Tensor]], None] | None = None
-        """Asked before every collective of more than one rank."""
+        self.before_collective: Callable[[str, list[Tensor]], None] | None = None
+        """Called before every collective of more than one rank."""
         self._fullgraph = False
         self.uids = count()
 
@@ -74,27 +73,27 @@ class Device:
         first = not self.variables.mode_is_read()
         lazy = self.variables.lazy()
         if first and lazy and not self.config.vendor_torch:
-            raise AssertionError(LAZY_NEEDS_VENDOR)
+            raise AssertionError(LAZY_NEEDS_VENDOR_TORCH)
         return lazy
 
-    def adopt(self, inner: Tensor) -> HpuTensor:
-        """A CPU tensor's bytes as a new storage on the device."""
-        return HpuTensor(inner, self, self.memory.take(inner.untyped_storage().nbytes()))
+    def from_host(self, inner: Tensor) -> HpuTensor:
+        """Allocate device memory for a CPU tensor's storage and wrap it."""
+        return HpuTensor(inner, self, self.memory.allocate(inner.untyped_storage().nbytes()))
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One op that has a device tensor among its arguments, or the device as a keyword."""
+        """Run one op that has a device tensor as an argument, or the device as a keyword."""
         name: str = func._schema.name
         if _is_composite(func, name):
             result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         self.acquisition.touch()
-        self._check_leases(name, args, kwargs)
+        self._check_lifetimes(name, args, kwargs)
         if self.recording is not None:
             self._check_view_write(func, name, args)
-        if not self.line.is_default:
+        if not self.stream_state.is_default:
             for given in device_tensors((args, kwargs)):
-                self.line.check(given, name, self.journal.misuse)
+                self.stream_state.check(given, name, self.counters.misuse)
         if name == "aten::copy_" and not isinstance(args[0], HpuTensor):
             return self._to_host(args[0], args[1], _non_blocking(args, kwargs, 2))
         if name == "aten::_to_copy" and _goes_to_cpu(kwargs):
@@ -111,42 +110,42 @@ class Device:
         return self._launch(func, name, args, kwargs, lazy)
 
     def close_segment(self) -> None:
-        """End the lazy segment, or the part of a compiled region, and launch it."""
+        """End the lazy segment, or this part of a compiled region, and launch it."""
         if self.segment.close() and self.sealed:
             ops = self.segment.last_ops
             text = f"a new recipe of {len(ops)} ops was compiled while serving"
-            self.journal.misuse("compile_after_warmup", text, " ".join(ops[:8]))
+            self.counters.misuse("compile_after_warmup", text, " ".join(ops[:8]))
 
     def host_sync(self, op: str) -> None:
-        """The host waits for the device in the middle of its work."""
+        """The host waits for the device while work is queued."""
         if self.recording is not None:
             raise RuntimeError(f"{op}: the host cannot read the device during hpu graph capturing")
         if self._fullgraph:
             raise RuntimeError(f"{op}: graph break in a region compiled with fullgraph=True")
         self.close_segment()
-        self.journal.counts["syncs"] += 1
+        self.counters.counts["syncs"] += 1
         if self.in_step:
-            self.journal.misuse("host_sync", "the host waits for the device inside a step", op)
-        self.pending.drain()
+            self.counters.misuse("host_sync", "the host waits for the device inside a step", op)
+        self.queue.complete_all()
 
-    def new_line(self) -> Line:
-        """A stream beside the default one."""
-        return Line(self.clock, is_default=False)
+    def new_stream(self) -> StreamState:
+        """The state of a new stream."""
+        return StreamState(self.clock, is_default=False)
 
     def count_event_wait(self) -> None:
-        """The host waits for an event, as it may inside a step."""
-        self.journal.counts["event_waits"] += 1
+        """Count a host wait for an event, which is allowed inside a step."""
+        self.counters.counts["event_waits"] += 1
 
     def synchronize(self) -> None:
-        """Wait for all work; errors of earlier kernels appear here."""
+        """Wait for all work. Raises errors of earlier kernels."""
         self.acquisition.touch()
         self.close_segment()
-        self.pending.drain()
+        self.queue.complete_all()
 
     @contextmanager
     def region(self, fullgraph: bool) -> Iterator[None]:
-        """Ops inside form one recipe, as a function compiled with hpu_backend; a host sync ends
-        the recipe early (a graph break), or with `fullgraph` raises."""
+        """Ops inside form one recipe, as in a function compiled with hpu_backend. A host sync ends
+        the recipe early (a graph break), or raises with `fullgraph`."""
         if self.region_depth == 0:
             self.close_segment()
         self.region_depth += 1
@@ -160,46 +159,46 @@ class Device:
                 self.close_segment()
 
     def kernel(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The op on CPU tensors under the device's index and integer rules; replays use it too."""
+        """Run the op on CPU tensors with the device's rules for indices and integers."""
         if func._schema.name.startswith("c10d::"):
             return self._collective(func, args, kwargs)
-        result = rules.run(func, args, kwargs, self._mishap)
+        result = rules.run(func, args, kwargs, self._report_misuse)
         name = func._schema.name
         if self.variables.int64() or name in rules.VIEWS or name in rules.EMPTY:
             return result
         for out in tensors_in(result):
             if out.dtype == torch.int64 and out.numel():
-                rules.wrap_to_int32(out, name, self._mishap)
+                rules.wrap_to_int32(out, name, self._report_misuse)
         return result
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self.agree is not None:
-            self.agree(func._schema.name, list(tensors_in((args, kwargs))))
+        if self.before_collective is not None:
+            self.before_collective(func._schema.name, list(tensors_in((args, kwargs))))
         return func(*args, **kwargs)
 
     def _launch(self, func: Any, name: str, args: Any, kwargs: Any, lazy: bool) -> Any:
-        # A recorded copy from the host keeps the value of this moment: it is baked in.
-        keeps = self.recording is not None
-        inner_args, inner_kwargs = _unwrap(args, keeps), _unwrap(kwargs, keeps)
+        # A recorded copy from the host keeps its current value: it is baked into the graph.
+        is_recording = self.recording is not None
+        inner_args, inner_kwargs = _unwrap(args, is_recording), _unwrap(kwargs, is_recording)
         result = self.kernel(func, inner_args, inner_kwargs)
         for out in tensors_in(result):
             rules.check_dtype(out, name)
         wrapped = self._wrap(result, args, kwargs)
         if name not in rules.VIEWS:
             for out in device_tensors(wrapped):
-                self.clock.stamp(out.block)
+                self.clock.mark_written(out.allocation)
         if self.recording is not None:
             self.recording.add(func, inner_args, inner_kwargs, wrapped)
         needs_recipe = name not in rules.EMPTY and not _is_upload(name, args)
         if needs_recipe and (lazy or self.region_depth or name not in rules.VIEWS):
-            self._sign(name, args, kwargs, wrapped)
+            self._add_to_segment(name, args, kwargs, wrapped)
         if not lazy and not self.region_depth:
             self.close_segment()
         return wrapped
 
-    def _sign(self, name: str, args: Any, kwargs: Any, wrapped: Any) -> None:
+    def _add_to_segment(self, name: str, args: Any, kwargs: Any, wrapped: Any) -> None:
         parts = self._describe(args), self._describe(kwargs)
-        # What lies in an argument's memory (a view, an op in place) needs no room of its own.
+        # Views and in-place ops write to an argument's memory and need no workspace.
         given = {storage_of(one.host) for one in device_tensors((args, kwargs))}
         largest = 0
         for out in device_tensors(wrapped):
@@ -209,7 +208,7 @@ class Device:
         self.segment.add(name, parts, largest)
 
     def _describe(self, value: Any) -> object:
-        """What of an argument takes part in a recipe's signature."""
+        """The part of an argument that belongs to a recipe's signature."""
         if isinstance(value, HpuTensor):
             inner = value.host
             number = self.segment.number(value.uid)
@@ -229,8 +228,8 @@ class Device:
         return type(value).__name__
 
     def _wrap(self, result: Any, args: Any, kwargs: Any) -> Any:
-        """CPU results as device tensors: an in-place op's is its argument, a view's shares its
-        storage and its lease, any other takes new memory."""
+        """CPU results as device tensors: an in-place op returns its argument, a view shares storage
+        and lifetime with its base, any other result allocates memory."""
         known = {id(given.host): given for given in device_tensors((args, kwargs))}
         storages = {storage_of(given.host): given for given in known.values()}
 
@@ -242,27 +241,27 @@ class Device:
                 return given
             base = storages.get(storage_of(value))
             if base is not None:
-                view = HpuTensor(value, self, base.block, base.lease)
+                view = HpuTensor(value, self, base.allocation, base.lifetime)
                 view.is_view = True
                 return view
-            made = self.adopt(value)
-            storages[storage_of(value)] = made
-            return made
+            tensor = self.from_host(value)
+            storages[storage_of(value)] = tensor
+            return tensor
 
         return map_leaves(wrap, result)
 
     def _fall_back(self, name: str) -> None:
-        """The op runs on the host: everything before it must be done first."""
+        """The op runs on the host, after everything before it."""
         if self.recording is not None:
             raise RuntimeError(f"{name}: cpu fallback is not supported during hpu graph capturing")
         self.close_segment()
-        self.journal.counts["fallbacks"] += 1
-        self.journal.fallback_ops[name.removeprefix("aten::")] += 1
-        self.journal.misuse("cpu_fallback", "the device has no such op", name)
+        self.counters.counts["fallbacks"] += 1
+        self.counters.fallback_ops[name.removeprefix("aten::")] += 1
+        self.counters.misuse("cpu_fallback", "the device has no such op", name)
 
     def _host_value(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.compile_only():
-            self.journal.misuse("compile_only_read", "nothing was launched", func._schema.name)
+            self.counters.misuse("compile_only_read", "nothing was launched", func._schema.name)
             return func(*_unwrap(args), **_unwrap(kwargs)).__class__(0)
         return func(*_unwrap(args), **_unwrap(kwargs))
 
@@ -272,54 +271,54 @@ class Device:
         return self._to_host(target, source, bool(kwargs.get("non_blocking")))
 
     def _to_host(self, target: Tensor, source: HpuTensor, non_blocking: bool) -> Tensor:
-        """Copy to the host; without waiting, the target is rubbish until somebody waits."""
+        """Copy to the host. With `non_blocking` the target holds garbage until the host waits."""
         if self.recording is not None or not non_blocking:
             self.host_sync("aten::copy_")
         if self.compile_only():
-            spoil(target)
-            self.journal.misuse("compile_only_read", "nothing was launched", "aten::copy_")
+            fill_with_garbage(target)
+            self.counters.misuse("compile_only_read", "nothing was launched", "aten::copy_")
             return target
         if not non_blocking:
             return target.copy_(source.host)
         self.close_segment()
-        if self.line.is_default:
-            self.pending.copy(target, source.host, self.line)
+        if self.stream_state.is_default:
+            self.queue.copy(target, source.host, self.stream_state)
         else:
-            is_whole = self.line.late(source, "aten::copy_", self.journal.misuse)
-            self.pending.copy_late(target, source.host, self.line, is_whole)
+            is_valid = self.stream_state.deferred_check(source, "aten::copy_", self.counters.misuse)
+            self.queue.copy_deferred(target, source.host, self.stream_state, is_valid)
         return target
 
     def compile_only(self) -> bool:
         return self.variables.flag("PT_COMPILE_ONLY_MODE")
 
-    def _check_leases(self, name: str, args: Any, kwargs: Any) -> None:
+    def _check_lifetimes(self, name: str, args: Any, kwargs: Any) -> None:
         for given in device_tensors((args, kwargs)):
-            lease: Lease | None = given.lease
-            if lease is None or not lease.is_over():
+            lifetime: Lifetime | None = given.lifetime
+            if lifetime is None or not lifetime.has_ended():
                 continue
             if name in OVERWRITES and given is args[0]:
-                lease.renew()
+                lifetime.renew()
             elif name not in rules.VIEWS:
-                self.journal.misuse(lease.kind, lease.text, name)
+                self.counters.misuse(lifetime.kind, lifetime.text, name)
 
     def _check_view_write(self, func: Any, name: str, args: Any) -> None:
-        """A graph with a change in place through a view is not supported by the runtime."""
+        """Report an in-place write through a view during capture, which the runtime rejects."""
         if not func._schema.is_mutable or not args or name in rules.VIEWS:
             return
         target = args[0]
         if isinstance(target, HpuTensor) and target.is_view:
             text = f"a view of shape {tuple(target.shape)} is changed in place inside a capture"
-            self.journal.misuse("view_write", text, name)
+            self.counters.misuse("view_write", text, name)
 
-    def _mishap(self, kind: str, text: str, op: str) -> None:
-        self.journal.misuse(kind, text, op)
+    def _report_misuse(self, kind: str, text: str, op: str) -> None:
+        self.counters.misuse(kind, text, op)
         if kind == "index_out_of_range":
-            self.pending.fail(f"{op}: {text}")
+            self.queue.fail(f"{op}: {text}")
 
 
 def _is_composite(func: Any, name: str) -> bool:
-    """Whether an op is made of others; such arrive whole only in inference mode."""
-    if not name.startswith("aten::") or name in rules.WHOLE:
+    """Whether an op is composed of others; only inference mode passes such an op undecomposed."""
+    if not name.startswith("aten::") or name in rules.UNDECOMPOSED:
         return False
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     return bool(has(func.name(), "CompositeImplicitAutograd"))
@@ -337,12 +336,12 @@ def _goes_to_cpu(kwargs: dict[str, Any]) -> bool:
     return device is not None and not is_hpu(device)
 
 
-def _non_blocking(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> bool:
-    return bool(args[place] if len(args) > place else kwargs.get("non_blocking", False))
+def _non_blocking(args: tuple[Any, ...], kwargs: dict[str, Any], position: int) -> bool:
+    return bool(args[position] if len(args) > position else kwargs.get("non_blocking", False))
 
 
 def _check_devices(name: str, args: Any, kwargs: Any) -> None:
-    """Host tensors with dimensions may meet device tensors only in copies."""
+    """Host tensors with dimensions may be mixed with device tensors only in copies."""
     if name == "aten::copy_" or name.startswith(("c10d", "_c10d")):
         return
     for given in tensors_in((args, kwargs)):

@@ -1,8 +1,8 @@
-"""HPUGraph: a true recording of the ops between begin and end, replayed without Python, so that a
-value baked in by mistake shows. Knows nothing of modules and keys.
+"""HPUGraph: a recording of the ops between begin and end, replayed without Python, so that a value
+that was baked in by mistake shows.
 
-With static tensors (tensor cache on) a replay writes the very tensors of the capture. Without,
-each replay makes its intermediates anew and frees them; those of the capture are poisoned.
+With static tensors (tensor cache on) a replay writes to the tensors of the capture. Without, each
+replay allocates and frees its intermediates; those of the capture are filled with garbage.
 """
 
 import gc
@@ -16,15 +16,66 @@ from torch import Tensor
 
 from hpu.emulator.card import rules
 from hpu.emulator.card.device import Device
-from hpu.emulator.card.leases import FreedLease
-from hpu.emulator.card.memory import Block
-from hpu.emulator.card.queue import spoil
+from hpu.emulator.card.memory import Allocation
 from hpu.emulator.card.tensor import HpuTensor, device_tensors, map_leaves, storage_of, tensors_in
+from hpu.emulator.card.work_queue import fill_with_garbage
+
+
+@dataclass(slots=True)
+class ReplayCount:
+    """How often a graph was replayed."""
+
+    value: int = 0
+
+
+@dataclass(slots=True)
+class OutputLifetime:
+    """Of a graph's output: ends with the next replay."""
+
+    replays: ReplayCount
+    until: int
+    kind: str = "stale_output"
+    text: str = "a graph's output is read after the graph's next replay has overwritten it"
+
+    def has_ended(self) -> bool:
+        return self.replays.value != self.until
+
+    def renew(self) -> None:
+        self.until = self.replays.value
+
+
+@dataclass(slots=True)
+class InputLifetime:
+    """Of the first call's input: ends when a later call's input is copied into it."""
+
+    overwritten: bool = False
+    kind: str = "input_overwritten"
+    text: str = "the first call's input holds the inputs of a later call"
+
+    def has_ended(self) -> bool:
+        return self.overwritten
+
+    def renew(self) -> None:
+        self.overwritten = False
+
+
+@dataclass(slots=True)
+class FreedLifetime:
+    """Of an intermediate of a graph without tensor cache: has ended for good."""
+
+    kind: str = "freed_intermediate"
+    text: str = "an intermediate was freed after capture; list it in cache_tensors_list"
+
+    def has_ended(self) -> bool:
+        return True
+
+    def renew(self) -> None:
+        return
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Place of a tensor in a recording's table."""
+    """Index of a tensor in a recording's table."""
 
     number: int
 
@@ -37,9 +88,9 @@ class Step(NamedTuple):
     kwargs: Any
     results: tuple[int, ...]
     constants: tuple[Tensor, ...] | None
-    """What a random op drew: a graph repeats it, since no seed is among its inputs."""
-    stays: bool
-    """Whether a static replay may pass over it: a view, or memory without contents."""
+    """Values that a random op drew: a graph repeats them, since it has no seed as an input."""
+    is_static: bool
+    """Whether a static replay may skip the op: a view, or memory without contents."""
 
 
 class HPUGraph:
@@ -51,19 +102,19 @@ class HPUGraph:
         self._device = device
         self._steps: list[Step] = []
         self._table: list[Tensor | None] = []
-        self._places: dict[int, int] = {}
-        self._made: dict[int, weakref.ref[HpuTensor]] = {}
-        self._blocks: list[Block] = []
-        self._cost: Block | None = None
+        self._slot_of: dict[int, int] = {}
+        self._created: dict[int, weakref.ref[HpuTensor]] = {}
+        self._allocations: list[Allocation] = []
+        self._graph_memory: Allocation | None = None
         self._input_slots: list[int | None] = []
         self._results: list[tuple[int, Tensor]] = []
-        """Slots whose values must be found in these tensors after a replay."""
+        """Slots, and the tensors that must have their values after a replay."""
         self._is_static = True
         self._is_dry = False
-        """Nothing runs while it is captured, so that its intermediates take no room at once."""
+        """Whether nothing runs during capture, so that intermediates allocate no memory."""
 
     def capture_begin(self, dry_run: bool = False) -> None:
-        """Start recording; one capture at a time in a process."""
+        """Start recording; a process captures one graph at a time."""
         device = self._device
         if device.recording is not None:
             raise RuntimeError("an hpu graph is being captured already: one at a time")
@@ -74,8 +125,8 @@ class HPUGraph:
         device.acquisition.touch()
         device.close_segment()
         if device.sealed:
-            device.journal.misuse("capture_after_warmup", "a new graph is captured while serving")
-        self._cost = device.memory.take_graph(device.config.graph_bytes)
+            device.counters.misuse("capture_after_warmup", "a new graph is captured while serving")
+        self._graph_memory = device.memory.allocate_graph(device.config.graph_bytes)
         self._is_dry = dry_run
         device.recording = self
 
@@ -83,78 +134,78 @@ class HPUGraph:
         device = self._device
         device.recording = None
         device.close_segment()
-        device.journal.counts["captures"] += 1
+        device.counters.counts["captures"] += 1
 
-    def abandon(self) -> None:
-        """End a capture that failed; what it took is given back."""
+    def abort(self) -> None:
+        """End a failed capture and free its memory."""
         self._device.recording = None
         self.reset()
 
     def add(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Append an op on CPU tensors; `result` is what the program got."""
+        """Append an op on CPU tensors; `result` is what the program received."""
         name = func._schema.name
         outs = tuple(device_tensors(result))
         shared = {storage_of(given) for given in tensors_in((args, kwargs))}
         slot_args, slot_kwargs = self._slots(args), self._slots(kwargs)
         for out in outs:
-            if id(out.host) not in self._places:
-                self._made[self._place(out.host)] = weakref.ref(out)
+            if id(out.host) not in self._slot_of:
+                self._created[self._slot_number(out.host)] = weakref.ref(out)
                 if not self._is_dry:
-                    self._blocks.append(out.block)
-        results = tuple(self._place(out.host) for out in outs)
+                    self._allocations.append(out.allocation)
+        results = tuple(self._slot_number(out.host) for out in outs)
         constants = None
         if name in rules.RANDOM:
             constants = tuple(out.host.clone() for out in outs)
-            self._device.journal.misuse(
+            self._device.counters.misuse(
                 "random_in_graph", "a replay draws the captured numbers again", name
             )
         is_view = not func._schema.is_mutable and all(
             storage_of(out.host) in shared for out in outs
         )
-        stays = bool(outs) and (is_view or name in rules.EMPTY)
-        self._steps.append(Step(func, slot_args, slot_kwargs, results, constants, stays))
+        is_static = bool(outs) and (is_view or name in rules.EMPTY)
+        self._steps.append(Step(func, slot_args, slot_kwargs, results, constants, is_static))
 
     def mark_user_inputs(self, tensors: Sequence[Tensor]) -> None:
-        """Name the inputs, in the order in which `replayV3` gets them."""
+        """Name the inputs, in the order of `replayV3`'s argument."""
         self._input_slots = [
-            self._places.get(id(given.host)) if isinstance(given, HpuTensor) else None
+            self._slot_of.get(id(given.host)) if isinstance(given, HpuTensor) else None
             for given in tensors
         ]
 
     def mark_user_outputs(self, tensors: Iterable[Tensor]) -> None:
-        """Name the outputs, which stay at their place whatever else is freed."""
+        """Name the outputs, which keep their memory when intermediates are freed."""
         for given in tensors:
-            if isinstance(given, HpuTensor) and id(given.host) in self._places:
-                self._results.append((self._places[id(given.host)], given.host))
-                self._blocks.append(given.block)
+            if isinstance(given, HpuTensor) and id(given.host) in self._slot_of:
+                self._results.append((self._slot_of[id(given.host)], given.host))
+                self._allocations.append(given.allocation)
 
     def get_user_input_match_indices(self) -> list[int]:
-        """Inputs that the recording reads itself; others reach it as copies only."""
-        return [place for place, slot in enumerate(self._input_slots) if slot is not None]
+        """Indices of the inputs that the recording reads directly; it reads others as copies."""
+        return [index for index, slot in enumerate(self._input_slots) if slot is not None]
 
     def free_intermediates(self, keep: Sequence[Tensor] = ()) -> None:
-        """No tensor cache: all but inputs, outputs and `keep` is poisoned, and charged no more."""
+        """No tensor cache: free everything but inputs, outputs and `keep`, and overwrite it."""
         self._is_static = False
-        self._blocks.clear()
+        self._allocations.clear()
         self.mark_user_outputs(keep)
-        kept = {storage_of(value) for _, value in self._results}
-        kept |= {
+        static = {storage_of(value) for _, value in self._results}
+        static |= {
             storage_of(value)
             for slot, value in enumerate(self._table)
-            if value is not None and slot not in self._made
+            if value is not None and slot not in self._created
         }
-        for slot, wrapper in self._made.items():
+        for slot, wrapper in self._created.items():
             value = self._table[slot]
             self._table[slot] = None
-            if value is None or storage_of(value) in kept:
+            if value is None or storage_of(value) in static:
                 continue
-            spoil(value)
+            fill_with_garbage(value)
             alive = wrapper()
             if alive is not None:
-                alive.lease = FreedLease()
+                alive.lifetime = FreedLifetime()
         self.clear_inputs()
-        self._made.clear()
-        self._places.clear()
+        self._created.clear()
+        self._slot_of.clear()
 
     def replay(self, asynchronous: bool = False) -> None:
         """Run on the present contents of the captured tensors."""
@@ -173,7 +224,7 @@ class HPUGraph:
         self.replay(asynchronous)
 
     def replayV3(self, tensors: Sequence[Tensor], asynchronous: bool = False) -> None:
-        """Run on the caller's own tensors in the places of the marked inputs."""
+        """Run on the caller's tensors instead of the marked inputs."""
         self._count()
         bound: dict[int, Tensor] = {}
         for slot, given in zip(self._input_slots, tensors, strict=True):
@@ -187,28 +238,28 @@ class HPUGraph:
                 self._table[slot] = None
 
     def reset(self) -> None:
-        """Forget the recording and give its memory back."""
+        """Drop the recording and free its memory."""
         self._steps.clear()
         self._table.clear()
-        self._places.clear()
-        self._made.clear()
-        self._blocks.clear()
+        self._slot_of.clear()
+        self._created.clear()
+        self._allocations.clear()
         self._results.clear()
-        self._cost = None
+        self._graph_memory = None
 
     def _count(self) -> None:
         if self._device.recording is not None:
             raise RuntimeError("an hpu graph cannot be replayed during hpu graph capturing")
         self._device.acquisition.touch()
         self._device.close_segment()
-        self._device.journal.counts["replays"] += 1
-        for block in self._blocks:
-            self._device.clock.stamp(block)
+        self._device.counters.counts["replays"] += 1
+        for block in self._allocations:
+            self._device.clock.mark_written(block)
 
     def _run_static(self) -> None:
         table = self._table
         for step in self._steps:
-            if step.stays:
+            if step.is_static:
                 continue
             fresh = self._compute(step, table)
             for slot, value in zip(step.results, fresh, strict=True):
@@ -230,7 +281,7 @@ class HPUGraph:
 
     def _compute(self, step: Step, table: Sequence[Tensor | None]) -> list[Tensor]:
         if step.constants is not None:
-            return self._repeat(step, step.constants, table)
+            return self._replay_constants(step, step.constants, table)
 
         def fill(leaf: Any) -> Any:
             return table[leaf.number] if isinstance(leaf, Slot) else leaf
@@ -238,10 +289,10 @@ class HPUGraph:
         args, kwargs = map_leaves(fill, step.args), map_leaves(fill, step.kwargs)
         return list(tensors_in(self._device.kernel(step.func, args, kwargs)))
 
-    def _repeat(
+    def _replay_constants(
         self, step: Step, constants: tuple[Tensor, ...], table: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        """The captured draw, in place if the op was in place."""
+        """The captured random values, in place if the op was in place."""
         if not step.func._schema.is_mutable:
             return [value.clone() for value in constants]
         fresh = []
@@ -252,17 +303,17 @@ class HPUGraph:
 
     def _slots(self, value: Any) -> Any:
         def change(leaf: Any) -> Any:
-            return Slot(self._place(leaf)) if isinstance(leaf, Tensor) else leaf
+            return Slot(self._slot_number(leaf)) if isinstance(leaf, Tensor) else leaf
 
         return map_leaves(change, value)
 
-    def _place(self, inner: Tensor) -> int:
-        place = self._places.get(id(inner))
-        if place is None:
-            place = len(self._table)
-            self._places[id(inner)] = place
+    def _slot_number(self, inner: Tensor) -> int:
+        slot = self._slot_of.get(id(inner))
+        if slot is None:
+            slot = len(self._table)
+            self._slot_of[id(inner)] = slot
             self._table.append(inner)
-        return place
+        return slot
 
 
 class GraphContext:
@@ -287,4 +338,4 @@ class GraphContext:
         if kind is None:
             self._graph.capture_end()
         else:
-            self._graph.abandon()
+            self._graph.abort()

@@ -1,28 +1,27 @@
-"""A card's memory: live storages, graphs and workspace in one pool, with peaks. Knows no ops."""
+"""A card's memory: one pool for storages, graphs and workspace, with its peak."""
 
 from hpu.emulator.settings import EmulatorConfig
 
 
-class Block:
+class Allocation:
     """Device bytes that are in use for as long as this object lives; views share their base's.
     `written` is when the default stream last wrote to them."""
 
-    __slots__ = ("__weakref__", "memory", "size", "written")
+    __slots__ = ("__weakref__", "last_write", "memory", "size")
 
     def __init__(self, memory: "Memory", size: int) -> None:
         self.memory = memory
         self.size = size
-        self.written = 0
+        self.last_write = 0
 
     def __del__(self) -> None:
-        self.memory.give_back(self.size)
+        self.memory.free(self.size)
 
 
 class Memory:
-    """`in_use` = live storages + graphs + the largest workspace any recipe asked for.
+    """`in_use` = live storages + graphs + the largest workspace of all recipes.
 
-    What does not fit raises RuntimeError with the runtime's words and leaves the books as they
-    were.
+    An allocation that does not fit raises RuntimeError with the runtime's text and changes nothing.
     """
 
     def __init__(self, config: EmulatorConfig) -> None:
@@ -34,7 +33,7 @@ class Memory:
         self.num_frees = 0
         self.largest = 0
 
-    def take(self, size: int) -> Block:
+    def allocate(self, size: int) -> Allocation:
         """A storage of `size` bytes."""
         if self.in_use + size > self.limit:
             raise RuntimeError(
@@ -44,19 +43,19 @@ class Memory:
             )
         self.num_allocs += 1
         self._add(size)
-        return Block(self, size)
+        return Allocation(self, size)
 
-    def take_graph(self, size: int) -> Block:
-        """The fixed cost of a captured graph."""
+    def allocate_graph(self, size: int) -> Allocation:
+        """The fixed memory of a captured graph."""
         if self.in_use + size > self.limit:
             raise RuntimeError(
                 f"Graph compile failed. 26: synStatus 26, capture needs {size} bytes, "
                 f"{self.limit - self.in_use} of {self.limit} are free"
             )
         self._add(size)
-        return Block(self, size)
+        return Allocation(self, size)
 
-    def need_workspace(self, size: int) -> None:
+    def reserve_workspace(self, size: int) -> None:
         """Grow the shared workspace to `size`; it never shrinks."""
         growth = size - self.workspace
         if growth <= 0:
@@ -69,7 +68,7 @@ class Memory:
         self.workspace = size
         self._add(growth)
 
-    def give_back(self, size: int) -> None:
+    def free(self, size: int) -> None:
         self.in_use -= size
         self.num_frees += 1
 

@@ -1,8 +1,8 @@
-"""What the device does to single ops: which it has, which wait for the host, how it treats -1
-indices and wide types. Pure functions of CPU tensors; knows no segments, no graphs, no memory.
+"""Rules of single ops: which ops the device supports, which wait for the host, how it handles -1
+indices and wide dtypes. Pure functions of CPU tensors.
 
-The list of supported ops is a judgement: no public list says which ops fall back. It holds what
-serving code of the vendor is seen to run on the device.
+No public list says which ops fall back to the host. The list of supported ops is an assumption: the
+ops that the vendor's serving code runs on the device.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ DATA_SHAPED = _names("""
     nonzero masked_select unique_dim unique_consecutive _unique _unique2 unique_dim_consecutive
     repeat_interleave bincount
 """)
-"""Ops whose output's shape depends on data, so that the host must wait for it."""
+"""Ops whose output shape depends on data, so that the host must wait for it."""
 
 RANDOM = _names("""
     uniform_ normal_ random_ exponential_ bernoulli_ multinomial randperm bernoulli
@@ -37,7 +37,7 @@ VIEWS = _names("""
 """)
 
 EMPTY = _names("empty empty_strided empty_like new_empty new_empty_strided")
-"""Memory without contents."""
+"""Ops that allocate without writing."""
 
 SUPPORTED = (
     VIEWS
@@ -74,23 +74,23 @@ SUPPORTED = (
 """)
 )
 
-WHOLE = ("aten::one_hot", "aten::scaled_dot_product_attention")
-"""Composite ops that the device has as one."""
+UNDECOMPOSED = ("aten::one_hot", "aten::scaled_dot_product_attention")
+"""Composite ops that the device runs as one."""
 
 SUPPORTED_NAMESPACES = ("hpu", "c10d", "_c10d_functional", "prims")
 
-REFUSED = (torch.float64, torch.complex64, torch.complex128, torch.complex32)
+UNSUPPORTED_DTYPES = (torch.float64, torch.complex64, torch.complex128, torch.complex32)
 
-Mishap = Callable[[str, str, str], None]
-"""Told of (kind, text, op) when data, not shapes, break a rule."""
+Report = Callable[[str, str, str], None]
+"""Called with (kind, text, op) when data, not shapes, break a rule."""
 
 
 class IndexRule(NamedTuple):
-    """Where an op keeps its index: argument numbers of target, dimension (None: 0) and places."""
+    """Argument numbers of target, dimension (None: dimension 0) and indices of an op."""
 
     target: int
     dim: int | None
-    places: int
+    indices: int
     reads: bool
 
 
@@ -131,26 +131,26 @@ def waits_for_data(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return any(index is not None and index.dtype in MASKS for index in args[1])
 
 
-def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mishap: Mishap) -> Any:
-    """The op on CPU tensors, with the device's treatment of indices."""
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+    """Run the op on CPU tensors with the device's handling of indices."""
     name = func._schema.name
     if name == "aten::one_hot":
-        return _one_hot(args, kwargs, mishap)
+        return _one_hot(args, kwargs, report)
     rule = INDEX_RULES.get(name)
     if rule is not None or name in PUTS or name == "aten::index":
-        place = 1 if rule is None else rule.places
-        args = (*args[:place], _wide(args[place]), *args[place + 1 :])
+        number = 1 if rule is None else rule.indices
+        args = (*args[:number], _as_int64(args[number]), *args[number + 1 :])
     if rule is not None:
-        return _run_indexed(func, name, rule, args, kwargs, mishap)
+        return _run_indexed(func, name, rule, args, kwargs, report)
     if name in PUTS:
-        return _run_put(func, name, args, kwargs, mishap)
+        return _run_put(func, name, args, kwargs, report)
     return func(*args, **kwargs)
 
 
-def _wide(index: Any) -> Any:
-    """32-bit indices, which the device takes everywhere, as the CPU wants them."""
+def _as_int64(index: Any) -> Any:
+    """int32 indices, which the device accepts everywhere, as int64 for the CPU."""
     if isinstance(index, (list, tuple)):
-        return [_wide(item) for item in index]
+        return [_as_int64(item) for item in index]
     return index.long() if index is not None and index.dtype == torch.int32 else index
 
 
@@ -160,9 +160,9 @@ def _run_indexed(
     rule: IndexRule,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    mishap: Mishap,
+    report: Report,
 ) -> Any:
-    index = args[rule.places]
+    index = args[rule.indices]
     if not index.numel():
         return func(*args, **kwargs)
     dim = 0 if rule.dim is None else args[rule.dim]
@@ -170,47 +170,47 @@ def _run_indexed(
     low, high = int(index.min()), int(index.max())
     if low >= 0 and high < size:
         return func(*args, **kwargs)
-    _report(name, low, high, size, mishap)
-    allowed = (index >= 0) & (index < size)
+    _report(name, low, high, size, report)
+    valid = (index >= 0) & (index < size)
     clamped = list(args)
-    clamped[rule.places] = index.clamp(0, size - 1)
+    clamped[rule.indices] = index.clamp(0, size - 1)
     if rule.reads:
         out = func(*clamped, **kwargs)
-        mask = allowed
+        mask = valid
         if name == "aten::index_select":
             shape = [1] * out.dim()
             shape[dim] = -1
-            mask = allowed.view(shape)
+            mask = valid.view(shape)
         elif name == "aten::embedding":
-            mask = allowed.unsqueeze(-1)
+            mask = valid.unsqueeze(-1)
         return out.masked_fill_(~mask, 0)
-    return _write_allowed(func, name, args, kwargs, dim, allowed)
+    return _write_valid(func, name, args, kwargs, dim, valid)
 
 
-def _write_allowed(
+def _write_valid(
     func: Any,
     name: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     dim: int,
-    allowed: Tensor,
+    valid: Tensor,
 ) -> Any:
-    """The write on a target with one more row, which takes what the device ignores."""
+    """Write to a copy of the target with one more row, which receives what the device ignores."""
     target, index = args[0], args[2]
-    spare_shape = list(target.shape)
-    spare_shape[dim] = 1
-    longer = torch.cat((target, target.new_zeros(spare_shape)), dim)
-    spare = index.masked_fill(~allowed, target.shape[dim])
-    out = func(longer, args[1], spare, *args[3:], **kwargs).narrow(dim, 0, target.shape[dim])
+    extra_shape = list(target.shape)
+    extra_shape[dim] = 1
+    longer = torch.cat((target, target.new_zeros(extra_shape)), dim)
+    redirected = index.masked_fill(~valid, target.shape[dim])
+    out = func(longer, args[1], redirected, *args[3:], **kwargs).narrow(dim, 0, target.shape[dim])
     if name.endswith("_"):
         return target.copy_(out)
     return out.clone()
 
 
 def _run_put(
-    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], mishap: Mishap
+    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report
 ) -> Any:
-    """index_put along leading dimensions; -1 anywhere drops that element."""
+    """index_put along leading dimensions; an element with a -1 index is dropped."""
     target, indices, values = args[0], args[1], args[2]
     given = [index for index in indices if index is not None]
     bad = False
@@ -219,21 +219,21 @@ def _run_put(
             continue
         low, high = int(index.min()), int(index.max())
         if low < 0 or high >= target.shape[dim]:
-            _report(name, low, high, target.shape[dim], mishap)
+            _report(name, low, high, target.shape[dim], report)
             bad = True
     if not bad or len(given) != len(indices):
         return func(*args, **kwargs)
     broadcast = torch.broadcast_tensors(*given)  # type: ignore[no-untyped-call]  # torch's own
-    allowed = torch.ones(broadcast[0].shape, dtype=torch.bool)
+    valid = torch.ones(broadcast[0].shape, dtype=torch.bool)
     for dim, index in enumerate(broadcast):
-        allowed &= (index >= 0) & (index < target.shape[dim])
+        valid &= (index >= 0) & (index < target.shape[dim])
     tail = target.shape[len(given) :]
-    kept = values.expand(*allowed.shape, *tail)[allowed]
-    return func(target, [index[allowed] for index in broadcast], kept, *args[3:], **kwargs)
+    valid_values = values.expand(*valid.shape, *tail)[valid]
+    return func(target, [index[valid] for index in broadcast], valid_values, *args[3:], **kwargs)
 
 
-def _one_hot(args: tuple[Any, ...], kwargs: dict[str, Any], mishap: Mishap) -> Tensor:
-    """BatchState of zeros where the index is -1; the number of classes must be given."""
+def _one_hot(args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Tensor:
+    """All zeros where the index is -1; the number of classes must be given."""
     index = args[0]
     classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
     if classes < 0:
@@ -241,31 +241,31 @@ def _one_hot(args: tuple[Any, ...], kwargs: dict[str, Any], mishap: Mishap) -> T
     if index.numel():
         low, high = int(index.min()), int(index.max())
         if low < 0 or high >= classes:
-            _report("aten::one_hot", low, high, classes, mishap)
+            _report("aten::one_hot", low, high, classes, report)
     rows: Tensor = index.unsqueeze(-1) == torch.arange(classes)
     return rows.long()
 
 
-def _report(name: str, low: int, high: int, size: int, mishap: Mishap) -> None:
+def _report(name: str, low: int, high: int, size: int, report: Report) -> None:
     if low < -1 or high >= size:
         worst = low if low < -1 else high
-        mishap("index_out_of_range", f"index {worst} of {size}", name)
+        report("index_out_of_range", f"index {worst} of {size}", name)
     if low < 0:
-        mishap("negative_index", f"index {low} of {size} is ignored on the device", name)
+        report("negative_index", f"index {low} of {size} is ignored on the device", name)
 
 
 def check_dtype(tensor: Tensor, name: str) -> None:
-    """RuntimeError for a type the device does not have."""
-    if tensor.dtype in REFUSED:
+    """RuntimeError for a dtype that the device does not support."""
+    if tensor.dtype in UNSUPPORTED_DTYPES:
         kind = str(tensor.dtype).removeprefix("torch.")
         raise RuntimeError(f"{name}: tensor type {kind} is not supported by hpu")
 
 
-def wrap_to_int32(tensor: Tensor, name: str, mishap: Mishap) -> None:
-    """int64 lives in 32 bits on the device in lazy mode: what does not fit wraps, in place."""
-    narrow = tensor.to(torch.int32)
-    if torch.equal(narrow.to(torch.int64), tensor):
+def wrap_to_int32(tensor: Tensor, name: str, report: Report) -> None:
+    """In lazy mode int64 has 32 bits on the device: values that do not fit wrap, in place."""
+    wrapped = tensor.to(torch.int32)
+    if torch.equal(wrapped.to(torch.int64), tensor):
         return
     worst = int(tensor.abs().max())
-    tensor.copy_(narrow)
-    mishap("int64_wrap", f"value {worst} does not fit 32 bits and wraps", name)
+    tensor.copy_(wrapped)
+    report("int64_wrap", f"value {worst} does not fit 32 bits and wraps", name)

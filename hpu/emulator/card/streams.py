@@ -1,8 +1,7 @@
-"""Streams and events of the emulated card: what is ordered behind what. Knows no ops.
+"""Streams and events of the emulated card, and checks of the order between streams.
 
-Work of the default stream is done when it is given. Another stream's copies to the host read their
-source only when somebody waits for them, as late as a real card may; what the host then finds
-shows whether it was ordered rightly.
+The default stream runs its work at once. Another stream's copies to the host read their source only
+when the host waits for them, as late as a real card may, so a missing wait shows in the data.
 """
 
 import time
@@ -10,30 +9,31 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
-from hpu.emulator.card.acquire import Acquisition
-from hpu.emulator.card.memory import Block
-from hpu.emulator.card.queue import PendingWork
+from hpu.emulator.card.acquisition import Acquisition
+from hpu.emulator.card.memory import Allocation
 from hpu.emulator.card.tensor import DEVICE, HpuTensor
+from hpu.emulator.card.work_queue import WorkQueue
 
-Misused = Callable[[str, str, str], None]
+ReportMisuse = Callable[[str, str, str], None]
 
 
-class Clock:
-    """Counts what was given to the default stream."""
+class WriteClock:
+    """Counts the writes of the default stream."""
 
     def __init__(self) -> None:
         self.now = 0
 
-    def stamp(self, block: Block) -> None:
+    def mark_written(self, allocation: Allocation) -> None:
         """The default stream writes to a storage now."""
         self.now += 1
-        block.written = self.now
+        allocation.last_write = self.now
 
 
-class Line:
-    """One stream's place: it has waited for what the default stream was given up to `seen`."""
+class StreamState:
+    """How far a stream is ordered behind the default stream: it has waited for its writes up to
+    `seen`."""
 
-    def __init__(self, clock: Clock, *, is_default: bool) -> None:
+    def __init__(self, clock: WriteClock, *, is_default: bool) -> None:
         self._clock = clock
         self.is_default = is_default
         self._seen = 0
@@ -45,34 +45,37 @@ class Line:
     def wait_for(self, seen: int) -> None:
         self._seen = max(self._seen, seen)
 
-    def check(self, source: HpuTensor, op: str, misuse: Misused) -> None:
-        """`op` of this stream reads `source`."""
-        if source.block.written > self.seen:
+    def check(self, source: HpuTensor, op: str, misuse: ReportMisuse) -> None:
+        """Report a read of `source` by `op` that is not ordered behind its last write."""
+        if source.allocation.last_write > self.seen:
             text = "a stream reads what the default stream wrote, without waiting for its event"
             misuse("stream_order", text, op)
 
-    def late(self, source: HpuTensor, op: str, misuse: Misused) -> Callable[[], bool]:
-        """Asked when a copy of this stream is carried out: whether `source` is still there."""
-        block, written = weakref.ref(source.block), source.block.written
+    def deferred_check(
+        self, source: HpuTensor, op: str, misuse: ReportMisuse
+    ) -> Callable[[], bool]:
+        """A function that tells, when a copy of this stream runs, whether `source` still exists. It
+        reports a source that was freed or overwritten."""
+        allocation, last_write = weakref.ref(source.allocation), source.allocation.last_write
 
-        def is_whole() -> bool:
-            found = block()
+        def is_valid() -> bool:
+            found = allocation()
             if found is None:
                 misuse("stream_freed", "the source was freed before another stream copied it", op)
-            elif found.written != written:
+            elif found.last_write != last_write:
                 text = "the source was overwritten before another stream copied it"
                 misuse("stream_overwritten", text, op)
             return found is not None
 
-        return is_whole
+        return is_valid
 
 
 class Card(Protocol):
-    """What streams and events must know of the device."""
+    """What streams and events use of the device."""
 
     acquisition: Acquisition
-    pending: PendingWork
-    line: Line
+    queue: WorkQueue
+    stream_state: StreamState
 
     def close_segment(self) -> None: ...
 
@@ -87,49 +90,49 @@ class CardEvent:
     def __init__(self, device: Card, enable_timing: bool) -> None:
         self._device = device
         self._timed = enable_timing
-        self._line: Line | None = None
-        self._point = 0
+        self._state: StreamState | None = None
+        self._position = 0
         self._moment_s = 0.0
         self.seen = 0
 
     def record(self, stream: "CardStream | None" = None) -> None:
         self._device.acquisition.touch()
         self._device.close_segment()
-        self._line = self._device.line if stream is None else stream.line
-        self._point = self._device.pending.point()
+        self._state = self._device.stream_state if stream is None else stream.stream_state
+        self._position = self._device.queue.position()
         self._moment_s = time.perf_counter()
-        self.seen = self._line.seen
+        self.seen = self._state.seen
 
     def wait(self, stream: "CardStream | None" = None) -> None:
-        """Orders streams, not the host."""
-        line = self._device.line if stream is None else stream.line
-        line.wait_for(self.seen)
+        """Make a stream wait, not the host."""
+        state = self._device.stream_state if stream is None else stream.stream_state
+        state.wait_for(self.seen)
 
     def query(self) -> bool:
-        """True: the emulated card is always done by the time it is asked."""
-        self._reach()
+        """Always True: the emulated card has finished its work when it is queried."""
+        self._complete()
         return True
 
     def synchronize(self) -> None:
         self._device.count_event_wait()
-        self._reach()
+        self._complete()
 
     def elapsed_time(self, end: "CardEvent") -> float:
         if not (self._timed and end._timed):
             raise RuntimeError("elapsed_time needs events made with enable_timing=True")
         return (end._moment_s - self._moment_s) * 1e3
 
-    def _reach(self) -> None:
-        if self._line is not None:
-            self._device.pending.reach(self._point, self._line)
+    def _complete(self) -> None:
+        if self._state is not None:
+            self._device.queue.complete_until(self._position, self._state)
 
 
 class CardStream:
-    """One queue of the card, beside the default one."""
+    """A stream beside the default one."""
 
-    def __init__(self, device: Card, line: Line, priority: int) -> None:
+    def __init__(self, device: Card, stream_state: StreamState, priority: int) -> None:
         self._device = device
-        self.line = line
+        self.stream_state = stream_state
         self.priority = priority
         self.device = DEVICE
 
@@ -137,7 +140,7 @@ class CardStream:
         event.wait(self)
 
     def wait_stream(self, stream: "CardStream") -> None:
-        self.line.wait_for(stream.line.seen)
+        self.stream_state.wait_for(stream.stream_state.seen)
 
     def record_event(self, event: CardEvent | None = None) -> CardEvent:
         event = event or CardEvent(self._device, False)

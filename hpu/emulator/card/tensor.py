@@ -4,9 +4,9 @@ How the device string is carried, and why so: torch knows the device type `hpu` 
 `torch.device("hpu")` needs no renaming of the private-use back end (which cannot be undone and
 would need C++ kernels). An HpuTensor is a wrapper subclass with that device; every op on one
 arrives in `__torch_dispatch__` of this file, and factories given the device arrive in a fallback
-registered for the HPU dispatch key by `install`. Reads by the host are thus real, visible ops, on
-every thread, and CPU tensors cost nothing extra. Only what resolves a device without an index in
-C++ (`Tensor.to`, `torch.tensor`, `torch.as_tensor`) is patched, by `install`.
+registered for the HPU dispatch key by `install`. So reads by the host are visible ops on every
+thread, and CPU tensors cost nothing extra. Only functions that resolve a device without an index in
+C++ (`Tensor.to`, `torch.tensor`, `torch.as_tensor`) are patched, by `install`.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,23 +16,22 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hpu.emulator.card import indexing
-from hpu.emulator.card.memory import Block
+from hpu.emulator.card.memory import Allocation
 
 DEVICE = torch.device("hpu", 0)
 
 
-class Lease(Protocol):
-    """The time during which a tensor of a graph may be read; `kind` and `text` name the misuse
-    of reading it later."""
+class Lifetime(Protocol):
+    """How long a tensor of a graph may be read; `kind` and `text` name the misuse of reading it
+    later."""
 
     kind: str
     text: str
 
-    def is_over(self) -> bool: ...
+    def has_ended(self) -> bool: ...
 
     def renew(self) -> None:
-        """The tensor was overwritten as a whole: it may be read again."""
+        """The whole tensor was overwritten, so it may be read again."""
         ...
 
 
@@ -45,24 +44,23 @@ class Owner(Protocol):
 
 
 class HpuTensor(Tensor):
-    """`host` holds the bytes, `block` their place in the books; `uid` is never reused; `is_view`
-    says that another tensor's memory was given to it."""
+    """`host` holds the bytes, `allocation` their device memory; `uid` is never reused."""
 
     host: Tensor
     owner: Owner
-    block: Block
-    lease: Lease | None
+    allocation: Allocation
+    lifetime: Lifetime | None
     uid: int
     is_view: bool
 
-    # Torch's own type of this attribute is a method; the disabled form is how it is switched off.
+    # Torch declares a method here; assigning the disabled form switches it off.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
-        cls, inner: Tensor, owner: Owner, block: Block, lease: Lease | None = None
+        cls, inner: Tensor, owner: Owner, allocation: Allocation, lifetime: Lifetime | None = None
     ) -> "HpuTensor":
-        made: HpuTensor = torch.Tensor._make_wrapper_subclass(
+        tensor: HpuTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             inner.shape,
             strides=inner.stride(),
@@ -71,13 +69,13 @@ class HpuTensor(Tensor):
             device=DEVICE,
             requires_grad=False,
         )
-        made.host = inner
-        made.owner = owner
-        made.block = block
-        made.lease = lease
-        made.uid = next(owner.uids)
-        made.is_view = False
-        return made
+        tensor.host = inner
+        tensor.owner = owner
+        tensor.allocation = allocation
+        tensor.lifetime = lifetime
+        tensor.uid = next(owner.uids)
+        tensor.is_view = False
+        return tensor
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch calls it with the op first
@@ -90,7 +88,7 @@ class HpuTensor(Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
-    # The methods of torch below want a device guard, which comes with a driver; the ops do not.
+    # Torch's own versions of the methods below need a device guard, which comes with a driver.
 
     def __invert__(self) -> Tensor:
         return torch.bitwise_not(self)
@@ -112,10 +110,10 @@ class HpuTensor(Tensor):
         return out
 
     def __getitem__(self, key: Any) -> Tensor:
-        return indexing.read(self, key)
+        return get_item(self, key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        indexing.write(self, key, value)
+        set_item(self, key, value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped there
         return repr(self.cpu()).replace("tensor(", "tensor(device='hpu:0', ", 1)
@@ -148,7 +146,7 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
-    """`value` with `change` applied to whatever is no list, tuple or dict."""
+    """`value` with `change` applied to everything but lists, tuples and dicts."""
     if isinstance(value, dict):
         return {key: map_leaves(change, item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -168,3 +166,73 @@ def is_hpu(device: Any) -> bool:
 def with_index(value: Any) -> Any:
     """The device `hpu` with its index, anything else as it is."""
     return DEVICE if is_hpu(value) else value
+
+
+# Indexing as views and index ops: torch's own indexing needs a device guard, which comes with a
+# driver.
+
+
+def get_item(tensor: Tensor, key: Any) -> Tensor:
+    """`tensor[key]`; the host reads a 0-dimensional index tensor, as torch does."""
+    view, indices = _view(tensor, key)
+    if not indices:
+        return view if view is not tensor else torch.ops.aten.alias(tensor)
+    out: Tensor = torch.ops.aten.index.Tensor(view, indices)
+    return out
+
+
+def set_item(tensor: Tensor, key: Any, value: Any) -> None:
+    """`tensor[key] = value`."""
+    view, indices = _view(tensor, key)
+    if indices:
+        if not isinstance(value, Tensor):
+            value = torch.full((), value, dtype=tensor.dtype, device=tensor.device)
+        elif value.device != tensor.device:
+            value = value.to(tensor.device)
+        torch.ops.aten.index_put_.default(view, indices, value)
+    elif isinstance(value, Tensor):
+        view.copy_(value.squeeze(0) if value.dim() > view.dim() else value)
+    else:
+        view.fill_(value)
+
+
+def _view(tensor: Tensor, key: Any) -> tuple[Tensor, list[Tensor | None]]:
+    """The view of the basic parts of the key, and the remaining index tensors by dimension."""
+    parts = list(key) if isinstance(key, tuple) else [key]
+    width = sum(_width(part) for part in parts)
+    if width > tensor.dim():
+        raise IndexError(f"too many indices: {width} for a tensor of {tensor.dim()} dimensions")
+    dim = 0
+    indices: dict[int, Tensor] = {}
+    for position, part in enumerate(parts):
+        if part is Ellipsis:
+            dim = tensor.dim() - sum(map(_width, parts[position + 1 :]))
+        elif part is None:
+            tensor, dim = tensor.unsqueeze(dim), dim + 1
+        elif isinstance(part, slice):
+            if part != slice(None):
+                bounds = part.start, part.stop, part.step or 1
+                tensor = torch.ops.aten.slice.Tensor(tensor, dim, *bounds)
+            dim += 1
+        elif isinstance(part, (Tensor, list)) and not _is_number(part):
+            index = part if isinstance(part, Tensor) else torch.tensor(part)
+            indices[dim] = index.to(tensor.device)
+            dim += index.dim() if index.dtype in (torch.bool, torch.uint8) else 1
+        else:
+            tensor = tensor.select(dim, int(part))
+    if not indices:
+        return tensor, []
+    return tensor, [indices.get(position) for position in range(max(indices) + 1)]
+
+
+def _width(part: Any) -> int:
+    """Number of dimensions that a part of the key consumes."""
+    if part is None or part is Ellipsis:
+        return 0
+    if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8):
+        return part.dim()
+    return 1
+
+
+def _is_number(part: Any) -> bool:
+    return isinstance(part, Tensor) and part.dim() == 0

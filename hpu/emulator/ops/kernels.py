@@ -1,8 +1,11 @@
-"""Fused kernels as reference maths on CPU tensors: attention, RMS norm, rotary, softmax by block.
-Each is one op of the device, with the documented refusals; knows no HpuTensor."""
+"""torch.ops.hpu: reference maths on CPU tensors for attention, RMS norm, rotary embedding and block
+softmax, with the documented refusals; and the registration of all ops."""
 
 import torch
 from torch import Tensor
+from torch.library import Library
+
+from hpu.emulator.ops import quantized
 
 SDPA = (
     "sdpa_recomp_fwd(Tensor q, Tensor k, Tensor v, Tensor? mask, float p, float? scale, "
@@ -26,8 +29,8 @@ def sdpa(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, row maxima, inverse sums, seed) of attention over [batch, heads, seq, head_dim].
 
-    Fewer key heads than query heads are shared in groups. `valid_seq_len` (batch) cuts keys of
-    padded rows; what a padded query gives is unspecified, here zeros.
+    With fewer key heads than query heads, groups of query heads share one. `valid_seq_len` (batch)
+    masks padded keys; the output of a padded query is unspecified, here zeros.
     """
     _check_sdpa(q, k, mask, p, is_causal, softmax_mode, valid_seq_len, seq_padding_type)
     length, span = q.shape[-2], k.shape[-2]
@@ -39,11 +42,11 @@ def sdpa(
             scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
         )
     if is_causal:
-        seen = torch.ones(length, span, dtype=torch.bool).tril(span - length)
-        scores = scores.masked_fill(~seen, -torch.inf)
+        visible = torch.ones(length, span, dtype=torch.bool).tril(span - length)
+        scores = scores.masked_fill(~visible, -torch.inf)
     if valid_seq_len is not None:
-        seen = _valid_keys(valid_seq_len, span, seq_padding_type)
-        scores = scores.masked_fill(~seen.view(-1, 1, 1, span), -torch.inf)
+        visible = _valid_keys(valid_seq_len, span, seq_padding_type)
+        scores = scores.masked_fill(~visible.view(-1, 1, 1, span), -torch.inf)
     highest = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
     weights = torch.exp(scores - highest)
     inverse = weights.sum(-1, keepdim=True).clamp_min(1e-30).reciprocal()
@@ -79,10 +82,10 @@ def _check_sdpa(
 
 
 def _valid_keys(lengths: Tensor, span: int, padding: str) -> Tensor:
-    places = torch.arange(span)
+    positions = torch.arange(span)
     if padding == "right":
-        return places < lengths.view(-1, 1)
-    return places >= span - lengths.view(-1, 1)
+        return positions < lengths.view(-1, 1)
+    return positions >= span - lengths.view(-1, 1)
 
 
 RMS_NORM = "rms_norm(Tensor x, Tensor gamma, float eps) -> (Tensor, Tensor)"
@@ -91,9 +94,9 @@ RMS_NORM_FAST = RMS_NORM.replace("rms_norm", "rms_norm_fast", 1)
 
 def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(normed, inverse rms (..., 1) in float32)."""
-    wide = x.float()
-    inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * inverse * gamma.float()).to(x.dtype), inverse
+    x_fp32 = x.float()
+    inverse = torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + eps)
+    return (x_fp32 * inverse * gamma.float()).to(x.dtype), inverse
 
 
 ROTARY = (
@@ -105,10 +108,10 @@ ROTARY = (
 def rotary(
     input: Tensor, sin: Tensor, cos: Tensor, position_ids: Tensor | None, offset: int, mode: int
 ) -> Tensor:
-    """`input` turned: mode 0 pairs entry i with i + half, mode 1 pairs neighbours.
+    """`input` rotated: mode 0 pairs element i with i + half, mode 1 pairs neighbours.
 
-    `sin` and `cos` broadcast to the input, or are tables (positions, size) read at
-    `position_ids`, or from `offset` on.
+    `sin` and `cos` broadcast to the input, or are tables (positions, size) indexed by
+    `position_ids`, or read from `offset` on.
     """
     if position_ids is not None:
         cos, sin = cos[position_ids.long()], sin[position_ids.long()]
@@ -118,12 +121,12 @@ def rotary(
         cos, sin = cos.narrow(-2, offset, input.shape[-2]), sin.narrow(-2, offset, input.shape[-2])
     if mode == 0:
         first, second = input.chunk(2, -1)
-        turned = torch.cat((-second, first), -1)
+        rotated = torch.cat((-second, first), -1)
     elif mode == 1:
-        turned = torch.stack((-input[..., 1::2], input[..., ::2]), -1).flatten(-2)
+        rotated = torch.stack((-input[..., 1::2], input[..., ::2]), -1).flatten(-2)
     else:
         raise RuntimeError(f"rotary mode is 0 (blockwise) or 1 (pairwise), got {mode}")
-    return (input * cos + turned * sin).to(input.dtype)
+    return (input * cos + rotated * sin).to(input.dtype)
 
 
 CUSTOM_SOFTMAX = "custom_softmax(Tensor x, int flavor) -> Tensor"
@@ -137,9 +140,9 @@ BLOCK_SOFTMAX = "block_softmax(Tensor attn, Tensor bias, Tensor groups) -> (Tens
 
 
 def block_softmax(attn: Tensor, bias: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(exponentials, maxima, sums) of each block by itself; the last dimension is a block's slots.
+    """(exponentials, maxima, sums) of each block alone; the last dimension is a block's slots.
 
-    `attn` (blocks, ..., slots); `bias` broadcasts to it; `groups` (blocks) names each block's row.
+    `attn` (blocks, ..., slots); `bias` broadcasts to it; `groups` (blocks): row of each block.
     """
     if groups.shape[0] != attn.shape[0]:
         raise RuntimeError(
@@ -160,17 +163,44 @@ BLOCK_SOFTMAX_ADJUSTMENT = (
 def block_softmax_adjustment(
     block_max: Tensor, block_sums: Tensor, block_groups: Tensor, batch: int, out_shape: list[int]
 ) -> Tensor:
-    """What each block's product is multiplied by, so that a row's blocks sum to its softmax."""
+    """The factor of each block's product with which a row's blocks sum to its softmax."""
     count = block_max.shape[0]
     highest = block_max.float().reshape(count, -1)
     sums = block_sums.float().reshape(count, -1)
     real = (block_groups >= 0).view(-1, 1)
     rows = block_groups.long().clamp(0, batch - 1)
-    places = rows.unsqueeze(1).expand_as(highest)
+    index = rows.unsqueeze(1).expand_as(highest)
     start = torch.full((batch, highest.shape[1]), -torch.inf)
-    row_max = start.scatter_reduce(0, places, highest.masked_fill(~real, -torch.inf), "amax")
+    row_max = start.scatter_reduce(0, index, highest.masked_fill(~real, -torch.inf), "amax")
     share = torch.exp(highest - row_max[rows]).masked_fill(~real, 0)
     row_sums = torch.zeros_like(start).index_add(0, rows, share * sums)
-    # A padded row has no sum at all.
+    # A padded row has a sum of 0.
     out = share / row_sums[rows].clamp_min(1e-30)
     return out.view(out_shape).to(block_max.dtype)
+
+
+def define_ops(fp8_max: float) -> Library:
+    """Define and implement every op; destroying the library removes them."""
+    library = Library("hpu", "DEF")  # type: ignore[no-untyped-call]  # torch's own
+    fp8 = quantized.Fp8(fp8_max)
+    table = {
+        SDPA: sdpa,
+        RMS_NORM: rms_norm,
+        RMS_NORM_FAST: rms_norm,
+        ROTARY: rotary,
+        CUSTOM_SOFTMAX: custom_softmax,
+        BLOCK_SOFTMAX: block_softmax,
+        BLOCK_SOFTMAX_ADJUSTMENT: block_softmax_adjustment,
+        quantized.FROM_UINT4: quantized.convert_from_uint4,
+        quantized.FROM_INT4: quantized.convert_from_int4,
+        quantized.MOE: quantized.mixture_of_experts,
+        quantized.MOE_FUSED: quantized.mixture_of_experts_fused,
+    }
+    for name, scale in quantized.OVERLOADS:
+        table[quantized.CAST_TO.format(name=name, scale=scale)] = fp8.cast_to
+        table[quantized.CAST_FROM.format(name=name, scale=scale)] = fp8.cast_from
+        table[quantized.GEMM.format(name=name, scale=scale)] = fp8.gemm
+    for schema, kernel in table.items():
+        library.define(schema)  # type: ignore[no-untyped-call]  # torch's own
+        library.impl(schema.partition("(")[0], kernel, "CPU")  # type: ignore[no-untyped-call]  # torch's own
+    return library

@@ -1,5 +1,5 @@
-"""Quantised kernels as reference maths on CPU tensors: FP8 casts and products that saturate where
-the generation does, int4 unpacking, mixture of experts. Knows no HpuTensor."""
+"""Reference maths on CPU tensors for quantized ops: FP8 casts and products that saturate like the
+card's generation, int4 unpacking, mixture of experts."""
 
 from collections.abc import Callable
 
@@ -52,7 +52,7 @@ def _spread(scale: Scale, shape: list[int] | None) -> Tensor | float:
 
 
 class Fp8:
-    """Casts and products of a device whose largest e4m3 value is `largest`."""
+    """FP8 casts and products of a device with `largest` as the largest e4m3 value."""
 
     def __init__(self, largest: float) -> None:
         self._largest = largest
@@ -81,7 +81,7 @@ class Fp8:
         out_dtype: torch.dtype,
         scale_shape: list[int] | None = None,
     ) -> Tensor:
-        """x times the dequantising `scale`."""
+        """x times the dequantization `scale`."""
         return (x.float() * _spread(scale, scale_shape)).to(out_dtype)
 
     def gemm(
@@ -98,8 +98,8 @@ class Fp8:
         accumulate: bool = False,
         B_scale_shape: list[int] | None = None,
     ) -> Tensor:
-        """A @ B in float32, times both dequantising scales; a value of `largest` and more cannot
-        be in an operand, for the device would not have read it."""
+        """A @ B in float32, times both dequantization scales. RuntimeError for an operand with a
+        value above `largest`, which the device cannot represent."""
         for name, operand in (("A", A), ("B", B)):
             worst = float(operand.float().abs().max()) if operand.numel() else 0.0
             if worst > self._largest:
@@ -130,18 +130,18 @@ def convert_from_uint4(
     `scale` is (groups, columns) with rows divided evenly among groups, or broadcasts; zero points
     are values of the scale's shape, or packed as the weights are.
     """
-    return _dequantise(_nibbles(packed).float(), scale, zero_point, out_dtype)
+    return _dequantize(_nibbles(packed).float(), scale, zero_point, out_dtype)
 
 
 def convert_from_int4(
     packed: Tensor, scale: Tensor, zero_point: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """As `convert_from_uint4`, of two's complement nibbles."""
+    """Like `convert_from_uint4` for two's complement nibbles."""
     values = _nibbles(packed).float()
-    return _dequantise(torch.where(values > 7, values - 16, values), scale, zero_point, out_dtype)
+    return _dequantize(torch.where(values > 7, values - 16, values), scale, zero_point, out_dtype)
 
 
-def _dequantise(
+def _dequantize(
     values: Tensor, scale: Tensor, zero_point: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     if zero_point is not None:
@@ -183,7 +183,7 @@ def mixture_of_experts(
 
     `hidden_states` (tokens, hidden); table and weights (tokens, chosen); weights are
     (out, in) if `permuted_weights`, (in, out) if not. Only experts `experts_min` to `experts_max`
-    are here: others add nothing.
+    are on this card; others add nothing.
     """
     if activation not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
@@ -194,8 +194,8 @@ def mixture_of_experts(
         )
     act = ACTIVATIONS[activation]
     out = torch.zeros(hidden_states.shape, dtype=torch.float32)
-    for place, (gate, up, down) in enumerate(zip(w1, w2, w3, strict=True)):
-        chosen = expert_routing_table == place + experts_min
+    for number, (gate, up, down) in enumerate(zip(w1, w2, w3, strict=True)):
+        chosen = expert_routing_table == number + experts_min
         share = (router_weights.float() * chosen).sum(-1, keepdim=True)
         if permuted_weights:
             gate, up, down = gate.t(), up.t(), down.t()
@@ -217,7 +217,7 @@ def mixture_of_experts_fused(
     chunk_size: int = 0,
     total_experts: int = 0,
 ) -> Tensor:
-    """As `mixture_of_experts`, with w1 above w2 in one weight an expert."""
+    """Like `mixture_of_experts`, with w1 and w2 concatenated in one weight per expert."""
     dim = 0 if permuted_weights else 1
     halves = [weight.chunk(2, dim) for weight in w12]
     return mixture_of_experts(

@@ -1,5 +1,5 @@
-"""The collective back end `hccl`, over gloo: where ranks come from, when it is too late to start,
-and ranks that disagree. Knows no graphs."""
+"""The collective back end `hccl` over gloo: ranks from the environment, initialisation before the
+first use of the card, and ranks that run different collectives."""
 
 import zlib
 from datetime import timedelta
@@ -12,18 +12,18 @@ from torch import distributed as dist
 
 from hpu.emulator.card.device import Device
 
-RANK_WORDS = {
+RANK_VARIABLES = {
     "world_size": ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"),
     "rank": ("RANK", "OMPI_COMM_WORLD_RANK"),
     "local_rank": ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
 }
 
 
-class Agreement:
-    """Compares what each rank is about to do before every collective.
+class CollectiveCheck:
+    """Compares the collectives of all ranks before they run.
 
-    The real card waits for ever when one rank runs another bucket; here every rank raises and
-    names both. A rank that never arrives is a timeout of gloo's.
+    The real card waits forever if one rank runs another bucket; here every rank raises an error
+    with both. A rank that never arrives is a timeout of gloo.
     """
 
     def __init__(self, device: Device, group: Any, rank: int, size: int) -> None:
@@ -34,12 +34,12 @@ class Agreement:
 
     def check(self, name: str, tensors: list[Tensor]) -> None:
         shapes = [(tuple(given.shape), str(given.dtype)) for given in tensors]
-        mine = torch.tensor([zlib.crc32(repr((name, shapes)).encode())], dtype=torch.int64)
-        everyone = [torch.zeros_like(mine) for _ in range(self._size)]
-        self._group.allgather([everyone], [mine]).wait()
-        others = [rank for rank, value in enumerate(everyone) if value[0] != mine[0]]
+        own = torch.tensor([zlib.crc32(repr((name, shapes)).encode())], dtype=torch.int64)
+        all_ranks = [torch.zeros_like(own) for _ in range(self._size)]
+        self._group.allgather([all_ranks], [own]).wait()
+        others = [rank for rank, value in enumerate(all_ranks) if value[0] != own[0]]
         if others:
-            self._device.journal.misuse(
+            self._device.counters.misuse(
                 "ranks_disagree",
                 f"rank {self._rank} runs {name} of {shapes}, not so {others}",
                 name,
@@ -50,40 +50,40 @@ class Agreement:
 
 
 def register(current: str) -> None:
-    """Tell torch.distributed of `hccl`, once a process; it cannot be taken back, so the back end
-    asks the module named `current` for the card that is in place when a group is made."""
+    """Register `hccl` with torch.distributed, once per process. That cannot be undone, so the back
+    end takes the installed card from the module `current` when a group is created."""
     if "HCCL" in dist.Backend._plugins:
         return
 
     def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         device: Device = getattr(torch, current).emulated
-        if size > 1 and device.acquisition.is_held and device.world_size == 1:
+        if size > 1 and device.acquisition.is_acquired and device.world_size == 1:
             raise RuntimeError("hccl must be initialised before the first touch of the device")
         timeout = min(timeout, timedelta(seconds=device.config.collective_timeout_s))
         group = dist.ProcessGroupGloo(store, rank, size, timeout)
         device.world_size = size
         if size > 1:
-            device.agree = Agreement(device, group, rank, size).check
+            device.before_collective = CollectiveCheck(device, group, rank, size).check
         return group
 
     dist.Backend.register_backend("hccl", make, devices=["cpu", "hpu"])
 
 
 def make_module(device: Device) -> ModuleType:
-    """`habana_frameworks.torch.distributed.hccl`, filled."""
+    """`habana_frameworks.torch.distributed.hccl`."""
     module = ModuleType("habana_frameworks.torch.distributed.hccl")
 
     def initialize_distributed_hpu(
         world_size: int | None = None, rank: int | None = None, local_rank: int | None = None
     ) -> tuple[int, int, int]:
-        """(world size, rank, local rank) from arguments or the environment; names this process's
-        module when there is more than one rank."""
-        if device.acquisition.is_held:
+        """(world size, rank, local rank) from arguments or the environment; sets this process's
+        module id if there is more than one rank."""
+        if device.acquisition.is_acquired:
             raise RuntimeError("hccl must be initialised before the first touch of the device")
         environment = device.variables.environment
         given = {"world_size": world_size, "rank": rank, "local_rank": local_rank}
         found = {}
-        for key, words in RANK_WORDS.items():
+        for key, words in RANK_VARIABLES.items():
             value = given[key]
             texts = [environment[word] for word in words if word in environment]
             fallback = 1 if key == "world_size" else 0

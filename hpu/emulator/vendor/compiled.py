@@ -1,5 +1,5 @@
 """torch.compile with the back end `hpu_backend`: a region whose ops form one recipe. Python runs
-each time, so only what it costs to compile is imitated, not what tracing refuses."""
+each time: the cost of compiling is emulated, not the limits of tracing."""
 
 import functools
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from hpu.emulator.card.device import Device
 
 
 class CompiledModule(nn.Module):
-    """A module that runs as one region; other attributes are the module's own."""
+    """A module that runs as one region; other attributes are those of the module."""
 
     def __init__(self, module: nn.Module, device: Device, fullgraph: bool) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def compile_for(device: Device, function: Any, fullgraph: bool) -> Any:
 
 
 def patched_compile(device: Device, original: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile that keeps `hpu_backend` for us and hands every other call on."""
+    """torch.compile that handles `hpu_backend` here and passes every other call on."""
 
     def compile(model: Any = None, **options: Any) -> Any:
         if options.get("backend") != "hpu_backend":

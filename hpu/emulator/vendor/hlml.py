@@ -1,5 +1,4 @@
-"""The module `pyhlml`: what the driver's library tells of the cards, whoever holds them. Knows no
-tensors."""
+"""The module `pyhlml`: the driver's library of card information."""
 
 from types import ModuleType
 from typing import NamedTuple
@@ -8,7 +7,7 @@ from hpu.emulator.card.device import Device
 
 
 class MemoryInfo(NamedTuple):
-    """Bytes; `used` is the pool that a process took, not its live tensors."""
+    """Bytes; `used` is the memory pool of a process, not its live tensors."""
 
     total: int
     used: int
@@ -24,7 +23,7 @@ class HLMLError(Exception):
 
 
 def make_module(device: Device) -> ModuleType:
-    """`pyhlml`, filled; a handle is the card's index."""
+    """`pyhlml`; a handle is the card's index."""
     module = ModuleType("pyhlml")
 
     def handle(index: int) -> int:
@@ -34,8 +33,8 @@ def make_module(device: Device) -> ModuleType:
 
     def memory_info(card: int) -> MemoryInfo:
         limit = device.memory.limit
-        mine = device.acquisition.is_held and module_id(card) == device.acquisition.module
-        used = limit if mine else 0
+        is_ours = device.acquisition.is_acquired and module_id(card) == device.acquisition.module
+        used = limit if is_ours else 0
         return MemoryInfo(limit, used, limit - used)
 
     def module_id(card: int) -> int:

@@ -1,5 +1,4 @@
-"""The modules `hpex.kernels` and `hpex.normalization`: the call forms that programs use, over
-torch.ops.hpu. Knows no maths."""
+"""The modules `hpex.kernels` and `hpex.normalization`: torch.ops.hpu by the vendor's signatures."""
 
 from enum import IntEnum
 from types import ModuleType
@@ -15,7 +14,7 @@ class RotaryPosEmbeddingMode(IntEnum):
 
 
 class FusedSDPA:
-    """Attention over [batch, heads, seq, head_dim]; see `kernels.sdpa` for what is refused."""
+    """Attention over [batch, heads, seq, head_dim]; `kernels.sdpa` lists what is refused."""
 
     @staticmethod
     def apply(

@@ -1,5 +1,5 @@
 """The module `habana_frameworks.torch.hpu.metrics`: compilations, fallbacks, defragmentation and
-recipe cache, in the runtime's order of fields. Reads the journal; knows no tensors."""
+recipe cache, with the runtime's order of fields."""
 
 import json
 from collections import Counter
@@ -20,7 +20,7 @@ class MetricNotFound(Exception):
 
 
 class Metric:
-    """What was counted since this metric was made or reset."""
+    """Counts since this metric was created or reset."""
 
     def __init__(self, name: str, device: Device, since_start: bool) -> None:
         if name not in NAMES:
@@ -38,35 +38,35 @@ class Metric:
         return self._name
 
     def reset(self) -> None:
-        """Count from now on; the list of recipes stays, as with the real runtime."""
-        journal = self._device.journal
-        self._compilations = journal.counts["compilations"]
-        self._time_us = journal.compile_us
-        self._fallbacks = Counter(journal.fallback_ops)
-        self._hits = Counter(journal.recipe_hits)
-        self._misses = Counter(journal.recipe_misses)
+        """Count from now on; the list of recipes stays, as in the real runtime."""
+        counters = self._device.counters
+        self._compilations = counters.counts["compilations"]
+        self._time_us = counters.compile_us
+        self._fallbacks = Counter(counters.fallback_ops)
+        self._hits = Counter(counters.recipe_hits)
+        self._misses = Counter(counters.recipe_misses)
 
     def stats(self) -> Stats:
         """Ordered (field, value) pairs."""
-        journal = self._device.journal
+        counters = self._device.counters
         if self._name == "graph_compilation":
-            number = journal.counts["compilations"] - self._compilations
-            time_us = journal.compile_us - self._time_us
+            number = counters.counts["compilations"] - self._compilations
+            time_us = counters.compile_us - self._time_us
             pairs: Stats = [
                 ("TotalNumber", number),
                 ("TotalTime", time_us),
                 ("AvgTime", time_us / number if number else 0),
             ]
             if self._device.variables.flag("PT_HPU_METRICS_GC_DETAILS"):
-                pairs.append(("Recipes", list(journal.recipes)))
+                pairs.append(("Recipes", list(counters.recipes)))
             return pairs
         if self._name == "cpu_fallback":
-            ops = journal.fallback_ops - self._fallbacks
+            ops = counters.fallback_ops - self._fallbacks
             return [("TotalNumber", ops.total()), ("FallbackOps", dict(ops))]
         if self._name == "memory_defragmentation":
             fields = ("TotalNumber", "TotalSuccessful", "AvgTime", "MaxTime")
             return [(field, 0) for field in fields]
-        hits, misses = journal.recipe_hits - self._hits, journal.recipe_misses - self._misses
+        hits, misses = counters.recipe_hits - self._hits, counters.recipe_misses - self._misses
         return [
             ("TotalHit", hits.total()),
             ("RecipeHit", dict(hits)),
@@ -76,7 +76,7 @@ class Metric:
 
 
 def make_module(device: Device) -> ModuleType:
-    """The module, filled."""
+    """`habana_frameworks.torch.hpu.metrics`."""
     module = ModuleType("habana_frameworks.torch.hpu.metrics")
     overall: dict[str, Metric] = {}
 

@@ -1,5 +1,4 @@
-"""The stand-in package `habana_frameworks`: its modules by name, and the finder that imports them.
-Knows where each documented name lives; knows no rules."""
+"""The emulated package `habana_frameworks`: its modules by name, and their finder."""
 
 import contextlib
 import logging
@@ -26,8 +25,8 @@ class synDeviceType(IntEnum):
     synDeviceGaudi3 = 5
 
 
-class StandIn(MetaPathFinder, Loader):
-    """Imports the prepared modules, and calls `loaded` when the package's root is imported."""
+class PackageFinder(MetaPathFinder, Loader):
+    """Imports the emulated modules; calls `loaded` when `habana_frameworks.torch` is imported."""
 
     def __init__(self, modules: dict[str, ModuleType], loaded: Callable[[], None]) -> None:
         self._modules = modules
@@ -50,10 +49,10 @@ class StandIn(MetaPathFinder, Loader):
 
 
 def make_modules(device: Device) -> dict[str, ModuleType]:
-    """Every module of the stand-in by its full name, bound to its parent's attribute."""
+    """Every emulated module by its full name, set as an attribute of its parent."""
     hpu = torch_hpu.make_module(device)
     vars(hpu)["emulated"] = device
-    made = {
+    modules = {
         "habana_frameworks": ModuleType("habana_frameworks"),
         ROOT: ModuleType(ROOT),
         f"{ROOT}.core": _core(device),
@@ -71,16 +70,16 @@ def make_modules(device: Device) -> dict[str, ModuleType]:
         f"{ROOT}.internal.bridge_config": _bridge_config(device),
         "pyhlml": hlml.make_module(device),
     }
-    for name, module in made.items():
+    for name, module in modules.items():
         parent, _, own = name.rpartition(".")
         if parent:
-            setattr(made[parent], own, module)
-    return made
+            setattr(modules[parent], own, module)
+    return modules
 
 
 def _core(device: Device) -> ModuleType:
     def mark_step(device_str: str = "", sync: bool = False) -> None:
-        """Close the lazy segment; in eager and compile mode nothing at all."""
+        """Close the lazy segment; without effect in eager and compile mode."""
         if not device.is_lazy():
             return
         device.acquisition.touch()
@@ -99,7 +98,7 @@ def _core(device: Device) -> ModuleType:
         device.variables.environment.pop("PT_HPU_INFERENCE_MODE", None)
 
     def initialize(model: Any = None, mark_only_scales_as_const: bool = False) -> None:
-        """Marks constants for real; here it ends the segment that loaded the weights."""
+        """The vendor's marks constants; this one ends the segment that loaded the weights."""
         mark_step()
 
     module = ModuleType(f"{ROOT}.core")
@@ -139,7 +138,7 @@ def _experimental(device: Device) -> ModuleType:
 def _bridge_config(device: Device) -> ModuleType:
     @contextlib.contextmanager
     def env_setting(name: str, value: Any) -> Iterator[None]:
-        """A runtime variable for a while."""
+        """Set a runtime variable inside the block."""
         environment = device.variables.environment
         before = environment.get(name)
         environment[name] = str(value)
@@ -158,5 +157,5 @@ def _bridge_config(device: Device) -> ModuleType:
 
 
 def bind_to_torch(modules: dict[str, ModuleType]) -> None:
-    """What importing the package does to torch: the device module appears."""
+    """Add the device module to torch, as importing the vendor's package does."""
     vars(torch)["hpu"] = modules[f"{ROOT}.hpu"]

@@ -1,5 +1,4 @@
-"""The module `torch.hpu`: device, memory, events, streams and random numbers of the emulated card.
-Knows the device only through its public methods."""
+"""The module `torch.hpu`: device, memory, events, streams, random numbers and graphs."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,22 +15,22 @@ from hpu.emulator.vendor.wrap import GraphedFunction, make_graphed, wrap_module
 
 
 class Api:
-    """Every public function of `torch.hpu`, by its name."""
+    """The public functions of `torch.hpu`."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._default = CardStream(device, device.line, 0)
+        self._default = CardStream(device, device.stream_state, 0)
         self._stream = self._default
 
     def _lazy_init(self) -> None:
-        """Torch calls it before a factory makes its first tensor on the device."""
+        """Torch calls it before the first tensor is created on the device."""
         self._device.acquisition.touch()
 
     def init(self) -> None:
         self._device.acquisition.touch()
 
     def is_initialized(self) -> bool:
-        return self._device.acquisition.is_held
+        return self._device.acquisition.is_acquired
 
     def is_available(self) -> bool:
         return self.device_count() > 0
@@ -54,17 +53,17 @@ class Api:
         return 0
 
     def set_device(self, device: Any) -> None:
-        """Pick an entry of the visible modules; refused once the card is taken."""
+        """Choose one of the visible modules, before the card is acquired."""
         index = torch.device(device).index or 0 if not isinstance(device, int) else device
         acquisition = self._device.acquisition
         modules = self._device.variables.modules()
         if index >= len(modules):
             raise RuntimeError(f"device index {index} of {len(modules)} visible modules")
-        if acquisition.is_held and index not in (0, acquisition.index):
+        if acquisition.is_acquired and index not in (0, acquisition.index):
             raise RuntimeError(
                 f"one device per process: index {acquisition.index} is held, {index} was asked"
             )
-        if not acquisition.is_held:
+        if not acquisition.is_acquired:
             acquisition.index = index
             environment = self._device.variables.environment
             environment.setdefault("HLS_MODULE_ID", str(modules[index]))
@@ -115,7 +114,7 @@ class Api:
         return CardEvent(self._device, enable_timing)
 
     def Stream(self, device: Any = None, priority: int = 0) -> CardStream:
-        return CardStream(self._device, self._device.new_line(), priority)
+        return CardStream(self._device, self._device.new_stream(), priority)
 
     def current_stream(self, device: Any = None) -> CardStream:
         return self._stream
@@ -134,7 +133,7 @@ class Api:
 
     def _enter(self, stream: CardStream) -> None:
         self._stream = stream
-        self._device.line = stream.line
+        self._device.stream_state = stream.stream_state
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -219,7 +218,7 @@ class Api:
         )
 
 
-SWITCHES = (
+NO_OPS = (
     "enable_inference_mode",
     "disable_inference_mode",
     "enable_quantization",
@@ -230,20 +229,20 @@ SWITCHES = (
     "disable_dynamic_shape",
     "enable_recompute_sdp",
 )
-"""Functions of the runtime that change nothing we imitate."""
+"""Functions of the runtime without an effect in the emulator."""
 
 
-def nothing(*args: Any, **kwargs: Any) -> None:
-    """A switch of the runtime without a visible effect here."""
+def no_op(*args: Any, **kwargs: Any) -> None:
+    """One of NO_OPS."""
 
 
 def make_module(device: Device) -> ModuleType:
-    """`torch.hpu`, filled."""
+    """`torch.hpu`."""
     module = ModuleType("torch.hpu")
     api = Api(device)
     for name in dir(Api):
         if not name.startswith("__"):
             setattr(module, name, getattr(api, name))
-    for name in SWITCHES:
-        setattr(module, name, nothing)
+    for name in NO_OPS:
+        setattr(module, name, no_op)
     return module

@@ -1,20 +1,25 @@
-"""wrap_in_hpu_graph, its function form and make_graphed_callables: which call captures, which
-replays, and which tensors come back. Knows the key's rule; knows no ops."""
+"""wrap_in_hpu_graph, its function form and make_graphed_callables: the key under which a graph is
+cached, and which call captures or replays."""
 
-from collections.abc import Callable, Sequence
+from collections import UserDict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hpu.emulator.card.device import Device
-from hpu.emulator.card.graphs import GraphContext, HPUGraph
-from hpu.emulator.card.leases import Generation, InputLease, OutputLease
+from hpu.emulator.card.graphs import (
+    GraphContext,
+    HPUGraph,
+    InputLifetime,
+    OutputLifetime,
+    ReplayCount,
+)
 from hpu.emulator.card.tensor import HpuTensor, map_leaves
-from hpu.emulator.vendor.graph_key import graph_key, outline, visible_tensors
 
 
-class _Captured:
+class _CapturedGraph:
     """A graph with the tensors of its first call."""
 
     def __init__(self, graph: HPUGraph, inputs: list[Tensor], outputs: Any) -> None:
@@ -22,26 +27,26 @@ class _Captured:
         self.inputs = inputs
         self.dtypes = [given.dtype for given in inputs]
         self.outputs = outputs
-        self.generation = Generation()
-        self.leases: dict[int, InputLease] = {}
+        self.replays = ReplayCount()
+        self.lifetimes: dict[int, InputLifetime] = {}
 
-    def lend(self) -> Any:
-        """The static outputs, readable until the next replay."""
+    def static_outputs(self) -> Any:
+        """The outputs, readable until the next replay."""
 
-        def lease(leaf: Any) -> Any:
+        def limited(leaf: Any) -> Any:
             if not isinstance(leaf, HpuTensor) or any(leaf is given for given in self.inputs):
                 return leaf
-            until = OutputLease(self.generation, self.generation.value)
-            return HpuTensor(leaf.host, leaf.owner, leaf.block, until)
+            until = OutputLifetime(self.replays, self.replays.value)
+            return HpuTensor(leaf.host, leaf.owner, leaf.allocation, until)
 
-        return map_leaves(lease, self.outputs)
+        return map_leaves(limited, self.outputs)
 
 
 class GraphedFunction:
-    """A function behind a cache of graphs by key; nothing is ever evicted.
+    """A function with a cache of graphs by key, which evicts nothing.
 
-    Keyword arguments of its own: `bypass_hpu_graphs`, `warmup_mode` (capture if new, else hand
-    out the cached outputs unreplayed) and `cache_tensors_list`, which takes part in the key.
+    It adds the keyword arguments `bypass_hpu_graphs`, `warmup_mode` (capture if new, else return
+    the cached outputs without a replay) and `cache_tensors_list`, which is part of the key.
     """
 
     def __init__(
@@ -62,10 +67,10 @@ class GraphedFunction:
             )
         self._function = function
         self._device = device
-        self._keeps_tensors = not device.variables.tensor_cache_disabled(disable_tensor_cache)
+        self._caches_tensors = not device.variables.tensor_cache_disabled(disable_tensor_cache)
         self._max_graphs = max_graphs
         self._dry_run = dry_run
-        self._graphs: dict[object, _Captured] = {}
+        self._graphs: dict[object, _CapturedGraph] = {}
         self._outlines: dict[object, object] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,40 +79,44 @@ class GraphedFunction:
         if bypass:
             return self._function(*args, **kwargs)
         key = graph_key((args, kwargs), torch.is_autocast_enabled())
-        keep = kwargs.pop("cache_tensors_list", None) or []
-        found = self._graphs.get(key)
-        if found is None:
+        cached_tensors = kwargs.pop("cache_tensors_list", None) or []
+        captured = self._graphs.get(key)
+        if captured is None:
             if self._max_graphs is not None and len(self._graphs) >= self._max_graphs:
                 return self._run_ungraphed(args, kwargs)
-            return self._capture(key, args, kwargs, keep)
+            return self._capture(key, args, kwargs, cached_tensors)
         if warmup:
             self._device.close_segment()
-            return found.lend()
-        return self._replay(found, list(visible_tensors((args, kwargs))))
+            return captured.static_outputs()
+        return self._replay(captured, list(visible_tensors((args, kwargs))))
 
     def clear_cache(self) -> None:
-        """Drop every graph and give its memory back."""
-        for found in self._graphs.values():
-            found.graph.reset()
+        """Drop every graph and free its memory."""
+        for captured in self._graphs.values():
+            captured.graph.reset()
         self._graphs.clear()
         self._outlines.clear()
 
     def clear_inputs(self) -> None:
-        for found in self._graphs.values():
-            found.graph.clear_inputs()
+        for captured in self._graphs.values():
+            captured.graph.clear_inputs()
 
     def _run_ungraphed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        journal = self._device.journal
-        journal.counts["ungraphed"] += 1
-        journal.misuse("max_graphs", f"{self._max_graphs} graphs are captured: this call has none")
+        counters = self._device.counters
+        counters.counts["ungraphed"] += 1
+        counters.misuse("max_graphs", f"{self._max_graphs} graphs are captured: this call has none")
         return self._function(*args, **kwargs)
 
     def _capture(
-        self, key: object, args: tuple[Any, ...], kwargs: dict[str, Any], keep: Sequence[Tensor]
+        self,
+        key: object,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        cached_tensors: Sequence[Tensor],
     ) -> Any:
         shape = outline((args, kwargs))
         if self._outlines.setdefault(shape, key) != key:
-            self._device.journal.misuse(
+            self._device.counters.misuse(
                 "scalar_in_key",
                 "the same shapes are captured again for another number or object among the "
                 "arguments",
@@ -115,55 +124,56 @@ class GraphedFunction:
         graph = HPUGraph(self._device)
         inputs = list(visible_tensors((args, kwargs)))
         # Without the tensor cache a capture is a dry run, followed by a replay.
-        with GraphContext(graph, self._device, self._dry_run or not self._keeps_tensors):
+        with GraphContext(graph, self._device, self._dry_run or not self._caches_tensors):
             outputs = self._function(*args, **kwargs)
         graph.mark_user_inputs(inputs)
         graph.mark_user_outputs(visible_tensors(outputs))
-        found = _Captured(graph, inputs, outputs)
-        if self._keeps_tensors:
+        captured = _CapturedGraph(graph, inputs, outputs)
+        if self._caches_tensors:
             for given in inputs:
                 if isinstance(given, HpuTensor):
-                    lease = InputLease()
-                    given.lease = found.leases[id(given)] = lease
+                    lifetime = InputLifetime()
+                    given.lifetime = captured.lifetimes[id(given)] = lifetime
         else:
-            graph.free_intermediates(keep)
-            found.inputs = []
-        self._graphs[key] = found
-        return found.lend()
+            graph.free_intermediates(cached_tensors)
+            captured.inputs = []
+        self._graphs[key] = captured
+        return captured.static_outputs()
 
-    def _replay(self, found: _Captured, inputs: list[Tensor]) -> Any:
-        journal = self._device.journal
-        for given, dtype in zip(inputs, found.dtypes, strict=True):
-            if isinstance(given, HpuTensor) and given.lease is not None and given.lease.is_over():
-                journal.misuse(given.lease.kind, given.lease.text)
+    def _replay(self, captured: _CapturedGraph, inputs: list[Tensor]) -> Any:
+        counters = self._device.counters
+        for given, dtype in zip(inputs, captured.dtypes, strict=True):
+            lifetime = given.lifetime if isinstance(given, HpuTensor) else None
+            if lifetime is not None and lifetime.has_ended():
+                counters.misuse(lifetime.kind, lifetime.text)
             if given.dtype == dtype:
                 continue
             text = f"captured with {dtype}, called with {given.dtype}: the key does not see types"
-            journal.misuse("dtype_hit", text)
-            if not self._keeps_tensors:
+            counters.misuse("dtype_hit", text)
+            if not self._caches_tensors:
                 raise RuntimeError(f"the graph would reinterpret its input's memory: {text}")
-        if self._keeps_tensors:
-            self._copy_inputs(found, inputs)
-            found.graph.replay()
+        if self._caches_tensors:
+            self._copy_inputs(captured, inputs)
+            captured.graph.replay()
         else:
-            found.graph.replayV3(inputs)
-        found.generation.value += 1
-        return found.lend()
+            captured.graph.replayV3(inputs)
+        captured.replays.value += 1
+        return captured.static_outputs()
 
-    def _copy_inputs(self, found: _Captured, inputs: list[Tensor]) -> None:
-        """Into the first call's own tensors, whoever holds them."""
-        for target, given in zip(found.inputs, inputs, strict=True):
+    def _copy_inputs(self, captured: _CapturedGraph, inputs: list[Tensor]) -> None:
+        """Copy the inputs into the first call's tensors, even if the program still uses those."""
+        for target, given in zip(captured.inputs, inputs, strict=True):
             if not isinstance(target, HpuTensor) or target is given:
                 continue
             source = given.host if isinstance(given, HpuTensor) else given
             if source is target.host:
                 continue
             target.host.copy_(source)
-            found.leases[id(target)].overwritten = True
+            captured.lifetimes[id(target)].overwritten = True
 
 
 def wrap_module(module: nn.Module, graphed: GraphedFunction) -> nn.Module:
-    """The module with its forward replaced, and `clear_cache` and `clear_inputs` added."""
+    """Replace the module's forward and add `clear_cache` and `clear_inputs`."""
     module.forward = graphed
     # nn.Module has no such attributes: the vendor adds them in the same way.
     module.clear_cache = graphed.clear_cache  # type: ignore[assignment]
@@ -174,7 +184,49 @@ def wrap_module(module: nn.Module, graphed: GraphedFunction) -> nn.Module:
 def make_graphed(
     function: Callable[..., Any], sample_args: tuple[Any, ...], device: Device, **options: Any
 ) -> GraphedFunction:
-    """`function` captured at once with `sample_args`."""
+    """Capture `function` with `sample_args`."""
     graphed = GraphedFunction(function, device, max_graphs=None, **options)
     graphed(*sample_args)
     return graphed
+
+
+def graph_key(value: Any, autocast: bool) -> object:
+    """The vendor's cache key: tensors by (shape, view layout, autocast), not by dtype, values or
+    device; containers by item; other values by their Python hash, so that another int is a new key.
+    TypeError for a value without a hash."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.stride(), value.storage_offset(), autocast
+    if isinstance(value, dict):
+        return tuple((key, graph_key(item, autocast)) for key, item in value.items())
+    if isinstance(value, UserDict):
+        return tuple(value.keys()), graph_key(tuple(value.values()), autocast)
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return tuple(graph_key(item, autocast) for item in value)
+    return hash(value), autocast
+
+
+def outline(value: Any) -> object:
+    """The key without numbers and objects. Two keys with one outline differ only by such a value,
+    which tends to change from step to step."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.stride(), value.storage_offset()
+    if isinstance(value, (dict, UserDict)):
+        return tuple((key, outline(item)) for key, item in value.items())
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return tuple(outline(item) for item in value)
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    return type(value).__name__
+
+
+def visible_tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors that a captured graph takes as inputs, in the key's order. Tensors inside other
+    objects are not inputs but baked in."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (dict, UserDict)):
+        for item in value.values():
+            yield from visible_tensors(item)
+    elif isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        for item in value:
+            yield from visible_tensors(item)

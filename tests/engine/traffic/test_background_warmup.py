@@ -46,7 +46,7 @@ def test_requests_between_the_buckets_of_a_background_warm_up_compile_nothing(
     executor = InprocExecutor(config)
     ready = executor.start(lambda progress: None)
     core = EngineCore(config, executor, ready, make_table(config, ready), time.monotonic)
-    counts = torch.hpu.emulated.journal.counts  # type: ignore[attr-defined]  # the emulator's
+    counts = torch.hpu.emulated.counters.counts  # type: ignore[attr-defined]  # the emulator's
     ledger = Ledger()
     graphs = [counts["captures"]]
 

@@ -89,9 +89,9 @@ def test_slices_and_moves_change_no_token_and_cost_nothing_once_warm(tmp_path: P
         emulator=EmulatorSettings(is_strict=True, memory_bytes=1 << 30),
     ) as (core, executor):
         card = torch.hpu.emulated  # type: ignore[attr-defined]  # the emulator's
-        before = {name: card.journal.counts[name] for name in WATCHED}
+        before = {name: card.counters.counts[name] for name in WATCHED}
         found = serve(core)
-        after = {name: card.journal.counts[name] for name in WATCHED}
+        after = {name: card.counters.counts[name] for name in WATCHED}
 
     assert after == before
     for key, request in found.requests.items():

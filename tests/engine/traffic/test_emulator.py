@@ -143,7 +143,7 @@ def test_five_hundred_random_requests_cost_no_compilation_capture_fallback_wait_
     prefixes = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (48, 80, 112)]
     ledger, waiting = Ledger(), list(range(REQUESTS))
     watched = ("compilations", "captures", "fallbacks", "host_sync", "ungraphed")
-    before = {name: card.journal.counts[name] for name in watched}
+    before = {name: card.counters.counts[name] for name in watched}
     memory = card.memory.in_use
 
     turns = 0
@@ -168,10 +168,10 @@ def test_five_hundred_random_requests_cost_no_compilation_capture_fallback_wait_
         turns += 1
         assert turns < MOST_TURNS
 
-    after = {name: card.journal.counts[name] for name in watched}
+    after = {name: card.counters.counts[name] for name in watched}
     assert after == before
     # Every launch was a replay: two at least for each request, alone or shared with others.
-    assert card.journal.counts["replays"] > 1000
+    assert card.counters.counts["replays"] > 1000
     assert card.memory.in_use <= memory
     requests = ledger.requests.values()
     assert all(request.is_aborted or request.finish is not None for request in requests)

@@ -53,9 +53,9 @@ def serve(folder: Path, **settings: Any) -> tuple[dict[int, bytes], list[int]]:
     ready = executor.start(lambda progress: None)
     core = EngineCore(config, executor, ready, make_table(config, ready), time.monotonic)
     card = getattr(getattr(torch, "hpu", None), "emulated", None)
-    before = [card.journal.counts[name] for name in WATCHED] if card else []
+    before = [card.counters.counts[name] for name in WATCHED] if card else []
     vectors = traffic(core)
-    after = [card.journal.counts[name] for name in WATCHED] if card else []
+    after = [card.counters.counts[name] for name in WATCHED] if card else []
     assert core.stats().useful_tokens["prefill"] > 0
     executor.close()
     return vectors, [new - old for new, old in zip(after, before, strict=True)]

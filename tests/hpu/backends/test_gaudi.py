@@ -61,7 +61,7 @@ def test_each_family_gives_the_tokens_of_the_cpu_through_captured_graphs(
 
     with working(folder, device="hpu-emulator") as rig:
         found = greedy(rig)
-        counts = torch.hpu.emulated.journal.counts  # type: ignore[attr-defined]
+        counts = torch.hpu.emulated.counters.counts  # type: ignore[attr-defined]
 
     assert found == expected
     assert counts["captures"] == len(rig.ready.buckets) and counts["replays"] > 12

@@ -34,9 +34,9 @@ def test_1_a_new_shape_compiles_and_a_known_one_is_free() -> None:
             torch.ones(length, device="hpu") + 1
             mark_step()
 
-        assert card.journal.counts["compilations"] == 2
-        assert card.journal.compile_us >= 20_000
-        assert sum(card.journal.recipe_hits.values()) == 2
+        assert card.counters.counts["compilations"] == 2
+        assert card.counters.compile_us >= 20_000
+        assert sum(card.counters.recipe_hits.values()) == 2
 
 
 def test_2_a_number_in_the_key_captures_at_every_step_and_takes_memory() -> None:
@@ -48,8 +48,8 @@ def test_2_a_number_in_the_key_captures_at_every_step_and_takes_memory() -> None
         for step in range(3):
             graph(x, step)
 
-        assert card.journal.counts["captures"] == 3
-        assert card.journal.counts["scalar_in_key"] == 2
+        assert card.counters.counts["captures"] == 3
+        assert card.counters.counts["scalar_in_key"] == 2
         assert card.memory.in_use >= before + 3 * card.device.config.graph_bytes
 
 
@@ -60,7 +60,7 @@ def test_3_beyond_max_graphs_the_function_runs_ungraphed() -> None:
         for length in (2, 3, 3):
             assert graph(torch.ones(length, device="hpu")).tolist() == [2.0] * length
 
-        assert (card.journal.counts["captures"], card.journal.counts["ungraphed"]) == (1, 2)
+        assert (card.counters.counts["captures"], card.counters.counts["ungraphed"]) == (1, 2)
 
 
 def test_4_a_replay_overwrites_the_output_given_before() -> None:
@@ -71,7 +71,7 @@ def test_4_a_replay_overwrites_the_output_given_before() -> None:
         graph(torch.full((2,), 5.0, device="hpu"))
 
         assert first.tolist() == [10.0, 10.0]
-        assert card.journal.counts["stale_output"] == 1
+        assert card.counters.counts["stale_output"] == 1
 
 
 def test_4_a_copy_taken_before_the_replay_stays() -> None:
@@ -93,7 +93,7 @@ def test_5_the_first_calls_input_is_overwritten() -> None:
         graph(torch.full((2,), 5.0, device="hpu"))
 
         assert first.tolist() == [5.0, 5.0]
-        assert card.journal.counts["input_overwritten"] == 1
+        assert card.counters.counts["input_overwritten"] == 1
 
 
 def test_6_without_tensor_cache_intermediates_are_gone_unless_listed() -> None:
@@ -108,7 +108,7 @@ def test_6_without_tensor_cache_intermediates_are_gone_unless_listed() -> None:
 
         assert out.tolist() == [4.0, 4.0]
         assert torch.isnan(kept[0].cpu()).all()
-        assert card.journal.counts["freed_intermediate"] == 1
+        assert card.counters.counts["freed_intermediate"] == 1
 
 
 def test_6_a_listed_tensor_is_kept() -> None:
@@ -148,8 +148,8 @@ def test_8_another_dtype_of_the_same_shape_is_a_hit() -> None:
         out = graph(torch.full((2,), 3, dtype=torch.int32, device="hpu"))
 
         assert (out.dtype, out.tolist()) == (torch.float32, [6.0, 6.0])
-        assert card.journal.counts["dtype_hit"] == 1
-        assert card.journal.counts["captures"] == 1
+        assert card.counters.counts["dtype_hit"] == 1
+        assert card.counters.counts["captures"] == 1
 
 
 def test_8_without_tensor_cache_another_dtype_is_refused() -> None:
@@ -171,7 +171,7 @@ def test_9_an_op_the_card_lacks_falls_back_and_is_counted() -> None:
             ("TotalNumber", 1),
             ("FallbackOps", {"linalg_inv_ex": 1}),
         ]
-        assert card.journal.counts["fallbacks"] == 1
+        assert card.counters.counts["fallbacks"] == 1
 
 
 def test_9_a_fallback_inside_a_capture_is_refused() -> None:
@@ -249,7 +249,7 @@ def test_11_large_integers_wrap_in_lazy_mode() -> None:
         value = torch.tensor([2**32 + 5]).to("hpu")
 
         assert value.tolist() == [5]
-        assert card.journal.counts["int64_wrap"] == 1
+        assert card.counters.counts["int64_wrap"] == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
@@ -271,7 +271,7 @@ def test_12_minus_one_reads_zeros_and_writes_nothing() -> None:
 
         assert read.tolist() == [[1, 1], [0, 0]]
         assert cache.tolist() == [[1, 1], [0, 0], [0, 0]]
-        assert card.journal.counts["negative_index"] == 2
+        assert card.counters.counts["negative_index"] == 2
 
 
 def test_13_what_is_read_in_compile_only_mode_is_garbage() -> None:
@@ -283,7 +283,7 @@ def test_13_what_is_read_in_compile_only_mode_is_garbage() -> None:
             assert torch.isnan((x + 1).cpu()).all()
 
         assert (x + 1).tolist() == [2.0, 2.0]
-        assert card.journal.counts["compile_only_read"] == 1
+        assert card.counters.counts["compile_only_read"] == 1
 
 
 def test_14_a_second_process_cannot_acquire_a_card(tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_14_a_second_process_cannot_acquire_a_card(tmp_path: Path) -> None:
         child.join(30)
 
         assert child.exitcode == 20
-        assert card.device.acquisition.is_held
+        assert card.device.acquisition.is_acquired
 
 
 def _acquire(folder: Path) -> None:
@@ -345,7 +345,7 @@ def test_15_a_rank_in_another_bucket_is_named_instead_of_a_deadlock(tmp_path: Pa
 
 
 def _rank(store: Path, rank: int) -> None:
-    """Both ranks agree on a first sum, then each runs a bucket of its own size."""
+    """Both ranks before_collective on a first sum, then each runs a bucket of its own size."""
     with emulated():
         torch.distributed.init_process_group(
             "hccl", init_method=f"file://{store}", rank=rank, world_size=2
@@ -418,7 +418,7 @@ def test_18_recipes_on_disk_help_only_identical_shapes(tmp_path: Path) -> None:
         with emulated(variables={"PT_HPU_RECIPE_CACHE_CONFIG": f"{tmp_path},false,1024"}) as card:
             torch.zeros(blocks, 4, device="hpu") + 1
             mark_step()
-            compiled.append(card.journal.counts["compilations"])
+            compiled.append(card.counters.counts["compilations"])
 
     assert compiled == [1, 0, 1]
 
@@ -438,11 +438,11 @@ def test_20_a_capture_may_change_a_tensor_in_place_but_no_view_of_one() -> None:
         ones = torch.ones(1, 2, device="hpu")
 
         wrapped(lambda at: cache.index_copy_(0, at, ones))(place)
-        before = card.journal.counts["view_write"]
+        before = card.counters.counts["view_write"]
         wrapped(lambda at: cache.view(4, 2, 2).flatten(0, 1).index_copy_(0, at, ones))(place)
 
         assert before == 0
-        assert card.journal.counts["view_write"] == 1
+        assert card.counters.counts["view_write"] == 1
 
 
 def test_21_another_streams_copy_must_wait_for_what_it_reads() -> None:
@@ -453,7 +453,7 @@ def test_21_another_streams_copy_must_wait_for_what_it_reads() -> None:
         with torch.hpu.stream(side):  # type: ignore[attr-defined]
             x.to("cpu", non_blocking=True)
 
-        assert card.journal.counts["stream_order"] == 1
+        assert card.counters.counts["stream_order"] == 1
 
 
 @pytest.mark.parametrize("kind", ["stream_freed", "stream_overwritten"])
@@ -473,7 +473,7 @@ def test_21_the_source_of_another_streams_copy_must_last_until_it_is_done(kind: 
             x.add_(1)
         done.synchronize()
 
-        assert card.journal.counts[kind] == 1
+        assert card.counters.counts[kind] == 1
 
 
 def test_21_an_event_of_one_stream_says_nothing_of_another() -> None:

@@ -59,7 +59,7 @@ def test_once_warm_no_mix_of_settings_compiles_waits_or_takes_memory(
         backend = GaudiBackend(ExecutionConfig(), choice)
         sampler = Sampler(ROWS, VOCAB, backend, LogprobsMode.named(reports), static_shapes=True)
         _warm(backend, sampler)
-        compiled, in_use = card.journal.counts["compilations"], card.memory.in_use
+        compiled, in_use = card.counters.counts["compilations"], card.memory.in_use
         card.seal()
         for step in range(calls):
             rows = rng.sample(range(ROWS), rng.randint(1, max(WIDTHS)))
@@ -82,6 +82,6 @@ def test_once_warm_no_mix_of_settings_compiles_waits_or_takes_memory(
             del sampled
             assert card.memory.in_use == in_use
 
-        counts = card.journal.counts
+        counts = card.counters.counts
         assert counts["compilations"] == compiled > 0
-        assert (counts["syncs"], counts["fallbacks"], card.journal.misuses) == (0, 0, [])
+        assert (counts["syncs"], counts["fallbacks"], card.counters.misuses) == (0, 0, [])

@@ -111,7 +111,7 @@ def test_a_card_without_prefix_caching_reads_slices_and_gives_the_tokens_of_the_
 
     shape = {"buckets": TABLE, "steps": (4, 64, 96), "device": "hpu-emulator"}
     with working(folder, **shape, **settings) as rig:
-        counts = torch.hpu.emulated.journal.counts  # type: ignore[attr-defined]
+        counts = torch.hpu.emulated.counters.counts  # type: ignore[attr-defined]
         warm = counts["compilations"], counts["captures"]
         found = greedy(rig, packs=True)
 

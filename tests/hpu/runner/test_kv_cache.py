@@ -74,7 +74,7 @@ def test_scrubbing_any_number_of_blocks_compiles_nothing_and_waits_for_nothing()
 
     scrubbed = {3, 7, 9, *range(10, 38), 40}
     assert is_broken == [block not in scrubbed for block in range(41)]
-    assert card.journal.misuses == []
+    assert card.counters.misuses == []
 
 
 def test_blocks_are_moved_with_their_contents_and_leave_nothing_behind() -> None:

@@ -1,29 +1,32 @@
-"""Recipes: what counts as compiled, in memory and on disk, and the lazy segment that grows until a
-mark or a host sync closes it. Knows signatures only, no tensors."""
+"""Recipes: compiled op sequences, in memory and on disk, and the lazy segment that a mark or a host
+sync closes."""
 
 import hashlib
 import time
 from pathlib import Path
 
-from hpu.emulator.card.journal import Journal
+from hpu.emulator.card.counters import Counters
 from hpu.emulator.card.memory import Memory
 from hpu.emulator.settings import EmulatorConfig, RuntimeVariables
 
 
 class Recipes:
-    """Every signature is compiled once a process, or once a folder if a disk cache is set.
+    """Compiles every signature once per process, or once per folder with a disk cache.
 
-    An in-memory hit costs nothing; a disk hit is no compilation either, which is what makes a
-    restart with the same shapes quick.
+    A hit in memory or on disk is not a compilation: a restart with the same shapes is quick.
     """
 
     def __init__(
-        self, config: EmulatorConfig, variables: RuntimeVariables, journal: Journal, memory: Memory
+        self,
+        config: EmulatorConfig,
+        variables: RuntimeVariables,
+        counters: Counters,
+        memory: Memory,
     ) -> None:
         self._config = config
-        self._journal = journal
+        self._journal = counters
         self._memory = memory
-        self._known: set[str] = set()
+        self._compiled: set[str] = set()
         self._folder = variables.recipe_cache()
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -32,14 +35,14 @@ class Recipes:
                     path.unlink(missing_ok=True)
 
     def launch(self, signature: str, workspace: int) -> bool:
-        """Run a recipe, compiling it first if it is new; True if it was compiled."""
-        compiled = signature not in self._known and not self._on_disk(signature)
+        """Run a recipe and compile it first if it is new; True if it was compiled."""
+        compiled = signature not in self._compiled and not self._on_disk(signature)
         if compiled:
             self._compile(signature)
         else:
             self._journal.recipe_hits[signature] += 1
-        self._known.add(signature)
-        self._memory.need_workspace(int(workspace * self._config.workspace_ratio))
+        self._compiled.add(signature)
+        self._memory.reserve_workspace(int(workspace * self._config.workspace_ratio))
         self._journal.counts["launches"] += 1
         return compiled
 
@@ -63,7 +66,7 @@ class Recipes:
 
 
 class Segment:
-    """Ops since the last mark: their names, shapes, dtypes, scalars and wiring, in order."""
+    """Ops since the last mark, in order: names, shapes, dtypes, scalars and data flow."""
 
     def __init__(self, recipes: Recipes) -> None:
         self._recipes = recipes
@@ -72,7 +75,7 @@ class Segment:
         self._values: dict[int, int] = {}
         self._workspace = 0
         self.last_ops: tuple[str, ...] = ()
-        """Names of the ops that were closed last, in order."""
+        """Names of the ops in the last closed segment, in order."""
 
     def add(self, op: str, parts: tuple[object, ...], largest: int) -> None:
         """Append an op; `largest` is the bytes of its largest output."""
@@ -81,11 +84,11 @@ class Segment:
         self._workspace = max(self._workspace, largest)
 
     def number(self, identity: int) -> int:
-        """Place of a tensor among those the segment has seen."""
+        """Number of a tensor among those that the segment uses."""
         return self._values.setdefault(identity, len(self._values))
 
     def close(self) -> bool:
-        """Launch what has gathered; True if that compiled. An empty segment costs nothing."""
+        """Launch the collected ops; True if that compiled. An empty segment does nothing."""
         if not self._ops:
             return False
         self.last_ops = tuple(self._names)

@@ -1,4 +1,4 @@
-"""Exclusive use of a card: one process a device, kept by a lock file. Knows no tensors."""
+"""Exclusive use of a card: one process per device, by a lock file."""
 
 import fcntl
 import os
@@ -10,10 +10,10 @@ from hpu.emulator.settings import EmulatorConfig, RuntimeVariables
 
 
 class Acquisition:
-    """Taken at the first touch, given back by `release` or the end of the process.
+    """Acquired at the first use, released by `release` or the end of the process.
 
-    RuntimeError with the driver's words when another process has the card, when it was given back
-    a moment ago, or when this process is a fork of the one that took it (which hangs for real).
+    RuntimeError with the driver's text if another process has the card, if it was released a moment
+    ago, or if this process is a fork of the owner (which hangs on a real card).
     """
 
     def __init__(self, config: EmulatorConfig, variables: RuntimeVariables) -> None:
@@ -24,7 +24,7 @@ class Acquisition:
         self.index = 0
 
     @property
-    def is_held(self) -> bool:
+    def is_acquired(self) -> bool:
         return self._owner != 0
 
     @property
@@ -37,7 +37,7 @@ class Acquisition:
         return modules[self.index % len(modules)]
 
     def touch(self) -> None:
-        """Make sure that this process has the card."""
+        """Acquire the card unless this process has it."""
         pid = os.getpid()
         if self._owner == pid:
             return
@@ -51,7 +51,7 @@ class Acquisition:
         self._owner = pid
 
     def release(self) -> None:
-        """Give the card back; it stays busy for `release_delay_s`."""
+        """Release the card; it stays busy for `release_delay_s`."""
         if self._file is not None and self._owner == os.getpid():
             self._file.seek(0)
             self._file.truncate()
@@ -72,10 +72,10 @@ class Acquisition:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.close()
-            holder = words[0] if words else "unknown"
+            owner = words[0] if words else "unknown"
             raise RuntimeError(
                 "synStatus=20 [Device already acquired] Device acquire failed: "
-                f"module {self.module} is held by process {holder}"
+                f"module {self.module} is held by process {owner}"
             ) from None
         if len(words) == 2:
             waited = time.time() - float(words[1])
@@ -84,7 +84,7 @@ class Acquisition:
                 file.close()
                 raise RuntimeError(
                     "synStatus=20 [Device busy] Device acquire failed: module "
-                    f"{self.module} was given back {waited:.1f} s ago, it takes "
+                    f"{self.module} was released {waited:.1f} s ago, it takes "
                     f"{self._config.release_delay_s:.1f} s"
                 )
         file.seek(0)

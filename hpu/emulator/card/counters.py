@@ -1,4 +1,4 @@
-"""What a program did to the device: counts, and misuses with the caller's line. Knows no ops."""
+"""Counters of what a program did to the device, and its misuses with the caller's line."""
 
 import sys
 from collections import Counter
@@ -10,11 +10,11 @@ import torch
 
 from hpu.emulator.settings import EmulatorConfig, Misuse
 
-INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 MAX_MISUSES = 10_000
 
 
-class Noted(NamedTuple):
+class MisuseRecord(NamedTuple):
     """One misuse: its kind, the op, the caller's `file:line`."""
 
     kind: str
@@ -23,24 +23,24 @@ class Noted(NamedTuple):
 
 
 def caller_line() -> str:
-    """`file:line` of the innermost frame that is neither torch's nor ours."""
+    """`file:line` of the innermost frame outside torch and the emulator."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(INSIDE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARY_FOLDERS):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 @dataclass(slots=True)
-class Journal:
-    """Counts since the emulator was put in place.
+class Counters:
+    """Counts since the emulator was installed.
 
     `counts` holds compilations, captures, replays, launches, syncs, fallbacks, ungraphed calls
-    and, under their kind, misuses. The list of misuses keeps the first MAX_MISUSES.
+    and, under their kind, misuses. `misuses` lists the first MAX_MISUSES.
     """
 
     config: EmulatorConfig
     counts: Counter[str] = field(default_factory=Counter)
-    misuses: list[Noted] = field(default_factory=list)
+    misuses: list[MisuseRecord] = field(default_factory=list)
     fallback_ops: Counter[str] = field(default_factory=Counter)
     compile_us: int = 0
     recipes: list[tuple[str, int]] = field(default_factory=list)
@@ -49,10 +49,10 @@ class Journal:
     recipe_misses: Counter[str] = field(default_factory=Counter)
 
     def misuse(self, kind: str, text: str, op: str = "") -> None:
-        """Count a misuse; in strict mode raise it."""
+        """Count a misuse; strict mode raises Misuse."""
         self.counts[kind] += 1
         line = caller_line()
         if len(self.misuses) < MAX_MISUSES:
-            self.misuses.append(Noted(kind, op, line))
+            self.misuses.append(MisuseRecord(kind, op, line))
         if self.config.strict and kind not in self.config.tolerated:
             raise Misuse(kind, text, op, line)
