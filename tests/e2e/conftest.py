@@ -21,7 +21,7 @@ FLAGS = ("--served-model-name=tiny", "--dtype=float32", "--max-num-seqs=64")
 
 @pytest.fixture(scope="session")
 def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """One server for all tests that do not hurt it."""
+    """One server, shared by all tests that leave it running."""
     log: Path = tmp_path_factory.mktemp("server") / "log"
     with running(tiny_model, log, *FLAGS) as live:
         yield live
@@ -29,5 +29,5 @@ def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="session")
 def client(server: LiveServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk:
+        yield sdk

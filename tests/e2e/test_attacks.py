@@ -1,4 +1,4 @@
-"""Attacks on a running server: each gets its 4xx soon, and no other client notices."""
+"""Attacks on a running server: each gets a 4xx quickly and does not affect other clients."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from live import LiveServer, children_of, command_of, running
 from watch import Family, SecondClient
 
 ATTEMPTS = 3
-"""A machine that others use may stop for a tenth of a second by itself."""
+"""A machine shared with other work may pause for a tenth of a second by itself."""
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -25,21 +25,21 @@ def attacked(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
     with running(tiny_model, log, *flags) as live:
         warm_up = {"messages": MESSAGES, "max_tokens": 1, "chat_template": "x"}
         assert live.ask("/v1/chat/completions", warm_up).status_code == 200
-        formed = {"prompt": "a", "max_tokens": 1, "structured_outputs": {"regex": "a"}}
-        assert live.ask("/v1/completions", formed).status_code == 200
+        guided = {"prompt": "a", "max_tokens": 1, "structured_outputs": {"regex": "a"}}
+        assert live.ask("/v1/completions", guided).status_code == 200
         yield live
 
 
 def chain(count: int, keyword: str | None) -> Any:
-    links: list[Any] = [{"$ref": f"#/$defs/d{place + 1}"} for place in range(count - 1)]
+    links: list[Any] = [{"$ref": f"#/$defs/d{i + 1}"} for i in range(count - 1)]
     if keyword is not None:
         links = [{keyword: [link]} for link in links]
-    definitions = {f"d{place}": link for place, link in enumerate([*links, {"type": "string"}])}
+    definitions = {f"d{i}": link for i, link in enumerate([*links, {"type": "string"}])}
     return {"$ref": "#/$defs/d0", "$defs": definitions}
 
 
 def rules(count: int, sign: str, first: str) -> str:
-    lines = [f'r{place}{sign} "a" r{place + 1}' for place in range(count)]
+    lines = [f'r{i}{sign} "a" r{i + 1}' for i in range(count)]
     return "\n".join([f"{first}{sign} r0", *lines, f'r{count}{sign} "b"'])
 
 
@@ -61,7 +61,9 @@ ATTACKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_an_attack_is_refused_soon_and_disturbs_nobody(attacked: LiveServer, name: str) -> None:
+def test_an_attack_is_refused_quickly_without_delaying_other_clients(
+    attacked: LiveServer, name: str
+) -> None:
     body = {"messages": MESSAGES, "max_tokens": 4, **ATTACKS[name]}
     family = Family(attacked.pid)
     before = family.resident_bytes()
@@ -81,20 +83,20 @@ def test_an_attack_is_refused_soon_and_disturbs_nobody(attacked: LiveServer, nam
     assert family.resident_bytes() - before < 50 * 2**20
 
 
-def test_the_processes_that_isolate_may_die_and_no_request_notices(attacked: LiveServer) -> None:
-    formed = {"prompt": "a", "max_tokens": 2, "structured_outputs": {"regex": "[bc]+"}}
+def test_requests_succeed_after_the_isolation_processes_are_killed(attacked: LiveServer) -> None:
+    guided = {"prompt": "a", "max_tokens": 2, "structured_outputs": {"regex": "[bc]+"}}
     rendered = {"messages": MESSAGES, "max_tokens": 1, "chat_template": "y"}
-    isolating = [
+    isolation_pids = [
         pid for pid in children_of(attacked.pid) if "engine.process.isolation" in command_of(pid)
     ]
 
-    for pid in isolating:
+    for pid in isolation_pids:
         os.kill(pid, signal.SIGKILL)
     answers = [
-        attacked.ask("/v1/completions", formed),
+        attacked.ask("/v1/completions", guided),
         attacked.ask("/v1/chat/completions", rendered),
     ]
 
-    assert len(isolating) == 2
+    assert len(isolation_pids) == 2
     assert [answer.status_code for answer in answers] == [200, 200]
     assert set(answers[0].json()["choices"][0]["text"]) <= {"b", "c"}

@@ -1,4 +1,4 @@
-"""Fifty at once equal one by one: what a request gets does not depend on its neighbours."""
+"""Fifty concurrent requests get the same answers as when they run one by one."""
 
 import asyncio
 import json
@@ -41,7 +41,9 @@ async def _text(client: httpx.AsyncClient, body: dict[str, object]) -> str:
     return text
 
 
-async def test_fifty_streams_equal_the_same_requests_one_by_one(server: LiveServer) -> None:
+async def test_fifty_concurrent_streams_equal_the_same_requests_one_by_one(
+    server: LiveServer,
+) -> None:
     bodies = _requests()
     limits = httpx.Limits(max_connections=60)
     async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as client:

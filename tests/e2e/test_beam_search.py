@@ -1,4 +1,4 @@
-"""Beam search of the whole engine, offline, against `generate(num_beams=...)` of transformers."""
+"""Offline beam search compared with `generate(num_beams=...)` of transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM
 
 from gaudiserve import LLM, BeamSearchParams
 
-PROMPTS = [[9], [5 + 7 * place % 301 for place in range(41)], [17 + place for place in range(23)]]
+PROMPTS = [[9], [5 + 7 * i % 301 for i in range(41)], [17 + i for i in range(23)]]
 SHAPE: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
     "max_model_len": 96,
-    # Small: the beams fill several blocks and share some of them.
+    # Small, so that beams fill several blocks and share some of them.
     "block_size": 4,
     "skip_tokenizer_init": True,
 }
@@ -30,18 +30,18 @@ SEARCHES = [
     (8, 16, 0.6),
 ]
 MANY_ENDS = [EOS, *range(10, 120, 10)]
-"""So many that beams end early, and early ends have to be beaten."""
+"""So many end tokens that some beams finish early and have to be outscored."""
 
 
-def found_by_transformers(
+def transformers_beam_search(
     model: Any, prompt: list[int], width: int, num_tokens: int, penalty: float, ends: list[int]
 ) -> tuple[list[list[int]], list[float]]:
-    """Sequences without their prompt, up to their end token, and their scores."""
-    feed = torch.tensor([prompt])
+    """Output sequences up to their end token, and their scores."""
+    input_ids = torch.tensor([prompt])
     with torch.inference_mode():
         result = model.generate(
-            feed,
-            attention_mask=torch.ones_like(feed),
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
             num_beams=width,
             num_return_sequences=width,
             do_sample=False,
@@ -54,14 +54,14 @@ def found_by_transformers(
         )
     sequences = []
     for row in result.sequences[:, len(prompt) :].tolist():
-        stop = next((place for place, token in enumerate(row) if token in ends), len(row))
+        stop = next((i for i, token in enumerate(row) if token in ends), len(row))
         sequences.append(row[: stop + 1])
     scores = result.sequences_scores.tolist() if width > 1 else []
     return sequences, scores
 
 
 @pytest.mark.parametrize("ends", ["the model's", "many", "none"])
-def test_sequences_and_scores_are_those_of_transformers(ends: str, tmp_path: Path) -> None:
+def test_sequences_and_scores_equal_those_of_transformers(ends: str, tmp_path: Path) -> None:
     end_ids = {"the model's": [EOS], "many": MANY_ENDS, "none": []}[ends]
     folder = make_tiny("llama", tmp_path, eos_token_id=end_ids or None)
     model = AutoModelForCausalLM.from_pretrained(folder).float()
@@ -72,20 +72,20 @@ def test_sequences_and_scores_are_those_of_transformers(ends: str, tmp_path: Pat
             params = BeamSearchParams(
                 beam_width=width, max_tokens=num_tokens, length_penalty=penalty
             )
-            found = llm.beam_search(PROMPTS, params)
+            outputs = llm.beam_search(PROMPTS, params)
 
-            for prompt, output in zip(PROMPTS, found, strict=True):
-                wanted, scores = found_by_transformers(
+            for prompt, output in zip(PROMPTS, outputs, strict=True):
+                expected, scores = transformers_beam_search(
                     model, prompt, width, num_tokens, penalty, end_ids
                 )
-                ours = [one.tokens[len(prompt) :] for one in output.sequences]
-                assert ours == wanted, (width, num_tokens, penalty, len(prompt))
-                lengths = [len(tokens) ** penalty for tokens in ours]
+                actual = [one.tokens[len(prompt) :] for one in output.sequences]
+                assert actual == expected, (width, num_tokens, penalty, len(prompt))
+                lengths = [len(tokens) ** penalty for tokens in actual]
                 for one, length, score in zip(output.sequences, lengths, scores, strict=False):
                     assert one.cum_logprob / length == pytest.approx(score, rel=1e-5, abs=1e-5)
-                    given = [entry[token].logprob for entry, token in
+                    logprobs = [entry[token].logprob for entry, token in
                              zip(one.logprobs, one.tokens[len(prompt) :], strict=True)]  # fmt: skip
-                    assert sum(given) == pytest.approx(one.cum_logprob)
+                    assert sum(logprobs) == pytest.approx(one.cum_logprob)
                 num_stopped += sum(one.finish_reason == "stop" for one in output.sequences)
         stats = llm._client.stats
 
@@ -93,13 +93,13 @@ def test_sequences_and_scores_are_those_of_transformers(ends: str, tmp_path: Pat
     assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
 
 
-def test_ends_are_ignored_and_few_prompts_run_at_once_if_asked(tmp_path: Path) -> None:
+def test_ignore_eos_and_a_concurrency_limit_are_respected(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path, eos_token_id=MANY_ENDS)
 
     with LLM(str(folder), **SHAPE, enable_prefix_caching=False) as llm:
         params = BeamSearchParams(beam_width=2, max_tokens=9, ignore_eos=True)
-        found = llm.beam_search(PROMPTS, params, concurrency_limit=1)
+        outputs = llm.beam_search(PROMPTS, params, concurrency_limit=1)
 
-    lengths = [len(one.tokens) for output in found for one in output.sequences]
+    lengths = [len(one.tokens) for output in outputs for one in output.sequences]
     assert lengths == [len(prompt) + 9 for prompt in PROMPTS for _ in range(2)]
-    assert {one.finish_reason for output in found for one in output.sequences} == {"length"}
+    assert {one.finish_reason for output in outputs for one in output.sequences} == {"length"}

@@ -1,4 +1,4 @@
-"""The demo model, read from its GGUF file, against transformers' own reading of that file."""
+"""The demo model, loaded from its GGUF file, compared with transformers loading the same file."""
 
 import functools
 from pathlib import Path
@@ -56,14 +56,14 @@ def answers() -> list[tuple[list[int], list[int]]]:
 def reference(monkeypatch: pytest.MonkeyPatch) -> Any:
     """transformers' model, from the same file, in float32."""
     read_demo_once(monkeypatch)
-    # It makes the table of names anew for every module: seconds.
+    # transformers builds the name table again for every module, which takes seconds.
     names = functools.cache(gguf.get_tensor_name_map)
     monkeypatch.setattr(gguf, "get_tensor_name_map", names)
     path = Path(demo_gguf())
     options: dict[str, Any] = {
         "torch_dtype" if transformers_before("5") else "dtype": torch.float32
     }
-    # Releases that know this keep the weights quantised unless told; older ones never do.
+    # Releases with this option keep the weights quantised by default; older ones never do.
     if hasattr(transformers, "GgufConfig"):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **options).eval()
@@ -72,13 +72,13 @@ def reference(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_greedy_text_equals_that_of_transformers_on_twenty_prompts(
     answers: list[tuple[list[int], list[int]]], reference: Any
 ) -> None:
-    # Padded behind, where no token before looks.
+    # Right padding, which earlier tokens do not attend to.
     texts = pad_sequence([torch.tensor(prompt + output) for prompt, output in answers], True)
     with torch.inference_mode():
         logits = reference(texts).logits
 
     for (prompt, output), row in zip(answers, logits, strict=True):
-        # The most likely token after every prefix of our own text: what greedy search would take.
+        # The most likely token after every prefix of our output: greedy search would pick it.
         end = len(prompt) + len(output)
         expected = row[len(prompt) - 1 : end - 1].argmax(-1).tolist()
         assert output == expected

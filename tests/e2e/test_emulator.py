@@ -1,4 +1,4 @@
-"""The demo model on the emulated card over HTTP: the text of the CPU, through captured graphs."""
+"""The demo model over HTTP on the emulated card with captured graphs gives the CPU's text."""
 
 import contextlib
 from pathlib import Path
@@ -8,7 +8,7 @@ from live import LiveServer
 
 from gaudiserve import LLM, SamplingParams
 
-# The longest answer ends at 126 tokens: chunks with and without a context, one size of decode.
+# The longest answer ends at 126 tokens: chunks with and without context, one decode bucket.
 CARD = (
     *("--device=hpu-emulator", "--dtype=float32", "--max-model-len=128", "--max-num-seqs=2"),
     *("--block-size=32", "--num-gpu-blocks-override=8", "--bucketing-strategy=linear"),
@@ -18,10 +18,10 @@ CARD = (
     "--decode-block-bucket-max=8",
 )
 QUESTIONS = ("Name three colours.", "Repeat after me: " + "one two three " * 25)
-"""One with a short prompt, and one with a prompt of several chunks."""
+"""A short prompt, and a prompt of several chunks."""
 
 
-def said_by_cpu() -> list[tuple[str, str | None]]:
+def cpu_answers() -> list[tuple[str, str | None]]:
     with LLM(model="demo", dtype="float32", max_model_len=128, max_num_seqs=2) as llm:
         outputs = llm.chat(
             [[{"role": "user", "content": question}] for question in QUESTIONS],
@@ -31,7 +31,7 @@ def said_by_cpu() -> list[tuple[str, str | None]]:
     return [(output.outputs[0].text, output.outputs[0].finish_reason) for output in outputs]
 
 
-def said_by(server: LiveServer) -> list[tuple[str, str | None]]:
+def server_answers(server: LiveServer) -> list[tuple[str, str | None]]:
     texts = []
     for question in QUESTIONS:
         body = {
@@ -47,13 +47,13 @@ def said_by(server: LiveServer) -> list[tuple[str, str | None]]:
     return texts
 
 
-def test_the_demo_model_says_the_same_on_the_emulated_card_as_on_the_cpu(tmp_path: Path) -> None:
+def test_the_emulated_card_gives_the_same_text_as_the_cpu(tmp_path: Path) -> None:
     with contextlib.closing(LiveServer(demo_gguf(), tmp_path / "card", *CARD)) as on_card:
-        # While the card warms up.
-        expected = said_by_cpu()
+        # Runs while the emulated card warms up.
+        expected = cpu_answers()
         on_card.wait_ready()
 
-        found = said_by(on_card)
+        found = server_answers(on_card)
         metrics = on_card.http.get("/metrics").text
 
     assert found == expected

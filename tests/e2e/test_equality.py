@@ -1,5 +1,5 @@
-"""The whole engine offline against transformers and itself: float32, greedy or seeded, under
-coarse buckets, chunks, prefix hits and a KV cache far too small for the batch. Invariant 8."""
+"""The engine offline compared with transformers and itself: float32, greedy or seeded, with coarse
+buckets, chunks, prefix hits and a KV cache far too small for the batch. Invariant 8."""
 
 import asyncio
 import random
@@ -24,8 +24,8 @@ from gaudiserve import LLM, RequestOutput
 NEW_TOKENS = 64
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
-# 20 blocks hold one context and a bit: six rows of up to 130 tokens must push each other out.
-CRAMPED: dict[str, Any] = {
+# 20 blocks hold little more than one context: six requests of up to 130 tokens are preempted.
+FEW_BLOCKS: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
     "max_model_len": 144,
@@ -37,7 +37,7 @@ CRAMPED: dict[str, Any] = {
     "skip_tokenizer_init": True,
 }
 ROOMY: dict[str, Any] = {
-    **CRAMPED,
+    **FEW_BLOCKS,
     "num_gpu_blocks_override": 400,
     "max_num_batched_tokens": 512,
     "bucketing_strategy": "exact",
@@ -46,16 +46,16 @@ ROOMY: dict[str, Any] = {
     "max_num_seqs": 1,
 }
 
-HEAD = [5 + 7 * place % 301 for place in range(41)]
+SHARED_PREFIX = [5 + 7 * i % 301 for i in range(41)]
 PROMPTS = [
     [9],
-    [*HEAD, 11, 12],
-    [17 + place for place in range(23)],
-    [*HEAD, 13],
-    HEAD[:32],
-    [*HEAD, *range(40, 65)],
-    [3 * place % 290 + 8 for place in range(8)],
-    [*HEAD[:24], 99, 98],
+    [*SHARED_PREFIX, 11, 12],
+    [17 + i for i in range(23)],
+    [*SHARED_PREFIX, 13],
+    SHARED_PREFIX[:32],
+    [*SHARED_PREFIX, *range(40, 65)],
+    [3 * i % 290 + 8 for i in range(8)],
+    [*SHARED_PREFIX[:24], 99, 98],
 ]
 
 
@@ -87,8 +87,8 @@ def greedy_by_transformers(folder: Path) -> list[list[int]]:
     return results
 
 
-def assert_cramped(outputs: list[RequestOutput], stats: EngineStats) -> None:
-    """Everything that the equality is about did happen, and nothing is left behind."""
+def assert_blocks_ran_short(outputs: list[RequestOutput], stats: EngineStats) -> None:
+    """Preemption, chunks and prefix hits happened, and all blocks are free."""
     assert stats.preemptions > 0 and any(output.num_cached_tokens for output in outputs)
     assert stats.padding_tokens["prefill"] > 0 and stats.padding_tokens["decode"] > 0
     assert not any(name.endswith(("miss", "fallback")) for name in stats.lookups)
@@ -105,7 +105,7 @@ LLAMA3 = {
 }
 VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in FAMILIES},
-    # A window shorter than the text: whole blocks fall out of it.
+    # A window shorter than the text: whole blocks leave it.
     "mistral: window": ("mistral", {"sliding_window": 24}),
     "phi3: window": ("phi3", {"sliding_window": 24}),
     "llama: llama3 rope, biases, one key head": (
@@ -141,17 +141,19 @@ LATER = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=LATER.get(name, ())) for name in VARIATIONS]
 )
-def test_a_cramped_engine_says_what_transformers_says(name: str, tmp_path: Path) -> None:
+def test_an_engine_short_of_blocks_gives_the_tokens_of_transformers(
+    name: str, tmp_path: Path
+) -> None:
     family, overrides = VARIATIONS[name]
     folder = make_tiny(family, tmp_path, seed=3, **overrides)
     expected = greedy_by_transformers(folder)
 
-    outputs, stats = run(folder, CRAMPED, PROMPTS, GREEDY)
+    outputs, stats = run(folder, FEW_BLOCKS, PROMPTS, GREEDY)
 
     assert tokens_of(outputs) == expected
-    # A model that says one token for ever would hide a wrong cache.
+    # A model that repeats one token would hide a wrong cache.
     assert sum(len(set(tokens)) > 10 for tokens in expected) >= len(PROMPTS) - 2
-    assert_cramped(outputs, stats)
+    assert_blocks_ran_short(outputs, stats)
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +161,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama", tmp_path_factory.mktemp("tiny"), seed=3)
 
 
-EVERY_RULE = [
+EVERY_SAMPLING_RULE = [
     GREEDY.replace(temperature=1.0, seed=1, n=2),
     GREEDY.replace(temperature=0.8, top_p=0.9, top_k=40, seed=2),
     GREEDY.replace(temperature=1.2, min_p=0.02, seed=3, repetition_penalty=1.3),
@@ -171,23 +173,25 @@ EVERY_RULE = [
 ]
 
 
-def test_every_rule_gives_the_same_tokens_alone_and_in_a_cramped_batch(folder: Path) -> None:
-    params = [rule.replace(logprobs=3) for rule in EVERY_RULE]
+def test_every_sampling_rule_gives_the_same_tokens_alone_and_in_a_batch_short_of_blocks(
+    folder: Path,
+) -> None:
+    params = [rule.replace(logprobs=3) for rule in EVERY_SAMPLING_RULE]
     alone, _ = run(folder, ROOMY, PROMPTS, params)
 
-    cramped, stats = run(folder, CRAMPED, PROMPTS, params)
+    batched, stats = run(folder, FEW_BLOCKS, PROMPTS, params)
 
-    assert tokens_of(cramped) == tokens_of(alone)
+    assert tokens_of(batched) == tokens_of(alone)
     assert set(tokens_of(alone)[5]) <= set(range(30, 90))
     assert_same_values(
-        [list(c.logprobs or []) for o in cramped for c in o.outputs],
+        [list(c.logprobs or []) for o in batched for c in o.outputs],
         [list(c.logprobs or []) for o in alone for c in o.outputs],
     )
-    assert_cramped(cramped, stats)
+    assert_blocks_ran_short(batched, stats)
 
 
-def assert_same_values(got: list[list[Any]], expected: list[list[Any]]) -> None:
-    for mine, theirs in zip(got, expected, strict=True):
+def assert_same_values(actual: list[list[Any]], expected: list[list[Any]]) -> None:
+    for mine, theirs in zip(actual, expected, strict=True):
         for here, there in zip(mine, theirs, strict=True):
             if there is None:
                 assert here is None
@@ -196,62 +200,62 @@ def assert_same_values(got: list[list[Any]], expected: list[list[Any]]) -> None:
             assert {t: e.logprob for t, e in here.items()} == pytest.approx(values, abs=1e-3)
 
 
-def test_prompt_scores_in_chunks_and_beside_preemption_are_those_of_one_piece(
+def test_prompt_logprobs_in_chunks_and_with_preemption_equal_those_of_one_launch(
     folder: Path,
 ) -> None:
     params = GREEDY.replace(prompt_logprobs=2, max_tokens=40)
     alone, _ = run(folder, ROOMY, PROMPTS, params)
 
-    cramped, stats = run(folder, CRAMPED, PROMPTS, params)
+    batched, stats = run(folder, FEW_BLOCKS, PROMPTS, params)
 
-    assert [len(o.prompt_logprobs or []) for o in cramped] == [len(p) for p in PROMPTS]
+    assert [len(o.prompt_logprobs or []) for o in batched] == [len(p) for p in PROMPTS]
     assert_same_values(
-        [o.prompt_logprobs or [] for o in cramped], [o.prompt_logprobs or [] for o in alone]
+        [o.prompt_logprobs or [] for o in batched], [o.prompt_logprobs or [] for o in alone]
     )
-    assert tokens_of(cramped) == tokens_of(alone)
+    assert tokens_of(batched) == tokens_of(alone)
     assert stats.preemptions > 0 and stats.blocks_used == 0
 
 
-def test_a_prompt_as_long_as_the_context_can_be_scored_and_chunks_change_no_score(
+def test_prompt_logprobs_of_a_full_context_do_not_depend_on_chunks(
     folder: Path,
 ) -> None:
-    prompt = [[5 + 11 * place % 300 for place in range(CRAMPED["max_model_len"])]]
+    prompt = [[5 + 11 * i % 300 for i in range(FEW_BLOCKS["max_model_len"])]]
     params = SamplingParams(max_tokens=0, prompt_logprobs=1)
 
     (alone,), _ = run(folder, {**ROOMY, "max_num_batched_tokens": 512}, prompt, params)
-    (chunked,), stats = run(folder, CRAMPED, prompt, params)
+    (chunked,), stats = run(folder, FEW_BLOCKS, prompt, params)
 
     assert len(chunked.prompt_logprobs or []) == len(prompt[0])
     assert_same_values([chunked.prompt_logprobs or []], [alone.prompt_logprobs or []])
     assert (chunked.outputs[0].token_ids, stats.blocks_used) == ([], 0)
 
 
-async def read(mailbox: RequestOutputQueue) -> list[int]:
+async def read(queue: RequestOutputQueue) -> list[int]:
     tokens: list[int] = []
     while True:
-        update = await mailbox.get()
+        update = await queue.get()
         tokens += update.tokens
         if update.finish is not None:
             assert update.finish.reason == "length", update.finish
             return tokens
 
 
-async def test_a_storm_of_aborts_changes_no_survivor_and_leaves_nothing_behind(
+async def test_many_aborts_change_no_other_request_and_leak_no_blocks(
     folder: Path,
 ) -> None:
     alone, _ = run(folder, ROOMY, PROMPTS, GREEDY)
     rng = random.Random(5)
-    config = from_keywords(model=str(folder), **CRAMPED).engine
+    config = from_keywords(model=str(folder), **FEW_BLOCKS).engine
     client = InprocClient(config)
     await client.start()
     await client.wait_ready()
 
     async def give_up(prompt: bytes) -> None:
-        mailbox = client.add(prompt, GREEDY)
+        queue = client.add(prompt, GREEDY)
         for _ in range(rng.randrange(6)):
-            await mailbox.get()
-        client.abort([mailbox.key])
-        client.abort([mailbox.key])
+            await queue.get()
+        client.abort([queue.key])
+        client.abort([queue.key])
 
     prompts = [array("I", prompt).tobytes() for prompt in PROMPTS]
     leavers = [give_up(rng.choice(prompts)) for _ in range(60)]

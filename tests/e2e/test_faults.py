@@ -1,4 +1,4 @@
-"""Deaths, signals and hang-ups of a whole daemon."""
+"""Killed processes, signals and client disconnects, with a whole server."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ def fresh(tiny_model: str, tmp_path: Path, request: pytest.FixtureRequest) -> It
 
 
 class Stream(threading.Thread):
-    """Reads one stream to its end and keeps what it saw."""
+    """Reads one stream to its end and stores its events."""
 
     def __init__(self, server: LiveServer, body: dict[str, object]):
         super().__init__(daemon=True)
@@ -61,7 +61,7 @@ def _wait_for(what: str, check, timeout_s: float) -> None:  # type: ignore[no-un
     raise AssertionError(f"{what}: not within {timeout_s} s")
 
 
-def test_a_killed_engine_fails_open_requests_and_ends_the_daemon(fresh: LiveServer) -> None:
+def test_a_killed_engine_fails_open_requests_and_ends_the_server(fresh: LiveServer) -> None:
     streams = [Stream(fresh, LONG) for _ in range(3)]
     waiting = Stream(fresh, {**LONG, "stream": False})
     for stream in (*streams, waiting):
@@ -85,7 +85,7 @@ def test_a_killed_engine_fails_open_requests_and_ends_the_daemon(fresh: LiveServ
     assert fresh.leftovers() == []
 
 
-def test_a_killed_worker_ends_the_daemon_too(tiny_model: str, tmp_path: Path) -> None:
+def test_a_killed_worker_ends_the_server(tiny_model: str, tmp_path: Path) -> None:
     with running(tiny_model, tmp_path / "log", *FLAGS, "--executor=processes") as live:
         stream = Stream(live, LONG)
         stream.start()
@@ -106,7 +106,7 @@ def test_a_killed_worker_ends_the_daemon_too(tiny_model: str, tmp_path: Path) ->
         assert live.leftovers() == []
 
 
-def test_a_killed_front_end_leaves_no_orphans(fresh: LiveServer) -> None:
+def test_a_killed_api_server_leaves_no_orphans(fresh: LiveServer) -> None:
     family = children_of(fresh.pid)
     assert family
 
@@ -120,7 +120,7 @@ def test_sigterm_to_all_processes_drains_and_exits_zero(fresh: LiveServer) -> No
     stream.start()
     assert stream.begun.wait(20)
 
-    # As service managers do it: every process of a service gets the signal.
+    # Service managers send the signal to every process of a service.
     for pid in (*children_of(fresh.pid), fresh.pid):
         os.kill(pid, signal.SIGTERM)
 
@@ -131,7 +131,7 @@ def test_sigterm_to_all_processes_drains_and_exits_zero(fresh: LiveServer) -> No
     assert fresh.leftovers() == []
 
 
-def test_sigterm_cuts_what_outlasts_the_timeout(tiny_model: str, tmp_path: Path) -> None:
+def test_sigterm_aborts_requests_that_outlast_the_timeout(tiny_model: str, tmp_path: Path) -> None:
     with running(
         tiny_model, tmp_path / "log", *FLAGS, "--shutdown-timeout=0.2", "--max-num-seqs=2"
     ) as live:
@@ -169,9 +169,7 @@ def test_a_second_sigint_stops_at_once(fresh: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_is_aborted_with_all_its_sequences(
-    server: LiveServer, stream: bool
-) -> None:
+def test_a_disconnect_aborts_all_sequences_of_the_request(server: LiveServer, stream: bool) -> None:
     body = {**LONG, "n": 3, "stream": stream, "temperature": 1}
     aborted = _metric(server, 'vllm:request_success_total{engine="0",finished_reason="abort"')
     with httpx.Client(base_url=server.url) as client:
@@ -189,9 +187,9 @@ def test_a_client_that_goes_away_is_aborted_with_all_its_sequences(
     assert after > aborted
 
 
-def test_an_idle_daemon_sleeps(tiny_model: str, tmp_path: Path) -> None:
+def test_an_idle_server_uses_little_cpu_time(tiny_model: str, tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
-        # Side by side, since most of the test is waiting.
+        # In parallel, since most of the test is waiting.
         daemons = [
             stack.enter_context(
                 contextlib.closing(

@@ -1,5 +1,5 @@
-"""Log-probabilities over HTTP against transformers, in the combinations that evaluation harnesses
-and others send: with echo and without output, in batches, streamed, from texts and token ids."""
+"""Log-probabilities over HTTP compared with transformers, in the combinations that evaluation
+harnesses send: with echo, without output, in batches, streamed, from texts and token ids."""
 
 import json
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from gaudiserve import LLM, SamplingParams
 
 Scores = Callable[[list[int]], torch.Tensor]
 TEXTS = ["Hello there, how are you?", "a", "Söme ☃ text"]
-"""One of them is a single token: it follows on nothing, so it has no value at all."""
+"""One of them is a single token, which has no log-probability because nothing precedes it."""
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def tokenizer(tiny_model: str) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def scores(tiny_model: str) -> Scores:
-    """Log-probabilities of what follows each token: (tokens, vocabulary)."""
+    """Log-probabilities of the next token after each token: (tokens, vocabulary)."""
     model: Any = AutoModelForCausalLM.from_pretrained(tiny_model).float()
 
     def score(tokens: list[int]) -> torch.Tensor:
@@ -37,7 +37,7 @@ def scores(tiny_model: str) -> Scores:
 
 
 def ask(server: LiveServer, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The choices, by index; those of a stream joined."""
+    """The choices by index; the chunks of a stream are joined."""
     response = server.http.post(path, json={"return_token_ids": True, **body})
     assert response.status_code == 200, response.text
     if not body.get("stream"):
@@ -60,37 +60,37 @@ def ask(server: LiveServer, path: str, body: dict[str, Any]) -> list[dict[str, A
     return [choices[index] for index in sorted(choices)]
 
 
-def check(choice: dict[str, Any], asked: dict[str, Any], scores: Scores, text: str) -> None:
-    """One choice's log-probabilities are those of transformers, in the agreed form."""
-    made, k = choice["logprobs"], asked["logprobs"]
+def check(choice: dict[str, Any], fields: dict[str, Any], scores: Scores, text: str) -> None:
+    """Compare the log-probabilities of a choice with transformers, and check their format."""
+    logprobs, k = choice["logprobs"], fields["logprobs"]
     prompt, output = choice["prompt_token_ids"], choice["token_ids"]
     tokens = [*prompt, *output]
     table = scores(tokens)
-    skipped = 0 if asked.get("echo") else len(prompt)
-    wanted = [None, *[float(table[i, token]) for i, token in enumerate(tokens[1:])]][skipped:]
-    assert len(made["tokens"]) == len(tokens) - skipped
-    assert made["token_logprobs"][0 if skipped else 1 :] == pytest.approx(
-        wanted[0 if skipped else 1 :], abs=1e-4
+    skipped = 0 if fields.get("echo") else len(prompt)
+    expected = [None, *[float(table[i, token]) for i, token in enumerate(tokens[1:])]][skipped:]
+    assert len(logprobs["tokens"]) == len(tokens) - skipped
+    assert logprobs["token_logprobs"][0 if skipped else 1 :] == pytest.approx(
+        expected[0 if skipped else 1 :], abs=1e-4
     )
     if not skipped:
-        assert made["token_logprobs"][0] is made["top_logprobs"][0] is None
-    for place, (value, top) in enumerate(
-        zip(made["token_logprobs"], made["top_logprobs"], strict=True)
+        assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+    for i, (value, top) in enumerate(
+        zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
     ):
         if value is None:
             continue
         assert len(top) in ({1} if k == 0 else {k, k + 1})
-        assert top[made["tokens"][place]] == value
-        best = table[place + skipped - 1].topk(max(k, 1)).values.tolist()
+        assert top[logprobs["tokens"][i]] == value
+        best = table[i + skipped - 1].topk(max(k, 1)).values.tolist()
         if k:
-            # What harnesses call greedy: no value of the dict is above the token's own.
+            # Harnesses call a token greedy if no value of the dict is above its own.
             assert sorted(top.values(), reverse=True)[:k] == pytest.approx(best, abs=1e-4)
-    offsets = made["text_offset"]
+    offsets = logprobs["text_offset"]
     assert offsets == sorted(offsets)
-    if asked.get("echo"):
+    if fields.get("echo"):
         assert choice["text"].startswith(text)
         assert offsets[0] == 0
-        for token, start in zip(made["tokens"][: len(prompt)], offsets, strict=False):
+        for token, start in zip(logprobs["tokens"][: len(prompt)], offsets, strict=False):
             assert "\ufffd" in token or text[start : start + len(token)] == token
         assert offsets[len(prompt) :][:1] == ([len(text)] if output else [])
     elif output:
@@ -116,40 +116,40 @@ COMBINATIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("as_ids", [False, True], ids=["texts", "token ids"])
-@pytest.mark.parametrize("asked", COMBINATIONS, ids=str)
-def test_values_are_those_of_transformers(
-    server: LiveServer, tokenizer: Tokenizer, scores: Scores, asked: dict[str, Any], as_ids: bool
+@pytest.mark.parametrize("fields", COMBINATIONS, ids=str)
+def test_log_probabilities_equal_those_of_transformers(
+    server: LiveServer, tokenizer: Tokenizer, scores: Scores, fields: dict[str, Any], as_ids: bool
 ) -> None:
     prompts: list[Any] = list(TEXTS)
     if as_ids:
         prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in TEXTS]
 
-    choices = ask(server, "/v1/completions", {"prompt": prompts, **asked})
+    choices = ask(server, "/v1/completions", {"prompt": prompts, **fields})
 
-    num_choices = asked.get("n", 1)
+    num_choices = fields.get("n", 1)
     assert len(choices) == len(TEXTS) * num_choices
     for index, choice in enumerate(choices):
         assert choice["index"] == index
-        place = index // num_choices
-        check(choice, asked, scores, TEXTS[place])
-        width = asked.get("prompt_logprobs")
+        i = index // num_choices
+        check(choice, fields, scores, TEXTS[i])
+        width = fields.get("prompt_logprobs")
         if width is not None:
             check_prompt(choice["prompt_logprobs"], choice["prompt_token_ids"], scores, width)
 
 
-def check_prompt(made: list[Any], prompt: list[int], scores: Scores, width: int) -> None:
+def check_prompt(logprobs: list[Any], prompt: list[int], scores: Scores, width: int) -> None:
     table = scores(prompt)
-    assert len(made) == len(prompt) and made[0] is None
-    for place, (token, entries) in enumerate(zip(prompt[1:], made[1:], strict=True)):
+    assert len(logprobs) == len(prompt) and logprobs[0] is None
+    for i, (token, entries) in enumerate(zip(prompt[1:], logprobs[1:], strict=True)):
         assert len(entries) in (max(width, 1), width + 1)
-        assert entries[str(token)]["logprob"] == pytest.approx(float(table[place, token]), abs=1e-4)
-        best = table[place].topk(width).indices.tolist()
+        assert entries[str(token)]["logprob"] == pytest.approx(float(table[i, token]), abs=1e-4)
+        best = table[i].topk(width).indices.tolist()
         assert set(map(str, best)) <= set(entries)
         for rank, one in enumerate(best, start=1):
             assert entries[str(one)]["rank"] == rank
 
 
-def test_chat_has_the_prompts_log_probabilities_too(server: LiveServer, scores: Scores) -> None:
+def test_chat_returns_prompt_logprobs(server: LiveServer, scores: Scores) -> None:
     body = {
         "messages": [{"role": "user", "content": "Hi"}],
         "prompt_logprobs": 3,
@@ -167,18 +167,16 @@ def test_chat_has_the_prompts_log_probabilities_too(server: LiveServer, scores: 
     for choice in answer["choices"]:
         output = choice["token_ids"]
         table = scores([*prompt, *output])[len(prompt) - 1 :]
-        for place, (entry, token) in enumerate(
-            zip(choice["logprobs"]["content"], output, strict=True)
-        ):
-            assert entry["logprob"] == pytest.approx(float(table[place, token]), abs=1e-4)
-            best = table[place].topk(2).values.tolist()
+        for i, (entry, token) in enumerate(zip(choice["logprobs"]["content"], output, strict=True)):
+            assert entry["logprob"] == pytest.approx(float(table[i, token]), abs=1e-4)
+            best = table[i].topk(2).values.tolist()
             assert [top["logprob"] for top in entry["top_logprobs"]] == pytest.approx(
                 best, abs=1e-4
             )
 
 
 def test_a_prompt_that_fills_the_context_is_scored(server: LiveServer, scores: Scores) -> None:
-    prompt = [5 + place * 7 % 300 for place in range(2048)]
+    prompt = [5 + i * 7 % 300 for i in range(2048)]
 
     (choice,) = ask(
         server,
@@ -192,14 +190,14 @@ def test_a_prompt_that_fills_the_context_is_scored(server: LiveServer, scores: S
     values = choice["logprobs"]["token_logprobs"]
     table = scores(prompt)
     assert values[1:] == pytest.approx(
-        [float(table[place, token]) for place, token in enumerate(prompt[1:])], abs=2e-4
+        [float(table[i, token]) for i, token in enumerate(prompt[1:])], abs=2e-4
     )
     assert refused.status_code == 400
     assert refused.json()["error"]["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("mode", ["raw_logits", "processed_logprobs"])
-def test_another_mode_reaches_the_sampler(tiny_model: str, scores: Scores, mode: str) -> None:
+def test_logprobs_mode_reaches_the_sampler(tiny_model: str, scores: Scores, mode: str) -> None:
     params = SamplingParams(temperature=0.5, top_k=3, max_tokens=2, logprobs=4, prompt_logprobs=0)
     flags: dict[str, Any] = {"max_model_len": 64, "device": "cpu", "dtype": "float32"}
 
@@ -208,18 +206,18 @@ def test_another_mode_reaches_the_sampler(tiny_model: str, scores: Scores, mode:
 
     (choice,) = output.outputs
     table = scores([7, 8, 9, *choice.token_ids])
-    for place, entries in enumerate(choice.logprobs or (), start=2):
-        shifts = [entry.logprob - float(table[place, token]) for token, entry in entries.items()]
+    for i, entries in enumerate(choice.logprobs or (), start=2):
+        shifts = [entry.logprob - float(table[i, token]) for token, entry in entries.items()]
         if mode == "raw_logits":
-            # Logits are log-probabilities and one number more, which is not nothing.
+            # Logits differ from log-probabilities by a constant that is not 0.
             assert shifts == pytest.approx([shifts[0]] * len(shifts), abs=1e-4)
             assert abs(shifts[0]) > 1e-2
         else:
-            best = torch.log_softmax(2 * table[place].topk(3).values, dim=-1).tolist()
+            best = torch.log_softmax(2 * table[i].topk(3).values, dim=-1).tolist()
             found = sorted((entry.logprob for entry in entries.values()), reverse=True)
             assert found == pytest.approx([*best, *[-9999.0] * (len(found) - 3)], abs=1e-4)
     assert output.prompt_logprobs is not None
-    for place, entries in enumerate(output.prompt_logprobs[1:]):
+    for i, entries in enumerate(output.prompt_logprobs[1:]):
         assert entries is not None
         ((token, entry),) = entries.items()
-        assert entry.logprob == pytest.approx(float(table[place, token]), abs=1e-4)
+        assert entry.logprob == pytest.approx(float(table[i, token]), abs=1e-4)

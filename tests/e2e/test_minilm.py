@@ -1,4 +1,4 @@
-"""A real embedding model, offline: its vectors are those of sentence-transformers."""
+"""A real embedding model, offline: its vectors equal those of sentence-transformers."""
 
 from typing import Any
 
@@ -25,19 +25,19 @@ CARD: dict[str, Any] = {
     "settings",
     [
         pytest.param({}, id="cpu"),
-        # Its warm-up computes every bucket on the host.
+        # Warm-up computes every bucket on the host.
         pytest.param({**CARD, "dtype": "float32"}, id="card", marks=pytest.mark.slow),
     ],
 )
-def test_vectors_are_those_of_sentence_transformers_together_and_alone(
+def test_vectors_equal_those_of_sentence_transformers_batched_and_alone(
     settings: dict[str, Any],
 ) -> None:
     texts = [text for text, _ in reference()]
-    asked: dict[str, Any] = {"truncate_prompt_tokens": -1, "use_tqdm": False}
+    options: dict[str, Any] = {"truncate_prompt_tokens": -1, "use_tqdm": False}
 
     with LLM(model=minilm_folder(), **settings) as llm:
-        together = llm.embed(texts, **asked)
-        alone = [llm.embed(text, **asked)[0] for text in texts[:3]]
+        together = llm.embed(texts, **options)
+        alone = [llm.embed(text, **options)[0] for text in texts[:3]]
 
     for (text, expected), one in zip(reference(), together, strict=True):
         found = np.array(one.outputs.embedding)

@@ -1,4 +1,4 @@
-"""The official SDK's Responses: against a whole server, and a model that says what it is told."""
+"""The official SDK's Responses API: against a whole server, and against scripted replies."""
 
 import asyncio
 import json
@@ -39,8 +39,8 @@ class Weather(pydantic.BaseModel):
     degrees: int
 
 
-class ProgressReporter(TalkingClient):
-    """Calls for the weather, tells of it once it is there, and fills in a form that it is given."""
+class Reporter(TalkingClient):
+    """Replies with a tool call, then with an answer from its result, or with JSON for a schema."""
 
     def add(self, prompt: Any, sampling: Any, **kwargs: Any) -> ScriptedBox:
         tokens = memoryview(prompt).cast("I").tolist()
@@ -58,13 +58,13 @@ class ProgressReporter(TalkingClient):
 
 @pytest.fixture
 async def sdk() -> AsyncIterator[openai.AsyncOpenAI]:
-    async with on_port(ProgressReporter(pace_s=0.001), chat_template=THINKING_TEMPLATE) as rig:
+    async with on_port(Reporter(pace_s=0.001), chat_template=THINKING_TEMPLATE) as rig:
         base_url = f"http://127.0.0.1:{rig.port}/v1"
-        async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as made:
-            yield made
+        async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+            yield client
 
 
-def test_a_stored_response_is_retrieved_followed_and_deleted(client: openai.OpenAI) -> None:
+def test_a_stored_response_is_retrieved_continued_and_deleted(client: openai.OpenAI) -> None:
     first = client.responses.create(
         model="tiny",
         input="Say something.",
@@ -73,7 +73,7 @@ def test_a_stored_response_is_retrieved_followed_and_deleted(client: openai.Open
         extra_body={"ignore_eos": True},
     )
 
-    kept = client.responses.retrieve(first.id)
+    stored = client.responses.retrieve(first.id)
     second = client.responses.create(
         model="tiny", input="Go on.", previous_response_id=first.id, max_output_tokens=4
     )
@@ -83,7 +83,7 @@ def test_a_stored_response_is_retrieved_followed_and_deleted(client: openai.Open
     assert (first.status, first.usage.output_tokens) == ("incomplete", 12)
     assert first.incomplete_details is not None
     assert first.incomplete_details.reason == "max_output_tokens"
-    assert kept == first
+    assert stored == first
     assert second.usage.input_tokens > first.usage.input_tokens + 12
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(first.id)
@@ -92,16 +92,16 @@ def test_a_stored_response_is_retrieved_followed_and_deleted(client: openai.Open
 
 
 def test_streamed_deltas_join_to_the_whole_text(client: openai.OpenAI) -> None:
-    asked: Any = {
+    body: Any = {
         "model": "tiny",
         "input": [{"role": "user", "content": "Say something."}],
         "max_output_tokens": 30,
         "temperature": 0,
     }
-    whole = client.responses.create(**asked)
+    whole = client.responses.create(**body)
 
-    events = list(client.responses.create(**asked, stream=True))
-    counted = client.responses.input_tokens.count(model="tiny", input=asked["input"])
+    events = list(client.responses.create(**body, stream=True))
+    counted = client.responses.input_tokens.count(model="tiny", input=body["input"])
 
     assert whole.usage is not None
     joined = "".join(one.delta for one in events if one.type == "response.output_text.delta")
@@ -113,10 +113,10 @@ def test_streamed_deltas_join_to_the_whole_text(client: openai.OpenAI) -> None:
 
 
 def test_a_background_response_is_polled_and_cancelled(client: openai.OpenAI) -> None:
-    asked: Any = {"model": "tiny", "input": "x", "background": True}
+    body: Any = {"model": "tiny", "input": "x", "background": True}
     forever = {"ignore_eos": True, "seed": 1}
-    done = client.responses.create(**asked, max_output_tokens=5, extra_body=forever)
-    endless = client.responses.create(**asked, extra_body=forever)
+    done = client.responses.create(**body, max_output_tokens=5, extra_body=forever)
+    endless = client.responses.create(**body, extra_body=forever)
 
     cancelled = client.responses.cancel(endless.id)
     end_s = time.monotonic() + 30
@@ -129,7 +129,7 @@ def test_a_background_response_is_polled_and_cancelled(client: openai.OpenAI) ->
     assert cancelled.status == client.responses.retrieve(endless.id).status == "cancelled"
 
 
-async def test_calls_are_made_and_their_results_taken(sdk: openai.AsyncOpenAI) -> None:
+async def test_tool_calls_and_their_results_round_trip(sdk: openai.AsyncOpenAI) -> None:
     first = await sdk.responses.create(model="demo", input="Weather in Oslo?", tools=TOOLS)
 
     thought, message, call = first.output
@@ -138,18 +138,18 @@ async def test_calls_are_made_and_their_results_taken(sdk: openai.AsyncOpenAI) -
     assert message.type == "message" and first.output_text == "One moment."
     assert call.type == "function_call" and json.loads(call.arguments) == {"city": "Oslo"}
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
-    kept = await sdk.responses.create(
+    stateful = await sdk.responses.create(
         model="demo", input=[result], tools=TOOLS, previous_response_id=first.id
     )
-    # What a client that keeps the conversation itself sends: items as they came.
+    # A stateless client sends all items back as it received them.
     sent: Any = [{"role": "user", "content": "Weather in Oslo?"}, *first.output, result]
     stateless = await sdk.responses.create(model="demo", input=sent, tools=TOOLS, store=False)
-    assert kept.output_text == stateless.output_text == ANSWER
-    assert kept.usage is not None and stateless.usage is not None
-    assert kept.usage.input_tokens == stateless.usage.input_tokens
+    assert stateful.output_text == stateless.output_text == ANSWER
+    assert stateful.usage is not None and stateless.usage is not None
+    assert stateful.usage.input_tokens == stateless.usage.input_tokens
 
 
-async def test_the_stream_helper_puts_a_response_together(sdk: openai.AsyncOpenAI) -> None:
+async def test_the_stream_helper_assembles_a_response(sdk: openai.AsyncOpenAI) -> None:
     async with sdk.responses.stream(model="demo", input="Weather in Oslo?", tools=TOOLS) as stream:
         kinds = [event.type async for event in stream]
         final = await stream.get_final_response()
@@ -160,11 +160,11 @@ async def test_the_stream_helper_puts_a_response_together(sdk: openai.AsyncOpenA
     assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
 
 
-async def test_texts_are_parsed_whole_and_streamed(sdk: openai.AsyncOpenAI) -> None:
-    asked: Any = {"model": "demo", "input": "Weather in Oslo?", "text_format": Weather}
+async def test_structured_answers_are_parsed_whole_and_streamed(sdk: openai.AsyncOpenAI) -> None:
+    body: Any = {"model": "demo", "input": "Weather in Oslo?", "text_format": Weather}
 
-    parsed = await sdk.responses.parse(**asked)
-    async with sdk.responses.stream(**asked) as stream:
+    parsed = await sdk.responses.parse(**body)
+    async with sdk.responses.stream(**body) as stream:
         final = await stream.get_final_response()
 
     assert parsed.output_parsed == final.output_parsed == Weather(city="Oslo", degrees=7)
@@ -179,9 +179,9 @@ async def test_the_examples_of_the_page_run(
     code = "\n".join(blocks).replace("http://localhost:8000/v1", address)
     names: dict[str, Any] = {}
 
-    # The server runs on this thread's loop, the examples wait for it.
+    # The server runs on this thread's event loop, so the examples need another thread.
     await asyncio.to_thread(exec, compile(code, str(PAGE), "exec"), names)
-    # Left to the collector, its socket may be found before it is.
+    # Close it here: the garbage collector would warn about its open socket.
     names["client"].close()
 
     assert len(blocks) == 3

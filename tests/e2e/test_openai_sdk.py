@@ -1,4 +1,4 @@
-"""The official SDK against a whole server: front-end, engine and worker."""
+"""The official SDK against a whole server: API server, engine and worker."""
 
 import json
 
@@ -50,7 +50,7 @@ def test_streamed_deltas_join_to_the_whole_text(client: openai.OpenAI) -> None:
     assert chunks[0].choices[0].delta.content == ""
 
 
-def test_completions_take_every_form_of_prompt(client: openai.OpenAI, server: LiveServer) -> None:
+def test_completions_accept_every_form_of_prompt(client: openai.OpenAI, server: LiveServer) -> None:
     ids = server.http.post("/tokenize", json={"prompt": "Hello there"}).json()["tokens"]
 
     forms = ["Hello there", ["Hello there"], ids, [ids]]
@@ -158,7 +158,7 @@ def test_bad_requests_are_refused_before_a_stream_begins(
     assert caught.value.type == "invalid_request_error"
 
 
-def test_a_prompt_too_long_says_the_words_clients_look_for(client: openai.OpenAI) -> None:
+def test_a_prompt_too_long_gets_the_message_that_clients_look_for(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="tiny", prompt="word " * 5000, max_tokens=4)
 
@@ -202,7 +202,7 @@ async def test_the_async_client_streams(server: LiveServer) -> None:
     assert chunks[-1].choices[0].finish_reason in ("length", "stop")
 
 
-def test_a_stream_keeps_to_the_byte_rules(server: LiveServer) -> None:
+def test_a_stream_follows_the_sse_format(server: LiveServer) -> None:
     body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 6, "stream": True}
 
     with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body) as response:

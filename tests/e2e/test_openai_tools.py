@@ -1,5 +1,5 @@
-"""Tools end to end: the official SDK over scripted answers, and the demo model, whose chat template
-has no place for tools."""
+"""The official SDK with tools, against scripted replies and against the demo model, whose chat
+template does not render tools."""
 
 import asyncio
 import json
@@ -51,7 +51,7 @@ async def client() -> AsyncIterator[openai.AsyncOpenAI]:
             yield sdk
 
 
-async def test_calls_are_made_and_their_results_taken(client: openai.AsyncOpenAI) -> None:
+async def test_tool_calls_and_their_results_round_trip(client: openai.AsyncOpenAI) -> None:
     answer = await client.chat.completions.create(model="demo", messages=MESSAGES, tools=TOOLS)
 
     (choice,) = answer.choices
@@ -68,7 +68,7 @@ async def test_calls_are_made_and_their_results_taken(client: openai.AsyncOpenAI
     assert again.usage.prompt_tokens > answer.usage.prompt_tokens
 
 
-async def test_the_stream_helper_puts_calls_together(client: openai.AsyncOpenAI) -> None:
+async def test_the_stream_helper_assembles_calls(client: openai.AsyncOpenAI) -> None:
     pieces: list[str] = []
     done: list[str] = []
 
@@ -100,9 +100,9 @@ async def test_the_examples_of_the_page_run(
     code = "\n".join(blocks).replace("http://localhost:8000/v1", address)
     names: dict[str, Any] = {}
 
-    # The server runs on this thread's loop, the examples wait for it.
+    # The server runs on this thread's event loop, so the examples need another thread.
     await asyncio.to_thread(exec, compile(code, str(PAGE), "exec"), names)
-    # Left to the collector, its socket may be found before it is.
+    # Close it here: the garbage collector would warn about its open socket.
     names["client"].close()
 
     assert len(blocks) == 2

@@ -1,4 +1,4 @@
-"""The benchmark that says what a form of the weights costs: its figure is that of transformers."""
+"""benchmarks/perplexity.py: its perplexity equals that of transformers."""
 
 import json
 import math
@@ -49,19 +49,19 @@ def test_perplexity_is_exp_of_the_loss_of_transformers(
     assert found == pytest.approx(math.exp(total / count), rel=1e-4)
 
 
-def test_what_is_lost_is_measured_against_the_first() -> None:
+def test_loss_is_relative_to_the_first_variant() -> None:
     half, quarter = math.log(1 / 2), math.log(1 / 4)
     whole = Measured("none", "float32", Reading([half, half], [7, 8]), 400, 10.0)
     packed = Measured("int8", "float32", Reading([half, quarter], [7, 9]), 100, 20.0)
 
-    made = rows([whole, packed])
+    table = rows([whole, packed])
 
-    assert [one["perplexity"] for one in made] == pytest.approx([2, 2 * math.sqrt(2)])
-    assert [one["ratio"] for one in made] == pytest.approx([1, math.sqrt(2)])
-    assert [one["agreement"] for one in made] == [1, 0.5]
+    assert [one["perplexity"] for one in table] == pytest.approx([2, 2 * math.sqrt(2)])
+    assert [one["ratio"] for one in table] == pytest.approx([1, math.sqrt(2)])
+    assert [one["agreement"] for one in table] == [1, 0.5]
 
 
-def test_the_command_leaves_a_table_and_its_figures(
+def test_the_command_writes_a_table_and_json(
     tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, table, figures = tmp_path / "text", tmp_path / "table.md", tmp_path / "figures.json"

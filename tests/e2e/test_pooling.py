@@ -1,5 +1,5 @@
-"""Pooling models from end to end: a server with the official SDK, LLM, and the examples of the
-page about them; vectors and scores are those of transformers."""
+"""Pooling models end to end: a server with the official SDK, LLM, and the examples of
+docs/pooling.md; vectors and scores equal those of transformers."""
 
 import subprocess
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ SMALL: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_num_seqs": 4}
 
 
 def with_special_tokens(folder: Path) -> Path:
-    """Let the tokenizer write texts and pairs as BERT's does."""
+    """Make the tokenizer add BERT's special tokens to texts and pairs."""
     file = str(folder / "tokenizer.json")
     encoder = Encoder.from_file(file)
     cls, sep = (encoder.id_to_token(token) for token in (1, 2))
@@ -35,24 +35,28 @@ def with_special_tokens(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = make_pooling("bert", tmp_path_factory.mktemp("models") / "bert")
+    checkpoint = make_pooling("bert", tmp_path_factory.mktemp("models") / "bert")
     write_modules(
-        made, "Transformer", "Pooling", "Normalize", pooling={"pooling_mode_mean_tokens": True}
+        checkpoint,
+        "Transformer",
+        "Pooling",
+        "Normalize",
+        pooling={"pooling_mode_mean_tokens": True},
     )
-    return with_special_tokens(made)
+    return with_special_tokens(checkpoint)
 
 
 @pytest.fixture(scope="module")
 def vectors(folder: Path) -> Any:
-    """Of TEXTS, by transformers: the mean over all tokens, of length 1."""
+    """Vectors of TEXTS by transformers: the mean over all tokens, normalized to length 1."""
     model: Any = AutoModel.from_pretrained(folder).eval()
     encoder = Encoder.from_file(str(folder / "tokenizer.json"))
-    made = []
+    pooled = []
     for text in TEXTS:
         with torch.no_grad():
             states = model(torch.tensor([encoder.encode(text).ids])).last_hidden_state[0]
-        made.append(torch.nn.functional.normalize(states.mean(0), dim=0).numpy())
-    return np.stack(made)
+        pooled.append(torch.nn.functional.normalize(states.mean(0), dim=0).numpy())
+    return np.stack(pooled)
 
 
 @pytest.fixture(scope="module")
@@ -65,22 +69,22 @@ def embedder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture
 def sdk(embedder: LiveServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{embedder.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
+    with openai.OpenAI(base_url=f"{embedder.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
-def test_the_sdk_gets_the_vectors_of_transformers(sdk: openai.OpenAI, vectors: Any) -> None:
+def test_vectors_from_the_sdk_equal_those_of_transformers(sdk: openai.OpenAI, vectors: Any) -> None:
     many = sdk.embeddings.create(model="tiny", input=TEXTS)
     plain = sdk.embeddings.create(model="tiny", input=TEXTS, encoding_format="float")
     alone = [sdk.embeddings.create(model="tiny", input=text).data[0] for text in TEXTS]
 
     assert [entry.index for entry in many.data] == [0, 1, 2, 3]
-    for made in (many.data, plain.data, alone):
-        np.testing.assert_allclose([entry.embedding for entry in made], vectors, atol=1e-5)
+    for answer in (many.data, plain.data, alone):
+        np.testing.assert_allclose([entry.embedding for entry in answer], vectors, atol=1e-5)
     assert many.usage.prompt_tokens == many.usage.total_tokens == plain.usage.prompt_tokens
 
 
-def test_the_sdk_is_told_what_is_wrong(sdk: openai.OpenAI) -> None:
+def test_the_sdk_gets_errors_that_name_the_problem(sdk: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match=r"maximum context length .* input\[1\]"):
         sdk.embeddings.create(model="tiny", input=["x", "long " * 500])
     with pytest.raises(openai.BadRequestError, match="does not generate text"):
@@ -94,12 +98,12 @@ def test_offline_vectors_are_the_same(folder: Path, vectors: Any) -> None:
         outputs = llm.embed(TEXTS, use_tqdm=False)
         (score,) = llm.score(TEXTS[0], TEXTS[3], use_tqdm=False)
 
-    made = [output.outputs.embedding for output in outputs]
-    np.testing.assert_allclose(made, vectors, atol=1e-5)
+    embeddings = [output.outputs.embedding for output in outputs]
+    np.testing.assert_allclose(embeddings, vectors, atol=1e-5)
     assert score.outputs.score == pytest.approx(float(vectors[0] @ vectors[3]), abs=1e-5)
 
 
-def test_a_pair_is_read_with_both_types_and_scored_by_the_head(tmp_path: Path) -> None:
+def test_a_pair_has_two_token_types_and_is_scored_by_the_head(tmp_path: Path) -> None:
     folder = with_special_tokens(make_pooling("bert", tmp_path, num_labels=1))
     model: Any = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     encoded = Encoder.from_file(str(folder / "tokenizer.json")).encode("a cat", "a kitten")
@@ -129,7 +133,7 @@ def test_the_examples_of_the_page_run(
 
     names: dict[str, Any] = {"folder": str(folder)}
     exec(compile("\n".join(blocks["python"]), str(PAGE), "exec"), names)
-    # Left to the collector, its socket may be found before it is.
+    # Close it here: the garbage collector would warn about its open socket.
     names["client"].close()
     (command,) = blocks["bash"]
     ranked = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)

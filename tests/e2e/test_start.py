@@ -1,4 +1,4 @@
-"""A daemon whose checkpoint is not there yet: it answers, waits, and can be stopped."""
+"""A server whose checkpoint is still being converted answers 503 and can be stopped."""
 
 import contextlib
 import fcntl
@@ -26,7 +26,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def lock(source: Path, tmp_path: Path) -> Iterator[IO[str]]:
-    """Held: whoever converts `source` waits for us, as for another process that converts it."""
+    """The conversion lock of `source`, acquired, so that the server waits for the conversion."""
     folder = resolve(str(source), cache_dir=str(tmp_path / "cache"), progress=False)
     shutil.rmtree(folder)
     with open(f"{folder}.lock", "w") as file:
@@ -36,9 +36,13 @@ def lock(source: Path, tmp_path: Path) -> Iterator[IO[str]]:
 
 @contextlib.contextmanager
 def starting(source: Path, tmp_path: Path, *flags: str) -> Iterator[LiveServer]:
-    """A server that has come as far as the conversion."""
-    own = ("--served-model-name=tiny", "--shutdown-timeout=20", f"--cache-dir={tmp_path / 'cache'}")
-    live = LiveServer(str(source), tmp_path / "log", *own, *flags)
+    """A server that waits for the conversion."""
+    common_flags = (
+        "--served-model-name=tiny",
+        "--shutdown-timeout=20",
+        f"--cache-dir={tmp_path / 'cache'}",
+    )
+    live = LiveServer(str(source), tmp_path / "log", *common_flags, *flags)
     try:
         end_s = time.monotonic() + 30
         while not is_converting(live):
@@ -50,18 +54,18 @@ def starting(source: Path, tmp_path: Path, *flags: str) -> Iterator[LiveServer]:
 
 
 def is_converting(live: LiveServer) -> bool:
-    """Asked more than once: each of the front-ends must have heard of it."""
+    """Asks several times, so that every API server reports it."""
     try:
         return all("convert" in live.ask("/ready").text for _ in range(12))
     except httpx.ConnectError:
         return False
 
 
-@pytest.mark.parametrize("front_ends", [1, 2])
-def test_the_port_answers_before_the_checkpoint_is_there(
-    source: Path, lock: IO[str], tmp_path: Path, front_ends: int
+@pytest.mark.parametrize("api_servers", [1, 2])
+def test_the_port_answers_before_the_checkpoint_is_converted(
+    source: Path, lock: IO[str], tmp_path: Path, api_servers: int
 ) -> None:
-    with starting(source, tmp_path, f"--api-server-count={front_ends}") as live:
+    with starting(source, tmp_path, f"--api-server-count={api_servers}") as live:
         health, ready, models = (live.ask(path) for path in ("/health", "/ready", "/v1/models"))
         chat = live.ask("/v1/chat/completions", CHAT)
 
@@ -76,7 +80,7 @@ def test_the_port_answers_before_the_checkpoint_is_there(
         live.wait_ready(60)
 
 
-def test_a_checkpoint_that_turns_out_to_be_wrong_is_one_clear_line_and_status_2(
+def test_a_wrong_checkpoint_ends_with_one_clear_line_and_status_2(
     source: Path, lock: IO[str], tmp_path: Path
 ) -> None:
     with starting(source, tmp_path) as live:
@@ -91,13 +95,13 @@ def test_a_checkpoint_that_turns_out_to_be_wrong_is_one_clear_line_and_status_2(
         assert live.leftovers() == []
 
 
-@pytest.mark.parametrize("front_ends", [1, 2])
+@pytest.mark.parametrize("api_servers", [1, 2])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_daemon_whose_checkpoint_never_comes(
-    source: Path, lock: IO[str], tmp_path: Path, number: signal.Signals, front_ends: int
+def test_a_signal_ends_a_server_that_waits_for_its_checkpoint(
+    source: Path, lock: IO[str], tmp_path: Path, number: signal.Signals, api_servers: int
 ) -> None:
-    with starting(source, tmp_path, f"--api-server-count={front_ends}") as live:
-        assert len(children_of(live.pid)) == (front_ends if front_ends > 1 else 0)
+    with starting(source, tmp_path, f"--api-server-count={api_servers}") as live:
+        assert len(children_of(live.pid)) == (api_servers if api_servers > 1 else 0)
 
         live.signal(number)
 

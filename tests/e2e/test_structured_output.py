@@ -1,4 +1,4 @@
-"""Structured output over HTTP, from a real model that knows nothing: every answer has its form."""
+"""Structured output over HTTP with random weights: every answer matches its schema or grammar."""
 
 import json
 import re
@@ -49,12 +49,12 @@ def test_whole_and_streamed_answers_validate_with_n_logprobs_and_seeds(
         assert choice.finish_reason == "stop"
         jsonschema.validate(json.loads(choice.message.content or ""), SCHEMA)
         assert choice.logprobs is not None and choice.logprobs.content is not None
-        # Those of the model itself, before the mask.
+        # Log-probabilities of the model, before the mask.
         assert all(entry.logprob <= 0 for entry in choice.logprobs.content)
     assert len(set(texts)) == 3
 
 
-def test_the_parse_helper_gives_an_object(client: openai.OpenAI) -> None:
+def test_the_parse_helper_returns_an_object(client: openai.OpenAI) -> None:
     answer = client.chat.completions.parse(**ASK, response_format=Person, seed=1)
 
     assert isinstance(answer.choices[0].message.parsed, Person)
@@ -71,7 +71,7 @@ def test_the_parse_helper_gives_an_object(client: openai.OpenAI) -> None:
     ],
     ids=str,
 )
-def test_completions_take_every_kind_beside_other_settings(
+def test_completions_accept_every_kind_of_grammar_with_other_settings(
     server: LiveServer, fields: dict[str, Any], pattern: str
 ) -> None:
     body = {"prompt": "Once", "max_tokens": 40, "seed": 2, **fields}
@@ -82,7 +82,7 @@ def test_completions_take_every_kind_beside_other_settings(
     assert re.fullmatch(pattern, choice["text"])
 
 
-def test_an_answer_that_is_cut_says_so(server: LiveServer) -> None:
+def test_a_truncated_answer_has_finish_reason_length(server: LiveServer) -> None:
     body = {"prompt": "x", "max_tokens": 3, "guided_json": SCHEMA}
 
     choice = server.http.post("/v1/completions", json=body).json()["choices"][0]
@@ -90,7 +90,7 @@ def test_an_answer_that_is_cut_says_so(server: LiveServer) -> None:
     assert choice["finish_reason"] == "length" and choice["text"].startswith("{")
 
 
-def test_free_answers_are_the_same_beside_guided_ones_and_hostile_grammars_are_refused_soon(
+def test_guided_and_hostile_requests_do_not_change_other_answers(
     server: LiveServer,
 ) -> None:
     free = {"prompt": "Tell me", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
@@ -111,11 +111,11 @@ def test_free_answers_are_the_same_beside_guided_ones_and_hostile_grammars_are_r
     with ThreadPoolExecutor(12) as threads:
         answers = list(threads.map(post, [free, guided, *hostile] * 3))
 
-    for place, (status, answer, seconds) in enumerate(answers):
-        if place % 5 >= 2:
+    for i, (status, answer, seconds) in enumerate(answers):
+        if i % 5 >= 2:
             assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
             assert seconds < 2
-        elif place % 5 == 0:
+        elif i % 5 == 0:
             assert answer["choices"][0]["text"] == alone
     assert "vllm:num_requests_running" in server.http.get("/metrics").text
 
@@ -138,7 +138,7 @@ TOOLS: Any = [
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "hire"}}])
-def test_forced_calls_fit_their_schemas(client: openai.OpenAI, choice: Any) -> None:
+def test_forced_calls_match_their_schemas(client: openai.OpenAI, choice: Any) -> None:
     ask: Any = {**ASK, "max_tokens": 1200, "tools": TOOLS, "tool_choice": choice}
 
     answer = client.chat.completions.create(**ask, n=3, seed=3, parallel_tool_calls=False)
@@ -153,7 +153,7 @@ def test_forced_calls_fit_their_schemas(client: openai.OpenAI, choice: Any) -> N
 
 @pytest.fixture(scope="module")
 def thinker(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """Reads thinking, which its prompts begin, and calls in the way of Hermes."""
+    """Server with a reasoning parser, prompts that begin thinking, and Hermes tool calls."""
     log = tmp_path_factory.mktemp("thinker") / "log"
     template = log.with_name("template")
     template.write_text(
@@ -165,26 +165,26 @@ def thinker(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield live
 
 
-def asked(thinker: LiveServer, **fields: Any) -> Any:
+def chat(thinker: LiveServer, **fields: Any) -> Any:
     answer = thinker.http.post("/v1/chat/completions", json={**ASK, "seed": 4, **fields})
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
-def test_forms_and_calls_come_behind_thinking_that_a_budget_closes(thinker: LiveServer) -> None:
+def test_a_thinking_budget_ends_before_structured_output_and_calls(thinker: LiveServer) -> None:
     budget: Any = {"thinking_token_budget": 9, "n": 2, "parallel_tool_calls": False}
     must: Any = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 1200}
 
-    formed = asked(thinker, response_format=STRICT, **budget)
-    forced = asked(thinker, **must, **budget)
-    free = asked(thinker, **budget)
+    guided = chat(thinker, response_format=STRICT, **budget)
+    forced = chat(thinker, **must, **budget)
+    free = chat(thinker, **budget)
     closing = thinker.http.post("/tokenize", json={"prompt": "</think>"}).json()["count"]
 
-    for choice in formed["choices"]:
+    for choice in guided["choices"]:
         jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
     for choice in forced["choices"]:
         check_call(choice["message"]["tool_calls"][0])
-    for answer in (formed, forced, free):
+    for answer in (guided, forced, free):
         assert all(choice["message"]["reasoning"] for choice in answer["choices"])
         details = answer["usage"]["completion_tokens_details"]
         assert details["reasoning_tokens"] == 2 * (9 + closing)
@@ -195,7 +195,7 @@ def check_call(call: Any) -> None:
     jsonschema.validate(json.loads(call["function"]["arguments"]), tool["parameters"])
 
 
-def test_beside_a_form_a_call_that_the_model_chooses_is_held_to_its_schema(
+def test_a_free_tool_call_beside_a_response_format_matches_its_schema(
     thinker: LiveServer,
 ) -> None:
     strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
@@ -203,8 +203,8 @@ def test_beside_a_form_a_call_that_the_model_chooses_is_held_to_its_schema(
     ask: Any = {"tools": strict, "response_format": STRICT, "parallel_tool_calls": False, "n": 3}
     ask.update(reasoning_effort="none", max_tokens=900)
 
-    texts = asked(thinker, **ask, logit_bias={str(mark): -100})
-    calls = asked(thinker, **ask, logit_bias={str(mark): 100})
+    texts = chat(thinker, **ask, logit_bias={str(mark): -100})
+    calls = chat(thinker, **ask, logit_bias={str(mark): 100})
 
     for choice in texts["choices"]:
         jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)

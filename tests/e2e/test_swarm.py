@@ -1,4 +1,4 @@
-"""Two hundred clients of every kind, many of which hang up: nothing stays behind."""
+"""Two hundred clients of every kind, many of which disconnect: nothing leaks."""
 
 import os
 import time
@@ -11,10 +11,10 @@ from live import LiveServer, children_of, running
 from swarm import Swarm
 
 NUM_CLIENTS = 200
-BRIEFLY_S = 2.0
+SHORT_S = 2.0
 LONG_S = float(os.environ.get("SWARM_SECONDS", "300"))
 GROWTH_BYTES = 12 * 2**20
-"""What the heap of a process may seem to grow by in the second half, from one sample to another."""
+"""Allowed growth between samples in the second half: noise of the heap size."""
 GAUGES = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
@@ -26,7 +26,7 @@ PROBE = {"prompt": "The same as ever", "max_tokens": 24, "temperature": 0}
 
 @pytest.fixture
 def server(tiny_model: str, tmp_path: Path) -> Iterator[LiveServer]:
-    # Fewer blocks than the batch may want: some are taken back from requests that run.
+    # Fewer blocks than the batch may need, so that running requests are preempted.
     flags = ("--served-model-name=tiny", "--dtype=float32", "--num-gpu-blocks-override=160")
     more = ("--max-num-seqs=64", "--tool-call-parser=hermes", "--responses-store-max-count=50")
     with running(tiny_model, tmp_path / "log", *flags, *more) as live:
@@ -47,33 +47,33 @@ def wait_until_idle(server: LiveServer) -> None:
 
 
 def memory_of(server: LiveServer) -> int:
-    """Bytes that the daemon's processes have of their own."""
+    """Private memory of the server's processes, in bytes."""
     pids = [server.pid, *children_of(server.pid)]
     return sum(psutil.Process(pid).memory_full_info().uss for pid in pids)
 
 
-def said(server: LiveServer) -> str:
+def probe_text(server: LiveServer) -> str:
     answer = server.http.post("/v1/completions", json=PROBE).json()
     text: str = answer["choices"][0]["text"]
     return text
 
 
 async def test_every_gauge_is_zero_after_many_clients(server: LiveServer) -> None:
-    before = said(server)
+    before = probe_text(server)
     swarm = Swarm(("127.0.0.1", server.port), NUM_CLIENTS)
 
-    await swarm.run(BRIEFLY_S)
+    await swarm.run(SHORT_S)
 
     assert not swarm.faults, swarm.faults[:3]
     assert swarm.num_left > 0 and set(swarm.answered) == {200, 400}
     wait_until_idle(server)
-    assert said(server) == before
+    assert probe_text(server) == before
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(LONG_S + 200)
 async def test_memory_stays_flat_under_many_clients(server: LiveServer) -> None:
-    before = said(server)
+    before = probe_text(server)
     parts = 6
     swarm = Swarm(("127.0.0.1", server.port), NUM_CLIENTS)
     sizes: list[int] = []
@@ -86,6 +86,6 @@ async def test_memory_stays_flat_under_many_clients(server: LiveServer) -> None:
 
     assert not swarm.faults, swarm.faults[:3]
     assert sum(swarm.answered.values()) > 10 * LONG_S
-    assert said(server) == before
-    # Measured while nothing runs, in the second half: caches are full by then.
+    assert probe_text(server) == before
+    # Measured while idle, in the second half: caches are full by then.
     assert max(sizes[parts // 2 :]) - sizes[parts // 2 - 1] < GROWTH_BYTES, sizes
