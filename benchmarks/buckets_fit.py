@@ -1,7 +1,7 @@
-"""Fitted buckets against the rules, at equal numbers of graphs, on three synthetic traffics: the
-share of modelled work that is padding. Pure arithmetic. Run: python benchmarks/buckets_fit.py
+"""Padding of fitted buckets and of the other strategies at equal numbers of graphs, on three
+synthetic traffics, as a share of modelled work. Run: python benchmarks/buckets_fit.py
 
-Tables are fitted to one half of a traffic and measured on the other.
+Tables are fitted to one half of a traffic and evaluated on the other.
 """
 
 import argparse
@@ -32,7 +32,7 @@ RULES = ("exponential", "exponential-v3", "padding-aware")
 
 
 def chat(rng: random.Random) -> Lengths:
-    """LoopPacer of conversations: some hundred tokens, half of them behind a shared prefix."""
+    """Conversations: some hundred tokens per request, half of them with a shared prefix."""
     prompt = _lognormal(rng, 350, 0.9, 6000)
     cached = 512 if rng.random() < 0.5 and prompt > 600 else 0
     return Lengths(prompt, _lognormal(rng, 220, 0.7, 2000), cached)
@@ -44,7 +44,7 @@ def long_documents(rng: random.Random) -> Lengths:
 
 
 def mixed(rng: random.Random) -> Lengths:
-    """Four chats to one document."""
+    """Four chats per document."""
     return long_documents(rng) if rng.random() < 0.2 else chat(rng)
 
 
@@ -53,13 +53,13 @@ def _lognormal(rng: random.Random, median: int, sigma: float, most: int) -> int:
 
 
 def waste(table: BucketTable, traffic: list[Lengths]) -> float:
-    """Padding's share of the modelled work, 0 to 1."""
+    """Share of padding in the modelled work, 0 to 1."""
     parts = table.padding(traffic)
     return 1 - sum(p.exact_cost for p in parts) / sum(p.padded_cost for p in parts)
 
 
 def fitted(traffic: list[Lengths], num_graphs: int) -> tuple[BucketTable, float]:
-    """The fitted table, and the seconds that it took."""
+    """The fitted table, and the fitting time in seconds."""
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
         for one in traffic:
             file.write(
@@ -75,7 +75,7 @@ def fitted(traffic: list[Lengths], num_graphs: int) -> tuple[BucketTable, float]
 
 
 def rows(kind: Callable[[random.Random], Lengths], requests: int) -> list[str]:
-    """One Markdown row for each rule, and for a few small tables."""
+    """Markdown rows: one per strategy, and a few small fitted tables."""
     rng = random.Random(kind.__name__)
     seen, later = ([kind(rng) for _ in range(requests)] for _ in range(2))
     name = kind.__name__.replace("_", " ")

@@ -5,8 +5,8 @@
         --server 'other=other-server --port {port}' --flags 'other=--no-ignore-eos'
 
 Each server is started by its command, loaded by `gaudiserve bench serve`, and stopped before the
-next begins. Run nothing else meanwhile. Writes OUT.json and OUT.md after each. One that does not
-start is left out and told, and the exit status is 1.
+next one starts. Run nothing else at the same time. Writes OUT.json and OUT.md after each server. A
+server that does not start is reported and skipped, and the exit status is 1.
 """
 
 import argparse
@@ -72,11 +72,11 @@ class Measured:
 
 def main() -> int:
     options = _options()
-    flags = dict(given.split("=", 1) for given in options.flags)
+    flags = dict(argument.split("=", 1) for argument in options.flags)
     chosen = [w for w in WORKLOADS if not options.only or any(o in w.name for o in options.only)]
     measured, left_out, report = [], 0, "nothing was measured"
-    for given in options.server:
-        name, command = given.split("=", 1)
+    for argument in options.server:
+        name, command = argument.split("=", 1)
         extra = shlex.split(flags.get(name, ""))
         try:
             measured.append(_measure(name, command, extra, chosen, options.rounds))
@@ -91,7 +91,7 @@ def main() -> int:
 
 
 def _write(out: Path, measured: list[Measured], report: str) -> None:
-    """What there is: what was measured stays where a later server fails or somebody interrupts."""
+    """Write the results so far, so that a later failure or interrupt does not lose them."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".md").write_text(report)
     facts = {"machine": machine(), "date": _today(), "servers": [asdict(m) for m in measured]}
@@ -118,7 +118,7 @@ def _measure(
     with started(command, named[0] if named else None) as server:
         result.start_s = server.start_s
         result.idle_mib = _resident_mib(server.pid)
-        # Never the same prompts twice: a server may still have them.
+        # Never the same prompts twice: they may still be in a prefix cache.
         loads = [workload for _ in range(rounds) for workload in workloads]
         for seed, workload in enumerate(loads):
             result.runs.append(_load(name, server.port, workload, [f"--seed={seed}", *extra]))
@@ -148,15 +148,14 @@ def _load(name: str, port: int, workload: Workload, extra: list[str]) -> dict[st
         )
         text = Path(out.name).read_text()
         numbers = json.loads(text) if text else {"exit_code": done.returncode}
-    # A server that failed every request has no rate; the others are still worth a table.
+    # A server that failed every request has no rate; the table still shows the others.
     rate = float(numbers.get("output_tokens_per_s", 0.0))
     print(f"{name}: {workload.name}: {rate:.1f} output tokens/s", file=sys.stderr, flush=True)
     return {"workload": workload.name, "rate": rate, **numbers}
 
 
 def _resident_mib(pid: int) -> float:
-    """Resident memory of a process and all its descendants, each shared page counted for its
-    share."""
+    """Proportional set size (PSS) of a process and all its descendants."""
     total = 0.0
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):

@@ -1,11 +1,11 @@
-"""The offline LLM against transformers on one GPU: the same random weights and prompts, greedy, by
-number of streams. Run: python benchmarks/cuda_compare.py  (--device cpu --shape tiny tries the
-script itself without a GPU)
+"""The offline LLM compared with transformers on one GPU: same random weights and prompts, greedy,
+for several numbers of streams. Run: python benchmarks/cuda_compare.py  (--device cpu --shape tiny
+tests the script without a GPU)
 
-`continuous` is transformers' continuous batching (`generate_batch`), `generate` its plain batch,
-which has no prompt to wait for and no cache to page. Each side has a process of its own and runs
-every load twice; the second is measured, from handing over the prompts to the last token. The
-checkpoint (16 GB for 8b) is written to a folder in TMPDIR, and removed in the end.
+`continuous` is transformers' continuous batching (`generate_batch`), `generate` its static batch,
+without scheduling or paging. Each side runs in its own process and runs every load twice; the
+second run is measured, from the submission of the prompts to the last token. The checkpoint (16 GB
+for 8b) is written to a folder in TMPDIR and removed at the end.
 """
 
 import argparse
@@ -34,11 +34,11 @@ from gaudiserve import LLM
 SIDES = ("gaudiserve", "continuous", "generate")
 Prompts = list[list[int]]
 Generate = Callable[[Prompts], int]
-"""Completes all prompts at once; gives the number of tokens that came out."""
+"""Completes all prompts at once and returns the number of output tokens."""
 
 
 def write_checkpoint(options: argparse.Namespace, folder: str) -> None:
-    """A checkpoint of random weights that both sides can load."""
+    """Write a checkpoint of random weights that all sides can load."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     shape = SHAPES[options.shape]
@@ -62,7 +62,7 @@ def write_checkpoint(options: argparse.Namespace, folder: str) -> None:
 
 
 def prompts_of(options: argparse.Namespace, count: int, seed: int) -> Prompts:
-    """`count` prompts that share nothing, the same for every side."""
+    """`count` prompts without shared prefixes, the same for every side."""
     rng = random.Random(seed)
     most = SHAPES[options.shape].vocab_size
     return [[rng.randrange(5, most) for _ in range(options.prompt)] for _ in range(count)]
@@ -102,15 +102,17 @@ def continuous(options: argparse.Namespace, count: int) -> Iterator[Generate]:
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     model = load_transformers(options)
-    wanted = GenerationConfig(max_new_tokens=options.output, do_sample=False, eos_token_id=-1)
-    # On a GPU it measures for itself; on a host it would take most of the memory.
+    generation_config = GenerationConfig(
+        max_new_tokens=options.output, do_sample=False, eos_token_id=-1
+    )
+    # On a GPU transformers sizes its cache; on a CPU it would use most of the memory.
     blocks = None if options.device == "cuda" else 64
     batching = ContinuousBatchingConfig(num_blocks=blocks)
 
     def generate(prompts: Prompts) -> int:
         results = model.generate_batch(
             prompts,
-            generation_config=wanted,
+            generation_config=generation_config,
             continuous_batching_config=batching,
             persistent_manager=True,
         )
@@ -125,11 +127,11 @@ def generate(options: argparse.Namespace, count: int) -> Iterator[Generate]:
     model = load_transformers(options)
 
     def generate(prompts: Prompts) -> int:
-        given = torch.tensor(prompts, device=options.device)
+        input_ids = torch.tensor(prompts, device=options.device)
         with torch.inference_mode():
             out = model.generate(
-                given,
-                attention_mask=torch.ones_like(given),
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
                 max_new_tokens=options.output,
                 min_new_tokens=options.output,
                 do_sample=False,
@@ -137,13 +139,13 @@ def generate(options: argparse.Namespace, count: int) -> Iterator[Generate]:
             )
         if options.device == "cuda":
             torch.cuda.synchronize()
-        return out.numel() - given.numel()
+        return out.numel() - input_ids.numel()
 
     yield generate
 
 
 def run_side(options: argparse.Namespace) -> None:
-    """Measure one side; the last line of its output is JSON: streams to tokens a second."""
+    """Measure one side; the last line of its output is JSON: tokens/s by number of streams."""
     side = {"gaudiserve": gaudiserve, "continuous": continuous, "generate": generate}[options.side]
     rates = {}
     for count in options.streams:
@@ -155,7 +157,7 @@ def run_side(options: argparse.Namespace) -> None:
         if tokens != count * options.output:
             raise SystemExit(f"{options.side} gave {tokens} tokens, not {count * options.output}")
         rates[count] = tokens / seconds
-        # The next load begins with all of the card.
+        # Free the memory of the card for the next load.
         gc.collect()
         if options.device == "cuda":
             torch.cuda.empty_cache()
@@ -163,7 +165,7 @@ def run_side(options: argparse.Namespace) -> None:
 
 
 def ask_side(side: str, folder: str, arguments: list[str]) -> dict[str, float]:
-    """Run a side in a process of its own."""
+    """Run a side in its own process."""
     command = [sys.executable, __file__, *arguments, "--side", side, "--folder", folder]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:

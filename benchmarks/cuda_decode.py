@@ -1,10 +1,10 @@
-"""Decode steps on a GPU against the bound that its memory sets: a model of random weights, all rows
-decoding, by number of rows. Run: python benchmarks/cuda_decode.py  (--device cpu --shape tiny tries
-the script itself without a GPU)
+"""Decode steps on a GPU compared with the bound of its memory bandwidth: random weights, by batch
+size. Run: python benchmarks/cuda_decode.py  (--device cpu --shape tiny tests the script without a
+GPU)
 
-The bound is the time to read the weights, and the keys and values of all rows, once, at the speed
-of a large copy within the device's memory, measured first. Plans are hand-made and two steps are in
-flight, as in a server; the engine's scheduler is not part of it.
+The bound is the time to read the weights and the keys and values of all requests once, at the
+measured speed of a large copy within device memory. The step plans are constants and two steps are
+in flight, as in a server; the scheduler is not part of the measurement.
 """
 
 import argparse
@@ -42,12 +42,12 @@ GIB = 1024**3
 WARM_STEPS = 8
 COPIES = 10
 MARGIN = 0.9
-"""Of the free memory, that a number of rows may need to be tried."""
+"""Share of the free memory that a batch may need; larger batches are skipped."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a decoder that names no checkpoint."""
+    """Sizes of a decoder without a checkpoint."""
 
     vocab_size: int
     hidden_size: int
@@ -63,11 +63,11 @@ SHAPES = {
     "1b": Shape(128_256, 2048, 8192, 16, 32, 8, 64),
     "tiny": Shape(320, 64, 128, 2, 4, 2, 16),
 }
-"""Two in the proportions of Llama 3, and one to try a script on."""
+"""Two shapes like Llama 3, and a tiny one to test a script."""
 
 
 def open_device(name: str) -> Backend:
-    """The back end of `name`; ends the program with one sentence when there is no such device."""
+    """The back end of `name`; exits with one sentence if there is no such device."""
     if name == "cpu":
         return CpuBackend()
     missing = missing_cuda(
@@ -83,7 +83,7 @@ def device_name(name: str) -> str:
 
 
 def copy_bandwidth(backend: Backend, size: int) -> float:
-    """Bytes a second, read and written, of the fastest copy of `size` bytes."""
+    """Bytes/s, reads plus writes, of the fastest copy of `size` bytes."""
     source, target = backend.zeros((size,), torch.uint8), backend.zeros((size,), torch.uint8)
     best = float("inf")
     for _ in range(COPIES):
@@ -120,7 +120,7 @@ def random_model(shape: Shape, backend: Backend, dtype: torch.dtype, length: int
 
 
 class Decoding:
-    """`num_rows` rows that have `context` tokens each, and room for `num_steps` more."""
+    """`num_rows` decoding requests with `context` tokens each, and room for `num_steps` more."""
 
     def __init__(
         self,
@@ -137,13 +137,13 @@ class Decoding:
         num_blocks = num_rows * blocks_a_row
         vocab_size, length = model.config.vocab_size, model.config.max_position
         counters, staging = Counters(), InputBufferPool(backend, InputBuffers)
-        # As hpu/worker/build.py chooses.
+        # The same choice as in hpu/worker/build.py.
         static_shapes = captures or backend.compiles
         sampler = Sampler(num_rows, vocab_size, backend, static_shapes=static_shapes)
         self._graphs = GraphCache(
             model.forward, backend, counters, captures=captures, budget_bytes=GIB * 1024
         )
-        # The first decode makes the graph.
+        # The first decode captures the graph.
         self._graphs.on_demand = True
         self._runner = ModelRunner(
             model,
@@ -167,7 +167,7 @@ class Decoding:
         self._admit(context, blocks_a_row, block_size)
 
     def _admit(self, context: int, blocks_a_row: int, block_size: int) -> None:
-        """All but the last token of each row counts as cached: its keys are the cache's zeros."""
+        """Add the requests with all tokens but the last as cached; their keys are zeros."""
         tokens = memoryview((np.arange(context, dtype="<u4") % 300).tobytes())
         for row in self._rows:
             blocks = list(range(row * blocks_a_row, (row + 1) * blocks_a_row))
@@ -200,7 +200,7 @@ class Decoding:
 
 
 def measure(decoding: Decoding, num_steps: int) -> tuple[float, float]:
-    """Seconds of a step: by the clock, and the median that the device took for it."""
+    """Seconds per step: wall time, and the median of the device time."""
     for _ in decoding.steps(WARM_STEPS):
         pass
     start = time.perf_counter()
@@ -210,7 +210,7 @@ def measure(decoding: Decoding, num_steps: int) -> tuple[float, float]:
 
 
 def weight_bytes(model: Decoder) -> int:
-    """Of what a decode reads: everything but the table of embeddings."""
+    """Bytes of the weights that a decode reads: all but the embedding table."""
     table = model.embedding.weight
     every = sum(p.numel() * p.element_size() for p in model.parameters())
     return every - table.numel() * table.element_size()
@@ -219,7 +219,7 @@ def weight_bytes(model: Decoder) -> int:
 def one_line(
     model: Decoder, backend: Backend, options: argparse.Namespace, num_rows: int, speed: float
 ) -> str:
-    """The table's line for a number of rows."""
+    """The table row of one batch size."""
     token_bytes = block_bytes(model, 1, model.dtype)
     total_steps = WARM_STEPS + options.steps
     reserved = num_rows * (options.context + total_steps + backend.default_block_size)

@@ -1,14 +1,14 @@
-"""What a front end can do, alone: the real server before an engine whose device is a clock.
+"""Throughput of the API server alone: the real server with an engine whose device only takes time.
 
     python benchmarks/front.py --out benchmarks/results/front-DATE
     python benchmarks/front.py --peer 'other=http://127.0.0.1:9000' --out ...
     python benchmarks/front.py --server 'NAME=COMMAND with {port}' --server ... --out ...
 
-Tokens out over many streams, short requests in, time to the first byte, what a long prompt does to
-the other streams, memory of idle streams; a peer is asked the same, but for the last two, and so
-are servers with a model of their own, started one after the other in place of the null engine. CPU
-seconds are the main figure: they stand still when neighbours share the cores. Writes OUT.json and
-OUT.md. Run nothing else meanwhile.
+Measures streamed tokens, short requests, time to the first byte, the effect of a long prompt on
+other streams, and the memory of idle streams. The last two are not measured for peers and for
+servers with a model of their own, which are started one after the other instead of the null engine.
+CPU seconds are the main figure, because other work on the cores does not change them. Writes
+OUT.json and OUT.md. Run nothing else at the same time.
 """
 
 import argparse
@@ -32,11 +32,11 @@ CHAT = "/v1/chat/completions"
 STORY = [{"role": "user", "content": "Tell me a short story about the sea."}]
 
 
-class Watched:
-    """A server under load: its address, and the processes whose time counts as the front end's."""
+class Target:
+    """A server under load: its address, and the API-server processes whose CPU time counts."""
 
-    def __init__(self, name: str, url: str, fronts: list[psutil.Process]) -> None:
-        self.name, self.server, self._fronts = name, Server(url), fronts
+    def __init__(self, name: str, url: str, processes: list[psutil.Process]) -> None:
+        self.name, self.server, self._processes = name, Server(url), processes
         listed = self.server.get("/v1/models")["data"]
         assert isinstance(listed, list)
         self.model = listed[0]["id"]
@@ -47,33 +47,35 @@ class Watched:
         return {"model": self.model, "stream": stream, **fields, **usage, **more}
 
     def cpu_s(self) -> float:
-        return sum(sum(one.cpu_times()[:2]) for one in self._fronts)
+        return sum(sum(one.cpu_times()[:2]) for one in self._processes)
 
     def memory_bytes(self) -> int:
-        return sum(one.memory_full_info().uss for one in self._fronts)
+        return sum(one.memory_full_info().uss for one in self._processes)
 
     def streams(self, count: int) -> list[Stream]:
         return [self.server.connect() for _ in range(count)]
 
 
 @contextlib.contextmanager
-def our_server(step_ms: float, *flags: str, num_fronts: int = 1) -> Iterator[Watched]:
-    """The server as it ships before a null engine, stopped at the end."""
+def our_server(step_ms: float, *flags: str, num_api_servers: int = 1) -> Iterator[Target]:
+    """The unchanged server with a null engine, stopped at the end."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, str(Path(__file__).with_name("null_engine.py"))]
     command += [f"--step-ms={step_ms}", "--", f"--port={port}", "--max-num-seqs=256"]
-    command += [f"--api-server-count={num_fronts}", "--log-level=warning", *flags]
+    command += [f"--api-server-count={num_api_servers}", "--log-level=warning", *flags]
     process = subprocess.Popen(command)
     try:
         url = f"http://127.0.0.1:{port}"
         _wait_ready(process, url)
         children = psutil.Process(process.pid).children()
-        fronts = [psutil.Process(process.pid)]
-        if num_fronts > 1:
-            fronts = [one for one in children if any("frontends" in w for w in one.cmdline())]
-        yield Watched("gaudiserve", url, fronts)
+        processes = [psutil.Process(process.pid)]
+        if num_api_servers > 1:
+            processes = [
+                one for one in children if any("server.process" in w for w in one.cmdline())
+            ]
+        yield Target("gaudiserve", url, processes)
     finally:
         process.terminate()
         process.wait(30)
@@ -89,17 +91,17 @@ def _wait_ready(process: "subprocess.Popen[bytes]", url: str, timeout_s: float =
     raise SystemExit("the server did not start")
 
 
-def tokens_out(watched: Watched, count: int, max_tokens: int) -> Row:
+def tokens_out(target: Target, count: int, max_tokens: int) -> Row:
     """`count` streams at once, the second of two rounds."""
-    streams = watched.streams(count)
-    request = watched.server.request(CHAT, watched.body(max_tokens))
+    streams = target.streams(count)
+    request = target.server.request(CHAT, target.body(max_tokens))
     for _ in range(2):
-        cpu_s, own_s, begun_s = watched.cpu_s(), time.process_time(), time.perf_counter()
+        cpu_s, client_s, begun_s = target.cpu_s(), time.process_time(), time.perf_counter()
         for stream in streams:
             ask(stream, request)
         read_streams(streams)
         wall_s = time.perf_counter() - begun_s
-        cpu_s, own_s = watched.cpu_s() - cpu_s, time.process_time() - own_s
+        cpu_s, client_s = target.cpu_s() - cpu_s, time.process_time() - client_s
     tokens = sum(usage_of(stream) for stream in streams)
     gaps = sorted(gap for stream in streams for gap in stream.gaps_s)
     firsts = sorted(stream.first_text_s - stream.asked_s for stream in streams)
@@ -111,16 +113,16 @@ def tokens_out(watched: Watched, count: int, max_tokens: int) -> Row:
         "tokens_per_event": tokens / (sum(stream.events for stream in streams) or 1),
         "front_cpu_us_per_token": cpu_s / tokens * 1e6,
         "tokens_per_front_cpu_s": tokens / cpu_s if cpu_s else 0.0,
-        "client_share_of_a_core": own_s / wall_s,
+        "client_share_of_a_core": client_s / wall_s,
         "gap_ms_p50": _at(gaps, 0.5) * 1e3,
         "gap_ms_p99": _at(gaps, 0.99) * 1e3,
     }
 
 
-def first_byte(watched: Watched, count: int) -> Row:
-    """One stream of one token after the other, on an idle server."""
-    (stream,) = watched.streams(1)
-    request = watched.server.request(CHAT, watched.body(1))
+def first_byte(target: Target, count: int) -> Row:
+    """Streams of one token, one after the other, on an idle server."""
+    (stream,) = target.streams(1)
+    request = target.server.request(CHAT, target.body(1))
     firsts, texts, tokens = [], [], []
     for _ in range(count):
         ask(stream, request)
@@ -139,61 +141,61 @@ def first_byte(watched: Watched, count: int) -> Row:
     }
 
 
-def requests_in(watched: Watched, count: int, seconds: float) -> Row:
-    """Short chats of one token, as fast as they are answered."""
-    streams = watched.streams(count)
-    request = watched.server.request(CHAT, watched.body(1, stream=False))
+def requests_in(target: Target, count: int, seconds: float) -> Row:
+    """Short chats of one token in a closed loop."""
+    streams = target.streams(count)
+    request = target.server.request(CHAT, target.body(1, stream=False))
     closed_loop(streams, request, seconds / 4)
-    cpu_s, own_s, begun_s = watched.cpu_s(), time.process_time(), time.perf_counter()
+    cpu_s, client_s, begun_s = target.cpu_s(), time.process_time(), time.perf_counter()
     times = sorted(closed_loop(streams, request, seconds))
     wall_s = time.perf_counter() - begun_s
-    cpu_s, own_s = watched.cpu_s() - cpu_s, time.process_time() - own_s
+    cpu_s, client_s = target.cpu_s() - cpu_s, time.process_time() - client_s
     _close(streams)
     return {
         "requests_per_s": len(times) / wall_s,
         "front_cpu_us_per_request": cpu_s / len(times) * 1e6,
         "requests_per_front_cpu_s": len(times) / cpu_s if cpu_s else 0.0,
-        "client_share_of_a_core": own_s / wall_s,
+        "client_share_of_a_core": client_s / wall_s,
         "answer_ms_p50": _at(times, 0.5) * 1e3,
         "answer_ms_p99": _at(times, 0.99) * 1e3,
     }
 
 
-def long_prompt(watched: Watched, step_ms: float, num_tokens: int) -> Row:
-    """64 streams, alone and beside one prompt of `num_tokens`: what their gaps become."""
-    request = watched.server.request(CHAT, watched.body(300))
-    long = watched.body(1, messages=[{"role": "user", "content": " sea" * num_tokens}])
-    made: Row = {"step_ms": step_ms}
+def long_prompt(target: Target, step_ms: float, num_tokens: int) -> Row:
+    """Inter-token latency of 64 streams, alone and with one prompt of `num_tokens`."""
+    request = target.server.request(CHAT, target.body(300))
+    long = target.body(1, messages=[{"role": "user", "content": " sea" * num_tokens}])
+    results: Row = {"step_ms": step_ms}
     for name in ("alone", "beside"):
-        streams = watched.streams(64)
+        streams = target.streams(64)
         for stream in streams:
             ask(stream, request)
-        guests = watched.streams(1) if name == "beside" else []
+        guests = target.streams(1) if name == "beside" else []
         for guest in guests:
-            ask(guest, watched.server.request(CHAT, long))
+            ask(guest, target.server.request(CHAT, long))
         read_streams(streams + guests)
         gaps = sorted(gap for stream in streams for gap in stream.gaps_s)
-        made[f"gap_ms_p99_{name}"] = _at(gaps, 0.99) * 1e3
-        made[f"gap_ms_most_{name}"] = gaps[-1] * 1e3
+        results[f"gap_ms_p99_{name}"] = _at(gaps, 0.99) * 1e3
+        results[f"gap_ms_most_{name}"] = gaps[-1] * 1e3
         _close(streams + guests)
-    return made
+    return results
 
 
-def idle_streams(watched: Watched, count: int) -> Row:
-    """`count` streams that wait for a token: the memory of each, and the time of all."""
-    warm = watched.streams(100)
-    request = watched.server.request(CHAT, watched.body(4))
+def idle_streams(target: Target, count: int) -> Row:
+    """`count` streams that wait for a token: memory per stream, and CPU time of all."""
+    warm = target.streams(100)
+    request = target.server.request(CHAT, target.body(4))
     for stream in warm:
         ask(stream, request)
     time.sleep(3)
-    before = watched.memory_bytes()
-    streams = watched.streams(count)
+    before = target.memory_bytes()
+    streams = target.streams(count)
     for stream in streams:
         ask(stream, request)
     time.sleep(5)
-    after, cpu_s = watched.memory_bytes(), watched.cpu_s()
+    after, cpu_s = target.memory_bytes(), target.cpu_s()
     time.sleep(4)
-    idle = (watched.cpu_s() - cpu_s) / 4
+    idle = (target.cpu_s() - cpu_s) / 4
     _close(streams + warm)
     return {"kb_per_stream": (after - before) / count / 1e3, "share_of_a_core": idle}
 
@@ -208,54 +210,56 @@ def _at(values: list[float], share: float) -> float:
 
 
 def _ours(options: argparse.Namespace) -> dict[str, Row]:
-    made: dict[str, Row] = {}
-    with our_server(0) as watched:
-        made["idle: first byte"] = first_byte(watched, 300)
-        made["requests in, 64 connections"] = requests_in(watched, 64, options.seconds)
-        made["256 streams, no device time"] = tokens_out(watched, 256, 400)
+    results: dict[str, Row] = {}
+    with our_server(0) as target:
+        results["idle: first byte"] = first_byte(target, 300)
+        results["requests in, 64 connections"] = requests_in(target, 64, options.seconds)
+        results["256 streams, no device time"] = tokens_out(target, 256, 400)
     for step_ms in options.step_ms:
-        with our_server(step_ms) as watched:
+        with our_server(step_ms) as target:
             name = f"256 streams, {step_ms:g} ms a step"
-            made[name] = tokens_out(watched, 256, options.tokens)
-    with our_server(10) as watched:
-        made["a long prompt beside 64 streams"] = long_prompt(watched, 10, 100_000)
-    with our_server(60_000, "--max-num-seqs=4096", "--max-num-batched-tokens=8192") as watched:
-        made["idle streams"] = idle_streams(watched, options.idle)
-    if options.fronts > 1:
-        with our_server(0, num_fronts=options.fronts) as watched:
-            made[f"{options.fronts} front ends, 256 streams"] = tokens_out(watched, 256, 400)
-    return made
+            results[name] = tokens_out(target, 256, options.tokens)
+    with our_server(10) as target:
+        results["a long prompt beside 64 streams"] = long_prompt(target, 10, 100_000)
+    with our_server(60_000, "--max-num-seqs=4096", "--max-num-batched-tokens=8192") as target:
+        results["idle streams"] = idle_streams(target, options.idle)
+    if options.api_servers > 1:
+        with our_server(0, num_api_servers=options.api_servers) as target:
+            results[f"{options.api_servers} API servers, 256 streams"] = tokens_out(
+                target, 256, 400
+            )
+    return results
 
 
 def _peers(options: argparse.Namespace) -> dict[str, dict[str, Row]]:
-    made = {}
-    for given in options.peer:
-        name, _, rest = given.partition("=")
+    results = {}
+    for argument in options.peer:
+        name, _, rest = argument.partition("=")
         url, _, pids = rest.partition(",")
-        fronts = [psutil.Process(int(pid)) for pid in pids.split(",") if pid]
-        watched = Watched(name, url, fronts)
+        processes = [psutil.Process(int(pid)) for pid in pids.split(",") if pid]
+        target = Target(name, url, processes)
         streams = "256 streams" if options.server else "256 streams, no device time"
-        made[name] = _asked_of_all(watched, options.seconds, streams)
-    return made
+        results[name] = _measure_all(target, options.seconds, streams)
+    return results
 
 
 def _started(options: argparse.Namespace) -> dict[str, dict[str, Row]]:
-    """The process that a command becomes counts as its front end."""
-    made = {}
-    for given in options.server:
-        name, _, command = given.partition("=")
+    """Counts the process of the command as the API server."""
+    results = {}
+    for argument in options.server:
+        name, _, command = argument.partition("=")
         with started(command) as server:
             url = f"http://127.0.0.1:{server.port}"
-            watched = Watched(name, url, [psutil.Process(server.pid)])
-            made[name] = _asked_of_all(watched, options.seconds, "256 streams")
-    return made
+            target = Target(name, url, [psutil.Process(server.pid)])
+            results[name] = _measure_all(target, options.seconds, "256 streams")
+    return results
 
 
-def _asked_of_all(watched: Watched, seconds: float, streams: str) -> dict[str, Row]:
+def _measure_all(target: Target, seconds: float, streams: str) -> dict[str, Row]:
     return {
-        "idle: first byte": first_byte(watched, 100),
-        "requests in, 64 connections": requests_in(watched, 64, seconds),
-        streams: tokens_out(watched, 256, 200),
+        "idle: first byte": first_byte(target, 100),
+        "requests in, 64 connections": requests_in(target, 64, seconds),
+        streams: tokens_out(target, 256, 200),
     }
 
 
@@ -287,7 +291,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=800, help="of a stream")
     parser.add_argument("--seconds", type=float, default=5.0, help="of short requests")
     parser.add_argument("--idle", type=int, default=2000, help="idle streams")
-    parser.add_argument("--fronts", type=int, default=4, help="front ends of the last part")
+    parser.add_argument("--api-servers", type=int, default=4, help="API servers of the last part")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=URL[,PID...]")
     parser.add_argument("--server", action="append", default=[], metavar="NAME=COMMAND")
     options = parser.parse_args()

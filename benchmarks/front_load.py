@@ -1,5 +1,5 @@
-"""A load client that costs a tenth of what it measures: raw sockets, events counted and not parsed.
-Knows HTTP as far as these answers need it."""
+"""Load client that uses a tenth of the CPU time of the server: raw sockets, counts events without
+parsing them, supports only the HTTP that these answers need."""
 
 import json
 import re
@@ -15,12 +15,12 @@ EVENT = b"data: "
 TEXT = re.compile(rb'"content": ?"[^"]')
 TAIL_BYTES = 1000
 LAST = b"0\r\n\r\n"
-"""The end of a chunked answer."""
+"""End of a chunked answer."""
 
 
 @dataclass(slots=True)
 class Stream:
-    """One connection, and what came on it. Seconds on the client's monotonic clock."""
+    """One connection and what it received. Times in seconds of the client's monotonic clock."""
 
     socket: socket.socket
     asked_s: float = 0.0
@@ -28,19 +28,19 @@ class Stream:
     first_text_s: float = 0.0
     events: int = 0
     reads_s: list[float] = field(default_factory=list)
-    """When bytes came."""
+    """Times of received bytes."""
     tail: bytes = b""
-    """The last bytes, and of an answer that is not streamed all."""
+    """The last bytes; all bytes of an answer that is not streamed."""
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between two deliveries, the headers and the first event left out."""
+        """Times between deliveries, without the headers and the first event."""
         times = self.reads_s[2:]
         return [later - sooner for sooner, later in pairwise(times)]
 
 
 class Server:
-    """Where requests go. Raises RuntimeError for anything but a 200."""
+    """Address of a server. Raises RuntimeError for a status other than 200."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -50,7 +50,7 @@ class Server:
         return Stream(socket.create_connection(self._address))
 
     def request(self, path: str, body: dict[str, object]) -> bytes:
-        """A request to the byte."""
+        """The bytes of a request."""
         data = json.dumps(body).encode()
         return (
             f"POST {path} HTTP/1.1\r\nhost: {self._address[0]}\r\n"
@@ -62,8 +62,8 @@ class Server:
         with socket.create_connection(self._address) as one:
             one.sendall(f"GET {path} HTTP/1.0\r\nhost: x\r\n\r\n".encode())
             answer = b"".join(iter(lambda: one.recv(READ_BYTES), b""))
-        made: dict[str, object] = json.loads(answer.partition(b"\r\n\r\n")[2])
-        return made
+        body: dict[str, object] = json.loads(answer.partition(b"\r\n\r\n")[2])
+        return body
 
 
 def ask(stream: Stream, request: bytes) -> None:
@@ -76,7 +76,7 @@ def ask(stream: Stream, request: bytes) -> None:
 
 
 def read_streams(streams: list[Stream], timeout_s: float = 120.0) -> None:
-    """Until every stream has ended."""
+    """Read until every stream has ended."""
     epoll = select.epoll()
     by_number = {stream.socket.fileno(): stream for stream in streams}
     for number in by_number:
@@ -114,7 +114,7 @@ def _check(stream: Stream, data: bytes, now: float) -> None:
 
 
 def usage_of(stream: Stream) -> int:
-    """Output tokens, as the last chunk of a stream says."""
+    """Output tokens from the usage in the last chunk of a stream."""
     for line in reversed(stream.tail.split(b"\n")):
         if line.startswith(EVENT) and b'"usage"' in line:
             return int(json.loads(line[len(EVENT) :])["usage"]["completion_tokens"])
@@ -122,7 +122,7 @@ def usage_of(stream: Stream) -> int:
 
 
 def closed_loop(streams: list[Stream], request: bytes, seconds: float) -> list[float]:
-    """The same short request on every connection, again and again; the seconds of each answer."""
+    """Repeat the same short request on every connection; returns the seconds of each answer."""
     epoll = select.epoll()
     by_number = {stream.socket.fileno(): stream for stream in streams}
     for number, stream in by_number.items():
@@ -157,7 +157,7 @@ def _is_whole(answer: bytes) -> bool:
         return False
     if not head.startswith(b"HTTP/1.1 200"):
         raise RuntimeError(answer[:600].decode(errors="replace"))
-    place = head.lower().find(b"content-length:")
-    if place < 0:
+    start = head.lower().find(b"content-length:")
+    if start < 0:
         return body.endswith(LAST)
-    return len(body) >= int(head[place + 15 :].split(b"\r\n", 1)[0])
+    return len(body) >= int(head[start + 15 :].split(b"\r\n", 1)[0])

@@ -1,5 +1,5 @@
-"""What the engine costs beside its device, which is a clock here: from a result to the next plan,
-by rows, waiting line and context; how busy the device is kept; admission; a long run.
+"""Cost of the engine with a simulated device: time from a result to the next plan by batch size,
+waiting queue and context; device utilisation; admission; a long run.
 
     python benchmarks/host.py --json host.json --markdown host.md
 """
@@ -19,44 +19,43 @@ from benchmarks.host_rig import watch_admission, watch_decodes, watch_growth
 from benchmarks.machine import machine
 
 ROWS = (1, 8, 64, 256, 1024)
-LINES = (0, 1_000, 100_000)
+WAITING = (0, 1_000, 100_000)
 CONTEXTS = (1_024, 8_192, 32_768, 131_072)
-MOST_US = {256: 400, 1024: 1500}
-LEAST_BUSY = {5.0: 0.99, 1.0: 0.90}
+GOAL_US = {256: 400, 1024: 1500}
+GOAL_BUSY = {5.0: 0.99, 1.0: 0.90}
 Numbers = dict[str, float]
 
 
 def cases() -> list[tuple[int, int, int]]:
-    """(rows, waiting, context): each alone, beside an empty line and 1,024 tokens."""
+    """(batch size, waiting requests, context), each varied alone; else 0 waiting, 1,024 tokens."""
     found = [(rows, 0, CONTEXTS[0]) for rows in ROWS]
-    for rows in MOST_US:
-        found += [(rows, line, CONTEXTS[0]) for line in LINES[1:]]
+    for rows in GOAL_US:
+        found += [(rows, waiting, CONTEXTS[0]) for waiting in WAITING[1:]]
         found += [(rows, 0, context) for context in CONTEXTS[1:]]
     return found
 
 
 def measure_steps(num_steps: int, repeats: int) -> list[Numbers]:
-    """Microseconds from a result to the next plan: of all repeats the one that cost least, since
-    others may use the machine; and how many times what the same rows cost without line and context
-    that is."""
+    """Microseconds from a result to the next plan, and the ratio to the same batch without waiting
+    queue and long context. The minimum of all repeats, since other work may use the machine."""
     found: list[Numbers] = []
-    for rows, line, context in cases():
-        runs = [watch_decodes(rows, line, context, num_steps) for _ in range(repeats)]
+    for rows, waiting, context in cases():
+        runs = [watch_decodes(rows, waiting, context, num_steps) for _ in range(repeats)]
         best = min(runs, key=lambda times: median(times.cpu))
         cpu = sorted(best.cpu)
-        numbers: Numbers = {"rows": rows, "waiting": line, "context": context}
+        numbers: Numbers = {"rows": rows, "waiting": waiting, "context": context}
         numbers["wall_us"] = min(median(times.wall) for times in runs) * 1e6
         numbers["cpu_us"] = median(cpu) * 1e6
         numbers["cpu_p99_us"] = cpu[len(cpu) * 99 // 100] * 1e6
         plain = next((one for one in found if one["rows"] == rows), numbers)
         numbers["ratio"] = numbers["cpu_us"] / plain["cpu_us"]
         found.append(numbers)
-        _tell(f"{rows} rows, {line} waiting, context {context}: {numbers['cpu_us']:.0f} us")
+        _log(f"{rows} rows, {waiting} waiting, context {context}: {numbers['cpu_us']:.0f} us")
     return found
 
 
 def measure_overlap(repeats: int) -> list[Numbers]:
-    """The share of the time that the device of real processes computes, best of all repeats."""
+    """Device utilisation with real processes, the maximum of all repeats."""
     found: list[Numbers] = []
     for rows, step_ms in ((256, 5.0), (256, 1.0), (1024, 5.0)):
         runs = [
@@ -68,14 +67,14 @@ def measure_overlap(repeats: int) -> list[Numbers]:
         numbers["busy"] = step_ms / 1e3 / least
         numbers["busy_median_step"] = step_ms / 1e3 / min(median(seconds) for seconds in runs)
         found.append(numbers)
-        _tell(f"{rows} rows, {step_ms} ms a step: busy {numbers['busy']:.1%}")
+        _log(f"{rows} rows, {step_ms} ms a step: busy {numbers['busy']:.1%}")
     return found
 
 
 def measure_rest(growth_steps: int) -> Numbers:
-    """Admission of 10,000 requests of 1,000 tokens, and a run of so many steps."""
+    """Admission of 10,000 requests of 1,000 tokens, and a run of `growth_steps` steps."""
     admission = watch_admission(10_000, 1_000)
-    _tell(f"10,000 requests queued in {admission.queue_s:.2f} s, gone in {admission.abort_s:.2f} s")
+    _log(f"10,000 requests queued in {admission.queue_s:.2f} s, gone in {admission.abort_s:.2f} s")
     growth = watch_growth(growth_steps)
     return {
         "queue_s": admission.queue_s,
@@ -102,7 +101,7 @@ def markdown(steps: list[Numbers], overlap: list[Numbers], rest: Numbers) -> str
         "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     for one in steps:
-        most = MOST_US.get(int(one["rows"]))
+        most = GOAL_US.get(int(one["rows"]))
         lines.append(
             f"| {one['rows']:.0f} | {one['waiting']:.0f} | {one['context']:.0f} | "
             f"{one['wall_us']:.0f} | {one['cpu_us']:.0f} | {one['cpu_p99_us']:.0f} | "
@@ -111,7 +110,7 @@ def markdown(steps: list[Numbers], overlap: list[Numbers], rest: Numbers) -> str
     lines += ["", "| rows | device's step | busy | in the median step | goal |"]
     lines += ["| ---: | ---: | ---: | ---: | --- |"]
     for one in overlap:
-        least = LEAST_BUSY[one["step_ms"]] if one["rows"] == 256 else None
+        least = GOAL_BUSY[one["step_ms"]] if one["rows"] == 256 else None
         lines.append(
             f"| {one['rows']:.0f} | {one['step_ms']:g} ms | {one['busy']:.1%} | "
             f"{one['busy_median_step']:.1%} | {f'at least {least:.0%}' if least else ''} |"
@@ -130,7 +129,7 @@ def markdown(steps: list[Numbers], overlap: list[Numbers], rest: Numbers) -> str
     return "\n".join(lines) + "\n"
 
 
-def _tell(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

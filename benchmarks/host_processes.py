@@ -1,5 +1,5 @@
-"""A device that is a clock behind the real processes of a server without its front end: how much of
-the time it is busy. Knows no tables and no command."""
+"""Utilisation of a simulated device behind real engine and worker processes, without an API
+server."""
 
 import asyncio
 
@@ -17,8 +17,8 @@ PROMPT_TOKENS = 128
 
 
 async def step_seconds(num_rows: int, step_s: float, num_steps: int) -> list[float]:
-    """Of steps in which all rows decode on a device of `step_s` a step: how long each took it,
-    with the time before that it had nothing to do. `step_s` is the least there can be."""
+    """Seconds of each decode step of a batch on a device with `step_s` per step, including the
+    device's idle time before it. `step_s` is the minimum."""
     config = make_config(num_rows, PROMPT_TOKENS + 3 * num_rows + WARM_STEPS + 2 * num_steps)
     directory, token = SocketDirectory(), new_token()
     client = ZmqClient(
@@ -31,13 +31,13 @@ async def step_seconds(num_rows: int, step_s: float, num_steps: int) -> list[flo
     found: list[float] = []
     enough = asyncio.Event()
 
-    def hear(stats: EngineStats) -> None:
+    def on_stats(stats: EngineStats) -> None:
         if stats.running == num_rows:
             found.extend(seconds for _, seconds in stats.step_seconds)
         if len(found) >= WARM_STEPS + num_steps:
             enough.set()
 
-    client.on_stats(hear)
+    client.on_stats(on_stats)
     await client.start()
     engine = launch(config, directory.path, 1, token=token, command=null_engine_command(step_s))
     try:

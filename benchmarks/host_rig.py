@@ -1,5 +1,5 @@
-"""What benchmarks/host.py measures with: the engine's own loop before a null device, and a watch
-that stands between a result and the next plan. Knows no tables and no command."""
+"""Measurements of benchmarks/host.py: the engine loop with a null device that times the engine from
+a result to the next plan."""
 
 import gc
 import resource
@@ -23,9 +23,9 @@ from engine.transport.messages import AddRequest, FromEngine, StepOutput
 from hpu.protocol import FromWorker, StepPlan, StepResult
 
 BUDGET = 8192
-"""Tokens a step, as a card has."""
+"""Token budget of a step, as on a card."""
 PREFILL_STEPS = 64
-"""Long contexts get a larger budget: as much as it takes to be computed in so many steps."""
+"""Long contexts get a larger budget, so that they are computed in this many steps."""
 WAITING_TOKENS = 64
 WARM_STEPS = 32
 
@@ -34,23 +34,23 @@ _decode = msgspec.msgpack.Decoder(FromWorker).decode
 
 
 class Measured(Exception):
-    """Enough steps were seen; how a loop is ended."""
+    """Raised to end the loop after enough steps."""
 
 
 @dataclass
 class Times:
-    """Of each step that was watched, in seconds: from a result's arrival until the next plan was
-    encoded; by the wall's clock, and the processor's time of the engine's thread."""
+    """Seconds of each measured step, from the arrival of a result until the next plan is encoded:
+    wall time, and CPU time of the engine's thread."""
 
     wall: MutableSequence[float] = field(default_factory=lambda: array("d"))
     cpu: MutableSequence[float] = field(default_factory=lambda: array("d"))
 
 
 class Watched(NullDevice):
-    """A device that is never done before it has its next plan, reached by messages as a worker's
-    process is: every plan is encoded, every result decoded. The watch runs meanwhile.
+    """A device that finishes only when it has its next plan. Every plan is encoded and every result
+    decoded, as between processes.
 
-    Watches `num_steps` steps of those behind `WARM_STEPS` plans that `counts` says yes to.
+    Measures `num_steps` steps for which `counts` returns true, after `WARM_STEPS` plans.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ def make_config(
     block_size: int = 128,
     strategy: str = "exponential",
 ) -> EngineConfig:
-    """An engine for so many rows of so many tokens, with a little more KV cache than they need."""
+    """Engine config for `num_rows` requests of `longest` tokens, with 2 % spare KV cache."""
     num_blocks = int(1.02 * num_rows * -(-longest // block_size)) + 2
     return EngineConfig(
         model="none",
@@ -113,7 +113,7 @@ def make_config(
 
 
 def prompts(lengths: Iterable[int], *, max_tokens: int, first_key: int = 0) -> Iterator[AddRequest]:
-    """Requests that share no prefix and never stop by themselves; their prompts share memory."""
+    """Requests without shared prefixes or end tokens; their prompts share memory."""
     lengths = list(lengths)
     whole = memoryview(bytes(4 * max(lengths, default=0)))
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
@@ -122,7 +122,7 @@ def prompts(lengths: Iterable[int], *, max_tokens: int, first_key: int = 0) -> I
 
 
 def spread(count: int, length: int, block_size: int) -> list[int]:
-    """So many lengths from `length` on, so that not all rows fill their blocks at once."""
+    """`count` lengths from `length` on, so that requests fill their blocks at different steps."""
     return [length + 37 * i % block_size for i in range(count)]
 
 
@@ -132,9 +132,9 @@ def run(
     requests: Iterable[AddRequest],
     on_tokens: Callable[[EngineLoop, StepOutput], None] = lambda loop, tokens: None,
 ) -> None:
-    """Serve `requests` with the loop of an engine's process until the device has measured enough.
+    """Serve `requests` with the loop of an engine process until the device has measured enough.
 
-    What goes to the front end is encoded as in that process, on the thread that is watched.
+    Messages to the API server are encoded on the measured thread, as in that process.
     """
 
     def emit(front_end: int | None, message: FromEngine) -> None:
@@ -155,7 +155,7 @@ def run(
 
 
 def watch_decodes(num_rows: int, num_waiting: int, context: int, num_steps: int) -> Times:
-    """Times of steps in which all rows decode behind `context` tokens or more."""
+    """Times of steps in which all requests decode with at least `context` tokens."""
     config = make_config(num_rows, context + num_steps + 1024)
     block_size = config.cache.block_size or 0
     device = Watched(config, num_steps, lambda plan: len(plan.launches[0].req_indices) == num_rows)
@@ -166,15 +166,15 @@ def watch_decodes(num_rows: int, num_waiting: int, context: int, num_steps: int)
 
 @dataclass
 class Admission:
-    """Seconds of the processor, on one thread: what a queue's requests cost from the first frame
-    until they stand in line, and what it costs to forget them all."""
+    """CPU seconds of one thread: to queue all requests, from the first frame on, and to abort them
+    all."""
 
     queue_s: float
     abort_s: float
 
 
 def watch_admission(num_requests: int, num_tokens: int) -> Admission:
-    """Decode, hash and queue so many requests, then abort all: those in rows, those in line."""
+    """Decode, hash and queue `num_requests` requests, then abort all, running and waiting."""
     config = make_config(256, num_tokens + 512)
     device = NullDevice(config)
     ready = device.start(lambda progress: None)
@@ -200,7 +200,7 @@ def watch_admission(num_requests: int, num_tokens: int) -> Admission:
 
 @dataclass
 class Growth:
-    """The processor's time of a step early and late in a long run, and memory in bytes."""
+    """CPU time of a step early and late in a long run, and memory growth in bytes."""
 
     early_s: float
     late_s: float
@@ -208,8 +208,8 @@ class Growth:
 
 
 def watch_growth(num_steps: int, num_rows: int = 8) -> Growth:
-    """Requests come and end, so many at once, for so many steps: medians of the first and of the
-    last tenth, and what resident memory grew by from the end of the first tenth on."""
+    """A run of `num_steps` steps in which requests arrive and finish: medians of the first and last
+    tenth, and the growth of resident memory since the end of the first tenth."""
     config = make_config(num_rows, 256, block_size=16)
     tenth = num_steps // 10
     device = Watched(config, num_steps, lambda plan: True)

@@ -1,12 +1,12 @@
-"""What a decode step costs the worker's thread: its own logic apart from launching, on a device
-with captured graphs. All rows decode; a tiny model of random weights, hand-made plans.
+"""Cost of a decode step on the worker's thread, with host logic and launching apart, on a device
+with captured graphs. A tiny model with random weights; the step plans are constants.
 
     python benchmarks/launch.py --json launch.json --markdown launch.md   (--device cuda: a GPU)
 
-On the emulator every call of the runtime is Python that stands in for the vendor's, and a replay
-computes on the CPU. Both are told apart from what is ours and say nothing about a card; each number
-of rows is measured a second time with replays that return at once. On another device a call of the
-runtime is part of the line that it is made from.
+On the emulator every call of the runtime is a stand-in in Python, and a replay computes on the CPU.
+Both are reported separately and say nothing about a card; each batch size is measured a second time
+with replays that return at once. On other devices a call of the runtime counts as part of its
+caller.
 """
 
 import argparse
@@ -83,7 +83,7 @@ WATCHED: tuple[tuple[type, str, str], ...] = (
     (WorkQueue, "complete_until", RUNTIME),
     (Device, "kernel", COMPUTED),
 )
-"""What is timed, and as part of what."""
+"""The timed methods, each with the part that it counts for."""
 
 WARM_STEPS = 4
 MICROSECONDS = 1e6
@@ -104,7 +104,7 @@ Numbers = dict[str, float]
 
 @contextmanager
 def returning_at_once() -> Iterator[None]:
-    """Replays of the emulated card do nothing meanwhile: outputs stay what they were."""
+    """Replays of the emulated card do nothing here: outputs keep their values."""
     before = getattr(HPUGraph, REPLAY)
     setattr(HPUGraph, REPLAY, lambda graph, tensors: None)
     try:
@@ -116,9 +116,9 @@ def returning_at_once() -> Iterator[None]:
 def measure(
     backend: Backend, num_rows: int, context: int, num_steps: int, *, computes: bool
 ) -> tuple[Numbers, Numbers]:
-    """Microseconds of a step by part, medians, with StepResult.host_s as `reported`; and how many
-    of what a step makes. `num_rows` rows of `context` tokens. Where `computes` is off, replays do
-    nothing: for the emulator."""
+    """Median microseconds of a step by part, with StepResult.host_s as `reported`; and the counts
+    of calls per step. `num_rows` requests of `context` tokens. With `computes` off (emulator only),
+    replays do nothing."""
     total = WARM_STEPS + num_steps
     model = random_model(SHAPES["tiny"], backend, torch.float32, context + total + 2)
     decoding = Decoding(
@@ -137,9 +137,9 @@ def measure(
             seconds, called = stopwatch.take()
             steps.append({**by_part(seconds), "reported": result.host_s})
             calls += called
-    # Another decoding captures anew.
+    # A new Decoding captures its own graphs.
     backend.unsettled()
-    # Before the first result there were two plans, behind the last there is none.
+    # Two plans precede the first result, none follows the last.
     middle = steps[1:-1]
     found = {part: median(step[part] for step in middle) * MICROSECONDS for part in middle[0]}
     found["launch"] = median(sum(step[part] for part in LAUNCH) for step in middle) * MICROSECONDS
@@ -148,7 +148,7 @@ def measure(
 
 
 def by_part(seconds: dict[str, float]) -> Numbers:
-    """Seconds of every part, of those by method."""
+    """Seconds by part, from the seconds by method."""
     parts = {f"{owner.__name__}.{name}": part for owner, name, part in WATCHED}
     found = dict.fromkeys(parts.values(), 0.0)
     for name, taken in seconds.items():
@@ -191,8 +191,7 @@ def markdown(device: str, lines: list[Numbers], counts: Numbers) -> str:
 
 
 def open_device(name: str) -> Backend:
-    """The back end of `name` as a worker opens it; ends the program with one sentence if it cannot
-    be."""
+    """The back end of `name` as a worker opens it; exits with one sentence if it cannot."""
     try:
         return select_backend(EngineConfig("none", device=name, seed=0))
     except ConfigError as error:

@@ -1,11 +1,11 @@
-"""On what machine something was measured. Knows no benchmark."""
+"""Description of the machine of a measurement."""
 
 import os
 import platform
 from pathlib import Path
 
 EXTENSIONS = ("avx512_bf16", "amx_bf16")
-"""Of the processor, that make the products of weights faster."""
+"""CPU extensions that speed up the matrix products."""
 
 
 def machine() -> str:

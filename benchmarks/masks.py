@@ -1,7 +1,7 @@
-"""What late masks are worth: guided rows on a device that is a clock, with overlap and without.
+"""Gain of late grammar masks: guided requests on a simulated device, with and without overlap.
 
-No model computes: a decode takes `--device-ms`, of which the host may use all but what comes before
-its masks. The grammars and the engine are real. Run: python benchmarks/masks.py FOLDER
+A decode takes `--device-ms` without a model; the host computes masks in parallel. The grammars and
+the engine are real. Run: python benchmarks/masks.py FOLDER
 """
 
 import argparse
@@ -40,7 +40,7 @@ PROMPT = memoryview(array("I", range(10, 42)).tobytes())
 
 
 class ClockExecutor:
-    """A device that takes `step_s` for a plan, one after the other, and draws any allowed token."""
+    """A simulated device: `step_s` per plan, one after the other; samples any allowed token."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
@@ -56,7 +56,7 @@ class ClockExecutor:
 
     def submit_masks(self, masks: GrammarMasks) -> None:
         self._plans[-1][1].update(_by_row(masks.req_indices, masks.masks))
-        # Sampling takes no time, but begins with the masks.
+        # Sampling takes no time, but starts when the masks arrive.
         self._free_at = self._done_at[-1] = max(self._free_at, time.perf_counter())
 
     def has_result(self) -> bool:
@@ -79,12 +79,12 @@ class ClockExecutor:
         return []
 
     def _draw(self, mask: memoryview | None) -> int:
-        """A random allowed token, found quickly: a device would not keep the host busy with it."""
+        """A random allowed token, found quickly: on a real device it takes no host time."""
         if mask is None:
             return 0
         words = np.frombuffer(mask, np.uint8)
-        place = int(self._random.choice(np.flatnonzero(words)))
-        return place * 8 + _lowest_bit(int(words[place]))
+        byte_index = int(self._random.choice(np.flatnonzero(words)))
+        return byte_index * 8 + _lowest_bit(int(words[byte_index]))
 
 
 def _lowest_bit(byte: int) -> int:
@@ -97,7 +97,7 @@ def _by_row(rows: list[int], masks: memoryview) -> dict[int, memoryview]:
 
 
 def measure(grammar: Grammar, num_rows: int, step_s: float, depth: int, num_steps: int) -> float:
-    """Milliseconds a step, with all rows guided and decoding."""
+    """Milliseconds per step, with all requests decoding under a grammar."""
     vocabulary = grammar.vocabulary
     schedule = SchedulerConfig(
         max_num_seqs=num_rows, max_num_batched_tokens=8192, max_inflight_steps=depth

@@ -1,5 +1,5 @@
-"""A device that is a clock: tokens after a chosen time, zero included, and no model. As an
-executor, as a worker in a process of its own, and as an engine around that. Knows no benchmark."""
+"""A simulated device without a model that returns tokens after a given time, which may be zero: as
+an executor, as a worker process, and as an engine with that worker."""
 
 import argparse
 import sys
@@ -34,11 +34,10 @@ VOCAB_SIZE, END_TOKEN, TOKEN = 50_000, 2, 7
 
 
 class NullDevice:
-    """Takes `step_s` for a plan, one after the other, and gives every sampling row of a step the
-    next of `tokens`. `ready` is what it says of itself; None: what `config` asks for.
+    """Takes `step_s` per plan, one after the other, and samples the next of `tokens` for every
+    request. `ready` is its WorkerReady; None derives it from `config`.
 
-    The seconds that a result tells are those of its step and those that the device had nothing to
-    do before it.
+    A result reports the seconds of its step and the idle seconds before it.
     """
 
     lacks_masks = False
@@ -94,7 +93,7 @@ class NullDevice:
 
 
 def num_sampling(plan: StepPlan) -> int:
-    """BatchState that sample in a plan."""
+    """Number of requests that sample in a plan."""
     return sum(
         len(launch.req_indices) if launch.phase == DECODE else sum(launch.samples)
         for launch in plan.launches
@@ -102,8 +101,8 @@ def num_sampling(plan: StepPlan) -> int:
 
 
 def null_ready(config: EngineConfig) -> WorkerReady:
-    """A worker with the cache and the context that `config` asks for, which must be set, and with
-    every bucket of the strategy that it names."""
+    """WorkerReady with the cache and context of `config`, which must be set, and all buckets of its
+    strategy."""
     cache, schedule, longest = config.cache, config.scheduler, config.max_model_len
     assert cache.num_blocks and cache.block_size and longest, "a null device measures nothing"
     limits = BucketLimits(
@@ -123,7 +122,7 @@ def null_ready(config: EngineConfig) -> WorkerReady:
 
 
 def null_engine_command(step_s: float) -> list[str]:
-    """How to start an engine's process, which starts a worker's with a NullDevice."""
+    """Command of an engine process that starts a worker process with a NullDevice."""
     return _command("engine", step_s)
 
 

@@ -1,5 +1,5 @@
-"""An engine process without a model: the real one around a device that is a clock. Every row that
-samples gets the next token of one sentence. Holds the server around it too, for a front end alone.
+"""An engine process without a model: the real engine with a simulated device that repeats one
+sentence. Also starts the server with it, to measure the API server alone.
 
     python benchmarks/null_engine.py --step-ms 5 -- --port 8000 --max-num-seqs 256
 """
@@ -23,7 +23,7 @@ from engine.process.engine_process import EngineOrders, run
 from hpu.bucketing.limits import BucketLimits
 from hpu.protocol import WorkerReady
 from server.cli import main as cli
-from server.process import supervisor as frontends
+from server.process import supervisor
 
 BLOCK_SIZE = 128
 MAX_MODEL_LEN = 131_072
@@ -36,8 +36,8 @@ SENTENCE = (
 def make_null_executor(
     step_s: float, config: EngineConfig, directory: str, on_death: Callable[[str], None]
 ) -> Executor:
-    """As engine.executors.select: the clock with the vocabulary of the model's folder, and blocks
-    for 256 rows of 512 tokens beside one full context."""
+    """Executor factory, as in engine.executors.select: a NullDevice with the model's vocabulary and
+    blocks for 256 requests of 512 tokens plus one full context."""
     facts = read_model_config(config.model)
     num_blocks = (256 * 512 + MAX_MODEL_LEN) // BLOCK_SIZE
     longest, schedule = config.max_model_len or MAX_MODEL_LEN, config.scheduler
@@ -62,14 +62,14 @@ def make_null_executor(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--step-ms", type=float, default=0.0)
-    parser.add_argument("--engine", action="store_true", help="be the engine's process")
+    parser.add_argument("--engine", action="store_true", help="run as the engine process")
     parser.add_argument("flags", nargs="*", help="flags of `gaudiserve serve`, after --")
     arguments = parser.parse_args()
     if arguments.engine:
         return run(read_orders(EngineOrders), partial(make_null_executor, arguments.step_ms / 1e3))
-    # The server as it ships, but for the command that starts its engine.
+    # The unchanged server, except for the command that starts its engine.
     command = [sys.executable, __file__, "--engine", f"--step-ms={arguments.step_ms}"]
-    frontends.launch = partial(frontends.launch, command=command)
+    supervisor.launch = partial(supervisor.launch, command=command)
     return cli.main(["serve", *arguments.flags])
 
 

@@ -1,10 +1,10 @@
-"""What a form of the weights costs in accuracy and gives in speed: perplexity on a text, and the
-tokens a second of one stream, for each form in a process of its own.
+"""Accuracy and speed of quantized weights: perplexity on a text and tokens/s of one stream, each
+variant in its own process.
 
     python benchmarks/perplexity.py demo --variants none int8 int4 --markdown OUT.md
     python benchmarks/perplexity.py demo --variants none --dtype float32 bfloat16
 
-The first of the table is what the others are measured against. For the speed, run nothing else.
+The first variant is the baseline. For the speed, run nothing else at the same time.
 """
 
 import argparse
@@ -36,11 +36,11 @@ VARIANTS = (NONE, "int8", "int4", "gguf")
 
 @dataclass(frozen=True)
 class Reading:
-    """What a model makes of a text, token by token; the same tokens for any form of its weights."""
+    """Predictions of a model for each token of a text; the same tokens for every variant."""
 
     logprobs: list[float]
     likeliest: list[int]
-    """The token that it held most likely in each place."""
+    """The most likely token at each position."""
 
     @property
     def perplexity(self) -> float:
@@ -48,14 +48,14 @@ class Reading:
         return math.exp(-statistics.fmean(self.logprobs))
 
     def agreement(self, other: "Reading") -> float:
-        """The share of places in which both hold the same token most likely."""
+        """Share of positions where both have the same most likely token."""
         pairs = zip(self.likeliest, other.likeliest, strict=True)
         return statistics.fmean(one == another for one, another in pairs)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One form of a model's weights."""
+    """Results of one variant."""
 
     variant: str
     dtype: str
@@ -67,9 +67,9 @@ class Measured:
 def windows(llm: LLM, text: str, size: int) -> list[list[int]]:
     """The text's tokens, at most `size` at a time.
 
-    A window begins with the token that the tokenizer puts before a text, or, where it puts none,
-    with the last one of the window before: so all tokens that follow on something, in all but the
-    text's first, are predicted exactly once, from 1 to `size` - 1 others.
+    A window starts with the tokenizer's begin token or, without one, with the last token of the
+    previous window. So every token with a predecessor is predicted exactly once, from 1 to
+    `size` - 1 others.
     """
     tokenizer = llm.get_tokenizer()
     tokens = tokenizer.encode_now(text, add_special_tokens=False)
@@ -81,7 +81,7 @@ def windows(llm: LLM, text: str, size: int) -> list[list[int]]:
 
 
 def read(llm: LLM, text: str, window: int = WINDOW) -> Reading:
-    """What `llm` makes of `text`, in windows of so many tokens; see `windows`."""
+    """Predictions of `llm` for `text` in windows of `window` tokens; see `windows`."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
     outputs = llm.generate(windows(llm, text, window), params, use_tqdm=False)
     logprobs, likeliest = [], []
@@ -96,13 +96,13 @@ def read(llm: LLM, text: str, window: int = WINDOW) -> Reading:
 
 
 def perplexity(llm: LLM, text: str, window: int = WINDOW) -> float:
-    """exp of the mean of -log p over the tokens of `text`, in windows of so many; see `windows`."""
+    """exp of the mean of -log p over the tokens of `text`; see `windows`."""
     return read(llm, text, window).perplexity
 
 
 def tokens_per_s(llm: LLM, text: str, num_tokens: int, rounds: int) -> float:
-    """Of one greedy stream behind a short prompt, the prompt's time included: the median of some
-    rounds after one that does not count."""
+    """Tokens/s of one greedy stream after a short prompt, including the prompt: the median of
+    `rounds` rounds after one warm-up round."""
     prompt = windows(llm, text, PROMPT_TOKENS)[0]
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     seconds = []
@@ -116,7 +116,7 @@ def tokens_per_s(llm: LLM, text: str, num_tokens: int, rounds: int) -> float:
 def measure(
     variant: str, dtype: str, text: str, options: argparse.Namespace, flags: dict[str, Any]
 ) -> Measured:
-    """One form, with a model of its own. Raises ConfigError where it cannot be had."""
+    """Measure one variant. Raises ConfigError if it is not supported."""
     if variant != NONE:
         flags = {**flags, "quantization": variant}
     length = max(options.window + 1, PROMPT_TOKENS + options.tokens)
@@ -127,8 +127,8 @@ def measure(
 
 
 def measure_all(options: argparse.Namespace, text: str) -> list[Measured]:
-    """Each in a process of its own, so that it finds the memory free; what cannot be had is told
-    and left out."""
+    """Measure each variant in its own process, so that memory is free; unsupported variants are
+    reported and skipped."""
     found = []
     for dtype in options.dtype:
         for variant in options.variants:
@@ -137,24 +137,24 @@ def measure_all(options: argparse.Namespace, text: str) -> list[Measured]:
                 try:
                     one = work.result()
                 except ConfigError as error:
-                    _tell(f"{variant}, {dtype}: {error}")
+                    _log(f"{variant}, {dtype}: {error}")
                     continue
             found.append(one)
-            _tell(f"{variant}, {dtype}: perplexity {one.reading.perplexity:.4f}")
+            _log(f"{variant}, {dtype}: perplexity {one.reading.perplexity:.4f}")
     return found
 
 
 def rows(found: Sequence[Measured]) -> list[dict[str, Any]]:
-    """The table's figures; ratios are to the first of `found`."""
-    made = []
+    """Rows of the table; ratios are relative to the first of `found`."""
+    table = []
     for one in found:
         numbers = asdict(one)
         del numbers["reading"]
         numbers["perplexity"] = one.reading.perplexity
         numbers["ratio"] = one.reading.perplexity / found[0].reading.perplexity
         numbers["agreement"] = one.reading.agreement(found[0].reading)
-        made.append(numbers)
-    return made
+        table.append(numbers)
+    return table
 
 
 def markdown(found: Sequence[Measured], options: argparse.Namespace) -> str:
@@ -180,14 +180,14 @@ def markdown(found: Sequence[Measured], options: argparse.Namespace) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _tell(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _setting(given: str) -> tuple[str, str]:
-    name, equals, value = given.partition("=")
+def _setting(argument: str) -> tuple[str, str]:
+    name, equals, value = argument.partition("=")
     if not equals:
-        raise argparse.ArgumentTypeError(f"{given!r} is not NAME=VALUE")
+        raise argparse.ArgumentTypeError(f"{argument!r} is not NAME=VALUE")
     return name.replace("-", "_"), value
 
 

@@ -1,10 +1,10 @@
-"""How fast the CPU's matrix products read their weights: the compiled kernels beside PyTorch's
-packed product, by turns, with as many weights behind one another as no cache holds.
+"""Read bandwidth of the CPU's matrix products: compiled kernels and PyTorch's packed product in
+alternating runs, with more weights than the caches hold.
 
     python benchmarks/products.py --json products.json --markdown products.md
 
-Shapes are those of the demo model. Beside the rate of one row stands the rate at which the same
-threads read memory that they do nothing with, which is the most there is.
+The shapes are those of the demo model. For comparison, the same threads also only read memory,
+which is the maximum.
 """
 
 import argparse
@@ -29,15 +29,15 @@ from hpu.native.library import Library, kernel_folder, open_library, packer
 SHAPES = {"qkv": (960, 576), "gate_up": (3072, 576), "down": (576, 1536), "head": (49152, 576)}
 """(outputs, inputs)"""
 BYTES = 120 << 20
-"""Of weights for each shape: more than the last cache."""
+"""Weights per shape: more than the last-level cache."""
 
 Product = Callable[[Tensor], Tensor]
 
 
 def products(shape: tuple[int, int], library: Library | None) -> list[Linear]:
-    """So many layers of one shape, packed, that together they have BYTES."""
+    """Packed layers of one shape that together have BYTES."""
     outputs, inputs = shape
-    made = []
+    layers = []
     for _ in range(max(1, BYTES // (2 * outputs * inputs))):
         layer = Linear(
             inputs, outputs, bias=False, dtype=torch.bfloat16, device=torch.device("cpu")
@@ -45,24 +45,24 @@ def products(shape: tuple[int, int], library: Library | None) -> list[Linear]:
         assert layer.weight is not None
         layer.weight.normal_()
         layer.pack(pack=packer(library, layer))
-        made.append(layer)
-    return made
+        layers.append(layer)
+    return layers
 
 
-def rates(kinds: Sequence[Sequence[Product]], given: Tensor, size: int, rounds: int) -> list[float]:
-    """GB/s of each kind, which has products of `size` bytes: medians, taken by turns."""
+def rates(kinds: Sequence[Sequence[Product]], x: Tensor, size: int, rounds: int) -> list[float]:
+    """Median GB/s of each kind, whose products have `size` bytes; the kinds alternate."""
     seconds: list[list[float]] = [[] for _ in kinds]
     for _ in range(rounds):
         for kind, times in zip(kinds, seconds, strict=True):
             start = time.perf_counter()
             for product in kind:
-                product(given)
+                product(x)
             times.append((time.perf_counter() - start) / len(kind))
     return [size / median(times[1:]) / 1e9 for times in seconds]
 
 
 def reading_rate(rounds: int) -> float:
-    """GB/s of a sum over memory."""
+    """GB/s of a sum over an array in memory."""
     memory = torch.zeros(BYTES // 8, dtype=torch.int64)
     times = []
     for _ in range(rounds):
@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()
-    CpuBackend()  # as many threads as the server takes
+    CpuBackend()  # sets the number of threads as in the server
     threads = torch.get_num_threads()
     library = open_library(kernel_folder(None), threads)
     if library is None:
@@ -91,8 +91,8 @@ def main() -> None:
         for name, shape in SHAPES.items():
             kinds = [products(shape, library), products(shape, None)]
             for rows in arguments.rows:
-                given = torch.randn(rows, shape[1]).bfloat16()
-                ours, theirs = rates(kinds, given, 2 * shape[0] * shape[1], arguments.rounds)
+                x = torch.randn(rows, shape[1]).bfloat16()
+                ours, theirs = rates(kinds, x, 2 * shape[0] * shape[1], arguments.rounds)
                 memory = reading_rate(arguments.rounds)
                 found.append(
                     {"product": name, "rows": rows, "ours": ours, "torch": theirs, "read": memory}

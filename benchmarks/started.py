@@ -1,5 +1,5 @@
-"""A server under test: started by its command, awaited, stopped with all that it started. Knows
-what an OpenAI-compatible server answers and nothing of loads."""
+"""Starts an OpenAI-compatible server by its command, waits until it answers, and stops it with all
+its processes."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ READY_S = 600.0
 
 
 class NotStarted(SystemExit):
-    """A server that gave no answer: its command has ended, or the time is up."""
+    """The command ended before the server answered, or the time is up."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Started:
 
 @contextlib.contextmanager
 def started(command: str, model: str | None = None) -> Iterator[Started]:
-    """The server of a command, `{port}` in it replaced by a free one. The first request names
-    `model`, or else the first model that the server lists. Raises NotStarted where none answers."""
+    """Run a command, with `{port}` replaced by a free port, until its server answers a request for
+    `model`, or for the first model that it lists. Raises NotStarted if it does not answer."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -57,10 +57,10 @@ def started(command: str, model: str | None = None) -> Iterator[Started]:
 
 
 def _wait(process: "subprocess.Popen[bytes]", port: int, model: str | None) -> None:
-    """Until the server has answered a request."""
+    """Wait until the server answers a request."""
     messages = [{"role": "user", "content": "Hello"}]
     end_s = time.monotonic() + READY_S
-    told: Exception | None = None
+    last_error: Exception | None = None
     while time.monotonic() < end_s:
         if process.poll() is not None:
             raise NotStarted(f"the server ended with {process.returncode}")
@@ -75,9 +75,9 @@ def _wait(process: "subprocess.Popen[bytes]", port: int, model: str | None) -> N
             urllib.request.urlopen(request, timeout=300).read()
             return
         except (OSError, KeyError, IndexError, ValueError) as error:
-            told = error
+            last_error = error
             time.sleep(0.1)
-    raise NotStarted(f"the server did not answer within {READY_S:g} s, at last: {told!r}")
+    raise NotStarted(f"the server did not answer within {READY_S:g} s, at last: {last_error!r}")
 
 
 def _last_line(log: IO[bytes]) -> str:
@@ -92,7 +92,7 @@ def _listed(port: int) -> str:
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
-    """The process and its group; what a server's first process leaves behind ends with it."""
+    """Stop the process group, including children that outlive the first process."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,5 +1,5 @@
-"""A stopwatch for functions that call each other: each has only the time that no watched function
-within it took. Knows none of them."""
+"""A stopwatch for functions that call each other: the time of a function does not include the timed
+functions that it calls."""
 
 import functools
 import time
@@ -10,14 +10,14 @@ from typing import Any
 
 
 class Stopwatch:
-    """Replaces methods by timed ones until it is left; of one thread. A call costs it about half a
-    microsecond, which the caller's part pays."""
+    """Context manager that replaces methods by timed ones; for one thread. The overhead of about
+    half a microsecond per call counts for the caller."""
 
     def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._calls: Counter[str] = Counter()
         self._within: list[float] = []
-        """Of each call that runs now, outermost first: seconds of the watched calls in it."""
+        """For each running call, outermost first: seconds of the timed calls in it."""
         self._replaced: list[tuple[type, str, Any]] = []
 
     def __enter__(self) -> "Stopwatch":
@@ -39,12 +39,12 @@ class Stopwatch:
     def watch(self, owner: type, name: str) -> None:
         """Time `owner`'s method, as `Owner.name`. AttributeError if there is none."""
         timed = self._timed(getattr(owner, name), f"{owner.__name__}.{name}")
-        # An inherited method goes again by deletion.
+        # An inherited method is restored by deleting the replacement.
         self._replaced.append((owner, name, vars(owner).get(name)))
         setattr(owner, name, timed)
 
     def take(self) -> tuple[dict[str, float], Counter[str]]:
-        """Seconds and calls by `Owner.name` since it was asked before."""
+        """Seconds and calls by `Owner.name` since the last call."""
         found = self._seconds, self._calls
         self._seconds, self._calls = defaultdict(float), Counter()
         return found
