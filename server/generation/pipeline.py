@@ -1,4 +1,5 @@
-"""The text pipeline: a prompt goes in as token ids, text deltas come out. Knows no HTTP."""
+"""The generation pipeline: checks a request, sends its sequences to the engine, and returns text
+deltas."""
 
 import asyncio
 import time
@@ -13,7 +14,7 @@ from engine.client.output_queue import RequestOutputQueue, Update
 from engine.transport.messages import Finish, Ready
 from server.generation.outputs import Delta, Output, PositionLogprobs, Prompt, TokenLogprob
 from server.generation.sequence import Sequence
-from server.generation.validation import check_ids, check_something_is_left, output_limit
+from server.generation.validation import check_allowed_tokens, check_ids, output_limit
 from server.text.tokenizer import Tokenizer
 
 __all__ = [
@@ -29,12 +30,12 @@ __all__ = [
 ]
 
 MAX_BAD_WORDS_CHARACTERS = 5_000
+"""bad_words are tokenized on the event loop, twice: a few milliseconds."""
 ASLEEP_RETRY_S = 10
-"""Tokenized on the event loop, twice: a few milliseconds."""
 
 
 class Pipeline:
-    """Starts generations. Everything a request can get wrong with its tokens is refused here."""
+    """Starts generations. Checks everything about a request that depends on the model."""
 
     def __init__(
         self, client: EngineClient, tokenizer: Tokenizer | None, config: ServerConfig
@@ -54,27 +55,27 @@ class Pipeline:
         name: str = "",
         shown: frozenset[int] = frozenset(),
     ) -> "Generation":
-        """Check, then send `len(prompts) * params.n` sequences. Does not wait.
+        """Check the request and send its `len(prompts) * params.n` sequences, without waiting.
 
-        `param` is the field named in errors about the prompt, `name` the request in logs; `shown`
-        are special tokens that belong to the text. Raises UserError, Overloaded or
-        EngineDied, and then leaves nothing behind.
+        `param` is the field that errors about the prompt name, `name` the request's id in logs;
+        `shown` are special tokens that always appear in the text. Raises UserError, Overloaded or
+        EngineDied; then nothing remains in the engine.
         """
         params, limits = self.checked(prompts, params, param)
         generation = Generation(self.client, prompts, params.n)
         try:
-            for place, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+            for prompt_index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
                 tokens = np.asarray(prompt.token_ids, dtype="<u4").tobytes()
                 for choice in range(params.n):
-                    sampling = _sampling_of(params, choice, limit)
-                    mailbox = None
+                    sampling = _choice_params(params, choice, limit)
+                    queue = None
                     if sampling is not None:
-                        mailbox = self.client.add(
+                        queue = self.client.add(
                             tokens, sampling, priority=priority, cache_salt=cache_salt, name=name
                         )
-                    index = place * params.n + choice
+                    index = prompt_index * params.n + choice
                     sequence = Sequence(index, prompt, params, self.tokenizer, shown)
-                    generation.open(sequence, mailbox)
+                    generation.open(sequence, queue)
         except BaseException:
             generation.abort()
             raise
@@ -82,7 +83,7 @@ class Pipeline:
 
     @property
     def ready(self) -> Ready:
-        """What the engine says of itself. Raises EngineDied or Overloaded unless it is there."""
+        """The engine's Ready message. Raises EngineDied or Overloaded if there is none."""
         ready = self.client.ready
         if ready is None:
             if self.client.failure is not None:
@@ -91,7 +92,7 @@ class Pipeline:
         return ready
 
     def check_generates(self) -> None:
-        """Raise UserError if the model gives vectors and no text."""
+        """Raise UserError for a pooling model."""
         ready = self.client.ready
         if ready is not None and ready.pooling is not None:
             raise UserError(
@@ -103,31 +104,33 @@ class Pipeline:
     def checked(
         self, prompts: list[Prompt], params: SamplingParams, param: str
     ) -> tuple[SamplingParams, list[int]]:
-        """`params` as the engine knows them, and how many tokens may follow each prompt. Raises
-        like `start`."""
+        """`params` with bad words as token ids, and the output limit of each prompt. Raises like
+        `start`."""
         ready = self.ready
         self.check_generates()
         check_ids(params, ready.vocab_size)
-        params = self._with_bad_words(self._with_checked_stops(params))
-        check_something_is_left(params, ready.eos_token_ids)
+        self._check_stop_strings(params)
+        params = self._with_bad_words(params)
+        check_allowed_tokens(params, ready.eos_token_ids)
         limits = [
             output_limit(prompt, params, ready.vocab_size, ready.max_model_len, param)
             for prompt in prompts
         ]
         return params, limits
 
-    def _with_checked_stops(self, params: SamplingParams) -> SamplingParams:
-        count, most = len(params.stop), self._max_stop_strings
-        if count > most:
-            raise UserError(f"stop has {count} strings, it may have {most} at most", param="stop")
+    def _check_stop_strings(self, params: SamplingParams) -> None:
+        count, max_count = len(params.stop), self._max_stop_strings
+        if count > max_count:
+            raise UserError(
+                f"stop has {count} strings, it may have {max_count} at most", param="stop"
+            )
         if params.stop and (self.tokenizer is None or not params.detokenize):
             raise UserError(
                 "stop strings need detokenized output; use stop_token_ids instead", param="stop"
             )
-        return params
 
     def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
-        """`bad_words` as token ids, each as it is at the start of a text and after a space."""
+        """Replace `bad_words` by token ids: each at the start of a text, and after a space."""
         if not params.bad_words:
             return params
         if self.tokenizer is None:
@@ -149,8 +152,8 @@ class Pipeline:
             bare = word.lstrip(" ")
             if not bare:
                 raise UserError(f"bad_words has {word!r}, it must not be blank", param="bad_words")
-            for written in (bare, " " + bare):
-                ids = tuple(self.tokenizer.encode_now(written, False))
+            for variant in (bare, " " + bare):
+                ids = tuple(self.tokenizer.encode_now(variant, False))
                 if not 1 <= len(ids) <= MAX_BAD_WORD_TOKENS:
                     raise UserError(
                         f"bad_words has {word[:40]!r} of {len(ids)} tokens, a word must have "
@@ -162,34 +165,33 @@ class Pipeline:
 
 
 class Generation:
-    """The choices of one request as they grow. Iterate it once, or `collect` it.
+    """The output of one request (see GenerationStream). Iterate it once, or `collect` it.
 
-    Each item is a list of deltas: all that is new over all choices, at most one a choice. Raises
-    EngineDied when the engine goes, RequestFailed when the request broke in it, UserError when its
-    own settings left it no token; the choices that were still open are aborted then.
+    Raises EngineDied when the engine dies, RequestFailed when the request fails in it, UserError
+    when the request's own settings allow no token; unfinished choices are aborted then.
     """
 
-    def __init__(self, client: EngineClient, prompts: list[Prompt], choices: int) -> None:
+    def __init__(self, client: EngineClient, prompts: list[Prompt], num_choices: int) -> None:
         self._client = client
         self._prompts = prompts
-        self._choices = choices
+        self._num_choices = num_choices
         self._sequences: list[Sequence] = []
         self._instant: list[Sequence] = []
-        """Those that there is nothing to wait for, until they are told."""
-        self._boxes: dict[int, RequestOutputQueue] = {}
-        """By index: the sequences that may still give something."""
+        """Choices without any output to wait for, until they are returned."""
+        self._queues: dict[int, RequestOutputQueue] = {}
+        """By index: the output queues of unfinished choices."""
         self._gets: dict[int, asyncio.Task[Update]] = {}
-        self._wake: asyncio.Future[None] | None = None
+        self._wakeup: asyncio.Future[None] | None = None
         self._aborted = False
         self._started_s = time.monotonic()
 
-    def open(self, sequence: Sequence, mailbox: RequestOutputQueue | None) -> None:
-        """Add the next choice; None when there is nothing for the engine to do."""
+    def open(self, sequence: Sequence, queue: RequestOutputQueue | None) -> None:
+        """Add the next choice; `queue` is None if the engine has nothing to do for it."""
         self._sequences.append(sequence)
         if sequence.is_instant:
             self._instant.append(sequence)
-        if mailbox is not None:
-            self._boxes[sequence.index] = mailbox
+        if queue is not None:
+            self._queues[sequence.index] = queue
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -199,24 +201,24 @@ class Generation:
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens found in the prefix cache, of the first choice of each prompt."""
-        return sum(sequence.num_cached_tokens for sequence in self._sequences[:: self._choices])
+        return sum(sequence.num_cached_tokens for sequence in self._sequences[:: self._num_choices])
 
     @property
     def num_output_tokens(self) -> int:
-        """All tokens sampled so far, end tokens and matched stops included."""
+        """Tokens sampled so far, with end tokens and matched stop strings."""
         if len(self._sequences) == 1:
             return self._sequences[0].num_output_tokens
         return sum([sequence.num_output_tokens for sequence in self._sequences])
 
     @property
     def prompt_logprobs(self) -> list[list[PositionLogprobs | None] | None]:
-        """One entry a prompt, None when not asked for. Whole once its first token has come; the
-        first position has none."""
-        return [sequence.prompt_logprobs for sequence in self._sequences[:: self._choices]]
+        """One entry per prompt, None unless requested. Complete once the prompt's first output
+        token has come; the first position has None."""
+        return [sequence.prompt_logprobs for sequence in self._sequences[:: self._num_choices]]
 
     @property
     def queue_s(self) -> float:
-        """Seconds until the last choice left the waiting line."""
+        """Seconds until the last choice was scheduled."""
         return max(sequence.timing.queue_s for sequence in self._sequences)
 
     @property
@@ -231,7 +233,7 @@ class Generation:
 
     @property
     def num_preemptions(self) -> int:
-        """Over all choices that have finished."""
+        """Of all finished choices."""
         return sum(sequence.num_preemptions for sequence in self._sequences)
 
     def __aiter__(self) -> "Generation":
@@ -239,12 +241,12 @@ class Generation:
 
     async def __anext__(self) -> list[Delta]:
         if self._instant and not self._aborted:
-            unsent, self._instant = self._instant, []
-            return [sequence.take_nothing() for sequence in unsent]
+            instant, self._instant = self._instant, []
+            return [sequence.take_nothing() for sequence in instant]
         try:
-            while self._boxes and not self._aborted:
+            while self._queues and not self._aborted:
                 if len(self._sequences) == 1:
-                    updates = [(0, await self._boxes[0].get())]
+                    updates = [(0, await self._queues[0].get())]
                 else:
                     updates = await self._next_updates()
                 if self._aborted:
@@ -253,13 +255,13 @@ class Generation:
                 if deltas:
                     return deltas
         except BaseException:
-            # A cancelled reader too: nobody is left to read what would come.
+            # Also when the reader is cancelled: nobody reads the rest.
             self.abort()
             raise
         raise StopAsyncIteration
 
     async def collect(self) -> list[Output]:
-        """All deltas joined, one output a choice, in order."""
+        """Read to the end; one output per choice, in order."""
         outputs = [
             Output(sequence.index, num_prompt_tokens=sequence.num_prompt_tokens)
             for sequence in self._sequences
@@ -277,68 +279,69 @@ class Generation:
         return outputs
 
     def abort(self) -> None:
-        """Forget what is still open, now. Iteration ends; safe at any moment, and twice."""
-        self._aborted = self._aborted or bool(self._boxes)
-        boxes, self._boxes = self._boxes, {}
-        if boxes:
-            self._client.abort([box.key for box in boxes.values()])
+        """Abort all unfinished choices. Iteration ends; may be called at any time and more than
+        once."""
+        self._aborted = self._aborted or bool(self._queues)
+        queues, self._queues = self._queues, {}
+        if queues:
+            self._client.abort([queue.key for queue in queues.values()])
         gets, self._gets = self._gets, {}
         for get in gets.values():
             get.cancel()
-        self._rouse()
+        self._wake()
 
     def _apply(self, index: int, update: Update) -> Delta | None:
-        """What an update means for its choice; closes the choice when it ends."""
+        """Apply an update to its choice, and close the choice when it ends."""
         sequence = self._sequences[index]
         finish = update.finish
         if finish is not None:
-            del self._boxes[index]
+            del self._queues[index]
             check_finish(finish)
         delta = sequence.take(update, time.monotonic() - self._started_s)
         if sequence.is_finished and finish is None:
-            # A stop string that only we can see: the engine would go on.
-            self._client.abort([self._boxes.pop(index).key])
+            # A stop string, which the engine does not know about.
+            self._client.abort([self._queues.pop(index).key])
         return delta
 
     async def _next_updates(self) -> list[tuple[int, Update]]:
-        """Wait until some choice has something new; everything that is there then."""
+        """Wait until a choice has an update; all updates that are available then."""
         loop = asyncio.get_running_loop()
-        for index, box in self._boxes.items():
+        for index, queue in self._queues.items():
             if index not in self._gets:
-                get = self._gets[index] = loop.create_task(_get(box))
-                get.add_done_callback(self._rouse)
+                get = self._gets[index] = loop.create_task(_get(queue))
+                get.add_done_callback(self._wake)
         if not any(get.done() for get in self._gets.values()):
-            self._wake = loop.create_future()
-            # The reads of one step end in one turn of the loop, before this one goes on.
-            await self._wake
+            self._wakeup = loop.create_future()
+            # All reads of one engine step end in one iteration of the loop, before this resumes.
+            await self._wakeup
         done = [index for index, get in self._gets.items() if get.done()]
-        return [(index, self._gets.pop(index).result()) for index in done if index in self._boxes]
+        return [(index, self._gets.pop(index).result()) for index in done if index in self._queues]
 
-    def _rouse(self, done: asyncio.Task[Update] | None = None) -> None:
+    def _wake(self, done: asyncio.Task[Update] | None = None) -> None:
         if done is not None and not done.cancelled():
-            done.exception()  # looked at, so that a failure of many choices is reported once
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
+            done.exception()  # mark as retrieved: a failure of many choices is reported once
+        if self._wakeup is not None and not self._wakeup.done():
+            self._wakeup.set_result(None)
 
 
-async def _get(box: RequestOutputQueue) -> Update:
-    return await box.get()
+async def _get(queue: RequestOutputQueue) -> Update:
+    return await queue.get()
 
 
 def check_finish(finish: Finish) -> None:
-    """Raise RequestFailed, or UserError if a setting of the caller's is to blame, or Overloaded if
-    the engine went to sleep, for a sequence that did not end well."""
+    """Raise an exception for a sequence that failed: UserError if a setting of the request caused
+    it, Overloaded if the engine went to sleep, else RequestFailed."""
     if finish.reason not in ("stop", "length"):
-        why = finish.error or f"the engine ended the request: {finish.reason}"
+        reason = finish.error or f"the engine ended the request: {finish.reason}"
         if finish.is_retryable:
             raise asleep()
         if finish.param is not None:
-            raise UserError(why, param=finish.param or None)
-        raise RequestFailed(why)
+            raise UserError(reason, param=finish.param or None)
+        raise RequestFailed(reason)
 
 
 def asleep() -> Overloaded:
-    """Why nothing is taken by an engine that sleeps."""
+    """The error for requests while the engine sleeps."""
     return Overloaded(
         "The model sleeps: POST /wake_up ends that, and requests are taken again.",
         retry_after_s=ASLEEP_RETRY_S,
@@ -347,8 +350,8 @@ def asleep() -> Overloaded:
 
 
 def choice_seed(seed: int | None, choice: int) -> int | None:
-    """The seed of choice `choice`: the first has the caller's own, the others ones derived from it
-    (splitmix64), so that a choice's stream does not depend on how many were asked for."""
+    """The seed of choice `choice`: the first uses `seed` itself, the others are derived from it
+    (splitmix64), so that a choice's random stream does not depend on n."""
     if seed is None or choice == 0:
         return seed
     mixed = (seed + choice * 0x9E3779B97F4A7C15) % 2**64
@@ -358,12 +361,12 @@ def choice_seed(seed: int | None, choice: int) -> int | None:
     return mixed - 2**64 if mixed >= 2**63 else mixed
 
 
-def _sampling_of(params: SamplingParams, choice: int, limit: int) -> SamplingParams | None:
-    """What the engine is told of one choice; None when there is nothing to compute."""
+def _choice_params(params: SamplingParams, choice: int, limit: int) -> SamplingParams | None:
+    """The parameters of one choice for the engine; None if there is nothing to compute."""
     prompt_logprobs = params.prompt_logprobs if choice == 0 else None
     if limit == 0 and prompt_logprobs is None:
         return None
-    told = {
+    values = {
         "n": 1,
         "seed": choice_seed(params.seed, choice),
         "max_tokens": limit,
@@ -371,8 +374,8 @@ def _sampling_of(params: SamplingParams, choice: int, limit: int) -> SamplingPar
         "stop": (),
         "truncate_prompt_tokens": None,
     }
-    # Most requests are what the engine is told, and a copy is checked anew.
-    changes = {name: value for name, value in told.items() if getattr(params, name) != value}
+    # Most requests need no change, and a copy would be validated again.
+    changes = {name: value for name, value in values.items() if getattr(params, name) != value}
     return params.replace(**changes) if changes else params
 
 

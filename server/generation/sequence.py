@@ -18,8 +18,8 @@ MIN_LOGPROB = -9999.0
 
 @dataclass(slots=True)
 class Timing:
-    """Seconds in each part of a sequence's life. The engine's own once it has finished there,
-    before that (and after a stop string) measured here."""
+    """Seconds that a sequence waited and computed: the engine's own values once it has finished
+    there; before that, and after a stop string, measured here."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -27,11 +27,7 @@ class Timing:
 
 
 class Sequence:
-    """LoopPacer the updates of one choice into deltas.
-
-    After the delta with a finish reason nothing more is taken. `is_instant` says that there is
-    nothing to wait for: no output and no prompt log-probabilities were asked for.
-    """
+    """Turns the updates of one choice into deltas. The delta with a finish reason is the last."""
 
     def __init__(
         self,
@@ -41,7 +37,7 @@ class Sequence:
         tokenizer: Tokenizer | None,
         shown: frozenset[int] = frozenset(),
     ) -> None:
-        """`shown` are special tokens that are part of the text whatever `params` say."""
+        """`shown` are special tokens that always appear in the text, whatever `params` say."""
         self.index = index
         self.num_prompt_tokens = len(prompt.token_ids)
         self.num_cached_tokens = 0
@@ -54,6 +50,7 @@ class Sequence:
             [None] if wants_prompt_logprobs else None
         )
         self.is_instant = params.max_tokens == 0 and not wants_prompt_logprobs
+        """Nothing was requested: no output and no prompt log-probabilities."""
         self._params = params
         self._tokenizer = tokenizer
         self._detokenizer = None
@@ -70,7 +67,7 @@ class Sequence:
             self._matcher = StopMatcher(params.stop, include_stop=params.include_stop_str_in_output)
 
     def take(self, update: Update, elapsed_s: float) -> Delta | None:
-        """What is new, if the caller can see any of it. `elapsed_s` counts from the request on."""
+        """The new output, if any is visible. `elapsed_s` is the time since the request started."""
         if update.num_cached_tokens is not None:
             self.num_cached_tokens = update.num_cached_tokens
             self.timing.queue_s = elapsed_s
@@ -105,14 +102,14 @@ class Sequence:
 
     def _delta(self, update: Update, finish: Finish | None) -> Delta:
         tokens = update.tokens
-        ended = finish is not None and finish.reason == "stop"
-        # The token that ended it is counted and listed, but it is no part of the text.
-        hides_last = ended and not self._params.include_stop_str_in_output
-        text, num_used, stop = self._read(tokens[:-1] if hides_last else tokens)
+        is_stopped = finish is not None and finish.reason == "stop"
+        # The end token is counted and listed, but not part of the text.
+        hides_last = is_stopped and not self._params.include_stop_str_in_output
+        text, num_used, stop = self._detokenize(tokens[:-1] if hides_last else tokens)
         if stop is None:
             num_used = len(tokens)
             if finish is not None:
-                tail, stop = self._read_end()
+                tail, stop = self._flush()
                 text += tail
         delta = Delta(self.index, text, tokens[:num_used])
         self.num_output_tokens += num_used
@@ -126,23 +123,23 @@ class Sequence:
             delta.finish_reason, delta.stop_reason = finish.reason, finish.stop_token
         return delta
 
-    def _read(self, tokens: list[int]) -> tuple[str, int, str | None]:
-        """(text that may go out, tokens used, the stop string that was found)."""
+    def _detokenize(self, tokens: list[int]) -> tuple[str, int, str | None]:
+        """(final text, tokens used, the stop string that was found)."""
         if self._detokenizer is None:
             return "", len(tokens), None
         if self._matcher is None:
             return self._detokenizer.push(tokens), len(tokens), None
         text = ""
-        for place, token in enumerate(tokens, start=1):
-            armed = self.num_output_tokens + place >= self._params.min_tokens
+        for num_read, token in enumerate(tokens, start=1):
+            armed = self.num_output_tokens + num_read >= self._params.min_tokens
             result = self._matcher.push(self._detokenizer.push([token]), armed=armed)
             if isinstance(result, Stopped):
-                return text + result.text, place, result.stop
+                return text + result.text, num_read, result.stop
             text += result
         return text, len(tokens), None
 
-    def _read_end(self) -> tuple[str, str | None]:
-        """The text still held back, now that nothing can follow; a stop may lie in it."""
+    def _flush(self) -> tuple[str, str | None]:
+        """The text that was held back, now that nothing follows; may contain a stop string."""
         if self._detokenizer is None:
             return "", None
         text = self._detokenizer.flush()

@@ -1,4 +1,4 @@
-"""What a request must keep to that the engine fixes: vocabulary, context, what is reported."""
+"""Checks of a request against the model: vocabulary, context length, kind of log-probabilities."""
 
 from collections.abc import Iterable
 
@@ -8,14 +8,14 @@ from server.generation.outputs import Prompt
 
 
 def check_ids(params: SamplingParams, vocab_size: int) -> None:
-    """Refuse ids outside the vocabulary."""
-    named: list[tuple[str, Iterable[int]]] = [
+    """Raise UserError for token ids outside the vocabulary."""
+    fields: list[tuple[str, Iterable[int]]] = [
         ("logit_bias", params.logit_bias),
         ("stop_token_ids", params.stop_token_ids),
         ("allowed_token_ids", params.allowed_token_ids or ()),
         ("bad_words_token_ids", (i for word in params.bad_words_token_ids for i in word)),
     ]
-    for name, ids in named:
+    for name, ids in fields:
         for token_id in ids:
             if not 0 <= token_id < vocab_size:
                 raise UserError(
@@ -24,17 +24,17 @@ def check_ids(params: SamplingParams, vocab_size: int) -> None:
                 )
 
 
-def check_something_is_left(params: SamplingParams, eos_ids: Iterable[int]) -> None:
-    """Refuse what no first token can satisfy; the sampler could only say that it found none."""
+def check_allowed_tokens(params: SamplingParams, eos_ids: Iterable[int]) -> None:
+    """Raise UserError if no token is allowed as the first one; the sampler would find none."""
     if params.allowed_token_ids is None:
         return
-    barred = {word[0] for word in params.bad_words_token_ids if len(word) == 1}
+    banned = {word[0] for word in params.bad_words_token_ids if len(word) == 1}
     if params.min_tokens:
-        barred.update(params.stop_token_ids, () if params.ignore_eos else eos_ids)
-    if barred.issuperset(params.allowed_token_ids):
+        banned.update(params.stop_token_ids, () if params.ignore_eos else eos_ids)
+    if banned.issuperset(params.allowed_token_ids):
         raise UserError(
             f"allowed_token_ids has {len(params.allowed_token_ids)} tokens, and bad_words or "
-            "min_tokens bar every one of them",
+            "min_tokens ban every one of them",
             param="allowed_token_ids",
         )
 
@@ -42,7 +42,7 @@ def check_something_is_left(params: SamplingParams, eos_ids: Iterable[int]) -> N
 def output_limit(
     prompt: Prompt, params: SamplingParams, vocab_size: int, max_model_len: int, param: str
 ) -> int:
-    """How many tokens may be generated; the context's rest when the caller left it open."""
+    """The maximum number of output tokens; without max_tokens, what the context leaves."""
     count = len(prompt.token_ids)
     if not count:
         raise UserError("the prompt is empty, it must have at least 1 token", param=param)
@@ -52,20 +52,20 @@ def output_limit(
                 f"the prompt has token id {token_id}, the vocabulary has 0 to {vocab_size - 1}",
                 param=param,
             )
-    room = max_model_len - count
+    max_output = max_model_len - count
     if params.max_tokens is None:
-        if room < 1:
+        if max_output < 1:
             raise PromptTooLong(count, None, max_model_len, param=param)
-        if params.min_tokens > room:
+        if params.min_tokens > max_output:
             raise PromptTooLong(count, params.min_tokens, max_model_len, param=param)
-        return room
-    if params.max_tokens > room:
+        return max_output
+    if params.max_tokens > max_output:
         raise PromptTooLong(count, params.max_tokens, max_model_len, param=param)
     return params.max_tokens
 
 
 def check_comparable(logprobs_mode: str, param: str) -> None:
-    """Refuse what compares log-probabilities of different places where logits are reported."""
+    """Raise UserError if the server reports logits: they cannot be compared between positions."""
     if logprobs_mode.endswith("logits"):
         raise UserError(
             f"{param} compares log-probabilities, and this server reports {logprobs_mode}",

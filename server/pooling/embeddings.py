@@ -1,5 +1,5 @@
-"""POST /v1/embeddings, /pooling and /classify: texts, token ids or a conversation in, vectors or
-classes out."""
+"""POST /v1/embeddings, /pooling and /classify: vectors or classes of texts, token ids or a
+conversation."""
 
 import asyncio
 import dataclasses
@@ -37,8 +37,8 @@ from server.pooling.schema import (
 )
 from server.text.tokenizer import TooManyCharacters, TooManyTokens
 
-BY_CHOICE = (EMBED, CLASSIFY, SCORE, TOKEN_EMBED)
-"""/pooling does the first of these that the model can."""
+TASK_PREFERENCE = (EMBED, CLASSIFY, SCORE, TOKEN_EMBED)
+"""/pooling without a task uses the first of these that the model supports."""
 
 InputsBody = EmbeddingBody | EmbeddingChatBody | ClassifyBody | ClassifyChatBody
 Plain = TypeVar("Plain", EmbeddingBody, PoolBody, ClassifyBody)
@@ -57,7 +57,7 @@ def embedding_routes(state: AppState) -> APIRouter:
         responses=ANSWERS,
     )
     async def create_embedding(request: Request) -> Response:
-        body = await _read(state, request, EmbeddingBody, EmbeddingChatBody)
+        body = await _parse(state, request, EmbeddingBody, EmbeddingChatBody)
         params = PoolingParams(task=EMBED, dimensions=body.dimensions, normalize=body.normalizes)
         job = await _start(state, request, body, params, id_prefix="embd-")
         return await _vectors(job, request, "embedding", "embedding", body.encoding_format)
@@ -70,10 +70,10 @@ def embedding_routes(state: AppState) -> APIRouter:
         responses=ANSWERS,
     )
     async def create_pooling(request: Request) -> Response:
-        body = await _read(state, request, PoolBody, PoolChatBody)
+        body = await _parse(state, request, PoolBody, PoolChatBody)
         tasks = state.input_processor().facts.tasks
         params = PoolingParams(
-            task=body.task or next(task for task in BY_CHOICE if task in tasks),
+            task=body.task or next(task for task in TASK_PREFERENCE if task in tasks),
             dimensions=body.dimensions,
             normalize=body.normalizes,
         )
@@ -95,27 +95,27 @@ def embedding_routes(state: AppState) -> APIRouter:
         responses=ANSWERS,
     )
     async def classify(request: Request) -> Response:
-        body = await _read(state, request, ClassifyBody, ClassifyChatBody)
+        body = await _parse(state, request, ClassifyBody, ClassifyChatBody)
         params = PoolingParams(task=CLASSIFY, normalize=body.normalizes)
         job = await _start(state, request, body, params, id_prefix="classify-")
         vectors = await collect_vectors(job, request)
         labels = state.input_processor().facts.labels
-        data = [_class(place, made, labels) for place, made in enumerate(vectors)]
+        data = [_class_entry(index, one, labels) for index, one in enumerate(vectors)]
         return json_response(job.list_body(data))
 
     return router
 
 
-async def _read(
+async def _parse(
     state: AppState, request: Request, kind: type[Plain], chat: type[Chat]
 ) -> Plain | Chat:
     state.input_processor()
-    sent = await state.bodies.read_object(request)
-    if sent.fields.get("messages") is None:
-        return await parse(kind, sent)
-    if sent.fields.get("input") is not None:
+    received = await state.bodies.read_object(request)
+    if received.fields.get("messages") is None:
+        return await parse(kind, received)
+    if received.fields.get("input") is not None:
         raise UserError("input and messages cannot both be given", param="input")
-    return await parse(chat, sent)
+    return await parse(chat, received)
 
 
 async def _start(
@@ -126,69 +126,69 @@ async def _start(
     *,
     id_prefix: str,
 ) -> PoolingJob:
-    reader = state.input_processor()
+    processor = state.input_processor()
     model = state.model(body.model)
     body.check()
-    reader.check(params, "task" if isinstance(body, (PoolBody, PoolChatBody)) else "model")
-    asked = InputOptions(
+    processor.check(params, "task" if isinstance(body, (PoolBody, PoolChatBody)) else "model")
+    options = InputOptions(
         params,
         truncate=body.truncate_prompt_tokens,
         keeps_end=body.truncation_side == "left",
     )
     if isinstance(body, ConversationBody):
-        reading = _read_conversation(state, request, body, asked)
+        processing = _process_conversation(state, request, body, options)
     else:
-        reading = _read_inputs(state, request, body, asked)
+        processing = _process_inputs(state, request, body, options)
     with CancelOnDisconnect(request.receive):
-        inputs = await reading
-    reader.check_size(inputs)
+        inputs = await processing
+    processor.check_size(inputs)
     return start_pooling(state, request, body, inputs, id_prefix=id_prefix, model=model)
 
 
-async def _read_conversation(
+async def _process_conversation(
     state: AppState,
     request: Request,
     body: EmbeddingChatBody | ClassifyChatBody,
-    asked: InputOptions,
+    options: InputOptions,
 ) -> list[PoolingInput]:
     text = await render(state, body)
     tokenizer = state.text_tokenizer("messages")
     if state.config.enable_log_requests:
         log_prompt(record_of(request.scope), tokenizer.unmarked(text))
-    asked = dataclasses.replace(asked, param="messages", is_list=False)
-    special, reader = bool(body.add_special_tokens), state.input_processor()
-    most = reader.limit(asked.truncate)
+    options = dataclasses.replace(options, param="messages", is_list=False)
+    special, processor = bool(body.add_special_tokens), state.input_processor()
+    max_tokens = processor.limit(options.truncate)
     try:
-        if asked.truncate is None:
-            ids = await tokenizer.encode(text, special, most)
+        if options.truncate is None:
+            ids = await tokenizer.encode(text, special, max_tokens)
         else:
-            ids = await tokenizer.encode_part(text, special, most, from_end=asked.keeps_end)
+            ids = await tokenizer.encode_part(text, special, max_tokens, from_end=options.keeps_end)
     except TooManyTokens as error:
-        raise reader.too_long(error.count, asked, at_least=error.at_least) from None
+        raise processor.too_long(error.count, options, at_least=error.at_least) from None
     except TooManyCharacters as error:
-        error.param = asked.param
+        error.param = options.param
         raise
-    return await reader.token_lists([ids], asked)
+    return await processor.token_lists([ids], options)
 
 
-async def _read_inputs(
-    state: AppState, request: Request, body: EmbeddingBody | ClassifyBody, asked: InputOptions
+async def _process_inputs(
+    state: AppState, request: Request, body: EmbeddingBody | ClassifyBody, options: InputOptions
 ) -> list[PoolingInput]:
-    reader = state.input_processor()
-    given = await asyncio.to_thread(body.inputs) if body.is_big else body.inputs()
+    processor = state.input_processor()
+    inputs = await asyncio.to_thread(body.inputs) if body.is_big else body.inputs()
     if state.config.enable_log_requests:
-        for one in given:
+        for one in inputs:
             log_prompt(record_of(request.scope), one if isinstance(one, str) else repr(one))
-    asked = dataclasses.replace(
-        asked,
+    options = dataclasses.replace(
+        options,
         is_list=body.is_listed,
         special=body.add_special_tokens is not False,
         prompt_name=body.prompt_name,
     )
-    texts = [one for one in given if isinstance(one, str)]
+    texts = [one for one in inputs if isinstance(one, str)]
     if texts:
-        return await reader.texts(texts, asked)
-    return await reader.token_lists([one for one in given if not isinstance(one, str)], asked)
+        return await processor.texts(texts, options)
+    return await processor.token_lists([one for one in inputs if not isinstance(one, str)], options)
 
 
 async def _vectors(
@@ -200,27 +200,27 @@ async def _vectors(
     *,
     all_rows: bool = False,
 ) -> Response:
-    """The answer whose entries are of a `kind` and hold their numbers in a `field`."""
+    """A list response whose entries have object `kind` and their numbers in `field`."""
     vectors = await collect_vectors(job, request)
 
     def encoded() -> list[dict[str, Any]]:
         return [
             {
-                "index": place,
+                "index": index,
                 "object": kind,
-                field: encode_vectors(made if all_rows else made[0], encoding_format),
+                field: encode_vectors(one if all_rows else one[0], encoding_format),
             }
-            for place, made in enumerate(vectors)
+            for index, one in enumerate(vectors)
         ]
 
     return json_response(job.list_body(await run_off_loop(vectors, encoded)))
 
 
-def _class(place: int, vectors: Vectors, labels: tuple[str, ...]) -> dict[str, Any]:
+def _class_entry(index: int, vectors: Vectors, labels: tuple[str, ...]) -> dict[str, Any]:
     numbers = vectors[0]
     best = int(numbers.argmax())
     return {
-        "index": place,
+        "index": index,
         "label": labels[best] if best < len(labels) else None,
         "probs": numbers.tolist(),
         "num_classes": len(numbers),

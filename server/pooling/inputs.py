@@ -1,4 +1,4 @@
-"""Texts, pairs of texts or token ids to the inputs of a pooling model, checked. Knows no HTTP."""
+"""Converts texts, pairs of texts or token ids into checked inputs of a pooling model."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,41 +14,41 @@ from server.text.pooling_inputs import InputRule, InputTooLong, Text
 from server.text.tokenizer import Tokenizer, TooManyCharacters
 
 MANY_IDS = 10_000
-"""Token ids that are checked on the event loop: a millisecond."""
+"""Token ids that are still checked on the event loop: a millisecond."""
 MAX_NUMBERS = 2**24
-"""In one answer: 64 MiB, or five times that as JSON; 2048 vectors of 8192 numbers."""
+"""In one response: 64 MiB, or five times that as JSON; 2048 vectors of 8192 numbers."""
 _NAMES_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
 class InputOptions:
-    """What is to be made of each input, and how it is read."""
+    """The task, and how inputs are tokenized and truncated."""
 
     params: PoolingParams
     param: str = "input"
-    """The field that holds the inputs."""
+    """The field with the inputs, for errors."""
     is_list: bool = True
-    """Whether that field holds several; they are then called by their index."""
+    """Whether that field is a list; errors then have an index."""
     truncate: int | None = None
-    """Tokens that are left of a longer input; -1: as many as the model takes."""
+    """Truncate inputs to this many tokens; -1: to the model's maximum."""
     keeps_end: bool = False
     special: bool = True
-    """Whether special tokens are put around texts."""
+    """Whether special tokens are added to texts."""
     prompt_name: str | None = None
-    """Which of the model's prompts goes before a text; None: its default."""
+    """Which of the model's prompts is put before a text; None: the default one."""
     most_first: int | None = None
-    """Tokens that are left of the first text of a pair."""
+    """Truncate the first text of a pair to this many tokens."""
     most_second: int | None = None
 
-    def item(self, place: int) -> str:
-        """What an input is called in errors."""
-        return f"{self.param}[{place}]" if self.is_list else self.param
+    def item(self, index: int) -> str:
+        """The name of an input in errors."""
+        return f"{self.param}[{index}]" if self.is_list else self.param
 
 
 def make_input_processor(
     ready: Ready | None, tokenizer: Tokenizer | None
 ) -> "InputProcessor | None":
-    """What reads the inputs of a pooling model; None for a model that generates."""
+    """The input processor of a pooling model; None for a generating model."""
     if ready is None or ready.pooling is None:
         return None
     return InputProcessor(
@@ -57,7 +57,7 @@ def make_input_processor(
 
 
 def not_a_pooling_model() -> UserError:
-    """What is wrong with asking a model that generates for vectors."""
+    """The error for a pooling request to a generating model."""
     return UserError(
         "This model generates text; only a pooling model (of embeddings, scores or classes) does "
         "this.",
@@ -66,7 +66,7 @@ def not_a_pooling_model() -> UserError:
 
 
 class InputProcessor:
-    """For one model. Raises UserError for what it does not take, with the index of the input."""
+    """Prepares inputs for one model. Raises UserError, which names the input by its index."""
 
     def __init__(
         self,
@@ -78,13 +78,13 @@ class InputProcessor:
     ) -> None:
         self.facts = facts
         self.max_tokens = max_model_len
-        """Of one input."""
+        """Maximum length of an input."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
 
     def check(self, params: PoolingParams, param: str = "task") -> None:
-        """Raise UserError for a task (which `param` asked for) or a size of vectors that this model
-        does not have."""
+        """Raise UserError for a task (from the field `param`) or a vector size that the model does
+        not support."""
         facts = self.facts
         if params.task not in facts.tasks:
             raise UserError(
@@ -94,12 +94,12 @@ class InputProcessor:
         if params.dimensions is None or params.dimensions == self._width(params):
             return
         if facts.dimensions is not None and params.dimensions not in facts.dimensions:
-            may = (
+            allowed = (
                 f"one of {', '.join(map(str, facts.dimensions))}" if facts.dimensions else "absent"
             )
             raise UserError(
                 f"dimensions is {params.dimensions}, this model has {self._width(params)}: it must "
-                f"be {may}",
+                f"be {allowed}",
                 param="dimensions",
             )
         if params.dimensions > self._width(params):
@@ -109,8 +109,8 @@ class InputProcessor:
             )
 
     def check_size(self, inputs: Sequence[PoolingInput]) -> None:
-        """Raise UserError if what comes of `inputs`, all for one task, has more numbers than one
-        answer may hold."""
+        """Raise UserError if the results of `inputs`, all for one task, have more than MAX_NUMBERS
+        numbers."""
         params = inputs[0].params
         rows = len(inputs)
         if params.task == TOKEN_EMBED:
@@ -123,41 +123,43 @@ class InputProcessor:
                 param="input",
             )
 
-    async def texts(self, texts: Sequence[Text], asked: InputOptions) -> list[PoolingInput]:
-        """Inputs of texts or pairs; the model's prompt goes before a text that comes alone."""
+    async def texts(self, texts: Sequence[Text], options: InputOptions) -> list[PoolingInput]:
+        """Inputs from texts or pairs; the model's prompt is put before single texts."""
         if self._tokenizer is None:
-            raise UserError("this server has no tokenizer, send token ids", param=asked.param)
-        prefix = self._prefix(asked.prompt_name)
+            raise UserError("this server has no tokenizer, send token ids", param=options.param)
+        prefix = self._prefix(options.prompt_name)
         rule = InputRule(
-            most=self.limit(asked.truncate),
-            cuts=asked.truncate is not None,
-            keeps_end=asked.keeps_end,
-            special=asked.special,
+            most=self.limit(options.truncate),
+            cuts=options.truncate is not None,
+            keeps_end=options.keeps_end,
+            special=options.special,
             prefix=prefix,
             lowers_case=self.facts.lowers_case,
-            most_first=asked.most_first,
-            most_second=asked.most_second,
+            most_first=options.most_first,
+            most_second=options.most_second,
         )
         try:
-            made = await self._tokenizer.encode_inputs(texts, rule)
+            tokenized = await self._tokenizer.encode_inputs(texts, rule)
         except InputTooLong as error:
-            raise self.too_long(error.count, asked, error.place, at_least=error.at_least) from None
+            raise self.too_long(
+                error.count, options, error.place, at_least=error.at_least
+            ) from None
         except TooManyCharacters as error:
-            error.param = asked.param
+            error.param = options.param
             raise
         num_skipped = 0
         if prefix and not self.facts.includes_prompt:
-            num_skipped = await self._num_prompt_tokens(self._tokenizer, prefix, asked)
+            num_skipped = await self._num_prompt_tokens(self._tokenizer, prefix, options)
         inputs = []
-        for place, (text, tokens) in enumerate(zip(texts, made, strict=True)):
+        for index, (text, tokens) in enumerate(zip(texts, tokenized, strict=True)):
             skipped = num_skipped if isinstance(text, str) else 0
             if len(tokens.ids) <= skipped:
                 raise UserError(
-                    f"{asked.item(place)} has {len(tokens.ids)} tokens, it must have at least "
+                    f"{options.item(index)} has {len(tokens.ids)} tokens, it must have at least "
                     f"{skipped + 1}",
-                    param=asked.param,
+                    param=options.param,
                 )
-            params = asked.params
+            params = options.params
             if tokens.num_first or skipped:
                 params = msgspec.structs.replace(
                     params, num_first=tokens.num_first, num_skipped=skipped
@@ -166,39 +168,38 @@ class InputProcessor:
         return inputs
 
     async def token_lists(
-        self, lists: Sequence[list[int]], asked: InputOptions
+        self, lists: Sequence[list[int]], options: InputOptions
     ) -> list[PoolingInput]:
-        """Inputs of token ids, taken as they are."""
+        """Inputs from token ids."""
         if sum(map(len, lists)) > MANY_IDS:
-            return await asyncio.to_thread(self._token_lists, lists, asked)
-        return self._token_lists(lists, asked)
+            return await asyncio.to_thread(self._token_lists, lists, options)
+        return self._token_lists(lists, options)
 
-    def _token_lists(self, lists: Sequence[list[int]], asked: InputOptions) -> list[PoolingInput]:
-        most = self.limit(asked.truncate)
+    def _token_lists(self, lists: Sequence[list[int]], options: InputOptions) -> list[PoolingInput]:
+        max_tokens = self.limit(options.truncate)
         inputs = []
-        for place, given in enumerate(lists):
-            ids = given
+        for index, ids in enumerate(lists):
             if not ids:
-                raise UserError(f"{asked.item(place)} holds 0 token ids", param=asked.param)
+                raise UserError(f"{options.item(index)} holds 0 token ids", param=options.param)
             for token_id in (min(ids), max(ids)):
                 if not 0 <= token_id < self._vocab_size:
                     raise UserError(
-                        f"{asked.item(place)} has token id {token_id}, the vocabulary has 0 to "
+                        f"{options.item(index)} has token id {token_id}, the vocabulary has 0 to "
                         f"{self._vocab_size - 1}",
-                        param=asked.param,
+                        param=options.param,
                     )
-            if len(ids) > most:
-                if asked.truncate is None:
-                    raise self.too_long(len(ids), asked, place)
-                ids = ids[-most:] if asked.keeps_end else ids[:most]
-            inputs.append(PoolingInput(ids, asked.params))
+            if len(ids) > max_tokens:
+                if options.truncate is None:
+                    raise self.too_long(len(ids), options, index)
+                ids = ids[-max_tokens:] if options.keeps_end else ids[:max_tokens]
+            inputs.append(PoolingInput(ids, options.params))
         return inputs
 
     def _width(self, params: PoolingParams) -> int:
         return self.facts.token_width if params.task == TOKEN_EMBED else self.facts.width
 
     def limit(self, truncate: int | None) -> int:
-        """Tokens of one input, where it may be cut to `truncate`. Raises UserError."""
+        """Maximum tokens of an input with truncation to `truncate`. Raises UserError."""
         if truncate is None or truncate == -1:
             return self.max_tokens
         if not 1 <= truncate <= self.max_tokens:
@@ -210,15 +211,15 @@ class InputProcessor:
         return truncate
 
     def too_long(
-        self, count: int, asked: InputOptions, place: int = 0, *, at_least: bool = False
+        self, count: int, options: InputOptions, index: int = 0, *, at_least: bool = False
     ) -> PromptTooLong:
-        """The error for an input of so many tokens, or still more."""
+        """The error for an input of `count` tokens."""
         return PromptTooLong(
             count,
             None,
             self.max_tokens,
-            param=asked.param,
-            item=asked.item(place),
+            param=options.param,
+            item=options.item(index),
             at_least=at_least,
         )
 
@@ -234,14 +235,16 @@ class InputProcessor:
         return self.facts.prompts[name]
 
     async def _num_prompt_tokens(
-        self, tokenizer: Tokenizer, prefix: str, asked: InputOptions
+        self, tokenizer: Tokenizer, prefix: str, options: InputOptions
     ) -> int:
-        """Of the prompt with the special tokens before it, as sentence-transformers counts them:
-        one that ends the prompt alone does not stand before a text."""
-        rule = InputRule(self.max_tokens, special=asked.special, lowers_case=self.facts.lowers_case)
+        """Tokens of the prompt with the special tokens before it, counted as sentence-transformers
+        does: without a special token at its end, which is not there before a text."""
+        rule = InputRule(
+            self.max_tokens, special=options.special, lowers_case=self.facts.lowers_case
+        )
         try:
             (tokens,) = await tokenizer.encode_inputs([prefix], rule)
         except InputTooLong as error:
-            raise self.too_long(error.count, asked, 0) from None
-        ends = bool(tokens.ids) and tokens.ids[-1] in tokenizer.special_ids
-        return len(tokens.ids) - (1 if ends else 0)
+            raise self.too_long(error.count, options, 0) from None
+        ends_special = bool(tokens.ids) and tokens.ids[-1] in tokenizer.special_ids
+        return len(tokens.ids) - (1 if ends_special else 0)

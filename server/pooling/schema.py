@@ -1,4 +1,4 @@
-"""Bodies of the routes of pooling models: embeddings, classes, scores. Know no tokenizer."""
+"""Request bodies of the pooling routes: embeddings, classes, scores."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -27,7 +27,7 @@ UNSUPPORTED: Unsupported = {
     "padding": ("do_not_pad",),
     "rank_fields": ([], ["text"]),
 }
-"""Fields that ask for what we cannot do, and their values that ask for nothing."""
+"""Fields of unsupported features, with the values that do not use them."""
 
 _TEXT = {
     "anyOf": [
@@ -43,7 +43,7 @@ OptionalTexts = Annotated[Any, WithJsonSchema({"anyOf": [*_TEXTS["anyOf"], {"typ
 
 
 class PoolingBody(Body):
-    """What every request for vectors or scores may say."""
+    """Fields of all pooling requests."""
 
     unsupported: ClassVar[Unsupported] = UNSUPPORTED
 
@@ -66,7 +66,7 @@ class PoolingBody(Body):
     cache_salt: str | None = None
 
     def check(self) -> None:
-        """Contradictions that no single field shows. Raises UserError."""
+        """Check fields that depend on each other. Raises UserError."""
         check_salt(self.cache_salt)
         check_request_id(self.request_id)
         if None not in (self.use_activation, self.normalize) and (
@@ -80,12 +80,12 @@ class PoolingBody(Body):
 
     @property
     def normalizes(self) -> bool | None:
-        """Whether the result is brought to its usual scale; None: as the model has it."""
+        """Whether the result is normalized; None: as the model has it."""
         return self.normalize if self.use_activation is None else self.use_activation
 
 
 class _Encoded(Body):
-    """How vectors are written, and how long they are."""
+    """Encoding and size of vectors."""
 
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Integer | None = None
@@ -104,28 +104,28 @@ class _Prompts(Body):
 
     @property
     def is_listed(self) -> bool:
-        """Whether the inputs came as a list, so that each has an index."""
+        """Whether the inputs are a list, so that each has an index."""
         return isinstance(self.input, list) and bool(self.input) and type(self.input[0]) is not int
 
     @property
     def is_big(self) -> bool:
-        """Whether so many token ids came that checking them takes over a millisecond."""
+        """Whether there are so many token ids that checking them takes over a millisecond."""
         if not self.is_listed:
             return most_ids(self.input) > MANY_IDS
         return sum(len(one) for one in self.input if isinstance(one, list)) > MANY_IDS
 
     def inputs(self) -> Texts | TokenLists:
-        """The inputs, one or many, all of one kind. Raises UserError."""
+        """The inputs, all texts or all token ids. Raises UserError."""
         inputs = given_prompts(self.input, "input", MAX_INPUTS)
-        for place, one in enumerate(inputs):
+        for index, one in enumerate(inputs):
             if one == "":
-                where = f"input[{place}]" if self.is_listed else "input"
+                where = f"input[{index}]" if self.is_listed else "input"
                 raise UserError(f"{where} is an empty string", param="input")
         return inputs
 
 
 class _Conversation(ConversationBody):
-    """Messages, which the chat template makes one text of."""
+    """Messages, which the chat template renders as one text."""
 
     unsupported: ClassVar[Unsupported] = {**UNSUPPORTED, "prompt_name": ()}
 
@@ -133,22 +133,22 @@ class _Conversation(ConversationBody):
 
     @property
     def opens_answer(self) -> bool:
-        """There is no answer to begin, unless the caller says so."""
+        """No generation prompt by default: there is no answer."""
         return bool(self.add_generation_prompt)
 
 
 class EmbeddingBody(_Prompts, _Encoded, PoolingBody):
-    """Texts or token ids whose vectors are asked for."""
+    """Texts or token ids to embed."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"input": ["Hello!", "Good day!"]}})
 
 
 class EmbeddingChatBody(_Conversation, _Encoded, PoolingBody):
-    """A conversation whose vector is asked for."""
+    """A conversation to embed."""
 
 
 class PoolBody(EmbeddingBody):
-    """Texts or token ids, and what to make of them."""
+    """Texts or token ids, and the task."""
 
     task: Literal["embed", "token_embed", "classify", "score"] | None = Field(
         None, description="null: the first of these that the model can."
@@ -156,23 +156,23 @@ class PoolBody(EmbeddingBody):
 
 
 class PoolChatBody(EmbeddingChatBody):
-    """A conversation, and what to make of it."""
+    """A conversation, and the task."""
 
     task: Literal["embed", "token_embed", "classify", "score"] | None = None
 
 
 class ClassifyBody(_Prompts, PoolingBody):
-    """Texts or token ids whose classes are asked for."""
+    """Texts or token ids to classify."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"input": "Hello!"}})
 
 
 class ClassifyChatBody(_Conversation, PoolingBody):
-    """A conversation whose classes are asked for."""
+    """A conversation to classify."""
 
 
 class PairBody(PoolingBody):
-    """What requests for scores of pairs share."""
+    """Fields of all requests for scores."""
 
     max_tokens_per_query: Integer | None = Field(
         None, description="Cut longer first texts to so many tokens."
@@ -190,12 +190,12 @@ class PairBody(PoolingBody):
 
 
 class ScoreBody(PairBody):
-    """TextPairs of texts: one with each of many, or each with its like. One of the spellings."""
+    """Pairs of texts: one text with each of many, or one by one; in one of four pairs of fields."""
 
     model_config = ConfigDict(
         json_schema_extra={"example": {"text_1": "a cat", "text_2": ["a kitten", "a car"]}}
     )
-    spellings: ClassVar[tuple[tuple[str, str], ...]] = (
+    field_pairs: ClassVar[tuple[tuple[str, str], ...]] = (
         ("text_1", "text_2"),
         ("queries", "documents"),
         ("queries", "items"),
@@ -212,21 +212,21 @@ class ScoreBody(PairBody):
 
     @property
     def names(self) -> tuple[str, str]:
-        """The two fields that hold the texts. Raises UserError unless it is just one pair."""
-        known = [name for pair in self.spellings for name in pair]
-        named = {name for name in known if getattr(self, name) is not None}
-        for pair in self.spellings:
-            if named == set(pair):
+        """The pair of fields that is given. Raises UserError unless it is exactly one."""
+        names = [name for pair in self.field_pairs for name in pair]
+        given = {name for name in names if getattr(self, name) is not None}
+        for pair in self.field_pairs:
+            if given == set(pair):
                 return pair
-        for first, second in self.spellings:
-            if named in ({first}, {second}):
-                missing = second if first in named else first
+        for first, second in self.field_pairs:
+            if given in ({first}, {second}):
+                missing = second if first in given else first
                 raise UserError(f"{missing} is missing", param=missing)
-        if not named:
+        if not given:
             raise UserError("text_1 and text_2 are missing", param="text_1")
         raise UserError(
-            f"{', '.join(sorted(named))} do not go together, send text_1 and text_2",
-            param=min(named),
+            f"{', '.join(sorted(given))} do not go together, send text_1 and text_2",
+            param=min(given),
         )
 
     def pairs(self) -> tuple[list[str], list[str]]:
@@ -236,7 +236,7 @@ class ScoreBody(PairBody):
 
 
 class RerankBody(PairBody):
-    """A query, and documents to be sorted by how well they answer it."""
+    """A query, and documents to rank by relevance."""
 
     model_config = ConfigDict(
         json_schema_extra={"example": {"query": "a cat", "documents": ["a kitten", "a car"]}}
@@ -260,16 +260,16 @@ class RerankBody(PairBody):
 
 
 def texts_of(given: Any, name: str) -> list[str]:
-    """One text or many, each a string, {"text": ...} or {"content": [text parts]}. Raises
-    UserError with the index of a wrong one."""
-    many = given if isinstance(given, list) else [given]
-    if not many:
+    """One text or several, each a string, {"text": ...} or {"content": [text parts]}. Raises
+    UserError with the index of an invalid one."""
+    texts = given if isinstance(given, list) else [given]
+    if not texts:
         raise UserError(f"{name} is an empty list, it must hold at least 1 text", param=name)
-    if len(many) > MAX_INPUTS:
-        raise UserError(f"{name} has {len(many)} texts, it may have {MAX_INPUTS}", param=name)
+    if len(texts) > MAX_INPUTS:
+        raise UserError(f"{name} has {len(texts)} texts, it may have {MAX_INPUTS}", param=name)
     return [
-        _text(one, f"{name}[{place}]" if isinstance(given, list) else name, name)
-        for place, one in enumerate(many)
+        _text(one, f"{name}[{index}]" if isinstance(given, list) else name, name)
+        for index, one in enumerate(texts)
     ]
 
 

@@ -1,4 +1,4 @@
-"""POST /score and /rerank in their spellings: pairs of texts in, how well they go together out."""
+"""POST /score and /rerank, on all of their paths: scores of pairs of texts."""
 
 from typing import Any
 
@@ -28,7 +28,8 @@ def score_routes(state: AppState) -> APIRouter:
         body = await parse(ScoreBody, await state.bodies.read_object(request))
         job, scores = await _scores(state, request, body, body.names, id_prefix="score-")
         data = [
-            {"index": place, "object": "score", "score": one} for place, one in enumerate(scores)
+            {"index": index, "object": "score", "score": score}
+            for index, score in enumerate(scores)
         ]
         return json_response(job.list_body(data))
 
@@ -46,18 +47,18 @@ def score_routes(state: AppState) -> APIRouter:
             }
         )
 
-    for paths, call, summary, takes_body in (
+    for paths, handler, summary, body_name in (
         (SCORE_PATHS, score, "Scores of pairs of texts", "ScoreBody"),
         (RERANK_PATHS, rerank, "Documents by how well they answer a query", "RerankBody"),
     ):
         for path in paths:
             router.add_api_route(
                 path,
-                call,
+                handler,
                 methods=["POST"],
                 operation_id=path.strip("/").replace("/", "_"),
                 summary=summary,
-                openapi_extra=takes(takes_body),
+                openapi_extra=takes(body_name),
                 responses=ANSWERS,
             )
     return router
@@ -71,8 +72,8 @@ async def _scores(
     *,
     id_prefix: str,
 ) -> tuple[PoolingJob, list[float]]:
-    """One score a pair."""
-    reader = state.input_processor()
+    """The job, and one score per pair."""
+    processor = state.input_processor()
     model = state.model(body.model)
     body.check()
     firsts, seconds = body.pairs()
@@ -90,22 +91,24 @@ async def _scores(
         most_second=body.max_tokens_per_doc or None,
     )
     with CancelOnDisconnect(request.receive):
-        inputs = await pair_inputs(reader, pairs)
+        inputs = await pair_inputs(processor, pairs)
     job = start_pooling(state, request, body, inputs, id_prefix=id_prefix, model=model)
     vectors = await collect_vectors(job, request)
-    return job, await run_off_loop(vectors, lambda: pair_scores(reader.facts, vectors, len(firsts)))
+    return job, await run_off_loop(
+        vectors, lambda: pair_scores(processor.facts, vectors, len(firsts))
+    )
 
 
 def _ranked(body: RerankBody, scores: list[float]) -> list[dict[str, Any]]:
     _, documents = body.pairs()
-    order = sorted(range(len(scores)), key=lambda place: -scores[place])
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])
     return [
-        {"index": place, "relevance_score": scores[place]}
+        {"index": index, "relevance_score": scores[index]}
         if body.return_documents is False
         else {
-            "index": place,
-            "document": {"text": documents[place]},
-            "relevance_score": scores[place],
+            "index": index,
+            "document": {"text": documents[index]},
+            "relevance_score": scores[index],
         }
-        for place in order[: body.top_n or len(order)]
+        for index in order[: body.top_n or len(order)]
     ]

@@ -1,5 +1,4 @@
-"""Scores of pairs of texts: by a model that reads both together, or by how alike their vectors are.
-Knows no HTTP."""
+"""Scores of pairs of texts, by a cross-encoder or by the similarity of two embeddings."""
 
 from dataclasses import dataclass, replace
 
@@ -11,18 +10,18 @@ from server.pooling.inputs import InputOptions, InputProcessor
 from server.pooling.pipeline import PoolingInput, Vectors
 from server.text.pooling_inputs import Text
 
-SMALLEST_LENGTH = 1e-8
-"""Products of lengths below it are taken for it, so that a vector of zeros is like no other."""
+MIN_NORM_PRODUCT = 1e-8
+"""Lower bound of the product of norms: the similarity to a vector of zeros is 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextPairs:
-    """First texts, one or as many as the second ones, the second ones, and how they are read."""
+    """Pairs of texts: one first text for all second ones, or as many; and their tokenization."""
 
     firsts: list[str]
     seconds: list[str]
     names: tuple[str, str] = ("text_1", "text_2")
-    """The fields they came in."""
+    """The fields of the first and second texts, for errors."""
     normalize: bool | None = None
     truncate: int | None = None
     keeps_end: bool = False
@@ -30,7 +29,7 @@ class TextPairs:
     most_second: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises UserError unless there are as many of both, or one of the first."""
+        """Raises UserError unless there are as many first texts as second ones, or one."""
         first, second = self.names
         if not self.seconds or len(self.firsts) not in (1, len(self.seconds)):
             raise UserError(
@@ -41,18 +40,18 @@ class TextPairs:
 
 
 def scoring_task(facts: PoolingFacts) -> str:
-    """The task that the model scores pairs by. Raises UserError if it has none."""
+    """The task that pairs are scored with. Raises UserError if the model has none."""
     for task in (SCORE, EMBED):
         if task in facts.tasks:
             return task
     raise UserError(f"This model does not score: it can {', '.join(facts.tasks)}.", param="model")
 
 
-async def pair_inputs(reader: InputProcessor, pairs: TextPairs) -> list[PoolingInput]:
-    """What the engine is sent: every pair, or every text once. Raises UserError."""
-    task = scoring_task(reader.facts)
+async def pair_inputs(processor: InputProcessor, pairs: TextPairs) -> list[PoolingInput]:
+    """Inputs for the engine: all pairs, or each text once. Raises UserError."""
+    task = scoring_task(processor.facts)
     first, second = pairs.names
-    asked = InputOptions(
+    options = InputOptions(
         PoolingParams(task=task, normalize=pairs.normalize if task == SCORE else None),
         param=second,
         is_list=len(pairs.seconds) > 1,
@@ -64,18 +63,18 @@ async def pair_inputs(reader: InputProcessor, pairs: TextPairs) -> list[PoolingI
     if task == SCORE:
         firsts = pairs.firsts * len(pairs.seconds) if len(pairs.firsts) == 1 else pairs.firsts
         both: list[Text] = list(zip(firsts, pairs.seconds, strict=True))
-        return await reader.texts(both, asked)
-    # A text alone is the first of a pair that has no second.
-    asked_first = replace(asked, param=first, is_list=len(pairs.firsts) > 1, most_second=None)
-    asked_second = replace(asked, most_first=pairs.most_second, most_second=None)
+        return await processor.texts(both, options)
+    # A single text counts as the first of a pair.
+    first_options = replace(options, param=first, is_list=len(pairs.firsts) > 1, most_second=None)
+    second_options = replace(options, most_first=pairs.most_second, most_second=None)
     return [
-        *await reader.texts(pairs.firsts, asked_first),
-        *await reader.texts(pairs.seconds, asked_second),
+        *await processor.texts(pairs.firsts, first_options),
+        *await processor.texts(pairs.seconds, second_options),
     ]
 
 
 def pair_scores(facts: PoolingFacts, vectors: list[Vectors], num_firsts: int) -> list[float]:
-    """One score a pair, from what came of `pair_inputs` with so many first texts."""
+    """One score per pair, from the results of `pair_inputs` with `num_firsts` first texts."""
     if scoring_task(facts) == SCORE:
         return [float(one[0, 0]) for one in vectors]
     rows = np.concatenate(vectors)
@@ -83,15 +82,16 @@ def pair_scores(facts: PoolingFacts, vectors: list[Vectors], num_firsts: int) ->
 
 
 def similarities(kind: str, firsts: Vectors, seconds: Vectors) -> list[float]:
-    """Of `firsts` (n or 1, width) with `seconds` (n, width): cosine, dot, euclidean or manhattan;
-    distances are negative, so that more is always more alike, as sentence-transformers has it."""
+    """Similarity of `firsts` (n or 1, width) and `seconds` (n, width), float32; `kind` is cosine,
+    dot, euclidean or manhattan. Distances are negative, as in sentence-transformers: a larger
+    number is more similar."""
     if kind == "euclidean":
-        made = -np.linalg.norm(firsts - seconds, axis=1)
+        scores = -np.linalg.norm(firsts - seconds, axis=1)
     elif kind == "manhattan":
-        made = -np.abs(firsts - seconds).sum(axis=1)
+        scores = -np.abs(firsts - seconds).sum(axis=1)
     else:
-        made = np.einsum("ij,ij->i", np.broadcast_to(firsts, seconds.shape), seconds)
+        scores = np.einsum("ij,ij->i", np.broadcast_to(firsts, seconds.shape), seconds)
         if kind == "cosine":
-            lengths = np.linalg.norm(firsts, axis=1) * np.linalg.norm(seconds, axis=1)
-            made = np.clip(made / np.maximum(lengths, SMALLEST_LENGTH), -1, 1)
-    return [float(one) for one in made]
+            norms = np.linalg.norm(firsts, axis=1) * np.linalg.norm(seconds, axis=1)
+            scores = np.clip(scores / np.maximum(norms, MIN_NORM_PRODUCT), -1, 1)
+    return [float(score) for score in scores]
