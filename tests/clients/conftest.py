@@ -1,6 +1,6 @@
-"""One server for clients of other makers: the demo model, under a template that knows tools.
+"""One server for third-party clients: the demo model with a chat template that supports tools.
 
-These tests run in an environment of their own, `make test-clients`; the server runs in ours.
+These tests have their own environment, `make test-clients`; the server runs in the project's.
 """
 
 import os
@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from live import LiveServer, running
 
-# Its table of prices is not fetched.
+# Do not download its price table.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 
 HERE = Path(__file__).parent
 TEMPLATE = HERE / "hermes.jinja"
 OLDEST_NODE = 20
-ASKED_FOR = re.compile(r"(?<!not )\bclients\b")
+SELECTS_CLIENTS = re.compile(r"(?<!not )\bclients\b")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,9 +30,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Most of these files import what only that environment has."""
-    is_asked_for = ASKED_FOR.search(config.option.markexpr) is not None
-    return None if is_asked_for or collection_path == HERE else True
+    """Skip these files by default: most import packages that only their environment has."""
+    is_selected = SELECTS_CLIENTS.search(config.option.markexpr) is not None
+    return None if is_selected or collection_path == HERE else True
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +40,7 @@ def server(
     pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LiveServer]:
     log = tmp_path_factory.mktemp("server") / "log"
-    # Numbers of 16 bits round differently beside other requests; answers are compared here.
+    # In 16 bits, answers can depend on concurrent requests; these tests compare answers.
     flags = ("--dtype=float32", "--served-model-name=demo", f"--chat-template={TEMPLATE}")
     python = pytestconfig.getoption("--server-python")
     with running("demo", log, *flags, python=python) as live:
@@ -49,13 +49,13 @@ def server(
 
 @pytest.fixture(scope="session")
 def base_url(server: LiveServer) -> str:
-    """As SDKs want it."""
+    """Base URL for SDKs, with /v1."""
     return f"{server.url}/v1"
 
 
 @pytest.fixture(scope="session")
 def node() -> tuple[str, Path]:
-    """Node, as new as openai-node wants it, and the folder that has that; else a skip."""
+    """Path of a new enough Node, and the folder with openai-node; skips without them."""
     folder = HERE / "node"
     found = shutil.which("node")
     if found is None:

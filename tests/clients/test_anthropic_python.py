@@ -1,4 +1,4 @@
-"""anthropic-python at its ordinary work: messages whole and streamed, tools, counting, errors."""
+"""anthropic-python: messages whole and streamed, tools, token counting, errors."""
 
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -13,7 +13,7 @@ ASK: Any = {
     "model": "demo",
     "messages": [{"role": "user", "content": "What is the capital of France?"}],
     "max_tokens": 24,
-    # No field of its own in newer releases.
+    # Newer releases have no such parameter.
     "extra_body": {"temperature": 0},
 }
 WEATHER: Any = {
@@ -39,7 +39,7 @@ async def async_client(server: LiveServer) -> AsyncIterator[anthropic.AsyncAnthr
         yield sdk
 
 
-def test_a_message_answers_with_the_tokens_that_were_counted(client: anthropic.Anthropic) -> None:
+def test_usage_equals_the_counted_tokens(client: anthropic.Anthropic) -> None:
     counted = client.messages.count_tokens(model=ASK["model"], messages=ASK["messages"])
 
     answer = client.messages.create(**ASK)
@@ -66,7 +66,7 @@ async def test_the_stream_helper_builds_the_whole_message(
     assert final.usage.output_tokens == whole.usage.output_tokens
 
 
-def test_a_tool_is_used_and_its_result_taken(client: anthropic.Anthropic) -> None:
+def test_a_tool_call_and_its_result_round_trip(client: anthropic.Anthropic) -> None:
     messages: Any = [{"role": "user", "content": "What is the weather in Oslo?"}]
     ask = {**ASK, "messages": messages, "max_tokens": 200}
     must: Any = {"type": "tool", "name": "get_weather"}
@@ -86,14 +86,14 @@ def test_a_tool_is_used_and_its_result_taken(client: anthropic.Anthropic) -> Non
     assert after.content
 
 
-def test_stop_sequences_are_told(client: anthropic.Anthropic) -> None:
+def test_stop_sequences_are_reported(client: anthropic.Anthropic) -> None:
     answer = client.messages.create(**ASK, stop_sequences=["Paris"])
 
     assert answer.stop_reason == "stop_sequence"
     assert answer.stop_sequence == "Paris"
 
 
-def test_errors_are_of_the_kinds_that_the_sdk_has(client: anthropic.Anthropic) -> None:
+def test_errors_have_the_types_of_the_sdk(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(**{**ASK, "model": "other"})
     with (

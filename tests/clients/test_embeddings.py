@@ -1,4 +1,4 @@
-"""Vectors by openai-python, LangChain and LiteLLM, from a tiny encoder."""
+"""Embeddings with openai-python, LangChain and LiteLLM, from a tiny encoder."""
 
 import math
 from collections.abc import Iterator
@@ -28,14 +28,14 @@ def url(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def vectors(url: str) -> list[list[float]]:
-    """As openai-python gets them: as base64, unless it is asked for numbers."""
+    """Embeddings by openai-python, which requests base64 by default."""
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
         data = client.embeddings.create(model="tiny", input=TEXTS).data
     assert [entry.index for entry in data] == [0, 1, 2]
     return [entry.embedding for entry in data]
 
 
-def test_base64_and_numbers_are_the_same_vectors_of_length_one(
+def test_base64_and_float_embeddings_are_equal_and_normalized(
     url: str, vectors: list[list[float]]
 ) -> None:
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
@@ -47,28 +47,28 @@ def test_base64_and_numbers_are_the_same_vectors_of_length_one(
     assert answer.usage.prompt_tokens == answer.usage.total_tokens > 0
 
 
-def test_a_vector_store_gets_them(url: str, vectors: list[list[float]]) -> None:
+def test_langchain_returns_the_same_embeddings(url: str, vectors: list[list[float]]) -> None:
     ask: Any = {"model": "tiny", "base_url": url, "api_key": SecretStr("none"), "max_retries": 0}
     model = OpenAIEmbeddings(**ask, check_embedding_ctx_length=False)
 
-    made = model.embed_documents(TEXTS)
+    embeddings = model.embed_documents(TEXTS)
 
-    assert made[1] == pytest.approx(vectors[1], abs=1e-5)
+    assert embeddings[1] == pytest.approx(vectors[1], abs=1e-5)
     assert model.embed_query(TEXTS[1]) == pytest.approx(vectors[1], abs=1e-5)
 
 
 def test_litellm_embeds_and_ranks(url: str, vectors: list[list[float]]) -> None:
     model: Any = {"model": "hosted_vllm/tiny", "api_base": url, "api_key": "none"}
 
-    made = litellm.embedding(**model, input=TEXTS)
+    embeddings = litellm.embedding(**model, input=TEXTS)
     ranked = litellm.rerank(**model, query=TEXTS[0], documents=TEXTS[1:], top_n=1)
 
-    assert made.data[2]["embedding"] == pytest.approx(vectors[2], abs=1e-5)
+    assert embeddings.data[2]["embedding"] == pytest.approx(vectors[2], abs=1e-5)
     (best,) = ranked.results
     assert best["document"]["text"] == TEXTS[1 + best["index"]]
 
 
-def test_a_model_that_makes_vectors_does_not_chat(url: str) -> None:
+def test_an_embedding_model_refuses_chat(url: str) -> None:
     client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
 
     with client, pytest.raises(openai.BadRequestError):

@@ -1,4 +1,4 @@
-"""guidellm's command: a load of streams with exact lengths, and the numbers it reads from them."""
+"""guidellm's command: concurrent streams of exact lengths, and its report."""
 
 import json
 import os
@@ -17,7 +17,7 @@ NUM_REQUESTS = 8
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_every_request_ends_with_the_tokens_asked_for(
+def test_every_request_has_the_requested_number_of_tokens(
     server: LiveServer, tmp_path: Path, route: str
 ) -> None:
     prompts = [{"prompt": f"Tell me of the number {i}."} for i in range(NUM_REQUESTS)]

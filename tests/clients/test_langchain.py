@@ -1,4 +1,4 @@
-"""langchain-openai: messages, streams with their cost, tools, structured output, a chain."""
+"""langchain-openai: messages, streams with usage, tools, structured output, a chain."""
 
 from collections.abc import Callable
 from typing import Any
@@ -44,7 +44,7 @@ def model(base_url: str) -> Callable[..., ChatOpenAI]:
     return make
 
 
-def test_a_chain_answers_and_tells_its_cost(model: Callable[..., ChatOpenAI]) -> None:
+def test_a_chain_answers_with_usage(model: Callable[..., ChatOpenAI]) -> None:
     prompt = ChatPromptTemplate.from_messages([("system", "Answer briefly."), ("user", "{text}")])
 
     answer = (prompt | model()).invoke({"text": QUESTION})
@@ -55,7 +55,7 @@ def test_a_chain_answers_and_tells_its_cost(model: Callable[..., ChatOpenAI]) ->
     assert answer.response_metadata["finish_reason"] in ("stop", "length")
 
 
-async def test_a_stream_adds_up_to_the_whole_and_its_cost(
+async def test_a_stream_equals_the_whole_answer_and_its_usage(
     model: Callable[..., ChatOpenAI],
 ) -> None:
     whole = await model().ainvoke(QUESTION)
@@ -77,16 +77,16 @@ async def test_a_batch_answers_in_order(model: Callable[..., ChatOpenAI]) -> Non
     assert [answer.content for answer in together] == alone
 
 
-def test_a_bound_tool_is_called_and_its_result_taken(model: Callable[..., ChatOpenAI]) -> None:
+def test_a_bound_tool_call_and_its_result_round_trip(model: Callable[..., ChatOpenAI]) -> None:
     bound = model(max_tokens=100).bind_tools([get_weather], tool_choice="required")
-    asked = HumanMessage("What is the weather in Oslo?")
+    question = HumanMessage("What is the weather in Oslo?")
 
-    answer = bound.invoke([asked])
+    answer = bound.invoke([question])
 
     call = answer.tool_calls[0]
     result = get_weather.invoke(call)
     assert isinstance(result, ToolMessage)
-    assert model().bind_tools([get_weather]).invoke([asked, answer, result]).content
+    assert model().bind_tools([get_weather]).invoke([question, answer, result]).content
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
@@ -96,7 +96,7 @@ def test_structured_output_is_an_object(model: Callable[..., ChatOpenAI], method
     assert isinstance(structured.invoke(QUESTION), City)
 
 
-def test_a_text_model_goes_on(base_url: str) -> None:
+def test_a_text_model_completes_a_prompt(base_url: str) -> None:
     model = OpenAI(
         model="demo",
         base_url=base_url,

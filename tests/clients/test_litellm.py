@@ -1,4 +1,4 @@
-"""LiteLLM: the provider for OpenAI-compatible servers, and the words by which it knows an error."""
+"""LiteLLM: its OpenAI-compatible providers, and the messages by which it classifies errors."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def ask(base_url: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
-def test_a_chat_answers_with_its_cost(ask: dict[str, Any], provider: str) -> None:
+def test_a_chat_answers_with_usage(ask: dict[str, Any], provider: str) -> None:
     answer = litellm.completion(**{**ask, "model": f"{provider}/demo"})
 
     assert "Paris" in answer.choices[0].message.content
@@ -44,7 +44,7 @@ def test_a_chat_answers_with_its_cost(ask: dict[str, Any], provider: str) -> Non
     assert answer.usage.prompt_tokens_details.cached_tokens >= 0
 
 
-async def test_an_async_stream_builds_the_whole_answer_and_its_cost(ask: dict[str, Any]) -> None:
+async def test_an_async_stream_equals_the_whole_answer_and_its_usage(ask: dict[str, Any]) -> None:
     whole = await litellm.acompletion(**ask)
 
     stream = await litellm.acompletion(**ask, stream=True, stream_options={"include_usage": True})
@@ -70,7 +70,7 @@ def test_tools_are_called_whole_and_streamed(ask: dict[str, Any]) -> None:
     assert whole.choices[0].finish_reason == built.choices[0].finish_reason == "tool_calls"
 
 
-def test_a_text_completion_goes_on(ask: dict[str, Any]) -> None:
+def test_a_text_completion_completes_a_prompt(ask: dict[str, Any]) -> None:
     del ask["messages"]
     ask["model"] = "text-completion-openai/demo"
 
@@ -79,7 +79,7 @@ def test_a_text_completion_goes_on(ask: dict[str, Any]) -> None:
     assert "four" in answer.choices[0].text
 
 
-def test_a_long_prompt_falls_back_to_a_model_with_room(ask: dict[str, Any]) -> None:
+def test_a_long_prompt_falls_back_to_a_model_with_longer_context(ask: dict[str, Any]) -> None:
     long: Any = [{"role": "user", "content": "word " * 9000}]
 
     with pytest.raises(litellm.ContextWindowExceededError):

@@ -1,4 +1,4 @@
-"""lm-eval's local-completions: choices by log-probability, perplexity and free text, own data."""
+"""lm-eval's local-completions: multiple choice, perplexity and generation, with local data."""
 
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ WRITE = {
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
 
 
@@ -59,11 +59,11 @@ def evaluate(model: str, url: str, *tasks: dict[str, Any], **model_args: Any) ->
     return done
 
 
-def said(done: dict[str, Any], task: str) -> list[Any]:
+def responses_of(done: dict[str, Any], task: str) -> list[Any]:
     return [sample["resps"] for sample in done["samples"][task]]
 
 
-def test_every_kind_of_task_scores_the_same_by_tokens_and_by_texts(base_url: str) -> None:
+def test_every_kind_of_task_scores_the_same_with_tokens_and_with_text(base_url: str) -> None:
     ask: Any = ("local-completions", f"{base_url}/completions", CHOOSE, READ, WRITE)
     tokens = evaluate(*ask, batch_size=3, num_concurrent=2)
 
@@ -74,10 +74,10 @@ def test_every_kind_of_task_scores_the_same_by_tokens_and_by_texts(base_url: str
     for name in ("choose", "read"):
         scores = tokens["results"][name]
         assert texts["results"][name] == pytest.approx(scores, abs=1e-5, nan_ok=True)
-    assert said(texts, "write") == said(tokens, "write")
+    assert responses_of(texts, "write") == responses_of(tokens, "write")
 
 
-def test_a_chat_is_evaluated_too(base_url: str) -> None:
+def test_chat_completions_are_evaluated(base_url: str) -> None:
     done = evaluate("local-chat-completions", f"{base_url}/chat/completions", WRITE)
 
-    assert all(answers[0][0] for answers in said(done, "write"))
+    assert all(answers[0][0] for answers in responses_of(done, "write"))

@@ -1,4 +1,4 @@
-"""openai-node: its own tests in `node`, run by Node against our server."""
+"""openai-node: runs the tests in `node` with Node against the server."""
 
 import os
 import subprocess

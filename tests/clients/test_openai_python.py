@@ -1,4 +1,4 @@
-"""openai-python at its ordinary work: sync, async, streamed, and its helpers."""
+"""openai-python: sync, async, streaming, and its helpers."""
 
 import json
 from collections.abc import AsyncIterator, Iterator
@@ -46,7 +46,7 @@ async def async_client(base_url: str) -> AsyncIterator[openai.AsyncOpenAI]:
         yield sdk
 
 
-def test_a_chat_names_its_model_its_request_and_its_cost(client: openai.OpenAI) -> None:
+def test_a_chat_has_model_request_id_and_usage(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(**ASK)
 
     assert "Paris" in (answer.choices[0].message.content or "")
@@ -56,14 +56,14 @@ def test_a_chat_names_its_model_its_request_and_its_cost(client: openai.OpenAI) 
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
-def test_the_raw_answer_has_its_headers(client: openai.OpenAI) -> None:
+def test_the_raw_response_has_headers(client: openai.OpenAI) -> None:
     raw = client.chat.completions.with_raw_response.create(**ASK)
 
     assert raw.headers["x-request-id"] == raw.parse()._request_id
     assert float(raw.headers["openai-processing-ms"]) >= 0
 
 
-def test_a_streamed_text_completion_is_the_whole_one(client: openai.OpenAI) -> None:
+def test_a_streamed_text_completion_equals_the_whole_one(client: openai.OpenAI) -> None:
     ask: Any = {"model": "demo", "prompt": "One, two, three,", "max_tokens": 12, "temperature": 0}
     whole = client.completions.create(**ask).choices[0].text
 
@@ -73,7 +73,7 @@ def test_a_streamed_text_completion_is_the_whole_one(client: openai.OpenAI) -> N
     assert "".join(pieces) == whole
 
 
-async def test_async_requests_side_by_side_answer_as_one_alone(
+async def test_concurrent_async_requests_answer_as_one_alone(
     async_client: openai.AsyncOpenAI,
 ) -> None:
     stream = await async_client.chat.completions.create(
@@ -88,7 +88,7 @@ async def test_async_requests_side_by_side_answer_as_one_alone(
     assert chunks[-1].usage == whole.usage
 
 
-def test_the_stream_helper_tells_of_text_and_ends_with_the_whole(client: openai.OpenAI) -> None:
+def test_the_stream_helper_emits_text_and_the_final_completion(client: openai.OpenAI) -> None:
     ask = {**ASK, "max_tokens": 100}
 
     with client.chat.completions.stream(**ask, logprobs=True) as stream:
@@ -115,12 +115,12 @@ async def test_the_helpers_parse_answers_whole_and_streamed(
     assert streamed.choices[0].message.parsed == whole.choices[0].message.parsed
 
 
-def test_the_helpers_refuse_an_answer_that_was_cut(client: openai.OpenAI) -> None:
+def test_the_helpers_refuse_a_truncated_answer(client: openai.OpenAI) -> None:
     with pytest.raises(openai.LengthFinishReasonError):
         client.chat.completions.parse(**{**ASK, "max_tokens": 4}, response_format=City)
 
 
-def test_tools_are_called_with_arguments_that_the_helper_parses(client: openai.OpenAI) -> None:
+def test_the_helper_parses_tool_call_arguments(client: openai.OpenAI) -> None:
     messages = [{"role": "user", "content": "What is the weather in Oslo?"}]
     ask = {**ASK, "messages": messages, "max_tokens": 200, "tools": [WEATHER]}
 
@@ -134,14 +134,14 @@ def test_tools_are_called_with_arguments_that_the_helper_parses(client: openai.O
     assert after.choices[0].message.content or after.choices[0].message.tool_calls
 
 
-def test_a_strict_tool_may_be_called_or_not(client: openai.OpenAI) -> None:
+def test_a_strict_tool_is_optional(client: openai.OpenAI) -> None:
     answer = client.chat.completions.parse(**{**ASK, "max_tokens": 100}, tools=[WEATHER])
 
     message = answer.choices[0].message
     assert message.content or message.tool_calls
 
 
-def test_a_streamed_call_comes_in_pieces(client: openai.OpenAI) -> None:
+def test_a_tool_call_is_streamed_in_pieces(client: openai.OpenAI) -> None:
     named: Any = {"type": "function", "function": {"name": "GetWeather"}}
     ask = {**ASK, "max_tokens": 100, "tools": [WEATHER], "tool_choice": named}
 
@@ -153,7 +153,7 @@ def test_a_streamed_call_comes_in_pieces(client: openai.OpenAI) -> None:
     assert GetWeather.model_validate(json.loads(call.function.arguments))
 
 
-def test_errors_are_of_the_kinds_that_the_sdk_has(client: openai.OpenAI) -> None:
+def test_errors_have_the_types_of_the_sdk(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
         client.chat.completions.create(**{**ASK, "model": "gpt-4"})
     with pytest.raises(openai.BadRequestError) as long:
@@ -167,7 +167,7 @@ def test_errors_are_of_the_kinds_that_the_sdk_has(client: openai.OpenAI) -> None
     assert long.value.code == "context_length_exceeded"
 
 
-def test_responses_are_made_parsed_kept_and_followed(client: openai.OpenAI) -> None:
+def test_responses_are_created_parsed_stored_and_continued(client: openai.OpenAI) -> None:
     ask: Any = {"model": "demo", "temperature": 0, "max_output_tokens": 100}
     first = client.responses.create(**ask, input="What is the capital of France?")
 
@@ -184,7 +184,7 @@ def test_responses_are_made_parsed_kept_and_followed(client: openai.OpenAI) -> N
         client.responses.retrieve(first.id)
 
 
-async def test_a_streamed_response_is_the_whole_one(async_client: openai.AsyncOpenAI) -> None:
+async def test_a_streamed_response_equals_the_whole_one(async_client: openai.AsyncOpenAI) -> None:
     ask: Any = {
         "model": "demo",
         "input": "What is the capital of France?",
@@ -202,7 +202,7 @@ async def test_a_streamed_response_is_the_whole_one(async_client: openai.AsyncOp
     assert events[-1].type in ("response.completed", "response.incomplete")
 
 
-def test_a_response_is_made_in_the_background_and_cancelled(client: openai.OpenAI) -> None:
+def test_a_background_response_is_cancelled(client: openai.OpenAI) -> None:
     job = client.responses.create(
         model="demo", input="Hi", background=True, extra_body={"ignore_eos": True}
     )

@@ -1,4 +1,4 @@
-"""The page at / in a real browser: somebody talks to the model and sees the figures move."""
+"""The status page at / in a real browser: a chat, and figures that update."""
 
 import re
 import shutil
@@ -33,7 +33,7 @@ def page() -> Iterator[Page]:
         browser.close()
 
 
-def test_somebody_talks_to_the_model_and_sees_the_figures_move(
+def test_a_chat_works_and_the_figures_update(
     server: LiveServer, page: Page, tmp_path: Path
 ) -> None:
     said: list[str] = []
@@ -41,7 +41,7 @@ def test_somebody_talks_to_the_model_and_sees_the_figures_move(
     page.on("pageerror", lambda error: said.append(str(error)))
     foreign: list[str] = []
     page.on("request", lambda request: foreign.append(request.url))
-    # As many as the page shows, so that its bars are all there.
+    # As many requests as the page shows, so that all bars are visible.
     for _ in range(100):
         asked = {"prompt": "a", "max_tokens": 1}
         httpx.post(f"{server.url}/v1/completions", json=asked, timeout=30).raise_for_status()

@@ -1,4 +1,4 @@
-"""schemathesis over our own description: whatever is sent, nothing breaks and nothing hangs."""
+"""schemathesis with the server's OpenAPI schema: no request breaks or hangs the server."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ CHECKS = (
 def every_route(
     request: pytest.FixtureRequest, pytestconfig: pytest.Config, tmp_path: Path
 ) -> Iterator[LiveServer]:
-    """A server whose routes for developers are open too."""
+    """A server with the development routes enabled."""
     make = make_tiny if request.param == "generating" else make_pooling
     folder = make("llama" if request.param == "generating" else "bert", tmp_path / "tiny")
     flags = ("--api-key=key", "--enable-dev-endpoints", "--tool-call-parser=hermes")
@@ -33,8 +33,8 @@ def every_route(
         yield live
 
 
-def tried(server: LiveServer, folder: Path, seconds: int, *words: str) -> None:
-    """What schemathesis finds in so many seconds; nothing may be wrong with the answers."""
+def run_schemathesis(server: LiveServer, folder: Path, seconds: int, *words: str) -> None:
+    """Run schemathesis for `seconds`; fails if it finds a wrong answer."""
     options = {
         "header": "Authorization: Bearer key",
         "phases": "examples,coverage,fuzzing",
@@ -60,9 +60,9 @@ def tried(server: LiveServer, folder: Path, seconds: int, *words: str) -> None:
 
 
 def test_no_request_breaks_or_hangs_the_server(every_route: LiveServer, tmp_path: Path) -> None:
-    # A model that sleeps answers 503 to all the others.
-    tried(every_route, tmp_path, SECONDS, "--exclude-path=/sleep")
-    tried(every_route, tmp_path, SECONDS // 5, "--include-path-regex=^/(sleep|wake_up)$")
+    # A sleeping server would answer 503 to all other requests.
+    run_schemathesis(every_route, tmp_path, SECONDS, "--exclude-path=/sleep")
+    run_schemathesis(every_route, tmp_path, SECONDS // 5, "--include-path-regex=^/(sleep|wake_up)$")
 
     woken = every_route.http.post("/wake_up", headers={"x-api-key": "key"})
 

@@ -1,4 +1,4 @@
-"""CudaBackend on a GPU: copies that do not wait, events, memory, and what a captured graph does.
+"""CudaBackend on a GPU: asynchronous copies, events, memory, and captured graphs.
 
 Run by `make test-cuda`.
 """
@@ -15,22 +15,22 @@ from hpu.backends.select import select_backend
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
-    # What a driver or an allocator has to say is not our mistake.
+    # Warnings of a driver or an allocator are not errors of ours.
     pytest.mark.filterwarnings("default:::torch"),
 ]
 
 LONG = 200_000_000
-"""Cycles of a GPU: about a tenth of a second."""
+"""GPU cycles, about a tenth of a second."""
 
 
 @pytest.fixture
 def backend() -> Iterator[CudaBackend]:
-    made = CudaBackend()
-    yield made
-    made.close()
+    cuda = CudaBackend()
+    yield cuda
+    cuda.close()
 
 
-def test_a_gpu_is_used_when_named_and_never_chosen_unasked() -> None:
+def test_a_gpu_is_used_only_with_an_explicit_device() -> None:
     named = select_backend(EngineConfig("m", device="cuda"))
     chosen = select_backend(EngineConfig("m", num_threads=1))
 
@@ -40,7 +40,7 @@ def test_a_gpu_is_used_when_named_and_never_chosen_unasked() -> None:
 
 def test_a_copy_to_the_host_keeps_its_values_when_the_source_changes(backend: CudaBackend) -> None:
     source = torch.ones(1000, device=backend.device)
-    # Pinned memory is kept and used again; only its first allocation may wait for the device.
+    # Pinned memory is reused; only its first allocation may wait for the device.
     backend.to_host(source)
     backend.synchronize()
 
@@ -64,7 +64,9 @@ def test_a_transposed_tensor_reaches_the_host_in_order(backend: CudaBackend) -> 
     assert copy.tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
-def test_an_upload_waits_its_turn_on_the_device_and_not_on_the_host(backend: CudaBackend) -> None:
+def test_an_upload_is_ordered_on_the_device_and_does_not_block_the_host(
+    backend: CudaBackend,
+) -> None:
     target = backend.zeros((4,), torch.int64)
     source = backend.host_tensor(4, torch.int64)
     source.copy_(torch.arange(4))
@@ -79,7 +81,7 @@ def test_an_upload_waits_its_turn_on_the_device_and_not_on_the_host(backend: Cud
     assert target.tolist() == [0, 1, 2, 3]
 
 
-def test_events_tell_the_device_time_between_them(backend: CudaBackend) -> None:
+def test_events_measure_the_device_time_between_them(backend: CudaBackend) -> None:
     start = backend.event()
     torch.cuda._sleep(LONG)
     end = backend.event()
@@ -88,7 +90,7 @@ def test_events_tell_the_device_time_between_them(backend: CudaBackend) -> None:
     assert 0.01 < end.seconds_since(start) < 10
 
 
-def test_free_memory_follows_what_is_taken_and_given_back(backend: CudaBackend) -> None:
+def test_free_memory_follows_allocations_and_frees(backend: CudaBackend) -> None:
     size = 512 * 1024**2
     before, total = backend.memory()
 
@@ -101,7 +103,7 @@ def test_free_memory_follows_what_is_taken_and_given_back(backend: CudaBackend) 
     assert after >= during + size
 
 
-def test_a_replay_reads_the_inputs_anew_into_the_same_outputs_without_python(
+def test_a_replay_reads_new_inputs_into_the_same_outputs_without_python(
     backend: CudaBackend,
 ) -> None:
     inputs = torch.ones(4, device=backend.device)
@@ -131,7 +133,7 @@ def test_graphs_of_one_pool_may_run_in_any_order(backend: CudaBackend) -> None:
     graphs = [backend.capture(work, (given,)) for given in inputs]
     orders = [(0, 1, 2), (2, 0, 1), (1, 1, 0), (2, 1, 2)]
 
-    # Each is read before the next runs: nothing else is promised.
+    # An output is only valid until the next replay.
     found = [[float(graphs[i].replay().mean()) for i in order] for order in orders]
 
     expected = (301.0, 21.0, 101.0)
@@ -156,7 +158,7 @@ def test_a_graph_captured_in_inference_mode_sees_writes_made_in_it(backend: Cuda
     assert cache.sum(1).tolist() == [2.0, 0.0, 0.0, 2.0, 0.0, 2.0, 0.0, 0.0]
 
 
-def test_full_memory_is_told_from_other_errors_and_harms_nothing(backend: CudaBackend) -> None:
+def test_out_of_memory_is_recognised_and_leaves_the_device_usable(backend: CudaBackend) -> None:
     _, total = backend.memory()
 
     with pytest.raises(torch.OutOfMemoryError) as caught:

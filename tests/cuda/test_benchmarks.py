@@ -1,4 +1,4 @@
-"""The benchmarks for a GPU, tried on the CPU with a tiny shape: that they run."""
+"""The GPU benchmarks run on the CPU with a tiny shape."""
 
 import subprocess
 import sys

@@ -1,5 +1,5 @@
-"""The whole engine on a GPU against itself on the CPU, in float32, under coarse buckets, chunks,
-prefix hits and preemption; and that nothing is captured once it is ready.
+"""The engine on a GPU compared with the CPU, in float32, with coarse buckets, chunks, prefix hits
+and preemption; and no graph is captured after start.
 
 Run by `make test-cuda`.
 """
@@ -22,8 +22,8 @@ pytestmark = [
     pytest.mark.filterwarnings("default:::torch"),
 ]
 
-# 26 blocks hold one context and a bit: rows of up to 100 tokens must push each other out.
-CRAMPED: dict[str, Any] = {
+# 26 blocks hold little more than one context: requests of up to 100 tokens are preempted.
+FEW_BLOCKS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 144,
     "block_size": 8,
@@ -34,24 +34,24 @@ CRAMPED: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "executor": "inline",
 }
-ROOMY: dict[str, Any] = {
-    **CRAMPED,
+MANY_BLOCKS: dict[str, Any] = {
+    **FEW_BLOCKS,
     "num_gpu_blocks_override": 200,
     "max_num_batched_tokens": 144,
     "max_num_seqs": 8,
 }
 
-HEAD = [5 + 7 * place % 301 for place in range(41)]
+SHARED_PREFIX = [5 + 7 * i % 301 for i in range(41)]
 PROMPTS = [
     [9],
-    [*HEAD, 11, 12],
-    [17 + place for place in range(23)],
-    [*HEAD, 13],
-    HEAD[:32],
-    [*HEAD, *range(40, 65)],
+    [*SHARED_PREFIX, 11, 12],
+    [17 + i for i in range(23)],
+    [*SHARED_PREFIX, 13],
+    SHARED_PREFIX[:32],
+    [*SHARED_PREFIX, *range(40, 65)],
 ]
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=2)
-RULES = [
+SAMPLING_RULES = [
     GREEDY.replace(temperature=1.0, seed=1, n=2),
     GREEDY.replace(temperature=0.8, top_p=0.9, top_k=40, seed=2),
     GREEDY.replace(temperature=1.2, min_p=0.02, seed=3, repetition_penalty=1.3),
@@ -74,7 +74,7 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 def scores_of(outputs: list[RequestOutput]) -> list[float]:
-    """Of the tokens that were taken, in the order of the outputs."""
+    """Log-probabilities of the sampled tokens, in the order of the outputs."""
     return [
         entries[token].logprob
         for output in outputs
@@ -92,11 +92,11 @@ def assert_captured_before_ready(stats: EngineStats) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_gpu_says_what_the_cpu_says(family: str, tmp_path: Path) -> None:
+def test_a_gpu_gives_the_tokens_of_the_cpu(family: str, tmp_path: Path) -> None:
     folder = make_tiny(family, tmp_path, seed=3)
-    expected, _ = run(folder, {**CRAMPED, "device": "cpu"}, PROMPTS, GREEDY)
+    expected, _ = run(folder, {**FEW_BLOCKS, "device": "cpu"}, PROMPTS, GREEDY)
 
-    outputs, stats = run(folder, {**CRAMPED, "device": "cuda"}, PROMPTS, GREEDY)
+    outputs, stats = run(folder, {**FEW_BLOCKS, "device": "cuda"}, PROMPTS, GREEDY)
 
     assert tokens_of(outputs) == tokens_of(expected)
     assert scores_of(outputs) == pytest.approx(scores_of(expected), abs=1e-3)
@@ -109,17 +109,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama", tmp_path_factory.mktemp("tiny"), seed=3)
 
 
-def test_every_sampling_rule_draws_the_same_tokens_on_a_gpu(folder: Path) -> None:
-    expected, _ = run(folder, {**CRAMPED, "device": "cpu"}, PROMPTS, RULES)
+def test_every_sampling_rule_samples_the_same_tokens_on_a_gpu(folder: Path) -> None:
+    expected, _ = run(folder, {**FEW_BLOCKS, "device": "cpu"}, PROMPTS, SAMPLING_RULES)
 
-    outputs, stats = run(folder, {**CRAMPED, "device": "cuda"}, PROMPTS, RULES)
+    outputs, stats = run(folder, {**FEW_BLOCKS, "device": "cuda"}, PROMPTS, SAMPLING_RULES)
 
     assert tokens_of(outputs) == tokens_of(expected)
     assert_captured_before_ready(stats)
 
 
-def test_replays_give_what_the_function_itself_gives(folder: Path) -> None:
-    shape = {**CRAMPED, "device": "cuda"}
+def test_replays_give_the_tokens_of_eager_mode(folder: Path) -> None:
+    shape = {**FEW_BLOCKS, "device": "cuda"}
     eager, plain = run(folder, {**shape, "enforce_eager": True}, PROMPTS, GREEDY)
 
     replayed, stats = run(folder, shape, PROMPTS, GREEDY)
@@ -130,7 +130,7 @@ def test_replays_give_what_the_function_itself_gives(folder: Path) -> None:
 
 
 def any_params(rng: random.Random) -> SamplingParams:
-    """Settings that a caller might send."""
+    """Random sampling parameters of a request."""
     return SamplingParams(
         temperature=rng.choice([0.0, 0.7, 1.3]),
         top_p=rng.choice([1.0, 0.9]),
@@ -144,25 +144,28 @@ def any_params(rng: random.Random) -> SamplingParams:
     )
 
 
-def test_random_traffic_captures_nothing_and_takes_no_memory_for_good(folder: Path) -> None:
+def test_random_traffic_captures_nothing_and_leaks_no_memory(folder: Path) -> None:
     rng = random.Random(11)
     prompts = [
-        [*HEAD[: rng.randrange(42)], *(rng.randrange(5, 300) for _ in range(rng.randrange(1, 70)))]
+        [
+            *SHARED_PREFIX[: rng.randrange(42)],
+            *(rng.randrange(5, 300) for _ in range(rng.randrange(1, 70))),
+        ]
         for _ in range(300)
     ]
     params = [any_params(rng) for _ in prompts]
 
-    with LLM(str(folder), **ROOMY, device="cuda") as llm:
-        # The first round makes what is kept for good: the tables of penalties.
+    with LLM(str(folder), **MANY_BLOCKS, device="cuda") as llm:
+        # The first round allocates the penalty tables, which stay.
         llm.generate(prompts, params, use_tqdm=False)
         torch.cuda.synchronize()
-        held = torch.cuda.memory_allocated()
+        allocated = torch.cuda.memory_allocated()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         torch.cuda.synchronize()
-        held_later = torch.cuda.memory_allocated()
+        allocated_later = torch.cuda.memory_allocated()
         stats = llm._client.stats
 
-    # A step that nobody needed may still hold its few numbers.
-    assert held_later - held < 1024**2
+    # A last step whose result was not needed may still hold its small tensors.
+    assert allocated_later - allocated < 1024**2
     assert any(output.num_cached_tokens for output in outputs)
     assert_captured_before_ready(stats)

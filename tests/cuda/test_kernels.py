@@ -1,5 +1,5 @@
-"""CudaKernels on a GPU: attention of a prompt against plain products, in every type and captured,
-and within memory that grows with the prompt and not with its square.
+"""CudaKernels on a GPU: prompt attention compared with plain products, in every dtype and captured,
+with memory linear in the prompt length.
 
 Run by `make test-cuda`.
 """
@@ -25,9 +25,9 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 @pytest.fixture
 def backend() -> Iterator[CudaBackend]:
-    made = CudaBackend()
-    yield made
-    made.close()
+    cuda = CudaBackend()
+    yield cuda
+    cuda.close()
 
 
 def heads(backend: CudaBackend, count: int, length: int, dtype: torch.dtype) -> Tensor:
@@ -38,7 +38,7 @@ def heads(backend: CudaBackend, count: int, length: int, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("context", [0, 37], ids=["new", "over context"])
 @pytest.mark.parametrize("window", [None, 11], ids=["full", "windowed"])
-def test_attention_of_a_prompt_is_that_of_plain_products(
+def test_prompt_attention_equals_plain_products(
     backend: CudaBackend, dtype: torch.dtype, context: int, window: int | None
 ) -> None:
     query = heads(backend, 8, 50, dtype)
@@ -65,7 +65,9 @@ def test_attention_of_a_prompt_is_that_of_plain_products(
 
 
 @pytest.mark.parametrize("is_masked", [False, True], ids=["causal", "masked"])
-def test_a_long_prompt_takes_memory_by_its_length(backend: CudaBackend, is_masked: bool) -> None:
+def test_prompt_attention_uses_memory_linear_in_the_prompt(
+    backend: CudaBackend, is_masked: bool
+) -> None:
     length, dtype = 8192, backend.default_dtype
     query, key, value = (heads(backend, n, length, dtype)[:1] for n in (16, 4, 4))
     mask = causal_mask(length, None, backend.device).to(dtype) if is_masked else None

@@ -1,4 +1,4 @@
-"""A worker on a GPU: what it launches never waits for the device, and steps in flight do not mix.
+"""A worker on a GPU: launches never wait for the device, and steps in flight do not interfere.
 
 Run by `make test-cuda`.
 """
@@ -21,8 +21,8 @@ pytestmark = [
     pytest.mark.filterwarnings("default:::torch"),
 ]
 
-# One shape a phase, so that every launch is a replay: see `rig`.
-FEW = BucketConfig(
+# One bucket per phase, so that every launch is a replay.
+ONE_BUCKET_PER_PHASE = BucketConfig(
     strategy="linear",
     prompt_batch=Range(4, 4, 4),
     prompt_query=Range(64, 64, 64),
@@ -30,7 +30,7 @@ FEW = BucketConfig(
     decode_batch=Range(4, 4, 4),
     decode_blocks=Range(96, 96, 96),
 )
-EVERYTHING = [
+ALL_SAMPLING = [
     RequestSampling(temperature=0.0, num_logprobs=3),
     RequestSampling(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, seed=4),
     RequestSampling(seed=5, repetition_penalty=1.2, bad_words=((44, 45),), logit_bias=((3, 1.0),)),
@@ -44,16 +44,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_rig(folder: Path, device: str = "cuda") -> WorkerRig:
-    rig = WorkerRig(folder, device=device, buckets=FEW, steps=(4, 64, 96), max_num_seqs=4)
-    for row, sampling in enumerate(EVERYTHING):
+    rig = WorkerRig(
+        folder, device=device, buckets=ONE_BUCKET_PER_PHASE, steps=(4, 64, 96), max_num_seqs=4
+    )
+    for row, sampling in enumerate(ALL_SAMPLING):
         rig.admit(row, [20 + row, *range(30, 60 + row)], sampling=sampling)
-    rig.prefill(dict.fromkeys(range(len(EVERYTHING))))
+    rig.prefill(dict.fromkeys(range(len(ALL_SAMPLING))))
     return rig
 
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """An op that waits for the device raises."""
+    """Operations that wait for the device raise."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -63,7 +65,7 @@ def no_waiting() -> Iterator[None]:
 
 def test_no_step_waits_for_the_device_to_launch_the_next(folder: Path) -> None:
     rig = make_rig(folder)
-    rows = list(range(len(EVERYTHING)))
+    rows = list(range(len(ALL_SAMPLING)))
 
     with no_waiting():
         rig.submit()
@@ -76,11 +78,11 @@ def test_no_step_waits_for_the_device_to_launch_the_next(folder: Path) -> None:
     assert all(len(result.tokens) == len(rows) for result in results)
 
 
-def test_steps_in_flight_give_what_they_give_one_by_one(folder: Path) -> None:
-    said = []
+def test_overlapped_steps_give_the_same_tokens_as_sequential_ones(folder: Path) -> None:
+    sampled = []
     for depth in (1, 3):
         rig = make_rig(folder)
-        rows = list(range(len(EVERYTHING)))
+        rows = list(range(len(ALL_SAMPLING)))
         rig.submit()
         in_flight = 1
         for _ in range(12):
@@ -92,20 +94,20 @@ def test_steps_in_flight_give_what_they_give_one_by_one(folder: Path) -> None:
             in_flight += 1
         for _ in range(in_flight):
             rig.collect()
-        said.append([rig.rows[row].sampled for row in rows])
+        sampled.append([rig.rows[row].sampled for row in rows])
         rig.worker.close()
 
-    assert said[0] == said[1]
-    assert all(len(tokens) == 13 for tokens in said[0])
+    assert sampled[0] == sampled[1]
+    assert all(len(tokens) == 13 for tokens in sampled[0])
 
 
-def test_scores_are_those_of_the_cpu(folder: Path) -> None:
+def test_logprobs_equal_those_of_the_cpu(folder: Path) -> None:
     scores = []
     for device in ("cpu", "cuda"):
         rig = make_rig(folder, device)
         results = [rig.step()]
         for _ in range(4):
-            rig.decode(list(range(len(EVERYTHING))))
+            rig.decode(list(range(len(ALL_SAMPLING))))
             results.append(rig.step())
         rig.worker.close()
         scores.append([value for result in results for value in scores_of(result)])
@@ -124,7 +126,7 @@ def test_every_launch_of_a_prepared_shape_is_a_replay(folder: Path) -> None:
 
     results = [rig.step()]
     for _ in range(5):
-        rig.decode(list(range(len(EVERYTHING))))
+        rig.decode(list(range(len(ALL_SAMPLING))))
         results.append(rig.step())
 
     rig.worker.close()

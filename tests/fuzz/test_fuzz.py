@@ -1,7 +1,7 @@
-"""Hostile requests for minutes: the server survives, and another client is served meanwhile.
+"""Hostile requests for minutes: the server survives and serves another client at the same time.
 
-Run by `make test-fuzz`; `--fuzz-seconds` and `--fuzz-seed` choose how long and what. What fails is
-told with its seed.
+Run by `make test-fuzz`; `--fuzz-seconds` and `--fuzz-seed` set duration and seed. A failure is
+reported with its seed.
 """
 
 import multiprocessing
@@ -26,7 +26,7 @@ KEY = "correct-key"
 
 
 @pytest.mark.timeout(0)
-def test_hostile_requests_for_minutes_leave_a_server_as_it_was(
+def test_hostile_requests_leave_the_server_unchanged(
     tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     seconds: float = pytestconfig.getoption("--fuzz-seconds")
@@ -38,11 +38,11 @@ def test_hostile_requests_for_minutes_leave_a_server_as_it_was(
         warm_up(server, first_seed)
         before = (family.resident_bytes(), family.num_descriptors())
         spawn = multiprocessing.get_context("spawn")
-        over, told = spawn.Event(), spawn.Queue()
+        stop, reports = spawn.Event(), spawn.Queue()
         attackers = [
             spawn.Process(
                 target=attack,
-                args=(server.url, server.port, KEY, first_seed + 10**6 * n, over, told),
+                args=(server.url, server.port, KEY, first_seed + 10**6 * n, stop, reports),
                 daemon=True,
             )
             for n in range(NUM_CLIENTS)
@@ -52,10 +52,10 @@ def test_hostile_requests_for_minutes_leave_a_server_as_it_was(
             for attacker in attackers:
                 attacker.start()
             end = time.monotonic() + seconds
-            while time.monotonic() < end and server.process.poll() is None and told.empty():
+            while time.monotonic() < end and server.process.poll() is None and reports.empty():
                 time.sleep(0.5)
-            over.set()
-            outcomes = [told.get(timeout=2 * MAX_ANSWER_S) for _ in attackers]
+            stop.set()
+            outcomes = [reports.get(timeout=2 * MAX_ANSWER_S) for _ in attackers]
         faults = [fault for outcome in outcomes for fault in outcome.faults]
         statuses = sum((outcome.statuses for outcome in outcomes), Counter[str]())
         print("slowest:", max(outcome.slowest for outcome in outcomes))
@@ -69,28 +69,28 @@ def test_hostile_requests_for_minutes_leave_a_server_as_it_was(
         assert other.failures == []
         assert other.percentile_s(0.99) < 0.1
         assert after_settling(family, before)
-        assert asked(server, "/v1/completions", {"prompt": "a", "max_tokens": 2}) == 200
+        assert status_of(server, "/v1/completions", {"prompt": "a", "max_tokens": 2}) == 200
 
 
 def warm_up(server: LiveServer, seed: int) -> None:
-    """One request of each kind, so that what is made once is there."""
-    made: set[str] = set()
-    for place in range(200):
-        route, body = Hostile(seed - 1 - place).chat()
+    """Send one request of each kind, so that lazy initialization is done."""
+    sent_kinds: set[str] = set()
+    for i in range(200):
+        route, body = Hostile(seed - 1 - i).chat()
         kind = route + "".join(sorted(body))
-        if kind not in made and len(made) < 25:
-            made.add(kind)
-            asked(server, route, body)
+        if kind not in sent_kinds and len(sent_kinds) < 25:
+            sent_kinds.add(kind)
+            status_of(server, route, body)
 
 
-def asked(server: LiveServer, route: str, body: dict[str, Any]) -> int:
+def status_of(server: LiveServer, route: str, body: dict[str, Any]) -> int:
     headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
     with httpx.Client(base_url=server.url, timeout=30, verify=False, headers=headers) as http:
         return http.post(route, content=encoded(body)).status_code
 
 
 def after_settling(family: Family, before: tuple[int, int]) -> bool:
-    """Whether memory and descriptors come back to what they were."""
+    """Wait until memory and descriptors are back to their initial values."""
     end = time.monotonic() + SETTLE_S
     while True:
         growth = family.resident_bytes() - before[0]

@@ -1,4 +1,4 @@
-// openai-node at its ordinary work, against the server at BASE_URL.
+// openai-node against the server at BASE_URL.
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import OpenAI from "openai";
