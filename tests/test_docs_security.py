@@ -9,7 +9,7 @@ from config.model import json_fields as fields
 from config.params import structured_output as grammar
 from config.server import ServerConfig
 from engine.structured_output import bounds as grammar_bounds
-from engine.structured_output import compilation
+from engine.structured_output import compilation, json_schema
 from server.http import json_decoder
 from server.http import protocol as http_protocol
 from server.process import open_files
@@ -51,8 +51,8 @@ def isolation(limits: compilation.Limits) -> str:
         f"| requests that wait | {DEFAULTS.max_queued_requests}, then 503",
         f"| prompt tokens that wait | {DEFAULTS.max_queued_prompt_tokens:,}, then 503",
         f"| schema, pattern or grammar | {grammar.MAX_CHARACTERS:,} characters",
-        f"| JSON schema | {grammar_bounds.MAX_NESTING} levels, {grammar_bounds.MAX_SCHEMAS:,} "
-        f"schemas, {grammar_bounds.MAX_DEPTH:,} on a path, {grammar_bounds.MAX_CHAIN} in a row",
+        f"| JSON schema | {json_schema.MAX_NESTING} levels, {json_schema.MAX_SCHEMAS:,} "
+        f"schemas, {json_schema.MAX_DEPTH:,} on a path, {json_schema.MAX_CHAIN} in a row",
         f"| pattern | {grammar_bounds.MAX_PATTERN_SIZE:,} characters with repetitions expanded, "
         f"{grammar_bounds.MAX_PATTERN_OPTIONS:,} of them optional",
         f"| grammar | {grammar_bounds.MAX_RULES:,} rules, {grammar_bounds.MAX_RULE_DEPTH} on a "

@@ -7,15 +7,15 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.anthropic.answers import MessageEvents, whole_message
-from server.anthropic.conversation import chat_of
+from server.anthropic.chat_request import to_chat_body
 from server.anthropic.errors import ROUTES
+from server.anthropic.output import MessageEvents, full_message
 from server.anthropic.schema import CountBody, MessagesBody
 from server.generation.job import collect_choices, stream_response
 from server.http.body import MANY_BYTES, ReceivedBody, json_response, parse
 from server.http.openapi import MESSAGES_ANSWERS, MESSAGES_GENERATES, takes
 from server.http.state import AppState
-from server.openai.conversation import count_prompt, start_conversation
+from server.openai.chat_request import count_prompt_tokens, start_chat
 from server.openai.schema.chat import ChatBody
 
 
@@ -34,14 +34,12 @@ def messages_routes(state: AppState) -> APIRouter:
         state.generation_pipeline()
         sent = await state.bodies.read_object(request)
         body = await parse(MessagesBody, sent)
-        job = await start_conversation(
-            state, request, await _chat(state, body, sent), id_prefix="msg_"
-        )
+        job = await start_chat(state, request, await _chat(state, body, sent), id_prefix="msg_")
         shows = body.thinking is None or body.thinking.display != "omitted"
         if body.stream:
             return stream_response(job, MessageEvents(job, shows_thinking=shows))
         (choice,) = await collect_choices(job, request)
-        return json_response(whole_message(job, choice, shows_thinking=shows))
+        return json_response(full_message(job, choice, shows_thinking=shows))
 
     @router.post(
         f"{ROUTES}/count_tokens",
@@ -54,11 +52,11 @@ def messages_routes(state: AppState) -> APIRouter:
         state.generation_pipeline()
         sent = await state.bodies.read_object(request)
         chat = await _chat(state, await parse(CountBody, sent), sent)
-        return json_response({"input_tokens": await count_prompt(state, chat)})
+        return json_response({"input_tokens": await count_prompt_tokens(state, chat)})
 
     return router
 
 
 async def _chat(state: AppState, body: CountBody, sent: ReceivedBody) -> ChatBody:
-    made = partial(chat_of, body, may_think=state.forms.thinking is not None)
+    made = partial(to_chat_body, body, may_think=state.parser_config.reasoning_parser is not None)
     return made() if sent.num_bytes <= MANY_BYTES else await asyncio.to_thread(made)

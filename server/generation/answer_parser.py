@@ -1,5 +1,5 @@
-"""How answers are read: which parsers a server has, and what thinking, text and calls each choice
-of a request is made of. Knows no sockets."""
+"""Parsing of answers: which parsers a server is configured with, and the reasoning, text and tool
+calls of each choice."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,51 +10,53 @@ from config.errors import UserError
 from config.params.structured_output import ThinkingSpec
 from config.server import ServerConfig
 from server.generation.outputs import Delta
-from server.parsers.answer import AnswerParser
 from server.parsers.base import (
-    CallArguments,
-    CallBegun,
-    CallBroken,
-    Event,
-    Text,
-    Thought,
-    ThoughtForm,
-    ThoughtParser,
+    ParserEvent,
+    ReasoningDelta,
+    ReasoningFormat,
+    ReasoningParser,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallRetracted,
+    ToolCallStart,
     Tools,
 )
+from server.parsers.output_parser import OutputParser
 from server.parsers.registry import (
-    FAMILIES,
     GENERIC_TOOL_PARSER,
-    THINKING,
+    REASONING_FORMATS,
+    TOOL_CALL_FORMATS,
     new_call_id,
     reasoning_parser_of,
     tool_parser_of,
     words_of,
 )
-from server.parsers.tool.base import CallParser, CallReader, Family
+from server.parsers.tool.base import ToolCallFormat, ToolCallParser, ToolCallReader
 from server.parsers.tool.json import CALLS_ALONE, Arguments
-from server.parsers.tool.structural_tag import CallForm, Functions
+from server.parsers.tool.structural_tag import Functions, ToolCallGrammar
 from server.text.tokenizer import Tokenizer
 
 PROMPT_CHARACTERS = 256
-"""The end of a prompt that tells whether it began the thinking."""
+"""The end of a prompt, searched for a tag that starts reasoning."""
 CLOSING_TOKENS = 64
-"""Where the mark that ends the thinking is looked for first."""
+"""Tokens at the end that are searched for the reasoning's end tag first."""
 
 
 @dataclass(frozen=True, slots=True)
-class Forms:
-    """The parsers of a server, by name; None where it has none."""
+class ParserConfig:
+    """The parsers of a server by name; None: no parser."""
 
-    calls: str | None
-    thinking: str | None
-    may_choose: bool
+    tool_parser: str | None
+    reasoning_parser: str | None
+    auto_tool_choice: bool
     """Whether a model may choose to call."""
 
     @classmethod
-    def of(cls, config: ServerConfig, template: str, *, generic_tools: bool = False) -> "Forms":
-        """As configured; what is left open, as the chat template says. `generic_tools`: the
-        template has no place for tools, so the model is shown the form of GENERIC_TOOL_PARSER."""
+    def of(
+        cls, config: ServerConfig, template: str, *, generic_tools: bool = False
+    ) -> "ParserConfig":
+        """As configured; `auto` is resolved by the chat template. `generic_tools`: the template has
+        no place for tools, so the model is shown the form of GENERIC_TOOL_PARSER."""
         calls, thinking = config.tool_call_parser, config.reasoning_parser
         of_template = GENERIC_TOOL_PARSER if generic_tools else tool_parser_of(template)
         return cls(
@@ -63,44 +65,44 @@ class Forms:
             config.enable_auto_tool_choice,
         )
 
-    def check_choosing(self) -> None:
-        """Raise UserError unless calls can be read that the model chooses to make."""
-        if not self.may_choose:
+    def check_auto_tool_choice(self) -> None:
+        """Raise UserError unless the model may choose to call tools and its calls can be parsed."""
+        if not self.auto_tool_choice:
             raise UserError(
                 "tool_choice auto is switched off by --no-enable-auto-tool-choice",
                 param="tool_choice",
             )
-        if self.calls is None:
+        if self.tool_parser is None:
             raise UserError(
                 "this server cannot tell how its model writes calls; start it with "
                 "--tool-call-parser NAME, or send tool_choice none",
                 param="tools",
             )
 
-    def answers(
+    def make_parsers(
         self,
         tokenizer: Tokenizer,
         prompt: str,
         tools: Tools | None,
         max_calls: int | None,
         begun: str | None = None,
-    ) -> "Answers | None":
-        """What reads the answers to `prompt`; calls only with `tools`. None: an answer is text.
-        `begun` is the text of the prompt's last message, where the answer goes on with that."""
-        family = None if tools is None else self.family
-        if family is None and self._marks is None:
+    ) -> "ChoiceParsers | None":
+        """Parsers of the answers to `prompt`; of tool calls only with `tools`. None: an answer is
+        plain text. `begun` is the text of the last message if the answer continues it."""
+        call_format = None if tools is None else self.tool_call_format
+        if call_format is None and self._reasoning_format is None:
             return None
-        return Answers(
+        return ChoiceParsers(
             tokenizer,
-            family,
-            self._marks,
+            call_format,
+            self._reasoning_format,
             tools=tools,
             is_inside=self._is_inside(prompt, begun),
-            new_id=partial(new_call_id, self.calls or ""),
+            new_id=partial(new_call_id, self.tool_parser or ""),
             max_calls=max_calls,
         )
 
-    def thinking_before(
+    def reasoning_spec(
         self,
         prompt: str,
         begun: str | None,
@@ -109,120 +111,120 @@ class Forms:
         skips_blanks: bool,
         is_free: bool = False,
     ) -> ThinkingSpec | None:
-        """The thinking that an answer to `prompt` has before a form, or may have; `begun` as in
-        `answers`. `is_wanted`: the caller did not switch it off. `is_free`: no form follows."""
-        marks = self._marks
-        if marks is None:
+        """The reasoning that may precede the constrained part of an answer to `prompt`; `begun` as
+        in `make_parsers`. `is_wanted`: the caller did not disable it. `is_free`: nothing is
+        constrained after it."""
+        reasoning_format = self._reasoning_format
+        if reasoning_format is None:
             return None
         end = prompt[-PROMPT_CHARACTERS:]
-        if begun is None and marks.is_opened_by(end):
+        if begun is None and reasoning_format.ends_with_start_tag(end):
             is_inside = True
-        elif begun is None and (marks.is_closed_by(end) or not is_wanted):
+        elif begun is None and (reasoning_format.ends_with_end_tag(end) or not is_wanted):
             return None
         else:
             is_inside = self._is_inside(prompt, begun)
             if begun is not None and not is_inside:
                 return None
-        ends = marks.closes if is_free else marks.leads
-        return ThinkingSpec(marks.opens, ends, is_inside, skips_blanks)
+        ends = reasoning_format.end_tags if is_free else reasoning_format.answer_start_tags
+        return ThinkingSpec(reasoning_format.start_tags, ends, is_inside, skips_blanks)
 
-    def held_answers(
+    def make_constrained_parsers(
         self,
         tokenizer: Tokenizer,
-        thinking: ThinkingSpec | None,
-        family: CallReader | None,
+        reasoning: ThinkingSpec | None,
+        call_reader: ToolCallReader | None,
         tools: Tools,
         *,
         max_calls: int | None,
         is_named: bool,
-    ) -> "Answers | None":
-        """What reads answers that a grammar holds to a form behind `thinking`: to text, and to
-        calls of `family` with `tools`. `is_named` as in `AnswerReader`."""
-        marks = None if thinking is None else self._marks
-        if family is None and marks is None:
+    ) -> "ChoiceParsers | None":
+        """Parsers of answers that a grammar constrains after `reasoning`: text, and tool calls as
+        `call_reader` reads them. `is_named` as in `ChoiceParser`."""
+        reasoning_format = None if reasoning is None else self._reasoning_format
+        if call_reader is None and reasoning_format is None:
             return None
-        return Answers(
+        return ChoiceParsers(
             tokenizer,
-            family,
-            marks,
+            call_reader,
+            reasoning_format,
             tools=tools,
-            is_inside=thinking is not None and thinking.is_inside,
-            is_exact=thinking is not None and not thinking.skips_blanks,
+            is_inside=reasoning is not None and reasoning.is_inside,
+            keeps_whitespace=reasoning is not None and not reasoning.skips_blanks,
             is_named=is_named,
-            new_id=partial(new_call_id, self.calls or ""),
+            new_id=partial(new_call_id, self.tool_parser or ""),
             max_calls=max_calls,
         )
 
     @property
-    def family(self) -> Family | None:
-        """How its model writes calls, as far as is known."""
-        return FAMILIES[self.calls] if self.calls else None
+    def tool_call_format(self) -> ToolCallFormat | None:
+        """How the model writes tool calls, if that is known."""
+        return TOOL_CALL_FORMATS[self.tool_parser] if self.tool_parser else None
 
-    def call_form(self, functions: Functions) -> CallForm:
-        """How the model writes calls of `functions`. Raises UserError."""
-        assert self.family is not None, "choosing was checked"
-        return self.family.call_form(functions)
+    def tool_call_grammar(self, functions: Functions) -> ToolCallGrammar:
+        """The grammar of the model's calls of `functions`. Raises UserError."""
+        assert self.tool_call_format is not None, "choosing was checked"
+        return self.tool_call_format.grammar(functions)
 
     @property
-    def _marks(self) -> ThoughtForm | None:
-        return THINKING[self.thinking] if self.thinking else None
+    def _reasoning_format(self) -> ReasoningFormat | None:
+        return REASONING_FORMATS[self.reasoning_parser] if self.reasoning_parser else None
 
     def _is_inside(self, prompt: str, begun: str | None) -> bool:
-        if self._marks is None:
+        if self._reasoning_format is None:
             return False
         if begun is not None:
-            return self._marks.is_open(begun)
-        return self._marks.begins_inside(prompt[-PROMPT_CHARACTERS:])
+            return self._reasoning_format.has_unclosed_reasoning(begun)
+        return self._reasoning_format.starts_in_reasoning(prompt[-PROMPT_CHARACTERS:])
 
 
-def forced_family(name: str | None) -> CallReader:
-    """How calls are written that a grammar holds an answer to: the arguments alone of the function
-    `name`, or a list of calls."""
+def forced_call_reader(name: str | None) -> ToolCallReader:
+    """Reader of calls that a grammar forces: a list of calls, or only the arguments of `name`."""
     return CALLS_ALONE if name is None else Arguments(name)
 
 
-NO_FORMS = Forms(None, None, False)
+NO_PARSERS = ParserConfig(None, None, False)
 
 
 def _named(name: str) -> str | None:
     return None if name == "none" else name
 
 
-class AnswerReader:
-    """Reads one choice: its deltas become events."""
+class ChoiceParser:
+    """Parses one choice: deltas to events."""
 
     def __init__(
         self,
-        parser: AnswerParser,
-        think: ThoughtParser | None,
-        closes: Sequence[str],
+        parser: OutputParser,
+        reasoning: ReasoningParser | None,
+        end_tags: Sequence[str],
         tokenizer: Tokenizer,
         *,
         is_named: bool = False,
     ) -> None:
-        """`is_named`: the call was asked for by its name, so that making it is no news."""
+        """`is_named`: tool_choice named the function, so finish_reason stays `stop`."""
         self._is_named = is_named
         self._parser = parser
-        self._think = think
-        self._closes = closes
+        self._reasoning = reasoning
+        self._end_tags = end_tags
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        """All tokens, while there may be thinking."""
-        self._num_thinking: int | None = None if think is not None else 0
+        """All tokens, until the reasoning has ended."""
+        self._num_reasoning: int | None = None if reasoning is not None else 0
         self._good_calls: set[int] = set()
 
-    def read(self, delta: Delta) -> list[Event]:
-        """What `delta` says; all that was held back if it is the last."""
-        if self._num_thinking is None:
+    def parse(self, delta: Delta) -> list[ParserEvent]:
+        """The events of `delta`; with the last delta, also all that was buffered."""
+        if self._num_reasoning is None:
             self._ids += delta.token_ids
         events = self._parser.feed(delta.text)
         if delta.finish_reason is not None:
             events += self._parser.finish(is_cut=delta.finish_reason == "length")
         self._count()
         for event in events:
-            if isinstance(event, CallBegun):
+            if isinstance(event, ToolCallStart):
                 self._good_calls.add(event.index)
-            elif isinstance(event, CallBroken):
+            elif isinstance(event, ToolCallRetracted):
                 self._good_calls.discard(event.index)
         return events
 
@@ -232,142 +234,149 @@ class AnswerReader:
         return "tool_calls" if given == "stop" and chose else given
 
     @property
-    def num_thinking_tokens(self) -> int:
-        """Tokens of the thinking so far, with its marks."""
-        if self._num_thinking is not None:
-            return self._num_thinking
-        return len(self._ids) if self._think is not None and self._think.has_thought else 0
+    def num_reasoning_tokens(self) -> int:
+        """Reasoning tokens so far, tags included."""
+        if self._num_reasoning is not None:
+            return self._num_reasoning
+        return (
+            len(self._ids) if self._reasoning is not None and self._reasoning.has_reasoning else 0
+        )
 
     def _count(self) -> None:
-        if self._num_thinking is not None or self._think is None or not self._think.is_over:
+        if (
+            self._num_reasoning is not None
+            or self._reasoning is None
+            or not self._reasoning.is_done
+        ):
             return
-        self._num_thinking = self._closing() if self._think.has_thought else 0
+        self._num_reasoning = self._num_tokens_to_end_tag() if self._reasoning.has_reasoning else 0
         self._ids = []
 
-    def _closing(self) -> int:
-        """How many tokens there are up to the closing mark, however many came at once."""
+    def _num_tokens_to_end_tag(self) -> int:
+        """Number of tokens up to the end tag, found by bisection."""
         ids, window = self._ids, CLOSING_TOKENS
-        while window < len(ids) and not self._closes_in(ids[-window:]):
+        while window < len(ids) and not self._has_end_tag(ids[-window:]):
             window *= 4
         first = max(0, len(ids) - window)
         low, high = first, len(ids)
         while low < high:
             middle = (low + high) // 2
-            if self._closes_in(ids[first : middle + 1]):
+            if self._has_end_tag(ids[first : middle + 1]):
                 high = middle
             else:
                 low = middle + 1
         return min(low + 1, len(ids))
 
-    def _closes_in(self, ids: list[int]) -> bool:
+    def _has_end_tag(self, ids: list[int]) -> bool:
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
-        return any(mark in text for mark in self._closes)
+        return any(mark in text for mark in self._end_tags)
 
 
-class Answers:
-    """The readers of all choices of a request."""
+class ChoiceParsers:
+    """The parsers of all choices of a request."""
 
     def __init__(
         self,
         tokenizer: Tokenizer,
-        family: CallReader | None,
-        marks: ThoughtForm | None,
+        call_reader: ToolCallReader | None,
+        reasoning_format: ReasoningFormat | None,
         *,
         tools: Tools | None,
         is_inside: bool,
-        is_exact: bool = False,
+        keeps_whitespace: bool = False,
         is_named: bool = False,
         new_id: Callable[[], str],
         max_calls: int | None,
     ) -> None:
-        """Calls of `family` with `tools`; thinking between `marks`, in which an answer may begin.
-        `is_exact`: what follows it is the answer, blanks and all. `is_named`: as in
-        `AnswerReader`."""
-        self._readers: dict[int, AnswerReader] = {}
+        """`is_inside`: the answer begins inside reasoning. `keeps_whitespace`: the text after the
+        reasoning keeps its whitespace. `is_named`: as in `ChoiceParser`."""
+        self._readers: dict[int, ChoiceParser] = {}
         """One a choice; bounded by n."""
         self._tokenizer = tokenizer
-        self._forms = [form for form in (family, marks) if form is not None]
-        self.has_thinking = marks is not None
+        self._formats = [one for one in (call_reader, reasoning_format) if one is not None]
+        self.has_reasoning = reasoning_format is not None
 
-        def make() -> AnswerReader:
-            think = None
-            if marks is not None:
-                think = marks.parser(is_inside=is_inside, is_exact=is_exact)
-            calls = None if family is None else CallParser(family, tools or {})
-            parser = AnswerParser(think, calls, new_id, max_calls)
-            closes = marks.closes if marks is not None else ()
-            return AnswerReader(parser, think, closes, tokenizer, is_named=is_named)
+        def make() -> ChoiceParser:
+            reasoning = None
+            if reasoning_format is not None:
+                reasoning = reasoning_format.parser(
+                    is_inside=is_inside, keeps_whitespace=keeps_whitespace
+                )
+            calls = None if call_reader is None else ToolCallParser(call_reader, tools or {})
+            parser = OutputParser(reasoning, calls, new_id, max_calls)
+            end_tags = reasoning_format.end_tags if reasoning_format is not None else ()
+            return ChoiceParser(parser, reasoning, end_tags, tokenizer, is_named=is_named)
 
         self._make = make
 
-    def reader(self, index: int) -> AnswerReader:
-        """That of choice `index`."""
+    def parser(self, index: int) -> ChoiceParser:
+        """The parser of choice `index`."""
         if index not in self._readers:
             self._readers[index] = self._make()
         return self._readers[index]
 
     @property
-    def num_thinking_tokens(self) -> int:
+    def num_reasoning_tokens(self) -> int:
         """Over all choices."""
-        return sum(reader.num_thinking_tokens for reader in self._readers.values())
+        return sum(reader.num_reasoning_tokens for reader in self._readers.values())
 
     @cached_property
-    def shown(self) -> frozenset[int]:
-        """The special tokens by which the parsers find their way."""
-        words = [word for form in self._forms for word in words_of(form)]
+    def marker_token_ids(self) -> frozenset[int]:
+        """Special tokens that the parsers need to see in the text."""
+        words = [word for one in self._formats for word in words_of(one)]
         return self._tokenizer.special_ids_in(words)
 
 
 @dataclass(slots=True)
-class Piece:
-    """One thing that an answer is made of."""
+class MessagePart:
+    """A run of reasoning or text, or one tool call."""
 
-    kind: Literal["thought", "text", "call"]
+    kind: Literal["reasoning", "text", "tool_call"]
     texts: list[str]
-    """Of a call its arguments: joined, the text of a JSON object, unless the answer was cut."""
-    call: CallBegun | None = None
+    """Joined: the text; for a call its arguments as a JSON object, unless the answer was cut."""
+    call: ToolCallStart | None = None
 
     @property
     def text(self) -> str:
         return "".join(self.texts)
 
 
-class Message:
-    """The message of a choice, whole."""
+class AssistantMessage:
+    """The whole message of a choice."""
 
     def __init__(self) -> None:
-        self.pieces: list[Piece] = []
-        """In the order in which the model wrote them; neighbours differ in kind, but for calls."""
+        self.parts: list[MessagePart] = []
+        """In generation order; adjacent parts differ in kind, except calls."""
 
-    def take(self, events: list[Event]) -> None:
-        """What comes next."""
+    def add(self, events: list[ParserEvent]) -> None:
+        """Append the events that follow."""
         for event in events:
-            if isinstance(event, Text):
+            if isinstance(event, TextDelta):
                 self._add("text", event.text)
-            elif isinstance(event, Thought):
-                self._add("thought", event.text)
-            elif isinstance(event, CallBegun):
-                self.pieces.append(Piece("call", [], event))
-            elif isinstance(event, CallArguments):
-                self.pieces[-1].texts.append(event.text)
+            elif isinstance(event, ReasoningDelta):
+                self._add("reasoning", event.text)
+            elif isinstance(event, ToolCallStart):
+                self.parts.append(MessagePart("tool_call", [], event))
+            elif isinstance(event, ToolCallArguments):
+                self.parts[-1].texts.append(event.text)
             else:
-                # A call breaks before anything comes behind it.
-                self.pieces.pop()
+                # A call is retracted before anything follows it.
+                self.parts.pop()
 
-    def _add(self, kind: Literal["thought", "text"], text: str) -> None:
-        if self.pieces and self.pieces[-1].kind == kind:
-            self.pieces[-1].texts.append(text)
+    def _add(self, kind: Literal["reasoning", "text"], text: str) -> None:
+        if self.parts and self.parts[-1].kind == kind:
+            self.parts[-1].texts.append(text)
         elif text:
-            self.pieces.append(Piece(kind, [text]))
+            self.parts.append(MessagePart(kind, [text]))
 
     def _all(self, kind: str) -> str:
-        return "".join(piece.text for piece in self.pieces if piece.kind == kind)
+        return "".join(piece.text for piece in self.parts if piece.kind == kind)
 
-    def fields(self, echo: str, *, thinks: bool, shows_thinking: bool) -> dict[str, Any]:
-        """The message object. `thinks`: the server reads thinking."""
-        thought = self._all("thought")
+    def to_dict(self, echo: str, *, thinks: bool, shows_thinking: bool) -> dict[str, Any]:
+        """The `message` object. `thinks`: the server parses reasoning."""
+        thought = self._all("reasoning")
         text = echo + self._all("text")
-        calls = [(piece.call, piece.text) for piece in self.pieces if piece.call is not None]
+        calls = [(piece.call, piece.text) for piece in self.parts if piece.call is not None]
         is_silent = not text and bool(calls or thought)
         made: dict[str, Any] = {
             "role": "assistant",
@@ -388,26 +397,26 @@ class Message:
         return made
 
 
-def deltas_of(events: list[Event], *, shows_thinking: bool) -> list[dict[str, Any]]:
-    """The `delta` objects that say `events`, one for each."""
+def chat_deltas(events: list[ParserEvent], *, shows_thinking: bool) -> list[dict[str, Any]]:
+    """The `delta` objects of `events`, one each."""
     made: list[dict[str, Any]] = []
     for event in events:
-        if isinstance(event, Text):
+        if isinstance(event, TextDelta):
             made.append({"content": event.text})
-        elif isinstance(event, Thought):
+        elif isinstance(event, ReasoningDelta):
             if shows_thinking:
                 made.append({"reasoning": event.text, "reasoning_content": event.text})
-        elif isinstance(event, CallBegun):
+        elif isinstance(event, ToolCallStart):
             function = {"name": event.name, "arguments": ""}
             call = {"index": event.index, "id": event.id, "type": "function", "function": function}
             made.append({"tool_calls": [call]})
-        elif isinstance(event, CallArguments):
+        elif isinstance(event, ToolCallArguments):
             call = {"index": event.index, "function": {"arguments": event.text}}
             made.append({"tool_calls": [call]})
     return made
 
 
-def schemas_of(tools: list[Any]) -> Tools:
-    """Names of a request's functions, which must have been checked, with their schemas."""
+def tool_schemas(tools: list[Any]) -> Tools:
+    """The functions of checked `tools`: name to parameter schema."""
     functions = [tool["function"] for tool in tools]
     return {function["name"]: function.get("parameters") or {} for function in functions}

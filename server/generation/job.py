@@ -17,7 +17,7 @@ from config.errors import EngineDied, Overloaded, UserError
 from config.params.sampling import SamplingParams
 from config.params.structured_output import GrammarSpec
 from engine.transport.messages import COMPILE_GRAMMAR
-from server.generation.answer_parser import Answers
+from server.generation.answer_parser import ChoiceParsers
 from server.generation.beam_search import BeamSearchGeneration
 from server.generation.outputs import Delta, GenerationStream, Prompt, StreamT
 from server.generation.tracking import RequestTracker
@@ -26,7 +26,7 @@ from server.http.disconnect import CancelOnDisconnect
 from server.http.errors import EngineFailed, Fault, fault_of
 from server.http.sse import Envelope, EventStream
 from server.http.state import AppState
-from server.openai.choices import Gathered, Gatherer, Naming, usage_of
+from server.openai.choices import ChoiceOutput, DeltaBatcher, TokenFormatter, usage_of
 from server.openai.schema.generation import GenerationBody
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class Job(RunningRequest[GenerationStream]):
     body: GenerationBody
     params: SamplingParams
     prompts: list[Prompt]
-    answers: Answers | None = None
+    parsers: ChoiceParsers | None = None
     """Parses the output; None: it is plain text."""
 
     @property
@@ -80,14 +80,14 @@ class Job(RunningRequest[GenerationStream]):
         return self.tracker.stream
 
     @property
-    def name(self) -> Naming:
+    def token_formatter(self) -> TokenFormatter:
         """How tokens are written in log-probabilities."""
         as_ids = bool(self.body.return_tokens_as_token_ids) or self.state.tokenizer is None
-        return Naming(as_ids=as_ids)
+        return TokenFormatter(as_ids=as_ids)
 
     def usage(self) -> dict[str, Any]:
         """The usage object of the tokens so far."""
-        thinking = 0 if self.answers is None else self.answers.num_thinking_tokens
+        thinking = 0 if self.parsers is None else self.parsers.num_reasoning_tokens
         return usage_of(self.generation, num_thinking_tokens=thinking)
 
     def envelope(self, kind: str) -> Envelope:
@@ -197,7 +197,7 @@ def start_job(
     params: SamplingParams,
     prompts: list[Prompt],
     param: str,
-    answers: Answers | None = None,
+    parsers: ChoiceParsers | None = None,
 ) -> Job:
     """Check the request and send it to the engine. On an exception nothing of it remains."""
     num_sequences = len(prompts) * params.n
@@ -214,7 +214,7 @@ def start_job(
     if body.use_beam_search:
         penalty = 1.0 if body.length_penalty is None else body.length_penalty
         start = partial(BeamSearchGeneration, state.generation_pipeline(), length_penalty=penalty)
-    shown = frozenset() if answers is None else answers.shown
+    shown = frozenset() if parsers is None else parsers.marker_token_ids
     tracker = start_tracked(
         state,
         request,
@@ -233,7 +233,7 @@ def start_job(
         body=body,
         params=params,
         prompts=prompts,
-        answers=answers,
+        parsers=parsers,
     )
 
 
@@ -249,10 +249,10 @@ def stream_response(job: Job, writer: ChunkWriter) -> Response:
 
 async def sse_frames(job: Job, writer: ChunkWriter) -> AsyncIterator[bytes]:
     """Frames of all of the job's deltas; an error is a frame too."""
-    gatherer = Gatherer(job.state.config.stream_interval)
+    batcher = DeltaBatcher(job.state.config.stream_interval)
     try:
         async for deltas in job.tracker:
-            if data := writer.feed(gatherer.take(deltas)):
+            if data := writer.feed(batcher.add(deltas)):
                 yield data
         yield writer.ending()
     except Exception as error:  # process border: after status 200 an error can only be an event
@@ -261,7 +261,7 @@ async def sse_frames(job: Job, writer: ChunkWriter) -> AsyncIterator[bytes]:
         yield writer.failing(fault_of(error))
 
 
-async def collect_choices(job: Job, request: Request) -> list[Gathered]:
+async def collect_choices(job: Job, request: Request) -> list[ChoiceOutput]:
     """All choices, complete. Raises ClientGone when the client disconnects."""
     return await run_to_end(job, request, _collect_choices(job))
 
@@ -278,12 +278,12 @@ async def run_to_end(job: RunningRequest[Any], request: Request, work: Coroutine
         job.close()
 
 
-async def _collect_choices(job: Job) -> list[Gathered]:
-    choices = [Gathered() for _ in range(len(job.prompts) * job.params.n)]
+async def _collect_choices(job: Job) -> list[ChoiceOutput]:
+    choices = [ChoiceOutput() for _ in range(len(job.prompts) * job.params.n)]
     async for deltas in job.tracker:
         for delta in deltas:
-            if job.answers is None:
-                choices[delta.index].take(delta)
+            if job.parsers is None:
+                choices[delta.index].add(delta)
             else:
-                choices[delta.index].read(delta, job.answers.reader(delta.index))
+                choices[delta.index].add_parsed(delta, job.parsers.parser(delta.index))
     return choices

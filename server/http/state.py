@@ -12,7 +12,7 @@ from config.errors import EngineDied, NotFound, Overloaded, UserError
 from config.server import ServerConfig
 from engine.client.base import EngineClient
 from engine.transport.messages import AWAKE
-from server.generation.answer_parser import NO_FORMS, Forms
+from server.generation.answer_parser import NO_PARSERS, ParserConfig
 from server.generation.pipeline import Pipeline, asleep
 from server.generation.tracking import RequestTracker
 from server.http.body import BodyReader
@@ -51,7 +51,7 @@ class AppState:
     template: ChatTemplate | None = None
     pooling_inputs: InputProcessor | None = None
     """Prepares inputs of a pooling model; None for a generating model."""
-    forms: Forms = NO_FORMS
+    parser_config: ParserConfig = NO_PARSERS
     """The tool-call and reasoning parsers."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     max_model_len: int = 0
@@ -87,7 +87,7 @@ class AppState:
         self.tokenizer, self.template = tokenizer, template
         if self.config.generation_config == "auto":
             self.sampling_defaults = sampling_defaults
-        self.forms = Forms.of(
+        self.parser_config = ParserConfig.of(
             self.config,
             "" if template is None else template.source,
             generic_tools=template is not None and template.uses_generic_tools(),

@@ -10,9 +10,9 @@ from server.generation.job import Job, collect_choices, stream_response
 from server.http.body import json_response, parse
 from server.http.openapi import ANSWERS, GENERATES, takes
 from server.http.state import AppState
-from server.openai.choices import Gathered, chat_logprobs, prompt_logprobs_of
+from server.openai.chat_request import count_prompt_tokens, start_chat
+from server.openai.choices import ChoiceOutput, chat_logprobs, prompt_logprobs_of
 from server.openai.chunks import ChatChunks
-from server.openai.conversation import count_prompt, start_conversation
 from server.openai.schema.chat import ChatBody
 
 
@@ -30,7 +30,7 @@ def chat_routes(state: AppState) -> APIRouter:
     async def create_chat_completion(request: Request) -> Response:
         state.generation_pipeline()
         body = await parse(ChatBody, await state.bodies.read_object(request))
-        job = await start_conversation(state, request, body, id_prefix="chatcmpl-")
+        job = await start_chat(state, request, body, id_prefix="chatcmpl-")
         echo = body.last_text if body.echo else ""
         if body.stream:
             shows = body.include_reasoning is not False
@@ -47,13 +47,13 @@ def chat_routes(state: AppState) -> APIRouter:
     async def count_chat_tokens(request: Request) -> Response:
         state.generation_pipeline()
         body = await parse(ChatBody, await state.bodies.read_object(request))
-        count = await count_prompt(state, body)
+        count = await count_prompt_tokens(state, body)
         return json_response({"object": "response.input_tokens", "input_tokens": count})
 
     return router
 
 
-def _whole(job: Job, choices: list[Gathered], echo: str) -> dict[str, Any]:
+def _whole(job: Job, choices: list[ChoiceOutput], echo: str) -> dict[str, Any]:
     answer: dict[str, Any] = {
         "id": job.id,
         "object": "chat.completion",
@@ -71,24 +71,24 @@ def _whole(job: Job, choices: list[Gathered], echo: str) -> dict[str, Any]:
     return answer
 
 
-def _choice(job: Job, index: int, choice: Gathered, echo: str) -> dict[str, Any]:
+def _choice(job: Job, index: int, choice: ChoiceOutput, echo: str) -> dict[str, Any]:
     has_logprobs = job.params.logprobs is not None
     message: dict[str, Any] = {
         "role": "assistant",
         "content": echo + choice.text,
         "refusal": None,
     }
-    if job.answers is not None:
+    if job.parsers is not None:
         assert isinstance(job.body, ChatBody)
-        message = choice.message.fields(
+        message = choice.message.to_dict(
             echo,
-            thinks=job.answers.has_thinking,
+            thinks=job.parsers.has_reasoning,
             shows_thinking=job.body.include_reasoning is not False,
         )
     made: dict[str, Any] = {
         "index": index,
         "message": message,
-        "logprobs": chat_logprobs(choice.logprobs, job.name) if has_logprobs else None,
+        "logprobs": chat_logprobs(choice.logprobs, job.token_formatter) if has_logprobs else None,
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
     }

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from server.generation.answer_parser import AnswerReader, Message
+from server.generation.answer_parser import AssistantMessage, ChoiceParser
 from server.generation.outputs import Delta, GenerationStream, PositionLogprobs, TokenLogprob
 
 Choice = dict[str, Any]
@@ -26,7 +26,7 @@ def usage_of(
     }
 
 
-class Naming:
+class TokenFormatter:
     """How a token is written in log-probabilities: its text, or `token_id:N`."""
 
     def __init__(self, *, as_ids: bool) -> None:
@@ -36,7 +36,7 @@ class Naming:
         return f"token_id:{token.token_id}" if self._as_ids else token.token
 
 
-def chat_logprobs(positions: Sequence[PositionLogprobs], name: Naming) -> dict[str, Any]:
+def chat_logprobs(positions: Sequence[PositionLogprobs], name: TokenFormatter) -> dict[str, Any]:
     """The logprobs object of a chat choice or delta."""
     content = [
         {
@@ -48,14 +48,14 @@ def chat_logprobs(positions: Sequence[PositionLogprobs], name: Naming) -> dict[s
     return {"content": content, "refusal": None}
 
 
-def _chat_token(token: TokenLogprob, name: Naming) -> dict[str, Any]:
+def _chat_token(token: TokenLogprob, name: TokenFormatter) -> dict[str, Any]:
     return {"token": name(token), "logprob": token.logprob, "bytes": list(token.bytes)}
 
 
 class TextLogprobs:
     """The logprobs object of a completion choice, piece by piece; offsets run on."""
 
-    def __init__(self, name: Naming, hidden: frozenset[int] = frozenset()) -> None:
+    def __init__(self, name: TokenFormatter, hidden: frozenset[int] = frozenset()) -> None:
         """`hidden` are ids that have no text (skipped special tokens)."""
         self._name = name
         self._hidden = hidden
@@ -168,7 +168,7 @@ def prompt_logprobs_of(
     return made
 
 
-class Gathered:
+class ChoiceOutput:
     """One choice of an answer that is sent whole."""
 
     def __init__(self) -> None:
@@ -177,10 +177,10 @@ class Gathered:
         self.logprobs: list[PositionLogprobs] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
-        self.message = Message()
+        self.message = AssistantMessage()
         """What `texts` mean, where answers are read."""
 
-    def take(self, delta: Delta) -> None:
+    def add(self, delta: Delta) -> None:
         self.texts.append(delta.text)
         self.token_ids += delta.token_ids
         if delta.logprobs:
@@ -188,10 +188,10 @@ class Gathered:
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
-    def read(self, delta: Delta, reader: AnswerReader) -> None:
+    def add_parsed(self, delta: Delta, reader: ChoiceParser) -> None:
         """Take a delta that is more than text."""
-        self.message.take(reader.read(delta))
-        self.take(delta)
+        self.message.add(reader.parse(delta))
+        self.add(delta)
         self.finish_reason = reader.finish_reason(self.finish_reason)
 
     @property
@@ -206,7 +206,7 @@ class Gathered:
         return sum(position.chosen.logprob for position in self.logprobs) / len(self.logprobs)
 
 
-def likeliest(choices: list[Gathered], num_drawn: int, num_kept: int) -> list[Gathered]:
+def most_likely(choices: list[ChoiceOutput], num_drawn: int, num_kept: int) -> list[ChoiceOutput]:
     """Of every `num_drawn` choices in a row the `num_kept` whose tokens are likeliest on average,
     likeliest first."""
     kept = []
@@ -216,7 +216,7 @@ def likeliest(choices: list[Gathered], num_drawn: int, num_kept: int) -> list[Ga
     return kept
 
 
-class Gatherer:
+class DeltaBatcher:
     """Deltas of several choices, held back until `interval` tokens of a choice are together.
 
     The first tokens and the last ones of a choice are never held back.
@@ -227,7 +227,7 @@ class Gatherer:
         self._held: dict[int, Delta] = {}
         self._begun: set[int] = set()
 
-    def take(self, deltas: list[Delta]) -> list[Delta]:
+    def add(self, deltas: list[Delta]) -> list[Delta]:
         """The deltas that may go out now."""
         if self._interval <= 1:
             return deltas

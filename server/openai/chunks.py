@@ -6,7 +6,7 @@ chunk may carry goes through the encoder.
 
 from typing import Any
 
-from server.generation.answer_parser import AnswerReader, deltas_of
+from server.generation.answer_parser import ChoiceParser, chat_deltas
 from server.generation.job import Job
 from server.generation.pipeline import Delta
 from server.http.errors import Fault
@@ -30,7 +30,7 @@ class ChatChunks:
         self._has_logprobs = job.params.logprobs is not None
         self._has_ids = bool(job.body.return_token_ids)
         self._counts = job.body.counts_continuously
-        self._name = job.name
+        self._name = job.token_formatter
 
     def feed(self, deltas: list[Delta]) -> bytes:
         return b"".join([self._one(delta) for delta in deltas])
@@ -45,17 +45,17 @@ class ChatChunks:
 
     def _one(self, delta: Delta) -> bytes:
         begin = b"" if delta.index in self._begun else self._begin(delta.index)
-        if self._job.answers is not None:
-            return begin + self._read(delta, self._job.answers.reader(delta.index))
+        if self._job.parsers is not None:
+            return begin + self._read(delta, self._job.parsers.parser(delta.index))
         plain = not (self._has_logprobs or self._has_ids or self._counts)
         if plain and delta.finish_reason is None:
             return begin + self._text(delta.index, delta.text) if delta.text else begin
         shown = delta.text or delta.finish_reason or delta.logprobs or self._has_ids
         return begin + self._full(delta) if shown else begin
 
-    def _read(self, delta: Delta, reader: AnswerReader) -> bytes:
+    def _read(self, delta: Delta, reader: ChoiceParser) -> bytes:
         """A chunk for each thing that `delta` says, and one for the end."""
-        said = deltas_of(reader.read(delta), shows_thinking=self._shows_thinking)
+        said = chat_deltas(reader.parse(delta), shows_thinking=self._shows_thinking)
         if delta.finish_reason is not None:
             said.append({})
         elif not said and (delta.logprobs or self._has_ids):
@@ -120,7 +120,7 @@ class ChatChunks:
         return {"usage": self._job.usage()} if self._counts else {}
 
 
-class TextChunks:
+class CompletionChunks:
     """Chunks of /v1/completions. With echo, the first one of a choice has the prompt."""
 
     def __init__(self, job: Job, prompt_texts: list[str] | None, hidden: frozenset[int]) -> None:
@@ -136,7 +136,7 @@ class TextChunks:
         self._held: list[Delta] = []
         """Of choices that came before the log-probabilities of the prompt they are to echo, which
         come with the prompt's first choice; at most until that one's first delta."""
-        self._writers = [TextLogprobs(job.name, hidden) for _ in range(num_choices)]
+        self._writers = [TextLogprobs(job.token_formatter, hidden) for _ in range(num_choices)]
 
     def feed(self, deltas: list[Delta]) -> bytes:
         if self._prompt_texts is None or not self._has_logprobs:

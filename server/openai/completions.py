@@ -25,14 +25,14 @@ from server.http.body import json_response, parse
 from server.http.openapi import GENERATES, takes
 from server.http.state import AppState
 from server.openai.choices import (
-    Gathered,
+    ChoiceOutput,
     TextLogprobs,
     joined_logprobs,
-    likeliest,
+    most_likely,
     prompt_logprobs_of,
     usage_of,
 )
-from server.openai.chunks import TextChunks, prompt_part
+from server.openai.chunks import CompletionChunks, prompt_part
 from server.openai.schema.completions import CompletionBody
 
 MANY_IDS = 10_000
@@ -54,7 +54,7 @@ def completion_routes(state: AppState) -> APIRouter:
         job = await _start(state, request)
         texts = _prompt_texts(job) if job.body.echo else None
         if job.body.stream:
-            return stream_response(job, TextChunks(job, texts, _hidden(job)))
+            return stream_response(job, CompletionChunks(job, texts, _hidden(job)))
         return json_response(_whole(job, await collect_choices(job, request), texts))
 
     return router
@@ -143,12 +143,12 @@ def _hidden(job: Job) -> frozenset[int]:
     return tokenizer.special_ids
 
 
-def _whole(job: Job, choices: list[Gathered], texts: list[str] | None) -> dict[str, Any]:
+def _whole(job: Job, choices: list[ChoiceOutput], texts: list[str] | None) -> dict[str, Any]:
     body = job.body
     assert isinstance(body, CompletionBody)
     num_kept = body.n or 1
     if num_kept < body.num_drawn:
-        choices = likeliest(choices, body.num_drawn, num_kept)
+        choices = most_likely(choices, body.num_drawn, num_kept)
     return {
         "id": job.id,
         "object": "text_completion",
@@ -163,7 +163,7 @@ def _whole(job: Job, choices: list[Gathered], texts: list[str] | None) -> dict[s
 
 
 def _choice(
-    job: Job, body: CompletionBody, index: int, choice: Gathered, texts: list[str] | None
+    job: Job, body: CompletionBody, index: int, choice: ChoiceOutput, texts: list[str] | None
 ) -> dict[str, Any]:
     place = index // (body.n or 1)
     made: dict[str, Any] = {
@@ -183,7 +183,9 @@ def _choice(
     return made
 
 
-def _logprobs(job: Job, place: int, choice: Gathered, texts: list[str] | None) -> dict[str, Any]:
-    writer = TextLogprobs(job.name, _hidden(job))
+def _logprobs(
+    job: Job, place: int, choice: ChoiceOutput, texts: list[str] | None
+) -> dict[str, Any]:
+    writer = TextLogprobs(job.token_formatter, _hidden(job))
     parts = [] if texts is None else [prompt_part(job, place, writer, texts[place])]
     return joined_logprobs([*parts, writer.write(choice.logprobs)])

@@ -11,7 +11,7 @@ from server.generation.prompts import encode_for_counting, max_counted_tokens
 from server.http.body import json_response, parse
 from server.http.openapi import ANSWERS, takes
 from server.http.state import AppState
-from server.openai.conversation import render
+from server.openai.chat_request import render
 from server.openai.schema.tokenize import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from server.text.tokenizer import Tokenizer
 from server.text.tokenizer_files import NAMED_TOKENS

@@ -9,21 +9,21 @@ Tools = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TextDelta:
     """What the caller reads as the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
+class ReasoningDelta:
     """What the model wrote while it was thinking."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class CallBegun:
+class ToolCallStart:
     """A call, counted from 0. `id` is None where the model gives none."""
 
     index: int
@@ -32,7 +32,7 @@ class CallBegun:
 
 
 @dataclass(frozen=True, slots=True)
-class CallArguments:
+class ToolCallArguments:
     """The next piece of a call's arguments; the pieces joined are the text of a JSON object."""
 
     index: int
@@ -40,13 +40,13 @@ class CallArguments:
 
 
 @dataclass(frozen=True, slots=True)
-class CallBroken:
+class ToolCallRetracted:
     """The call that was begun is none: all that the model wrote of it follows as text."""
 
     index: int
 
 
-Event = Text | Thought | CallBegun | CallArguments | CallBroken
+ParserEvent = TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments | ToolCallRetracted
 
 
 class Parser(Protocol):
@@ -56,121 +56,122 @@ class Parser(Protocol):
     text is cut. Holds back no more than what may still be a marker, or the name of a call.
     """
 
-    def feed(self, text: str) -> list[Event]:
+    def feed(self, text: str) -> list[ParserEvent]:
         """What `text` makes certain."""
         ...
 
-    def finish(self, *, is_cut: bool) -> list[Event]:
+    def finish(self, *, is_cut: bool) -> list[ParserEvent]:
         """The rest, when nothing can follow. `is_cut`: the answer was cut by its length, so that a
         call may have an end that was not written."""
         ...
 
 
-class ThoughtParser(Parser, Protocol):
+class ReasoningParser(Parser, Protocol):
     """A parser that tells thinking from the rest, which it gives as text."""
 
     @property
-    def is_over(self) -> bool:
+    def is_done(self) -> bool:
         """Whether the answer itself has begun."""
         ...
 
     @property
-    def has_thought(self) -> bool:
+    def has_reasoning(self) -> bool:
         """Whether thinking was begun."""
         ...
 
 
-class ThoughtForm(Protocol):
+class ReasoningFormat(Protocol):
     """How one family of models marks thinking."""
 
     @property
-    def opens(self) -> tuple[str, ...]:
+    def start_tags(self) -> tuple[str, ...]:
         """The marks that begin it."""
         ...
 
     @property
-    def closes(self) -> tuple[str, ...]:
+    def end_tags(self) -> tuple[str, ...]:
         """The marks that end it."""
         ...
 
     @property
-    def leads(self) -> tuple[str, ...]:
+    def answer_start_tags(self) -> tuple[str, ...]:
         """The marks that end it and begin the answer, behind which a form may be held."""
         ...
 
-    def begins_inside(self, prompt: str) -> bool:
+    def starts_in_reasoning(self, prompt: str) -> bool:
         """Whether an answer to `prompt` goes on with thinking that the prompt began."""
         ...
 
-    def is_opened_by(self, prompt: str) -> bool:
+    def ends_with_start_tag(self, prompt: str) -> bool:
         """Whether the end of `prompt` is an opening mark."""
         ...
 
-    def is_closed_by(self, prompt: str) -> bool:
+    def ends_with_end_tag(self, prompt: str) -> bool:
         """Whether the end of `prompt` is a mark behind which the answer stands."""
         ...
 
-    def is_open(self, text: str) -> bool:
+    def has_unclosed_reasoning(self, text: str) -> bool:
         """Whether `text`, the beginning of an answer, has thinking that it does not close."""
         ...
 
-    def parser(self, *, is_inside: bool, is_exact: bool = False) -> ThoughtParser:
-        """What reads an answer. `is_exact`: all that follows the thinking is text, blanks too."""
+    def parser(self, *, is_inside: bool, keeps_whitespace: bool = False) -> ReasoningParser:
+        """A parser of one answer. `keeps_whitespace`: all that follows the reasoning is text,
+        whitespace too."""
         ...
 
 
-class Output:
+class EventBuffer:
     """Collects events; adjacent pieces are joined."""
 
     def __init__(self) -> None:
-        self._events: list[Event] = []
+        self._events: list[ParserEvent] = []
         self._num_calls = 0
-        self.is_open = False
+        self.has_open_call = False
         """Whether a call has been begun and has not ended."""
 
-    def text(self, piece: str) -> None:
+    def add_text(self, piece: str) -> None:
         """A piece of the answer."""
         last = self._events[-1] if self._events else None
-        if isinstance(last, Text):
-            self._events[-1] = Text(last.text + piece)
+        if isinstance(last, TextDelta):
+            self._events[-1] = TextDelta(last.text + piece)
         elif piece:
-            self._events.append(Text(piece))
+            self._events.append(TextDelta(piece))
 
-    def thought(self, piece: str) -> None:
+    def add_reasoning(self, piece: str) -> None:
         """A piece of thinking."""
         last = self._events[-1] if self._events else None
-        if isinstance(last, Thought):
-            self._events[-1] = Thought(last.text + piece)
+        if isinstance(last, ReasoningDelta):
+            self._events[-1] = ReasoningDelta(last.text + piece)
         elif piece:
-            self._events.append(Thought(piece))
+            self._events.append(ReasoningDelta(piece))
 
-    def begin(self, name: str, call_id: str | None = None) -> None:
+    def start_call(self, name: str, call_id: str | None = None) -> None:
         """A call begins."""
-        self._events.append(CallBegun(self._num_calls, name, call_id))
+        self._events.append(ToolCallStart(self._num_calls, name, call_id))
         self._num_calls += 1
-        self.is_open = True
+        self.has_open_call = True
 
-    def arguments(self, piece: str) -> None:
+    def add_arguments(self, piece: str) -> None:
         """A piece of the open call's arguments."""
         index = self._num_calls - 1
         last = self._events[-1] if self._events else None
-        if isinstance(last, CallArguments) and last.index == index:
-            self._events[-1] = CallArguments(index, last.text + piece)
+        if isinstance(last, ToolCallArguments) and last.index == index:
+            self._events[-1] = ToolCallArguments(index, last.text + piece)
         else:
-            self._events.append(CallArguments(index, piece))
+            self._events.append(ToolCallArguments(index, piece))
 
-    def end(self) -> None:
+    def end_call(self) -> None:
         """The open call is whole."""
-        self.is_open = False
+        self.has_open_call = False
 
-    def fail(self, raw: str) -> None:
-        """What seemed to be a call, written as `raw`, is text."""
-        if self.is_open:
-            self._events.append(CallBroken(self._num_calls - 1))
-        self.is_open = False
-        self.text(raw)
+    def retract_call(self, raw: str) -> None:
+        """What seemed to be a call, written as `take_recorded`, is text."""
+        if self.has_open_call:
+            self._events.append(ToolCallRetracted(self._num_calls - 1))
+        self.has_open_call = False
+        self.add_text(raw)
 
-    def drain(self) -> list[Event]:
+    def drain(self) -> list[ParserEvent]:
         """What has come since the last time."""
         events, self._events = self._events, []
         return events

@@ -3,7 +3,7 @@
 import json
 import re
 
-from server.parsers.text_stream import BLANKS, Sink, Source, Steps, Unreadable
+from server.parsers.text_stream import BLANKS, ParseError, Sink, Source, Steps
 
 MAX_DEPTH = 64
 MAX_SCALAR_CHARACTERS = 400
@@ -21,12 +21,12 @@ def read_value(source: Source, sink: Sink, depth: int = 0) -> Steps[None]:
         yield from read_string(source, sink)
     elif first in "{[":
         if depth >= MAX_DEPTH:
-            raise Unreadable
+            raise ParseError
         yield from _read_container(source, sink, depth)
     else:
-        word = yield from source.match(_WORD, MAX_SCALAR_CHARACTERS)
+        word = yield from source.peek_run(_WORD, MAX_SCALAR_CHARACTERS)
         if not _SCALAR.fullmatch(word):
-            raise Unreadable
+            raise ParseError
         sink(source.take(len(word)))
 
 
@@ -35,7 +35,7 @@ def read_string(source: Source, sink: Sink) -> Steps[None]:
     yield from source.expect('"')
     sink('"')
     while True:
-        source.run(_PLAIN, sink)
+        source.take_run(_PLAIN, sink)
         character = yield from source.peek()
         if character == '"':
             sink(source.take(1))
@@ -55,41 +55,41 @@ def read_short_string(source: Source) -> Steps[str]:
 
 
 def _read_escape(source: Source, sink: Sink) -> Steps[None]:
-    kind = (yield from source.fill(2))[1]
+    kind = (yield from source.peek_many(2))[1]
     if kind == "u":
-        if not _HEX.fullmatch((yield from source.fill(6))[2:]):
-            raise Unreadable
+        if not _HEX.fullmatch((yield from source.peek_many(6))[2:]):
+            raise ParseError
         sink(source.take(6))
     elif kind in '"\\/bfnrt':
         sink(source.take(2))
     else:
-        raise Unreadable
+        raise ParseError
 
 
 def _read_container(source: Source, sink: Sink, depth: int) -> Steps[None]:
     is_object = source.take(1) == "{"
     closing = "}" if is_object else "]"
     sink("{" if is_object else "[")
-    sink((yield from source.blanks()))
+    sink((yield from source.skip_blanks()))
     if (yield from source.peek()) == closing:
         sink(source.take(1))
         return
     while True:
         if is_object:
             yield from read_string(source, sink)
-            sink((yield from source.blanks()))
+            sink((yield from source.skip_blanks()))
             yield from source.expect(":")
             sink(":")
-            sink((yield from source.blanks()))
+            sink((yield from source.skip_blanks()))
         yield from read_value(source, sink, depth + 1)
-        sink((yield from source.blanks()))
+        sink((yield from source.skip_blanks()))
         character = yield from source.peek()
         if character not in (",", closing):
-            raise Unreadable
+            raise ParseError
         sink(source.take(1))
         if character == closing:
             return
-        sink((yield from source.blanks()))
+        sink((yield from source.skip_blanks()))
 
 
 def object_of(text: str) -> str | None:
@@ -107,7 +107,7 @@ def value_of(text: str) -> str | None:
     try:
         for _ in read_value(source, pieces.append):
             return None
-    except Unreadable:
+    except ParseError:
         return None
     return "".join(pieces) if source.is_empty else None
 

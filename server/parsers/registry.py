@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from server.parsers import harmony
-from server.parsers.base import ThoughtForm
-from server.parsers.reasoning import blocks as reasoning
+from server.parsers.base import ReasoningFormat
+from server.parsers.reasoning import tags as reasoning
 from server.parsers.tool import gemma as gemma_calls
 from server.parsers.tool import json as json_calls
 from server.parsers.tool import pythonic as llama_calls
 from server.parsers.tool import xml as xml_calls
-from server.parsers.tool.base import CallReader, Family
+from server.parsers.tool.base import ToolCallFormat, ToolCallReader
 
-FAMILIES: Mapping[str, Family] = {
+TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
     "hermes": json_calls.HERMES,
     "qwen25": json_calls.HERMES,
     "llama3_json": json_calls.LLAMA3_JSON,
@@ -48,13 +48,13 @@ FAMILIES: Mapping[str, Family] = {
     "step3": xml_calls.STEP3,
     "functiongemma": gemma_calls.FUNCTIONGEMMA,
     "gemma4": gemma_calls.GEMMA4,
-    "openai": harmony.CALLS,
+    "openai": harmony.HARMONY_TOOL_CALLS,
 }
 
 GENERIC_TOOL_PARSER = "hermes"
 """Reads the calls that server/text/tool_template.py tells a model to write."""
 
-THINKING: Mapping[str, ThoughtForm] = {
+REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "deepseek_r1": reasoning.DEEPSEEK_R1,
     "deepseek_v3": reasoning.THINK,
     "qwen3": reasoning.THINK,
@@ -67,7 +67,7 @@ THINKING: Mapping[str, ThoughtForm] = {
     "minimax_m2": reasoning.DEEPSEEK_R1,
     "step3": reasoning.DEEPSEEK_R1,
     "gemma4": reasoning.GEMMA4,
-    "openai_gptoss": harmony.HARMONY,
+    "openai_gptoss": harmony.HARMONY_REASONING,
 }
 
 _CALLS_BY_TEMPLATE: tuple[tuple[str, str], ...] = (
@@ -126,7 +126,7 @@ def _first(table: tuple[tuple[str, str], ...], template: str) -> str | None:
     return next((name for words, name in table if words in template), None)
 
 
-def words_of(form: CallReader | ThoughtForm) -> frozenset[str]:
+def words_of(form: ToolCallReader | ReasoningFormat) -> frozenset[str]:
     """Every word by which a parser finds its way, some of which may be special tokens."""
     values = [getattr(form, one.name) for one in fields(form)]  # type: ignore[arg-type]
     words = [word for value in values for word in (value if isinstance(value, tuple) else (value,))]

@@ -18,11 +18,11 @@ Sink = Callable[[str], object]
 BLANKS = " \t\r\n"
 
 
-class Unreadable(Exception):
+class ParseError(Exception):
     """The text is not what a reader was to read."""
 
 
-class CutShort(Unreadable):
+class UnexpectedEnd(ParseError):
     """The text ended before it was whole."""
 
 
@@ -40,17 +40,17 @@ class Source:
         self._text = self._text[self._at :] + text
         self._at = 0
 
-    def remember(self, text: str = "") -> None:
-        """`text`, just taken, is the first of what `raw` gives."""
+    def start_recording(self, text: str = "") -> None:
+        """`text`, just taken, is the first of what `take_recorded` gives."""
         self._seen = [text]
 
-    def forget(self) -> None:
+    def stop_recording(self) -> None:
         """Remember nothing any more."""
         self._seen = None
 
-    def raw(self) -> str:
-        """All that was taken since `remember`; once the text has ended, its rest too. Then what is
-        taken is remembered no more."""
+    def take_recorded(self) -> str:
+        """All that was taken since `start_recording`, and the rest once the text has ended. Stops
+        the recording."""
         if self.has_ended:
             self.take(len(self._text) - self._at)
         seen, self._seen = self._seen, None
@@ -70,28 +70,28 @@ class Source:
         return piece
 
     def peek(self) -> Steps[str]:
-        """The next character, left where it is. Raises CutShort at the end."""
+        """The next character, left where it is. Raises UnexpectedEnd at the end."""
         while self._at >= len(self._text):
             if self.has_ended:
-                raise CutShort
+                raise UnexpectedEnd
             yield
         return self._text[self._at]
 
-    def fill(self, count: int) -> Steps[str]:
-        """The next `count` characters, left where they are. Raises CutShort."""
+    def peek_many(self, count: int) -> Steps[str]:
+        """The next `count` characters, left where they are. Raises UnexpectedEnd."""
         while len(self._text) - self._at < count:
             if self.has_ended:
-                raise CutShort
+                raise UnexpectedEnd
             yield
         return self._text[self._at : self._at + count]
 
     def expect(self, character: str) -> Steps[None]:
         """Take `character`. Raises Unreadable if another follows."""
         if (yield from self.peek()) != character:
-            raise Unreadable
+            raise ParseError
         self.take(1)
 
-    def blanks(self, more: str = "") -> Steps[str]:
+    def skip_blanks(self, more: str = "") -> Steps[str]:
         """Take blanks, and characters of `more`, as far as they go."""
         taken = []
         while True:
@@ -103,25 +103,25 @@ class Source:
                 return "".join(taken)
             yield
 
-    def match(self, pattern: "re.Pattern[str]", most: int) -> Steps[str]:
+    def peek_run(self, pattern: "re.Pattern[str]", most: int) -> Steps[str]:
         """What `pattern` (a run of characters) matches, left where it is. Raises Unreadable for
         more than `most`."""
         while True:
             found = pattern.match(self._text, self._at, self._at + most + 1)
             assert found is not None, "a run may be empty"
             if len(found[0]) > most:
-                raise Unreadable
+                raise ParseError
             if found.end() < len(self._text) or self.has_ended:
                 return found[0]
             yield
 
-    def run(self, pattern: "re.Pattern[str]", sink: Sink) -> None:
+    def take_run(self, pattern: "re.Pattern[str]", sink: Sink) -> None:
         """Take what `pattern` matches of the text that is there."""
         found = pattern.match(self._text, self._at)
         if found is not None and found[0]:
             sink(self.take(len(found[0])))
 
-    def run_all(self, sink: Sink) -> None:
+    def take_all(self, sink: Sink) -> None:
         """Take all the text that is there."""
         if not self.is_empty:
             sink(self.take(len(self._text) - self._at))
@@ -138,7 +138,7 @@ class Source:
                 yield
         return ""
 
-    def upto(
+    def read_until(
         self, words: tuple[str, ...], sink: Sink, *, most: int | None = None, leave: bool = False
     ) -> Steps[str]:
         """Take text up to the first of `words`, and take that unless it is to `leave`.
@@ -155,7 +155,7 @@ class Source:
                 end = next((i for i in range(first, end) if self._text[i:] in beginnings), end)
             if most is not None and end - self._at > most:
                 self.take(most)
-                raise Unreadable
+                raise ParseError
             piece = self.take(end - self._at)
             if most is not None:
                 most -= len(piece)
@@ -167,18 +167,18 @@ class Source:
                 return ""
             yield
 
-    def collect(
+    def collect_until(
         self, words: tuple[str, ...], *, most: int, leave: bool = False
     ) -> Steps[tuple[str, str]]:
-        """(text before the first of `words`, that word). Raises CutShort if none comes."""
+        """(text before the first of `words`, that word). Raises UnexpectedEnd if none comes."""
         pieces: list[str] = []
-        word = yield from self.upto(words, pieces.append, most=most, leave=leave)
+        word = yield from self.read_until(words, pieces.append, most=most, leave=leave)
         if not word:
-            raise CutShort
+            raise UnexpectedEnd
         return "".join(pieces), word
 
 
-class Reader:
+class StreamReader:
     """Runs a reader over a source, each time as far as the text goes."""
 
     def __init__(self, source: Source, steps: Steps[None]) -> None:

@@ -16,8 +16,8 @@ from server.http.body import json_response, parse
 from server.http.disconnect import CancelOnDisconnect
 from server.http.openapi import ANSWERS, takes
 from server.http.state import AppState
-from server.openai.conversation import render
-from server.openai.schema.chat import ConversationBody
+from server.openai.chat_request import render
+from server.openai.schema.chat import ChatPromptBody
 from server.pooling.inputs import InputOptions
 from server.pooling.job import (
     PoolingJob,
@@ -135,7 +135,7 @@ async def _start(
         truncate=body.truncate_prompt_tokens,
         keeps_end=body.truncation_side == "left",
     )
-    if isinstance(body, ConversationBody):
+    if isinstance(body, ChatPromptBody):
         processing = _process_conversation(state, request, body, options)
     else:
         processing = _process_inputs(state, request, body, options)

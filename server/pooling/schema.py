@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, WithJsonSchema
 
 from config.errors import UserError
-from server.openai.schema.chat import ConversationBody
+from server.openai.schema.chat import ChatPromptBody
 from server.openai.schema.completions import (
     Texts,
     TokenLists,
@@ -124,7 +124,7 @@ class _Prompts(Body):
         return inputs
 
 
-class _Conversation(ConversationBody):
+class _Conversation(ChatPromptBody):
     """Messages, which the chat template renders as one text."""
 
     unsupported: ClassVar[Unsupported] = {**UNSUPPORTED, "prompt_name": ()}

@@ -25,9 +25,9 @@ from engine.process.isolation import CallKilled, ForkServer
 from server.text.messages import Message
 from server.text.template_renderer import (
     MAX_CHARACTERS,
-    Conversation,
-    Mark,
     Renderer,
+    RenderRequest,
+    TextMarker,
     TextTooLong,
     TooSlow,
 )
@@ -122,7 +122,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any] | None = None,
         template: str | None = None,
-        mark: Mark | None = None,
+        mark: TextMarker | None = None,
     ) -> str:
         """The prompt. Raises UserError for what the template refuses, and when it is too slow or
         makes too much; Overloaded when too many conversations wait.
@@ -147,7 +147,7 @@ class ChatTemplate:
         given = {**(kwargs or {}), "tools": tools, "documents": documents}
         options = {**self._special_tokens, "add_generation_prompt": add_generation_prompt}
         is_short = not (template or tools or documents or kwargs) and _is_short(messages)
-        conversation = Conversation(
+        conversation = RenderRequest(
             source, messages, given, options, continue_final_message, self._generic_tools
         )
         is_foreign = template is not None and template not in self._sources
@@ -202,7 +202,7 @@ class ChatTemplate:
             known.was_stopped = True
 
     def _render(
-        self, conversation: Conversation, mark: Mark | None, *, is_timed: bool = False
+        self, conversation: RenderRequest, mark: TextMarker | None, *, is_timed: bool = False
     ) -> str:
         return self._renderer.render(conversation, mark, is_timed=is_timed)
 
@@ -251,7 +251,7 @@ class ChatTemplate:
         )
 
     async def _render_isolated(
-        self, isolation: ForkServer, conversation: Conversation, mark: Mark | None
+        self, isolation: ForkServer, conversation: RenderRequest, mark: TextMarker | None
     ) -> str:
         fields = {name: getattr(conversation, name) for name in conversation.__struct_fields__}
         payload = json.dumps({**fields, "is_marked": mark is not None}).encode()

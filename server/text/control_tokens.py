@@ -35,7 +35,7 @@ class ControlMarker:
         self._beginnings = {text[:end] for text in breakable for end in range(1, len(text))}
         self._longest = max(map(len, self._control_texts), default=0)
 
-    def facts(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """What `of_facts` makes an equal one from, as JSON has it."""
         return {
             "control_texts": self._control_texts,
@@ -44,18 +44,18 @@ class ControlMarker:
         }
 
     @classmethod
-    def of_facts(cls, facts: Mapping[str, Any]) -> "ControlMarker":
+    def from_dict(cls, facts: Mapping[str, Any]) -> "ControlMarker":
         return cls(**facts)
 
-    def marked(self, value: Any) -> Any:
+    def mark_texts(self, value: Any) -> Any:
         """A copy of messages, or of parts of them, with every control text broken by a mark.
         Raises UserError for one that this tokenizer cannot take for plain text."""
         if isinstance(value, str):
             return self._marked_text(value)
         if isinstance(value, dict):
-            return {name: self.marked(inner) for name, inner in value.items()}
+            return {name: self.mark_texts(inner) for name, inner in value.items()}
         if isinstance(value, list):
-            return [self.marked(inner) for inner in value]
+            return [self.mark_texts(inner) for inner in value]
         return value
 
     def _marked_text(self, text: str) -> str:
@@ -79,7 +79,7 @@ class ControlMarker:
         return self.mark.join(text[a:b] for a, b in itertools.pairwise(cuts))
 
 
-class ControlTexts:
+class ControlTokenEncoder:
     """For one tokenizer. Safe to call from any thread."""
 
     def __init__(self, encoder: Encoder) -> None:
@@ -97,7 +97,7 @@ class ControlTexts:
         # A template may write a text as JSON.
         self._marks = re.compile(f"{mark}|{re.escape(json.dumps(mark)[1:-1])}")
         self.marker = ControlMarker(special, elusive, mark)
-        self.marked = self.marker.marked
+        self.marked = self.marker.mark_texts
         # Tokens that are no control tokens compete for the same text.
         others = (t.content for t in added.values() if not t.special and not t.normalized)
         self._competing = _any_of((*self._names, *others))
@@ -119,12 +119,16 @@ class ControlTexts:
         """Token ids of a marked text. Raises UserError if the model's own vocabulary makes a
         control token of what should be plain text."""
         renamed = self._competing.sub(lambda m: self._names.get(m[0], m[0]), text)
-        plain = self.unmarked(renamed)
-        bare = self._encoded(plain, add_special_tokens=False)
+        normalize_messages = self.unmarked(renamed)
+        bare = self._encoded(normalize_messages, add_special_tokens=False)
         for token_id in bare:
             if token_id in self._token_of and token_id not in self._ids:
                 raise _refused(self._token_of[token_id])
-        ids = self._encoded(plain, add_special_tokens=True) if add_special_tokens else bare
+        ids = (
+            self._encoded(normalize_messages, add_special_tokens=True)
+            if add_special_tokens
+            else bare
+        )
         return [self._ids.get(token_id, token_id) for token_id in ids]
 
     def _encoded(self, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -3,7 +3,7 @@
 import codecs
 from typing import Protocol
 
-from server.text.token_bytes import PieceTable
+from server.text.token_bytes import TokenBytesTable
 from server.text.tokenizer import MAX_CHARACTER_BYTES, Tokenizer
 
 REPLACEMENT = "\ufffd".encode()
@@ -53,7 +53,7 @@ class ByteDetokenizer:
     run of fallback bytes turns invalid after a whole character of it was sent.)
     """
 
-    def __init__(self, pieces: PieceTable, prompt: list[int], strip_first: int) -> None:
+    def __init__(self, pieces: TokenBytesTable, prompt: list[int], strip_first: int) -> None:
         self._pieces = pieces
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         # A character that the prompt leaves unfinished stays in the decoder; its text is dropped.

@@ -8,7 +8,7 @@ from typing import Any
 from config.errors import UserError
 from engine.process.isolation import Call, ForkServer, Limits
 from server.text.control_tokens import ControlMarker
-from server.text.template_renderer import MAX_CHARACTERS, Conversation, Renderer, TextTooLong
+from server.text.template_renderer import MAX_CHARACTERS, Renderer, RenderRequest, TextTooLong
 
 LIMITS = Limits(cpu_s=1.0, wall_s=1.5, memory_bytes=256 * 2**20, stack_bytes=8 * 2**20)
 """A template takes a millisecond; a refusal must come within 2 s."""
@@ -16,22 +16,22 @@ LIMITS = Limits(cpu_s=1.0, wall_s=1.5, memory_bytes=256 * 2**20, stack_bytes=8 *
 
 def isolated_templates(marker: ControlMarker | None) -> ForkServer:
     """A fork server for the templates of requests. `marker` marks texts in their messages."""
-    setup: dict[str, Any] = {"marker": None if marker is None else marker.facts()}
+    setup: dict[str, Any] = {"marker": None if marker is None else marker.to_dict()}
     return ForkServer("server.text.isolated_template", json.dumps(setup).encode(), LIMITS)
 
 
 def prepare(setup: bytes) -> Call:
     """What the fork server runs."""
     facts: Mapping[str, Any] | None = json.loads(setup)["marker"]
-    marker = None if facts is None else ControlMarker.of_facts(facts)
+    marker = None if facts is None else ControlMarker.from_dict(facts)
     renderer = Renderer(MAX_CHARACTERS)
 
     def render(payload: bytes) -> bytes:
         fields: dict[str, Any] = json.loads(payload)
         is_marked = fields.pop("is_marked")
-        mark = marker.marked if marker is not None and is_marked else None
+        mark = marker.mark_texts if marker is not None and is_marked else None
         try:
-            told: dict[str, Any] = {"text": renderer.render(Conversation(**fields), mark)}
+            told: dict[str, Any] = {"text": renderer.render(RenderRequest(**fields), mark)}
         except UserError as error:
             told = {
                 "error": error.message,
@@ -42,7 +42,7 @@ def prepare(setup: bytes) -> Call:
 
     # Jinja is imported and has compiled something once before there are forks.
     render(
-        b'{"source": "x", "messages": [], "given": {"tools": null}, "options": {}, '
-        b'"continues": false, "is_marked": false}'
+        b'{"template": "x", "messages": [], "variables": {"tools": null}, "builtins": {}, '
+        b'"continue_final_message": false, "is_marked": false}'
     )
     return render

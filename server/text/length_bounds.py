@@ -18,7 +18,7 @@ _KEEP_ALL = ("ByteLevel", "Digits", "Metaspace")
 
 
 @dataclass(frozen=True, slots=True)
-class Cover:
+class TokenLengthBound:
     """What the tokens of one tokenizer can stand for."""
 
     most_bytes: int
@@ -37,7 +37,7 @@ class Cover:
         return len(data) - sum(map(data.count, self.dropped))
 
 
-def cover_of(encoder: Encoder) -> Cover | None:
+def token_length_bound(encoder: Encoder) -> TokenLengthBound | None:
     """None if a token may stand for any number of bytes (unknown words, dropped blanks)."""
     added = encoder.get_added_tokens_decoder().values()
     growth = _shrinking(_state(encoder.normalizer))
@@ -59,7 +59,7 @@ def cover_of(encoder: Encoder) -> Cover | None:
     if (absent and model.byte_fallback) or not (model.byte_fallback or is_byte_level):
         return None
     longest = max(longest, *(len(token.content.encode()) for token in added), 1)
-    return Cover(growth * longest, absent)
+    return TokenLengthBound(growth * longest, absent)
 
 
 def _state(part: Any) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ _MARK = "CONTINUED-HERE-9f2c61d7 "
 """Marks the end of the message that goes on; trailing space, so that trimming can be seen."""
 
 
-def plain(messages: list[Message]) -> list[Message]:
+def normalize_messages(messages: list[Message]) -> list[Message]:
     """Fresh copies: null fields dropped, `content` always there, developer as system, arguments of
     tool calls as objects, reasoning under each of its names. Raises UserError."""
     return [_plain(message) for message in messages]
@@ -64,12 +64,12 @@ def _read_arguments(call: dict[str, Any]) -> None:
         ) from error
 
 
-def as_strings(parts: list[dict[str, str]]) -> str:
+def joined_text(parts: list[dict[str, str]]) -> str:
     """Text parts as the one text they are."""
     return "".join(part["text"] for part in parts)
 
 
-def continued(messages: list[Message], source: str) -> str:
+def mark_continuation(messages: list[Message], source: str) -> str:
     """Mark the end of the last message, in place; its text. Raises UserError if it has none."""
     content = messages[-1]["content"]
     if "content" not in source:
@@ -84,7 +84,7 @@ def continued(messages: list[Message], source: str) -> str:
     raise UserError("continue_final_message: the last message has no text", param="messages")
 
 
-def cut_at_mark(rendered: str, final: str) -> str:
+def cut_at_marker(rendered: str, final: str) -> str:
     """The prompt up to the end of the message that goes on."""
     if final.strip() not in rendered or _MARK.strip() not in rendered:
         raise UserError(

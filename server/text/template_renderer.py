@@ -16,7 +16,13 @@ from jinja2 import Template
 
 from config.errors import UserError
 from server.text.long_texts import without_lone_surrogates
-from server.text.messages import Message, as_strings, continued, cut_at_mark, plain
+from server.text.messages import (
+    Message,
+    cut_at_marker,
+    joined_text,
+    mark_continuation,
+    normalize_messages,
+)
 from server.text.sandbox import Sandbox, TooMuchText
 from server.text.tool_template import has_tool_messages, with_tools_as_text
 
@@ -37,7 +43,7 @@ _PROBE: dict[str, Any] = {
     },
 }
 
-Mark = Callable[[Any], Any]
+TextMarker = Callable[[Any], Any]
 """Gives a copy of messages, or parts of them, with marks in some texts. Raises UserError."""
 
 
@@ -49,17 +55,17 @@ class TooSlow(BaseException):
     """Raised inside a rendering that is stopped. No template can catch it."""
 
 
-class Conversation(msgspec.Struct, frozen=True):
+class RenderRequest(msgspec.Struct, frozen=True):
     """What one rendering reads."""
 
-    source: str
+    template: str
     """The template."""
     messages: list[Message]
-    given: dict[str, Any]
+    variables: dict[str, Any]
     """The caller's: tools, documents and variables."""
-    options: dict[str, Any]
+    builtins: dict[str, Any]
     """Ours: special tokens, add_generation_prompt."""
-    continues: bool = False
+    continue_final_message: bool = False
     """Whether the prompt ends with the last message's text."""
     generic_tools: bool = True
     """Whether a template without a place for tools gets them as text."""
@@ -87,17 +93,17 @@ class Renderer:
         return self._compile(source).shows_tools()
 
     def render(
-        self, conversation: Conversation, mark: Mark | None = None, *, is_timed: bool = False
+        self, conversation: RenderRequest, mark: TextMarker | None = None, *, is_timed: bool = False
     ) -> str:
         """The prompt. Raises UserError for whatever the template does not take, and TextTooLong.
 
         `mark` is called on all that the caller wrote, as the template will read it. `is_timed`:
         keep how long the template took.
         """
-        given, options = conversation.given, conversation.options
+        given, options = conversation.variables, conversation.builtins
         try:
-            compiled = self._compile(conversation.source)
-            messages = plain(conversation.messages)
+            compiled = self._compile(conversation.template)
+            messages = normalize_messages(conversation.messages)
             if conversation.generic_tools and compiled.needs_generic_tools(messages, given):
                 takes_system = compiled.takes_role("system")
                 messages = with_tools_as_text(messages, given["tools"], takes_system=takes_system)
@@ -111,7 +117,11 @@ class Renderer:
             messages = compiled.fit(messages)
             if mark is not None:
                 messages, given = mark(messages), mark(given)
-            final = continued(messages, conversation.source) if conversation.continues else None
+            final = (
+                mark_continuation(messages, conversation.template)
+                if conversation.continue_final_message
+                else None
+            )
             began_s = time.thread_time()
             text = compiled.template.render(messages=messages, **{**options, **given})
             if is_timed:
@@ -128,7 +138,7 @@ class Renderer:
             raise UserError(
                 f"the chat template does not take this: {reason}", param="messages"
             ) from error
-        return without_lone_surrogates(text if final is None else cut_at_mark(text, final))
+        return without_lone_surrogates(text if final is None else cut_at_marker(text, final))
 
     def _compile(self, source: str) -> "CompiledTemplate":
         with self._lock:
@@ -165,7 +175,7 @@ class CompiledTemplate:
             if isinstance(content, list):
                 _, takes_parts = self._taken(message["role"])
                 if not takes_parts:
-                    message["content"] = as_strings(content)
+                    message["content"] = joined_text(content)
             elif content:
                 takes_text, takes_parts = self._taken(message["role"])
                 if takes_parts and not takes_text:

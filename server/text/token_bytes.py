@@ -9,7 +9,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 @dataclass(frozen=True, slots=True)
-class PieceRule:
+class TokenBytesRule:
     """How a decoder turns one token into bytes; the text is their concatenation, read as UTF-8."""
 
     bytes_of: Callable[[str], bytes]
@@ -17,14 +17,17 @@ class PieceRule:
     """Spaces taken from the very beginning of the text."""
 
 
-class PieceTable(dict[int, bytes]):
+class TokenBytesTable(dict[int, bytes]):
     """Token id to bytes, filled as ids are met. Ids without a token, or hidden, stand for nothing.
 
     Bounded by the vocabulary: unknown ids are not kept.
     """
 
     def __init__(
-        self, token_of: Callable[[int], str | None], rule: PieceRule, hidden: Iterable[int] = ()
+        self,
+        token_of: Callable[[int], str | None],
+        rule: TokenBytesRule,
+        hidden: Iterable[int] = (),
     ) -> None:
         super().__init__((token_id, b"") for token_id in hidden)
         self._token_of = token_of
@@ -38,7 +41,7 @@ class PieceTable(dict[int, bytes]):
         return piece
 
 
-def piece_rule(decoder: dict[str, Any] | None) -> PieceRule | None:
+def token_bytes_rule(decoder: dict[str, Any] | None) -> TokenBytesRule | None:
     """The rule for a decoder as tokenizer.json describes it; None when tokens are not independent.
 
     Byte-level decoders (GPT-2's alphabet) and those with a byte fallback (`<0x0A>`) have one.
@@ -48,7 +51,7 @@ def piece_rule(decoder: dict[str, Any] | None) -> PieceRule | None:
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
-        return PieceRule(_byte_level(gpt2_alphabet()))
+        return TokenBytesRule(_byte_level(gpt2_alphabet()))
     if "ByteFallback" not in kinds:
         return None
     replacements: list[tuple[str, str]] = []
@@ -60,7 +63,7 @@ def piece_rule(decoder: dict[str, Any] | None) -> PieceRule | None:
             strip_first += step["start"]
         elif step["type"] not in ("ByteFallback", "Fuse"):
             return None
-    return PieceRule(_byte_fallback(replacements), strip_first)
+    return TokenBytesRule(_byte_fallback(replacements), strip_first)
 
 
 def gpt2_alphabet() -> dict[str, int]:

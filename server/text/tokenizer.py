@@ -13,8 +13,8 @@ from tokenizers import Tokenizer as Encoder
 
 from config.errors import Overloaded, UserError
 from config.loading.env import cache_home
-from server.text.control_tokens import ControlTexts
-from server.text.length_bounds import cover_of
+from server.text.control_tokens import ControlTokenEncoder
+from server.text.length_bounds import token_length_bound
 from server.text.long_texts import (
     SPARE_TOKENS,
     max_characters,
@@ -31,7 +31,7 @@ from server.text.pooling_inputs import (
     encode_inputs,
 )
 from server.text.pooling_inputs import num_characters as length_of
-from server.text.token_bytes import PieceRule, PieceTable, piece_rule
+from server.text.token_bytes import TokenBytesRule, TokenBytesTable, token_bytes_rule
 from server.text.tokenizer_files import TextFiles, read_text_files
 
 INLINE_CHARACTERS = 2_000
@@ -89,15 +89,15 @@ class Tokenizer:
         self.vocab_size = self._encoder.get_vocab_size(with_added_tokens=True)
         """One more than the highest token id that has a text, if ids have no gaps."""
         decoder = self._encoder.decoder
-        self.rule = piece_rule(json.loads(decoder.__getstate__()) if decoder else None)
-        rule = self.rule or PieceRule(self._lone_bytes)
-        self._pieces = PieceTable(self._encoder.id_to_token, rule)
+        self.rule = token_bytes_rule(json.loads(decoder.__getstate__()) if decoder else None)
+        rule = self.rule or TokenBytesRule(self._lone_bytes)
+        self._pieces = TokenBytesTable(self._encoder.id_to_token, rule)
         self._rule = rule
-        self._partly_shown: dict[frozenset[int], PieceTable] = {}
+        self._partly_shown: dict[frozenset[int], TokenBytesTable] = {}
         """A few: one for each way of reading answers."""
-        self._shown_pieces = PieceTable(self._encoder.id_to_token, rule, self.special_ids)
-        self._cover = cover_of(self._encoder)
-        self.controls = ControlTexts(self._encoder) if special_tokens_as_text else None
+        self._shown_pieces = TokenBytesTable(self._encoder.id_to_token, rule, self.special_ids)
+        self._cover = token_length_bound(self._encoder)
+        self.controls = ControlTokenEncoder(self._encoder) if special_tokens_as_text else None
         """Marks texts in messages that are not to become control tokens; None: they may."""
         self._short = ThreadPoolExecutor(threads, thread_name_prefix="encode")
         # Long texts have threads of their own, fewer than there are for short ones.
@@ -293,7 +293,9 @@ class Tokenizer:
                 runs = [[token_id]]
         return "".join(self._encoder.decode(run, skip_special_tokens=False) for run in runs)
 
-    def pieces(self, skip_special_tokens: bool, shown: frozenset[int] = frozenset()) -> PieceTable:
+    def pieces(
+        self, skip_special_tokens: bool, shown: frozenset[int] = frozenset()
+    ) -> TokenBytesTable:
         """Token id to bytes; special tokens but those `shown` stand for nothing when they are
         skipped."""
         if not skip_special_tokens:
@@ -302,7 +304,9 @@ class Tokenizer:
             return self._shown_pieces
         hidden = self.special_ids - shown
         if hidden not in self._partly_shown:
-            self._partly_shown[hidden] = PieceTable(self._encoder.id_to_token, self._rule, hidden)
+            self._partly_shown[hidden] = TokenBytesTable(
+                self._encoder.id_to_token, self._rule, hidden
+            )
         return self._partly_shown[hidden]
 
     def special_ids_in(self, words: Iterable[str]) -> frozenset[int]:

@@ -4,7 +4,7 @@ rendered as text of ordinary messages, in the form that the `hermes` parser read
 import json
 from typing import Any
 
-from server.text.messages import Message, as_strings
+from server.text.messages import Message, joined_text
 
 INSTRUCTIONS = """\
 You can call the functions listed between <tools> and </tools>, one JSON object per line.
@@ -28,7 +28,7 @@ def has_tool_messages(messages: list[Message]) -> bool:
 def with_tools_as_text(
     messages: list[Message], tools: list[dict[str, Any]] | None, *, takes_system: bool
 ) -> list[Message]:
-    """`messages`, as `plain` returns them, with nothing that such a template could not render.
+    """`messages`, as `normalize_messages` returns them, without tools, tool calls and results.
 
     The tools are appended to the system message, which is added if there is none. Without
     `takes_system` (a template that rejects the role), they precede the text of the first message.
@@ -87,7 +87,7 @@ def _appended(message: Message, text: str, separator: str) -> Message:
 
 def _text(message: Message) -> str:
     content = message["content"]
-    return as_strings(content) if isinstance(content, list) else str(content)
+    return joined_text(content) if isinstance(content, list) else str(content)
 
 
 def _as_json(value: Any) -> str:

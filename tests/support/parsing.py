@@ -4,10 +4,18 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from server.parsers.answer import AnswerParser
-from server.parsers.base import CallArguments, CallBegun, CallBroken, Event, Parser, Text, Thought
-from server.parsers.registry import FAMILIES
-from server.parsers.tool.base import CallParser
+from server.parsers.base import (
+    Parser,
+    ParserEvent,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallRetracted,
+    ToolCallStart,
+)
+from server.parsers.output_parser import OutputParser
+from server.parsers.registry import TOOL_CALL_FORMATS
+from server.parsers.tool.base import ToolCallParser
 
 WEATHER = {
     "type": "object",
@@ -22,30 +30,32 @@ WEATHER = {
 TOOLS = {"get_weather": WEATHER, "now": {}}
 
 
-def parser_of(name: str, max_calls: int | None = None) -> AnswerParser:
+def parser_of(name: str, max_calls: int | None = None) -> OutputParser:
     """The tool parser of a family, as an answer uses it."""
-    return AnswerParser(None, CallParser(FAMILIES[name], TOOLS), lambda: "ID", max_calls)
+    return OutputParser(
+        None, ToolCallParser(TOOL_CALL_FORMATS[name], TOOLS), lambda: "ID", max_calls
+    )
 
 
 def read(make: Callable[[], Parser], pieces: Iterable[str], *, is_cut: bool = False) -> Any:
     """(thinking, text, calls as [name, arguments, id], indices of those that broke)."""
     parser = make()
-    events: list[Event] = [event for piece in pieces for event in parser.feed(piece)]
+    events: list[ParserEvent] = [event for piece in pieces for event in parser.feed(piece)]
     events += parser.finish(is_cut=is_cut)
     thought, text, calls, broken = "", "", [], []
     for event in events:
-        if isinstance(event, Text):
+        if isinstance(event, TextDelta):
             text += event.text
-        elif isinstance(event, Thought):
+        elif isinstance(event, ReasoningDelta):
             thought += event.text
-        elif isinstance(event, CallBegun):
+        elif isinstance(event, ToolCallStart):
             assert event.index == len(calls)
             calls.append([event.name, "", event.id])
-        elif isinstance(event, CallArguments):
+        elif isinstance(event, ToolCallArguments):
             assert event.index == len(calls) - 1
             calls[-1][1] += event.text
         else:
-            assert isinstance(event, CallBroken)
+            assert isinstance(event, ToolCallRetracted)
             broken.append(event.index)
     return thought, text, calls, broken
 

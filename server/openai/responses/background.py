@@ -9,7 +9,7 @@ from config.errors import Overloaded
 from server.generation.job import Job, sse_frames
 from server.http.access_log import RequestRecord
 from server.http.errors import fault_of
-from server.openai.responses.store import Entry, ResponseStore
+from server.openai.responses.store import ResponseStore, StoredResponse
 from server.openai.responses.writer import ResponseWriter
 
 
@@ -20,7 +20,7 @@ class BackgroundResponse:
         self,
         job: Job,
         writer: ResponseWriter,
-        entry: Entry,
+        entry: StoredResponse,
         store: ResponseStore,
         record: RequestRecord,
     ) -> None:
@@ -37,7 +37,7 @@ class BackgroundResponse:
         ended then."""
         self._entry.running = self
         try:
-            self._store.begin(self._entry)
+            self._store.add_running(self._entry)
         except Overloaded:
             self._job.close()
             raise
@@ -55,7 +55,7 @@ class BackgroundResponse:
         self._job.close()
         if self._task is not None:
             self._task.cancel()
-        self._entry.tell()
+        self._entry.notify()
 
     async def _run(self) -> None:
         try:
@@ -68,7 +68,7 @@ class BackgroundResponse:
             self._job.close()
             self._record.status = 200
             self._record.write(access_log=False)
-            self._entry.tell()
+            self._entry.notify()
 
     def _keep(self, data: bytes) -> None:
         """Raises Overloaded when there is no room for it."""
@@ -77,11 +77,11 @@ class BackgroundResponse:
             return
         parts = data.split(b"\n\n")[:-1]
         events += [part + b"\n\n" for part in parts]
-        self._entry.tell()
-        self._store.grow(self._entry, len(data))
+        self._entry.notify()
+        self._store.add_bytes(self._entry, len(data))
 
 
-async def followed(entry: Entry, after: int) -> AsyncIterator[bytes]:
+async def follow_events(entry: StoredResponse, after: int) -> AsyncIterator[bytes]:
     """The frames of a kept stream behind sequence number `after`, to its end."""
     events = entry.events
     assert events is not None

@@ -11,7 +11,7 @@ from server.http.body import MANY_BYTES, checked
 from server.openai.responses.items import Item, is_reference, number_in, read_items
 from server.openai.responses.messages import messages_of
 from server.openai.responses.schema import ResponseBody
-from server.openai.responses.store import Entry, ResponseStore, Turn
+from server.openai.responses.store import ItemHistory, ResponseStore, StoredResponse
 from server.openai.schema.chat import ChatBody
 
 ID_PREFIX = "resp_"
@@ -34,11 +34,11 @@ _WORDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ResponseRequest:
     """A response that is asked for."""
 
     chat: ChatBody
-    turn: Turn
+    history: ItemHistory
     """The items of the input, behind all that went before."""
 
 
@@ -54,9 +54,9 @@ def as_response_fields() -> Iterator[None]:
         raise
 
 
-async def ask(
+async def resolve_request(
     store: ResponseStore, body: ResponseBody, num_bytes: int, number: str, owner: str
-) -> Asked:
+) -> ResponseRequest:
     """What response `number` is asked for by `body`, which came as so many bytes. Raises UserError,
     and NotFound for a response or an item that is not kept for `owner`."""
     body.check()
@@ -67,8 +67,8 @@ async def ask(
         items = await asyncio.to_thread(read_items, body.input, number)
     items = _found(store, items, owner)
     if num_bytes + (0 if before is None else before.num_bytes) <= MANY_BYTES:
-        return _asked(body, items, before, number)
-    return await asyncio.to_thread(_asked, body, items, before, number)
+        return _resolve(body, items, before, number)
+    return await asyncio.to_thread(_resolve, body, items, before, number)
 
 
 def number_before(body: ResponseBody) -> str:
@@ -83,31 +83,33 @@ def number_before(body: ResponseBody) -> str:
     return ""
 
 
-def previous(store: ResponseStore, body: ResponseBody, owner: str) -> Turn:
+def previous(store: ResponseStore, body: ResponseBody, owner: str) -> ItemHistory:
     """The conversation of `owner` that `body` goes on with. Raises UserError."""
     given, param = body.previous_response_id or "", "previous_response_id"
-    if not store.is_on:
+    if not store.is_enabled:
         raise UserError("this server keeps no responses", param=param)
     try:
         entry = store.get(given, owner)
     except NotFound as error:
         raise NotFound(error.message, param=param, code="previous_response_not_found") from None
-    if entry.whole is None:
+    if entry.full_history is None:
         raise UserError(
             f"response {given[:_SHOWN]!r} is {entry.status}, it must be completed or incomplete",
             param=param,
         )
-    return entry.whole
+    return entry.full_history
 
 
-def _asked(body: ResponseBody, items: list[Item], before: Turn | None, number: str) -> Asked:
-    turn = Turn(items, before)
+def _resolve(
+    body: ResponseBody, items: list[Item], before: ItemHistory | None, number: str
+) -> ResponseRequest:
+    turn = ItemHistory(items, before)
     messages = messages_of(turn.items(), body.instructions)
     if not messages:
         raise UserError("input has no message, it must have at least 1", param="input")
     with as_response_fields():
         fields = {**body.chat_fields, "messages": messages, "request_id": number}
-        return Asked(checked(ChatBody, fields), turn)
+        return ResponseRequest(checked(ChatBody, fields), turn)
 
 
 def _found(store: ResponseStore, items: list[Item], owner: str) -> list[Item]:
@@ -132,5 +134,5 @@ def _referred(
     raise NotFound(f"There is no item {item_id[:_SHOWN]!r}, or no longer.", param="input")
 
 
-def _items_of(entry: Entry) -> list[Item]:
-    return (entry.whole or entry.input).items()
+def _items_of(entry: StoredResponse) -> list[Item]:
+    return (entry.full_history or entry.input_history).items()

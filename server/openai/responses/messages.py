@@ -14,7 +14,7 @@ def messages_of(items: Sequence[Item], instructions: str | None = None) -> list[
     """The messages that `items`, checked ones, are. What the model made in one turn (thinking,
     text, calls) is one message again; `instructions` and the system messages that follow on them
     are one too, since many templates take one alone."""
-    made = _Conversation()
+    made = _MessageBuilder()
     for item in items:
         made.take(item)
     messages = made.messages
@@ -26,7 +26,7 @@ def messages_of(items: Sequence[Item], instructions: str | None = None) -> list[
     return [{"role": "system", "content": "\n\n".join(texts)}, *messages]
 
 
-class _Conversation:
+class _MessageBuilder:
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self._turn: Message | None = None

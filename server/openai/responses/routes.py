@@ -15,17 +15,17 @@ from server.http.body import json_response, parse
 from server.http.openapi import ANSWERS, GENERATES, takes
 from server.http.sse import EventStream
 from server.http.state import AppState
-from server.openai.conversation import count_prompt, start_conversation
-from server.openai.responses.background import BackgroundResponse, followed
+from server.openai.chat_request import count_prompt_tokens, start_chat
+from server.openai.responses.background import BackgroundResponse, follow_events
 from server.openai.responses.chat_request import (
     ID_PREFIX,
-    Asked,
+    ResponseRequest,
     as_response_fields,
-    ask,
     number_before,
+    resolve_request,
 )
 from server.openai.responses.schema import ResponseBody
-from server.openai.responses.store import Entry, ResponseStore
+from server.openai.responses.store import ResponseStore, StoredResponse
 from server.openai.responses.truncation import shortened
 from server.openai.responses.writer import Fields, ResponseWriter, number_of
 from server.process.peer_proxy import ForwardedResponse
@@ -65,16 +65,16 @@ def _add_making(router: APIRouter, state: AppState, store: ResponseStore) -> Non
             return ForwardedResponse(peer, request, sent.fields)
         is_stored = _is_stored(store, body)
         owner = record_of(request.scope).owner
-        asked = await ask(store, body, sent.num_bytes, state.peers.new_id(), owner)
+        asked = await resolve_request(store, body, sent.num_bytes, state.peers.new_id(), owner)
         if body.background:
             # Its own books: it goes on when this request is over.
             attach_record(request.scope, replace(record_of(request.scope)))
         job = await _start(state, request, asked, is_cut=body.truncation == "auto")
-        entry = Entry(job.id, owner, asked.turn, is_background=bool(body.background))
+        entry = StoredResponse(job.id, owner, asked.history, is_background=bool(body.background))
 
         def on_end(response: Fields) -> None:
             if is_stored:
-                store.end(entry, response)
+                store.finish(entry, response)
 
         writer = ResponseWriter(job, body, is_stored=is_stored, on_end=on_end)
         if body.background:
@@ -103,9 +103,9 @@ def _add_making(router: APIRouter, state: AppState, store: ResponseStore) -> Non
         if (peer := state.peers.peer_of(number_before(body))) is not None:
             return ForwardedResponse(peer, request, sent.fields)
         owner = record_of(request.scope).owner
-        asked = await ask(store, body, sent.num_bytes, state.peers.new_id(), owner)
+        asked = await resolve_request(store, body, sent.num_bytes, state.peers.new_id(), owner)
         with as_response_fields():
-            count = await count_prompt(state, asked.chat)
+            count = await count_prompt_tokens(state, asked.chat)
         return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
@@ -150,7 +150,7 @@ def _add_keeping(router: APIRouter, state: AppState, store: ResponseStore) -> No
     async def delete_response(request: Request, response_id: str) -> Response:
         if (peer := state.peers.peer_of(number_of(response_id))) is not None:
             return ForwardedResponse(peer, request)
-        store.drop(_entry(store, request, response_id))
+        store.remove(_entry(store, request, response_id))
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     @router.post(
@@ -187,13 +187,13 @@ def _add_keeping(router: APIRouter, state: AppState, store: ResponseStore) -> No
         return json_response(_page(_entry(store, request, response_id), limit, order, after))
 
 
-def _entry(store: ResponseStore, request: Request, response_id: str) -> Entry:
+def _entry(store: ResponseStore, request: Request, response_id: str) -> StoredResponse:
     """Raises NotFound for what is not kept for the request's API key."""
     return store.get(response_id, record_of(request.scope).owner)
 
 
 def _is_stored(store: ResponseStore, body: ResponseBody) -> bool:
-    if store.is_on:
+    if store.is_enabled:
         return body.store is not False
     if body.store or body.background:
         raise UserError(
@@ -203,15 +203,15 @@ def _is_stored(store: ResponseStore, body: ResponseBody) -> bool:
     return False
 
 
-async def _start(state: AppState, request: Request, asked: Asked, *, is_cut: bool) -> Job:
+async def _start(state: AppState, request: Request, asked: ResponseRequest, *, is_cut: bool) -> Job:
     with as_response_fields():
         try:
-            return await start_conversation(state, request, asked.chat, id_prefix=ID_PREFIX)
+            return await start_chat(state, request, asked.chat, id_prefix=ID_PREFIX)
         except PromptTooLong:
             if not is_cut:
                 raise
         chat = await shortened(state, asked.chat)
-        return await start_conversation(state, request, chat, id_prefix=ID_PREFIX)
+        return await start_chat(state, request, chat, id_prefix=ID_PREFIX)
 
 
 async def _streamed(job: Job, writer: ResponseWriter) -> AsyncIterator[bytes]:
@@ -227,25 +227,25 @@ async def _whole(job: Job, writer: ResponseWriter) -> Fields:
     return writer.fields()
 
 
-def _told(entry: Entry) -> Response:
+def _told(entry: StoredResponse) -> Response:
     if entry.running is not None:
         return json_response(entry.running.fields())
     return Response(entry.data, media_type="application/json")
 
 
-def _follow(state: AppState, entry: Entry, after: int) -> Response:
+def _follow(state: AppState, entry: StoredResponse, after: int) -> Response:
     """The stream of a background response: who hangs up ends nothing."""
     return EventStream(
-        followed(entry, after), keep_alive_s=state.config.keep_alive_s, on_close=lambda: None
+        follow_events(entry, after), keep_alive_s=state.config.keep_alive_s, on_close=lambda: None
     )
 
 
-def _page(entry: Entry, limit: int, order: str, after: str | None) -> dict[str, Any]:
+def _page(entry: StoredResponse, limit: int, order: str, after: str | None) -> dict[str, Any]:
     if not 1 <= limit <= MAX_ITEMS:
         raise UserError(f"limit is {limit}, it must be between 1 and {MAX_ITEMS}", param="limit")
     if order not in ("asc", "desc"):
         raise UserError(f"order is {order[:40]!r}, it must be asc or desc", param="order")
-    items = entry.input.items()
+    items = entry.input_history.items()
     if order == "desc":
         items.reverse()
     if after is not None:

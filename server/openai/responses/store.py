@@ -20,34 +20,34 @@ LEAST_WAIT_S = 1.0
 _SHOWN = 80
 
 
-class Turn:
+class ItemHistory:
     """Items of one request and its response, as JSON, and the turn before.
 
     A turn lives as long as a response that is kept leads to it, so that a conversation goes on
     when its beginning is no longer kept for itself.
     """
 
-    def __init__(self, items: list[Item], before: "Turn | None") -> None:
+    def __init__(self, items: list[Item], before: "ItemHistory | None") -> None:
         self.data = msgspec.json.encode(items)
-        self.before = before
-        self.num_holders = 0
+        self.previous = before
+        self.ref_count = 0
 
-    def hold(self) -> int:
+    def acquire(self) -> int:
         """Keep it and all before it; how many more bytes that takes."""
         taken = 0
         for turn in self._back():
-            turn.num_holders += 1
-            if turn.num_holders > 1:
+            turn.ref_count += 1
+            if turn.ref_count > 1:
                 break
             taken += len(turn.data)
         return taken
 
-    def let_go(self) -> int:
+    def release(self) -> int:
         """One holder less; how many bytes that frees."""
         freed = 0
         for turn in self._back():
-            turn.num_holders -= 1
-            if turn.num_holders:
+            turn.ref_count -= 1
+            if turn.ref_count:
                 break
             freed += len(turn.data)
         return freed
@@ -62,14 +62,14 @@ class Turn:
         turns = list(self._back())
         return [item for turn in reversed(turns) for item in msgspec.json.decode(turn.data)]
 
-    def _back(self) -> Iterator["Turn"]:
-        turn: Turn | None = self
+    def _back(self) -> Iterator["ItemHistory"]:
+        turn: ItemHistory | None = self
         while turn is not None:
             yield turn
-            turn = turn.before
+            turn = turn.previous
 
 
-class Running(Protocol):
+class RunningResponse(Protocol):
     """A response that is still being made, in the background."""
 
     def fields(self) -> dict[str, Any]:
@@ -86,30 +86,30 @@ class Running(Protocol):
 
 
 @dataclass(slots=True)
-class Entry:
+class StoredResponse:
     """One response that is kept."""
 
     id: str
     owner: str
     """Which API key it was created with (see ApiKeys.check); no other one finds it."""
-    input: Turn
+    input_history: ItemHistory
     """What it was asked, and all before that."""
-    whole: Turn | None = None
+    full_history: ItemHistory | None = None
     """With what it answered, once it has ended well: the next response may follow on it."""
     data: bytes = b""
     """The response as JSON, once it has ended."""
     status: str = "in_progress"
-    running: Running | None = None
+    running: RunningResponse | None = None
     is_background: bool = False
     events: list[bytes] | None = None
     """The frames of its stream, the n-th with sequence number n; None if it was not to stream."""
     num_bytes: int = 0
     """Without its turns."""
-    kept_s: float = 0.0
+    stored_s: float = 0.0
     has_changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set, and made anew, when `events` grow or the response ends."""
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Wake who waits for a change."""
         changed, self.has_changed = self.has_changed, asyncio.Event()
         changed.set()
@@ -131,7 +131,7 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._max_age_s = max_age_s
         self._now = now
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, StoredResponse] = {}
         """In the order in which they came."""
         self.num_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -140,10 +140,10 @@ class ResponseStore:
         return len(self._entries)
 
     @property
-    def is_on(self) -> bool:
+    def is_enabled(self) -> bool:
         return self._max_count > 0
 
-    def get(self, response_id: str, owner: str) -> Entry:
+    def get(self, response_id: str, owner: str) -> StoredResponse:
         """Raises NotFound, with the same words for a response of another owner as for one that was
         never there."""
         self._expire()
@@ -152,17 +152,17 @@ class ResponseStore:
             raise NotFound(f"There is no response {response_id[:_SHOWN]!r}, or no longer.")
         return entry
 
-    def begin(self, entry: Entry) -> None:
+    def add_running(self, entry: StoredResponse) -> None:
         """Keep what is running. Raises Overloaded when others that run leave no room for it."""
         self._expire()
-        entry.kept_s = self._now()
+        entry.stored_s = self._now()
         self._entries[entry.id] = entry
-        self.num_bytes += entry.input.hold()
+        self.num_bytes += entry.input_history.acquire()
         if not self._fit():
-            self.drop(entry)
+            self.remove(entry)
             raise Overloaded(f"{len(self._entries)} responses run in the background")
 
-    def grow(self, entry: Entry, num_bytes: int) -> None:
+    def add_bytes(self, entry: StoredResponse, num_bytes: int) -> None:
         """Account for more of a response, kept or not. Raises Overloaded when it is running, and
         that is more than may be kept."""
         if entry.id not in self._entries:
@@ -171,7 +171,7 @@ class ResponseStore:
         if not self._fit() and entry.running is not None:
             raise Overloaded(f"the responses that are kept have {self._max_bytes} bytes")
 
-    def end(self, entry: Entry, response: dict[str, Any]) -> None:
+    def finish(self, entry: StoredResponse, response: dict[str, Any]) -> None:
         """Keep `entry`, new or running until now, as it ended; not if it is gone, or too big for
         any room."""
         was_kept = entry.id in self._entries
@@ -182,31 +182,31 @@ class ResponseStore:
         entry.data = msgspec.json.encode(response)
         if not was_kept:
             self._expire()
-            entry.kept_s = self._now()
+            entry.stored_s = self._now()
             self._entries[entry.id] = entry
-            self.num_bytes += entry.input.hold()
+            self.num_bytes += entry.input_history.acquire()
         if entry.status in MAY_BE_FOLLOWED:
-            entry.whole = Turn(response["output"], entry.input)
-            self.num_bytes += entry.whole.hold()
+            entry.full_history = ItemHistory(response["output"], entry.input_history)
+            self.num_bytes += entry.full_history.acquire()
         self._take(entry, len(entry.data))
-        alone = entry.num_bytes + (entry.whole or entry.input).num_bytes
+        alone = entry.num_bytes + (entry.full_history or entry.input_history).num_bytes
         if alone > self._max_bytes:
-            self.drop(entry)
+            self.remove(entry)
         self._fit()
         self._watch()
 
-    def drop(self, entry: Entry) -> None:
+    def remove(self, entry: StoredResponse) -> None:
         """Keep it no longer. Safe twice."""
         if self._entries.pop(entry.id, None) is None:
             return
-        self.num_bytes -= entry.num_bytes + entry.input.let_go()
-        if entry.whole is not None:
-            self.num_bytes -= entry.whole.let_go()
+        self.num_bytes -= entry.num_bytes + entry.input_history.release()
+        if entry.full_history is not None:
+            self.num_bytes -= entry.full_history.release()
         running, entry.running = entry.running, None
         if running is not None:
             running.stop()
 
-    def _take(self, entry: Entry, num_bytes: int) -> None:
+    def _take(self, entry: StoredResponse, num_bytes: int) -> None:
         entry.num_bytes += num_bytes
         self.num_bytes += num_bytes
 
@@ -216,7 +216,7 @@ class ResponseStore:
             oldest = next((one for one in self._entries.values() if one.running is None), None)
             if oldest is None:
                 return False
-            self.drop(oldest)
+            self.remove(oldest)
         return True
 
     @property
@@ -225,15 +225,15 @@ class ResponseStore:
 
     def _expire(self) -> None:
         last_s = self._now() - self._max_age_s
-        old = list(takewhile(lambda entry: entry.kept_s <= last_s, self._entries.values()))
+        old = list(takewhile(lambda entry: entry.stored_s <= last_s, self._entries.values()))
         for entry in old:
             if entry.running is None:
-                self.drop(entry)
+                self.remove(entry)
 
     def _watch(self) -> None:
         """Expire by the clock too: nobody may ask any more."""
         if self._timer is None and self._entries:
-            oldest_s = self._now() - next(iter(self._entries.values())).kept_s
+            oldest_s = self._now() - next(iter(self._entries.values())).stored_s
             left_s = max(self._max_age_s - oldest_s, LEAST_WAIT_S)
             self._timer = asyncio.get_running_loop().call_later(left_s, self._wake)
 

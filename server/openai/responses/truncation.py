@@ -2,7 +2,7 @@
 
 from config.errors import PromptTooLong
 from server.http.state import AppState
-from server.openai.conversation import count_prompt
+from server.openai.chat_request import count_prompt_tokens
 from server.openai.schema.chat import ChatBody
 from server.text.template_renderer import TextTooLong
 
@@ -30,7 +30,7 @@ async def shortened(state: AppState, chat: ChatBody) -> ChatBody:
 
 async def _fits(state: AppState, chat: ChatBody) -> bool:
     try:
-        count = await count_prompt(state, chat)
+        count = await count_prompt_tokens(state, chat)
     except (PromptTooLong, TextTooLong):
         return False
     return count + (chat.limit or 1) <= state.max_model_len

@@ -8,7 +8,7 @@ from server.generation.job import Job
 from server.generation.outputs import Delta
 from server.http.errors import Fault, shortened
 from server.http.sse import named_frame
-from server.openai.responses.answer import Answer, Told
+from server.openai.responses.output import ResponseOutput, StreamEvent
 from server.openai.responses.schema import ResponseBody
 
 Fields = dict[str, Any]
@@ -34,10 +34,10 @@ class ResponseWriter:
         self._error: Fields | None = None
         self._completed_at: int | None = None
         self._num_told = 0
-        self._answer = Answer(
+        self._answer = ResponseOutput(
             number_of(job.id),
-            None if job.answers is None else job.answers.reader(0),
-            job.name,
+            None if job.parsers is None else job.parsers.parser(0),
+            job.token_formatter,
             has_logprobs=body.has_logprobs,
             shows_thinking=body.include_reasoning is not False,
         )
@@ -62,7 +62,7 @@ class ResponseWriter:
         return self._life("response.created") + self._life("response.in_progress")
 
     def feed(self, deltas: list[Delta]) -> bytes:
-        return b"".join([self._frames(self._answer.take(delta)) for delta in deltas])
+        return b"".join([self._frames(self._answer.add(delta)) for delta in deltas])
 
     def ending(self) -> bytes:
         if self._answer.finish_reason == "length":
@@ -89,10 +89,10 @@ class ResponseWriter:
     def _life(self, kind: str) -> bytes:
         return self._frame({"type": kind, "response": self.fields()})
 
-    def _frames(self, told: list[Told]) -> bytes:
+    def _frames(self, told: list[StreamEvent]) -> bytes:
         return b"".join([self._frame(one) for one in told])
 
-    def _frame(self, told: Told) -> bytes:
+    def _frame(self, told: StreamEvent) -> bytes:
         kind = told["type"]
         told["sequence_number"] = self._num_told
         self._num_told += 1

@@ -58,7 +58,7 @@ _MESSAGES = {
 }
 
 
-class ConversationBody(Body):
+class ChatPromptBody(Body):
     """What makes a prompt out of messages: shared by chat and /tokenize."""
 
     messages: Annotated[Messages, WithJsonSchema(_MESSAGES)]
@@ -127,7 +127,7 @@ class ConversationBody(Body):
         return {**made, **(self.chat_template_kwargs or {})}
 
 
-class ChatBody(ConversationBody, GenerationBody):
+class ChatBody(ChatPromptBody, GenerationBody):
     """A conversation to answer."""
 
     model_config = ConfigDict(

@@ -3,7 +3,7 @@
 from pydantic import ConfigDict
 
 from server.http.body_bounds import PromptIds
-from server.openai.schema.chat import ConversationBody
+from server.openai.schema.chat import ChatPromptBody
 from server.openai.schema.generation import Body
 
 
@@ -18,7 +18,7 @@ class TokenizeTextBody(Body):
     return_token_strs: bool | None = None
 
 
-class TokenizeChatBody(ConversationBody):
+class TokenizeChatBody(ChatPromptBody):
     """A conversation whose tokens are asked for."""
 
     model: str | None = None

@@ -3,17 +3,17 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from server.parsers.base import Event, Output, Tools
-from server.parsers.text_stream import CutShort, Reader, Source, Steps, Unreadable
+from server.parsers.base import EventBuffer, ParserEvent, Tools
+from server.parsers.text_stream import ParseError, Source, Steps, StreamReader, UnexpectedEnd
 from server.parsers.tool.structural_tag import (
-    CallForm,
     Functions,
+    ToolCallGrammar,
 )
 
 MAX_NAME_CHARACTERS = 256
 
 
-class CallReader(Protocol):
+class ToolCallReader(Protocol):
     """How calls are read."""
 
     @property
@@ -22,85 +22,85 @@ class CallReader(Protocol):
         ...
 
     @property
-    def silent(self) -> tuple[str, ...]:
+    def ignored_markers(self) -> tuple[str, ...]:
         """Markers around calls that mean nothing by themselves."""
         ...
 
     @property
-    def begins_bare(self) -> bool:
+    def allows_unmarked(self) -> bool:
         """Whether an answer may begin with a call that has no marker."""
         ...
 
-    def read(self, marker: str, source: Source, output: Output, tools: Tools) -> Steps[None]:
+    def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
         """Read what follows `marker` ("": the answer began without one), up to its end. Raises
         Unreadable where it is no call; `source` remembers from the marker on, or from the end of
         the last whole call."""
         ...
 
 
-class Family(CallReader, Protocol):
+class ToolCallFormat(ToolCallReader, Protocol):
     """How one family of models writes calls."""
 
-    def call_form(self, functions: Functions) -> CallForm:
+    def grammar(self, functions: Functions) -> ToolCallGrammar:
         """The structural tag of calls of `functions`. Raises UserError where it cannot hold
         arguments to what their schema says."""
         ...
 
 
-class CallParser:
+class ToolCallParser:
     """A Parser of one family's calls. What it cannot read is text."""
 
-    def __init__(self, family: CallReader, tools: Tools) -> None:
+    def __init__(self, family: ToolCallReader, tools: Tools) -> None:
         self._family = family
         self._tools = tools
         self._source = Source()
-        self._output = Output()
+        self._output = EventBuffer()
         self._is_cut = False
-        self._reader = Reader(self._source, self._run())
+        self._reader = StreamReader(self._source, self._run())
 
-    def feed(self, text: str) -> list[Event]:
+    def feed(self, text: str) -> list[ParserEvent]:
         self._reader.push(text)
         return self._output.drain()
 
-    def finish(self, *, is_cut: bool) -> list[Event]:
+    def finish(self, *, is_cut: bool) -> list[ParserEvent]:
         self._is_cut = is_cut
         self._reader.end()
         return self._output.drain()
 
     def _run(self) -> Steps[None]:
         family, source, output = self._family, self._source, self._output
-        words = (*family.markers, *family.silent)
-        if family.begins_bare:
-            space = yield from source.blanks()
+        words = (*family.markers, *family.ignored_markers)
+        if family.allows_unmarked:
+            space = yield from source.skip_blanks()
             if marker := (yield from source.accept(*family.markers)):
-                output.text(space)
-                source.remember(marker)
+                output.add_text(space)
+                source.start_recording(marker)
             else:
-                source.remember(space)
+                source.start_recording(space)
             yield from self._read(marker)
-        while word := (yield from source.upto(words, output.text)):
+        while word := (yield from source.read_until(words, output.add_text)):
             if word in family.markers:
-                source.remember(word)
+                source.start_recording(word)
                 yield from self._read(word)
 
     def _read(self, marker: str) -> Steps[None]:
         source, output = self._source, self._output
         try:
             yield from self._family.read(marker, source, output, self._tools)
-            source.forget()
-        except CutShort:
+            source.stop_recording()
+        except UnexpectedEnd:
             # A call whose end was cut off is one all the same: the caller is told of the cut.
-            if not (self._is_cut and output.is_open):
-                output.fail(source.raw())
-        except Unreadable:
-            output.fail(source.raw())
+            if not (self._is_cut and output.has_open_call):
+                output.retract_call(source.take_recorded())
+        except ParseError:
+            output.retract_call(source.take_recorded())
 
 
 def checked_name(name: str) -> str:
     """`name` without blanks around it. Raises Unreadable if it cannot be a function's."""
     name = name.strip()
     if not 1 <= len(name) <= MAX_NAME_CHARACTERS or not name.isprintable():
-        raise Unreadable
+        raise ParseError
     return name
 
 

@@ -4,15 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from server.parsers.base import Output, Tools
+from server.parsers.base import EventBuffer, Tools
 from server.parsers.json_stream import MAX_DEPTH, MAX_SCALAR_CHARACTERS, quoted, read_string
-from server.parsers.text_stream import CutShort, Sink, Source, Steps, Unreadable
+from server.parsers.text_stream import ParseError, Sink, Source, Steps, UnexpectedEnd
 from server.parsers.tool.base import MAX_NAME_CHARACTERS, checked_name, types_of
 from server.parsers.tool.structural_tag import (
     IDENTIFIER,
-    CallForm,
     Functions,
     Part,
+    ToolCallGrammar,
     any_of,
     arguments_of,
     is_plain_text,
@@ -38,21 +38,21 @@ class Gemma:
     markers: tuple[str, ...]
     end: str
     quote: str
-    silent: tuple[str, ...]
+    ignored_markers: tuple[str, ...]
     """What the model writes where it waits for the results."""
-    begins_bare: bool = False
+    allows_unmarked: bool = False
 
-    def read(self, marker: str, source: Source, output: Output, tools: Tools) -> Steps[None]:
-        yield from source.blanks()
+    def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
+        yield from source.skip_blanks()
         if not (yield from source.accept("call:")):
-            raise Unreadable
-        name, _ = yield from source.collect(("{",), most=MAX_NAME_CHARACTERS, leave=True)
+            raise ParseError
+        name, _ = yield from source.collect_until(("{",), most=MAX_NAME_CHARACTERS, leave=True)
         name = checked_name(name)
-        output.begin(name)
-        yield from self._read_object(source, output.arguments, 1, tools.get(name, {}))
-        output.end()
-        source.remember()
-        yield from source.blanks()
+        output.start_call(name)
+        yield from self._read_object(source, output.add_arguments, 1, tools.get(name, {}))
+        output.end_call()
+        source.start_recording()
+        yield from source.skip_blanks()
         yield from source.accept(self.end)
 
     def _read_object(
@@ -62,28 +62,28 @@ class Gemma:
         sink("{")
         keys: set[str] = set()
         while True:
-            yield from source.blanks()
+            yield from source.skip_blanks()
             if (yield from source.accept("}")):
                 break
             if keys:
                 yield from source.expect(",")
-                yield from source.blanks()
+                yield from source.skip_blanks()
             key = yield from self._read_key(source)
             if key in keys:
-                raise Unreadable
+                raise ParseError
             sink(f"{', ' if keys else ''}{quoted(key)}: ")
             keys.add(key)
-            yield from source.blanks()
+            yield from source.skip_blanks()
             yield from self._read_value(source, sink, depth, types_of(schema, key))
         sink("}")
 
     def _read_key(self, source: Source) -> Steps[str]:
         if (yield from source.accept(self.quote)):
-            key, _ = yield from source.collect((self.quote,), most=MAX_NAME_CHARACTERS)
-            yield from source.blanks()
+            key, _ = yield from source.collect_until((self.quote,), most=MAX_NAME_CHARACTERS)
+            yield from source.skip_blanks()
             yield from source.expect(":")
         else:
-            key, _ = yield from source.collect((":",), most=MAX_NAME_CHARACTERS)
+            key, _ = yield from source.collect_until((":",), most=MAX_NAME_CHARACTERS)
         return checked_name(key.strip().strip('"'))
 
     def _read_value(
@@ -91,13 +91,15 @@ class Gemma:
     ) -> Steps[None]:
         if (yield from source.accept(self.quote)):
             sink('"')
-            if not (yield from source.upto((self.quote,), lambda one: sink(quoted(one)[1:-1]))):
-                raise CutShort
+            if not (
+                yield from source.read_until((self.quote,), lambda one: sink(quoted(one)[1:-1]))
+            ):
+                raise UnexpectedEnd
             sink('"')
             return
         first = yield from source.peek()
         if first in "{[" and depth >= MAX_DEPTH:
-            raise Unreadable
+            raise ParseError
         if first == "{":
             yield from self._read_object(source, sink, depth + 1, {})
         elif first == "[":
@@ -105,11 +107,11 @@ class Gemma:
         elif first == '"':
             yield from read_string(source, sink)
         else:
-            word, _ = yield from source.collect(
+            word, _ = yield from source.collect_until(
                 (",", "}", "]"), most=MAX_SCALAR_CHARACTERS, leave=True
             )
             if not word.strip():
-                raise Unreadable
+                raise ParseError
             sink(cast(word.strip(), types))
 
     def _read_list(self, source: Source, sink: Sink, depth: int) -> Steps[None]:
@@ -117,18 +119,18 @@ class Gemma:
         sink("[")
         count = 0
         while True:
-            yield from source.blanks()
+            yield from source.skip_blanks()
             if (yield from source.accept("]")):
                 break
             if count:
                 yield from source.expect(",")
-                yield from source.blanks()
+                yield from source.skip_blanks()
                 sink(", ")
             yield from self._read_value(source, sink, depth, _ANY)
             count += 1
         sink("]")
 
-    def call_form(self, functions: Functions) -> CallForm:
+    def grammar(self, functions: Functions) -> ToolCallGrammar:
         calls = []
         for name, schema in functions.items():
             if not IDENTIFIER.fullmatch(name):
@@ -136,7 +138,7 @@ class Gemma:
             inner = _gemma_arguments(self, name, schema)
             middle = [] if inner is None else [inner]
             calls.append(row(text(f"call:{name}{{"), *middle, text("}" + self.end)))
-        return CallForm(dict.fromkeys(self.markers, any_of(*calls)))
+        return ToolCallGrammar(dict.fromkeys(self.markers, any_of(*calls)))
 
 
 def _gemma_arguments(family: Gemma, function: str, schema: Mapping[str, Any] | None) -> Part | None:

@@ -3,14 +3,14 @@ others), or a name and then an object (Mistral, DeepSeek, Kimi)."""
 
 from dataclasses import dataclass
 
-from server.parsers.base import Output, Tools
+from server.parsers.base import EventBuffer, Tools
 from server.parsers.json_stream import object_of, read_short_string, read_value
-from server.parsers.text_stream import Sink, Source, Steps, Unreadable
+from server.parsers.text_stream import ParseError, Sink, Source, Steps
 from server.parsers.tool.base import MAX_NAME_CHARACTERS, checked_name
 from server.parsers.tool.structural_tag import (
     GAP,
-    CallForm,
     Functions,
+    ToolCallGrammar,
     any_of,
     calls_schema,
     json_of,
@@ -23,14 +23,16 @@ from server.parsers.tool.structural_tag import (
 )
 
 ARGUMENTS = ("arguments", "parameters")
-NOTHING = "{}"
+NO_ARGUMENTS = "{}"
 _DEEPSEEK_CALL = "<\uff5ctool\u2581call\u2581begin\uff5c>"
 _DEEPSEEK_CALL_END = "<\uff5ctool\u2581call\u2581end\uff5c>"
 _DEEPSEEK_CALLS = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
 _DEEPSEEK_CALLS_END = "<\uff5ctool\u2581calls\u2581end\uff5c>"
 
 
-def read_object_call(source: Source, output: Output, known: Tools | None = None) -> Steps[None]:
+def read_object_call(
+    source: Source, output: EventBuffer, known: Tools | None = None
+) -> Steps[None]:
     """`{"name": ..., "arguments": {...}}`, keys in any order, other keys ignored.
 
     With `known`, an object that names none of these, or has no arguments, is no call.
@@ -38,29 +40,29 @@ def read_object_call(source: Source, output: Output, known: Tools | None = None)
     call = _Call(output, known)
     yield from source.expect("{")
     while True:
-        yield from source.blanks()
+        yield from source.skip_blanks()
         key = yield from read_short_string(source)
-        yield from source.blanks()
+        yield from source.skip_blanks()
         yield from source.expect(":")
-        yield from source.blanks()
+        yield from source.skip_blanks()
         if key == "name" and call.name is None:
             call.take_name((yield from read_short_string(source)))
         elif key in ARGUMENTS and not call.has_arguments:
             yield from read_arguments(source, call.take_arguments)
         else:
             yield from read_value(source, _ignore)
-        yield from source.blanks()
+        yield from source.skip_blanks()
         if (yield from source.accept("}")):
             break
         yield from source.expect(",")
     call.end()
-    source.remember()
+    source.start_recording()
 
 
 class _Call:
     """A call whose name and arguments come in any order."""
 
-    def __init__(self, output: Output, known: Tools | None) -> None:
+    def __init__(self, output: EventBuffer, known: Tools | None) -> None:
         self.name: str | None = None
         self.has_arguments = False
         self._output = output
@@ -71,7 +73,7 @@ class _Call:
     def take_name(self, name: str) -> None:
         self.name = checked_name(name)
         if self._known is not None and self.name not in self._known:
-            raise Unreadable
+            raise ParseError
         if self._held:
             self.take_arguments("".join(self._held))
 
@@ -82,15 +84,15 @@ class _Call:
             return
         if not self._is_begun:
             self._is_begun = True
-            self._output.begin(self.name)
-        self._output.arguments(piece)
+            self._output.start_call(self.name)
+        self._output.add_arguments(piece)
 
     def end(self) -> None:
         if self.name is None or (self._known is not None and not self.has_arguments):
-            raise Unreadable
+            raise ParseError
         if not self.has_arguments:
-            self.take_arguments(NOTHING)
-        self._output.end()
+            self.take_arguments(NO_ARGUMENTS)
+        self._output.end_call()
 
 
 def _ignore(piece: str) -> None:
@@ -104,44 +106,44 @@ def read_arguments(source: Source, sink: Sink) -> Steps[None]:
         yield from read_value(source, sink)
     elif first == '"':
         text = yield from read_short_string(source)
-        found = object_of(text) if text.strip() else NOTHING
+        found = object_of(text) if text.strip() else NO_ARGUMENTS
         if found is None:
-            raise Unreadable
+            raise ParseError
         sink(found.encode("utf-8", "replace").decode())
     elif (yield from source.accept("null")):
-        sink(NOTHING)
+        sink(NO_ARGUMENTS)
     else:
-        raise Unreadable
+        raise ParseError
 
 
-def read_calls(source: Source, output: Output, known: Tools | None = None) -> Steps[None]:
+def read_calls(source: Source, output: EventBuffer, known: Tools | None = None) -> Steps[None]:
     """One call as an object, or a list of them."""
     if (yield from source.peek()) != "[":
         yield from read_object_call(source, output, known)
         return
     yield from source.expect("[")
-    yield from source.blanks()
+    yield from source.skip_blanks()
     if known is None and (yield from source.accept("]")):
         return
     while True:
         yield from read_object_call(source, output, known)
-        yield from source.blanks()
+        yield from source.skip_blanks()
         if (yield from source.accept("]")):
             return
         yield from source.expect(",")
-        yield from source.blanks()
+        yield from source.skip_blanks()
 
 
 def read_named_call(
-    source: Source, output: Output, name: str, call_id: str | None = None
+    source: Source, output: EventBuffer, name: str, call_id: str | None = None
 ) -> Steps[None]:
     """The object that the arguments of a call of `name` are."""
     if (yield from source.peek()) != "{":
-        raise Unreadable
-    output.begin(name, call_id)
-    yield from read_value(source, output.arguments)
-    output.end()
-    source.remember()
+        raise ParseError
+    output.start_call(name, call_id)
+    yield from read_value(source, output.add_arguments)
+    output.end_call()
+    source.start_recording()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,33 +154,33 @@ class TaggedJson:
     ends: tuple[str, ...] = ()
     after: str = ""
     """What may stand behind the marker."""
-    begins_bare: bool = False
+    allows_unmarked: bool = False
     """Then, and behind `must_be_known`, only functions of the request are calls: the text may be
     any JSON."""
     must_be_known: tuple[str, ...] = ()
     separators: str = ""
     """Between calls that follow each other."""
-    silent: tuple[str, ...] = ()
+    ignored_markers: tuple[str, ...] = ()
     key: str = "arguments"
     """Where the model writes a call's arguments; either of ARGUMENTS is read."""
 
-    def read(self, marker: str, source: Source, output: Output, tools: Tools) -> Steps[None]:
+    def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
         known = tools if not marker or marker in self.must_be_known else None
-        yield from source.blanks()
+        yield from source.skip_blanks()
         if self.after:
             yield from source.accept(self.after)
-            yield from source.blanks()
+            yield from source.skip_blanks()
         yield from read_calls(source, output, known)
         # A brace too many is the commonest slip.
-        space = yield from source.blanks("}" if marker else "")
+        space = yield from source.skip_blanks("}" if marker else "")
         while self.separators and (yield from source.accept(*self.separators)):
-            yield from source.blanks()
+            yield from source.skip_blanks()
             yield from read_calls(source, output, known)
-            space = yield from source.blanks()
+            space = yield from source.skip_blanks()
         if not (self.ends and (yield from source.accept(*self.ends))):
-            output.text(space.replace("}", ""))
+            output.add_text(space.replace("}", ""))
 
-    def call_form(self, functions: Functions) -> CallForm:
+    def grammar(self, functions: Functions) -> ToolCallGrammar:
         calls = calls_schema(functions, self.key)
         one = {**calls["items"], "$defs": calls["$defs"]}
         written = any_of(json_of(one), json_of(calls))
@@ -187,11 +189,11 @@ class TaggedJson:
         end = [] if not ends else ends if len(ends) == 1 else [optional(any_of(*ends))]
         content = row(*after, GAP, written, *end)
         form = dict.fromkeys(self.markers, content)
-        if not self.begins_bare:
-            return CallForm(form)
+        if not self.allows_unmarked:
+            return ToolCallGrammar(form)
         more = repeat(row(text("; "), json_of(one)))
         bare = row(json_of(one), more) if self.separators else written
-        return CallForm(form, (), any_of(bare, json_of(calls)), "{[")
+        return ToolCallGrammar(form, (), any_of(bare, json_of(calls)), "{[")
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,36 +201,36 @@ class Mistral:
     """`[TOOL_CALLS]` with a list of objects, or with a name, `[ARGS]` and an object."""
 
     markers: tuple[str, ...] = ("[TOOL_CALLS]",)
-    silent: tuple[str, ...] = ()
-    begins_bare: bool = False
+    ignored_markers: tuple[str, ...] = ()
+    allows_unmarked: bool = False
     before_id: str = "[CALL_ID]"
     before_arguments: str = "[ARGS]"
 
-    def read(self, marker: str, source: Source, output: Output, tools: Tools) -> Steps[None]:
-        yield from source.blanks()
+    def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
+        yield from source.skip_blanks()
         if (yield from source.peek()) in "[{":
             yield from read_calls(source, output)
             return
-        name, _ = yield from source.collect(
+        name, _ = yield from source.collect_until(
             (self.before_id, self.before_arguments, "{"), most=MAX_NAME_CHARACTERS, leave=True
         )
         call_id = None
         if (yield from source.accept(self.before_id)):
-            call_id, _ = yield from source.collect(
+            call_id, _ = yield from source.collect_until(
                 (self.before_arguments,), most=MAX_NAME_CHARACTERS, leave=True
             )
             call_id = checked_name(call_id)
         yield from source.accept(self.before_arguments)
-        yield from source.blanks()
+        yield from source.skip_blanks()
         yield from read_named_call(source, output, checked_name(name), call_id)
 
-    def call_form(self, functions: Functions) -> CallForm:
+    def grammar(self, functions: Functions) -> ToolCallGrammar:
         named = [
             row(text(name + self.before_arguments), json_of(object_schema(schema)))
             for name, schema in functions.items()
         ]
         content = any_of(row(regex(" ?"), json_of(calls_schema(functions))), *named)
-        return CallForm(dict.fromkeys(self.markers, content))
+        return ToolCallGrammar(dict.fromkeys(self.markers, content))
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,26 +238,26 @@ class DeepSeek:
     """`function`, a separator, the name and a fenced object; or name, separator, object."""
 
     markers: tuple[str, ...] = (_DEEPSEEK_CALL,)
-    silent: tuple[str, ...] = (_DEEPSEEK_CALLS, _DEEPSEEK_CALLS_END, _DEEPSEEK_CALL_END)
-    begins_bare: bool = False
+    ignored_markers: tuple[str, ...] = (_DEEPSEEK_CALLS, _DEEPSEEK_CALLS_END, _DEEPSEEK_CALL_END)
+    allows_unmarked: bool = False
     separator: str = "<\uff5ctool\u2581sep\uff5c>"
     end: str = _DEEPSEEK_CALL_END
 
-    def read(self, marker: str, source: Source, output: Output, tools: Tools) -> Steps[None]:
-        name, _ = yield from source.collect((self.separator,), most=MAX_NAME_CHARACTERS)
-        yield from source.blanks()
+    def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
+        name, _ = yield from source.collect_until((self.separator,), most=MAX_NAME_CHARACTERS)
+        yield from source.skip_blanks()
         if (yield from source.peek()) != "{":
-            name, _ = yield from source.collect(("\n",), most=MAX_NAME_CHARACTERS)
-            yield from source.blanks()
+            name, _ = yield from source.collect_until(("\n",), most=MAX_NAME_CHARACTERS)
+            yield from source.skip_blanks()
             yield from source.accept("```json", "```")
-            yield from source.blanks()
+            yield from source.skip_blanks()
         yield from read_named_call(source, output, checked_name(name))
-        yield from source.blanks()
+        yield from source.skip_blanks()
         yield from source.accept("```")
-        yield from source.blanks()
+        yield from source.skip_blanks()
         yield from source.accept(self.end)
 
-    def call_form(self, functions: Functions) -> CallForm:
+    def grammar(self, functions: Functions) -> ToolCallGrammar:
         calls = []
         for name, schema in functions.items():
             arguments = json_of(object_schema(schema))
@@ -263,7 +265,7 @@ class DeepSeek:
             head = text(f"function{self.separator}{name}\n```json\n")
             calls.append(row(head, arguments, text("\n```")))
         content = row(any_of(*calls), text(self.end))
-        return CallForm(dict.fromkeys(self.markers, content), self.silent)
+        return ToolCallGrammar(dict.fromkeys(self.markers, content), self.ignored_markers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,26 +273,26 @@ class Kimi:
     """`functions.NAME:NUMBER`, which is the call's id too, a separator, an object."""
 
     markers: tuple[str, ...] = ("<|tool_call_begin|>",)
-    silent: tuple[str, ...] = (
+    ignored_markers: tuple[str, ...] = (
         "<|tool_calls_section_begin|>",
         "<|tool_calls_section_end|>",
         "<|tool_call_end|>",
     )
-    begins_bare: bool = False
+    allows_unmarked: bool = False
     separator: str = "<|tool_call_argument_begin|>"
     end: str = "<|tool_call_end|>"
 
-    def read(self, marker: str, source: Source, output: Output, tools: Tools) -> Steps[None]:
-        head, _ = yield from source.collect((self.separator,), most=MAX_NAME_CHARACTERS)
+    def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
+        head, _ = yield from source.collect_until((self.separator,), most=MAX_NAME_CHARACTERS)
         call_id = checked_name(head)
         name = call_id.rpartition(":")[0] or call_id
-        yield from source.blanks()
+        yield from source.skip_blanks()
         name = checked_name(name.removeprefix("functions."))
         yield from read_named_call(source, output, name, call_id)
-        yield from source.blanks()
+        yield from source.skip_blanks()
         yield from source.accept(self.end)
 
-    def call_form(self, functions: Functions) -> CallForm:
+    def grammar(self, functions: Functions) -> ToolCallGrammar:
         calls = [
             row(
                 text(f"functions.{name}:"),
@@ -301,7 +303,9 @@ class Kimi:
             )
             for name, schema in functions.items()
         ]
-        return CallForm({marker: any_of(*calls) for marker in self.markers}, self.silent)
+        return ToolCallGrammar(
+            {marker: any_of(*calls) for marker in self.markers}, self.ignored_markers
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,22 +314,22 @@ class Arguments:
 
     name: str
     markers: tuple[str, ...] = ()
-    silent: tuple[str, ...] = ()
-    begins_bare: bool = True
+    ignored_markers: tuple[str, ...] = ()
+    allows_unmarked: bool = True
 
-    def read(self, marker: str, source: Source, output: Output, tools: Tools) -> Steps[None]:
-        yield from source.blanks()
+    def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
+        yield from source.skip_blanks()
         yield from read_named_call(source, output, self.name)
 
 
-CALLS_ALONE = TaggedJson((), begins_bare=True)
+CALLS_ALONE = TaggedJson((), allows_unmarked=True)
 """A list of calls and nothing else, in the form of a grammar."""
 HERMES = TaggedJson(("<tool_call>",), ("</tool_call>",))
 GRANITE = TaggedJson(("<|tool_call|>", "<tool_call>"), ("</tool_call>", "<|tool_call|>"))
 GRANITE_20B = TaggedJson(("<function_call>",))
 LLAMA3_JSON = TaggedJson(
     ("<|python_tag|>",),
-    begins_bare=True,
+    allows_unmarked=True,
     must_be_known=("<|python_tag|>",),
     separators=";,",
     key="parameters",
@@ -338,7 +342,7 @@ PHI4_MINI = TaggedJson(("functools", "<|tool_call|>"), ("<|/tool_call|>",))
 XLAM = TaggedJson(
     ("```json", "[TOOL_CALLS]", "<tool_call>"),
     ("```", "</tool_call>"),
-    begins_bare=True,
+    allows_unmarked=True,
     must_be_known=("```json",),
 )
 MISTRAL = Mistral()

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from server.parsers.base import Output, Tools
+from server.parsers.base import EventBuffer, Tools
 from server.parsers.json_stream import MAX_DEPTH, MAX_SCALAR_CHARACTERS, quoted
-from server.parsers.text_stream import Sink, Source, Steps, Unreadable
+from server.parsers.text_stream import ParseError, Sink, Source, Steps
 from server.parsers.tool.structural_tag import (
     IDENTIFIER,
-    CallForm,
     Functions,
     Part,
+    ToolCallGrammar,
     any_of,
     arguments_of,
     json_of,
@@ -52,64 +52,68 @@ class Pythonic:
 
     markers: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
-    begins_bare: bool = False
-    silent: tuple[str, ...] = ()
+    allows_unmarked: bool = False
+    ignored_markers: tuple[str, ...] = ()
 
-    def read(self, marker: str, source: Source, output: Output, tools: Tools) -> Steps[None]:
-        yield from source.blanks()
+    def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
+        yield from source.skip_blanks()
         yield from source.expect("[")
-        yield from source.blanks()
+        yield from source.skip_blanks()
         while True:
             yield from _read_call(source, output, None if marker else tools)
-            source.remember()
-            yield from source.blanks()
+            source.start_recording()
+            yield from source.skip_blanks()
             if (yield from source.accept("]")):
                 break
             yield from source.expect(",")
-            yield from source.blanks()
+            yield from source.skip_blanks()
         if self.ends:
-            space = yield from source.blanks()
+            space = yield from source.skip_blanks()
             if not (yield from source.accept(*self.ends)):
-                output.text(space)
+                output.add_text(space)
 
-    def call_form(self, functions: Functions) -> CallForm:
+    def grammar(self, functions: Functions) -> ToolCallGrammar:
         calls = any_of(*(_python_call(name, schema) for name, schema in functions.items()))
         written = row(text("["), calls, repeat(row(_COMMA, calls)), text("]"))
         ends = [text(end) for end in self.ends]
         form = {marker: row(written, *ends) for marker in self.markers}
-        return CallForm(form, (), written, "[") if self.begins_bare else CallForm(form)
+        return (
+            ToolCallGrammar(form, (), written, "[")
+            if self.allows_unmarked
+            else ToolCallGrammar(form)
+        )
 
 
-def _read_call(source: Source, output: Output, known: Tools | None) -> Steps[None]:
-    name = yield from source.match(_NAME, _MAX_NAME)
+def _read_call(source: Source, output: EventBuffer, known: Tools | None) -> Steps[None]:
+    name = yield from source.peek_run(_NAME, _MAX_NAME)
     if not name or (known is not None and name not in known):
-        raise Unreadable
+        raise ParseError
     source.take(len(name))
     yield from source.expect("(")
-    output.begin(name)
-    output.arguments("{")
+    output.start_call(name)
+    output.add_arguments("{")
     keys: set[str] = set()
     while True:
-        yield from source.blanks()
+        yield from source.skip_blanks()
         if (yield from source.accept(")")):
             break
         if keys:
             yield from source.expect(",")
-            yield from source.blanks()
+            yield from source.skip_blanks()
             if (yield from source.accept(")")):
                 break
-        key = yield from source.match(_NAME, _MAX_NAME)
+        key = yield from source.peek_run(_NAME, _MAX_NAME)
         if not key or key in keys:
-            raise Unreadable
+            raise ParseError
         source.take(len(key))
-        yield from source.blanks()
+        yield from source.skip_blanks()
         yield from source.expect("=")
-        yield from source.blanks()
-        output.arguments(f"{', ' if keys else ''}{json.dumps(key)}: ")
+        yield from source.skip_blanks()
+        output.add_arguments(f"{', ' if keys else ''}{json.dumps(key)}: ")
         keys.add(key)
-        yield from _read_literal(source, output.arguments, 1)
-    output.arguments("}")
-    output.end()
+        yield from _read_literal(source, output.add_arguments, 1)
+    output.add_arguments("}")
+    output.end_call()
 
 
 def _read_literal(source: Source, sink: Sink, depth: int) -> Steps[None]:
@@ -121,13 +125,13 @@ def _read_literal(source: Source, sink: Sink, depth: int) -> Steps[None]:
         sink('"')
     elif first in "[({":
         if depth >= MAX_DEPTH:
-            raise Unreadable
+            raise ParseError
         yield from _read_items(source, sink, depth)
     else:
-        word = yield from source.match(_WORD, MAX_SCALAR_CHARACTERS)
+        word = yield from source.peek_run(_WORD, MAX_SCALAR_CHARACTERS)
         found = _WORDS.get(word) or _number(word)
         if found is None:
-            raise Unreadable
+            raise ParseError
         source.take(len(word))
         sink(found)
 
@@ -153,21 +157,21 @@ def _read_items(source: Source, sink: Sink, depth: int) -> Steps[None]:
     sink("{" if is_dict else "[")
     count = 0
     while True:
-        yield from source.blanks()
+        yield from source.skip_blanks()
         if count and (yield from source.peek()) != closing:
             yield from source.expect(",")
-            yield from source.blanks()
+            yield from source.skip_blanks()
         if (yield from source.accept(closing)):
             break
         if count:
             sink(", ")
         if is_dict:
             if (yield from source.peek()) not in "\"'":
-                raise Unreadable
+                raise ParseError
             yield from _read_literal(source, sink, depth + 1)
-            yield from source.blanks()
+            yield from source.skip_blanks()
             yield from source.expect(":")
-            yield from source.blanks()
+            yield from source.skip_blanks()
             sink(": ")
         yield from _read_literal(source, sink, depth + 1)
         count += 1
@@ -182,7 +186,7 @@ def _read_string(source: Source, sink: Sink) -> Steps[None]:
         sink(quoted(piece)[1:-1])
 
     while True:
-        source.run(plain, take)
+        source.take_run(plain, take)
         character = yield from source.peek()
         if character == quote:
             source.take(1)
@@ -192,7 +196,7 @@ def _read_string(source: Source, sink: Sink) -> Steps[None]:
 
 
 def _read_escape(source: Source, sink: Sink) -> Steps[None]:
-    kind = (yield from source.fill(2))[1]
+    kind = (yield from source.peek_many(2))[1]
     digits = _HEX_DIGITS.get(kind)
     if digits is None:
         source.take(2)
@@ -200,12 +204,12 @@ def _read_escape(source: Source, sink: Sink) -> Steps[None]:
             # As Python has it: a backslash before anything else stays.
             sink(_ESCAPES.get(kind) or (kind if kind in "\\'\"" else "\\" + kind))
         return
-    written = (yield from source.fill(2 + digits))[2:]
+    written = (yield from source.peek_many(2 + digits))[2:]
     if not all(digit in "0123456789abcdefABCDEF" for digit in written):
-        raise Unreadable
+        raise ParseError
     number = int(written, 16)
     if number > 0x10FFFF:
-        raise Unreadable
+        raise ParseError
     source.take(2 + digits)
     sink(chr(number))
 
@@ -227,6 +231,6 @@ def _python_call(name: str, schema: Mapping[str, Any] | None) -> Part:
     return row(text(f"{name}("), *([] if inner is None else [inner]), text(")"))
 
 
-PYTHONIC = Pythonic(begins_bare=True)
-LLAMA4_PYTHONIC = Pythonic(("<|python_start|>",), ("<|python_end|>",), begins_bare=True)
+PYTHONIC = Pythonic(allows_unmarked=True)
+LLAMA4_PYTHONIC = Pythonic(("<|python_start|>",), ("<|python_end|>",), allows_unmarked=True)
 LFM2 = Pythonic(("<|tool_call_start|>",), ("<|tool_call_end|>",))

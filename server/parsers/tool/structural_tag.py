@@ -164,11 +164,11 @@ GAP = regex("[ \\n]?")
 
 
 @dataclass(frozen=True, slots=True)
-class CallForm:
+class ToolCallGrammar:
     """What may follow each marker of a family, its end included."""
 
     by_marker: Mapping[str, Part]
-    silent: tuple[str, ...] = ()
+    ignored_markers: tuple[str, ...] = ()
     bare: Part | None = None
     """What an answer that begins with one of `bare_starts` must be."""
     bare_starts: str = ""
@@ -182,7 +182,7 @@ class CallForm:
         made: Part = {
             "type": "calls",
             "tags": [{"begin": marker, "content": one} for marker, one in self.by_marker.items()],
-            "silent": list(self.silent),
+            "silent": list(self.ignored_markers),
         }
         if self.bare is not None:
             made.update(bare=self.bare, bare_starts=self.bare_starts)
@@ -193,7 +193,7 @@ class CallForm:
         if self.bare is not None or not self.by_marker:
             return None
         calls = any_of(*(row(text(marker), one) for marker, one in self.by_marker.items()))
-        around = [repeat(any_of(*map(text, self.silent)))] if self.silent else []
+        around = [repeat(any_of(*map(text, self.ignored_markers)))] if self.ignored_markers else []
         one = row(*around, calls, *around)
         return any_of(form, row(one, repeat(row(GAP, one))) if is_parallel else one)
 

@@ -6,16 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from server.parsers.base import Output, Tools
+from server.parsers.base import EventBuffer, Tools
 from server.parsers.json_stream import quoted, value_of
-from server.parsers.text_stream import CutShort, Source, Steps, Unreadable
+from server.parsers.text_stream import ParseError, Source, Steps, UnexpectedEnd
 from server.parsers.tool.base import MAX_NAME_CHARACTERS, checked_name, types_of
 from server.parsers.tool.structural_tag import (
     ANNOTATIONS,
     Argument,
-    CallForm,
     Functions,
     Part,
+    ToolCallGrammar,
     any_of,
     arguments_of,
     is_plain_text,
@@ -55,64 +55,66 @@ class Tags:
     """Whether a line break before and after a value is none of it."""
     leaves_name_end: bool = False
     """Whether what ends the name is the next tag."""
-    silent: tuple[str, ...] = ()
-    begins_bare: bool = False
+    ignored_markers: tuple[str, ...] = ()
+    allows_unmarked: bool = False
 
-    def read(self, marker: str, source: Source, output: Output, tools: Tools) -> Steps[None]:
+    def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
         num_calls = 0
         while True:
             if marker != self.opening or num_calls:
-                yield from source.blanks()
+                yield from source.skip_blanks()
                 if self.section_end and (yield from source.accept(self.section_end)):
                     break
                 if self.opening and not (yield from source.accept(self.opening)):
                     if num_calls:
                         return
-                    raise Unreadable
+                    raise ParseError
             yield from self._read_call(source, output, tools)
-            source.remember()
+            source.start_recording()
             num_calls += 1
             if not self.opening:
                 break
         if not num_calls:
-            raise Unreadable
+            raise ParseError
 
-    def _read_call(self, source: Source, output: Output, tools: Tools) -> Steps[None]:
-        name, _ = yield from source.collect(
+    def _read_call(self, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
+        name, _ = yield from source.collect_until(
             self.name_end, most=MAX_NAME_CHARACTERS, leave=self.leaves_name_end
         )
         name = checked_name(name.strip("\"' \t\r\n"))
         schema = tools.get(name, {})
-        output.begin(name)
-        output.arguments("{")
+        output.start_call(name)
+        output.add_arguments("{")
         keys: set[str] = set()
         while True:
-            yield from source.blanks()
+            yield from source.skip_blanks()
             if (yield from source.accept(self.call_end)):
                 break
             if not (yield from source.accept(self.key)):
-                raise Unreadable
-            key, _ = yield from source.collect((self.key_end,), most=MAX_NAME_CHARACTERS)
+                raise ParseError
+            key, _ = yield from source.collect_until((self.key_end,), most=MAX_NAME_CHARACTERS)
             key = checked_name(key.strip("\"' \t\r\n"))
             if key in keys:
-                raise Unreadable
-            output.arguments(f"{', ' if keys else ''}{json.dumps(key)}: ")
+                raise ParseError
+            output.add_arguments(f"{', ' if keys else ''}{json.dumps(key)}: ")
             keys.add(key)
             yield from self._read_value(source, output, types_of(schema, key))
-        output.arguments("}")
-        output.end()
+        output.add_arguments("}")
+        output.end_call()
 
-    def _read_value(self, source: Source, output: Output, types: frozenset[str]) -> Steps[None]:
+    def _read_value(
+        self, source: Source, output: EventBuffer, types: frozenset[str]
+    ) -> Steps[None]:
         is_text = not types or types == {"string"}
         if self.has_attributes:
-            attributes, _ = yield from source.collect((">",), most=MAX_ATTRIBUTES_CHARACTERS)
+            attributes, _ = yield from source.collect_until((">",), most=MAX_ATTRIBUTES_CHARACTERS)
             if "string=" in attributes:
                 is_text = 'string="true"' in attributes
                 types = frozenset(("any",))
         if self.value:
-            yield from source.blanks()
+            yield from source.skip_blanks()
             if not (yield from source.accept(self.value)):
-                raise Unreadable
+                raise ParseError
         if self.is_framed:
             yield from source.accept("\n")
         if is_text:
@@ -120,9 +122,9 @@ class Tags:
         else:
             yield from self._read_cast(source, output, types)
 
-    def _read_text(self, source: Source, output: Output) -> Steps[None]:
+    def _read_text(self, source: Source, output: EventBuffer) -> Steps[None]:
         """Text that runs on as it comes, up to the tag or the line break before it."""
-        output.arguments('"')
+        output.add_arguments('"')
         held = ""
 
         def take(piece: str) -> None:
@@ -130,24 +132,26 @@ class Tags:
             whole = held + piece
             held = "\n" if self.is_framed and whole.endswith("\n") else ""
             if ready := whole[: len(whole) - len(held)]:
-                output.arguments(quoted(ready)[1:-1])
+                output.add_arguments(quoted(ready)[1:-1])
 
-        if not (yield from source.upto((self.value_end,), take)):
-            raise CutShort
-        output.arguments('"')
+        if not (yield from source.read_until((self.value_end,), take)):
+            raise UnexpectedEnd
+        output.add_arguments('"')
 
-    def _read_cast(self, source: Source, output: Output, types: frozenset[str]) -> Steps[None]:
+    def _read_cast(self, source: Source, output: EventBuffer, types: frozenset[str]) -> Steps[None]:
         pieces: list[str] = []
-        if not (yield from source.upto((self.value_end,), pieces.append)):
-            raise CutShort
+        if not (yield from source.read_until((self.value_end,), pieces.append)):
+            raise UnexpectedEnd
         text = "".join(pieces)
         if self.is_framed:
             text = text.removesuffix("\n")
-        output.arguments(cast(text, types))
+        output.add_arguments(cast(text, types))
 
-    def call_form(self, functions: Functions) -> CallForm:
+    def grammar(self, functions: Functions) -> ToolCallGrammar:
         content = _content(self, functions)
-        return CallForm({marker: content(marker) for marker in self.markers}, self.silent)
+        return ToolCallGrammar(
+            {marker: content(marker) for marker in self.markers}, self.ignored_markers
+        )
 
 
 def cast(text: str, types: frozenset[str]) -> str:
@@ -306,7 +310,7 @@ DSML = Tags(
     call_end="</\uff5cDSML\uff5cinvoke>",
     has_attributes=True,
     is_framed=False,
-    silent=("</\uff5cDSML\uff5cfunction_calls>", "</\uff5cDSML\uff5ctool_calls>"),
+    ignored_markers=("</\uff5cDSML\uff5cfunction_calls>", "</\uff5cDSML\uff5ctool_calls>"),
 )
 GLM = Tags(
     markers=("<tool_call>",),
@@ -330,7 +334,7 @@ HUNYUAN = Tags(
     value_end="</arg_value>",
     call_end="</tool_call>",
     is_framed=False,
-    silent=("<tool_calls>", "</tool_calls>"),
+    ignored_markers=("<tool_calls>", "</tool_calls>"),
 )
 STEP3 = Tags(
     markers=("<steptml:invoke name=",),
@@ -341,7 +345,7 @@ STEP3 = Tags(
     value_end="</steptml:parameter>",
     call_end="</steptml:invoke>",
     is_framed=False,
-    silent=(
+    ignored_markers=(
         "<\uff5ctool_calls_begin\uff5c>",
         "<\uff5ctool_call_begin\uff5c>function<\uff5ctool_sep\uff5c>",
         "<\uff5ctool_call_end\uff5c>",

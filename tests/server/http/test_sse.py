@@ -13,7 +13,7 @@ from http_rig import EOS, Rig, TalkingClient, events, ids, in_memory, on_port
 
 from server.generation.outputs import Delta
 from server.http.sse import Envelope, json_line, json_text
-from server.openai.choices import Gatherer
+from server.openai.choices import DeltaBatcher
 
 
 def deltas(stream: bytes) -> list[Any]:
@@ -272,10 +272,10 @@ def test_text_that_other_clients_take_for_line_ends_is_escaped() -> None:
 
 
 def test_an_interval_holds_tokens_back_but_neither_first_nor_last() -> None:
-    gatherer = Gatherer(3)
+    gatherer = DeltaBatcher(3)
 
     taken = [
-        [(d.text, d.finish_reason) for d in gatherer.take([Delta(0, text, [1], None, reason)])]
+        [(d.text, d.finish_reason) for d in gatherer.add([Delta(0, text, [1], None, reason)])]
         for text, reason in [
             ("a", None),
             ("b", None),

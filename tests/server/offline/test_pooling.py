@@ -24,7 +24,7 @@ def offline(facts: PoolingFacts = EMBEDDER) -> tuple[OfflinePooling, PoolingClie
     client = PoolingClient(facts, vocab_size=VOCAB_SIZE)
     reader = make_input_processor(client.ready, TOKENIZER)
     assert reader is not None
-    return OfflinePooling(client, reader, at_once=2), client
+    return OfflinePooling(client, reader, max_concurrent=2), client
 
 
 def vector(text: str, params: PoolingParams = EMBED, facts: PoolingFacts = EMBEDDER) -> Any:

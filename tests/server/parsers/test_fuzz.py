@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from parsing import TOOLS, good_calls, read
 from written_calls import BROKEN, TEXT, WHOLE
 
-from server.parsers.answer import AnswerParser
-from server.parsers.base import Parser, ThoughtForm
-from server.parsers.harmony import HARMONY
-from server.parsers.registry import FAMILIES, THINKING, words_of
-from server.parsers.tool.base import CallParser, Family
+from server.parsers.base import Parser, ReasoningFormat
+from server.parsers.harmony import HARMONY_REASONING
+from server.parsers.output_parser import OutputParser
+from server.parsers.registry import REASONING_FORMATS, TOOL_CALL_FORMATS, words_of
+from server.parsers.tool.base import ToolCallFormat, ToolCallParser
 from server.parsers.tool.json import CALLS_ALONE, Arguments
 
 PLAIN = st.text("abxyzÅé\u03b1\u2028\U0001f600 \n.!?-=0189", min_size=1, max_size=12)
@@ -39,18 +39,18 @@ def texts_of(words: frozenset[str]) -> st.SearchStrategy[str]:
     return st.lists(st.one_of(marks, halves, pieces, st.text(max_size=8)), max_size=12).map("".join)
 
 
-FORMS = {family: name for name, family in FAMILIES.items()}
+FORMS = {family: name for name, family in TOOL_CALL_FORMATS.items()}
 """Each family once, and those of calls that a grammar forces."""
 FORMS |= {Arguments("now"): "named", CALLS_ALONE: "required"}
 CUTS = st.lists(st.integers(0, 400), max_size=6)
 
 
 @pytest.mark.parametrize("family", FORMS, ids=FORMS.values())
-def test_any_text_can_be_searched_for_calls(family: Family) -> None:
+def test_any_text_can_be_searched_for_calls(family: ToolCallFormat) -> None:
     @settings(max_examples=40)
     @given(texts_of(words_of(family)), CUTS, st.booleans())
     def check(text: str, places: list[int], is_cut: bool) -> None:
-        make = partial(CallParser, family, TOOLS)
+        make = partial(ToolCallParser, family, TOOLS)
         whole = read(make, [text], is_cut=is_cut)
 
         assert read(make, cut(text, places), is_cut=is_cut) == whole
@@ -59,7 +59,7 @@ def test_any_text_can_be_searched_for_calls(family: Family) -> None:
             assert all(isinstance(arguments, dict) for _, arguments in good_calls(whole))
         _, said, calls, broken = whole
         if len(calls) == len(broken):
-            assert bare(said, family.silent) == bare(text, family.silent)
+            assert bare(said, family.ignored_markers) == bare(text, family.ignored_markers)
 
     check()
 
@@ -80,7 +80,9 @@ SAMPLES = {
         for family, text, content, calls in WHOLE
         if family == name
         and not content
-        and text.startswith((*FAMILIES[name].markers, *FAMILIES[name].silent))
+        and text.startswith(
+            (*TOOL_CALL_FORMATS[name].markers, *TOOL_CALL_FORMATS[name].ignored_markers)
+        )
     ]
     for name in {name for name, *_ in WHOLE}
 }
@@ -93,7 +95,7 @@ def test_text_around_calls_is_kept_and_so_are_the_calls(name: str) -> None:
     def check(parts: list[tuple[str, tuple[str, list[Any]]]], places: list[int]) -> None:
         text = "".join(f"{plain}.{call}" for plain, (call, _) in parts)
 
-        found = read(partial(CallParser, FAMILIES[name], TOOLS), cut(text, places))
+        found = read(partial(ToolCallParser, TOOL_CALL_FORMATS[name], TOOLS), cut(text, places))
 
         said = "".join(f"{plain}." for plain, _ in parts)
         assert without_blanks(found[1]) == without_blanks(said)
@@ -103,24 +105,34 @@ def test_text_around_calls_is_kept_and_so_are_the_calls(name: str) -> None:
     check()
 
 
-@pytest.mark.parametrize("form", set(THINKING.values()))
-def test_any_text_can_be_searched_for_thinking(form: ThoughtForm) -> None:
+@pytest.mark.parametrize("form", set(REASONING_FORMATS.values()))
+def test_any_text_can_be_searched_for_thinking(form: ReasoningFormat) -> None:
     words = words_of(form)
 
     @settings(max_examples=40)
-    @given(texts_of(words), CUTS, st.booleans(), st.booleans(), st.sampled_from(sorted(FAMILIES)))
-    def check(text: str, places: list[int], is_inside: bool, is_exact: bool, family: str) -> None:
+    @given(
+        texts_of(words),
+        CUTS,
+        st.booleans(),
+        st.booleans(),
+        st.sampled_from(sorted(TOOL_CALL_FORMATS)),
+    )
+    def check(
+        text: str, places: list[int], is_inside: bool, keeps_whitespace: bool, family: str
+    ) -> None:
         def make() -> Parser:
-            return form.parser(is_inside=is_inside, is_exact=is_exact)
+            return form.parser(is_inside=is_inside, keeps_whitespace=keeps_whitespace)
 
         def both() -> Parser:
-            return AnswerParser(make(), CallParser(FAMILIES[family], TOOLS), lambda: "ID", 2)  # type: ignore[arg-type]
+            return OutputParser(
+                make(), ToolCallParser(TOOL_CALL_FORMATS[family], TOOLS), lambda: "ID", 2
+            )  # type: ignore[arg-type]
 
         whole = read(make, [text])
         assert read(make, cut(text, places)) == whole
         assert read(make, list(text)) == whole
         assert read(both, cut(text, places)) == read(both, [text])
-        if form is not HARMONY:  # a header of a channel is not said
+        if form is not HARMONY_REASONING:  # a header of a channel is not said
             said = without_blanks(whole[0] + whole[1])
             assert lost_of(without_blanks(text), said, [*map(without_blanks, words)]) is not None
 
@@ -153,7 +165,7 @@ CHANNELS = {"analysis": 0, "final": 1, "commentary": 1}
 def test_what_is_said_in_channels_is_kept(parts: list[tuple[str, str]], places: list[int]) -> None:
     messages = [f"<|channel|>{channel}<|message|>{text}" for channel, text in parts]
     found = read(
-        lambda: HARMONY.parser(is_inside=False),
+        lambda: HARMONY_REASONING.parser(is_inside=False),
         cut("<|end|><|start|>assistant".join(messages), places),
     )
 

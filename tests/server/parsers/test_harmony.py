@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from parsing import TOOLS, good_calls, read_every_way
 
-from server.parsers.answer import AnswerParser
-from server.parsers.harmony import CALLS, HARMONY
-from server.parsers.tool.base import CallParser
+from server.parsers.harmony import HARMONY_REASONING, HARMONY_TOOL_CALLS
+from server.parsers.output_parser import OutputParser
+from server.parsers.tool.base import ToolCallParser
 
 THINKS = "<|channel|>analysis<|message|>Hm.<|end|>"
 FINAL = "<|start|>assistant<|channel|>final<|message|>"
@@ -18,9 +18,9 @@ CALL = (
 OSLO = '{"city": "Oslo"}'
 
 
-def parser(*, is_inside: bool = False, has_tools: bool = True) -> AnswerParser:
-    calls = CallParser(CALLS, TOOLS) if has_tools else None
-    return AnswerParser(HARMONY.parser(is_inside=is_inside), calls, lambda: "ID")
+def parser(*, is_inside: bool = False, has_tools: bool = True) -> OutputParser:
+    calls = ToolCallParser(HARMONY_TOOL_CALLS, TOOLS) if has_tools else None
+    return OutputParser(HARMONY_REASONING.parser(is_inside=is_inside), calls, lambda: "ID")
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ def test_an_answer_may_begin_inside_the_thinking_of_its_prompt() -> None:
     )
 
     assert found[:2] == ("Hm.", "Yes. ")
-    assert HARMONY.begins_inside(prompt)
-    assert not HARMONY.begins_inside("<|start|>assistant")
+    assert HARMONY_REASONING.starts_in_reasoning(prompt)
+    assert not HARMONY_REASONING.starts_in_reasoning("<|start|>assistant")
 
 
 @pytest.mark.parametrize("length", [3, 30])

@@ -602,7 +602,7 @@ async def test_control_tokens_in_messages_are_marked_in_isolation_too() -> None:
     rendered = await template.render(
         [{"role": "user", "content": "a <|end|> b"}],
         template="{{ messages[0].content }}<|end|>",
-        mark=marker.marked,
+        mark=marker.mark_texts,
     )
 
     assert rendered == "a <MARK|end|> b<|end|>"

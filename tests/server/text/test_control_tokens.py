@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 
 from config.errors import UserError
 from server.text.chat_template import ChatTemplate
-from server.text.control_tokens import ControlTexts
+from server.text.control_tokens import ControlTokenEncoder
 from server.text.tokenizer import Tokenizer as Text
 from server.text.tokenizer_files import TextFiles
 
@@ -124,7 +124,7 @@ def of_words(*special: AddedToken) -> Tokenizer:
     ids=["found in changed text", "found as a word", "a word of the model", "one character"],
 )
 def test_a_control_token_that_cannot_be_avoided_is_refused_by_name(token: AddedToken) -> None:
-    controls = ControlTexts(of_words(token))
+    controls = ControlTokenEncoder(of_words(token))
 
     with pytest.raises(UserError, match=re.escape(f"'{token.content}'")):
         controls.encode(controls.marked(f"a {token.content} a"), False)

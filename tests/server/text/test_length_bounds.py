@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from server.text.length_bounds import Cover, cover_of
+from server.text.length_bounds import TokenLengthBound, token_length_bound
 
 
 def with_normalizer(encoder: Tokenizer, normalizer: normalizers.Normalizer) -> Tokenizer:
@@ -29,7 +29,7 @@ KNOWN = {
     "composed": with_normalizer(text_folders.byte_level(), normalizers.NFC()),
     "some bytes": without_some_bytes(),
 }
-COVERS = {kind: cover_of(encoder) for kind, encoder in KNOWN.items()}
+COVERS = {kind: token_length_bound(encoder) for kind, encoder in KNOWN.items()}
 # Pieces that shrink if anything does: combining marks, Hangul letters, merges, control tokens.
 PIECES = ["\u03b1\u0313\u0300\u0345", "\u1100\u1161\u11a8", " the", "<|im_start|>", "<tool>", "\0"]
 
@@ -50,8 +50,8 @@ def test_no_text_has_fewer_tokens_than_its_cover_says(kind: str, text: list[str]
 def test_the_longest_token_is_what_counts_and_dropped_bytes_are_not() -> None:
     longest = max(len(token) for token in text_folders.SPECIAL)
 
-    assert COVERS["bytes"] == Cover(most_bytes=longest)
-    assert COVERS["some bytes"] == Cover(most_bytes=1, dropped=bytes((0, 1, 2)))
+    assert COVERS["bytes"] == TokenLengthBound(most_bytes=longest)
+    assert COVERS["some bytes"] == TokenLengthBound(most_bytes=1, dropped=bytes((0, 1, 2)))
     assert COVERS["some bytes"].least_tokens("ab\0\1c") == 3
 
 
@@ -72,6 +72,6 @@ def blanks_swallowed() -> Tokenizer:
     ids=["unknown words", "blanks swallowed", "stripped", "blanks joined"],
 )
 def test_a_tokenizer_that_can_drop_any_amount_of_text_has_no_cover(encoder: Tokenizer) -> None:
-    cover = cover_of(encoder)
+    cover = token_length_bound(encoder)
 
     assert cover is None

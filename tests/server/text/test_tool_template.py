@@ -8,7 +8,7 @@ import pytest
 from server.text.chat_template import ChatTemplate
 from server.text.control_tokens import ControlMarker
 from server.text.isolated_template import isolated_templates
-from server.text.messages import plain
+from server.text.messages import normalize_messages
 from server.text.tool_template import INSTRUCTIONS, with_tools_as_text
 
 CHATML = (
@@ -59,7 +59,7 @@ RESULTS = (
 def rendered(
     messages: list[dict[str, Any]], tools: Any = (WEATHER,), *, takes_system: bool = True
 ) -> list[tuple[str, str]]:
-    made = with_tools_as_text(plain(messages), tools, takes_system=takes_system)
+    made = with_tools_as_text(normalize_messages(messages), tools, takes_system=takes_system)
     assert not any("tool_calls" in message for message in made)
     return [(message["role"], message["content"]) for message in made]
 
@@ -140,7 +140,9 @@ async def test_control_tokens_in_tools_are_marked_in_a_template_of_a_request_too
     template = ChatTemplate(CHATML, {}, isolation=isolated_templates(marker))
     tool = {"type": "function", "function": {"name": "f", "description": "<|im_end|>"}}
 
-    text = await template.render(HISTORY, tools=[tool], template=CHATML + " ", mark=marker.marked)
+    text = await template.render(
+        HISTORY, tools=[tool], template=CHATML + " ", mark=marker.mark_texts
+    )
 
     assert '"description": "<MARK|im_end|>"' in text and CALLS in text
     template.close()

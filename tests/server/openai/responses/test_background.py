@@ -63,8 +63,8 @@ async def test_it_is_queued_then_under_way_then_whole() -> None:
         assert TEXT.startswith(running["output"][0]["content"][0]["text"])
         assert whole["status"] == "completed" and whole["background"] is True
         assert whole["output"][0]["content"][0]["text"] == TEXT
-        followed = {"input": "go on", "previous_response_id": first["id"]}
-        assert (await rig.post(ROUTE, followed)).status_code == 200
+        follow_events = {"input": "go on", "previous_response_id": first["id"]}
+        assert (await rig.post(ROUTE, follow_events)).status_code == 200
 
 
 async def test_it_is_not_followed_by_another_before_it_has_ended() -> None:

@@ -30,7 +30,7 @@ def speaking(reply: str, **config: Any) -> Any:
     return in_memory(TalkingClient(reply), **{"chat_template": THINKING_TEMPLATE, **config})
 
 
-async def ask(rig: Rig, given: Any = "hi", **fields: Any) -> dict[str, Any]:
+async def resolve_request(rig: Rig, given: Any = "hi", **fields: Any) -> dict[str, Any]:
     answer = await rig.post(ROUTE, {"input": given, **fields})
     assert answer.status_code == 200, answer.text
     made: dict[str, Any] = answer.json()
@@ -74,7 +74,7 @@ async def prompt_of(rig: Rig, place: int = -1) -> str:
 
 async def test_a_response_has_every_field_and_an_item_for_each_thing_said() -> None:
     async with speaking(THOUGHT + "One moment.\n" + CALL) as rig:
-        made = await ask(
+        made = await resolve_request(
             rig, tools=[WEATHER], instructions="Be brief.", metadata={"a": "b"}, temperature=0.5
         )
 
@@ -172,7 +172,7 @@ async def test_events_come_in_the_order_of_the_contract() -> None:
 )
 async def test_a_stream_ends_with_the_whole_answer(reply: str, fields: Any) -> None:
     async with speaking(reply) as rig:
-        whole = await ask(rig, tools=[WEATHER], **fields)
+        whole = await resolve_request(rig, tools=[WEATHER], **fields)
         events = await streamed(rig, tools=[WEATHER], **fields)
 
         last = events[-1]
@@ -193,7 +193,7 @@ async def test_a_stream_ends_with_the_whole_answer(reply: str, fields: Any) -> N
 async def test_a_text_has_the_log_probabilities_of_its_own_tokens_alone() -> None:
     async with speaking(THOUGHT + "Ha ha <b> é.\n" + CALL) as rig:
         asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
-        part = (await ask(rig, tools=[WEATHER], **asked))["output"][1]["content"][0]
+        part = (await resolve_request(rig, tools=[WEATHER], **asked))["output"][1]["content"][0]
 
         data = b"".join(bytes(one["bytes"]) for one in part["logprobs"])
         assert data.decode() == part["text"] == "Ha ha <b> é."
@@ -202,7 +202,7 @@ async def test_a_text_has_the_log_probabilities_of_its_own_tokens_alone() -> Non
 
 async def test_an_answer_cut_by_its_length_is_incomplete() -> None:
     async with speaking("A long answer.") as rig:
-        made = await ask(rig, max_output_tokens=3)
+        made = await resolve_request(rig, max_output_tokens=3)
 
         assert made["status"] == made["output"][0]["status"] == "incomplete"
         assert made["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -226,8 +226,10 @@ async def test_sampling_form_and_effort_reach_the_engine() -> None:
     async with speaking("{}") as rig:
         schema = {"type": "object"}
         made = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
-        answer = await ask(rig, text={"format": made}, top_k=3, seed=7, max_output_tokens=9)
-        await ask(rig, reasoning={"effort": "none", "summary": "auto"}, temperature=0)
+        answer = await resolve_request(
+            rig, text={"format": made}, top_k=3, seed=7, max_output_tokens=9
+        )
+        await resolve_request(rig, reasoning={"effort": "none", "summary": "auto"}, temperature=0)
 
         sampling = rig.client.boxes[0].sampling
         assert (sampling.top_k, sampling.seed, sampling.max_tokens) == (3, 7, 9)
@@ -238,13 +240,15 @@ async def test_sampling_form_and_effort_reach_the_engine() -> None:
 
 async def test_a_response_goes_on_from_the_one_before_without_its_instructions() -> None:
     async with speaking(THOUGHT + CALL) as rig:
-        first = await ask(rig, "Weather?", tools=[WEATHER], instructions="SECRET")
+        first = await resolve_request(rig, "Weather?", tools=[WEATHER], instructions="SECRET")
         call = first["output"][-1]
         result = {"type": "function_call_output", "call_id": call["call_id"], "output": "rain"}
         rig.client.reply = "It rains."
-        second = await ask(rig, [result], previous_response_id=first["id"], instructions="Rhyme.")
+        second = await resolve_request(
+            rig, [result], previous_response_id=first["id"], instructions="Rhyme."
+        )
         carried = await prompt_of(rig)
-        third = await ask(rig, "And now?", previous_response_id=second["id"])
+        third = await resolve_request(rig, "And now?", previous_response_id=second["id"])
 
         prompt = await prompt_of(rig)
         assert "SECRET" not in prompt and "Rhyme." in carried and "Rhyme." not in prompt
@@ -258,9 +262,9 @@ async def test_a_response_goes_on_from_the_one_before_without_its_instructions()
 
 async def test_an_item_may_be_referred_to_instead_of_sent() -> None:
     async with speaking("Forty-two.") as rig:
-        first = await ask(rig, "What is it?")
+        first = await resolve_request(rig, "What is it?")
         reference = {"type": "item_reference", "id": first["output"][0]["id"]}
-        await ask(rig, [reference, {"role": "user", "content": "Why?"}])
+        await resolve_request(rig, [reference, {"role": "user", "content": "Why?"}])
         gone = await rig.post(ROUTE, {"input": [{"id": "msg_x_0"}]})
 
         assert "assistant\nForty-two." in await prompt_of(rig)
@@ -270,7 +274,7 @@ async def test_an_item_may_be_referred_to_instead_of_sent() -> None:
 async def test_input_items_come_page_by_page() -> None:
     async with speaking("x") as rig:
         items = [{"role": "user", "content": str(number)} for number in range(5)]
-        made = await ask(rig, items)
+        made = await resolve_request(rig, items)
         path = f"{ROUTE}/{made['id']}/input_items"
 
         first = (await rig.http.get(path, params={"limit": 3})).json()
@@ -286,7 +290,7 @@ async def test_input_items_come_page_by_page() -> None:
 
 async def test_a_response_is_kept_until_it_is_deleted() -> None:
     async with speaking("x") as rig:
-        made = await ask(rig)
+        made = await resolve_request(rig)
         path = f"{ROUTE}/{made['id']}"
 
         kept = (await rig.http.get(path)).json()
@@ -303,7 +307,7 @@ async def test_a_response_is_kept_until_it_is_deleted() -> None:
 
 async def test_what_is_not_to_be_stored_is_not() -> None:
     async with speaking("x") as rig:
-        made = await ask(rig, store=False)
+        made = await resolve_request(rig, store=False)
         next_one = await rig.post(ROUTE, {"input": "y", "previous_response_id": made["id"]})
 
         assert made["store"] is False
@@ -313,7 +317,7 @@ async def test_what_is_not_to_be_stored_is_not() -> None:
 
 async def test_a_server_that_keeps_nothing_says_so() -> None:
     async with speaking("x", responses_store_max_count=0) as rig:
-        made = await ask(rig)
+        made = await resolve_request(rig)
 
         assert made["store"] is False
         for field, value in (("store", True), ("background", True), ("previous_response_id", "r")):
@@ -434,7 +438,7 @@ async def test_only_allowed_tools_are_shown() -> None:
     async with speaking("x") as rig:
         other = {**WEATHER, "name": "other"}
         allowed = {"type": "allowed_tools", "mode": "auto", "tools": [WEATHER]}
-        made = await ask(rig, tools=[WEATHER, other], tool_choice=allowed)
+        made = await resolve_request(rig, tools=[WEATHER, other], tool_choice=allowed)
 
         prompt = await prompt_of(rig)
         assert "get_weather" in prompt and "other" not in prompt
@@ -456,10 +460,10 @@ async def test_a_failure_in_mid_stream_is_a_failed_response() -> None:
         assert whole.status_code == 500
         path = f"{ROUTE}/{last['response']['id']}"
         assert (await rig.http.get(path)).json() == last["response"]
-        followed = await rig.post(
+        follow_events = await rig.post(
             ROUTE, {"input": "x", "previous_response_id": last["response"]["id"]}
         )
-        assert error_of(followed)[:2] == (400, "previous_response_id")
+        assert error_of(follow_events)[:2] == (400, "previous_response_id")
 
 
 async def test_a_client_that_hangs_up_ends_its_stream_and_leaves_nothing() -> None:

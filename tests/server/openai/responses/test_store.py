@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from config.errors import NotFound, Overloaded
-from server.openai.responses.store import Entry, ResponseStore, Turn
+from server.openai.responses.store import ItemHistory, ResponseStore, StoredResponse
 
 
 class Clock:
@@ -35,14 +35,16 @@ def item(text: str) -> dict[str, Any]:
     return {"type": "message", "id": text, "text": text}
 
 
-def keep(store: ResponseStore, name: str, before: Turn | None = None, text: str = "") -> Entry:
-    entry = Entry(name, "owner", Turn([item(f"ask {name}")], before))
-    store.end(entry, {"status": "completed", "output": [item(f"say {name} {text}")]})
+def keep(
+    store: ResponseStore, name: str, before: ItemHistory | None = None, text: str = ""
+) -> StoredResponse:
+    entry = StoredResponse(name, "owner", ItemHistory([item(f"ask {name}")], before))
+    store.finish(entry, {"status": "completed", "output": [item(f"say {name} {text}")]})
     return entry
 
 
-def running(name: str) -> Entry:
-    return Entry(name, "owner", Turn([], None), running=Work(), is_background=True)
+def running(name: str) -> StoredResponse:
+    return StoredResponse(name, "owner", ItemHistory([], None), running=Work(), is_background=True)
 
 
 async def test_the_oldest_goes_when_there_are_too_many() -> None:
@@ -116,15 +118,15 @@ async def test_what_is_too_old_goes_though_nobody_asks(monkeypatch: pytest.Monke
 async def test_a_conversation_outlives_its_first_responses_and_frees_every_byte() -> None:
     store = ResponseStore(1, 10**6, 60)
     first = keep(store, "a")
-    second = keep(store, "b", first.whole)
-    third = keep(store, "c", second.whole)
+    second = keep(store, "b", first.full_history)
+    third = keep(store, "c", second.full_history)
 
-    texts = [one["text"].strip() for one in (third.whole or third.input).items()]
+    texts = [one["text"].strip() for one in (third.full_history or third.input_history).items()]
 
     assert len(store) == 1
     assert texts == ["ask a", "say a", "ask b", "say b", "ask c", "say c"]
-    store.drop(third)
-    store.drop(third)
+    store.remove(third)
+    store.remove(third)
     assert store.num_bytes == 0
 
 
@@ -134,9 +136,9 @@ async def test_shared_turns_are_counted_once() -> None:
     alone = store.num_bytes
 
     for name in ("b", "c"):
-        keep(store, name, first.whole)
+        keep(store, name, first.full_history)
     for name in ("b", "c"):
-        store.drop(store.get(name, "owner"))
+        store.remove(store.get(name, "owner"))
 
     assert store.num_bytes == alone
 
@@ -146,10 +148,10 @@ async def test_what_runs_is_never_evicted_and_counts() -> None:
     works = [running("a"), running("b")]
     keep(store, "done")
     for work in works:
-        store.begin(work)
+        store.add_running(work)
 
     with pytest.raises(Overloaded):
-        store.begin(running("c"))
+        store.add_running(running("c"))
     keep(store, "d")
 
     assert [store.get(work.id, "owner") for work in works] == works
@@ -161,11 +163,11 @@ async def test_what_runs_may_not_outgrow_the_store() -> None:
     store = ResponseStore(100, 1_000, 60)
     keep(store, "done")
     work = running("a")
-    store.begin(work)
+    store.add_running(work)
 
-    store.grow(work, 900)
+    store.add_bytes(work, 900)
     with pytest.raises(Overloaded, match="1000 bytes"):
-        store.grow(work, 900)
+        store.add_bytes(work, 900)
 
     assert len(store) == 1
 
@@ -174,10 +176,10 @@ async def test_what_is_deleted_while_it_runs_is_stopped_and_does_not_come_back()
     store = ResponseStore(100, 10**6, 60)
     work = running("a")
     stopped = work.running
-    store.begin(work)
+    store.add_running(work)
 
-    store.drop(store.get("a", "owner"))
-    store.end(work, {"status": "completed", "output": []})
+    store.remove(store.get("a", "owner"))
+    store.finish(work, {"status": "completed", "output": []})
 
     assert isinstance(stopped, Work) and stopped.is_stopped
     assert len(store) == 0 and store.num_bytes == 0

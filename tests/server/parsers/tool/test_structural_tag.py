@@ -15,9 +15,9 @@ from tokenizers import Tokenizer
 from config.errors import UserError
 from config.params.structured_output import GrammarSpec
 from engine.structured_output.grammar import Grammar, Guide, Vocabulary
-from server.parsers.answer import AnswerParser
-from server.parsers.registry import FAMILIES, THINKING, words_of
-from server.parsers.tool.base import CallParser
+from server.parsers.output_parser import OutputParser
+from server.parsers.registry import REASONING_FORMATS, TOOL_CALL_FORMATS, words_of
+from server.parsers.tool.base import ToolCallParser
 
 SCHEMA: Any = {
     "type": "object",
@@ -52,14 +52,17 @@ GEMMA_SCHEMA = {
     **SCHEMA,
     "properties": {**SCHEMA["properties"], "spots": {"type": "array", "items": {"enum": ["a", 1]}}},
 }
-NAMES = sorted(FAMILIES.keys() - {"openai"})
+NAMES = sorted(TOOL_CALL_FORMATS.keys() - {"openai"})
 
 
 @cache
 def encoder_of(name: str, is_special: bool) -> Tokenizer:
     """Its words are tokens, as far as they are more than a character."""
     encoder = text_folders.byte_level()
-    forms = [FAMILIES[name], *([THINKING["openai_gptoss"]] if name == "openai" else [])]
+    forms = [
+        TOOL_CALL_FORMATS[name],
+        *([REASONING_FORMATS["openai_gptoss"]] if name == "openai" else []),
+    ]
     found = {word for form in forms for word in words_of(form)}
     words = sorted(word for word in found if len(word) > 1 and word != "```")
     marks = [
@@ -77,7 +80,7 @@ def guide_of(name: str, is_special: bool, folder: Path) -> Guide:
     saved = text_folders.save(encoder, folder)
     (end,) = encoder.encode("</s>").ids
     vocabulary = Vocabulary(saved, encoder.get_vocab_size(), frozenset([end]))
-    part = FAMILIES[name].call_form(functions_of(name)).part()
+    part = TOOL_CALL_FORMATS[name].grammar(functions_of(name)).part()
     asked = {"special_tokens": True, "format": part}
     grammar = Grammar(GrammarSpec("structural_tag", json.dumps(asked)), vocabulary)
     return lambda: Guide(grammar, min_tokens=0, end_ids=frozenset(), ignore_eos=False)  # type: ignore
@@ -109,16 +112,16 @@ def written(guide: Guide, encoder: Tokenizer, start: str, rng: random.Random) ->
 def test_what_follows_a_marker_is_a_call_that_its_parser_reads_and_its_schema_takes(
     name: str, is_special: bool, tmp_path: Path
 ) -> None:
-    family, rng = FAMILIES[name], random.Random(5)
+    family, rng = TOOL_CALL_FORMATS[name], random.Random(5)
     encoder, new_guide = encoder_of(name, is_special), guide_of(name, is_special, tmp_path)
-    starts = [f"So. {marker}" for marker in family.markers] + ["["] * family.begins_bare
+    starts = [f"So. {marker}" for marker in family.markers] + ["["] * family.allows_unmarked
     num_calls = 0
 
     for start in starts * 6:
         text = written(new_guide(), encoder, start, rng)
         if text is None:
             continue
-        found = read(lambda: CallParser(family, TOOLS), [text])
+        found = read(lambda: ToolCallParser(family, TOOLS), [text])
         calls = good_calls(found)
         num_calls += len(calls)
         assert calls, text
@@ -157,7 +160,7 @@ def test_text_without_a_marker_is_free(name: str, tmp_path: Path) -> None:
 )
 def test_what_a_way_of_writing_cannot_hold_is_refused(name: str, schema: Any) -> None:
     with pytest.raises(UserError, match="cannot be enforced") as refused:
-        FAMILIES[name].call_form({"f": schema})
+        TOOL_CALL_FORMATS[name].grammar({"f": schema})
 
     assert refused.value.param == "tools"
 
@@ -183,9 +186,9 @@ def test_calls_in_channels_of_their_own_are_held_and_other_channels_are_free(
         text = written(new_guide(), encoder, start, rng)
         if text is None:
             continue
-        thinking = THINKING["openai_gptoss"].parser(is_inside=False)
-        calls = CallParser(FAMILIES["openai"], TOOLS)
-        found = read(lambda t=thinking, c=calls: AnswerParser(t, c, lambda: "ID"), [text])  # type: ignore[misc]
+        thinking = REASONING_FORMATS["openai_gptoss"].parser(is_inside=False)
+        calls = ToolCallParser(TOOL_CALL_FORMATS["openai"], TOOLS)
+        found = read(lambda t=thinking, c=calls: OutputParser(t, c, lambda: "ID"), [text])  # type: ignore[misc]
         ((called, arguments),) = good_calls(found)
         jsonschema.validate(arguments, TOOLS[called])
         num_calls += 1

@@ -3,19 +3,19 @@
 from collections.abc import Callable
 
 from server.parsers.base import (
-    CallArguments,
-    CallBegun,
-    CallBroken,
-    Event,
-    Output,
+    EventBuffer,
     Parser,
-    Text,
-    Thought,
-    ThoughtParser,
+    ParserEvent,
+    ReasoningDelta,
+    ReasoningParser,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallRetracted,
+    ToolCallStart,
 )
 
 
-class AnswerParser:
+class OutputParser:
     """A Parser over two: what is no thinking is searched for calls.
 
     Every call gets an id. With `max_calls`, calls beyond it are dropped. Beside calls, blanks at
@@ -24,7 +24,7 @@ class AnswerParser:
 
     def __init__(
         self,
-        thinking: ThoughtParser | None,
+        thinking: ReasoningParser | None,
         calls: Parser | None,
         new_id: Callable[[], str],
         max_calls: int | None = None,
@@ -37,59 +37,59 @@ class AnswerParser:
         self._has_text = False
         self._has_calls = False
 
-    def feed(self, text: str) -> list[Event]:
+    def feed(self, text: str) -> list[ParserEvent]:
         if self._thinking is None:
             return self._tidied(self._searched(text))
         return self._tidied(self._sorted(self._thinking.feed(text)))
 
-    def finish(self, *, is_cut: bool) -> list[Event]:
-        events: list[Event] = []
+    def finish(self, *, is_cut: bool) -> list[ParserEvent]:
+        events: list[ParserEvent] = []
         if self._thinking is not None:
             events += self._sorted(self._thinking.finish(is_cut=is_cut))
         if self._calls is not None:
             events += self._calls.finish(is_cut=is_cut)
         tidied = self._tidied(events)
         if self._blanks and not self._has_calls:
-            tidied.append(Text(self._blanks))
+            tidied.append(TextDelta(self._blanks))
         return tidied
 
-    def _sorted(self, events: list[Event]) -> list[Event]:
-        made: list[Event] = []
+    def _sorted(self, events: list[ParserEvent]) -> list[ParserEvent]:
+        made: list[ParserEvent] = []
         for event in events:
-            made += self._searched(event.text) if isinstance(event, Text) else [event]
+            made += self._searched(event.text) if isinstance(event, TextDelta) else [event]
         return made
 
-    def _searched(self, text: str) -> list[Event]:
+    def _searched(self, text: str) -> list[ParserEvent]:
         if self._calls is None:
-            return [Text(text)] if text else []
+            return [TextDelta(text)] if text else []
         return self._calls.feed(text)
 
-    def _tidied(self, events: list[Event]) -> list[Event]:
+    def _tidied(self, events: list[ParserEvent]) -> list[ParserEvent]:
         if self._calls is None:
             return events
-        output = Output()
-        made: list[Event] = []
+        output = EventBuffer()
+        made: list[ParserEvent] = []
         for event in events:
-            if isinstance(event, Text):
+            if isinstance(event, TextDelta):
                 self._take_text(event.text, output)
                 made += output.drain()
-            elif isinstance(event, Thought):
+            elif isinstance(event, ReasoningDelta):
                 made.append(event)
             elif self._max_calls is None or event.index < self._max_calls:
                 made.append(self._with_id(event))
         return made
 
-    def _take_text(self, text: str, output: Output) -> None:
+    def _take_text(self, text: str, output: EventBuffer) -> None:
         whole = self._blanks + text
         ready = whole.rstrip()
         self._blanks = whole[len(ready) :]
         if ready and self._has_calls and not self._has_text:
             ready = ready.lstrip()
         self._has_text = self._has_text or bool(ready)
-        output.text(ready)
+        output.add_text(ready)
 
-    def _with_id(self, event: CallBegun | CallArguments | CallBroken) -> Event:
-        if not isinstance(event, CallBegun):
+    def _with_id(self, event: ToolCallStart | ToolCallArguments | ToolCallRetracted) -> ParserEvent:
+        if not isinstance(event, ToolCallStart):
             return event
         self._has_calls = True
-        return CallBegun(event.index, event.name, event.id or self._new_id())
+        return ToolCallStart(event.index, event.name, event.id or self._new_id())

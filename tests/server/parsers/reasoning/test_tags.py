@@ -6,10 +6,15 @@ import pytest
 from parsing import TOOLS, good_calls, read, read_every_way
 
 from config.server import REASONING_PARSERS, TOOL_CALL_PARSERS
-from server.parsers.answer import AnswerParser
-from server.parsers.reasoning.blocks import ThinkParser
-from server.parsers.registry import FAMILIES, THINKING, reasoning_parser_of, tool_parser_of
-from server.parsers.tool.base import CallParser
+from server.parsers.output_parser import OutputParser
+from server.parsers.reasoning.tags import ReasoningTagParser
+from server.parsers.registry import (
+    REASONING_FORMATS,
+    TOOL_CALL_FORMATS,
+    reasoning_parser_of,
+    tool_parser_of,
+)
+from server.parsers.tool.base import ToolCallParser
 
 CASES = [
     ("qwen3", False, "<think>\nHm.\n</think>\n\nYes.", "Hm.", "Yes."),
@@ -35,7 +40,9 @@ CASES = [
 def test_thinking_is_found_wherever_the_text_is_cut(
     name: str, is_inside: bool, text: str, thought: str, answer: str
 ) -> None:
-    found = read_every_way(partial(ThinkParser, THINKING[name], is_inside=is_inside), text)
+    found = read_every_way(
+        partial(ReasoningTagParser, REASONING_FORMATS[name], is_inside=is_inside), text
+    )
 
     assert found == (thought, answer, [], [])
 
@@ -53,7 +60,7 @@ def test_thinking_is_found_wherever_the_text_is_cut(
 def test_the_prompts_end_says_whether_an_answer_begins_inside(
     name: str, prompt: str, is_inside: bool
 ) -> None:
-    assert THINKING[name].begins_inside(prompt) is is_inside
+    assert REASONING_FORMATS[name].starts_in_reasoning(prompt) is is_inside
 
 
 @pytest.mark.parametrize(
@@ -63,15 +70,17 @@ def test_the_prompts_end_says_whether_an_answer_begins_inside(
 def test_an_answer_that_goes_on_with_a_message_thinks_where_that_message_does(
     begun: str, is_inside: bool
 ) -> None:
-    assert THINKING["deepseek_r1"].is_open(begun) is is_inside
+    assert REASONING_FORMATS["deepseek_r1"].has_unclosed_reasoning(begun) is is_inside
 
 
 def test_calls_are_looked_for_behind_the_thinking_only() -> None:
     call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
 
-    def both() -> AnswerParser:
-        thinking = ThinkParser(THINKING["qwen3"], is_inside=False)
-        return AnswerParser(thinking, CallParser(FAMILIES["hermes"], TOOLS), lambda: "ID")
+    def both() -> OutputParser:
+        thinking = ReasoningTagParser(REASONING_FORMATS["qwen3"], is_inside=False)
+        return OutputParser(
+            thinking, ToolCallParser(TOOL_CALL_FORMATS["hermes"], TOOLS), lambda: "ID"
+        )
 
     found = read_every_way(both, f"<think>{call}</think>\n\nSo:\n{call}")
 
@@ -80,15 +89,18 @@ def test_calls_are_looked_for_behind_the_thinking_only() -> None:
 
 
 def test_a_parser_knows_while_the_model_thinks() -> None:
-    parser = ThinkParser(THINKING["qwen3"], is_inside=False)
+    parser = ReasoningTagParser(REASONING_FORMATS["qwen3"], is_inside=False)
 
-    states = [parser.is_thinking]
+    states = [parser.is_reasoning]
     for piece in ("<think>", "Hm.", "</think>", "Yes"):
         parser.feed(piece)
-        states.append(parser.is_thinking)
+        states.append(parser.is_reasoning)
 
     assert states == [False, True, True, False, False]
-    assert read(lambda: ThinkParser(THINKING["qwen3"], is_inside=True), ["a"])[0] == "a"
+    assert (
+        read(lambda: ReasoningTagParser(REASONING_FORMATS["qwen3"], is_inside=True), ["a"])[0]
+        == "a"
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,5 +128,5 @@ def test_a_template_tells_its_parsers(
 
 
 def test_every_name_of_the_flags_has_a_parser_and_every_parser_a_name() -> None:
-    assert set(TOOL_CALL_PARSERS) == {"auto", "none", *FAMILIES}
-    assert set(REASONING_PARSERS) == {"auto", "none", *THINKING}
+    assert set(TOOL_CALL_PARSERS) == {"auto", "none", *TOOL_CALL_FORMATS}
+    assert set(REASONING_PARSERS) == {"auto", "none", *REASONING_FORMATS}

@@ -4,27 +4,34 @@ and no sockets."""
 from dataclasses import dataclass, field
 from typing import Any
 
-from server.generation.answer_parser import AnswerReader
+from server.generation.answer_parser import ChoiceParser
 from server.generation.outputs import Delta, PositionLogprobs
-from server.openai.choices import Naming, chat_logprobs
+from server.openai.choices import TokenFormatter, chat_logprobs
 from server.openai.responses.items import Item, item_id
-from server.parsers.base import CallArguments, CallBegun, CallBroken, Event, Text, Thought
+from server.parsers.base import (
+    ParserEvent,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallRetracted,
+    ToolCallStart,
+)
 
-Told = dict[str, Any]
+StreamEvent = dict[str, Any]
 """An event: its type and its fields, without its sequence number."""
 
 
 @dataclass(slots=True)
-class MadeItem:
+class OutputItem:
     """An item of the output. `fields` are what never changes of it."""
 
     kind: str
-    place: int
+    output_index: int
     fields: Item
     status: str = "in_progress"
     texts: list[str] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
-    is_broken: bool = False
+    is_retracted: bool = False
     """Begun as a call that turned out to be none."""
 
     @property
@@ -41,21 +48,21 @@ class MadeItem:
         made = {**self.fields, "status": self.status}
         if self.kind == "function_call":
             return {**made, "arguments": "".join(self.texts)}
-        return {**made, "content": [self.part] if self.texts or self.is_over else []}
+        return {**made, "content": [self.part] if self.texts or self.is_done else []}
 
     @property
-    def is_over(self) -> bool:
+    def is_done(self) -> bool:
         return self.status != "in_progress"
 
 
-class Answer:
+class ResponseOutput:
     """The output of response `number`, of one choice. `take` its deltas, then `close` it."""
 
     def __init__(
         self,
         number: str,
-        reader: AnswerReader | None,
-        name: Naming,
+        reader: ChoiceParser | None,
+        name: TokenFormatter,
         *,
         has_logprobs: bool,
         shows_thinking: bool,
@@ -66,8 +73,8 @@ class Answer:
         self._name = name
         self._has_logprobs = has_logprobs
         self._shows_thinking = shows_thinking
-        self._items: list[MadeItem] = []
-        self._open: MadeItem | None = None
+        self._items: list[OutputItem] = []
+        self._open: OutputItem | None = None
         self._unsaid: list[PositionLogprobs] = []
         """Of tokens whose text has not come yet."""
         self.finish_reason: str | None = None
@@ -75,16 +82,16 @@ class Answer:
     @property
     def output(self) -> list[Item]:
         """All items, as far as they have come."""
-        return [one.item for one in self._items if not one.is_broken]
+        return [one.item for one in self._items if not one.is_retracted]
 
-    def take(self, delta: Delta) -> list[Told]:
+    def add(self, delta: Delta) -> list[StreamEvent]:
         """What `delta` adds."""
         self._unsaid += delta.logprobs or []
         if self._reader is None:
-            events: list[Event] = [Text(delta.text)] if delta.text else []
+            events: list[ParserEvent] = [TextDelta(delta.text)] if delta.text else []
         else:
-            events = self._reader.read(delta)
-        told: list[Told] = []
+            events = self._reader.parse(delta)
+        told: list[StreamEvent] = []
         for event in events:
             told += self._take(event)
         if delta.finish_reason is not None:
@@ -94,14 +101,14 @@ class Answer:
             told += self.close("incomplete" if delta.finish_reason == "length" else "completed")
         return told
 
-    def close(self, status: str) -> list[Told]:
+    def close(self, status: str) -> list[StreamEvent]:
         """Nothing more comes of the item that is open."""
         one, self._open = self._open, None
         if one is None:
             return []
         one.status = status
         where = self._where(one)
-        told: list[Told] = []
+        told: list[StreamEvent] = []
         if one.kind == "function_call":
             done = {"arguments": "".join(one.texts), "name": one.fields["name"]}
             told.append({"type": "response.function_call_arguments.done", **where, **done})
@@ -114,37 +121,37 @@ class Answer:
             told.append({"type": f"response.{kind}.done", **where, **done})
             whole = {"content_index": 0, "part": part}
             told.append({"type": "response.content_part.done", **where, **whole})
-        last = {"output_index": one.place, "item": one.item}
+        last = {"output_index": one.output_index, "item": one.item}
         return [*told, {"type": "response.output_item.done", **last}]
 
-    def _take(self, event: Event) -> list[Told]:
-        if isinstance(event, Text):
+    def _take(self, event: ParserEvent) -> list[StreamEvent]:
+        if isinstance(event, TextDelta):
             return [*self._begin_message(), self._text(event.text)]
         # These tokens are no part of any text.
         self._unsaid = []
-        if isinstance(event, Thought):
+        if isinstance(event, ReasoningDelta):
             return self._think(event.text) if self._shows_thinking else []
-        if isinstance(event, CallBegun):
+        if isinstance(event, ToolCallStart):
             return self._begin("function_call", call_id=event.id, name=event.name)
         assert self._open is not None
-        if isinstance(event, CallBroken):
-            self._open.is_broken = True
+        if isinstance(event, ToolCallRetracted):
+            self._open.is_retracted = True
             return self.close("incomplete")
-        assert isinstance(event, CallArguments)
+        assert isinstance(event, ToolCallArguments)
         return [self._piece("function_call_arguments", event.text)]
 
-    def _think(self, text: str) -> list[Told]:
+    def _think(self, text: str) -> list[StreamEvent]:
         told = []
         if self._open is None or self._open.kind != "reasoning":
             told = self._begin("reasoning", summary=[])
         return [*told, self._piece("reasoning_text", text)]
 
-    def _begin_message(self) -> list[Told]:
+    def _begin_message(self) -> list[StreamEvent]:
         if self._open is not None and self._open.kind == "message":
             return []
         return self._begin("message", role="assistant")
 
-    def _text(self, text: str) -> Told:
+    def _text(self, text: str) -> StreamEvent:
         assert self._open is not None
         said: list[Any] = []
         if self._has_logprobs:
@@ -170,7 +177,7 @@ class Answer:
                 said.append(one)
         return said
 
-    def _piece(self, kind: str, text: str) -> Told:
+    def _piece(self, kind: str, text: str) -> StreamEvent:
         """A delta of the open item."""
         assert self._open is not None
         self._open.texts.append(text)
@@ -179,11 +186,11 @@ class Answer:
             told["content_index"] = 0
         return {**told, "delta": text}
 
-    def _begin(self, kind: str, **fields: Any) -> list[Told]:
+    def _begin(self, kind: str, **fields: Any) -> list[StreamEvent]:
         told = self.close("completed")
         place = len(self._items)
         made = item_id(kind, self._number, str(place))
-        one = MadeItem(kind, place, {"id": made, "type": kind, **fields})
+        one = OutputItem(kind, place, {"id": made, "type": kind, **fields})
         self._items.append(one)
         self._open = one
         told.append({"type": "response.output_item.added", "output_index": place, "item": one.item})
@@ -193,5 +200,5 @@ class Answer:
         return told
 
     @staticmethod
-    def _where(one: MadeItem) -> Told:
-        return {"item_id": one.fields["id"], "output_index": one.place}
+    def _where(one: OutputItem) -> StreamEvent:
+        return {"item_id": one.fields["id"], "output_index": one.output_index}

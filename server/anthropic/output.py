@@ -8,13 +8,19 @@ import msgspec
 from pydantic_core import from_json
 
 from server.anthropic.errors import error_object
-from server.generation.answer_parser import Piece
+from server.generation.answer_parser import MessagePart
 from server.generation.job import Job
 from server.generation.pipeline import Delta
 from server.http.errors import Fault
 from server.http.sse import named_frame
-from server.openai.choices import Gathered
-from server.parsers.base import CallArguments, CallBegun, CallBroken, Event, Text
+from server.openai.choices import ChoiceOutput
+from server.parsers.base import (
+    ParserEvent,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallRetracted,
+    ToolCallStart,
+)
 from server.parsers.json_stream import object_of
 
 Block = dict[str, Any]
@@ -34,21 +40,21 @@ def message_of(job: Job, content: Sequence[Block] = ()) -> dict[str, Any]:
     }
 
 
-def whole_message(job: Job, choice: Gathered, *, shows_thinking: bool) -> dict[str, Any]:
+def full_message(job: Job, choice: ChoiceOutput, *, shows_thinking: bool) -> dict[str, Any]:
     """The message that `choice` is."""
-    pieces = choice.message.pieces
-    if job.answers is None and choice.text:
-        pieces = [Piece("text", [choice.text])]
+    pieces = choice.message.parts
+    if job.parsers is None and choice.text:
+        pieces = [MessagePart("text", [choice.text])]
     content = [_block(piece, shows_thinking=shows_thinking) for piece in pieces]
-    has_calls = any(piece.kind == "call" for piece in pieces)
-    ending = ending_of(choice.finish_reason, choice.stop_reason, has_calls=has_calls)
+    has_calls = any(piece.kind == "tool_call" for piece in pieces)
+    ending = stop_fields(choice.finish_reason, choice.stop_reason, has_calls=has_calls)
     return message_of(job, content) | ending
 
 
 def usage_of(job: Job) -> dict[str, Any]:
     """The tokens so far. `input_tokens` is the whole prompt, what was found in the cache too."""
     generation = job.generation
-    thinking = 0 if job.answers is None else job.answers.num_thinking_tokens
+    thinking = 0 if job.parsers is None else job.parsers.num_reasoning_tokens
     return {
         "input_tokens": generation.num_prompt_tokens,
         "cache_creation_input_tokens": 0,
@@ -58,7 +64,7 @@ def usage_of(job: Job) -> dict[str, Any]:
     }
 
 
-def ending_of(
+def stop_fields(
     finish_reason: str | None, stop_reason: str | int | None, *, has_calls: bool
 ) -> dict[str, Any]:
     """Why a message ended, given why its text did."""
@@ -71,10 +77,10 @@ def ending_of(
     return {"stop_reason": "end_turn", "stop_sequence": None}
 
 
-def _block(piece: Piece, *, shows_thinking: bool) -> Block:
+def _block(piece: MessagePart, *, shows_thinking: bool) -> Block:
     if piece.call is not None:
         return {**_use(piece.call), "input": msgspec.Raw(_input(piece.text).encode())}
-    if piece.kind == "thought":
+    if piece.kind == "reasoning":
         return {**_THINKING, "thinking": piece.text if shows_thinking else ""}
     return {"type": "text", "text": piece.text}
 
@@ -94,7 +100,7 @@ _THINKING: Block = {"type": "thinking", "thinking": "", "signature": ""}
 _TEXT: Block = {"type": "text", "text": ""}
 
 
-def _use(call: CallBegun) -> Block:
+def _use(call: ToolCallStart) -> Block:
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
 
 
@@ -116,7 +122,7 @@ class MessageEvents:
 
     def ending(self) -> bytes:
         last = self._last
-        ending = ending_of(last.finish_reason, last.stop_reason, has_calls=bool(self._calls))
+        ending = stop_fields(last.finish_reason, last.stop_reason, has_calls=bool(self._calls))
         delta = {"type": "message_delta", "delta": ending, "usage": usage_of(self._job)}
         frames = [self._begin(), self._end(), named_frame("message_delta", delta)]
         return b"".join([*frames, named_frame("message_stop", {"type": "message_stop"})])
@@ -133,22 +139,22 @@ class MessageEvents:
 
     def _one(self, delta: Delta) -> bytes:
         self._last = delta
-        if self._job.answers is not None:
-            events = self._job.answers.reader(delta.index).read(delta)
+        if self._job.parsers is not None:
+            events = self._job.parsers.parser(delta.index).parse(delta)
         else:
-            events = [Text(delta.text)] if delta.text else []
+            events = [TextDelta(delta.text)] if delta.text else []
         return b"".join(map(self._say, events))
 
-    def _say(self, event: Event) -> bytes:
-        if isinstance(event, CallBegun):
+    def _say(self, event: ParserEvent) -> bytes:
+        if isinstance(event, ToolCallStart):
             self._calls.add(event.index)
             return self._start(_use(event))
-        if isinstance(event, CallArguments):
+        if isinstance(event, ToolCallArguments):
             return self._go_on({"type": "input_json_delta", "partial_json": event.text})
-        if isinstance(event, CallBroken):
+        if isinstance(event, ToolCallRetracted):
             self._calls.discard(event.index)
             return b""
-        is_text = isinstance(event, Text)
+        is_text = isinstance(event, TextDelta)
         begun = b""
         if self._open != ("text" if is_text else "thinking"):
             begun = self._start(_TEXT if is_text else _THINKING)

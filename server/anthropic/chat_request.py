@@ -17,11 +17,11 @@ _ROLES = ("user", "assistant", "system")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def chat_of(body: CountBody, *, may_think: bool) -> ChatBody:
+def to_chat_body(body: CountBody, *, may_think: bool) -> ChatBody:
     """What `body` asks of a chat. Raises UserError for what no chat could mean. `may_think`:
     the server knows how its model thinks; else there is no thinking that a budget could bound."""
     body.check()
-    turns = _Turns()
+    turns = _MessageBuilder()
     turns.add_system(body.system)
     for place, message in enumerate(body.messages):
         turns.add(message, f"messages[{place}]")
@@ -86,7 +86,7 @@ def _function(tool: Any, where: str) -> dict[str, Any]:
     return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
 
 
-class _Turns:
+class _MessageBuilder:
     """Messages as they come, those of one role joined."""
 
     def __init__(self) -> None:

@@ -11,15 +11,15 @@ from server.generation.job import Job, check_grammar, start_job
 from server.generation.prompts import encode_for_counting, encode_prompt
 from server.http.access_log import log_prompt, record_of
 from server.http.state import AppState
-from server.openai.answer_format import terms_of
-from server.openai.schema.chat import ChatBody, ConversationBody
+from server.openai.answer_format import answer_format
+from server.openai.schema.chat import ChatBody, ChatPromptBody
 from server.text.template_renderer import TextTooLong
 
 MANY_PIECES = 2_000
 """Messages and parts that are checked on the event loop: a millisecond."""
 
 
-async def render(state: AppState, body: ConversationBody) -> str:
+async def render(state: AppState, body: ChatPromptBody) -> str:
     """A conversation as the model's text. Raises UserError."""
     check = partial(
         body.check_conversation, trust_template=state.config.trust_request_chat_template
@@ -42,9 +42,7 @@ async def render(state: AppState, body: ConversationBody) -> str:
     )
 
 
-async def start_conversation(
-    state: AppState, request: Request, body: ChatBody, *, id_prefix: str
-) -> Job:
+async def start_chat(state: AppState, request: Request, body: ChatBody, *, id_prefix: str) -> Job:
     """Have `body` answered. Raises whatever is wrong with it; then nothing is left behind."""
     model = state.model(body.model)
     body.check()
@@ -55,7 +53,7 @@ async def start_conversation(
         prompt_logprobs=body.prompt_logprobs,
     )
     if body.tools and body.tool_choice in (None, "auto"):
-        state.forms.check_choosing()
+        state.parser_config.check_auto_tool_choice()
     marked = await _rendered(state, body)
     prompt = await encode_prompt(
         state,
@@ -68,7 +66,7 @@ async def start_conversation(
     text = state.text_tokenizer("messages").unmarked(marked)
     if state.config.enable_log_requests:
         log_prompt(record_of(request.scope), text)
-    terms = terms_of(state.forms, state.text_tokenizer("messages"), body, text)
+    terms = answer_format(state.parser_config, state.text_tokenizer("messages"), body, text)
     if terms.form is not None:
         await check_grammar(state, terms.field, terms.form)
     return start_job(
@@ -80,11 +78,11 @@ async def start_conversation(
         params=terms.sampling(params),
         prompts=[prompt],
         param="messages",
-        answers=terms.answers,
+        parsers=terms.answers,
     )
 
 
-async def count_prompt(state: AppState, body: ChatBody) -> int:
+async def count_prompt_tokens(state: AppState, body: ChatBody) -> int:
     """How many tokens the prompt of `body` has, also where they are too many for the model. Raises
     UserError."""
     state.model(body.model)
