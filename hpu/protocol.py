@@ -218,6 +218,8 @@ class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
     """As in StepResult: what warm-up counted."""
     contiguous: bool = False
     """Whether a decode's blocks are all blocks up to the highest of its rows."""
+    max_tokens_per_step: int = 1
+    """The most tokens that a StepResult brings for one request: 1 + draft tokens."""
     pooling: PoolingFacts | None = None
     """Set when the model gives vectors: there are no blocks then, and no decodes."""
 

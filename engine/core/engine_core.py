@@ -55,11 +55,8 @@ class EngineCore:
         table: BucketTable,
         clock: Callable[[], float],
         on_progress: Callable[[WarmupProgress], None] = lambda progress: None,
-        *,
-        max_tokens_per_step: int = 1,
     ) -> None:
-        """`on_progress` is called during warm-ups after a sleep. `max_tokens_per_step`: the most
-        that a result brings for one request."""
+        """`on_progress` is called during warm-ups after a sleep."""
         scheduler = config.scheduler
         self._executor = executor
         self._clock = clock
@@ -80,7 +77,7 @@ class EngineCore:
             ready.block_size,
             prefix_caching=config.cache.enable_prefix_caching,
             contiguous=ready.contiguous,
-            num_lookahead_tokens=(max_tokens_per_step - 1) * scheduler.max_inflight_steps,
+            num_lookahead_tokens=(ready.max_tokens_per_step - 1) * scheduler.max_inflight_steps,
         )
         self._packer = LaunchPacker(
             table,

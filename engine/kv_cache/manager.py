@@ -187,7 +187,7 @@ class KVCacheManager:
         strays = {request.key for request in self._computing.values() if request not in requests}
         assert not strays, f"{strays} compute blocks and have none"
         for request in requests:
-            num_tokens = request.num_computed_tokens
+            num_tokens = min(request.num_computed_tokens, request.max_num_tokens)
             min_blocks = self.num_blocks_for(num_tokens)
             max_blocks = self.num_blocks_for(num_tokens + self.num_lookahead_tokens)
             assert min_blocks <= len(request.blocks) <= max_blocks, (

@@ -47,6 +47,7 @@ class CoreRig:
         vocab_size: int = 50,
         next_token: NextToken | None = None,
         early_every: int = 0,
+        max_tokens_per_step: int = 1,
     ) -> None:
         """`widest_decode`: blocks of the widest decode that is prepared, of those in the table."""
         self.ready = worker_ready(
@@ -57,6 +58,7 @@ class CoreRig:
             vocab_size=vocab_size,
         )
         self.ready.num_later = num_later
+        self.ready.max_tokens_per_step = max_tokens_per_step
         schedule = SchedulerConfig(
             max_num_seqs=rows,
             max_num_batched_tokens=budget,

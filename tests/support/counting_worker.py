@@ -38,8 +38,8 @@ ROOT = Path(__file__).parents[2]
 
 class CountingWorker:
     """Takes `start_s` to start and `step_s` for a step; with `refuse` it raises ConfigError at
-    start, with `crash_at` it breaks at that step, with `threads` it says how many it was given,
-    with `later` it prepares so many buckets when idle, `later_s` each."""
+    start, with `crash_at` it breaks at that step, with `several` a decode gives up to so many
+    tokens, with `later` it prepares so many buckets when idle, `later_s` each."""
 
     def __init__(self, config: EngineConfig) -> None:
         words = config.model.partition(":")[2]
@@ -48,6 +48,7 @@ class CountingWorker:
             num_blocks=4096, block_size=16, max_model_len=4096, vocab_size=5000, eos_token_ids=()
         )
         self._executor = FakeExecutor(ready, config.scheduler.max_num_seqs, count)
+        ready.max_tokens_per_step = int(self._manner("several", 1))
         self._calls: list[str] = []
         self._left = ready.num_later = int(self._manner("later"))
 

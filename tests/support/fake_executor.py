@@ -54,7 +54,8 @@ class Row:
 
 
 class FakeExecutor:
-    """An Executor whose tokens are a pure function of the history that lies in its KV cache."""
+    """An Executor whose tokens are a pure function of the history that lies in its KV cache. A
+    decode gives 1 to `ready.max_tokens_per_step` tokens, as the history says; with a grammar 1."""
 
     def __init__(self, ready: WorkerReady, max_rows: int, next_token: NextToken) -> None:
         self.ready = ready
@@ -281,6 +282,8 @@ class FakeExecutor:
                 result.prompt_logprobs.append((number, scores))
             if samples:
                 self._sample(number, result)
+                if self.ready.max_tokens_per_step > 1:
+                    result.token_counts.append(1)
 
     def _decode_rows(self, launch: Launch, result: StepResult) -> None:
         for number in launch.req_indices:
@@ -288,9 +291,28 @@ class FakeExecutor:
             known = len(row.tokens)
             assert row.computed == known - 1, f"{row.computed} of {known} tokens are computed"
             assert known > row.num_prompt, "a decode follows a sampled token"
+            if self.ready.max_tokens_per_step == 1:
+                self._read(row)
+                self._write(row, 1)
+                self._sample(number, result)
+            else:
+                self._decode_several(number, row, result)
+
+    def _decode_several(self, number: int, row: Row, result: StepResult) -> None:
+        """As many tokens as its blocks have slots for. A row that ends with the results before, and
+        is launched once too often, may have none: it reads and writes nothing."""
+        before = len(result.tokens)
+        count = 1 if row.sampling.masked else 1 + row.marks[-1] % self.ready.max_tokens_per_step
+        for _ in range(min(count, len(row.blocks) * self.ready.block_size - row.computed)):
             self._read(row)
             self._write(row, 1)
             self._sample(number, result)
+            if result.tokens[-1] < 0:
+                break
+        if len(result.tokens) == before:
+            result.tokens.append(0)
+            self._masks.pop(number, None)
+        result.token_counts.append(len(result.tokens) - before)
 
     def _sample(self, number: int, result: StepResult) -> None:
         row = self.rows[number]

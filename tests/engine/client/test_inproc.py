@@ -17,8 +17,9 @@ def engine_threads() -> list[str]:
 
 
 @pytest.mark.parametrize("executor", ["inline", "processes"])
-async def test_requests_are_served_side_by_side(executor: str) -> None:
-    client = InprocClient(counting_config(executor=executor), make_counting_executor)
+@pytest.mark.parametrize("manners", ["", "several=4"])
+async def test_requests_are_served_side_by_side(executor: str, manners: str) -> None:
+    client = InprocClient(counting_config(manners, executor=executor), make_counting_executor)
     await client.start()
     ready = await asyncio.wait_for(client.wait_ready(), 20)
 

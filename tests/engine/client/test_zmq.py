@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_rig import asking, engine_rig, eventually, prompt_of, read_all
+from engine_rig import asking, engine_rig, eventually, generate, prompt_of, read_all
 
 from config.errors import EngineDied, Overloaded, UserError
 from config.params.pooling import PoolingParams
@@ -235,6 +235,13 @@ async def test_closing_ends_open_mailboxes(wires: ZmqContext, tmp_path: Path) ->
 
         with pytest.raises(EngineDied, match="closed"):
             await box.get()
+
+
+async def test_steps_of_several_tokens_are_delivered_in_order() -> None:
+    async with engine_rig("several=4", executor="processes") as rig:
+        outputs = await asyncio.gather(*(generate(rig.client, 3 + 7 * n) for n in range(20)))
+
+    assert outputs == [list(range(3 + 7 * n)) for n in range(20)]
 
 
 async def test_an_abort_reaches_a_real_engine_and_frees_its_row() -> None:

@@ -35,14 +35,18 @@ def script(*tokens: int):  # type: ignore[no-untyped-def]
     ],
 )
 @pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("max_tokens_per_step", [1, 4])
 def test_a_request_ends_by_the_first_rule_that_holds(
+    max_tokens_per_step: int,
     depth: int,
     sampling: dict[str, object],
     tokens: list[int],
     reason: str,
     stop_token: int | None,
 ) -> None:
-    rig = CoreRig(depth=depth, next_token=script(5, 6, EOS, 7))
+    rig = CoreRig(
+        depth=depth, next_token=script(5, 6, EOS, 7), max_tokens_per_step=max_tokens_per_step
+    )
     rig.add(0, [1, 1], **{"max_tokens": 5, **sampling})
 
     rig.run()
@@ -234,3 +238,31 @@ def test_broken_logits_are_ours_where_a_token_was_left(sampling: dict[str, objec
     finish = rig.ledger.requests[0].finish
     assert finish is not None and finish.param is None
     assert finish.error == "the logits of output token 3 were not numbers"
+
+
+def test_several_tokens_of_a_step_travel_in_one_column_with_their_logprobs() -> None:
+    rig = CoreRig(depth=1, max_tokens_per_step=4, next_token=script(5, 6, 7, 8))
+    prompts = {key: [key, 1, 1] for key in range(4)}
+    for key, prompt in prompts.items():
+        rig.add(key, prompt, max_tokens=14, logprobs=0)
+
+    counts: list[int] = []
+    while rig.core.has_work:
+        for _, message in rig.turn():
+            counts += message.counts
+
+    assert {2, 3, 4} <= set(counts) and max(counts) == 4
+    for key in prompts:
+        assert rig.tokens(key) == [5, 6, 7] + [8] * 11
+        rig.check_output(key)
+
+
+def test_blocks_of_several_accepted_tokens_are_found_again() -> None:
+    rig = CoreRig(depth=2, max_tokens_per_step=4, next_token=script(*range(3, 40)))
+    rig.add(0, [1, 1], max_tokens=30)
+    rig.run()
+
+    rig.add(1, [1, 1, *rig.tokens(0)], max_tokens=1)
+    rig.run()
+
+    assert rig.ledger.requests[1].num_cached == 28

@@ -170,12 +170,39 @@ def play(rig: CoreRig, schedule_moves: list[Move], grammars: Sequence[Grammar] =
     assert not any(name.endswith(("miss", "fallback")) for name in stats.lookups)
 
 
+@pytest.fixture(scope="module")
+def grammars(tmp_path_factory: pytest.TempPathFactory) -> list[Grammar]:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    vocabulary = Vocabulary(str(folder), VOCAB_SIZE, frozenset([EOS]))
+    return [Grammar(form, vocabulary) for form in FORMS]
+
+
 @settings(PROFILE, max_examples=300)
 @given(rigs, schedules)
 def test_every_request_gets_what_it_gets_alone(
     shape: dict[str, Any], schedule_moves: list[Move]
 ) -> None:
     play(CoreRig(**shape), schedule_moves)
+
+
+@settings(PROFILE, max_examples=150)
+@given(rigs, st.sampled_from([0, 2, 3]), st.sampled_from([0, 0, 23]), schedules)
+def test_steps_that_give_several_tokens_give_the_same_tokens(
+    grammars: list[Grammar],
+    shape: dict[str, Any],
+    early_every: int,
+    bad_every: int,
+    schedule_moves: list[Move],
+) -> None:
+    rig = CoreRig(
+        **shape,
+        early_every=early_every,
+        max_tokens_per_step=4,
+        vocab_size=VOCAB_SIZE,
+        next_token=hashed_token(VOCAB_SIZE, bad_every=bad_every),
+    )
+    play(rig, schedule_moves, () if bad_every else grammars)
 
 
 @settings(PROFILE, max_examples=60)
@@ -192,14 +219,6 @@ def test_a_decode_that_reads_a_slice_reaches_the_highest_block_of_its_rows(
     shape: dict[str, Any], schedule_moves: list[Move]
 ) -> None:
     play(CoreRig(**{**shape, "prefix_caching": False, "contiguous": True}), schedule_moves)
-
-
-@pytest.fixture(scope="module")
-def grammars(tmp_path_factory: pytest.TempPathFactory) -> list[Grammar]:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder)
-    vocabulary = Vocabulary(str(folder), VOCAB_SIZE, frozenset([EOS]))
-    return [Grammar(form, vocabulary) for form in FORMS]
 
 
 @settings(PROFILE, max_examples=60)
