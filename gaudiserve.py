@@ -1,4 +1,4 @@
-"""The public face: `from gaudiserve import LLM, SamplingParams`. Holds nothing else."""
+"""The public API: `from gaudiserve import LLM, SamplingParams`."""
 
 from config.params.beam_search import BeamSearchParams
 from config.params.pooling import PoolingParams

@@ -1,4 +1,4 @@
-"""An asyncio loop on a thread of its own, for callers without one. Knows nothing of LLMs."""
+"""An asyncio event loop on its own thread, for synchronous callers."""
 
 import asyncio
 import threading
@@ -9,33 +9,33 @@ from typing import Any, TypeVar
 from config.errors import EngineDied
 
 STOP_TIMEOUT_S = 30.0
-"""How long a cancelled call may take to clean up after itself."""
+"""Time for a cancelled call to clean up."""
 
 Result = TypeVar("Result")
 
 
 class BackgroundLoop:
-    """Runs coroutines for blocking callers, also for those inside a running loop (a notebook)."""
+    """Runs coroutines for synchronous callers, also inside a running loop (a notebook)."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        # A daemon, or an interpreter that ends would wait for it before anybody could close it.
+        # A daemon: an interpreter that exits would wait for the thread before it could be closed.
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
         self._is_closed = False
 
     @property
     def is_current_thread(self) -> bool:
-        """Whether the caller stands on the loop's own thread, and so must not wait for it."""
+        """Whether the caller runs on the loop's thread, and so must not wait for it."""
         return threading.current_thread() is self._thread
 
     def run(self, call: Coroutine[Any, Any, Result]) -> Result:
-        """Wait for `call`. Ctrl-C cancels it, waits until it has cleaned up, and is raised."""
+        """The result of `call`. Ctrl-C cancels it, waits until it has cleaned up, and is raised."""
         if self._is_closed:
             call.close()
             raise EngineDied("it was closed")
         ended = threading.Event()
-        future = asyncio.run_coroutine_threadsafe(_told(call, ended), self._loop)
+        future = asyncio.run_coroutine_threadsafe(_signal_end(call, ended), self._loop)
         try:
             return future.result()
         except CancelledError as error:
@@ -46,7 +46,7 @@ class BackgroundLoop:
             raise
 
     def close(self) -> None:
-        """Cancel what still runs, stop the loop and its thread. Safe to call twice."""
+        """Cancel all calls, stop the loop and its thread. May be called more than once."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -56,7 +56,7 @@ class BackgroundLoop:
         self._loop.close()
 
 
-async def _told(call: Coroutine[Any, Any, Result], ended: threading.Event) -> Result:
+async def _signal_end(call: Coroutine[Any, Any, Result], ended: threading.Event) -> Result:
     try:
         return await call
     finally:
@@ -72,20 +72,21 @@ async def _cancel_all() -> None:
 
 
 async def run_in_order(
-    call: Callable[[int], Coroutine[Any, Any, None]], places: Iterable[int], workers: int
+    call: Callable[[int], Coroutine[Any, Any, None]], indices: Iterable[int], num_workers: int
 ) -> None:
-    """Run `call` over `places` in order, `workers` at once. The first error cancels the others."""
-    left: Iterator[int] = iter(places)
+    """Run `call` for all `indices`, started in order, at most `num_workers` at a time. The first
+    error cancels the others."""
+    remaining: Iterator[int] = iter(indices)
 
     async def work() -> None:
-        for place in left:
-            await call(place)
+        for index in remaining:
+            await call(index)
 
-    tasks = [asyncio.create_task(work()) for _ in range(workers)]
+    tasks = [asyncio.create_task(work()) for _ in range(num_workers)]
     try:
         await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
-        # Waited for, so that every request is out of the engine when the caller hears of it.
+        # Wait, so that no request is left in the engine when the caller gets the exception.
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""LLM: the text pipeline offline, with the engine in this process. Knows no HTTP."""
+"""LLM: offline inference, with the engine in this process."""
 
 import asyncio
 import contextlib
@@ -35,8 +35,8 @@ from server.offline.outputs import (
     beam_output,
     request_output,
 )
-from server.offline.pooling import OfflinePooling, Params, classes, embeddings
-from server.offline.prompts import PromptInput, conversations, listed, prompt_of
+from server.offline.pooling import OfflinePooling, Params, classification_outputs, embedding_outputs
+from server.offline.prompts import PromptInput, as_conversation_list, as_prompt_list, parse_prompt
 from server.pooling.inputs import make_input_processor, not_a_pooling_model
 from server.pooling.scores import TextPairs
 from server.text.chat_template import ChatTemplate, read_template
@@ -49,11 +49,11 @@ MakePrompt = Callable[[], Coroutine[Any, Any, Prompt]]
 
 
 class LLM:
-    """A model to call from Python: `LLM(model="...").generate(["Hello"])`.
+    """A model for use from Python: `LLM(model="...").generate(["Hello"])`.
 
     Any engine or server flag is a keyword (`max_model_len=2048`); an unknown one is a ConfigError
-    that names the nearest. Use it in a `with` block, or call `close`: either way, and at the end of
-    the interpreter too, nothing is left running. One call at a time; calls are not thread-safe.
+    that names the nearest. Use it in a `with` block, or call `close`: then, and at interpreter
+    exit, all threads are stopped. Not thread-safe: one call at a time.
     """
 
     def __init__(self, model: str, **flags: Any) -> None:
@@ -83,14 +83,14 @@ class LLM:
         self._template = ChatTemplate(template, named, generic_tools=server.tool_template == "auto")
         self._defaults = SamplingParams()
         if server.generation_config == "auto":
-            self._defaults = _defaults(read_model_config(path).generation_defaults)
+            self._defaults = _sampling_params(read_model_config(path).generation_defaults)
         self._client = InprocClient(dataclasses.replace(engine, model=path))
         self._pipeline = Pipeline(self._client, self._tokenizer, server)
-        # Enough that the batch never runs dry; the rest of the prompts waits as text.
+        # Enough to keep the batch full; further prompts are not tokenized yet.
         self._lookahead = 2 * engine.scheduler.max_num_seqs
         self._num_requests = 0
         self._background = BackgroundLoop("llm")
-        self._end = weakref.finalize(
+        self._finalizer = weakref.finalize(
             self, _shut_down, self._background, self._client, self._template, self._tokenizer
         )
         try:
@@ -98,10 +98,10 @@ class LLM:
         except BaseException:
             self.close()
             raise
-        reader = make_input_processor(self._client.ready, self._tokenizer)
+        processor = make_input_processor(self._client.ready, self._tokenizer)
         self._pooling: OfflinePooling | None = None
-        if reader is not None:
-            self._pooling = OfflinePooling(self._client, reader, max_concurrent=self._lookahead)
+        if processor is not None:
+            self._pooling = OfflinePooling(self._client, processor, max_concurrent=self._lookahead)
 
     def generate(
         self,
@@ -114,15 +114,15 @@ class LLM:
         One SamplingParams for all or one for each; None takes the model's own defaults. Raises
         UserError when an input is wrong, PromptTooLong when one does not fit.
         """
-        wanted = [prompt_of(prompt) for prompt in listed(prompts)]
-        params = self._params(sampling_params, len(wanted))
+        inputs = [parse_prompt(prompt) for prompt in as_prompt_list(prompts)]
+        params = self._params(sampling_params, len(inputs))
 
         def maker(text: str | None, ids: list[int] | None, param: SamplingParams) -> MakePrompt:
             return lambda: self._prompt(text, ids, True, param)
 
         jobs = [
             (maker(text, ids, param), param, salt)
-            for (text, ids, salt), param in zip(wanted, params, strict=True)
+            for (text, ids, salt), param in zip(inputs, params, strict=True)
         ]
         return self._background.run(self._generate(jobs, use_tqdm))
 
@@ -133,8 +133,8 @@ class LLM:
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The `beam_width` best ways to go on from each prompt, best first; at most
-        `concurrency_limit` prompts at once. Raises like `generate`."""
+        """The `beam_width` best continuations of each prompt, best first; at most
+        `concurrency_limit` prompts at a time. Raises like `generate`."""
         sampling = SamplingParams(
             n=params.beam_width,
             max_tokens=params.max_tokens,
@@ -142,8 +142,8 @@ class LLM:
             include_stop_str_in_output=params.include_stop_str_in_output,
             logprobs=min(2 * params.beam_width, MAX_LOGPROBS),
         )
-        wanted = [prompt_of(prompt) for prompt in listed(prompts)]
-        work = self._beam_search(wanted, sampling, params, use_tqdm, concurrency_limit)
+        inputs = [parse_prompt(prompt) for prompt in as_prompt_list(prompts)]
+        work = self._beam_search(inputs, sampling, params, use_tqdm, concurrency_limit)
         return self._background.run(work)
 
     def chat(
@@ -160,8 +160,8 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several. Raises like `generate`."""
-        several = [list(conversation) for conversation in conversations(messages)]
-        params = self._params(sampling_params, len(several))
+        conversations = [list(one) for one in as_conversation_list(messages)]
+        params = self._params(sampling_params, len(conversations))
         controls = None if self._tokenizer is None else self._tokenizer.controls
 
         def maker(conversation: list[Message], param: SamplingParams) -> MakePrompt:
@@ -182,7 +182,7 @@ class LLM:
 
         jobs = [
             (maker(conversation, param), param, "")
-            for conversation, param in zip(several, params, strict=True)
+            for conversation, param in zip(conversations, params, strict=True)
         ]
         return self._background.run(self._generate(jobs, use_tqdm))
 
@@ -195,17 +195,18 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """What a pooling model makes of each prompt: vectors, or numbers for its classes.
+        """The vectors or class probabilities of each prompt, from a pooling model.
 
         `pooling_task` is embed, token_embed, classify or score; the other parameters of
-        `pooling_params` hold for any. Longer prompts are cut to `truncate_prompt_tokens` (-1: to
-        what the model takes), and refused without. Raises UserError, also when the model generates.
+        `pooling_params` apply to any task. Longer prompts are truncated to
+        `truncate_prompt_tokens` (-1: to the model's maximum); without it they raise UserError, as
+        does a generating model.
         """
         if pooling_task is None:
             if not isinstance(pooling_params, PoolingParams):
                 raise UserError("pooling_task is missing, say what to make", param="pooling_task")
             pooling_task = pooling_params.task
-        work = self._pools().encode(
+        work = self._require_pooling().encode(
             prompts,
             pooling_params,
             pooling_task,
@@ -223,7 +224,7 @@ class LLM:
         pooling_params: Params = None,
     ) -> list[EmbeddingRequestOutput]:
         """The vector of each prompt. See `encode`."""
-        return embeddings(
+        return embedding_outputs(
             self.encode(
                 prompts,
                 pooling_params,
@@ -241,8 +242,8 @@ class LLM:
         use_tqdm: bool = True,
         pooling_params: Params = None,
     ) -> list[ClassificationRequestOutput]:
-        """How well each of the model's classes fits each prompt. See `encode`."""
-        return classes(
+        """The probabilities of the model's classes for each prompt. See `encode`."""
+        return classification_outputs(
             self.encode(
                 prompts,
                 pooling_params,
@@ -262,8 +263,8 @@ class LLM:
         use_tqdm: bool = True,
         pooling_params: PoolingParams | None = None,
     ) -> list[ScoringRequestOutput]:
-        """How well the texts of each pair go together: one with each of many, or each with its
-        like. See `encode`."""
+        """The score of each pair of texts: one text with each of many, or one by one. See
+        `encode`."""
         pairs = TextPairs(
             [data_1] if isinstance(data_1, str) else list(data_1),
             [data_2] if isinstance(data_2, str) else list(data_2),
@@ -271,9 +272,9 @@ class LLM:
             normalize=None if pooling_params is None else pooling_params.normalize,
             truncate=truncate_prompt_tokens,
         )
-        return self._background.run(self._pools().score(pairs, use_tqdm=use_tqdm))
+        return self._background.run(self._require_pooling().score(pairs, use_tqdm=use_tqdm))
 
-    def _pools(self) -> OfflinePooling:
+    def _require_pooling(self) -> OfflinePooling:
         if self._pooling is None:
             raise not_a_pooling_model()
         return self._pooling
@@ -285,18 +286,18 @@ class LLM:
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint recommends, and neutral values for the rest."""
+        """The checkpoint's recommended values, and neutral values for the rest."""
         return self._defaults
 
     @property
     def weight_bytes(self) -> int:
-        """Of the model's weights, in the form in which they are held."""
+        """Bytes of the model's weights as loaded."""
         ready = self._client.ready
         return 0 if ready is None else ready.weight_bytes
 
     def close(self) -> None:
-        """Stop the engine and every thread. Safe to call twice."""
-        self._end()
+        """Stop the engine and all threads. May be called more than once."""
+        self._finalizer()
 
     def __enter__(self) -> "LLM":
         return self
@@ -332,10 +333,10 @@ class LLM:
             ids, text = await tokenizer.encode(text, special), tokenizer.unmarked(text)
         ready = self._client.ready
         if params.truncate_prompt_tokens is not None and ready is not None:
-            kept = params.truncate_prompt_tokens
-            if kept == -1:
-                kept = max(1, ready.max_model_len - (params.max_tokens or 1))
-            ids = ids[-kept:]
+            num_kept = params.truncate_prompt_tokens
+            if num_kept == -1:
+                num_kept = max(1, ready.max_model_len - (params.max_tokens or 1))
+            ids = ids[-num_kept:]
         return Prompt(ids, text)
 
     async def _generate(
@@ -346,37 +347,37 @@ class LLM:
         self._num_requests += len(jobs)
         num_tokens = 0
 
-        async def one(place: int) -> None:
+        async def run_job(index: int) -> None:
             nonlocal num_tokens
-            make_prompt, params, salt = jobs[place]
+            make_prompt, params, salt = jobs[index]
             prompt = await make_prompt()
             generation = self._pipeline.start([prompt], params, cache_salt=salt, param="prompt")
             outputs = await generation.collect()
             (prompt_logprobs,) = generation.prompt_logprobs
-            results[place] = request_output(str(first_id + place), prompt, outputs, prompt_logprobs)
+            results[index] = request_output(str(first_id + index), prompt, outputs, prompt_logprobs)
             num_tokens += generation.num_output_tokens
             rate = num_tokens / max(bar.format_dict["elapsed"], 1e-3)
             bar.set_postfix_str(f"{rate:.1f} output tokens/s", refresh=False)
             bar.update()
 
-        most = max((params.n for _, params, _ in jobs), default=1)
-        workers = max(2, self._lookahead // most)
+        max_n = max((params.n for _, params, _ in jobs), default=1)
+        num_workers = max(2, self._lookahead // max_n)
         with tqdm(total=len(jobs), desc="Prompts", disable=not use_tqdm) as bar:
-            await run_in_order(one, range(len(jobs)), workers)
-        return [results[place] for place in range(len(jobs))]
+            await run_in_order(run_job, range(len(jobs)), num_workers)
+        return [results[index] for index in range(len(jobs))]
 
     async def _beam_search(
         self,
-        wanted: list[tuple[str | None, list[int] | None, str]],
+        inputs: list[tuple[str | None, list[int] | None, str]],
         sampling: SamplingParams,
         params: BeamSearchParams,
         use_tqdm: bool,
-        most_at_once: int | None,
+        concurrency_limit: int | None,
     ) -> list[BeamSearchOutput]:
         results: dict[int, BeamSearchOutput] = {}
 
-        async def one(place: int) -> None:
-            text, ids, salt = wanted[place]
+        async def run_search(index: int) -> None:
+            text, ids, salt = inputs[index]
             prompt = await self._prompt(text, ids, True, sampling)
             search = BeamSearchGeneration(
                 self._pipeline,
@@ -389,15 +390,15 @@ class LLM:
             async for _ in search:
                 pass
             (beams,) = search.beams
-            results[place] = beam_output(prompt, beams, self._tokenizer)
+            results[index] = beam_output(prompt, beams, self._tokenizer)
             bar.update()
 
-        workers = max(1, self._lookahead // sampling.n)
-        if most_at_once is not None:
-            workers = max(1, min(workers, most_at_once))
-        with tqdm(total=len(wanted), desc="Prompts", disable=not use_tqdm) as bar:
-            await run_in_order(one, range(len(wanted)), workers)
-        return [results[place] for place in range(len(wanted))]
+        num_workers = max(1, self._lookahead // sampling.n)
+        if concurrency_limit is not None:
+            num_workers = max(1, min(num_workers, concurrency_limit))
+        with tqdm(total=len(inputs), desc="Prompts", disable=not use_tqdm) as bar:
+            await run_in_order(run_search, range(len(inputs)), num_workers)
+        return [results[index] for index in range(len(inputs))]
 
 
 async def _start(client: InprocClient) -> None:
@@ -434,7 +435,7 @@ async def _close(client: InprocClient) -> None:
         await asyncio.sleep(CLOSE_RETRY_S)
 
 
-def _defaults(recommended: Mapping[str, float]) -> SamplingParams:
+def _sampling_params(recommended: Mapping[str, float]) -> SamplingParams:
     values: dict[str, Any] = dict(recommended)
     if "top_k" in values:
         values["top_k"] = int(values["top_k"])

@@ -30,7 +30,7 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None
     logprobs: list[dict[int, Logprob]] | None
-    """One entry a token, the chosen one and the most likely ones by id; None if not asked for."""
+    """One entry per token: the chosen one and the most likely ones, by id; None unless requested."""
     finish_reason: str | None
     """stop or length."""
     stop_reason: str | int | None
@@ -46,7 +46,7 @@ class RequestOutput:
     """The text, if the prompt came as text."""
     prompt_token_ids: list[int]
     prompt_logprobs: list[dict[int, Logprob] | None] | None
-    """One entry a prompt token, None for the first; None if not asked for."""
+    """One entry per prompt token, None for the first; None unless requested."""
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int
@@ -55,16 +55,16 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchSequence:
-    """One way to go on from a prompt."""
+    """One continuation of a prompt."""
 
     tokens: list[int]
-    """The prompt's and its own, the end token included."""
+    """Prompt and output, with the end token."""
     logprobs: list[dict[int, Logprob]]
-    """One entry a token of its own: that token and the most likely ones by id."""
+    """One entry per output token: that token and the most likely ones, by id."""
     cum_logprob: float
-    """Sum over its own tokens; no length penalty."""
+    """Sum over the output tokens, without length penalty."""
     text: str | None
-    """What all of `tokens` say; None without a tokenizer."""
+    """`tokens` decoded; None without a tokenizer."""
     finish_reason: str
     """stop or length."""
 
@@ -78,7 +78,7 @@ class BeamSearchOutput:
 
 @dataclass(frozen=True, slots=True)
 class PoolingOutput:
-    """What `LLM.encode` gives."""
+    """The result of `LLM.encode`."""
 
     data: Vectors
     """float32: (width,), or (tokens, width) for the task token_embed."""
@@ -86,47 +86,47 @@ class PoolingOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """What `LLM.embed` gives."""
+    """The result of `LLM.embed`."""
 
     embedding: list[float]
 
     @property
     def hidden_size(self) -> int:
-        """How many numbers there are."""
+        """Width of the vector."""
         return len(self.embedding)
 
 
 @dataclass(frozen=True, slots=True)
 class ClassificationOutput:
-    """What `LLM.classify` gives."""
+    """The result of `LLM.classify`."""
 
     probs: list[float]
-    """One for each of the model's labels."""
+    """One probability per label of the model."""
 
     @property
     def num_classes(self) -> int:
-        """How many labels there are."""
+        """Number of labels."""
         return len(self.probs)
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringOutput:
-    """What `LLM.score` gives."""
+    """The result of `LLM.score`."""
 
     score: float
-    """More is more alike, or a better answer."""
+    """A larger score is more similar, or more relevant."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingRequestOutput(Generic[OutputData]):
-    """One input with what was made of it."""
+    """One input and its result."""
 
     request_id: str
     outputs: OutputData
     prompt_token_ids: list[int]
-    """Special tokens included; both texts of a pair."""
+    """With special tokens; both texts of a pair."""
     num_cached_tokens: int
-    """Of them, found in the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
     finished: bool = True
 
 
@@ -143,7 +143,7 @@ class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
 
 
 def beam_output(prompt: Prompt, beams: list[Beam], tokenizer: Tokenizer | None) -> BeamSearchOutput:
-    """A finished search in the users' form."""
+    """Convert the beams of a finished search."""
     sequences = []
     for beam in beams:
         tokens = [*prompt.token_ids, *beam.tokens]
@@ -165,7 +165,7 @@ def request_output(
     outputs: list[Output],
     prompt_logprobs: list[PositionLogprobs | None] | None,
 ) -> RequestOutput:
-    """A finished request in the users' form."""
+    """Convert a finished request."""
     return RequestOutput(
         request_id=request_id,
         prompt=prompt.text,
@@ -173,7 +173,7 @@ def request_output(
         prompt_logprobs=None
         if prompt_logprobs is None
         else [None if entry is None else _by_id(entry) for entry in prompt_logprobs],
-        outputs=[_completion(place, output) for place, output in enumerate(outputs)],
+        outputs=[_completion(index, output) for index, output in enumerate(outputs)],
         finished=True,
         num_cached_tokens=outputs[0].num_cached_tokens,
     )
@@ -194,7 +194,7 @@ def _completion(index: int, output: Output) -> CompletionOutput:
 def _by_id(position: PositionLogprobs) -> dict[int, Logprob]:
     entries = (position.chosen, *position.top)
     return {
-        # The chosen token comes first, and its rank holds wherever it stands among the likely ones.
+        # Reversed: the chosen token comes first, and its rank replaces that of its second entry.
         entry.token_id: Logprob(entry.logprob, entry.rank, entry.token)
         for entry in reversed(entries)
     }

@@ -1,4 +1,4 @@
-"""Vectors, classes and scores for callers of LLM. Knows no HTTP."""
+"""Offline pooling: vectors, classes and scores for callers of LLM."""
 
 import itertools
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from server.offline.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from server.offline.prompts import PromptInput, listed, prompt_of
+from server.offline.prompts import PromptInput, as_prompt_list, parse_prompt
 from server.pooling.inputs import InputOptions, InputProcessor
 from server.pooling.pipeline import PoolingInput, PoolingStream, Vectors
 from server.pooling.scores import TextPairs, pair_inputs, pair_scores
@@ -29,59 +29,59 @@ Params = PoolingParams | Sequence[PoolingParams] | None
 
 
 class OfflinePooling:
-    """For one model and engine."""
+    """Runs pooling requests of an LLM."""
 
     def __init__(
-        self, client: EngineClient, reader: InputProcessor, *, max_concurrent: int
+        self, client: EngineClient, processor: InputProcessor, *, max_concurrent: int
     ) -> None:
         self._client = client
-        self._reader = reader
+        self._processor = processor
         self._max_concurrent = max_concurrent
         self._ids = itertools.count()
 
     async def encode(
         self,
         prompts: PromptInput | Sequence[PromptInput],
-        given: Params,
+        params: Params,
         task: str,
         *,
         truncate: int | None,
         use_tqdm: bool,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """What the model makes of each prompt. Raises UserError."""
-        wanted = [prompt_of(prompt) for prompt in listed(prompts)]
-        inputs = await self._inputs(wanted, _params(given, task, len(wanted)), truncate)
-        salts = {salt for _, _, salt in wanted}
+        """The result of each prompt. Raises UserError."""
+        parsed = [parse_prompt(prompt) for prompt in as_prompt_list(prompts)]
+        inputs = await self._inputs(parsed, _task_params(params, task, len(parsed)), truncate)
+        salts = {salt for _, _, salt in parsed}
         if len(salts) > 1:
             raise UserError(
                 f"the prompts have {len(salts)} cache salts, one call takes 1", param="cache_salt"
             )
         pooling = self._start(inputs, "".join(salts))
-        vectors = await _watched(pooling, use_tqdm)
+        vectors = await _collect(pooling, use_tqdm)
         return [
             PoolingRequestOutput(
                 str(next(self._ids)),
-                PoolingOutput(made if one.params.task == TOKEN_EMBED else made[0]),
+                PoolingOutput(rows if one.params.task == TOKEN_EMBED else rows[0]),
                 one.token_ids,
                 cached,
             )
-            for one, made, cached in zip(inputs, vectors, pooling.cached_tokens, strict=True)
+            for one, rows, cached in zip(inputs, vectors, pooling.cached_tokens, strict=True)
         ]
 
     async def score(self, pairs: TextPairs, *, use_tqdm: bool) -> list[ScoringRequestOutput]:
-        """How well the texts of each pair go together. Raises UserError."""
-        inputs = await pair_inputs(self._reader, pairs)
+        """The score of each pair. Raises UserError."""
+        inputs = await pair_inputs(self._processor, pairs)
         pooling = self._start(inputs, "")
-        vectors = await _watched(pooling, use_tqdm)
-        scores = pair_scores(self._reader.facts, vectors, len(pairs.firsts))
+        vectors = await _collect(pooling, use_tqdm)
+        scores = pair_scores(self._processor.facts, vectors, len(pairs.firsts))
         num_firsts = len(inputs) - len(pairs.seconds)
-        made = []
-        for place, score in enumerate(scores):
-            parts = [num_firsts + place]
+        outputs = []
+        for index, score in enumerate(scores):
+            parts = [num_firsts + index]
             if num_firsts:
-                # Read apart, once each; one may be compared with all of the others.
-                parts.insert(0, place if num_firsts > 1 else 0)
-            made.append(
+                # Each text was one input; a single first text belongs to all pairs.
+                parts.insert(0, index if num_firsts > 1 else 0)
+            outputs.append(
                 ScoringRequestOutput(
                     str(next(self._ids)),
                     ScoringOutput(score),
@@ -89,7 +89,7 @@ class OfflinePooling:
                     sum(pooling.cached_tokens[part] for part in parts),
                 )
             )
-        return made
+        return outputs
 
     def _start(self, inputs: list[PoolingInput], salt: str) -> PoolingStream:
         return PoolingStream(
@@ -98,44 +98,44 @@ class OfflinePooling:
 
     async def _inputs(
         self,
-        wanted: list[tuple[str | None, list[int] | None, str]],
+        prompts: list[tuple[str | None, list[int] | None, str]],
         params: list[PoolingParams],
         truncate: int | None,
     ) -> list[PoolingInput]:
-        if not wanted:
+        if not prompts:
             return []
         for one in set(params):
-            self._reader.check(one)
-        asked = InputOptions(params[0], param="prompts", truncate=truncate)
-        texts = [text for text, ids, _ in wanted if ids is None and text is not None]
-        lists = [ids for _, ids, _ in wanted if ids is not None]
-        if len(texts) == len(wanted):
-            read = await self._reader.texts(texts, asked)
-        elif len(lists) == len(wanted):
-            read = await self._reader.token_lists(lists, asked)
+            self._processor.check(one)
+        options = InputOptions(params[0], param="prompts", truncate=truncate)
+        texts = [text for text, ids, _ in prompts if ids is None and text is not None]
+        lists = [ids for _, ids, _ in prompts if ids is not None]
+        if len(texts) == len(prompts):
+            inputs = await self._processor.texts(texts, options)
+        elif len(lists) == len(prompts):
+            inputs = await self._processor.token_lists(lists, options)
         else:
-            read = []
-            for place, (text, ids, _) in enumerate(wanted):
-                alone = replace(asked, param=f"prompts[{place}]", is_list=False)
+            inputs = []
+            for index, (text, ids, _) in enumerate(prompts):
+                single = replace(options, param=f"prompts[{index}]", is_list=False)
                 if ids is not None:
-                    read += await self._reader.token_lists([ids], alone)
+                    inputs += await self._processor.token_lists([ids], single)
                 elif text is not None:
-                    read += await self._reader.texts([text], alone)
+                    inputs += await self._processor.texts([text], single)
         if len(set(params)) == 1:
-            return read
+            return inputs
         return [
             PoolingInput(
                 one.token_ids,
-                msgspec.structs.replace(own, num_skipped=one.params.num_skipped),
+                msgspec.structs.replace(param, num_skipped=one.params.num_skipped),
             )
-            for one, own in zip(read, params, strict=True)
+            for one, param in zip(inputs, params, strict=True)
         ]
 
 
-def embeddings(
+def embedding_outputs(
     outputs: list[PoolingRequestOutput[PoolingOutput]],
 ) -> list[EmbeddingRequestOutput]:
-    """Outputs of the task embed, as lists of numbers."""
+    """Convert outputs of the task embed."""
     return [
         EmbeddingRequestOutput(
             one.request_id,
@@ -147,10 +147,10 @@ def embeddings(
     ]
 
 
-def classes(
+def classification_outputs(
     outputs: list[PoolingRequestOutput[PoolingOutput]],
 ) -> list[ClassificationRequestOutput]:
-    """Outputs of the task classify, as lists of numbers."""
+    """Convert outputs of the task classify."""
     return [
         ClassificationRequestOutput(
             one.request_id,
@@ -162,22 +162,22 @@ def classes(
     ]
 
 
-async def _watched(pooling: PoolingStream, use_tqdm: bool) -> list[Vectors]:
+async def _collect(pooling: PoolingStream, use_tqdm: bool) -> list[Vectors]:
     with tqdm(total=pooling.num_inputs, desc="Inputs", disable=not use_tqdm) as bar:
         async for done in pooling:
             bar.update(len(done))
     return pooling.vectors
 
 
-def _params(given: Params, task: str, count: int) -> list[PoolingParams]:
-    """Those of each prompt, for this task."""
-    if given is None:
-        given = PoolingParams(task=task)
-    if isinstance(given, PoolingParams):
-        return [msgspec.structs.replace(given, task=task)] * count
-    if len(given) != count:
+def _task_params(params: Params, task: str, count: int) -> list[PoolingParams]:
+    """The parameters of each prompt, for `task`."""
+    if params is None:
+        params = PoolingParams(task=task)
+    if isinstance(params, PoolingParams):
+        return [msgspec.structs.replace(params, task=task)] * count
+    if len(params) != count:
         raise UserError(
-            f"{count} prompts came with {len(given)} pooling_params, give one or as many",
+            f"{count} prompts came with {len(params)} pooling_params, give one or as many",
             param="pooling_params",
         )
-    return [msgspec.structs.replace(one, task=task) for one in given]
+    return [msgspec.structs.replace(one, task=task) for one in params]

@@ -1,4 +1,4 @@
-"""What callers of LLM may write for prompts and conversations. Knows no engine."""
+"""The forms in which callers of LLM give prompts and conversations."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,17 +10,17 @@ PromptInput = str | Mapping[str, Any] | Sequence[int]
 """A text, {"prompt": text}, {"prompt_token_ids": ids}, or the ids alone."""
 
 
-def listed(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
-    """One prompt or several, as several."""
+def as_prompt_list(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
+    """One prompt or several, as a list."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if prompts and all(isinstance(entry, int) for entry in prompts):
-        return [prompts]  # type: ignore[list-item] # just seen to be ids
-    return list(prompts)  # type: ignore[arg-type] # ids alone were told apart above
+        return [prompts]  # type: ignore[list-item] # a list of ids
+    return list(prompts)  # type: ignore[arg-type] # not ids: handled above
 
 
-def prompt_of(prompt: PromptInput) -> tuple[str | None, list[int] | None, str]:
-    """(text, ids, cache salt): at least one of text and ids. Raises UserError."""
+def parse_prompt(prompt: PromptInput) -> tuple[str | None, list[int] | None, str]:
+    """(text, ids, cache salt), with at least one of text and ids. Raises UserError."""
     if isinstance(prompt, str):
         return prompt, None, ""
     if not isinstance(prompt, Mapping):
@@ -36,10 +36,10 @@ def prompt_of(prompt: PromptInput) -> tuple[str | None, list[int] | None, str]:
     return text, None if ids is None else list(ids), prompt.get("cache_salt") or ""
 
 
-def conversations(
+def as_conversation_list(
     messages: Sequence[Message] | Sequence[Sequence[Message]],
 ) -> list[Sequence[Message]]:
-    """One conversation or several, as several."""
+    """One conversation or several, as a list."""
     if messages and isinstance(messages[0], Mapping):
-        return [messages]  # type: ignore[list-item] # one conversation, seen by its first message
+        return [messages]  # type: ignore[list-item] # one conversation
     return list(messages)  # type: ignore[arg-type] # several

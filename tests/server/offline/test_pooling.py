@@ -10,7 +10,7 @@ from pooling_client import EMBEDDER, PoolingClient, pooled
 
 from config.errors import PromptTooLong, UserError
 from config.params.pooling import PoolingFacts, PoolingParams
-from server.offline.pooling import OfflinePooling, classes, embeddings
+from server.offline.pooling import OfflinePooling, classification_outputs, embedding_outputs
 from server.pooling.inputs import make_input_processor
 from server.pooling.scores import TextPairs
 
@@ -35,7 +35,7 @@ async def test_prompts_of_every_form_have_their_vectors_in_order() -> None:
     pooling, _ = offline()
     prompts = ["hello", {"prompt": "b"}, {"prompt_token_ids": ids("hello")}, ids("b"), "c"]
 
-    outputs = embeddings(await pooling.encode(prompts, None, "embed", **QUIET))
+    outputs = embedding_outputs(await pooling.encode(prompts, None, "embed", **QUIET))
 
     expected = [vector(text) for text in ("hello", "b", "hello", "b", "c")]
     assert [one.outputs.embedding for one in outputs] == expected
@@ -60,7 +60,7 @@ async def test_tokens_have_a_row_each_and_classes_a_number() -> None:
     pooling, _ = offline()
     (tokens,) = await pooling.encode("hello", None, "token_embed", **QUIET)
     classifier, _ = offline(CLASSIFIER)
-    (made,) = classes(await classifier.encode("a", None, "classify", **QUIET))
+    (made,) = classification_outputs(await classifier.encode("a", None, "classify", **QUIET))
 
     assert tokens.outputs.data.shape == (len(ids("hello")), 8)
     assert made.outputs.probs == vector("a", PoolingParams(task="classify"), CLASSIFIER)
