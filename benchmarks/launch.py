@@ -138,7 +138,7 @@ def measure(
             steps.append({**by_part(seconds), "reported": result.host_s})
             calls += called
     # A new Decoding captures its own graphs.
-    backend.unsettled()
+    backend.begin_warmup()
     # Two plans precede the first result, none follows the last.
     middle = steps[1:-1]
     found = {part: median(step[part] for step in middle) * MICROSECONDS for part in middle[0]}

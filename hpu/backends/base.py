@@ -1,4 +1,4 @@
-"""Backend: what a device must offer. Everything above speaks of devices only through this."""
+"""Backend: the interface of a device. Everything above uses devices only through it."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -15,27 +15,28 @@ class Event(Protocol):
         ...
 
     def done(self) -> bool:
-        """Whether it is, without waiting."""
+        """Whether that work is done, without waiting."""
         ...
 
     def seconds_since(self, earlier: Any) -> float:
-        """Device time between an earlier event of the same backend and this one; both are done."""
+        """Device time from an earlier event of the same backend to this one; both are done."""
         ...
 
 
 class Graph(Protocol):
-    """A captured forward pass: fixed inputs, fixed outputs, no Python when it runs again."""
+    """A captured forward pass: fixed inputs and outputs, replayed without Python."""
 
     def replay(self) -> Any:
-        """Run on the present contents of the captured inputs; always the same output tensors."""
+        """Run on the present contents of the captured inputs; returns the same tensors each
+        time."""
         ...
 
 
 class Backend(Protocol):
     """One device of one kind, owned by this process. Not thread-safe.
 
-    Work given to a device runs in the order it was given, `upload` included; only the copies of
-    `to_host` may run beside what is given after them.
+    A device runs work in the order of submission, `upload` included; only the copies of `to_host`
+    may run concurrently with later work.
     """
 
     name: str
@@ -44,40 +45,40 @@ class Backend(Protocol):
     """Integer type of positions, slots and block lists."""
     default_dtype: torch.dtype
     fast_dtypes: tuple[torch.dtype, ...]
-    """Types that run at full speed here: a checkpoint in one of them keeps it."""
+    """Dtypes that run at full speed: a checkpoint in one of them keeps its dtype."""
     driver: str
-    """Version of the device's driver; empty where there is none, or nobody tells."""
+    """Version of the device's driver; empty if there is none or it is unknown."""
     software: str
-    """Version of the vendor's runtime, in the same way."""
+    """Version of the vendor's runtime; empty likewise."""
     default_block_size: int
     default_strategy: str
-    """Bucket strategy when the user named none."""
+    """Bucket strategy for `auto`."""
     captures: bool
-    """Whether `capture` gives a speed-up here; if not, launches run the function itself."""
+    """Whether `capture` gives a speed-up; if not, launches run the function itself."""
     compiles: bool
-    """Whether the first launch of a shape costs a compilation here, captured or not."""
+    """Whether the first launch of a shape compiles, captured or not."""
     reads_contiguously: bool
-    """Whether a decode gains by reading the cache as one slice, blocks of others included, rather
-    than gathering its own blocks."""
+    """Whether a decode is faster when it reads the KV cache as one slice, with blocks of other
+    requests, than when it gathers its blocks."""
     shares_host_memory: bool
-    """Whether device memory is the host's, so that taking most of it would hurt others."""
+    """Whether device memory is host memory, most of which must be left to other processes."""
 
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes, after all work is done."""
         ...
 
     def peak_memory(self) -> int | None:
-        """Most bytes in use at once since `reset_peak`, after all work is done; None where nobody
-        counts them."""
+        """Peak of the bytes in use since `reset_peak`, after all work is done; None if the device
+        does not count them."""
         ...
 
     def reset_peak(self) -> None:
-        """Begin to watch for a peak anew."""
+        """Restart the measurement of `peak_memory`."""
         ...
 
     def is_out_of_memory(self, error: Exception) -> bool:
-        """Whether `error`, raised by any work given to the device, says that its memory is full;
-        the device can still be used then, as it could before that work."""
+        """Whether `error`, raised by work on the device, says that its memory is full. The device
+        remains usable after such an error."""
         ...
 
     def synchronize(self) -> None:
@@ -85,30 +86,30 @@ class Backend(Protocol):
         ...
 
     def mark(self) -> None:
-        """End a recipe here, on a device that gathers operations into recipes; else nothing."""
+        """End the recipe, on a device that collects operations into recipes (mark_step)."""
         ...
 
     def event(self) -> Event:
-        """A point after all the work given so far."""
+        """A point after all work submitted so far."""
         ...
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A zeroed device tensor; where the device can, a page costs memory only once written."""
+        """A zeroed device tensor; if the device can, a page uses memory only when it is written."""
         ...
 
     def host_tensor(self, size: int, dtype: torch.dtype) -> Tensor:
-        """A flat host tensor that `upload` reads fast (pinned, where that helps)."""
+        """A flat host tensor that `upload` reads fast (pinned, if that helps)."""
         ...
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Start a copy to the host; valid once an `event()` taken after it is done. Until then
-        nothing may write to `tensor`, which may be dropped."""
+        """Start a copy to the host; valid when an `event()` created after it is done. Until then
+        nothing may write to `tensor`; it may be dropped."""
         ...
 
     def upload(self, target: Tensor, source: Tensor) -> None:
         """Copy a host tensor into a device tensor of the same shape, without waiting.
 
-        The source must stay as it is until an `event()` taken after the call is done.
+        The source must not change until an `event()` created after the call is done.
         """
         ...
 
@@ -120,22 +121,22 @@ class Backend(Protocol):
         ...
 
     def prepare(self, model: torch.nn.Module) -> None:
-        """Last touch to a loaded model (packing of weights, compilation of layers)."""
+        """Prepare a loaded model for this device: fused kernels, packed weights, compiled
+        layers."""
         ...
 
     def expect(self, num_tokens: int, num_rows: int) -> None:
-        """The forward pass to come has so many tokens, and at most so many rows are sampled: a
-        hint of how much it computes."""
+        """A hint: the next forward pass has `num_tokens` and samples at most `num_rows` rows."""
         ...
 
-    def settled(self) -> None:
-        """Warm-up is over: from now on nothing should be compiled."""
+    def end_warmup(self) -> None:
+        """Warm-up is over: from now on nothing should compile."""
         ...
 
-    def unsettled(self) -> None:
-        """What was captured is not run again and gives its memory back; another warm-up follows."""
+    def begin_warmup(self) -> None:
+        """Free all captured graphs, which are not replayed again; another warm-up follows."""
         ...
 
     def close(self) -> None:
-        """Give the device back."""
+        """Release the device."""
         ...

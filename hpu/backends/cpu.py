@@ -164,10 +164,10 @@ class CpuBackend:
             if self._library is not None:
                 self._library.use_threads(threads)
 
-    def settled(self) -> None:
+    def end_warmup(self) -> None:
         retain_freed_memory(KEPT_BYTES)
 
-    def unsettled(self) -> None:
+    def begin_warmup(self) -> None:
         retain_freed_memory(0)
 
     def close(self) -> None:

@@ -1,5 +1,5 @@
-"""CudaBackend: an NVIDIA GPU, for development away from a Gaudi: the same buckets, the same runner,
-real capture and replay. Knows no models; never chosen unless it is asked for by name."""
+"""CudaBackend: an NVIDIA GPU, for development without a Gaudi: the same buckets and runner, real
+capture and replay. It is used only if it is named."""
 
 import logging
 from collections.abc import Callable
@@ -18,8 +18,8 @@ BFLOAT16_CAPABILITY = (8, 0)
 """First compute capability that multiplies bfloat16 in hardware (Ampere)."""
 
 WARM_RUNS = 2
-"""Runs before a capture. The first loads kernels and makes the workspaces of the matrix products,
-both of which are refused inside a capture; the second shows that nothing of the kind is left."""
+"""Runs before a capture. The first loads kernels and allocates the workspaces of matrix products,
+which is not allowed in a capture; the second checks that nothing of the kind is left."""
 
 GIB = 1024**3
 
@@ -50,8 +50,8 @@ class CudaEvent:
 
 
 class CudaGraph:
-    """A captured graph with the tensors that it reads and writes; these must live as long as it
-    does, because a replay uses their addresses."""
+    """A captured graph with its input and output tensors, which must live as long as the graph: a
+    replay uses their addresses."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, inputs: tuple[Any, ...], outputs: Any) -> None:
         self._graph = graph
@@ -66,18 +66,18 @@ class CudaGraph:
 class CudaBackend:
     """The first GPU that CUDA shows this process (CUDA_VISIBLE_DEVICES chooses another).
 
-    All work goes to the current stream, so it runs in the order in which it was given; only a
-    capture, and the runs before it, take a stream of their own, and the two wait for each other.
+    All work runs on the current stream, in the order of submission; only captures and the runs
+    before them use a side stream, and the two streams wait for each other.
 
-    All graphs take their memory from one pool: a replay writes whatever it reads, inputs apart, and
-    no two replays overlap, so one graph's scratch space may be another's. A graph's outputs are
-    therefore good until the next replay of any graph. Raises ConfigError without a usable GPU.
+    All graphs share one memory pool: a replay writes everything that it reads, except its inputs,
+    and replays do not overlap. A graph's outputs are therefore valid until the next replay of any
+    graph. Raises ConfigError without a usable GPU.
     """
 
     name = "cuda"
     driver = ""
     software = torch.version.cuda or ""
-    # Those of a Gaudi: what is tried out here should meet the same buckets there.
+    # As on a Gaudi, so that the buckets are the same.
     default_block_size = 128
     default_strategy = "exponential"
     captures = True
@@ -92,7 +92,7 @@ class CudaBackend:
         if missing is not None:
             raise ConfigError(missing)
         self.device = torch.device("cuda", 0)
-        # Writes to the cache are index_copy_, which takes no other index type on CUDA.
+        # index_copy_, which writes the cache, takes no other index type on CUDA.
         self.index_dtype = torch.int64
         torch.cuda.set_device(self.device)
         capability = torch.cuda.get_device_capability(self.device)
@@ -112,10 +112,8 @@ class CudaBackend:
         )
 
     def memory(self) -> tuple[int, int]:
-        """(free, total) bytes, after all work is done; other processes' share counts as taken.
-
-        What the allocator keeps for later goes back to the driver first: it can be used again.
-        """
+        """(free, total) bytes, after all work is done and the allocator's cache is freed. Memory of
+        other processes is not free."""
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self.device)
@@ -129,7 +127,7 @@ class CudaBackend:
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def is_out_of_memory(self, error: Exception) -> bool:
-        # A capture that ran out of memory may end with an error of its own, raised over the first.
+        # A capture that runs out of memory may raise another error on top of the first.
         found: BaseException | None = error
         while found is not None:
             if isinstance(found, torch.OutOfMemoryError):
@@ -168,13 +166,13 @@ class CudaBackend:
                 for _ in range(WARM_RUNS):
                     function(*inputs)
             graph = torch.cuda.CUDAGraph()
-            # Only this thread's calls can spoil the capture: others may wait for events meanwhile.
+            # Only calls of this thread break the capture: other threads may wait for events.
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"
             ):
                 outputs = function(*inputs)
         finally:
-            # A capture that fails may leave its own stream behind as the current one.
+            # A failed capture may leave its stream as the current one.
             torch.cuda.set_stream(current)
             current.wait_stream(self._side)
         return CudaGraph(graph, inputs, outputs)
@@ -186,10 +184,10 @@ class CudaBackend:
     def expect(self, num_tokens: int, num_rows: int) -> None:
         return
 
-    def settled(self) -> None:
+    def end_warmup(self) -> None:
         return
 
-    def unsettled(self) -> None:
+    def begin_warmup(self) -> None:
         return
 
     def close(self) -> None:
@@ -198,7 +196,7 @@ class CudaBackend:
 
 
 def missing_cuda(version: str, built_for: str | None, has_device: bool) -> str | None:
-    """What keeps torch `version`, built for CUDA `built_for`, from a GPU; None if nothing does."""
+    """Why torch `version`, built for CUDA `built_for`, cannot use a GPU; None if it can."""
     if built_for is None:
         return (
             f"device 'cuda' needs a torch built with CUDA, torch {version} is not: install one "

@@ -1,8 +1,8 @@
-"""GaudiBackend: a Gaudi card through the vendor's runtime, in one of its four modes. The only file
-that drives habana_frameworks (its fused kernels are in hpu/ops/gaudi.py). Knows no rows.
+"""GaudiBackend: a Gaudi card through the vendor's runtime (habana_frameworks), in one of its four
+modes. Its fused kernels are in hpu/ops/gaudi.py.
 
-In lazy mode operations gather until a mark ends the segment, which is then one recipe. Segments end
-here where a launch has a natural end: at events, and around a captured graph.
+In lazy mode operations are collected until mark_step ends the segment, which becomes one recipe.
+Segments end with launches: at events, and around a captured graph.
 """
 
 import importlib
@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 
 ROOT = "habana_frameworks.torch"
 
-ALONE = Ranks()
+SINGLE_RANK = Ranks()
 
-MOST_SHAPES = 1 << 16
-"""More than any table has buckets, times the parts that are compiled of a layer."""
+MAX_SHAPES = 1 << 16
+"""More than the buckets of any table times the compiled parts of a layer."""
 
 OUT_OF_MEMORY = (
     "workspace allocation of size",
@@ -40,8 +40,8 @@ OUT_OF_MEMORY = (
     "out of memory",
     "allocation failed for size",
 )
-"""What the runtime's texts have in common when the card is full, in small letters. It has no type
-of its own for it, and the second and third may have other causes."""
+"""Parts of the runtime's error texts when the card's memory is full, in lower case. The runtime has
+no error type for it, and the second and third text may have other causes."""
 
 
 @runtime_checkable
@@ -54,27 +54,27 @@ class _Fuses(Protocol):
 
 
 class GaudiEvent:
-    """A point in the card's default stream and in that of the copies to the host; its time is the
-    former's."""
+    """A point in the default stream and in the stream of the copies to the host. Its time is that
+    of the default stream."""
 
     def __init__(self, event: Any, copies: HostCopies) -> None:
         self._event = event
         event.record()
         self._copies = copies
-        self._mark, self._copied = copies.mark()
+        self._number, self._copied = copies.record()
 
     def wait(self) -> None:
         self._event.synchronize()
         if self._copied is not None:
             self._copied.synchronize()
-        self._copies.reached(self._mark)
+        self._copies.release_until(self._number)
 
     def done(self) -> bool:
         if not self._event.query():
             return False
         if self._copied is not None and not self._copied.query():
             return False
-        self._copies.reached(self._mark)
+        self._copies.release_until(self._number)
         return True
 
     def seconds_since(self, earlier: "GaudiEvent") -> float:
@@ -84,9 +84,9 @@ class GaudiEvent:
 class HpuGraph:
     """One entry of the runtime's cache of graphs: the wrapped function, with inputs of one shape.
 
-    The wrapped function finds the graph again by the inputs' shapes, reads the inputs where they
-    lie (no tensor cache: intermediates are freed, so graphs share their memory), and writes the
-    same outputs each time.
+    The wrapped function finds the graph by the inputs' shapes, reads the inputs in place (no tensor
+    cache: intermediates are freed, so graphs share their memory), and writes the same outputs each
+    time.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class HpuGraph:
         self.replay()
 
     def replay(self) -> Any:
-        # What produces the inputs must have been launched before the graph reads them.
+        # Launch the work that produces the inputs before the graph reads them.
         self._mark_step()
         outputs = self._graphed(*self._inputs)
         self._mark_step()
@@ -108,11 +108,11 @@ class HpuGraph:
 class GaudiBackend:
     """One card of this process; the runtime gives each process at most one.
 
-    `choice` is the mode; the runtime's variables have been set accordingly by now. `driver` is the
-    driver's version, where it is known. `on_settled` is called when warm-up is over,
-    `on_unsettled` when another one is to come, `on_close` when the card is given back.
-    `guards_off`: compiled code checks no guards after warm-up, and a new shape is an error. Raises
-    ConfigError when the runtime cannot be used: `explain` turns its error texts into plain words.
+    `choice` is the mode; the runtime's variables are already set for it. `driver` is the driver's
+    version, if known. The callbacks `on_warmup_end`, `on_warmup_begin` and `on_close` are called
+    after warm-up, before another one, and on release of the card. `guards_off`: compiled code
+    checks no guards after warm-up, and a new shape is an error. Raises ConfigError if the runtime
+    is unusable; `explain` translates its error texts.
     """
 
     name = "hpu"
@@ -132,11 +132,11 @@ class GaudiBackend:
         *,
         seed: int = 0,
         driver: str = "",
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_RANK,
         guards_off: bool = False,
         explain: Callable[[str], str | None] = lambda text: None,
-        on_settled: Callable[[], None] = lambda: None,
-        on_unsettled: Callable[[], None] = lambda: None,
+        on_warmup_end: Callable[[], None] = lambda: None,
+        on_warmup_begin: Callable[[], None] = lambda: None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.driver = driver
@@ -144,8 +144,8 @@ class GaudiBackend:
         self._execution = execution
         self._mode = choice.mode
         self._explain = explain
-        self._on_settled = on_settled
-        self._on_unsettled = on_unsettled
+        self._on_warmup_end = on_warmup_end
+        self._on_warmup_begin = on_warmup_begin
         self._on_close = on_close
         self._guards_off = guards_off
         self._graphed: Callable[..., Any] | None = None
@@ -156,12 +156,12 @@ class GaudiBackend:
             self._hpu = importlib.import_module(f"{ROOT}.hpu")
             self._metrics = importlib.import_module(f"{ROOT}.hpu.metrics")
             self._check_mode(choice)
-            # The runtime takes the card that belongs to the rank.
+            # The runtime acquires the card that belongs to the rank.
             self.group = GaudiGroup(ranks)
             self.device = torch.device("hpu", self._acquire())
             self.group.check(self.device)
         except (ImportError, AssertionError, RuntimeError) as error:
-            raise ConfigError(self._worded(error)) from error
+            raise ConfigError(self._explained(error)) from error
         self.captures = self._mode == HPU_GRAPHS
         self._copies = HostCopies(self._hpu)
         self._hpu.manual_seed(seed)
@@ -183,9 +183,9 @@ class GaudiBackend:
             )
 
     def _acquire(self) -> int:
-        """Take the card; the runtime gives it at the first touch."""
+        """Acquire the card, which the runtime does at the first use."""
         if not self._hpu.is_available():
-            raise ConfigError("no card answers: `gaudiserve doctor` looks at driver and runtime")
+            raise ConfigError("no card answers: `gaudiserve doctor` checks driver and runtime")
         torch.zeros(1, device="hpu")
         self._hpu.synchronize()
         return int(self._hpu.current_device())
@@ -225,7 +225,7 @@ class GaudiBackend:
     def synchronize(self) -> None:
         self._htcore.mark_step()
         self._hpu.synchronize()
-        self._copies.finished()
+        self._copies.release_all()
 
     def mark(self) -> None:
         self._htcore.mark_step()
@@ -238,11 +238,11 @@ class GaudiBackend:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def host_tensor(self, size: int, dtype: torch.dtype) -> Tensor:
-        # Pinned memory is not something the vendor's software relies on.
+        # The vendor's software does not use pinned memory.
         return torch.zeros(size, dtype=dtype)
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        # What makes the tensor must have been launched before another stream can wait for it.
+        # Launch the work that produces the tensor before another stream waits for it.
         self.mark()
         return self._copies.start(tensor)
 
@@ -250,9 +250,9 @@ class GaudiBackend:
         target.copy_(source, non_blocking=True)
 
     def capture(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> HpuGraph:
-        """`function` must be the same in every call: the runtime keeps one cache a function, keyed
-        by the inputs' shapes. Nothing but tensors may be among the inputs: any other value becomes
-        part of the key."""
+        """`function` must be the same in every call: the runtime has one cache per function, keyed
+        by the inputs' shapes. The inputs may only be tensors: any other value becomes part of the
+        key."""
         if self._graphed is None:
             self._graphed = self._hpu.wrap_in_hpu_graph_func(function, disable_tensor_cache=True)
             self._function = function
@@ -294,24 +294,24 @@ class GaudiBackend:
             children = dict(model.named_children())
             layers = children.pop("layers", None)
             parts = [*children.values(), *(layers.children() if layers is not None else ())]
-        # Beyond this number of shapes of one function torch would stop compiling it.
+        # Above this number of shapes torch stops compiling a function.
         limits = torch._dynamo.config
         for name in ("cache_size_limit", "accumulated_cache_size_limit"):
-            setattr(limits, name, max(getattr(limits, name), MOST_SHAPES))
+            setattr(limits, name, max(getattr(limits, name), MAX_SHAPES))
         for part in parts:
             part.compile(**options)
 
-    def settled(self) -> None:
+    def end_warmup(self) -> None:
         if self._guards_off and self._mode == TORCH_COMPILE:
             torch.compiler.set_stance("fail_on_recompile", skip_guard_eval_unsafe=True)
-        self._on_settled()
+        self._on_warmup_end()
 
-    def unsettled(self) -> None:
-        self._forget()
-        self._on_unsettled()
+    def begin_warmup(self) -> None:
+        self._free_graphs()
+        self._on_warmup_begin()
 
-    def _forget(self) -> None:
-        # The runtime's cache of graphs belongs to the wrapped function, and goes with it.
+    def _free_graphs(self) -> None:
+        # The runtime frees its cache of graphs with the wrapped function.
         self._graphed = self._function = None
         if self._guards_off:
             torch.compiler.set_stance("default")
@@ -328,7 +328,7 @@ class GaudiBackend:
         return dict(found["FallbackOps"])
 
     def recipe_cache(self) -> tuple[int, int]:
-        """(hits, misses) since the start; counted under PT_HPU_ENABLE_CACHE_METRICS only."""
+        """(hits, misses) since the start; counted only with PT_HPU_ENABLE_CACHE_METRICS."""
         try:
             found = dict(self._metrics.metric_global("recipe_cache").stats())
         except self._metrics.MetricNotFound:
@@ -339,11 +339,11 @@ class GaudiBackend:
         return
 
     def close(self) -> None:
-        self._forget()
+        self._free_graphs()
         self.group.leave()
         self._on_close()
 
-    def _worded(self, error: Exception) -> str:
+    def _explained(self, error: Exception) -> str:
         text = str(error)
         meaning = self._explain(text)
         return f"the HPU cannot be used: {meaning or text}"

@@ -1,5 +1,5 @@
-"""GaudiGroup: the cards that run one model together, over the vendor's collectives (HCCL). Joined
-before the process first touches its card, since the runtime takes the card by its rank."""
+"""GaudiGroup: the process group of the cards that run one model, over the vendor's collectives
+(hccl). Created before the first use of the card, which the runtime acquires by rank."""
 
 import importlib
 
@@ -12,10 +12,10 @@ MODULE = "habana_frameworks.torch.distributed.hccl"
 
 
 class GaudiGroup:
-    """A group of one card needs no collectives and imports no HCCL.
+    """A group of one rank creates no process group.
 
-    With more than one rank PT_HPU_ENABLE_LAZY_COLLECTIVES must be true before the runtime is
-    imported for HPU graphs to hold a collective: the process that starts the ranks sets it.
+    With more ranks PT_HPU_ENABLE_LAZY_COLLECTIVES must be true before the runtime is imported, or
+    HPU graphs cannot contain collectives; the launcher of the ranks sets it.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -29,8 +29,8 @@ class GaudiGroup:
         self.world = join("hccl", ranks)
 
     def check(self, device: torch.device) -> None:
-        """One sum over all ranks, so that a group that does not work fails here. Raises ConfigError
-        with the two numbers; waits for the device."""
+        """Sum over all ranks, so that a broken group fails here. Raises ConfigError with the two
+        numbers; waits for the device."""
         if self.world.size == 1:
             return
         one = torch.ones(1, dtype=torch.float32, device=device)

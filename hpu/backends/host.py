@@ -1,5 +1,5 @@
-"""What the host lets this process use: cores, memory, instruction sets. Reads the kernel's own
-files below `root` (a parameter, so that tests can lay out a machine); knows no tensors."""
+"""Resources of the host: cores, memory, instruction sets. Reads the kernel's files below `root`,
+which tests replace."""
 
 import math
 import os
@@ -51,7 +51,7 @@ def has_fast_bfloat16(root: Path = ROOT) -> bool:
 
 
 def cpu_flags(root: Path = ROOT) -> frozenset[str]:
-    """What the CPU can do, in the kernel's words; empty where nobody tells."""
+    """Instruction sets of the CPU by the kernel's names; empty if unknown."""
     try:
         text = (root / "proc/cpuinfo").read_text()
     except OSError:
@@ -66,8 +66,8 @@ def cpu_flags(root: Path = ROOT) -> frozenset[str]:
 def _group_folders(root: Path, controller: str) -> Iterator[Path]:
     """The process's control-group folders for `controller`, innermost first, version 2 and 1.
 
-    In a container the path named by the kernel may lie outside what is mounted; then the mounted
-    root is the container's own group.
+    In a container the kernel's path may lie outside the mount; then the mounted root is the group
+    of the container.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -102,7 +102,7 @@ def _cpu_quota(folder: Path) -> float | None:
 
 
 def _number(path: Path) -> int | None:
-    """The one integer in a file; None when there is no file or it says `max`."""
+    """The integer in a file; None if there is no file or it says `max`."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
@@ -110,7 +110,7 @@ def _number(path: Path) -> int | None:
 
 
 def _sizes(path: Path) -> dict[str, int]:
-    """The `name number` or `name: number kB` lines of a file, as they stand."""
+    """The `name number` and `name: number kB` lines of a file, without conversion."""
     try:
         text = path.read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""Device name to Backend. Imports only the chosen one, so that what is not used is not loaded."""
+"""From a device name to its Backend. Imports only the selected one."""
 
 from config.engine import EngineConfig
 from config.loading import env
@@ -6,10 +6,10 @@ from hpu.backends.base import Backend
 
 
 def select_backend(config: EngineConfig) -> Backend:
-    """The named backend, or the best one of this machine for `auto`: a Gaudi, else the CPU. A GPU
-    has to be named: it is there to develop on.
+    """The named backend, or for `auto` a Gaudi if its runtime is installed, else the CPU. An NVIDIA
+    GPU, which is for development, must be named.
 
-    Raises ConfigError when the machine has no such device, or the device refuses.
+    Raises ConfigError if the machine has no such device or the device cannot be used.
     """
     device = env.chosen_device(config.device)
     if device == "hpu":
@@ -55,7 +55,7 @@ def _emulated(config: EngineConfig) -> Backend:
     from hpu.emulator.settings import EmulatorConfig
 
     settings = config.emulator
-    # A copy: what the runtime writes into its variables must not outlive the emulated card.
+    # A copy: changes by the runtime must not outlive the emulated card.
     variables = {**env.environment(), **env.hpu_environment(config)}
     emulator = install(
         EmulatorConfig(
@@ -72,8 +72,8 @@ def _emulated(config: EngineConfig) -> Backend:
             env.hpu_mode(config),
             seed=config.seed,
             guards_off=config.warmup.full_guards_off,
-            on_settled=emulator.seal,
-            on_unsettled=emulator.unseal,
+            on_warmup_end=emulator.end_warmup,
+            on_warmup_begin=emulator.begin_warmup,
             on_close=emulator.uninstall,
         )
     except BaseException:

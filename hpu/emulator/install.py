@@ -48,15 +48,15 @@ class Emulator:
     def memory(self) -> Memory:
         return self.device.memory
 
-    def seal(self) -> None:
+    def end_warmup(self) -> None:
         """End of warm-up: from now on compilations and captures are misuses."""
         self.device.close_segment()
-        self.device.sealed = True
+        self.device.is_serving = True
 
-    def unseal(self) -> None:
+    def begin_warmup(self) -> None:
         """Another warm-up begins."""
         self.device.close_segment()
-        self.device.sealed = False
+        self.device.is_serving = False
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -123,7 +123,7 @@ class Warmup:
         """From now on a compilation is a request's, unless `next` is called."""
         self._graphs.stage = "serving"
         if not self._later:
-            self._backend.settled()
+            self._backend.end_warmup()
 
     def _run(
         self, buckets: list[Bucket], on_progress: Progress, phases: tuple[int, ...]

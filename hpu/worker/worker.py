@@ -218,7 +218,7 @@ class Worker:
             self._counters.add("graphs", -self._counters.total("graphs"))
             self._counters.add("graph_bytes", -self._counters.total("graph_bytes"))
         assert self._backend is not None
-        self._backend.unsettled()
+        self._backend.begin_warmup()
 
     def _start(self, on_progress: Progress) -> WorkerReady:
         self._backend = select_backend(self._config)

@@ -46,7 +46,7 @@ class CapturedCard(CpuBackend):
         self.captured.append(tuple(inputs[0].shape))
         return _CountedGraph(self, function, inputs)
 
-    def settled(self) -> None:
+    def end_warmup(self) -> None:
         self.is_settled = True
 
 

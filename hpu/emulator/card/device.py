@@ -59,7 +59,7 @@ class Device:
         self.recording: Recording | None = None
         self.region_depth = 0
         """Nesting depth of the regions compiled with hpu_backend."""
-        self.sealed = False
+        self.is_serving = False
         """After warm-up: compilations, captures and fallbacks are misuses."""
         self.in_step = False
         """Inside a step: host syncs are misuses."""
@@ -111,7 +111,7 @@ class Device:
 
     def close_segment(self) -> None:
         """End the lazy segment, or this part of a compiled region, and launch it."""
-        if self.segment.close() and self.sealed:
+        if self.segment.close() and self.is_serving:
             ops = self.segment.last_ops
             text = f"a new recipe of {len(ops)} ops was compiled while serving"
             self.counters.misuse("compile_after_warmup", text, " ".join(ops[:8]))

@@ -124,7 +124,7 @@ class HPUGraph:
             )
         device.acquisition.touch()
         device.close_segment()
-        if device.sealed:
+        if device.is_serving:
             device.counters.misuse("capture_after_warmup", "a new graph is captured while serving")
         self._graph_memory = device.memory.allocate_graph(device.config.graph_bytes)
         self._is_dry = dry_run

@@ -103,10 +103,10 @@ def mapped():
     return statistics.median(counts) * resource.getpagesize()
 
 backend, process = CpuBackend(num_threads=1), psutil.Process()
-backend.settled()
+backend.end_warmup()
 warm = mapped()
 size = process.memory_info().rss
-backend.unsettled()
+backend.begin_warmup()
 freed = size - process.memory_info().rss
 print(json.dumps([warm, freed, mapped()]))
 """

@@ -60,7 +60,7 @@ def test_once_warm_no_mix_of_settings_compiles_waits_or_takes_memory(
         sampler = Sampler(ROWS, VOCAB, backend, LogprobsMode.named(reports), static_shapes=True)
         _warm(backend, sampler)
         compiled, in_use = card.counters.counts["compilations"], card.memory.in_use
-        card.seal()
+        card.end_warmup()
         for step in range(calls):
             rows = rng.sample(range(ROWS), rng.randint(1, max(WIDTHS)))
             fresh = range(ROWS) if step == 0 else rows[: rng.choice((0, 1, 2))]

@@ -64,7 +64,7 @@ def test_scrubbing_any_number_of_blocks_compiles_nothing_and_waits_for_nothing()
         keys = model.caches[1][0]
         backend.upload(keys, torch.full((41, 4, 2, 3), NAN))
         backend.event()
-        card.seal()
+        card.end_warmup()
 
         with card.step():
             for blocks in ([3], [7, 9], [*range(10, 38)]):

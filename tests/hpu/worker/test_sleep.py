@@ -114,7 +114,7 @@ def test_a_worker_that_finds_no_memory_sleeps_on_and_can_be_woken_later(
     rig, memory = card_rig, card_memory()
     before = said(rig)
     rig.sleep(1)
-    others = memory.take(memory.limit - memory.in_use - rig.ready.weight_bytes - 1000)
+    others = memory.allocate(memory.limit - memory.in_use - rig.ready.weight_bytes - 1000)
     taken = memory.in_use
 
     with pytest.raises(RequestFailed, match="cannot wake up, and sleeps on"):

@@ -101,7 +101,7 @@ def test_a_replay_compiles_nothing_and_takes_no_memory() -> None:
         graph = torch.hpu.wrap_in_hpu_graph_func(lambda x: x * 2)  # type: ignore[attr-defined]
         x = torch.ones(64, device="hpu")
         graph(x)
-        card.seal()
+        card.end_warmup()
         before = card.memory.in_use
 
         for _ in range(3):
@@ -114,7 +114,7 @@ def test_a_capture_after_warm_up_is_a_misuse_that_names_the_line() -> None:
     with emulated(strict=True) as card:
         graph = torch.hpu.wrap_in_hpu_graph_func(lambda x: x * 2)  # type: ignore[attr-defined]
         x = torch.ones(64, device="hpu")
-        card.seal()
+        card.end_warmup()
 
         with pytest.raises(Misuse, match=r"capture_after_warmup.*test_graphs\.py:\d+"):
             graph(x)
