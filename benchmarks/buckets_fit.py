@@ -102,7 +102,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=2000, metavar="N")
     requests = parser.parse_args().requests
-    print("| traffic | rule | its graphs | its padding | fitted graphs | padding | fit, s |")
+    print("| traffic | strategy | graphs | padding | fitted graphs | padding | fit, s |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for kind in (chat, long_documents, mixed):
         print("\n".join(rows(kind, requests)))

@@ -169,7 +169,7 @@ def _markdown(measured: list[Measured], workloads: list[Workload], rounds: int) 
     first = measured[0]
     head = "| workload (prompt/output tokens) | " + " | ".join(m.name for m in measured) + " |"
     lines = [
-        f"Output tokens a second, median of {rounds}; in brackets the ratio to {first.name}.",
+        f"Output tokens per second, median of {rounds}; in brackets the ratio to {first.name}.",
         f"{_today()}, {machine()}.",
         "",
         head,

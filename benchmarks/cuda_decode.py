@@ -238,7 +238,7 @@ def one_line(
         )
         found.append(measure(decoding, options.steps))
         if decoding.is_captured != captures:
-            raise SystemExit(f"a decode of {num_rows} rows was not captured: no memory is left")
+            raise SystemExit(f"a decode of batch {num_rows} was not captured: out of memory")
         del decoding
     (eager_s, _), (clock_s, device_s) = found
     weights_s = weight_bytes(model) / speed
@@ -257,7 +257,7 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=tuple(SHAPES), default="8b")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 128])
-    parser.add_argument("--context", type=int, default=1024, help="tokens of each row")
+    parser.add_argument("--context", type=int, default=1024, help="tokens of each request")
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--copy-mib", type=int, default=1024, help="size of the measured copy")
     return parser.parse_args(arguments)

@@ -50,7 +50,7 @@ def measure_steps(num_steps: int, repeats: int) -> list[Numbers]:
         plain = next((one for one in found if one["rows"] == rows), numbers)
         numbers["ratio"] = numbers["cpu_us"] / plain["cpu_us"]
         found.append(numbers)
-        _log(f"{rows} rows, {waiting} waiting, context {context}: {numbers['cpu_us']:.0f} us")
+        _log(f"batch {rows}, {waiting} waiting, context {context}: {numbers['cpu_us']:.0f} us")
     return found
 
 
@@ -67,14 +67,16 @@ def measure_overlap(repeats: int) -> list[Numbers]:
         numbers["busy"] = step_ms / 1e3 / least
         numbers["busy_median_step"] = step_ms / 1e3 / min(median(seconds) for seconds in runs)
         found.append(numbers)
-        _log(f"{rows} rows, {step_ms} ms a step: busy {numbers['busy']:.1%}")
+        _log(f"batch {rows}, {step_ms} ms per step: busy {numbers['busy']:.1%}")
     return found
 
 
 def measure_rest(growth_steps: int) -> Numbers:
     """Admission of 10,000 requests of 1,000 tokens, and a run of `growth_steps` steps."""
     admission = watch_admission(10_000, 1_000)
-    _log(f"10,000 requests queued in {admission.queue_s:.2f} s, gone in {admission.abort_s:.2f} s")
+    _log(
+        f"10,000 requests queued in {admission.queue_s:.2f} s, aborted in {admission.abort_s:.2f} s"
+    )
     growth = watch_growth(growth_steps)
     return {
         "queue_s": admission.queue_s,
@@ -92,12 +94,12 @@ def markdown(steps: list[Numbers], overlap: list[Numbers], rest: Numbers) -> str
         f"# The host's part, {datetime.date.today().isoformat()}",
         "",
         f"`python benchmarks/host.py`, {machine()}.",
-        "The device is a clock; prefix cache on.",
+        "Simulated device; prefix cache on.",
         "",
-        "From a result to the next plan, messages to worker and front end encoded: medians.",
+        "From a result to the next plan, including the encoding of messages: medians.",
         "",
-        "| rows | waiting | context | us | us of the processor | 99th percentile "
-        "| times the plain case | goal |",
+        "| batch | waiting | context | us | CPU us | 99th percentile | ratio to the base case "
+        "| goal |",
         "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     for one in steps:
@@ -107,7 +109,7 @@ def markdown(steps: list[Numbers], overlap: list[Numbers], rest: Numbers) -> str
             f"{one['wall_us']:.0f} | {one['cpu_us']:.0f} | {one['cpu_p99_us']:.0f} | "
             f"{one['ratio']:.2f} | {f'under {most} us' if most else ''} |"
         )
-    lines += ["", "| rows | device's step | busy | in the median step | goal |"]
+    lines += ["", "| batch | device's step | busy | in the median step | goal |"]
     lines += ["| ---: | ---: | ---: | ---: | --- |"]
     for one in overlap:
         least = GOAL_BUSY[one["step_ms"]] if one["rows"] == 256 else None
@@ -124,7 +126,7 @@ def markdown(steps: list[Numbers], overlap: list[Numbers], rest: Numbers) -> str
         f"| all of them aborted | {rest['abort_s']:.3f} s | under 1 s |",
         f"| a step in the first and last tenth of {rest['growth_steps']:,.0f} | "
         f"{rest['early_us']:.0f} us, {rest['late_us']:.0f} us | no growth |",
-        f"| resident memory meanwhile | {rest['growth_mib']:+.1f} MiB | no growth |",
+        f"| growth of resident memory | {rest['growth_mib']:+.1f} MiB | no growth |",
     ]
     return "\n".join(lines) + "\n"
 
@@ -135,8 +137,10 @@ def _log(text: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=500, help="steps watched of each case")
-    parser.add_argument("--repeats", type=int, default=3, help="of which the cheapest counts")
+    parser.add_argument("--steps", type=int, default=500, help="measured steps per case")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="repeats per case; the minimum counts"
+    )
     parser.add_argument("--growth-steps", type=int, default=1_000_000)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)

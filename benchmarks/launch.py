@@ -127,7 +127,7 @@ def measure(
     for _ in decoding.steps(WARM_STEPS):
         pass
     if not decoding.is_captured:
-        raise SystemExit(f"a decode of {num_rows} rows was not captured: no memory is left")
+        raise SystemExit(f"a decode of batch {num_rows} was not captured: out of memory")
     steps: list[Numbers] = []
     calls: Counter[str] = Counter()
     with nullcontext() if computes else returning_at_once(), Stopwatch() as stopwatch:
@@ -204,9 +204,9 @@ def main(words: list[str] | None = None) -> None:
     )
     parser.add_argument("--device", choices=("hpu-emulator", "cuda", "hpu"), default="hpu-emulator")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256])
-    parser.add_argument("--context", type=int, default=1024, help="tokens of each row")
+    parser.add_argument("--context", type=int, default=1024, help="tokens of each request")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=3, help="of which the cheapest counts")
+    parser.add_argument("--repeats", type=int, default=3, help="repeats; the minimum counts")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args(words)

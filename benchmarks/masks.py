@@ -135,8 +135,8 @@ def main() -> None:
     facts = read_model_config(arguments.folder)
     eos_ids = frozenset(facts.eos_token_ids)
     grammar = Grammar(FORM, Vocabulary(arguments.folder, facts.vocab_size, eos_ids))
-    print(f"Vocabulary {facts.vocab_size}, {arguments.device_ms} ms a step on the device")
-    print("| guided rows | ms a step without overlap | with overlap |")
+    print(f"Vocabulary {facts.vocab_size}, {arguments.device_ms} ms per step on the device")
+    print("| guided requests | ms per step without overlap | with overlap |")
     print("| ---: | ---: | ---: |")
     for num_rows in arguments.rows:
         apart, ahead = (

@@ -199,9 +199,9 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"])
     parser.add_argument("--text", type=Path, default=TEXT)
-    parser.add_argument("--window", type=int, default=WINDOW, help="tokens read at once")
-    parser.add_argument("--tokens", type=int, default=64, help="of the stream that is timed")
-    parser.add_argument("--rounds", type=int, default=3, help="of that stream")
+    parser.add_argument("--window", type=int, default=WINDOW, help="tokens of a window")
+    parser.add_argument("--tokens", type=int, default=64, help="output tokens of the timed stream")
+    parser.add_argument("--rounds", type=int, default=3, help="repeats of the timed stream")
     parser.add_argument(
         "--set",
         type=_setting,

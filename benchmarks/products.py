@@ -85,7 +85,7 @@ def main() -> None:
     threads = torch.get_num_threads()
     library = open_library(kernel_folder(None), threads)
     if library is None:
-        raise SystemExit("the kernels are not to be had on this machine")
+        raise SystemExit("the kernels are not available on this machine")
     found = []
     with torch.inference_mode():
         for name, shape in SHAPES.items():
@@ -101,7 +101,7 @@ def main() -> None:
     lines = [
         f"{datetime.date.today()}, {machine()}, {threads} threads. GB/s of weights in bfloat16.",
         "",
-        "| product | rows | compiled kernels | PyTorch's packed one | ratio | a sum of memory |",
+        "| product | rows | compiled kernels | PyTorch's packed product | ratio | memory read |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     lines += [
