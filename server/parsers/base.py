@@ -1,30 +1,30 @@
-"""What parsers of answers take and give: text in pieces, events out. Knows no family of models."""
+"""Interfaces of the output parsers: text in pieces in, events out."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 Tools = Mapping[str, Mapping[str, Any]]
-"""The functions a request offers: their names, each with the JSON schema of its arguments."""
+"""The functions of a request: name to JSON schema of the arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What the caller reads as the answer."""
+    """The next piece of the answer's text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """What the model wrote while it was thinking."""
+    """The next piece of the reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """A call, counted from 0. `id` is None where the model gives none."""
+    """The start of call number `index`, from 0. `id` is None if the model writes none."""
 
     index: int
     name: str
@@ -41,7 +41,7 @@ class ToolCallArguments:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallRetracted:
-    """The call that was begun is none: all that the model wrote of it follows as text."""
+    """The call that was started cannot be parsed: all of it follows as text."""
 
     index: int
 
@@ -50,68 +50,68 @@ ParserEvent = TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments | T
 
 
 class Parser(Protocol):
-    """Reads the answer of one choice, once, from its beginning.
+    """Incremental parser of one choice.
 
-    Never raises, whatever the text, and gives the same events (adjacent pieces joined) however the
-    text is cut. Holds back no more than what may still be a marker, or the name of a call.
+    Never raises, and gives the same events (adjacent pieces joined) however the text is split.
+    Buffers only what may still be a marker or the name of a call.
     """
 
     def feed(self, text: str) -> list[ParserEvent]:
-        """What `text` makes certain."""
+        """The events that `text` completes."""
         ...
 
     def finish(self, *, is_cut: bool) -> list[ParserEvent]:
-        """The rest, when nothing can follow. `is_cut`: the answer was cut by its length, so that a
-        call may have an end that was not written."""
+        """The rest, when no text follows. `is_cut`: the answer was cut by its length, so an open
+        call counts as a call."""
         ...
 
 
 class ReasoningParser(Parser, Protocol):
-    """A parser that tells thinking from the rest, which it gives as text."""
+    """Splits reasoning from the rest, which it gives as text."""
 
     @property
     def is_done(self) -> bool:
-        """Whether the answer itself has begun."""
+        """Whether no reasoning can follow."""
         ...
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether thinking was begun."""
+        """Whether reasoning has started."""
         ...
 
 
 class ReasoningFormat(Protocol):
-    """How one family of models marks thinking."""
+    """How one model family marks reasoning."""
 
     @property
     def start_tags(self) -> tuple[str, ...]:
-        """The marks that begin it."""
+        """Tags that start it."""
         ...
 
     @property
     def end_tags(self) -> tuple[str, ...]:
-        """The marks that end it."""
+        """Tags that end it."""
         ...
 
     @property
     def answer_start_tags(self) -> tuple[str, ...]:
-        """The marks that end it and begin the answer, behind which a form may be held."""
+        """Tags that end it and start the answer: a grammar applies after them."""
         ...
 
     def starts_in_reasoning(self, prompt: str) -> bool:
-        """Whether an answer to `prompt` goes on with thinking that the prompt began."""
+        """Whether an answer to `prompt` continues reasoning that the prompt started."""
         ...
 
     def ends_with_start_tag(self, prompt: str) -> bool:
-        """Whether the end of `prompt` is an opening mark."""
+        """Whether `prompt` ends with a start tag."""
         ...
 
     def ends_with_end_tag(self, prompt: str) -> bool:
-        """Whether the end of `prompt` is a mark behind which the answer stands."""
+        """Whether `prompt` ends with a tag that the answer follows."""
         ...
 
     def has_unclosed_reasoning(self, text: str) -> bool:
-        """Whether `text`, the beginning of an answer, has thinking that it does not close."""
+        """Whether `text`, the start of an answer, has reasoning without an end tag."""
         ...
 
     def parser(self, *, is_inside: bool, keeps_whitespace: bool = False) -> ReasoningParser:
@@ -121,16 +121,16 @@ class ReasoningFormat(Protocol):
 
 
 class EventBuffer:
-    """Collects events; adjacent pieces are joined."""
+    """Collects events and joins adjacent pieces."""
 
     def __init__(self) -> None:
         self._events: list[ParserEvent] = []
         self._num_calls = 0
         self.has_open_call = False
-        """Whether a call has been begun and has not ended."""
+        """Whether a call has started and not ended."""
 
     def add_text(self, piece: str) -> None:
-        """A piece of the answer."""
+        """Add text of the answer."""
         last = self._events[-1] if self._events else None
         if isinstance(last, TextDelta):
             self._events[-1] = TextDelta(last.text + piece)
@@ -138,7 +138,7 @@ class EventBuffer:
             self._events.append(TextDelta(piece))
 
     def add_reasoning(self, piece: str) -> None:
-        """A piece of thinking."""
+        """Add reasoning."""
         last = self._events[-1] if self._events else None
         if isinstance(last, ReasoningDelta):
             self._events[-1] = ReasoningDelta(last.text + piece)
@@ -146,13 +146,13 @@ class EventBuffer:
             self._events.append(ReasoningDelta(piece))
 
     def start_call(self, name: str, call_id: str | None = None) -> None:
-        """A call begins."""
+        """Start a call."""
         self._events.append(ToolCallStart(self._num_calls, name, call_id))
         self._num_calls += 1
         self.has_open_call = True
 
     def add_arguments(self, piece: str) -> None:
-        """A piece of the open call's arguments."""
+        """Add to the open call's arguments."""
         index = self._num_calls - 1
         last = self._events[-1] if self._events else None
         if isinstance(last, ToolCallArguments) and last.index == index:
@@ -161,17 +161,17 @@ class EventBuffer:
             self._events.append(ToolCallArguments(index, piece))
 
     def end_call(self) -> None:
-        """The open call is whole."""
+        """The open call is complete."""
         self.has_open_call = False
 
     def retract_call(self, raw: str) -> None:
-        """What seemed to be a call, written as `take_recorded`, is text."""
+        """Treat what looked like a call, `raw`, as text."""
         if self.has_open_call:
             self._events.append(ToolCallRetracted(self._num_calls - 1))
         self.has_open_call = False
         self.add_text(raw)
 
     def drain(self) -> list[ParserEvent]:
-        """What has come since the last time."""
+        """The events since the last call."""
         events, self._events = self._events, []
         return events

@@ -12,13 +12,13 @@ from server.parsers.tool.structural_tag import (
     Functions,
     ToolCallGrammar,
     any_of,
-    json_of,
+    json_value,
+    literal,
     object_schema,
     optional,
     regex,
     repeat,
-    row,
-    text,
+    sequence,
 )
 
 MAX_HEADER_CHARACTERS = 512
@@ -31,7 +31,7 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 @dataclass(frozen=True, slots=True)
 class HarmonyReasoning:
-    """The marks of a message: a header up to `<|message|>`, then what it says."""
+    """The tags of a message: a header up to `<|message|>`, then the content."""
 
     start_tags: tuple[str, ...] = (f"{_CHANNEL}analysis{_MESSAGE}",)
     end_tags: tuple[str, ...] = (_END,)
@@ -41,25 +41,21 @@ class HarmonyReasoning:
     marks: tuple[str, ...] = (_MESSAGE, _CONSTRAIN)
 
     def starts_in_reasoning(self, prompt: str) -> bool:
-        """Whether an answer to `prompt` goes on with thinking that the prompt began."""
         return self.ends_with_start_tag(prompt)
 
     def ends_with_start_tag(self, prompt: str) -> bool:
-        """Whether the end of `prompt` is the header of thinking."""
         return prompt.endswith(self.start_tags)
 
     def ends_with_end_tag(self, prompt: str) -> bool:
-        """Whether the end of `prompt` is the header of the answer."""
         return prompt.endswith(self.answer_start_tags)
 
     def has_unclosed_reasoning(self, text: str) -> bool:
-        """Whether `text`, the beginning of an answer, has thinking that it does not close."""
         return text.rfind(self.start_tags[0]) > text.rfind(_END)
 
     def parser(
         self, *, is_inside: bool, keeps_whitespace: bool = False
     ) -> "HarmonyReasoningParser":
-        """What reads an answer. Blanks are never dropped from what a message says."""
+        """A parser of one answer; whitespace in messages is always kept."""
         return HarmonyReasoningParser(self, is_inside=is_inside)
 
 
@@ -73,13 +69,11 @@ class HarmonyReasoningParser:
         self._source = Source()
         self._output = EventBuffer()
         self.is_done = False
-        """Whether a message has begun that is no thinking."""
         self.has_reasoning = is_inside
-        """Whether thinking was begun."""
         self._is_cut = False
-        self._is_call = False
+        self._in_call = False
         self._sink: Sink = self._output.add_text
-        """Takes what the message says that is being read."""
+        """Receives the content of the current message."""
         self._has_text = False
         self._reader = StreamReader(self._source, self._run(is_inside))
 
@@ -97,25 +91,25 @@ class HarmonyReasoningParser:
         if is_inside:
             self._sink = self._output.add_reasoning
         else:
-            # The prompt ends with the author, whom a recipient may follow.
+            # The prompt ends with the author, which a recipient may follow.
             word = yield from source.accept(*form.begins, " to=")
             if word:
                 yield from self._read_header(word)
             else:
                 self.is_done = True
         words = (*form.ends, *form.begins, _MESSAGE)
-        while word := (yield from source.read_until(words, self._say)):
+        while word := (yield from source.read_until(words, self._add_content)):
             if word in form.ends:
-                self._close()
-                yield from source.skip_blanks()
+                self._end_message()
+                yield from source.skip_whitespace()
             elif word in form.begins:
-                self._close()
+                self._end_message()
                 yield from self._read_header(word)
         if not self._is_cut:
-            self._close()
+            self._end_message()
 
-    def _say(self, piece: str) -> None:
-        if self._sink == self._output.add_text and not self._is_call:
+    def _add_content(self, piece: str) -> None:
+        if self._sink == self._output.add_text and not self._in_call:
             self._has_text = True
         self._sink(piece)
 
@@ -128,12 +122,12 @@ class HarmonyReasoningParser:
             self._output.add_text(source.take_recorded())
             return
         source.stop_recording()
-        self._open(word + head)
+        self._start_message(word + head)
 
-    def _open(self, head: str) -> None:
+    def _start_message(self, head: str) -> None:
         channel, recipient = _CHANNEL_NAME.search(head), _RECIPIENT.search(head)
         if recipient is not None:
-            self.is_done = self._is_call = True
+            self.is_done = self._in_call = True
             self._output.add_text(f"{_TO}{recipient[1]}{_MESSAGE}")
         elif channel is not None and channel[1] == "analysis":
             if self.has_reasoning:
@@ -145,10 +139,10 @@ class HarmonyReasoningParser:
             if self._has_text:
                 self._output.add_text("\n")
 
-    def _close(self) -> None:
-        if self._is_call:
+    def _end_message(self) -> None:
+        if self._in_call:
             self._output.add_text(_CALL)
-        self._is_call = False
+        self._in_call = False
         self._sink = self._output.add_text
 
 
@@ -166,31 +160,34 @@ class HarmonyToolCalls:
         head, _ = yield from source.collect_until((self.head_end,), most=MAX_NAME_CHARACTERS)
         recipient = head.partition(self.constrain)[0].strip().partition(" ")[0]
         name = checked_name(recipient.removeprefix("functions."))
-        yield from source.skip_blanks()
+        yield from source.skip_whitespace()
         if (yield from source.accept(_CALL)):
             output.start_call(name)
             output.add_arguments(NO_ARGUMENTS)
             output.end_call()
             return
         yield from read_named_call(source, output, name)
-        yield from source.skip_blanks()
+        yield from source.skip_whitespace()
         yield from source.accept(_CALL)
 
     def grammar(self, functions: Functions) -> ToolCallGrammar:
         """Messages one after the other, of which a call is the last."""
         start, begin = HARMONY_REASONING.begins
         end, call = HARMONY_REASONING.ends[:2]
-        constrain = optional(text(f" {self.constrain}json"))
-        calls, channel, message = [], text(begin), text(self.head_end)
+        constrain = optional(literal(f" {self.constrain}json"))
+        calls, channel, message = [], literal(begin), literal(self.head_end)
         for name, schema in functions.items():
-            recipient, said = text(f" to=functions.{name}"), json_of(object_schema(schema))
-            head = row(channel, text("commentary"), recipient, constrain, message)
-            other = row(recipient, channel, text("commentary"), constrain, message)
-            calls.append(row(any_of(head, other), said))
-        plain = row(channel, regex("analysis|commentary|final"), message, regex("(.|\\n)*"))
-        between = text(f"{end}{start}assistant")
-        last = any_of(row(any_of(*calls), optional(text(call))), plain)
-        return ToolCallGrammar({}, whole=row(repeat(row(plain, between)), last))
+            recipient, arguments = (
+                literal(f" to=functions.{name}"),
+                json_value(object_schema(schema)),
+            )
+            head = sequence(channel, literal("commentary"), recipient, constrain, message)
+            other = sequence(recipient, channel, literal("commentary"), constrain, message)
+            calls.append(sequence(any_of(head, other), arguments))
+        plain = sequence(channel, regex("analysis|commentary|final"), message, regex("(.|\\n)*"))
+        between = literal(f"{end}{start}assistant")
+        last = any_of(sequence(any_of(*calls), optional(literal(call))), plain)
+        return ToolCallGrammar({}, whole=sequence(repeat(sequence(plain, between)), last))
 
 
 HARMONY_REASONING = HarmonyReasoning()

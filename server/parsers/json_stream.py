@@ -1,9 +1,9 @@
-"""JSON as it arrives: checked character by character, handed on at once. Knows no calls."""
+"""Incremental JSON: checked character by character and passed on at once."""
 
 import json
 import re
 
-from server.parsers.text_stream import BLANKS, ParseError, Sink, Source, Steps
+from server.parsers.text_stream import WHITESPACE, ParseError, Sink, Source, Steps
 
 MAX_DEPTH = 64
 MAX_SCALAR_CHARACTERS = 400
@@ -14,8 +14,8 @@ _HEX = re.compile(r"[0-9a-fA-F]{4}")
 
 
 def read_value(source: Source, sink: Sink, depth: int = 0) -> Steps[None]:
-    """Any JSON value, handed on as it is written. Raises Unreadable at the first character that
-    cannot be, and for values nested deeper than MAX_DEPTH."""
+    """Any JSON value, passed on as it is written. Raises ParseError at the first invalid character,
+    and for values nested deeper than MAX_DEPTH."""
     first = yield from source.peek()
     if first == '"':
         yield from read_string(source, sink)
@@ -31,7 +31,7 @@ def read_value(source: Source, sink: Sink, depth: int = 0) -> Steps[None]:
 
 
 def read_string(source: Source, sink: Sink) -> Steps[None]:
-    """A JSON string. Bare control characters, which JSON forbids and models write, are escaped."""
+    """A JSON string. Raw control characters, which JSON forbids and models write, are escaped."""
     yield from source.expect('"')
     sink('"')
     while True:
@@ -47,11 +47,11 @@ def read_string(source: Source, sink: Sink) -> Steps[None]:
 
 
 def read_short_string(source: Source) -> Steps[str]:
-    """What a JSON string says."""
+    """The value of a JSON string."""
     pieces: list[str] = []
     yield from read_string(source, pieces.append)
-    said: str = json.loads("".join(pieces))
-    return said
+    value: str = json.loads("".join(pieces))
+    return value
 
 
 def _read_escape(source: Source, sink: Sink) -> Steps[None]:
@@ -70,36 +70,36 @@ def _read_container(source: Source, sink: Sink, depth: int) -> Steps[None]:
     is_object = source.take(1) == "{"
     closing = "}" if is_object else "]"
     sink("{" if is_object else "[")
-    sink((yield from source.skip_blanks()))
+    sink((yield from source.skip_whitespace()))
     if (yield from source.peek()) == closing:
         sink(source.take(1))
         return
     while True:
         if is_object:
             yield from read_string(source, sink)
-            sink((yield from source.skip_blanks()))
+            sink((yield from source.skip_whitespace()))
             yield from source.expect(":")
             sink(":")
-            sink((yield from source.skip_blanks()))
+            sink((yield from source.skip_whitespace()))
         yield from read_value(source, sink, depth + 1)
-        sink((yield from source.skip_blanks()))
+        sink((yield from source.skip_whitespace()))
         character = yield from source.peek()
         if character not in (",", closing):
             raise ParseError
         sink(source.take(1))
         if character == closing:
             return
-        sink((yield from source.skip_blanks()))
+        sink((yield from source.skip_whitespace()))
 
 
 def object_of(text: str) -> str | None:
-    """`text` if it is a JSON object as `read_value` takes it, else None."""
-    value = value_of(text.strip(BLANKS))
+    """`text` if it is a JSON object that `read_value` accepts, else None."""
+    value = value_of(text.strip(WHITESPACE))
     return value if value is not None and value.startswith("{") else None
 
 
 def value_of(text: str) -> str | None:
-    """`text` if it is a JSON value as `read_value` takes it, else None."""
+    """`text` if it is a JSON value that `read_value` accepts, else None."""
     source = Source()
     source.push(text)
     source.has_ended = True

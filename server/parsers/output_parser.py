@@ -1,4 +1,4 @@
-"""The answer of one choice: thinking first, then text and calls. Knows no family, and no tokens."""
+"""Parser of one choice: reasoning first, then text and tool calls."""
 
 from collections.abc import Callable
 
@@ -16,73 +16,73 @@ from server.parsers.base import (
 
 
 class OutputParser:
-    """A Parser over two: what is no thinking is searched for calls.
+    """Chains a reasoning parser and a tool parser; the second gets the text of the first.
 
-    Every call gets an id. With `max_calls`, calls beyond it are dropped. Beside calls, blanks at
-    the beginning and the end of the text are dropped.
+    Every call gets an id; calls beyond `max_calls` are dropped. If there are calls, whitespace at
+    both ends of the text is dropped.
     """
 
     def __init__(
         self,
-        thinking: ReasoningParser | None,
-        calls: Parser | None,
+        reasoning: ReasoningParser | None,
+        tool_parser: Parser | None,
         new_id: Callable[[], str],
         max_calls: int | None = None,
     ) -> None:
-        self._thinking = thinking
-        self._calls = calls
+        self._reasoning = reasoning
+        self._tool_parser = tool_parser
         self._new_id = new_id
         self._max_calls = max_calls
-        self._blanks = ""
+        self._trailing_space = ""
         self._has_text = False
         self._has_calls = False
 
     def feed(self, text: str) -> list[ParserEvent]:
-        if self._thinking is None:
-            return self._tidied(self._searched(text))
-        return self._tidied(self._sorted(self._thinking.feed(text)))
+        if self._reasoning is None:
+            return self._cleaned(self._parse_calls(text))
+        return self._cleaned(self._parse_text(self._reasoning.feed(text)))
 
     def finish(self, *, is_cut: bool) -> list[ParserEvent]:
         events: list[ParserEvent] = []
-        if self._thinking is not None:
-            events += self._sorted(self._thinking.finish(is_cut=is_cut))
-        if self._calls is not None:
-            events += self._calls.finish(is_cut=is_cut)
-        tidied = self._tidied(events)
-        if self._blanks and not self._has_calls:
-            tidied.append(TextDelta(self._blanks))
-        return tidied
+        if self._reasoning is not None:
+            events += self._parse_text(self._reasoning.finish(is_cut=is_cut))
+        if self._tool_parser is not None:
+            events += self._tool_parser.finish(is_cut=is_cut)
+        cleaned = self._cleaned(events)
+        if self._trailing_space and not self._has_calls:
+            cleaned.append(TextDelta(self._trailing_space))
+        return cleaned
 
-    def _sorted(self, events: list[ParserEvent]) -> list[ParserEvent]:
-        made: list[ParserEvent] = []
+    def _parse_text(self, events: list[ParserEvent]) -> list[ParserEvent]:
+        parsed: list[ParserEvent] = []
         for event in events:
-            made += self._searched(event.text) if isinstance(event, TextDelta) else [event]
-        return made
+            parsed += self._parse_calls(event.text) if isinstance(event, TextDelta) else [event]
+        return parsed
 
-    def _searched(self, text: str) -> list[ParserEvent]:
-        if self._calls is None:
+    def _parse_calls(self, text: str) -> list[ParserEvent]:
+        if self._tool_parser is None:
             return [TextDelta(text)] if text else []
-        return self._calls.feed(text)
+        return self._tool_parser.feed(text)
 
-    def _tidied(self, events: list[ParserEvent]) -> list[ParserEvent]:
-        if self._calls is None:
+    def _cleaned(self, events: list[ParserEvent]) -> list[ParserEvent]:
+        if self._tool_parser is None:
             return events
         output = EventBuffer()
-        made: list[ParserEvent] = []
+        parsed: list[ParserEvent] = []
         for event in events:
             if isinstance(event, TextDelta):
-                self._take_text(event.text, output)
-                made += output.drain()
+                self._add_text(event.text, output)
+                parsed += output.drain()
             elif isinstance(event, ReasoningDelta):
-                made.append(event)
+                parsed.append(event)
             elif self._max_calls is None or event.index < self._max_calls:
-                made.append(self._with_id(event))
-        return made
+                parsed.append(self._with_id(event))
+        return parsed
 
-    def _take_text(self, text: str, output: EventBuffer) -> None:
-        whole = self._blanks + text
+    def _add_text(self, text: str, output: EventBuffer) -> None:
+        whole = self._trailing_space + text
         ready = whole.rstrip()
-        self._blanks = whole[len(ready) :]
+        self._trailing_space = whole[len(ready) :]
         if ready and self._has_calls and not self._has_text:
             ready = ready.lstrip()
         self._has_text = self._has_text or bool(ready)

@@ -1,5 +1,5 @@
-"""Names of parsers, as --tool-call-parser and --reasoning-parser take them, to parsers; and which
-one a chat template asks for."""
+"""The parsers by the names that --tool-call-parser and --reasoning-parser take, and how `auto` is
+resolved by the chat template."""
 
 import secrets
 import string
@@ -96,7 +96,7 @@ _CALLS_BY_TEMPLATE: tuple[tuple[str, str], ...] = (
     ("<tool_calls>", "jamba"),
     ("<tool_call>", "hermes"),
 )
-"""What only the template of one family says, and its parser; the first that is found counts."""
+"""Text that only the templates of one family contain, and its parser; the first match counts."""
 
 _THINKING_BY_TEMPLATE: tuple[tuple[str, str], ...] = (
     ("<|constrain|>", "openai_gptoss"),
@@ -113,12 +113,12 @@ _THINKING_BY_TEMPLATE: tuple[tuple[str, str], ...] = (
 
 
 def tool_parser_of(template: str) -> str | None:
-    """The name of the parser for what a template tells the model to write, if it tells."""
+    """The name of the tool parser for a chat template, if it is recognised."""
     return _first(_CALLS_BY_TEMPLATE, template)
 
 
 def reasoning_parser_of(template: str) -> str | None:
-    """The name of the parser for the thinking that a template knows of, if it does."""
+    """The name of the reasoning parser for a chat template, if it is recognised."""
     return _first(_THINKING_BY_TEMPLATE, template)
 
 
@@ -127,15 +127,15 @@ def _first(table: tuple[tuple[str, str], ...], template: str) -> str | None:
 
 
 def words_of(form: ToolCallReader | ReasoningFormat) -> frozenset[str]:
-    """Every word by which a parser finds its way, some of which may be special tokens."""
+    """Every text that a parser searches for; some may be special tokens."""
     values = [getattr(form, one.name) for one in fields(form)]  # type: ignore[arg-type]
     words = [word for value in values for word in (value if isinstance(value, tuple) else (value,))]
     return frozenset(word for word in words if isinstance(word, str) and word)
 
 
 def new_call_id(parser: str) -> str:
-    """An id for a call to which the model gave none."""
+    """An id for a call without one."""
     if parser == "mistral":
-        # Mistral's templates take nothing but nine letters and digits.
+        # Mistral's templates accept only nine letters and digits.
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
     return f"call_{secrets.token_hex(12)}"

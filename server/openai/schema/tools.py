@@ -4,7 +4,7 @@ call."""
 from typing import Any
 
 from config.errors import UserError
-from server.parsers.tool.structural_tag import MOST_CALLS, calls_schema, object_schema
+from server.parsers.tool.structural_tag import MAX_CALLS, calls_schema, object_schema
 
 MAX_TOOL_NAME_CHARACTERS = 256
 _SHOWN = 40
@@ -94,7 +94,7 @@ def forced_schema(tools: list[Any], choice: Any, *, is_parallel: bool) -> dict[s
     if choice != "required":
         return None
     schemas = {name: one.get("parameters") for name, one in functions.items()}
-    return calls_schema(schemas, max_calls=MOST_CALLS if is_parallel else 1)
+    return calls_schema(schemas, max_calls=MAX_CALLS if is_parallel else 1)
 
 
 def _checked(tool: Any, where: str) -> str:

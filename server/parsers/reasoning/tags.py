@@ -1,4 +1,4 @@
-"""Thinking told apart from the answer: blocks between marks, or prose of a known form."""
+"""Reasoning between a start tag and an end tag, or between known phrases."""
 
 from dataclasses import dataclass
 
@@ -8,35 +8,30 @@ from server.parsers.text_stream import Sink, Source, Steps, StreamReader
 
 @dataclass(frozen=True, slots=True)
 class ReasoningTags:
-    """The marks of a family: any of `start_tags`, then any of `end_tags`. None begins another."""
+    """The tags of a model family; no tag is a prefix of another."""
 
     start_tags: tuple[str, ...] = ("<think>",)
     end_tags: tuple[str, ...] = ("</think>",)
     always: bool = False
-    """Whether an answer is thinking from its first character on, unless the prompt says that the
-    thinking is over."""
+    """Whether an answer starts in reasoning, unless the prompt ends with an end tag."""
     answer_open: str = ""
-    """What may stand before the answer,"""
+    """Optional tag before the answer."""
     answer_close: str = ""
-    """and behind it."""
+    """Optional tag after the answer."""
 
     def starts_in_reasoning(self, prompt: str) -> bool:
-        """Whether an answer to `prompt` goes on with thinking that the prompt began."""
         return self.ends_with_start_tag(prompt) or (
             self.always and not self.ends_with_end_tag(prompt)
         )
 
     def ends_with_start_tag(self, prompt: str) -> bool:
-        """Whether the end of `prompt` is an opening mark."""
         return prompt.rstrip().endswith(self.start_tags)
 
     def ends_with_end_tag(self, prompt: str) -> bool:
-        """Whether the end of `prompt` is a closing mark."""
         return prompt.rstrip().endswith(self.end_tags)
 
     @property
     def answer_start_tags(self) -> tuple[str, ...]:
-        """The marks behind which the answer stands."""
         return self.end_tags
 
     def parser(self, *, is_inside: bool, keeps_whitespace: bool = False) -> "ReasoningTagParser":
@@ -44,29 +39,26 @@ class ReasoningTags:
         return ReasoningTagParser(self, is_inside=is_inside, keeps_whitespace=keeps_whitespace)
 
     def has_unclosed_reasoning(self, text: str) -> bool:
-        """Whether `text`, the beginning of an answer, has thinking that it does not close."""
         opened = max(text.rfind(mark) for mark in self.start_tags)
         return opened > max(text.rfind(mark) for mark in self.end_tags)
 
 
 class ReasoningTagParser:
-    """A Parser that tells thinking from text. Blanks around the marks are neither; a block that is
-    never closed is thinking to its end."""
+    """Splits reasoning from text. Whitespace around the tags is dropped; a block without an end tag
+    is reasoning to its end."""
 
     def __init__(
-        self, form: ReasoningTags, *, is_inside: bool, keeps_whitespace: bool = False
+        self, tags: ReasoningTags, *, is_inside: bool, keeps_whitespace: bool = False
     ) -> None:
         """`keeps_whitespace`: all that follows the end tag is text, whitespace too."""
-        self._form = form
-        self._is_exact = keeps_whitespace
+        self._tags = tags
+        self._keeps_whitespace = keeps_whitespace
         self._source = Source()
         self._output = EventBuffer()
         self.is_reasoning = is_inside
-        """Whether what comes next is thinking, as far as is known."""
+        """Whether the next text is reasoning, as far as is known."""
         self.is_done = False
-        """Whether no thinking can follow: it was closed, or there was none."""
         self.has_reasoning = is_inside
-        """Whether thinking was begun."""
         self._reader = StreamReader(self._source, self._run(is_inside))
 
     def feed(self, text: str) -> list[ParserEvent]:
@@ -78,37 +70,41 @@ class ReasoningTagParser:
         return self._output.drain()
 
     def _run(self, is_inside: bool) -> Steps[None]:
-        form, source, output = self._form, self._source, self._output
-        space = yield from source.skip_blanks()
-        opened = yield from source.accept(*form.start_tags)
+        tags, source, output = self._tags, self._source, self._output
+        space = yield from source.skip_whitespace()
+        opened = yield from source.accept(*tags.start_tags)
         if opened or is_inside:
             self.is_reasoning = self.has_reasoning = True
-            yield from source.skip_blanks()
-            self.is_done = bool((yield from self._until(form.end_tags, output.add_reasoning)))
+            yield from source.skip_whitespace()
+            self.is_done = bool((yield from self._until(tags.end_tags, output.add_reasoning)))
             self.is_reasoning = not self.is_done
-            if not self._is_exact:
-                yield from source.skip_blanks()
+            if not self._keeps_whitespace:
+                yield from source.skip_whitespace()
         else:
             self.is_done = True
             output.add_text(space)
-        if form.answer_open and not self._is_exact and (yield from source.accept(form.answer_open)):
-            yield from source.skip_blanks()
-            yield from self._until((form.answer_close,), output.add_text)
-            yield from source.skip_blanks()
+        if (
+            tags.answer_open
+            and not self._keeps_whitespace
+            and (yield from source.accept(tags.answer_open))
+        ):
+            yield from source.skip_whitespace()
+            yield from self._until((tags.answer_close,), output.add_text)
+            yield from source.skip_whitespace()
         while not source.has_ended:
             source.take_all(output.add_text)
             yield
         source.take_all(output.add_text)
 
     def _until(self, words: tuple[str, ...], sink: Sink) -> Steps[str]:
-        """Up to one of `words`, which is given ("" at the end), without the blanks before it."""
-        held = ""
+        """Take text up to one of `words`, without the whitespace before it; returns the word."""
+        trailing = ""
 
         def take(piece: str) -> None:
-            nonlocal held
-            whole = held + piece
+            nonlocal trailing
+            whole = trailing + piece
             ready = whole.rstrip()
-            held = whole[len(ready) :]
+            trailing = whole[len(ready) :]
             sink(ready)
 
         return (yield from self._source.read_until(words, take))

@@ -1,4 +1,4 @@
-"""The frame of every tool parser: text up to a marker, a call, text again. Knows no family."""
+"""The tool parser, and what each family defines for it: text up to a marker, a call, text again."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -14,44 +14,44 @@ MAX_NAME_CHARACTERS = 256
 
 
 class ToolCallReader(Protocol):
-    """How calls are read."""
+    """Reads calls in one format."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Where a call, or several, may begin. None begins another."""
+        """Texts that start a call or several. None is a prefix of another."""
         ...
 
     @property
     def ignored_markers(self) -> tuple[str, ...]:
-        """Markers around calls that mean nothing by themselves."""
+        """Texts around calls that are dropped."""
         ...
 
     @property
     def allows_unmarked(self) -> bool:
-        """Whether an answer may begin with a call that has no marker."""
+        """Whether an answer may start with a call without a marker."""
         ...
 
     def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
-        """Read what follows `marker` ("": the answer began without one), up to its end. Raises
-        Unreadable where it is no call; `source` remembers from the marker on, or from the end of
-        the last whole call."""
+        """Read what follows `marker` ("": the answer starts without one), to the end of the calls.
+        Raises ParseError if it is no call; `source` records from the marker on, or from the end of
+        the last complete call."""
         ...
 
 
 class ToolCallFormat(ToolCallReader, Protocol):
-    """How one family of models writes calls."""
+    """How one model family writes calls."""
 
     def grammar(self, functions: Functions) -> ToolCallGrammar:
-        """The structural tag of calls of `functions`. Raises UserError where it cannot hold
-        arguments to what their schema says."""
+        """The grammar of calls of `functions`. Raises UserError if it cannot enforce the schema of
+        their arguments."""
         ...
 
 
 class ToolCallParser:
-    """A Parser of one family's calls. What it cannot read is text."""
+    """Parser of one format of calls. What it cannot parse is text."""
 
-    def __init__(self, family: ToolCallReader, tools: Tools) -> None:
-        self._family = family
+    def __init__(self, reader: ToolCallReader, tools: Tools) -> None:
+        self._call_reader = reader
         self._tools = tools
         self._source = Source()
         self._output = EventBuffer()
@@ -68,28 +68,28 @@ class ToolCallParser:
         return self._output.drain()
 
     def _run(self) -> Steps[None]:
-        family, source, output = self._family, self._source, self._output
-        words = (*family.markers, *family.ignored_markers)
-        if family.allows_unmarked:
-            space = yield from source.skip_blanks()
-            if marker := (yield from source.accept(*family.markers)):
+        reader, source, output = self._call_reader, self._source, self._output
+        words = (*reader.markers, *reader.ignored_markers)
+        if reader.allows_unmarked:
+            space = yield from source.skip_whitespace()
+            if marker := (yield from source.accept(*reader.markers)):
                 output.add_text(space)
                 source.start_recording(marker)
             else:
                 source.start_recording(space)
             yield from self._read(marker)
         while word := (yield from source.read_until(words, output.add_text)):
-            if word in family.markers:
+            if word in reader.markers:
                 source.start_recording(word)
                 yield from self._read(word)
 
     def _read(self, marker: str) -> Steps[None]:
         source, output = self._source, self._output
         try:
-            yield from self._family.read(marker, source, output, self._tools)
+            yield from self._call_reader.read(marker, source, output, self._tools)
             source.stop_recording()
         except UnexpectedEnd:
-            # A call whose end was cut off is one all the same: the caller is told of the cut.
+            # A call without its end still counts: finish_reason says that the answer was cut.
             if not (self._is_cut and output.has_open_call):
                 output.retract_call(source.take_recorded())
         except ParseError:
@@ -97,7 +97,7 @@ class ToolCallParser:
 
 
 def checked_name(name: str) -> str:
-    """`name` without blanks around it. Raises Unreadable if it cannot be a function's."""
+    """`name`, stripped. Raises ParseError if no function can have it."""
     name = name.strip()
     if not 1 <= len(name) <= MAX_NAME_CHARACTERS or not name.isprintable():
         raise ParseError
@@ -105,7 +105,7 @@ def checked_name(name: str) -> str:
 
 
 def types_of(schema: Mapping[str, Any], name: str) -> frozenset[str]:
-    """The JSON types that a parameter may have, as far as its schema names them."""
+    """The JSON types that the schema of parameter `name` allows, if it names any."""
     properties = schema.get("properties")
     return _types(properties.get(name)) if isinstance(properties, dict) else frozenset()
 
@@ -113,13 +113,13 @@ def types_of(schema: Mapping[str, Any], name: str) -> frozenset[str]:
 def _types(schema: object) -> frozenset[str]:
     if not isinstance(schema, dict):
         return frozenset()
-    found = set(_words(schema.get("type")))
+    found = set(_type_names(schema.get("type")))
     for name in ("anyOf", "oneOf"):
         branches = schema.get(name)
-        # One level: what is nested deeper is told apart by what was written.
+        # One level only; deeper types are inferred from what was written.
         for branch in branches if isinstance(branches, list) else ():
             inner = branch.get("type") if isinstance(branch, dict) else None
-            found.update(_words(inner) or ("any",))
+            found.update(_type_names(inner) or ("any",))
     if not found and isinstance(schema.get("enum"), list):
         found = {"string" if isinstance(one, str) else "any" for one in schema["enum"]}
     if "$ref" in schema or "allOf" in schema or "const" in schema:
@@ -127,6 +127,6 @@ def _types(schema: object) -> frozenset[str]:
     return frozenset(found)
 
 
-def _words(kind: object) -> list[str]:
+def _type_names(kind: object) -> list[str]:
     kinds = kind if isinstance(kind, list) else [kind]
     return [one for one in kinds if isinstance(one, str)]

@@ -1,4 +1,4 @@
-"""Calls with bare keys and texts between marks of their own: FunctionGemma and Gemma 4."""
+"""Calls with unquoted keys and their own string delimiters: FunctionGemma and Gemma 4."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from server.parsers.tool.structural_tag import (
     any_of,
     arguments_of,
     is_plain_text,
+    literal,
     optional,
-    refused,
     regex,
     repeat,
-    row,
     separated,
-    text,
-    until,
+    sequence,
+    text_until,
+    unenforceable,
 )
 from server.parsers.tool.xml import cast
 
@@ -32,18 +32,18 @@ _ANY: frozenset[str] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class Gemma:
-    """`call:NAME{key:value,...}` between two marks. A text stands between two `quote`s as it is,
-    whatever it holds; what has none is a number, a word, an object or a list."""
+    """`call:NAME{key:value,...}` between two tags. A string is raw text between two `quote`s; a
+    value without them is a number, a word, an object or a list."""
 
     markers: tuple[str, ...]
     end: str
     quote: str
     ignored_markers: tuple[str, ...]
-    """What the model writes where it waits for the results."""
+    """What the model writes when it waits for the results."""
     allows_unmarked: bool = False
 
     def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
-        yield from source.skip_blanks()
+        yield from source.skip_whitespace()
         if not (yield from source.accept("call:")):
             raise ParseError
         name, _ = yield from source.collect_until(("{",), most=MAX_NAME_CHARACTERS, leave=True)
@@ -52,7 +52,7 @@ class Gemma:
         yield from self._read_object(source, output.add_arguments, 1, tools.get(name, {}))
         output.end_call()
         source.start_recording()
-        yield from source.skip_blanks()
+        yield from source.skip_whitespace()
         yield from source.accept(self.end)
 
     def _read_object(
@@ -62,25 +62,25 @@ class Gemma:
         sink("{")
         keys: set[str] = set()
         while True:
-            yield from source.skip_blanks()
+            yield from source.skip_whitespace()
             if (yield from source.accept("}")):
                 break
             if keys:
                 yield from source.expect(",")
-                yield from source.skip_blanks()
+                yield from source.skip_whitespace()
             key = yield from self._read_key(source)
             if key in keys:
                 raise ParseError
             sink(f"{', ' if keys else ''}{quoted(key)}: ")
             keys.add(key)
-            yield from source.skip_blanks()
+            yield from source.skip_whitespace()
             yield from self._read_value(source, sink, depth, types_of(schema, key))
         sink("}")
 
     def _read_key(self, source: Source) -> Steps[str]:
         if (yield from source.accept(self.quote)):
             key, _ = yield from source.collect_until((self.quote,), most=MAX_NAME_CHARACTERS)
-            yield from source.skip_blanks()
+            yield from source.skip_whitespace()
             yield from source.expect(":")
         else:
             key, _ = yield from source.collect_until((":",), most=MAX_NAME_CHARACTERS)
@@ -119,12 +119,12 @@ class Gemma:
         sink("[")
         count = 0
         while True:
-            yield from source.skip_blanks()
+            yield from source.skip_whitespace()
             if (yield from source.accept("]")):
                 break
             if count:
                 yield from source.expect(",")
-                yield from source.skip_blanks()
+                yield from source.skip_whitespace()
                 sink(", ")
             yield from self._read_value(source, sink, depth, _ANY)
             count += 1
@@ -134,30 +134,30 @@ class Gemma:
         calls = []
         for name, schema in functions.items():
             if not IDENTIFIER.fullmatch(name):
-                raise refused(name, "the name")
+                raise unenforceable(name, "the name")
             inner = _gemma_arguments(self, name, schema)
             middle = [] if inner is None else [inner]
-            calls.append(row(text(f"call:{name}{{"), *middle, text("}" + self.end)))
+            calls.append(sequence(literal(f"call:{name}{{"), *middle, literal("}" + self.end)))
         return ToolCallGrammar(dict.fromkeys(self.markers, any_of(*calls)))
 
 
 def _gemma_arguments(family: Gemma, function: str, schema: Mapping[str, Any] | None) -> Part | None:
-    free = row(text(family.quote), until(family.quote))
+    free = sequence(literal(family.quote), text_until(family.quote))
     if schema is None:
-        some = row(regex("[A-Za-z_][A-Za-z0-9_]{0,63}:"), free)
-        return optional(row(some, repeat(row(text(","), some))))
+        some = sequence(regex("[A-Za-z_][A-Za-z0-9_]{0,63}:"), free)
+        return optional(sequence(some, repeat(sequence(literal(","), some))))
     arguments = arguments_of(function, schema)
     written = []
     for one in arguments:
         is_free = is_plain_text(one.schema)
         if not IDENTIFIER.fullmatch(one.name) or not (is_free or _is_flat(one.schema)):
-            raise refused(function, f"properties.{one.name:.60}")
-        written.append(row(text(f"{one.name}:"), free if is_free else one.as_json))
-    return separated(written, sum(one.is_required for one in arguments), text(","))
+            raise unenforceable(function, f"properties.{one.name:.60}")
+        written.append(sequence(literal(f"{one.name}:"), free if is_free else one.as_json))
+    return separated(written, sum(one.is_required for one in arguments), literal(","))
 
 
 def _is_flat(schema: Any) -> bool:
-    """Whether values have no keys, which JSON may write in ways that are not read here."""
+    """Whether values have no keys: JSON may write those in ways that are not read here."""
     if not isinstance(schema, dict):
         return False
     if isinstance(words := schema.get("enum"), list):

@@ -13,13 +13,13 @@ from server.parsers.tool.structural_tag import (
     ToolCallGrammar,
     any_of,
     calls_schema,
-    json_of,
+    json_value,
+    literal,
     object_schema,
     optional,
     regex,
     repeat,
-    row,
-    text,
+    sequence,
 )
 
 ARGUMENTS = ("arguments", "parameters")
@@ -31,27 +31,27 @@ _DEEPSEEK_CALLS_END = "<\uff5ctool\u2581calls\u2581end\uff5c>"
 
 
 def read_object_call(
-    source: Source, output: EventBuffer, known: Tools | None = None
+    source: Source, output: EventBuffer, allowed: Tools | None = None
 ) -> Steps[None]:
     """`{"name": ..., "arguments": {...}}`, keys in any order, other keys ignored.
 
-    With `known`, an object that names none of these, or has no arguments, is no call.
+    With `allowed`, an object that names none of these, or has no arguments, is no call.
     """
-    call = _Call(output, known)
+    call = _Call(output, allowed)
     yield from source.expect("{")
     while True:
-        yield from source.skip_blanks()
+        yield from source.skip_whitespace()
         key = yield from read_short_string(source)
-        yield from source.skip_blanks()
+        yield from source.skip_whitespace()
         yield from source.expect(":")
-        yield from source.skip_blanks()
+        yield from source.skip_whitespace()
         if key == "name" and call.name is None:
             call.take_name((yield from read_short_string(source)))
         elif key in ARGUMENTS and not call.has_arguments:
             yield from read_arguments(source, call.take_arguments)
         else:
             yield from read_value(source, _ignore)
-        yield from source.skip_blanks()
+        yield from source.skip_whitespace()
         if (yield from source.accept("}")):
             break
         yield from source.expect(",")
@@ -60,30 +60,30 @@ def read_object_call(
 
 
 class _Call:
-    """A call whose name and arguments come in any order."""
+    """A call whose name and arguments may come in any order."""
 
-    def __init__(self, output: EventBuffer, known: Tools | None) -> None:
+    def __init__(self, output: EventBuffer, allowed: Tools | None) -> None:
         self.name: str | None = None
         self.has_arguments = False
         self._output = output
-        self._known = known
-        self._held: list[str] = []
-        self._is_begun = False
+        self._known = allowed
+        self._arguments: list[str] = []
+        self._is_started = False
 
     def take_name(self, name: str) -> None:
         self.name = checked_name(name)
         if self._known is not None and self.name not in self._known:
             raise ParseError
-        if self._held:
-            self.take_arguments("".join(self._held))
+        if self._arguments:
+            self.take_arguments("".join(self._arguments))
 
     def take_arguments(self, piece: str) -> None:
         self.has_arguments = True
         if self.name is None:
-            self._held.append(piece)
+            self._arguments.append(piece)
             return
-        if not self._is_begun:
-            self._is_begun = True
+        if not self._is_started:
+            self._is_started = True
             self._output.start_call(self.name)
         self._output.add_arguments(piece)
 
@@ -96,11 +96,11 @@ class _Call:
 
 
 def _ignore(piece: str) -> None:
-    """A value that means nothing to us."""
+    """Drop a value."""
 
 
 def read_arguments(source: Source, sink: Sink) -> Steps[None]:
-    """An object, handed on as it comes; a string that holds one; or null, for none."""
+    """Arguments: an object, passed on as it comes; a string that holds one; or null for none."""
     first = yield from source.peek()
     if first == "{":
         yield from read_value(source, sink)
@@ -116,28 +116,28 @@ def read_arguments(source: Source, sink: Sink) -> Steps[None]:
         raise ParseError
 
 
-def read_calls(source: Source, output: EventBuffer, known: Tools | None = None) -> Steps[None]:
+def read_calls(source: Source, output: EventBuffer, allowed: Tools | None = None) -> Steps[None]:
     """One call as an object, or a list of them."""
     if (yield from source.peek()) != "[":
-        yield from read_object_call(source, output, known)
+        yield from read_object_call(source, output, allowed)
         return
     yield from source.expect("[")
-    yield from source.skip_blanks()
-    if known is None and (yield from source.accept("]")):
+    yield from source.skip_whitespace()
+    if allowed is None and (yield from source.accept("]")):
         return
     while True:
-        yield from read_object_call(source, output, known)
-        yield from source.skip_blanks()
+        yield from read_object_call(source, output, allowed)
+        yield from source.skip_whitespace()
         if (yield from source.accept("]")):
             return
         yield from source.expect(",")
-        yield from source.skip_blanks()
+        yield from source.skip_whitespace()
 
 
 def read_named_call(
     source: Source, output: EventBuffer, name: str, call_id: str | None = None
 ) -> Steps[None]:
-    """The object that the arguments of a call of `name` are."""
+    """A call of `name`; its arguments follow as an object."""
     if (yield from source.peek()) != "{":
         raise ParseError
     output.start_call(name, call_id)
@@ -148,52 +148,52 @@ def read_named_call(
 
 @dataclass(frozen=True, slots=True)
 class TaggedJson:
-    """One object or a list behind a marker, perhaps with an end."""
+    """One object or a list after a marker, with an optional end."""
 
     markers: tuple[str, ...]
     ends: tuple[str, ...] = ()
     after: str = ""
-    """What may stand behind the marker."""
+    """Optional text after the marker."""
     allows_unmarked: bool = False
-    """Then, and behind `must_be_known`, only functions of the request are calls: the text may be
-    any JSON."""
+    """Without a marker, and after `must_be_known`, only functions of the request are calls: the
+    text may be any JSON."""
     must_be_known: tuple[str, ...] = ()
     separators: str = ""
-    """Between calls that follow each other."""
+    """Characters that may separate calls."""
     ignored_markers: tuple[str, ...] = ()
     key: str = "arguments"
-    """Where the model writes a call's arguments; either of ARGUMENTS is read."""
+    """The key that the model writes for arguments; either of ARGUMENTS is read."""
 
     def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
-        known = tools if not marker or marker in self.must_be_known else None
-        yield from source.skip_blanks()
+        allowed = tools if not marker or marker in self.must_be_known else None
+        yield from source.skip_whitespace()
         if self.after:
             yield from source.accept(self.after)
-            yield from source.skip_blanks()
-        yield from read_calls(source, output, known)
-        # A brace too many is the commonest slip.
-        space = yield from source.skip_blanks("}" if marker else "")
+            yield from source.skip_whitespace()
+        yield from read_calls(source, output, allowed)
+        # A surplus brace is the most common mistake.
+        space = yield from source.skip_whitespace("}" if marker else "")
         while self.separators and (yield from source.accept(*self.separators)):
-            yield from source.skip_blanks()
-            yield from read_calls(source, output, known)
-            space = yield from source.skip_blanks()
+            yield from source.skip_whitespace()
+            yield from read_calls(source, output, allowed)
+            space = yield from source.skip_whitespace()
         if not (self.ends and (yield from source.accept(*self.ends))):
             output.add_text(space.replace("}", ""))
 
     def grammar(self, functions: Functions) -> ToolCallGrammar:
         calls = calls_schema(functions, self.key)
         one = {**calls["items"], "$defs": calls["$defs"]}
-        written = any_of(json_of(one), json_of(calls))
-        after = [regex(" ?"), text(self.after)] if self.after else []
-        ends = [row(GAP, text(end)) for end in self.ends]
+        written = any_of(json_value(one), json_value(calls))
+        after = [regex(" ?"), literal(self.after)] if self.after else []
+        ends = [sequence(GAP, literal(end)) for end in self.ends]
         end = [] if not ends else ends if len(ends) == 1 else [optional(any_of(*ends))]
-        content = row(*after, GAP, written, *end)
+        content = sequence(*after, GAP, written, *end)
         form = dict.fromkeys(self.markers, content)
         if not self.allows_unmarked:
             return ToolCallGrammar(form)
-        more = repeat(row(text("; "), json_of(one)))
-        bare = row(json_of(one), more) if self.separators else written
-        return ToolCallGrammar(form, (), any_of(bare, json_of(calls)), "{[")
+        more = repeat(sequence(literal("; "), json_value(one)))
+        bare = sequence(json_value(one), more) if self.separators else written
+        return ToolCallGrammar(form, (), any_of(bare, json_value(calls)), "{[")
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ class Mistral:
     before_arguments: str = "[ARGS]"
 
     def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
-        yield from source.skip_blanks()
+        yield from source.skip_whitespace()
         if (yield from source.peek()) in "[{":
             yield from read_calls(source, output)
             return
@@ -221,15 +221,15 @@ class Mistral:
             )
             call_id = checked_name(call_id)
         yield from source.accept(self.before_arguments)
-        yield from source.skip_blanks()
+        yield from source.skip_whitespace()
         yield from read_named_call(source, output, checked_name(name), call_id)
 
     def grammar(self, functions: Functions) -> ToolCallGrammar:
         named = [
-            row(text(name + self.before_arguments), json_of(object_schema(schema)))
+            sequence(literal(name + self.before_arguments), json_value(object_schema(schema)))
             for name, schema in functions.items()
         ]
-        content = any_of(row(regex(" ?"), json_of(calls_schema(functions))), *named)
+        content = any_of(sequence(regex(" ?"), json_value(calls_schema(functions))), *named)
         return ToolCallGrammar(dict.fromkeys(self.markers, content))
 
 
@@ -245,26 +245,26 @@ class DeepSeek:
 
     def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
         name, _ = yield from source.collect_until((self.separator,), most=MAX_NAME_CHARACTERS)
-        yield from source.skip_blanks()
+        yield from source.skip_whitespace()
         if (yield from source.peek()) != "{":
             name, _ = yield from source.collect_until(("\n",), most=MAX_NAME_CHARACTERS)
-            yield from source.skip_blanks()
+            yield from source.skip_whitespace()
             yield from source.accept("```json", "```")
-            yield from source.skip_blanks()
+            yield from source.skip_whitespace()
         yield from read_named_call(source, output, checked_name(name))
-        yield from source.skip_blanks()
+        yield from source.skip_whitespace()
         yield from source.accept("```")
-        yield from source.skip_blanks()
+        yield from source.skip_whitespace()
         yield from source.accept(self.end)
 
     def grammar(self, functions: Functions) -> ToolCallGrammar:
         calls = []
         for name, schema in functions.items():
-            arguments = json_of(object_schema(schema))
-            calls.append(row(text(f"{name}{self.separator}"), arguments))
-            head = text(f"function{self.separator}{name}\n```json\n")
-            calls.append(row(head, arguments, text("\n```")))
-        content = row(any_of(*calls), text(self.end))
+            arguments = json_value(object_schema(schema))
+            calls.append(sequence(literal(f"{name}{self.separator}"), arguments))
+            head = literal(f"function{self.separator}{name}\n```json\n")
+            calls.append(sequence(head, arguments, literal("\n```")))
+        content = sequence(any_of(*calls), literal(self.end))
         return ToolCallGrammar(dict.fromkeys(self.markers, content), self.ignored_markers)
 
 
@@ -286,20 +286,20 @@ class Kimi:
         head, _ = yield from source.collect_until((self.separator,), most=MAX_NAME_CHARACTERS)
         call_id = checked_name(head)
         name = call_id.rpartition(":")[0] or call_id
-        yield from source.skip_blanks()
+        yield from source.skip_whitespace()
         name = checked_name(name.removeprefix("functions."))
         yield from read_named_call(source, output, name, call_id)
-        yield from source.skip_blanks()
+        yield from source.skip_whitespace()
         yield from source.accept(self.end)
 
     def grammar(self, functions: Functions) -> ToolCallGrammar:
         calls = [
-            row(
-                text(f"functions.{name}:"),
+            sequence(
+                literal(f"functions.{name}:"),
                 regex("[0-9]{1,3}"),
-                text(self.separator),
-                json_of(object_schema(schema)),
-                text(self.end),
+                literal(self.separator),
+                json_value(object_schema(schema)),
+                literal(self.end),
             )
             for name, schema in functions.items()
         ]
@@ -310,7 +310,7 @@ class Kimi:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """Nothing but the arguments of the function `name`."""
+    """Only the arguments of the function `name`."""
 
     name: str
     markers: tuple[str, ...] = ()
@@ -318,12 +318,12 @@ class Arguments:
     allows_unmarked: bool = True
 
     def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
-        yield from source.skip_blanks()
+        yield from source.skip_whitespace()
         yield from read_named_call(source, output, self.name)
 
 
 CALLS_ALONE = TaggedJson((), allows_unmarked=True)
-"""A list of calls and nothing else, in the form of a grammar."""
+"""Only a list of calls, as a grammar forces it."""
 HERMES = TaggedJson(("<tool_call>",), ("</tool_call>",))
 GRANITE = TaggedJson(("<|tool_call|>", "<tool_call>"), ("</tool_call>", "<|tool_call|>"))
 GRANITE_20B = TaggedJson(("<function_call>",))

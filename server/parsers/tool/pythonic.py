@@ -16,14 +16,14 @@ from server.parsers.tool.structural_tag import (
     ToolCallGrammar,
     any_of,
     arguments_of,
-    json_of,
+    json_value,
+    literal,
     optional,
-    refused,
     regex,
     repeat,
-    row,
     separated,
-    text,
+    sequence,
+    unenforceable,
 )
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]*|", re.ASCII)
@@ -47,7 +47,7 @@ _MAX_NAME = 256
 class Pythonic:
     """`[f(a="x", b=1), g()]`: a list of calls with keywords, whose values are literals.
 
-    Where an answer begins without a marker, only functions of the request are calls.
+    Without a marker only functions of the request are calls.
     """
 
     markers: tuple[str, ...] = ()
@@ -56,27 +56,27 @@ class Pythonic:
     ignored_markers: tuple[str, ...] = ()
 
     def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
-        yield from source.skip_blanks()
+        yield from source.skip_whitespace()
         yield from source.expect("[")
-        yield from source.skip_blanks()
+        yield from source.skip_whitespace()
         while True:
             yield from _read_call(source, output, None if marker else tools)
             source.start_recording()
-            yield from source.skip_blanks()
+            yield from source.skip_whitespace()
             if (yield from source.accept("]")):
                 break
             yield from source.expect(",")
-            yield from source.skip_blanks()
+            yield from source.skip_whitespace()
         if self.ends:
-            space = yield from source.skip_blanks()
+            space = yield from source.skip_whitespace()
             if not (yield from source.accept(*self.ends)):
                 output.add_text(space)
 
     def grammar(self, functions: Functions) -> ToolCallGrammar:
         calls = any_of(*(_python_call(name, schema) for name, schema in functions.items()))
-        written = row(text("["), calls, repeat(row(_COMMA, calls)), text("]"))
-        ends = [text(end) for end in self.ends]
-        form = {marker: row(written, *ends) for marker in self.markers}
+        written = sequence(literal("["), calls, repeat(sequence(_COMMA, calls)), literal("]"))
+        ends = [literal(end) for end in self.ends]
+        form = {marker: sequence(written, *ends) for marker in self.markers}
         return (
             ToolCallGrammar(form, (), written, "[")
             if self.allows_unmarked
@@ -84,9 +84,9 @@ class Pythonic:
         )
 
 
-def _read_call(source: Source, output: EventBuffer, known: Tools | None) -> Steps[None]:
+def _read_call(source: Source, output: EventBuffer, allowed: Tools | None) -> Steps[None]:
     name = yield from source.peek_run(_NAME, _MAX_NAME)
-    if not name or (known is not None and name not in known):
+    if not name or (allowed is not None and name not in allowed):
         raise ParseError
     source.take(len(name))
     yield from source.expect("(")
@@ -94,21 +94,21 @@ def _read_call(source: Source, output: EventBuffer, known: Tools | None) -> Step
     output.add_arguments("{")
     keys: set[str] = set()
     while True:
-        yield from source.skip_blanks()
+        yield from source.skip_whitespace()
         if (yield from source.accept(")")):
             break
         if keys:
             yield from source.expect(",")
-            yield from source.skip_blanks()
+            yield from source.skip_whitespace()
             if (yield from source.accept(")")):
                 break
         key = yield from source.peek_run(_NAME, _MAX_NAME)
         if not key or key in keys:
             raise ParseError
         source.take(len(key))
-        yield from source.skip_blanks()
+        yield from source.skip_whitespace()
         yield from source.expect("=")
-        yield from source.skip_blanks()
+        yield from source.skip_whitespace()
         output.add_arguments(f"{', ' if keys else ''}{json.dumps(key)}: ")
         keys.add(key)
         yield from _read_literal(source, output.add_arguments, 1)
@@ -117,7 +117,7 @@ def _read_call(source: Source, output: EventBuffer, known: Tools | None) -> Step
 
 
 def _read_literal(source: Source, sink: Sink, depth: int) -> Steps[None]:
-    """A Python literal, handed on as JSON."""
+    """A Python literal, passed on as JSON."""
     first = yield from source.peek()
     if first in "\"'":
         sink('"')
@@ -157,10 +157,10 @@ def _read_items(source: Source, sink: Sink, depth: int) -> Steps[None]:
     sink("{" if is_dict else "[")
     count = 0
     while True:
-        yield from source.skip_blanks()
+        yield from source.skip_whitespace()
         if count and (yield from source.peek()) != closing:
             yield from source.expect(",")
-            yield from source.skip_blanks()
+            yield from source.skip_whitespace()
         if (yield from source.accept(closing)):
             break
         if count:
@@ -169,9 +169,9 @@ def _read_items(source: Source, sink: Sink, depth: int) -> Steps[None]:
             if (yield from source.peek()) not in "\"'":
                 raise ParseError
             yield from _read_literal(source, sink, depth + 1)
-            yield from source.skip_blanks()
+            yield from source.skip_whitespace()
             yield from source.expect(":")
-            yield from source.skip_blanks()
+            yield from source.skip_whitespace()
             sink(": ")
         yield from _read_literal(source, sink, depth + 1)
         count += 1
@@ -201,7 +201,7 @@ def _read_escape(source: Source, sink: Sink) -> Steps[None]:
     if digits is None:
         source.take(2)
         if kind != "\n":
-            # As Python has it: a backslash before anything else stays.
+            # As in Python, a backslash before any other character stays.
             sink(_ESCAPES.get(kind) or (kind if kind in "\\'\"" else "\\" + kind))
         return
     written = (yield from source.peek_many(2 + digits))[2:]
@@ -215,20 +215,24 @@ def _read_escape(source: Source, sink: Sink) -> Steps[None]:
 
 
 def _python_call(name: str, schema: Mapping[str, Any] | None) -> Part:
-    """`name(a=1, b="x")`; values are written as JSON, which is read as well as Python is."""
+    """`name(a=1, b="x")`; values are written as JSON, which the reader accepts too."""
     if not IDENTIFIER.fullmatch(name):
-        raise refused(name, "the name")
+        raise unenforceable(name, "the name")
     if schema is None:
-        some = row(regex("[A-Za-z_][A-Za-z0-9_]{0,63}="), json_of({}))
-        return row(text(f"{name}("), optional(row(some, repeat(row(_COMMA, some)))), text(")"))
+        some = sequence(regex("[A-Za-z_][A-Za-z0-9_]{0,63}="), json_value({}))
+        return sequence(
+            literal(f"{name}("),
+            optional(sequence(some, repeat(sequence(_COMMA, some)))),
+            literal(")"),
+        )
     arguments = arguments_of(name, schema)
-    strange = [one.name for one in arguments if not IDENTIFIER.fullmatch(one.name)]
-    if strange:
-        raise refused(name, f"properties.{strange[0]:.60}")
-    written = [row(text(f"{one.name}="), one.as_json) for one in arguments]
+    invalid = [one.name for one in arguments if not IDENTIFIER.fullmatch(one.name)]
+    if invalid:
+        raise unenforceable(name, f"properties.{invalid[0]:.60}")
+    written = [sequence(literal(f"{one.name}="), one.as_json) for one in arguments]
     num_required = sum(one.is_required for one in arguments)
     inner = separated(written, num_required, _COMMA)
-    return row(text(f"{name}("), *([] if inner is None else [inner]), text(")"))
+    return sequence(literal(f"{name}("), *([] if inner is None else [inner]), literal(")"))
 
 
 PYTHONIC = Pythonic(allows_unmarked=True)

@@ -1,5 +1,4 @@
-"""Structural tags of tool calls: the grammar that holds the calls that a model chooses to make to
-the functions of the request."""
+"""Structural tags that constrain tool calls to the functions of a request."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,14 +9,14 @@ from config.errors import UserError
 
 Part = dict[str, Any]
 Functions = Mapping[str, Mapping[str, Any] | None]
-"""Names of functions with the schemas that their arguments are held to; None: any object."""
+"""Function name to the schema that its arguments must match; None: any object."""
 
 IDENTIFIER = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
-"""Names that can stand where a family writes them without quotes."""
-MOST_CALLS = 32
-"""Of one answer that must call; without a bound a model may go on to the end of the context."""
+"""Names that a family may write without quotes."""
+MAX_CALLS = 32
+"""Limit of one forced answer; without it a model may go on to the end of the context."""
 _VALUES = ("enum", "const", "default", "examples")
-"""Keywords whose values are no schemas."""
+"""Keywords whose values are not schemas."""
 _NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 _KEYWORDS = frozenset(
     ("type", "properties", "required", "additionalProperties", "$defs", "definitions")
@@ -25,7 +24,7 @@ _KEYWORDS = frozenset(
 ANNOTATIONS = frozenset(("title", "description", "default", "examples", "deprecated", "$comment"))
 
 
-def text(value: str) -> Part:
+def literal(value: str) -> Part:
     """Exactly this."""
     return {"type": "const_string", "value": value}
 
@@ -34,17 +33,17 @@ def regex(pattern: str) -> Part:
     return {"type": "regex", "pattern": pattern}
 
 
-def json_of(schema: Mapping[str, Any]) -> Part:
+def json_value(schema: Mapping[str, Any]) -> Part:
     return {"type": "json_schema", "json_schema": dict(schema)}
 
 
-def until(mark: str) -> Part:
-    """Any text up to the first `mark`, with it."""
+def text_until(mark: str) -> Part:
+    """Any text up to the first `mark`, inclusive."""
     return {"type": "text_until", "mark": mark}
 
 
-def row(*parts: Part) -> Part:
-    """One after the other."""
+def sequence(*parts: Part) -> Part:
+    """`parts` in order."""
     return {"type": "sequence", "elements": list(parts)}
 
 
@@ -57,23 +56,25 @@ def optional(part: Part) -> Part:
 
 
 def repeat(part: Part) -> Part:
-    """As often as may be, or never."""
+    """Zero or more times."""
     return {"type": "repeat", "element": part}
 
 
 def separated(parts: Sequence[Part], num_required: int, comma: Part) -> Part | None:
-    """The first `num_required` of `parts` and any of the others, in order, with commas between
-    them; None for no parts."""
+    """The first `num_required` of `parts` and any of the others, in order, separated by `comma`;
+    None for no parts."""
 
     def after(first: int) -> list[Part]:
         return [
-            row(comma, part) if first + place < num_required else optional(row(comma, part))
+            sequence(comma, part)
+            if first + place < num_required
+            else optional(sequence(comma, part))
             for place, part in enumerate(parts[first:])
         ]
 
-    # Which of the optional ones comes first decides where commas stand.
+    # The first optional part that is present decides where commas stand.
     firsts = range(1 if num_required else len(parts))
-    options = [row(parts[place], *after(place + 1)) for place in firsts]
+    options = [sequence(parts[place], *after(place + 1)) for place in firsts]
     if not options:
         return None
     return options[0] if num_required else optional(any_of(*options))
@@ -86,41 +87,41 @@ class Argument:
     name: str
     schema: Mapping[str, Any]
     definitions: Mapping[str, Any]
-    """What the schema may refer to."""
+    """What the schema may reference."""
     is_required: bool
 
     @property
     def as_json(self) -> Part:
-        """Its value."""
-        return json_of({**self.definitions, **self.schema})
+        """Its value as JSON."""
+        return json_value({**self.definitions, **self.schema})
 
 
 def arguments_of(function: str, schema: Mapping[str, Any]) -> list[Argument]:
-    """The arguments that `schema` allows by name, those that it requires first. Raises UserError
-    for a schema that says more of the object than that."""
-    strange = schema.keys() - _KEYWORDS - ANNOTATIONS
+    """The named arguments of `schema`, required ones first. Raises UserError if the schema has
+    other keywords."""
+    unknown = schema.keys() - _KEYWORDS - ANNOTATIONS
     properties = schema.get("properties") or {}
     required = schema.get("required") or []
-    if strange or not isinstance(properties, dict) or not isinstance(required, list):
-        raise refused(function, min(strange, default="properties"))
+    if unknown or not isinstance(properties, dict) or not isinstance(required, list):
+        raise unenforceable(function, min(unknown, default="properties"))
     missing = [name for name in required if name not in properties]
     if missing:
-        raise refused(function, f"required {missing[0]!r:.40}")
+        raise unenforceable(function, f"required {missing[0]!r:.40}")
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     made = []
     for name, one in properties.items():
         if one is False or not isinstance(one, (dict, bool)):
-            raise refused(function, f"properties.{name}")
+            raise unenforceable(function, f"properties.{name}")
         inner: Mapping[str, Any] = one if isinstance(one, dict) else {}
         for reference in _references((inner, shared)):
             if not reference.startswith(("#/$defs/", "#/definitions/")):
-                raise refused(function, f"$ref {reference!r:.40}")
+                raise unenforceable(function, f"$ref {reference!r:.40}")
         made.append(Argument(name, inner, shared, name in required))
     return sorted(made, key=lambda argument: not argument.is_required)
 
 
 def is_plain_text(schema: Mapping[str, Any]) -> bool:
-    """Whether any text is a value, whatever else it may be read as: null or a boolean."""
+    """Whether any text is valid, even if it also reads as null or a boolean."""
     rest = {k: v for k, v in schema.items() if k not in ANNOTATIONS}
     branches = rest.pop("anyOf", None)
     if branches is not None:
@@ -129,17 +130,17 @@ def is_plain_text(schema: Mapping[str, Any]) -> bool:
             not one.keys() - ANNOTATIONS - {"type"} for one in dicts
         )
         kinds: list[Any] = [one.get("type") for one in dicts]
-        return not rest and plain and _may_be_text(kinds)
+        return not rest and plain and _allow_text(kinds)
     kind = rest.pop("type", "string")
-    return not rest and _may_be_text(kind if isinstance(kind, list) else [kind])
+    return not rest and _allow_text(kind if isinstance(kind, list) else [kind])
 
 
-def _may_be_text(kinds: list[Any]) -> bool:
+def _allow_text(kinds: list[Any]) -> bool:
     return "string" in kinds and all(one in ("string", "null", "boolean") for one in kinds)
 
 
-def refused(function: str, what: str) -> UserError:
-    """The error for what cannot be held where arguments are written one by one."""
+def unenforceable(function: str, what: str) -> UserError:
+    """The error for what cannot be enforced in formats that write arguments one by one."""
     return UserError(
         f"{what} of the parameters of {function!r:.60} cannot be enforced in the way this model "
         "writes calls; set strict to false, or tool_choice to required",
@@ -160,23 +161,23 @@ def _references(value: Any) -> Iterator[str]:
 
 
 GAP = regex("[ \\n]?")
-"""Optional white space between the marks around a call."""
+"""Optional whitespace between the tags around a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallGrammar:
-    """What may follow each marker of a family, its end included."""
+    """What may follow each marker of a format, its end included."""
 
     by_marker: Mapping[str, Part]
     ignored_markers: tuple[str, ...] = ()
     bare: Part | None = None
-    """What an answer that begins with one of `bare_starts` must be."""
+    """The form of an answer that starts with one of `bare_starts`."""
     bare_starts: str = ""
     whole: Part | None = None
-    """All that an answer may be, its thinking too, where calls stand in no text."""
+    """The form of the whole answer, reasoning included, if calls are not embedded in text."""
 
     def part(self) -> Part:
-        """The part that is text and calls."""
+        """Text and calls."""
         if self.whole is not None:
             return self.whole
         made: Part = {
@@ -189,20 +190,22 @@ class ToolCallGrammar:
         return made
 
     def part_beside(self, form: Part, *, is_parallel: bool) -> Part | None:
-        """The part that is `form`, or calls alone; None where text and calls begin alike."""
+        """`form`, or only calls; None if text and calls may start alike."""
         if self.bare is not None or not self.by_marker:
             return None
-        calls = any_of(*(row(text(marker), one) for marker, one in self.by_marker.items()))
-        around = [repeat(any_of(*map(text, self.ignored_markers)))] if self.ignored_markers else []
-        one = row(*around, calls, *around)
-        return any_of(form, row(one, repeat(row(GAP, one))) if is_parallel else one)
+        calls = any_of(*(sequence(literal(marker), one) for marker, one in self.by_marker.items()))
+        around = (
+            [repeat(any_of(*map(literal, self.ignored_markers)))] if self.ignored_markers else []
+        )
+        one = sequence(*around, calls, *around)
+        return any_of(form, sequence(one, repeat(sequence(GAP, one))) if is_parallel else one)
 
 
 def calls_schema(
-    functions: Functions, key: str = "arguments", max_calls: int = MOST_CALLS
+    functions: Functions, key: str = "arguments", max_calls: int = MAX_CALLS
 ) -> dict[str, Any]:
-    """The JSON schema of an array of calls: objects with a name and, at `key`, arguments that fit
-    the function's schema; any object without one."""
+    """The JSON schema of a list of calls: objects with a name and, at `key`, arguments that match
+    the function's schema, or any object if it has none."""
     calls = [
         {
             "type": "object",
@@ -228,13 +231,13 @@ def calls_schema(
 
 
 def object_schema(schema: Any) -> dict[str, Any]:
-    """The schema of a function's arguments, which are an object always."""
+    """The schema of a function's arguments, which are always an object."""
     return {"type": "object", **(schema or {})}
 
 
 def _moved(value: Any, root: str, *, has_names: bool = False) -> Any:
-    """A copy of a schema that now stands at `root`: its own references still lead into itself.
-    `has_names`: the keys are names that its author chose, not keywords."""
+    """A copy of a schema that is moved to `root`, with its own references adjusted. `has_names`:
+    the keys are names that its author chose, not keywords."""
     if isinstance(value, list):
         return [_moved(one, root) for one in value]
     if not isinstance(value, dict):

@@ -19,13 +19,13 @@ from server.parsers.tool.structural_tag import (
     any_of,
     arguments_of,
     is_plain_text,
+    literal,
     optional,
-    refused,
     regex,
     repeat,
-    row,
-    text,
-    until,
+    sequence,
+    text_until,
+    unenforceable,
 )
 
 MAX_ATTRIBUTES_CHARACTERS = 256
@@ -36,10 +36,10 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """The tags of a family. `opening` ends before the name, `key` before a parameter's."""
+    """The tags of a family. `opening` precedes the function's name, `key` a parameter's."""
 
     markers: tuple[str, ...]
-    """The tags around a call or several; the opening itself, where models leave those out."""
+    """The tags around calls; also `opening` itself if models leave them out."""
     opening: str
     name_end: tuple[str, ...]
     key: str
@@ -50,11 +50,11 @@ class Tags:
     value: str = ""
     """The tag between key and value."""
     has_attributes: bool = False
-    """Whether `string="true"` and the like stand behind the key, up to `>`."""
+    """Whether attributes such as `string="true"` follow the key, up to `>`."""
     is_framed: bool = True
-    """Whether a line break before and after a value is none of it."""
+    """Whether a line break before and after a value is dropped."""
     leaves_name_end: bool = False
-    """Whether what ends the name is the next tag."""
+    """Whether the name ends at the next tag, which is not taken."""
     ignored_markers: tuple[str, ...] = ()
     allows_unmarked: bool = False
 
@@ -62,7 +62,7 @@ class Tags:
         num_calls = 0
         while True:
             if marker != self.opening or num_calls:
-                yield from source.skip_blanks()
+                yield from source.skip_whitespace()
                 if self.section_end and (yield from source.accept(self.section_end)):
                     break
                 if self.opening and not (yield from source.accept(self.opening)):
@@ -87,7 +87,7 @@ class Tags:
         output.add_arguments("{")
         keys: set[str] = set()
         while True:
-            yield from source.skip_blanks()
+            yield from source.skip_whitespace()
             if (yield from source.accept(self.call_end)):
                 break
             if not (yield from source.accept(self.key)):
@@ -112,7 +112,7 @@ class Tags:
                 is_text = 'string="true"' in attributes
                 types = frozenset(("any",))
         if self.value:
-            yield from source.skip_blanks()
+            yield from source.skip_whitespace()
             if not (yield from source.accept(self.value)):
                 raise ParseError
         if self.is_framed:
@@ -123,15 +123,15 @@ class Tags:
             yield from self._read_cast(source, output, types)
 
     def _read_text(self, source: Source, output: EventBuffer) -> Steps[None]:
-        """Text that runs on as it comes, up to the tag or the line break before it."""
+        """Text, passed on as it comes, up to the end tag or the line break before it."""
         output.add_arguments('"')
-        held = ""
+        trailing = ""
 
         def take(piece: str) -> None:
-            nonlocal held
-            whole = held + piece
-            held = "\n" if self.is_framed and whole.endswith("\n") else ""
-            if ready := whole[: len(whole) - len(held)]:
+            nonlocal trailing
+            whole = trailing + piece
+            trailing = "\n" if self.is_framed and whole.endswith("\n") else ""
+            if ready := whole[: len(whole) - len(trailing)]:
                 output.add_arguments(quoted(ready)[1:-1])
 
         if not (yield from source.read_until((self.value_end,), take)):
@@ -155,8 +155,7 @@ class Tags:
 
 
 def cast(text: str, types: frozenset[str]) -> str:
-    """The JSON that `text` stands for, given the types it may have; itself, as a string, where it
-    is none of them."""
+    """`text` as JSON of one of `types`; as a string if it is none of them."""
     bare = text.strip()
     bare = _PYTHON.get(bare, bare)
     if bare[:1] == '"' and "string" in types:
@@ -168,7 +167,7 @@ def cast(text: str, types: frozenset[str]) -> str:
 
 
 def _fits(value: str, types: frozenset[str]) -> bool:
-    """Whether a JSON value is of one of `types` beside string."""
+    """Whether a JSON value has one of `types` other than string."""
     if "any" in types:
         return True
     first = value[0]
@@ -188,69 +187,71 @@ def _content(family: Tags, functions: Functions) -> Callable[[str], Part]:
     """What follows a marker: one call, or several up to the end of their section. Raises
     UserError."""
     calls = any_of(*(_call(family, name, schema) for name, schema in functions.items()))
-    end = text(family.section_end) if family.section_end else None
+    end = literal(family.section_end) if family.section_end else None
 
     def content(marker: str) -> Part:
-        opened = [text(family.opening)] if family.opening else []
+        opened = [literal(family.opening)] if family.opening else []
         if marker == family.opening:
-            return calls if end is None else row(calls, optional(row(_LINE_BREAK, end)))
+            return calls if end is None else sequence(calls, optional(sequence(_LINE_BREAK, end)))
         if not opened:
             return calls
-        more = repeat(row(_LINE_BREAK, *opened, calls))
-        return row(_LINE_BREAK, *opened, calls, more, *([] if end is None else [_LINE_BREAK, end]))
+        more = repeat(sequence(_LINE_BREAK, *opened, calls))
+        return sequence(
+            _LINE_BREAK, *opened, calls, more, *([] if end is None else [_LINE_BREAK, end])
+        )
 
     return content
 
 
 def _call(family: Tags, name: str, schema: Mapping[str, Any] | None) -> Part:
-    """A call behind the opening tag."""
+    """A call after the opening tag."""
     _check_name(name, name, family.name_end)
     quote = '"' if family.opening.endswith("name=") else ""
-    head = text(f"{quote}{name}{quote}{family.name_end[0]}")
+    head = literal(f"{quote}{name}{quote}{family.name_end[0]}")
     if schema is None:
-        return row(head, repeat(_any_argument(family)), _LINE_BREAK, text(family.call_end))
+        return sequence(head, repeat(_any_argument(family)), _LINE_BREAK, literal(family.call_end))
     parts = []
     for argument in arguments_of(name, schema):
         part = _argument(family, name, argument)
         parts.append(part if argument.is_required else optional(part))
-    return row(head, *parts, _LINE_BREAK, text(family.call_end))
+    return sequence(head, *parts, _LINE_BREAK, literal(family.call_end))
 
 
 def _key(family: Tags, key: Part) -> list[Part]:
-    quote = [text('"')] if family.key.endswith("name=") else []
-    value = [_LINE_BREAK, text(family.value)] if family.value else []
-    return [_LINE_BREAK, text(family.key), *quote, key, *quote, text(family.key_end), *value]
+    quote = [literal('"')] if family.key.endswith("name=") else []
+    value = [_LINE_BREAK, literal(family.value)] if family.value else []
+    return [_LINE_BREAK, literal(family.key), *quote, key, *quote, literal(family.key_end), *value]
 
 
 def _any_argument(family: Tags) -> Part:
-    attributes = [text(' string="true">')] if family.has_attributes else []
+    attributes = [literal(' string="true">')] if family.has_attributes else []
     key = _key(family, regex("[A-Za-z_][A-Za-z0-9_]{0,63}"))
-    return row(*key, *attributes, until(family.value_end))
+    return sequence(*key, *attributes, text_until(family.value_end))
 
 
 def _argument(family: Tags, function: str, argument: Argument) -> Part:
     _check_name(function, argument.name, (family.key_end,))
-    return row(*_key(family, text(argument.name)), *_value(family, function, argument))
+    return sequence(*_key(family, literal(argument.name)), *_value(family, function, argument))
 
 
 def _value(family: Tags, function: str, argument: Argument) -> list[Part]:
-    """The value and the tag behind it."""
+    """The value and the tag after it."""
     schema, as_json = argument.schema, argument.as_json
     is_plain = is_plain_text(schema)
     if family.has_attributes:
         if is_plain:
-            return [text(' string="true">'), until(family.value_end)]
-        return [text(' string="false">'), as_json, text(family.value_end)]
+            return [literal(' string="true">'), text_until(family.value_end)]
+        return [literal(' string="false">'), as_json, literal(family.value_end)]
     gap = [_LINE_BREAK] if family.is_framed else []
     if is_plain:
-        return [*gap, until(family.value_end)]
+        return [*gap, text_until(family.value_end)]
     types = types_of({"properties": {argument.name: schema}}, argument.name)
     words = schema.get("enum")
     if types == {"string"} and isinstance(words, list) and schema.keys() <= _WITH_WORDS:
         return [_one_of(family, function, argument.name, words)]
     if not types or "string" in types:
-        raise refused(function, f"properties.{argument.name}")
-    return [*gap, as_json, *gap, text(family.value_end)]
+        raise unenforceable(function, f"properties.{argument.name}")
+    return [*gap, as_json, *gap, literal(family.value_end)]
 
 
 _WITH_WORDS = ANNOTATIONS | {"type", "enum"}
@@ -260,14 +261,14 @@ def _one_of(family: Tags, function: str, name: str, words: list[Any]) -> Part:
     frame = "\n" if family.is_framed else ""
     for word in words:
         if not isinstance(word, str) or family.value_end in word:
-            raise refused(function, f"properties.{name}")
-    return any_of(*(text(f"{frame}{word}{frame}{family.value_end}") for word in words))
+            raise unenforceable(function, f"properties.{name}")
+    return any_of(*(literal(f"{frame}{word}{frame}{family.value_end}") for word in words))
 
 
 def _check_name(function: str, name: str, ends: tuple[str, ...]) -> None:
     is_read = name == name.strip(_QUOTES_AND_BLANKS) and not any(end in name for end in ends)
     if not (is_read and name.isprintable() and 1 <= len(name) <= MAX_NAME_CHARACTERS):
-        raise refused(function, f"the name {name!r:.60}")
+        raise unenforceable(function, f"the name {name!r:.60}")
 
 
 QWEN3_CODER = Tags(

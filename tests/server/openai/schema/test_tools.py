@@ -4,7 +4,7 @@ import jsonschema
 import pytest
 
 from server.openai.schema.tools import forced_schema
-from server.parsers.tool.structural_tag import MOST_CALLS
+from server.parsers.tool.structural_tag import MAX_CALLS
 
 TREE = {
     "type": "object",
@@ -33,7 +33,7 @@ def test_required_calls_have_arguments_that_fit_though_schemas_refer_to_themselv
     assert valid([GOOD, {"name": "now", "arguments": {}}])
     assert valid([{"name": "plant", "arguments": {"root": {}, "kind": {"$ref": "#/x"}}}])
     assert not valid([])
-    assert not valid([{"name": "now", "arguments": {}}] * (MOST_CALLS + 1))
+    assert not valid([{"name": "now", "arguments": {}}] * (MAX_CALLS + 1))
     assert not valid([{"name": "other", "arguments": {}}])
     assert not valid([{"name": "now", "arguments": "x"}])
     assert not valid([{"name": "plant", "arguments": {"root": {"child": 5}}}])
