@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import machine
 from hpu.backends.cpu import CpuBackend
-from hpu.layers.linear import Linear
-from hpu.native.library import Library, kernel_folder, open_library, packer
+from hpu.native.library import Library, PackedLinear, kernel_folder, open_library
+from hpu.ops.cpu import packed_linear
 
 SHAPES = {"qkv": (960, 576), "gate_up": (3072, 576), "down": (576, 1536), "head": (49152, 576)}
 """(outputs, inputs)"""
@@ -34,18 +34,15 @@ BYTES = 120 << 20
 Product = Callable[[Tensor], Tensor]
 
 
-def products(shape: tuple[int, int], library: Library | None) -> list[Linear]:
-    """Packed layers of one shape that together have BYTES."""
+def products(shape: tuple[int, int], library: Library | None) -> list[Product]:
+    """Packed weights of one shape that together have BYTES; None: torch's product."""
     outputs, inputs = shape
-    layers = []
+    layers: list[Product] = []
     for _ in range(max(1, BYTES // (2 * outputs * inputs))):
-        layer = Linear(
-            inputs, outputs, bias=False, dtype=torch.bfloat16, device=torch.device("cpu")
+        weight = torch.randn(outputs, inputs).bfloat16()
+        layers.append(
+            packed_linear(weight, None) if library is None else PackedLinear(library, weight, None)
         )
-        assert layer.weight is not None
-        layer.weight.normal_()
-        layer.pack(pack=packer(library, layer))
-        layers.append(layer)
     return layers
 
 

@@ -120,9 +120,9 @@ class Backend(Protocol):
         """
         ...
 
-    def prepare(self, model: torch.nn.Module) -> None:
-        """Prepare a loaded model for this device: fused kernels, packed weights, compiled
-        layers."""
+    def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Prepare a loaded model for this device: fused kernels, packed weights, compiled layers.
+        Returns the model to run: `model` itself, or a faster one with the same interface."""
         ...
 
     def expect(self, num_tokens: int, num_rows: int) -> None:

@@ -1,52 +1,51 @@
-"""CpuBackend: the host as a device. Work runs at once, so an event is done when it is made.
-Knows no models beyond their `pack_weights`."""
+"""CpuBackend: the host as a device. Work runs synchronously: an event is done once it exists.
+
+It gives the layers of a loaded model their packed products, and compiles dense decoders.
+"""
 
 import logging
 import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from config.malloc import retain_freed_memory
 from hpu.backends.host import has_fast_bfloat16, usable_cores, usable_memory
-from hpu.native.library import Library, open_library
+from hpu.layers.embedding import ParallelLMHead
+from hpu.layers.linear import Kernel, LinearBase
+from hpu.layers.norm import RMSNorm
+from hpu.models.decoder import Decoder
+from hpu.native.decoder import CompiledDecoder
+from hpu.native.library import Library, PackedLinear, has_kernel, open_library
+from hpu.ops.cpu import MirroredRMSNorm, can_pack, packed_linear, quantized_linear
 
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 64
-"""Bytes of a cache line, and of the widest load."""
+"""Bytes of a cache line, and of the widest vector load."""
 
-WEIGHTS_A_SECOND, MULTIPLICATIONS_A_SECOND = 5e9, 75e9
-"""What one thread reads and does, in bfloat16: of a coarse estimate."""
+WEIGHTS_PER_S, MULTIPLICATIONS_PER_S = 5e9, 75e9
+"""What one thread reads and multiplies in bfloat16; a coarse estimate."""
 
-KEPT_BYTES = 64 << 20
-"""Freed memory that a process that serves keeps: scores of 32 rows, and what is made of them."""
+RETAINED_BYTES = 64 << 20
+"""Freed memory that the allocator retains while serving: logits of 32 requests and their copies in
+sampling."""
 
-QUICK_S = 2e-3
-"""What one thread does within such a time is not split: on a busy machine, each time that threads
-meet costs up to a twentieth of it."""
-
-
-@runtime_checkable
-class _Packs(Protocol):
-    def pack_weights(self, library: Library | None) -> bool: ...
-
-    @property
-    def multiplications(self) -> tuple[int, int]:
-        """By a token, and by a row that is sampled."""
-        ...
+SINGLE_THREAD_S = 2e-3
+"""A launch that one thread finishes in this time is not split: on a busy machine each barrier of
+the threads costs up to a twentieth of it."""
 
 
 class CpuEvent:
-    """A moment: all work given before it is done."""
+    """A point in time: all earlier work is done."""
 
     def __init__(self) -> None:
-        self._moment_s = time.perf_counter()
+        self._time_s = time.perf_counter()
 
     def wait(self) -> None:
         return
@@ -55,11 +54,11 @@ class CpuEvent:
         return True
 
     def seconds_since(self, earlier: "CpuEvent") -> float:
-        return self._moment_s - earlier._moment_s
+        return self._time_s - earlier._time_s
 
 
 class CallGraph:
-    """A captured function that is simply called again."""
+    """Calls the captured function again."""
 
     def __init__(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
         self._function = function
@@ -71,8 +70,9 @@ class CallGraph:
 
 
 class CpuBackend:
-    """The CPU, with `num_threads` compute threads (None: one for each core it may use). `kernels`:
-    folder of the compiled kernels, which are built if they are not there; None: torch's own."""
+    """The CPU with `num_threads` compute threads (None: one for each usable core). `kernels`: the
+    folder of the compiled kernels, which are built if they are missing; None: torch's own operators
+    are used."""
 
     name = "cpu"
     driver = software = ""
@@ -97,7 +97,8 @@ class CpuBackend:
             torch.set_num_threads(threads)
         logger.info("CPU: %d compute threads on %d usable cores", threads, cores)
         self._threads = self._threads_in_use = threads
-        self._multiplications: tuple[int, int] | None = None
+        self._token_cost = self._logits_cost = 0
+        """Multiplications of the prepared model for a token, and for one row of logits."""
         self._library: Library | None = None
         if kernels is not None and fast:
             self._library = open_library(kernels, threads)
@@ -124,7 +125,7 @@ class CpuBackend:
         return CpuEvent()
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        # numpy asks calloc, so pages that are never written cost nothing; torch.zeros writes them.
+        # numpy uses calloc, so pages that are never written cost nothing; torch.zeros writes them.
         size = math.prod(shape) * dtype.itemsize
         if size == 0:
             return torch.zeros(shape, dtype=dtype)
@@ -136,7 +137,7 @@ class CpuBackend:
         return torch.zeros(size, dtype=dtype)
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        # Copied, as elsewhere: the caller's tensor may be written again before the host reads.
+        # The caller may write to its tensor again before the host reads.
         return tensor.clone()
 
     def upload(self, target: Tensor, source: Tensor) -> None:
@@ -145,19 +146,45 @@ class CpuBackend:
     def capture(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> CallGraph:
         return CallGraph(function, inputs)
 
-    def prepare(self, model: torch.nn.Module) -> None:
-        if isinstance(model, _Packs):
-            packs = cast(_Packs, model)
-            packs.pack_weights(self._library)
-            self._multiplications = packs.multiplications
+    def prepare(self, model: nn.Module) -> nn.Module:
+        linears = [module for module in model.modules() if isinstance(module, LinearBase)]
+        if not linears:
+            return model
+        costs = {linear: linear.in_features * linear.out_features for linear in linears}
+        self._logits_cost = sum(costs[one] for one in linears if isinstance(one, ParallelLMHead))
+        self._token_cost = sum(costs.values()) - self._logits_cost
+        dtype = linears[0].dtype
+        if not can_pack(dtype, linears[0].device):
+            logger.info("weights stay as they are: no packed product for %s here", dtype)
+            return model
+        for module in model.modules():
+            if isinstance(module, RMSNorm):
+                module.use_kernel(MirroredRMSNorm(module.weight))
+        for linear in linears:
+            linear.use_kernel(self._pack(linear))
+        if self._library is not None and isinstance(model, Decoder) and model.lm_head is not None:
+            return CompiledDecoder(model, self._library)
+        return model
+
+    def _pack(self, linear: LinearBase) -> Kernel:
+        bias, quantized = linear.applied_bias, linear.quantized_weight
+        if quantized is not None:
+            if self._library is not None and has_kernel(quantized):
+                return PackedLinear(self._library, quantized, bias)
+            return quantized_linear(quantized, bias)
+        assert linear.weight is not None
+        weight = linear.weight.detach()
+        if self._library is not None and has_kernel(weight):
+            return PackedLinear(self._library, weight, bias)
+        return packed_linear(weight, bias)
 
     def expect(self, num_tokens: int, num_rows: int) -> None:
-        if self._multiplications is None:
+        num_weights = self._token_cost + self._logits_cost
+        if not num_weights:
             return
-        by_token, by_row = self._multiplications
-        work = num_tokens * by_token + num_rows * by_row
-        seconds = (by_token + by_row) / WEIGHTS_A_SECOND + work / MULTIPLICATIONS_A_SECOND
-        threads = 1 if seconds < QUICK_S else self._threads
+        work = num_tokens * self._token_cost + num_rows * self._logits_cost
+        seconds = num_weights / WEIGHTS_PER_S + work / MULTIPLICATIONS_PER_S
+        threads = 1 if seconds < SINGLE_THREAD_S else self._threads
         if threads != self._threads_in_use:
             self._threads_in_use = threads
             torch.set_num_threads(threads)
@@ -165,7 +192,7 @@ class CpuBackend:
                 self._library.use_threads(threads)
 
     def end_warmup(self) -> None:
-        retain_freed_memory(KEPT_BYTES)
+        retain_freed_memory(RETAINED_BYTES)
 
     def begin_warmup(self) -> None:
         retain_freed_memory(0)

@@ -28,7 +28,7 @@ GIB = 1024**3
 class _Fuses(Protocol):
     """A model that can run on fused kernels."""
 
-    def fuse(self, kernels: Kernels) -> None: ...
+    def use_kernels(self, kernels: Kernels) -> None: ...
 
 
 class CudaEvent:
@@ -177,9 +177,10 @@ class CudaBackend:
             current.wait_stream(self._side)
         return CudaGraph(graph, inputs, outputs)
 
-    def prepare(self, model: torch.nn.Module) -> None:
+    def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
         if isinstance(model, _Fuses):
-            model.fuse(CudaKernels())
+            model.use_kernels(CudaKernels())
+        return model
 
     def expect(self, num_tokens: int, num_rows: int) -> None:
         return

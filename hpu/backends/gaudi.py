@@ -7,7 +7,7 @@ Segments end with launches: at events, and around a captured graph.
 
 import importlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -48,9 +48,10 @@ no error type for it, and the second and third text may have other causes."""
 class _Fuses(Protocol):
     """A model that can run on fused kernels."""
 
-    layers: nn.ModuleList
+    @property
+    def layers(self) -> Iterable[nn.Module]: ...
 
-    def fuse(self, kernels: Kernels, *, split_qkv: bool = False) -> None: ...
+    def use_kernels(self, kernels: Kernels, *, split_qkv: bool = False) -> None: ...
 
 
 class GaudiEvent:
@@ -103,6 +104,17 @@ class HpuGraph:
         outputs = self._graphed(*self._inputs)
         self._mark_step()
         return outputs
+
+
+def _regions(model: nn.Module) -> Iterator[nn.Module]:
+    """The layers of a model, and the modules beside them."""
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        elif any(isinstance(module, nn.ModuleList) for module in child.modules()):
+            yield from _regions(child)
+        else:
+            yield child
 
 
 class GaudiBackend:
@@ -260,18 +272,19 @@ class GaudiBackend:
         assert self._graphed is not None
         return HpuGraph(self._graphed, inputs, self._htcore.mark_step)
 
-    def prepare(self, model: nn.Module) -> None:
+    def prepare(self, model: nn.Module) -> nn.Module:
         self._htcore.mark_step()
         self._hpu.synchronize()
         if isinstance(model, _Fuses):
             fusing = cast(_Fuses, model)
-            fusing.fuse(self._kernels, split_qkv=self._execution.split_qkv)
+            fusing.use_kernels(self._kernels, split_qkv=self._execution.split_qkv)
             if self._mode in (HPU_GRAPHS, LAZY):
                 self._mark_layers(fusing.layers)
         if self._mode == TORCH_COMPILE:
             self._compile(model)
+        return model
 
-    def _mark_layers(self, layers: nn.ModuleList) -> None:
+    def _mark_layers(self, layers: Iterable[nn.Module]) -> None:
         """End the recipe after each `layers_per_recipe` layers: smaller recipes compile sooner, and
         equal layers share them."""
 
@@ -291,9 +304,7 @@ class GaudiBackend:
         }
         parts: list[nn.Module] = [model]
         if self._execution.regional_compilation:
-            children = dict(model.named_children())
-            layers = children.pop("layers", None)
-            parts = [*children.values(), *(layers.children() if layers is not None else ())]
+            parts = list(_regions(model))
         # Above this number of shapes torch stops compiling a function.
         limits = torch._dynamo.config
         for name in ("cache_size_limit", "accumulated_cache_size_limit"):

@@ -1,28 +1,74 @@
-"""Embedding: token ids to vectors. The output head is a Linear that may share its weight."""
+"""Embedding of token ids, and the output head, both with the vocabulary divided among the ranks."""
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hpu.distributed.process_groups import SINGLE, ProcessGroup
+from hpu.layers.linear import LinearBase
+from hpu.quantization.base import LinearMethod
+from hpu.quantization.unquantized import UNQUANTIZED
 
-class Embedding(nn.Module):
-    """`weight` (vocab, hidden); ids to rows, times a constant."""
+
+class VocabParallelEmbedding(nn.Module):
+    """Token ids to rows of `weight` (vocab of this rank, hidden), times a constant."""
 
     def __init__(
         self,
         vocab_size: int,
         hidden_size: int,
         *,
-        multiplier: float,
+        multiplier: float = 1.0,
         dtype: torch.dtype,
         device: torch.device,
+        group: ProcessGroup = SINGLE,
     ) -> None:
         super().__init__()
-        weight = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
+        self._shard_size = vocab_size // group.size
+        weight = torch.empty(self._shard_size, hidden_size, dtype=dtype, device=device)
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self.multiplier = multiplier
+        self._multiplier = multiplier
+        self._group = group
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         """(B, Q) integers to (B, Q, hidden)."""
-        vectors = functional.embedding(tokens, self.weight)
-        return vectors if self.multiplier == 1 else vectors * self.multiplier
+        if self._group.size == 1:
+            hidden = functional.embedding(ids, self.weight)
+        else:
+            hidden = self._lookup_shard(ids)
+        return hidden if self._multiplier == 1 else hidden * self._multiplier
+
+    def _lookup_shard(self, ids: Tensor) -> Tensor:
+        """Each rank looks up its own range of ids; the others' rows are zero in the sum."""
+        local = ids - self._group.rank * self._shard_size
+        is_outside = (local < 0) | (local >= self._shard_size)
+        hidden = functional.embedding(local.masked_fill(is_outside, 0), self.weight)
+        return self._group.all_reduce(hidden.masked_fill(is_outside.unsqueeze(-1), 0))
+
+
+class ParallelLMHead(LinearBase):
+    """Hidden states to logits. Its weight may be that of the embedding."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        method: LinearMethod = UNQUANTIZED,
+        group: ProcessGroup = SINGLE,
+    ) -> None:
+        super().__init__(
+            hidden_size,
+            vocab_size // group.size,
+            bias=False,
+            dtype=dtype,
+            device=device,
+            method=method,
+        )
+        self._group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(M, hidden) to (M, vocab), on every rank."""
+        return self._group.all_gather(super().forward(x))

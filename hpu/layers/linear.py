@@ -1,118 +1,197 @@
-"""Linear: a weight, an optional bias, and on CPUs a packed form of the weight that reads faster."""
+"""Linear layers: y = x W^T + b, by a LinearMethod or by a back end's kernel, and sharded over the
+ranks of a process group; with a group of one rank sharding costs nothing."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hpu.quantization.quantized import Quantized, torchs_product
+from hpu.distributed.process_groups import SINGLE, ProcessGroup
+from hpu.quantization.base import LinearMethod
+from hpu.quantization.quantized_weight import QuantizedWeight
+from hpu.quantization.unquantized import UNQUANTIZED
 
-Packer = Callable[[Tensor | Quantized, Tensor | None], Callable[[Tensor], Tensor]]
-"""(weight, bias) to the product with both."""
-
-
-def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether packing helps: bfloat16 on a CPU with bfloat16 instructions, and a torch that has the
-    packed product (it is not public, so it may go)."""
-    if dtype != torch.bfloat16 or device.type != "cpu":
-        return False
-    try:
-        supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        _ = torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise
-    except (AttributeError, RuntimeError):
-        return False
-    return bool(supported)
+Kernel = Callable[[Tensor], Tensor]
+"""(..., in) to (..., out), with weight and bias."""
 
 
-def _packed_by_torch(weight: Tensor | Quantized, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    if isinstance(weight, Quantized):
-        return torchs_product(weight, bias)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-
-    def multiply(hidden: Tensor) -> Tensor:
-        # The non-public op of torch's compiler: 1.5 times the plain product at 1 to 32 rows.
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(hidden, packed, bias, "none", [], "")
-        return product
-
-    return multiply
-
-
-def multiplications(modules: Iterable[nn.Module]) -> int:
-    """Of one token, by the linear layers among `modules`."""
-    return sum(one.in_size * one.out_size for one in modules if isinstance(one, Linear))
-
-
-class Linear(nn.Module):
-    """y = x W^T + b. `weight` is (out, in); after `pack` it may be None."""
+class LinearBase(nn.Module):
+    """One rank's shard. `weight` (out, in) and `bias` (out) are allocated, not filled."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
     def __init__(
         self,
-        in_size: int,
-        out_size: int,
+        in_features: int,
+        out_features: int,
         *,
         bias: bool,
         dtype: torch.dtype,
         device: torch.device,
+        method: LinearMethod = UNQUANTIZED,
     ) -> None:
         super().__init__()
-        self.in_size = in_size
-        self.out_size = out_size
-        weight = torch.empty(out_size, in_size, dtype=dtype, device=device)
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.dtype = dtype
+        self.device = device
+        self.method = method
+        self.quantized_weight: QuantizedWeight | None = None
+        self._kernel: Kernel | None = None
+        method.create_weights(self, in_features, out_features)
         self.bias = None
         if bias:
-            empty = torch.empty(out_size, dtype=dtype, device=device)
+            empty = torch.empty(out_features, dtype=dtype, device=device)
             self.bias = nn.Parameter(empty, requires_grad=False)
-        self.quantized: Quantized | None = None
-        """What `quantize` was given, until `pack`."""
-        self._product: Callable[[Tensor], Tensor] | None = None
-
-    def quantize(self, weight: Quantized, *, keep_weight: bool = False) -> None:
-        """Have `weight` instead of the layer's own. `pack` has to follow."""
-        self.quantized = weight
-        if not keep_weight:
-            self.weight = None
-
-    def pack(self, *, keep_weight: bool = False, pack: Packer | None = None) -> None:
-        """Reorder the weight for the CPU's product, torch's or the one that `pack` makes of weight
-        and bias. `keep_weight` if another module reads it too. The caller has asked `can_pack`.
-        Once only."""
-        assert self._product is None
-        pack = pack or _packed_by_torch
-        if self.quantized is not None:
-            self._product = pack(self.quantized, self.bias)
-            self.quantized = None
-        else:
-            assert self.weight is not None
-            self._product = pack(self.weight.detach(), self.bias)
-        if not keep_weight:
-            self.weight = None
 
     @property
-    def product(self) -> Callable[[Tensor], Tensor] | None:
-        """What `pack` made of the weight."""
-        return self._product
+    def applied_bias(self) -> Tensor | None:
+        """The bias that this rank adds."""
+        return self.bias
 
-    def parts(self, hidden: Tensor, sizes: list[int]) -> list[Tensor]:
-        """(..., in) to one (..., size) for each of `sizes`, which add up to `out`: as many
-        products. Not after `pack`."""
+    @property
+    def kernel(self) -> Kernel | None:
+        """What a back end has put in the place of the method."""
+        return self._kernel
+
+    def use_kernel(self, kernel: Kernel) -> None:
+        """Multiply by `kernel`, which holds weight and bias, from now on; the layer drops its
+        weight."""
+        self._kernel = kernel
+        self.weight = self.quantized_weight = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) to (..., out)."""
+        if self._kernel is not None:
+            return self._kernel(x)
+        return self.method.apply(self, x, self.applied_bias)
+
+
+class ReplicatedLinear(LinearBase):
+    """The whole weight on every rank."""
+
+
+class ColumnParallelLinear(LinearBase):
+    """Outputs divided among the ranks. `in_features` and `out_features` are those of the whole."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        method: LinearMethod = UNQUANTIZED,
+        group: ProcessGroup = SINGLE,
+    ) -> None:
+        super().__init__(
+            in_features,
+            out_features // group.size,
+            bias=bias,
+            dtype=dtype,
+            device=device,
+            method=method,
+        )
+
+
+class MergedColumnParallelLinear(LinearBase):
+    """Several column-parallel layers with the same input as one: each of `output_sizes`, which are
+    those of the whole, is divided among the ranks."""
+
+    def __init__(
+        self,
+        in_features: int,
+        output_sizes: list[int],
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        method: LinearMethod = UNQUANTIZED,
+        group: ProcessGroup = SINGLE,
+    ) -> None:
+        self.output_sizes = [size // group.size for size in output_sizes]
+        super().__init__(
+            in_features,
+            sum(self.output_sizes),
+            bias=bias,
+            dtype=dtype,
+            device=device,
+            method=method,
+        )
+
+    def forward_split(self, x: Tensor) -> list[Tensor]:
+        """`forward` as one matrix product for each of the outputs: (..., in) to (..., size) each.
+        Not with quantized weights, and not after `use_kernel`."""
         assert self.weight is not None
-        weights = self.weight.split_with_sizes(sizes)
-        biases: tuple[Tensor | None, ...] = (None,) * len(sizes)
+        weights = self.weight.split_with_sizes(self.output_sizes)
+        biases: tuple[Tensor | None, ...] = (None,) * len(weights)
         if self.bias is not None:
-            biases = self.bias.split_with_sizes(sizes)
+            biases = self.bias.split_with_sizes(self.output_sizes)
         return [
-            functional.linear(hidden, weight, bias)
-            for weight, bias in zip(weights, biases, strict=True)
+            functional.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)
         ]
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """(..., in) to (..., out)."""
-        if self._product is not None:
-            return self._product(hidden)
-        assert self.weight is not None
-        return functional.linear(hidden, self.weight, self.bias)
+
+class QKVParallelLinear(MergedColumnParallelLinear):
+    """Queries, keys and values as one. The numbers of heads, which are those of the whole, must be
+    multiples of the group's size."""
+
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        method: LinearMethod = UNQUANTIZED,
+        group: ProcessGroup = SINGLE,
+    ) -> None:
+        kv_size = num_kv_heads * head_dim
+        super().__init__(
+            in_features,
+            [num_heads * head_dim, kv_size, kv_size],
+            bias=bias,
+            dtype=dtype,
+            device=device,
+            method=method,
+            group=group,
+        )
+
+
+class RowParallelLinear(LinearBase):
+    """Inputs divided among the ranks; the outputs are summed over them, the bias added once."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        method: LinearMethod = UNQUANTIZED,
+        group: ProcessGroup = SINGLE,
+    ) -> None:
+        super().__init__(
+            in_features // group.size,
+            out_features,
+            bias=bias,
+            dtype=dtype,
+            device=device,
+            method=method,
+        )
+        self._group = group
+
+    @property
+    def applied_bias(self) -> Tensor | None:
+        return self.bias if self._group.rank == 0 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out if self._group.size == 1 else self._group.all_reduce(out)

@@ -1,1 +1,1 @@
-"""Weights from checkpoint files into parameters, and how large a model will be."""
+"""Weights from checkpoint files into parameters, and how much memory a model needs."""

@@ -1,5 +1,4 @@
-"""Weights from safetensors into a model's parameters, one tensor at a time. Knows no architectures,
-and no pickle."""
+"""Weights from safetensors into a model's parameters, one tensor at a time, never from pickles."""
 
 import logging
 import sys
@@ -10,73 +9,76 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from config.checkpoint.safetensors_files import weight_files
+from config.checkpoint.weight_map import WeightMap, WeightSpec
 from config.errors import ConfigError
+from hpu.distributed.process_groups import SINGLE, ProcessGroup
 
 logger = logging.getLogger(__name__)
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-NAMES_SHOWN = 5
-
-
-class Place(Protocol):
-    """Where a tensor goes, and the shape it must have (it may be repeated into the target)."""
-
-    @property
-    def target(self) -> Tensor: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
+MAX_NAMES_IN_ERROR = 5
 
 
 class Loadable(Protocol):
-    """A model that says which tensors it needs."""
+    """A model, or several that share a checkpoint."""
 
-    def places(self) -> Iterator[tuple[str, Place]]:
-        """Each name with its Place."""
+    @property
+    def weight_map(self) -> WeightMap:
+        """The tensors that the checkpoint must hold."""
         ...
 
-    def own_name(self, name: str) -> str:
-        """What `places` calls the tensor that a checkpoint calls `name`."""
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters by the paths that `weight_map` names."""
         ...
 
-    def may_skip(self, name: str) -> bool: ...
 
+def load_weights(
+    model: Loadable,
+    path: str,
+    *,
+    on_progress: Callable[[int, int], None],
+    group: ProcessGroup = SINGLE,
+) -> None:
+    """Fill `model` from the safetensors in folder `path`, converting dtypes on the way; of sharded
+    parameters the shard of this rank of the tensor-parallel `group`.
 
-def load_weights(model: Loadable, path: str, *, on_progress: Callable[[int, int], None]) -> None:
-    """Fill `model` from the safetensors in folder `path`, converting dtypes on the way.
-
-    Files are memory-mapped and one tensor is in flight at a time. `on_progress(done, total)` counts
-    tensors. ConfigError names every tensor that is missing, unexpected or of another shape.
+    Files are memory-mapped, one tensor at a time. `on_progress(loaded, total)` counts tensors.
+    ConfigError names the tensors that are missing, unexpected or of another shape.
     """
-    places: dict[str, Place] = dict(model.places())
+    weight_map = model.weight_map
+    specs = {spec.name: spec for spec in weight_map.entries()}
+    parameters = dict(model.named_parameters())
     folder = Path(path)
-    files = weight_files(folder)
-    done: set[str] = set()
-    with _bar(len(places)) as bar:
-        for file in files:
-            for stored, tensor in _tensors(file):
-                name = model.own_name(stored)
-                place = places.get(name)
-                if place is None:
-                    if model.may_skip(name):
+    loaded: set[str] = set()
+    with _progress_bar(len(specs)) as bar:
+        for file in weight_files(folder):
+            for stored_name, tensor in _tensors(file):
+                name = weight_map.map_name(stored_name)
+                spec = specs.get(name)
+                if spec is None:
+                    if weight_map.ignores(name):
                         continue
                     raise ConfigError(f"{file} holds {name}, which this model has no place for")
-                if name in done:
+                if name in loaded:
                     raise ConfigError(f"{name} is in more than one file of {folder}")
-                _fill(name, place, tensor, file)
-                done.add(name)
+                _check(spec, tensor, file)
+                _fill(parameters[spec.parameter], spec, tensor, group)
+                loaded.add(name)
                 bar.update()
-                on_progress(len(done), len(places))
-    missing = [name for name in places if name not in done]
+                on_progress(len(loaded), len(specs))
+    missing = [name for name in specs if name not in loaded]
     if missing:
-        shown = ", ".join(f"{name} {_shape(places[name].shape)}" for name in missing[:NAMES_SHOWN])
-        more = f" and {len(missing) - NAMES_SHOWN} more" if len(missing) > NAMES_SHOWN else ""
+        shown = ", ".join(
+            f"{name} {_format_shape(specs[name].shape)}" for name in missing[:MAX_NAMES_IN_ERROR]
+        )
+        more = len(missing) - MAX_NAMES_IN_ERROR
         raise ConfigError(
-            f"{folder} holds {len(done)} of {len(places)} tensors, missing are {shown}{more}"
+            f"{folder} holds {len(loaded)} of {len(specs)} tensors, missing are {shown}"
+            + (f" and {more} more" if more > 0 else "")
         )
 
 
@@ -91,27 +93,44 @@ def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
         raise ConfigError(f"{file} is not a whole safetensors file: {error}") from error
 
 
-def _fill(name: str, place: Place, tensor: Tensor, file: Path) -> None:
-    if tuple(tensor.shape) != tuple(place.shape):
+def _check(spec: WeightSpec, tensor: Tensor, file: Path) -> None:
+    if tuple(tensor.shape) != spec.shape:
         raise ConfigError(
-            f"{name} in {file} is {_shape(tuple(tensor.shape))}, the model needs "
-            f"{_shape(place.shape)}"
+            f"{spec.name} in {file} is {_format_shape(tuple(tensor.shape))}, the model needs "
+            f"{_format_shape(spec.shape)}"
         )
     if tensor.dtype not in FLOATS:
         raise ConfigError(
-            f"{name} in {file} is {tensor.dtype}, it must be a float of 16 or 32 bits: quantised "
-            "weights are not supported yet"
+            f"{spec.name} in {file} is {tensor.dtype}, it must be a float of 16 or 32 bits: "
+            "quantised weights are not supported yet"
         )
+
+
+def _fill(parameter: Tensor, spec: WeightSpec, tensor: Tensor, group: ProcessGroup) -> None:
+    """Copy this rank's shard of `tensor` into the outputs of `parameter` that it holds."""
     with torch.no_grad():
-        place.target.copy_(tensor)
+        if spec.repeats is not None:
+            tensor = tensor.expand(spec.repeats, *tensor.shape)
+        if not spec.output_sizes:
+            parameter.copy_(_shard(tensor, spec.shard_dim, group))
+            return
+        # A tensor with several outputs is cut at their full sizes first, then each one is sharded.
+        sizes = [spec.output_sizes[output] for output in spec.outputs]
+        targets = parameter.split_with_sizes([size // group.size for size in spec.output_sizes])
+        for output, part in zip(spec.outputs, tensor.split_with_sizes(sizes), strict=True):
+            targets[output].copy_(_shard(part, spec.shard_dim, group))
 
 
-def _shape(shape: tuple[int, ...]) -> str:
+def _shard(tensor: Tensor, dim: int | None, group: ProcessGroup) -> Tensor:
+    return tensor if dim is None or group.size == 1 else tensor.chunk(group.size, dim)[group.rank]
+
+
+def _format_shape(shape: tuple[int, ...]) -> str:
     return "x".join(str(size) for size in shape)
 
 
 @contextmanager
-def _bar(total: int) -> Iterator[Any]:
+def _progress_bar(total: int) -> Iterator[Any]:
     with tqdm(
         total=total, desc="Loading weights", unit="tensor", disable=not sys.stderr.isatty()
     ) as bar:

@@ -1,75 +1,45 @@
-"""How large a model is, from its config alone: parameters, KV blocks, activations, by card. Pure;
-a test holds the parameters equal to those of the real decoders."""
+"""Memory that a model needs on each card, from its config alone: weights, KV blocks, activations.
 
-from collections.abc import Callable, Mapping
+Imports no torch. A test compares the number of parameters with that of the built models.
+"""
+
+import math
 from typing import NamedTuple
 
+from config.checkpoint.weight_map import decoder_weight_map
 from config.errors import ConfigError
+from config.model.architectures import decoder_spec
 from config.model.model_config import ModelConfig
-
-
-class Extras(NamedTuple):
-    """Parameters that only some families have."""
-
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    head_norm: bool = False
-
-
-def _as_told(config: ModelConfig) -> Extras:
-    return Extras(config.attention_bias, config.attention_out_bias, config.mlp_bias)
-
-
-EXTRAS: Mapping[str, Callable[[ModelConfig], Extras]] = {
-    "LlamaForCausalLM": _as_told,
-    "GraniteForCausalLM": _as_told,
-    "MistralForCausalLM": lambda config: Extras(),
-    "Phi3ForCausalLM": lambda config: Extras(),
-    "Qwen2ForCausalLM": lambda config: Extras(qkv_bias=True),
-    "Qwen3ForCausalLM": lambda config: Extras(
-        config.attention_bias, config.attention_out_bias, head_norm=True
-    ),
-}
-"""By architecture, as hpu/models/ builds them."""
 
 
 class Parameters(NamedTuple):
     """Numbers of parameters: those that tensor parallelism divides, and those on every card."""
 
-    split: int
+    sharded: int
     whole: int
 
     @property
     def total(self) -> int:
-        return self.split + self.whole
+        return self.sharded + self.whole
 
 
 def count_parameters(config: ModelConfig) -> Parameters:
-    """The parameters of the model. ConfigError for an architecture that we do not build."""
-    if config.architecture not in EXTRAS:
-        raise ConfigError(
-            f"{config.path} is a {config.architecture}, supported are {', '.join(EXTRAS)}"
-        )
-    extras = EXTRAS[config.architecture](config)
-    hidden, inner = config.hidden_size, config.intermediate_size
-    query = config.num_heads * config.head_dim
-    qkv = query + 2 * config.num_kv_heads * config.head_dim
-    split = qkv * hidden + query * hidden + 3 * inner * hidden
-    split += qkv * extras.qkv_bias + 2 * inner * extras.mlp_bias
-    # One row a head, so that queries and keys are normed at once.
-    split += (config.num_heads + config.num_kv_heads) * config.head_dim * extras.head_norm
-    whole = 2 * hidden + hidden * extras.out_bias + hidden * extras.mlp_bias
-    tables = 1 if config.tie_word_embeddings else 2
-    return Parameters(
-        split * config.num_layers + tables * config.vocab_size * hidden,
-        whole * config.num_layers + hidden,
-    )
+    """The parameters of the model. ConfigError for an architecture that is not supported."""
+    weight_map = decoder_weight_map(config, decoder_spec(config))
+    sharded = whole = 0
+    for spec in weight_map.entries():
+        count = math.prod(spec.shape) * (spec.repeats or 1)
+        if spec.shard_dim is None:
+            whole += count
+        else:
+            sharded += count
+    return Parameters(sharded, whole)
 
 
 def rotary_peak_bytes(config: ModelConfig, length: int) -> int:
-    """What it takes at once, in float32, to make the rotary table for `length` tokens: the angles,
-    their cosines, sines and negated sines (half a turn each), and all joined (two turns)."""
+    """Peak memory, in float32, of building the rotary table for `length` tokens: the angles, their
+    cosines, sines and negated sines (half of the rotated size each), and the table itself (twice
+    the rotated size)."""
     return int(config.head_dim * config.partial_rotary_factor) * length * 4 * 4
 
 
@@ -89,16 +59,16 @@ def check_split(config: ModelConfig, num_cards: int) -> None:
 
 
 def weight_bytes(config: ModelConfig, *, num_cards: int, width: int, length: int) -> int:
-    """Weights on one of `num_cards`, in numbers of `width` bytes, with the rotary table for
-    sequences of `length` tokens."""
+    """Weights on one of `num_cards`, `width` bytes each, with the rotary table for sequences of
+    `length` tokens."""
     count = count_parameters(config)
-    # Cosines and sines of a whole turn each.
+    # Cosines and sines, each of the rotated size.
     rotary = 2 * int(config.head_dim * config.partial_rotary_factor) * length
-    return (count.split // num_cards + count.whole + rotary) * width
+    return (count.sharded // num_cards + count.whole + rotary) * width
 
 
 def kv_block_bytes(config: ModelConfig, *, num_cards: int, width: int, block_size: int) -> int:
-    """One KV block of all layers on one card: keys and values of its share of the heads."""
+    """One KV block of all layers on one card: keys and values of its shard of the heads."""
     heads = config.num_kv_heads // num_cards
     return 2 * config.num_layers * heads * config.head_dim * width * block_size
 
@@ -106,8 +76,8 @@ def kv_block_bytes(config: ModelConfig, *, num_cards: int, width: int, block_siz
 def activation_bytes(
     config: ModelConfig, *, num_cards: int, width: int, num_tokens: int, num_seqs: int
 ) -> int:
-    """An estimate for the widest launch: one layer's activations, and the logits of all sequences
-    in float32 beside what sampling makes of them."""
+    """Estimate for the largest launch: one layer's activations, and the logits of all sequences in
+    float32 with the copies that sampling makes."""
     layer = num_tokens * (6 * config.hidden_size + 3 * config.intermediate_size // num_cards)
     return layer * width + num_seqs * config.vocab_size * 4 * 4
 
@@ -115,9 +85,9 @@ def activation_bytes(
 def context_bytes(
     config: ModelConfig, *, num_cards: int, width: int, num_tokens: int, max_model_len: int
 ) -> int:
-    """An estimate of what cached context adds to the widest prefill: the mask of its tokens over a
-    full context, made in float32 and kept in `width` bytes, and one layer's keys and values,
-    gathered from the cache and then joined with the new ones."""
+    """Estimate of what cached context adds to the largest prefill: the mask of its tokens over a
+    full context, built in float32 and stored in `width` bytes, and one layer's keys and values,
+    gathered from the cache and then concatenated with the new ones."""
     heads = config.num_kv_heads // num_cards
     gathered = 2 * max_model_len * heads * config.head_dim * width
     mask = min(num_tokens, max_model_len) * max_model_len * (4 + width)

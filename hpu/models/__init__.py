@@ -1,1 +1,4 @@
-"""Model definitions, and the registry from architecture name to class."""
+"""Models built from layers, and the registry from architecture to model.
+
+No back end, no kernel library and no files: config/checkpoint/weight_map.py names the weights.
+"""

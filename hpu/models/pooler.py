@@ -1,19 +1,18 @@
 """Pooler: a launch's hidden states to vectors, on the device and in the shapes of its bucket. What
 each text wants is an input, never a shape. Knows no checkpoints beyond the names of its heads."""
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from config.model.encoder import BERT, DISTIL_BERT
+from config.model.encoder import DISTIL_BERT
 from config.model.model_config import ModelConfig
 from config.model.pooler import SIGMOID, SOFTMAX, PoolerConfig
 from config.model.sentence_transformers import CLS, LAST, MAX, MEAN, MEAN_SQRT_LEN, WEIGHTED_MEAN
-from hpu.layers.linear import Linear
-from hpu.model_loader.weight_map import Place, parts
+from hpu.layers.linear import ReplicatedLinear
 from hpu.ops.attention import MASKED
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -53,7 +52,7 @@ class Pooler(nn.Module):
         super().__init__()
         self.config = config
         self.dense = nn.ModuleList(
-            Linear(
+            ReplicatedLinear(
                 dense.in_size,
                 dense.out_size,
                 bias=dense.has_bias,
@@ -62,7 +61,9 @@ class Pooler(nn.Module):
             )
             for dense in config.dense
         )
-        self.head = Head(model, config.facts.width, device) if config.has_head else None
+        self.head = (
+            ClassificationHead(model, config.facts.width, device) if config.has_head else None
+        )
 
     def forward(self, hidden: Tensor, asked: PoolingInputs) -> Tensor:
         """(B, Q, hidden) to one vector a row: (B, width) float32."""
@@ -88,40 +89,26 @@ class Pooler(nn.Module):
             shares = logits
         return torch.where(asked.normalizes.unsqueeze(1) > 0, shares, logits)
 
-    def places(self) -> Iterator[tuple[str, Place]]:
-        """The tensors of the head, which a checkpoint holds beside the model's own."""
-        return iter(()) if self.head is None else self.head.places()
 
-
-class Head(nn.Module):
-    """What a family has behind its encoder or decoder: (B, hidden) to (B, labels) logits."""
+class ClassificationHead(nn.Module):
+    """The head behind an encoder or a decoder: (B, hidden) to (B, labels) logits. Its tensors are
+    config.checkpoint.weight_map.head_weights."""
 
     def __init__(self, model: ModelConfig, num_labels: int, device: torch.device) -> None:
         super().__init__()
+        size, is_encoder = model.hidden_size, model.encoder is not None
+        options: dict[str, Any] = {"dtype": torch.float32, "device": device}
         family = None if model.encoder is None else model.encoder.family
-        size = model.hidden_size
-        # A decoder has one product and no bias; encoders have two, with words of their own.
-        dense, self._out = {
-            None: ("", "score"),
-            BERT: ("pooler.dense", "classifier"),
-            DISTIL_BERT: ("pre_classifier", "classifier"),
-        }.get(family, ("classifier.dense", "classifier.out_proj"))
-        self._dense = dense
         self._activation = functional.relu if family == DISTIL_BERT else torch.tanh
-        self.dense: Linear | None = None
-        if dense:
-            self.dense = Linear(size, size, bias=True, dtype=torch.float32, device=device)
-        self.out = Linear(size, num_labels, bias=bool(dense), dtype=torch.float32, device=device)
+        self.dense: ReplicatedLinear | None = None
+        if is_encoder:
+            self.dense = ReplicatedLinear(size, size, bias=True, **options)
+        self.out = ReplicatedLinear(size, num_labels, bias=is_encoder, **options)
 
     def forward(self, pooled: Tensor) -> Tensor:
         if self.dense is not None:
             pooled = self._activation(self.dense(pooled))
         return self.out(pooled)  # type: ignore[no-any-return]
-
-    def places(self) -> Iterator[tuple[str, Place]]:
-        if self.dense is not None:
-            yield from parts("", self.dense, {self._dense: self.dense.out_size})
-        yield from parts("", self.out, {self._out: self.out.out_size})
 
 
 def cut(vectors: Tensor, dimensions: Tensor, normalizes: Tensor) -> Tensor:

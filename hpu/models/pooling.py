@@ -1,16 +1,16 @@
-"""PoolingModel: a model for its hidden states, and what makes vectors of them."""
+"""PoolingModel: a model for its hidden states, and the pooler that turns them into vectors."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
+from config.checkpoint.weight_map import WeightMap, WeightSpec, head_weights
 from config.model.model_config import ModelConfig
 from config.model.pooler import PoolerConfig
-from hpu.layers.linear import Linear
+from hpu.layers.linear import LinearBase
 from hpu.model_loader.loader import load_weights
-from hpu.model_loader.weight_map import Place, parts
 from hpu.models.decoder import Decoder
 from hpu.models.encoder import Encoder
 from hpu.models.pooler import Pooler
@@ -20,21 +20,24 @@ from hpu.worker.offloaded_weights import Kept, put_back
 
 @dataclass(frozen=True, slots=True)
 class PoolingModel:
-    """Both parts; a checkpoint's tensors belong to either."""
+    """Both parts; one checkpoint holds the tensors of both."""
 
     body: Encoder | Decoder
     pooler: Pooler
 
-    def places(self) -> Iterator[tuple[str, Place]]:
-        """Every tensor the checkpoint must hold."""
-        yield from self.body.places()
-        yield from self.pooler.places()
+    @property
+    def weight_map(self) -> WeightMap:
+        """The tensors that the checkpoint must hold."""
+        body, head = self.body.weight_map, self.pooler.head
+        if head is None:
+            return body
+        weights = head_weights(self.body.config, head.out.out_features)
+        specs = (spec._replace(parameter=f"head.{spec.parameter}") for spec in weights)
+        return replace(body, outer=(*body.outer, *specs))
 
-    def own_name(self, name: str) -> str:
-        return self.body.own_name(name)
-
-    def may_skip(self, name: str) -> bool:
-        return self.body.may_skip(name)
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self.body.named_parameters()
+        yield from self.pooler.named_parameters()
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -51,19 +54,22 @@ class PoolingModel:
 
 
 class _Dense:
-    """The one product of a folder of sentence-transformers."""
+    """The linear layer of a sentence-transformers Dense module."""
 
-    def __init__(self, linear: Linear) -> None:
+    def __init__(self, linear: LinearBase) -> None:
         self._linear = linear
 
-    def places(self) -> Iterator[tuple[str, Place]]:
-        return parts("", self._linear, {"linear": self._linear.out_size})
+    @property
+    def weight_map(self) -> WeightMap:
+        return WeightMap(
+            tuple(
+                WeightSpec(f"linear.{name}", tuple(parameter.shape), name)
+                for name, parameter in self.named_parameters()
+            )
+        )
 
-    def own_name(self, name: str) -> str:
-        return name
-
-    def may_skip(self, name: str) -> bool:
-        return False
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self._linear.named_parameters()
 
 
 def load_pooling_model(
@@ -85,6 +91,6 @@ def load_pooling_model(
         return model
     load_weights(model, config.path, on_progress=on_progress)
     for dense, linear in zip(pooler.dense, model.pooler.dense, strict=True):
-        assert isinstance(linear, Linear)
+        assert isinstance(linear, LinearBase)
         load_weights(_Dense(linear), dense.folder, on_progress=lambda done, total: None)
     return model

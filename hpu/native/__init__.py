@@ -1,1 +1,4 @@
-"""The C++ kernels of the CPU back end, and the library that builds and loads them."""
+"""The CPU back end's C++ kernels, and the library that compiles and loads them.
+
+Nothing outside hpu/backends/cpu.py imports it; tests/test_layers.py holds that.
+"""

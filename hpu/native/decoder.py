@@ -1,5 +1,5 @@
-"""NativeDecoder: a plain decoder's step as one call of the compiled library. Knows no files; what
-it computes is what hpu/models/decoder.py does, which is its reference."""
+"""CompiledDecoder: a dense decoder whose prefill and decode are one call of the C++ library each.
+hpu/models/decoder.py is its reference."""
 
 import ctypes
 from collections.abc import Sequence
@@ -8,11 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpu.layers.metadata import DecodeAttentionInputs, PrefillAttentionInputs
+from hpu.layers.metadata import AttentionInputs, DecodeAttentionInputs, PrefillAttentionInputs
+from hpu.layers.norm import QKNorm
+from hpu.models.base import CausalLM, Shape
+from hpu.models.decoder import Decoder, DecoderLayer
 from hpu.native.library import Library, PackedLinear, Product
 
-MOST_HEAD = 256
-MOST_GROUP = 16
+MAX_HEAD_DIM = 256
+MAX_QUERIES_PER_KV_HEAD = 16
 
 
 class _Layer(ctypes.Structure):
@@ -49,8 +52,8 @@ class _Prompts(ctypes.Structure):
     )
 
 
-class LayerWeights(NamedTuple):
-    """One layer's weights and caches, in bfloat16."""
+class _LayerWeights(NamedTuple):
+    """One layer's weights, in bfloat16."""
 
     qkv: PackedLinear
     out: PackedLinear
@@ -58,26 +61,14 @@ class LayerWeights(NamedTuple):
     down: PackedLinear
     attention_norm: Tensor
     mlp_norm: Tensor
-    head_norm: Tensor | None
+    qk_norm: Tensor | None
     """(heads + kv_heads, head_dim)"""
-    keys: Tensor
-    values: Tensor
     window: int
-    """Tokens that a query sees, itself included; 0: all."""
+    """Tokens that a query sees, its own included; 0: all."""
 
 
-class EndWeights(NamedTuple):
-    """What lies around the layers, in bfloat16."""
-
-    norm: Tensor
-    embedding: Tensor
-    """(tokens, hidden)"""
-    rotation: Tensor
-    """(positions, 2 * rotated): cos, then sin with its first half negated."""
-
-
-class Sizes(NamedTuple):
-    """What all layers share."""
+class _Sizes(NamedTuple):
+    """What all layers share, in the order of `_Model`."""
 
     hidden: int
     inner: int
@@ -85,70 +76,177 @@ class Sizes(NamedTuple):
     kv_heads: int
     head_dim: int
     rotated: int
+    block_size: int
     eps: float
     scale: float
     multiplier: float
     embedding_multiplier: float
 
     @property
-    def fit(self) -> bool:
-        """Whether the library takes them."""
-        group = self.heads // self.kv_heads
+    def are_supported(self) -> bool:
         return (
             self.hidden % 16 == self.inner % 16 == 0
             and self.head_dim % 32 == self.rotated % 32 == 0
-            and self.head_dim <= MOST_HEAD
-            and group <= MOST_GROUP
+            and self.head_dim <= MAX_HEAD_DIM
+            and self.heads // self.kv_heads <= MAX_QUERIES_PER_KV_HEAD
         )
 
 
-class NativeDecoder:
-    """From tokens to the last norm."""
+class CompiledDecoder(CausalLM):
+    """`model`, whose linear layers have got PackedLinear kernels where there are any. Runs on
+    `model` itself where a layer lacks one or the library does not support the sizes."""
+
+    def __init__(self, model: Decoder, library: Library) -> None:
+        super().__init__()
+        self.config = model.config
+        self.dtype = model.dtype
+        self.model = model
+        self._library = library
+        self._layers = _layer_weights(model) if _sizes(model).are_supported else None
+        self._launcher: _Launcher | None = None
+        """Set once caches are bound."""
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether prefill and decode run on the library; if not, only products do."""
+        return self._layers is not None
+
+    def forward(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
+        if self._launcher is not None:
+            if isinstance(inputs, DecodeAttentionInputs):
+                return self._launcher.decode(tokens, inputs)
+            if isinstance(inputs, PrefillAttentionInputs):
+                return self._launcher.prefill(tokens, inputs)
+        return self.model(tokens, inputs)  # type: ignore[no-any-return]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As CausalLM.logits, in float32 where the head has a PackedLinear: in bfloat16 the largest
+        logits are often equal."""
+        kernel = self._head_kernel
+        if kernel is None:
+            return self.model.logits(hidden)
+        logits = kernel.multiply_float32(hidden)
+        divisor = self.model.spec.logits_divisor
+        return logits if divisor == 1 else logits / divisor
+
+    def argmax(self, hidden: Tensor) -> Tensor | None:
+        kernel = self._head_kernel
+        if kernel is None or self.model.spec.logits_divisor != 1:
+            return None
+        return kernel.argmax(hidden)
+
+    @property
+    def _head_kernel(self) -> PackedLinear | None:
+        head = self.model.lm_head
+        kernel = None if head is None else head.kernel
+        return kernel if isinstance(kernel, PackedLinear) else None
+
+    def cache_shapes(self, num_blocks: int, block_size: int) -> list[tuple[Shape, Shape]]:
+        return self.model.cache_shapes(num_blocks, block_size)
+
+    def bind_caches(self, caches: list[tuple[Tensor, Tensor]], block_size: int) -> None:
+        self.model.bind_caches(caches, block_size)
+        if self._layers is not None:
+            self._launcher = _Launcher(self._library, self.model, self._layers, caches)
+
+    def read_contiguously(self) -> None:
+        self.model.read_contiguously()
+
+
+def _sizes(model: Decoder) -> _Sizes:
+    config, spec, shape = model.config, model.spec, model.shape
+    return _Sizes(
+        hidden=config.hidden_size,
+        inner=config.intermediate_size,
+        heads=shape.num_heads,
+        kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        rotated=model.model.rotary_emb.table.shape[1] // 2,
+        block_size=model.model.block_size,
+        eps=config.rms_norm_eps,
+        scale=shape.scale,
+        multiplier=spec.residual_multiplier,
+        embedding_multiplier=spec.embedding_multiplier,
+    )
+
+
+def _layer_weights(model: Decoder) -> list[_LayerWeights] | None:
+    """What the library reads; None unless it has everything."""
+    if model.config.hidden_act not in ("silu", "swish"):
+        return None
+    layers = [_weights_of(layer) for layer in model.layers]
+    found = [weights for weights in layers if weights is not None]
+    return found if len(found) == len(layers) else None
+
+
+def _weights_of(layer: DecoderLayer) -> _LayerWeights | None:
+    attention, mlp = layer.self_attn, layer.mlp
+    qkv, out = attention.qkv_proj.kernel, attention.o_proj.kernel
+    gate_up, down = mlp.gate_up_proj.kernel, mlp.down_proj.kernel
+    if not (
+        isinstance(qkv, PackedLinear)
+        and isinstance(out, PackedLinear)
+        and isinstance(gate_up, PackedLinear)
+        and isinstance(down, PackedLinear)
+    ):
+        return None
+    qk_norm = attention.qk_norm
+    return _LayerWeights(
+        *(qkv, out, gate_up, down),
+        layer.input_layernorm.weight,
+        layer.post_attention_layernorm.weight,
+        qk_norm.weight if isinstance(qk_norm, QKNorm) else None,
+        attention.kv_cache_spec.window or 0,
+    )
+
+
+class _Launcher:
+    """The library's calls with the addresses of the weights and of the caches."""
 
     def __init__(
         self,
         library: Library,
-        sizes: Sizes,
-        layers: Sequence[LayerWeights],
-        ends: EndWeights,
-        block_size: int,
+        model: Decoder,
+        layers: Sequence[_LayerWeights],
+        caches: Sequence[tuple[Tensor, Tensor]],
     ) -> None:
-        assert sizes.fit
         self._library = library
-        self._hidden = sizes.hidden
-        self._kept = (tuple(layers), ends)
-        self._layers = (_Layer * len(layers))(*map(_layer, layers))
+        self._hidden_size = model.config.hidden_size
+        # (positions, 2 * rotated): cos, then sin with its first half negated.
+        table = model.model.rotary_emb.table
+        outer = (model.model.norm.weight, model.model.embed_tokens.weight, table)
+        # The structures hold their addresses.
+        self._tensors = (outer, tuple(layers), tuple(caches))
+        pairs = zip(layers, caches, strict=True)
+        self._layers = (_Layer * len(layers))(*(_layer(*pair) for pair in pairs))
         self._model = _Model(
             ctypes.addressof(self._layers),
-            *(tensor.data_ptr() for tensor in ends),
+            *(tensor.data_ptr() for tensor in outer),
             len(layers),
-            *sizes[:6],
-            block_size,
-            *sizes[6:],
+            *_sizes(model),
         )
 
-    def __call__(self, tokens: Tensor, context: DecodeAttentionInputs) -> Tensor:
+    def decode(self, tokens: Tensor, inputs: DecodeAttentionInputs) -> Tensor:
         """(B, 1) to (B, 1, hidden), normed."""
-        hidden = self._room(tokens)
-        given = map(_address, (tokens, *context))
-        step = _Step(len(tokens), len(context.block_list), *given, hidden.data_ptr())
+        hidden = self._output(tokens)
+        columns = map(_address, (tokens, *inputs))
+        step = _Step(len(tokens), len(inputs.block_list), *columns, hidden.data_ptr())
         self._library.decode(self._model, step)
         return hidden
 
-    def prompt(self, tokens: Tensor, context: PrefillAttentionInputs) -> Tensor:
-        """(B, Q) to (B, Q, hidden), normed: the new tokens of prompts, over what is cached of
-        them."""
-        hidden = self._room(tokens)
+    def prefill(self, tokens: Tensor, inputs: PrefillAttentionInputs) -> Tensor:
+        """(B, Q) to (B, Q, hidden), normed: new tokens over their cached context."""
+        hidden = self._output(tokens)
         batch, length = tokens.shape
-        columns = (tokens, context.positions, context.slot_mapping, context.block_list)
+        columns = (tokens, inputs.positions, inputs.slot_mapping, inputs.block_list)
         step = _Step(batch * length, 0, *map(_address, columns), hidden=hidden.data_ptr())
-        lengths = map(_address, (context.query_lens, context.context_lens))
-        prompts = _Prompts(batch, length, len(context.block_list) // batch, *lengths)
+        lengths = map(_address, (inputs.query_lens, inputs.context_lens))
+        prompts = _Prompts(batch, length, len(inputs.block_list) // batch, *lengths)
         self._library.prompt(self._model, step, prompts)
         return hidden
 
-    def _room(self, tokens: Tensor) -> Tensor:
-        return torch.empty((*tokens.shape, self._hidden), dtype=torch.bfloat16)
+    def _output(self, tokens: Tensor) -> Tensor:
+        return torch.empty((*tokens.shape, self._hidden_size), dtype=torch.bfloat16)
 
 
 def _address(column: Tensor) -> int:
@@ -156,11 +254,11 @@ def _address(column: Tensor) -> int:
     return column.data_ptr()
 
 
-def _layer(weights: LayerWeights) -> _Layer:
-    head_norm = weights.head_norm
+def _layer(weights: _LayerWeights, caches: tuple[Tensor, Tensor]) -> _Layer:
+    qk_norm, (keys, values) = weights.qk_norm, caches
     return _Layer(
         *(linear.product for linear in weights[:4]),
         *(weights.attention_norm.data_ptr(), weights.mlp_norm.data_ptr()),
-        None if head_norm is None else head_norm.data_ptr(),
-        *(weights.keys.data_ptr(), weights.values.data_ptr(), weights.window),
+        None if qk_norm is None else qk_norm.data_ptr(),
+        *(keys.data_ptr(), values.data_ptr(), weights.window),
     )

@@ -1,5 +1,4 @@
-"""The compiled half of the CPU back end: decode.cpp, built once for this machine and kept on disk.
-Knows no models."""
+"""The CPU back end's C++ kernels: decode.cpp, compiled once for this machine and cached on disk."""
 
 import ctypes
 import hashlib
@@ -9,10 +8,7 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,8 +16,8 @@ from torch import Tensor
 from config.loading.env import cache_home
 from hpu.backends.host import cpu_flags
 from hpu.native.pages import HugePages
-from hpu.native.quantized import INT8_ROWS, PANEL, kind_of, panels
-from hpu.quantization.quantized import Quantized
+from hpu.native.panels import INT8_ROWS, PANEL, kind_of, to_panels
+from hpu.quantization.quantized_weight import QuantizedWeight
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +30,7 @@ COMPILE_TIMEOUT_S = 120.0
 
 
 class Product(ctypes.Structure):
-    """A packed weight as decode.cpp sees it."""
+    """A packed weight, as `Product` in hpu/native/products.h."""
 
     _fields_ = (
         ("weight", ctypes.c_void_p),
@@ -49,39 +45,43 @@ class Product(ctypes.Structure):
 class PackedLinear:
     """y = x W^T + b in bfloat16, as one call of the library."""
 
-    def __init__(self, library: "Library", weight: Tensor | Quantized, bias: Tensor | None) -> None:
-        """`weight` (out, in), of which `packer` takes the shape; it may be dropped afterwards."""
+    def __init__(
+        self, library: "Library", weight: Tensor | QuantizedWeight, bias: Tensor | None
+    ) -> None:
+        """Copies `weight` (out, in), which `has_kernel` accepts."""
         self._library = library
         kind, scales = 0, None
-        if isinstance(weight, Quantized):
-            kind, found = panels(weight)
-            packed = library.pages.take(found.shape, found.dtype).copy_(found)
+        if isinstance(weight, QuantizedWeight):
+            kind, panels = to_panels(weight)
+            packed = library.pages.allocate(panels.shape, panels.dtype).copy_(panels)
             shape = weight.values.shape
             scales = weight.scales.flatten() if kind == INT8_ROWS else None
         else:
             packed, shape = library.pack(weight), weight.shape
-        self._kept = (packed, bias, scales)
-        given = (packed.data_ptr(), _start(bias), *shape, kind, _start(scales))
-        self.product = Product(*given)
+        # `product` holds their addresses.
+        self._tensors = (packed, bias, scales)
+        self.product = Product(
+            packed.data_ptr(), _address_or_null(bias), *shape, kind, _address_or_null(scales)
+        )
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """(..., in) to (..., out)."""
-        given = hidden.contiguous()
-        out = hidden.new_empty((*hidden.shape[:-1], self.product.outputs))
-        self._library.multiply(self.product, given, given.numel() // self.product.inputs, out)
+        x = x.contiguous()
+        out = x.new_empty((*x.shape[:-1], self.product.outputs))
+        self._library.multiply(self.product, x, x.numel() // self.product.inputs, out)
         return out
 
-    def exact(self, hidden: Tensor) -> Tensor:
-        """(M, in) to (M, out) in float32: sums that are not rounded to bfloat16."""
-        out = hidden.new_empty((len(hidden), self.product.outputs), dtype=torch.float32)
-        self._library.exact(self.product, hidden.contiguous(), len(hidden), out)
+    def multiply_float32(self, x: Tensor) -> Tensor:
+        """(M, in) to (M, out) in float32: the sums before they are rounded to bfloat16."""
+        out = x.new_empty((len(x), self.product.outputs), dtype=torch.float32)
+        self._library.multiply_float32(self.product, x.contiguous(), len(x), out)
         return out
 
-    def best(self, hidden: Tensor) -> Tensor:
-        """(M, in) to (M,) of int64, as Library.best_of."""
-        places = hidden.new_empty(len(hidden), dtype=torch.int64)
-        self._library.best_of(self.product, hidden.contiguous(), len(hidden), places)
-        return places
+    def argmax(self, x: Tensor) -> Tensor:
+        """(M, in) to (M,) int64, as Library.argmax."""
+        indices = x.new_empty(len(x), dtype=torch.int64)
+        self._library.argmax(self.product, x.contiguous(), len(x), indices)
+        return indices
 
 
 class Library:
@@ -95,90 +95,81 @@ class Library:
         self.has_tiles = self.use_tiles(True)
         """Whether the machine multiplies in tiles (AMX)."""
         self.pages = HugePages()
-        """Where weights lie."""
+        """Memory of the weights."""
 
-    def use_tiles(self, wanted: bool) -> bool:
-        """Whether products run in tiles from now on, in this process: where the machine has them,
-        if they are wanted."""
-        return bool(self._code.use_tiles(ctypes.c_int64(wanted)))
+    def use_tiles(self, enabled: bool) -> bool:
+        """Let this process's products run in tiles (AMX) from now on, or not; whether they do,
+        which takes a machine that has them."""
+        return bool(self._code.use_tiles(ctypes.c_int64(enabled)))
 
     def use_threads(self, num_threads: int) -> None:
-        """Let the calls from now on run on so many."""
+        """Run later calls on so many threads."""
         self._threads = ctypes.c_int64(num_threads)
 
     def pack(self, weight: Tensor) -> Tensor:
-        """A copy of `weight` (out, in) in panels."""
-        packed = self.pages.take(weight.shape, weight.dtype)
-        given = weight.contiguous()
+        """A copy of `weight` (out, in) bfloat16 in panels."""
+        packed = self.pages.allocate(weight.shape, weight.dtype)
+        weight = weight.contiguous()
         rows, columns = map(ctypes.c_int64, weight.shape)
-        self._code.pack(_at(given), rows, columns, _at(packed), self._threads)
+        self._code.pack(_address(weight), rows, columns, _address(packed), self._threads)
         return packed
 
-    def multiply(self, by: Product, hidden: Tensor, rows: int, out: Tensor) -> None:
-        """`hidden` (rows, in) times `by` into `out` (rows, out), both contiguous."""
+    def multiply(self, by: Product, x: Tensor, rows: int, out: Tensor) -> None:
+        """`x` (rows, in) times `by` into `out` (rows, out), both contiguous bfloat16."""
         count = ctypes.c_int64(rows)
-        self._code.multiply_all(ctypes.byref(by), _at(hidden), count, _at(out), self._threads)
+        self._code.multiply_all(ctypes.byref(by), _address(x), count, _address(out), self._threads)
 
-    def exact(self, by: Product, hidden: Tensor, rows: int, out: Tensor) -> None:
-        """As `multiply`, into `out` of float32."""
+    def multiply_float32(self, by: Product, x: Tensor, rows: int, out: Tensor) -> None:
+        """As `multiply`, into a float32 `out`."""
         count = ctypes.c_int64(rows)
-        self._code.exact_all(ctypes.byref(by), _at(hidden), count, _at(out), self._threads)
+        self._code.exact_all(ctypes.byref(by), _address(x), count, _address(out), self._threads)
 
-    def best_of(self, by: Product, hidden: Tensor, rows: int, places: Tensor) -> None:
-        """The place of the greatest of each row of what `exact` gives, into `places` (rows,) of
-        int64: the first of several, -1 where that is no finite number."""
+    def argmax(self, by: Product, x: Tensor, rows: int, indices: Tensor) -> None:
+        """The index of the largest output of each row of `multiply_float32`, into `indices` (rows,)
+        int64: the first of equal ones, -1 where the largest is not finite."""
         count = ctypes.c_int64(rows)
-        self._code.best_of_all(ctypes.byref(by), _at(hidden), count, _at(places), self._threads)
+        self._code.best_of_all(
+            ctypes.byref(by), _address(x), count, _address(indices), self._threads
+        )
 
-    # The structures of what follows are those of hpu/native/decoder.py.
+    # The structures below are defined in hpu/native/decoder.py.
 
     def decode(self, model: ctypes.Structure, step: ctypes.Structure) -> None:
-        """One token a row through the whole model."""
+        """One token of each sequence through the whole model."""
         self._code.decode(ctypes.byref(model), ctypes.byref(step), self._threads)
 
     def prompt(
         self, model: ctypes.Structure, step: ctypes.Structure, prompts: ctypes.Structure
     ) -> None:
         """The tokens of prompts through the whole model."""
-        given = (ctypes.byref(model), ctypes.byref(step), ctypes.byref(prompts))
-        self._code.prompt(*given, self._threads)
+        arguments = (ctypes.byref(model), ctypes.byref(step), ctypes.byref(prompts))
+        self._code.prompt(*arguments, self._threads)
 
 
-class Shaped(Protocol):
-    """A linear layer, as far as its shape goes."""
-
-    out_size: int
-    in_size: int
-    quantized: Quantized | None
-
-
-def packer(
-    library: Library | None, linear: Shaped
-) -> Callable[[Tensor | Quantized, Tensor | None], PackedLinear] | None:
-    """What packs the layer's weight for `library`; None if it cannot."""
-    if library is None or linear.out_size % PANEL or linear.in_size % 2:
-        return None
-    if linear.quantized is not None and kind_of(linear.quantized) is None:
-        return None
-    return partial(PackedLinear, library)
+def has_kernel(weight: Tensor | QuantizedWeight) -> bool:
+    """Whether the library has a kernel for `weight` (out, in), bfloat16 if it is a tensor."""
+    if isinstance(weight, QuantizedWeight):
+        return kind_of(weight) is not None
+    out_features, in_features = weight.shape
+    return out_features % PANEL == 0 and in_features % 2 == 0
 
 
-def _start(tensor: Tensor | None) -> int | None:
+def _address_or_null(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _at(tensor: Tensor) -> ctypes.c_void_p:
+def _address(tensor: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr())
 
 
 def kernel_folder(cache_dir: str | None) -> Path:
-    """Where the compiled file is kept."""
+    """Folder of the compiled file."""
     return Path(cache_dir or cache_home()) / "kernels"
 
 
 def open_library(folder: Path, num_threads: int) -> Library | None:
     """The library for this machine, from `folder` or compiled into it; None, with a line in the
-    log, where it cannot be had: then torch's own operators do all."""
+    log, where it cannot be loaded: torch's own operators are used then."""
     flags = cpu_flags()
     missing = sorted(NEEDED - flags)
     if platform.system() != "Linux" or missing:
@@ -198,7 +189,8 @@ def open_library(folder: Path, num_threads: int) -> Library | None:
 
 
 def _build(folder: Path, flags: frozenset[str]) -> Path | None:
-    """The compiled file. Two processes may both build it: the last one's is kept."""
+    """The compiled file; None, with a line in the log, where it cannot be compiled. Of two
+    processes that build it at once, the later one's file stays."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     runtime = _openmp()
     source = b"".join(file.read_bytes() for file in SOURCES)
@@ -217,9 +209,9 @@ def _build(folder: Path, flags: frozenset[str]) -> Path | None:
     try:
         subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S)
     except subprocess.SubprocessError as error:
-        said = (getattr(error, "stderr", None) or b"").decode(errors="replace")
+        output = (getattr(error, "stderr", None) or b"").decode(errors="replace")
         logger.warning(
-            "Kernels: torch's own, since %s failed: %s", compiler, said.strip()[:300] or error
+            "Kernels: torch's own, since %s failed: %s", compiler, output.strip()[:300] or error
         )
         unfinished.unlink(missing_ok=True)
         return None
@@ -229,8 +221,8 @@ def _build(folder: Path, flags: frozenset[str]) -> Path | None:
 
 
 def _openmp() -> list[str]:
-    """Torch's own OpenMP runtime, so that both share one pool of threads; empty if it has none
-    beside it: then the system's is the one that torch uses too."""
+    """Torch's own OpenMP runtime, so that both share one thread pool; empty if torch ships none:
+    then torch uses the system's."""
     return [str(path) for path in sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))[:1]]
 
 

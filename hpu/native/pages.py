@@ -1,5 +1,5 @@
-"""Memory in huge pages, for what every token reads from end to end: the processor looks up one
-address where it would look up five hundred. Knows no models."""
+"""Memory in huge pages for weights, which every token reads from end to end: one TLB entry covers
+what would take five hundred."""
 
 import contextlib
 import math
@@ -11,23 +11,24 @@ from torch import Tensor
 
 MAP_BYTES = 64 << 20
 LINE_BYTES = 64
+"""Of a cache line."""
 
 
 class HugePages:
-    """Lends pieces of large maps, one behind the other. A map is given back with its last piece."""
+    """Allocates tensors from large maps. A map is unmapped with the last tensor in it."""
 
     def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-        """What is left of the newest map."""
+        self._free = torch.empty(0, dtype=torch.uint8)
+        """The unused rest of the newest map."""
 
-    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor of zeros that begins at a line of the cache."""
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A zeroed tensor that begins at a cache line."""
         size = math.prod(shape) * dtype.itemsize
-        room = -(-size // LINE_BYTES) * LINE_BYTES
-        if room > len(self._bytes):
-            self._bytes = _map(max(room, MAP_BYTES))
-        piece, self._bytes = self._bytes[:size], self._bytes[room:]
-        return piece.view(dtype).view(*shape)
+        padded_size = -(-size // LINE_BYTES) * LINE_BYTES
+        if padded_size > len(self._free):
+            self._free = _map(max(padded_size, MAP_BYTES))
+        tensor, self._free = self._free[:size], self._free[padded_size:]
+        return tensor.view(dtype).view(*shape)
 
 
 def _map(size: int) -> Tensor:

@@ -1,1 +1,4 @@
-"""Weights in few bits: how they are made, stored and multiplied."""
+"""Linear methods: how a linear layer's weight is created, converted after loading and multiplied.
+
+The kernels of a device are not here: a back end gives them to the layers (hpu/backends/).
+"""

@@ -43,7 +43,7 @@ class HasHead(Protocol):
         """(M, hidden) to (M, vocab)."""
         ...
 
-    def best(self, hidden: Tensor) -> Tensor | None:
+    def argmax(self, hidden: Tensor) -> Tensor | None:
         """(M, hidden) to (M,): the tokens of the largest logits, -1 where that is no finite
         number; None where it takes all logits to know."""
         ...
@@ -231,7 +231,7 @@ class ModelRunner(StepRunner):
         if sampling:
             ends = self._ends(hidden, inputs, len(sampling))
             if self._sampler.all_greedy(sampling):
-                best = self._model.best(ends)
+                best = self._model.argmax(ends)
             if best is None:
                 logits = self._model.logits(ends)
         asked = self._rows.num_logprobs[sampling].tolist()

@@ -26,11 +26,11 @@ from hpu.bucketing.bucket_table import BucketTable
 from hpu.bucketing.limits import BucketLimits
 from hpu.model_loader.loader import load_weights
 from hpu.model_loader.size_estimate import activation_bytes, rotary_peak_bytes
-from hpu.models.decoder import Decoder
+from hpu.models.base import CausalLM
 from hpu.models.registry import build_model
 from hpu.profiling.counters import Counters
 from hpu.protocol import WarmupProgress
-from hpu.quantization.quantize import quantize
+from hpu.quantization.registry import process_weights, select_quantization
 from hpu.runner.batch_state import BatchState
 from hpu.runner.graph_cache import GraphCache
 from hpu.runner.input_buffers import InputBufferPool, InputBuffers
@@ -69,7 +69,7 @@ class Loaded:
     config: EngineConfig
     backend: Backend
     facts: ModelConfig
-    model: Decoder
+    model: CausalLM
     dtype: torch.dtype
     max_model_len: int
     block_size: int
@@ -203,20 +203,28 @@ def load(
     start = time.perf_counter()
     if kept is None:
         check_memory(facts, backend, dtype, max_model_len)
-    model = build_model(facts, dtype=dtype, device=backend.device, max_model_len=max_model_len)
+    decoder = build_model(
+        facts,
+        dtype=dtype,
+        device=backend.device,
+        max_model_len=max_model_len,
+        quantization=select_quantization(config, dtype, backend.device),
+    )
     if kept is None:
         load_weights(
-            model,
+            decoder,
             config.model,
             on_progress=lambda done, total: on_progress(WarmupProgress("load", done, total)),
         )
     else:
-        put_back(kept, (model,))
-    weight_bytes = 0 if config.quantization is None else quantize(model, config)
+        put_back(kept, (decoder,))
+    weight_bytes = process_weights(decoder, config.quantization)
     weight_bytes += sum(
-        tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers())
+        tensor.numel() * tensor.element_size()
+        for tensor in (*decoder.parameters(), *decoder.buffers())
     )
-    backend.prepare(model)
+    model = backend.prepare(decoder)
+    assert isinstance(model, CausalLM), "a decoder stays a decoder"
     if reads_contiguously(config, backend):
         model.read_contiguously()
     seconds = time.perf_counter() - start

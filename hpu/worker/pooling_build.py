@@ -141,7 +141,8 @@ def load_pooling(
         kept=kept,
     )
     weight_bytes = model.weight_bytes
-    backend.prepare(model.body)
+    graphed = backend.prepare(model.body)
+    assert graphed is model.body, "no back end replaces a pooling model"
     seconds = time.perf_counter() - start
     logger.info("Weights: %.2f GiB in %.1f s", weight_bytes / GIB, seconds)
     block_size = config.cache.block_size or min(backend.default_block_size, MOST_STEP)

@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 
 from config.model.model_config import read_model_config
+from hpu.backends.cpu import CpuBackend
 from hpu.layers.metadata import DecodeAttentionInputs, PrefillAttentionInputs
 from hpu.model_loader.loader import load_weights
+from hpu.models.base import CausalLM
 from hpu.models.decoder import Decoder
 from hpu.models.registry import build_model
+from hpu.native.library import Library
 
 
 def load_decoder(
@@ -28,10 +31,19 @@ def load_decoder(
     return model
 
 
+def prepared(model: Decoder, library: Library | None) -> CausalLM:
+    """The model as the CPU back end runs it: on the kernels of `library`, or on torch's own."""
+    backend = CpuBackend(torch.get_num_threads())
+    backend._library = library
+    found = backend.prepare(model)
+    assert isinstance(found, CausalLM)
+    return found
+
+
 class PagedHarness:
     """Sequences over one pool of blocks; every launch returns the logits of its real tokens."""
 
-    def __init__(self, model: Decoder, *, block_size: int = 4, num_blocks: int = 256) -> None:
+    def __init__(self, model: CausalLM, *, block_size: int = 4, num_blocks: int = 256) -> None:
         self.model = model
         self.block_size = block_size
         self.pad_block = num_blocks

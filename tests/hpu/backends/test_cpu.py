@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from hpu.backends.cpu import CpuBackend
-from hpu.native.library import Library
+from hpu.layers.embedding import ParallelLMHead
+from hpu.layers.linear import ReplicatedLinear
 
 
 def test_zeros_that_nobody_writes_take_no_memory() -> None:
@@ -121,7 +122,7 @@ def test_a_quick_launch_is_not_split_among_threads(
 ) -> None:
     before = torch.get_num_threads()
     backend = CpuBackend(num_threads=2)
-    backend.prepare(_Model(by_token, by_row))
+    backend.prepare(model_of(by_token, by_row))
 
     for _ in range(2):
         backend.expect(num_tokens, 1)
@@ -133,12 +134,10 @@ def test_a_quick_launch_is_not_split_among_threads(
     assert used == threads
 
 
-class _Model(torch.nn.Module):
-    """As large as it says."""
-
-    def __init__(self, by_token: int, by_row: int) -> None:
-        super().__init__()
-        self.multiplications = by_token, by_row
-
-    def pack_weights(self, library: Library | None) -> bool:
-        return False
+def model_of(by_token: int, by_row: int) -> torch.nn.Module:
+    """A model with as many multiplications for a token, and for a row of logits."""
+    options = {"dtype": torch.float32, "device": torch.device("meta")}
+    return torch.nn.Sequential(
+        ReplicatedLinear(10, by_token // 10, bias=False, **options),
+        ParallelLMHead(10, by_row // 10, **options),
+    )

@@ -113,7 +113,7 @@ def test_a_forward_pass_asks_no_number_of_the_device(
         for pair in model.cache_shapes(17, BLOCK_SIZE)
     ]
     model.bind_caches(caches, BLOCK_SIZE)  # type: ignore[arg-type]  # pairs
-    model.fuse(CudaKernels())
+    model.use_kernels(CudaKernels())
 
     with StaysOnDevice():
         hidden = model(tokens, context)
@@ -133,7 +133,7 @@ def test_its_kernels_give_what_the_plain_operations_give(
     for is_fused in (False, True):
         model = load_decoder(folder)
         if is_fused:
-            model.fuse(CudaKernels())
+            model.use_kernels(CudaKernels())
         harness = PagedHarness(model)
 
         with torch.inference_mode():

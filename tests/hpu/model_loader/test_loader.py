@@ -54,8 +54,8 @@ def test_merged_projections_hold_their_parts_one_below_the_other(original: Path)
 
     parts = [tensors[f"{prefix}{name}_proj.weight"] for name in "qkv"]
     biases = [tensors[f"{prefix}{name}_proj.bias"] for name in "qkv"]
-    assert torch.equal(state["layers.1.attention.qkv.weight"], torch.cat(parts))
-    assert torch.equal(state["layers.1.attention.qkv.bias"], torch.cat(biases))
+    assert torch.equal(state["model.layers.1.self_attn.qkv_proj.weight"], torch.cat(parts))
+    assert torch.equal(state["model.layers.1.self_attn.qkv_proj.bias"], torch.cat(biases))
 
 
 def test_shards_give_the_same_weights_as_one_file(original: Path, tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_weights_are_converted_to_the_model_s_dtype(original: Path) -> None:
     model = load_decoder(original, dtype=torch.bfloat16)
 
     tensors = load_file(original / WEIGHTS)
-    assert torch.equal(model.norm.weight, tensors["model.norm.weight"].bfloat16())
+    assert torch.equal(model.model.norm.weight, tensors["model.norm.weight"].bfloat16())
 
 
 def test_progress_counts_tensors_up_to_the_total(original: Path) -> None:
@@ -126,8 +126,8 @@ def test_a_head_in_a_tied_checkpoint_is_passed_over(tmp_path: Path) -> None:
 
     model = load_decoder(folder)
 
-    assert model.head.weight is model.embedding.weight
-    assert model.embedding.weight.abs().sum() > 0
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.model.embed_tokens.weight.abs().sum() > 0
 
 
 def test_pickles_are_refused_by_name(folder: Path) -> None:

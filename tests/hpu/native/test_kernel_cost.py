@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpu.native.library import Library, PackedLinear
-from hpu.quantization.quantized import quantized
+from hpu.quantization.int4 import quantize_int4
 
 OUT, SIZE, ROUNDS = 8192, 1024, 40
 
@@ -29,7 +29,7 @@ def least(*calls: Callable[[Tensor], Tensor], given: Tensor) -> list[float]:
 def test_one_row_costs_less_in_fewer_bits_and_no_more_than_torchs_product(lone: Library) -> None:
     weight = torch.randn(OUT, SIZE).bfloat16()
     wide = PackedLinear(lone, weight, None)
-    four = PackedLinear(lone, quantized(weight, 4), None)
+    four = PackedLinear(lone, quantize_int4(weight), None)
 
     plain_s, wide_s, four_s = least(
         lambda x: functional.linear(x, weight), wide, four, given=torch.randn(1, SIZE).bfloat16()

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from paged_harness import PagedHarness, load_decoder
+from paged_harness import PagedHarness, load_decoder, prepared
 from tiny_models import make_tiny
 from torch import Tensor
 from worker_rig import WorkerRig
 
-from hpu.models.decoder import Decoder
+from hpu.models.base import CausalLM
 from hpu.native import library as library_module
 from hpu.native.library import Library, PackedLinear, open_library
 from hpu.protocol import RequestSampling
@@ -23,14 +23,13 @@ NEXT = [{0: 5, 1: 6, 2: 7}, {0: 8, 1: 9, 2: 10}]
 HEADS = {"head_dim": 32, "hidden_size": 128, "num_attention_heads": 4}
 
 
-def packed(folder: Path, library: Library | None) -> Decoder:
+def packed(folder: Path, library: Library | None) -> CausalLM:
+    """On the kernels of `library`; None: not packed."""
     model = load_decoder(folder, dtype=torch.bfloat16)
-    if library is not None:
-        assert model.pack_weights(library)
-    return model
+    return model if library is None else prepared(model, library)
 
 
-def decoded(model: Decoder, **padding: int) -> Tensor:
+def decoded(model: CausalLM, **padding: int) -> Tensor:
     """Logits of two decodes of three rows, behind prompts that were computed by the same model."""
     harness = PagedHarness(model)
     harness.prefill(PROMPTS, **({"pad_query": 3} if padding else {}))
@@ -62,7 +61,7 @@ def test_a_decode_is_as_near_to_float32_as_torchs_own(
 
     found = decoded(model)
 
-    assert model.has_native
+    assert model.is_compiled
     error = (found - exact).square().mean().sqrt()
     assert error < 1.5 * own + 1e-3, f"{error} is not near {own}"
     assert error < 0.1 * exact.std()
@@ -75,7 +74,7 @@ def test_a_prompt_in_chunks_is_as_near_to_float32_as_torchs_own(
 ) -> None:
     folder = make_tiny(family, tmp_path, **HEADS)
 
-    def chunks(model: Decoder) -> Tensor:
+    def chunks(model: CausalLM) -> Tensor:
         harness = PagedHarness(model)
         first = harness.prefill(PROMPTS, pad_rows=1, pad_query=2, pad_blocks=1)
         then = harness.prefill({0: [4, 5, 6], 2: [7]}, pad_blocks=2)
@@ -87,7 +86,7 @@ def test_a_prompt_in_chunks_is_as_near_to_float32_as_torchs_own(
     found = chunks(model)
 
     error, allowed = (found - exact).square().mean(), (own - exact).square().mean()
-    assert model.has_native
+    assert model.is_compiled
     assert error.sqrt() < 1.5 * allowed.sqrt() + 1e-3
 
 
@@ -107,7 +106,7 @@ def test_long_prompts_and_their_second_chunks_are_as_near_to_float32(
     folder = make_tiny(family, tmp_path, **overrides)
     tokens = torch.randint(8, 90, (800,), generator=torch.Generator().manual_seed(0)).tolist()
 
-    def chunks(model: Decoder) -> Tensor:
+    def chunks(model: CausalLM) -> Tensor:
         harness = PagedHarness(model)
         first = harness.prefill({0: tokens[:333], 1: tokens[333:370], 2: [5]}, pad_rows=1)
         then = harness.prefill({0: tokens[400:540], 1: tokens[540:740]}, pad_blocks=3)
@@ -119,7 +118,7 @@ def test_long_prompts_and_their_second_chunks_are_as_near_to_float32(
     found = chunks(model)
 
     error, allowed = (found - exact).square().mean(1), (own - exact).square().mean(1)
-    assert model.has_native
+    assert model.is_compiled
     assert error.mean().sqrt() < 1.5 * allowed.mean().sqrt() + 1e-3
     assert error.max().sqrt() < 3 * allowed.max().sqrt() + 1e-3
 
@@ -192,7 +191,7 @@ def test_a_product_is_that_of_the_weight(
 
     exact = hidden.double() @ weight.double().T + bias.double()
     torch.testing.assert_close(linear(hidden).double(), exact, atol=1e-2, rtol=8e-3)
-    sums = linear.exact(hidden)
+    sums = linear.multiply_float32(hidden)
     torch.testing.assert_close(sums.double(), exact, atol=1e-4, rtol=1e-5)
     assert torch.equal(sums.bfloat16(), linear(hidden))
 
@@ -208,10 +207,10 @@ def test_the_best_output_is_the_first_of_the_largest(
     weight = torch.randint(-2, 3, (outputs, inputs), generator=generator).bfloat16()
     hidden = torch.randint(-1, 2, (rows, inputs), generator=generator).bfloat16()
     linear = PackedLinear(library, weight, None)
-    logits = linear.exact(hidden)
+    logits = linear.multiply_float32(hidden)
     assert rows < 33 or (logits == logits.amax(1, keepdim=True)).sum() > rows
 
-    found = linear.best(hidden)
+    found = linear.argmax(hidden)
 
     assert found.tolist() == argmax(logits).tokens.flatten().tolist()
 
@@ -223,15 +222,15 @@ def test_a_best_output_that_is_no_finite_number_is_none(library: Library) -> Non
     bias = torch.zeros(64).bfloat16()
     hidden[1, 3] = torch.nan
     hidden[3] = -torch.inf
-    found = PackedLinear(library, weight, None).best(hidden)
+    found = PackedLinear(library, weight, None).argmax(hidden)
     assert [place < 0 for place in found.tolist()] == [False, True, False, True, False]
 
     bias[17] = torch.inf
-    assert PackedLinear(library, weight, bias).best(hidden[:1]).tolist() == [-1]
+    assert PackedLinear(library, weight, bias).argmax(hidden[:1]).tolist() == [-1]
     bias[:] = -torch.inf
-    assert PackedLinear(library, weight, bias).best(hidden[:1]).tolist() == [-1]
+    assert PackedLinear(library, weight, bias).argmax(hidden[:1]).tolist() == [-1]
     bias[40] = 0
-    assert PackedLinear(library, weight, bias).best(hidden[:1]).tolist() == [40]
+    assert PackedLinear(library, weight, bias).argmax(hidden[:1]).tolist() == [40]
 
 
 @torch.inference_mode()
@@ -243,9 +242,9 @@ def test_a_model_knows_its_best_tokens_unless_it_divides_its_logits(
     model, torchs = packed(folder, library), packed(folder, None)
     hidden = torch.randn(9, 128).bfloat16()
 
-    found = model.best(hidden)
+    found = model.argmax(hidden)
 
-    assert torchs.best(hidden) is None
+    assert torchs.argmax(hidden) is None
     if family == "granite":
         assert found is None
     else:
@@ -258,8 +257,8 @@ def test_a_greedy_row_says_the_same_whether_all_its_logits_are_made_or_not(
 ) -> None:
     folder = make_tiny("llama", tmp_path / "model", **HEADS)
     (tmp_path / "kernels").symlink_to(kernel_folder)
-    best, calls = PackedLinear.best, []
-    monkeypatch.setattr(PackedLinear, "best", lambda *given: calls.append(1) or best(*given))
+    argmax, calls = PackedLinear.argmax, []
+    monkeypatch.setattr(PackedLinear, "argmax", lambda *given: calls.append(1) or argmax(*given))
     said = []
     for sampling in (GREEDY, RequestSampling(temperature=0.0, num_logprobs=0)):
         rig = WorkerRig(folder, dtype="bfloat16", cache_dir=str(tmp_path))
@@ -282,7 +281,7 @@ def test_a_shape_without_a_kernel_runs_on_torch(built: Library, tmp_path: Path) 
     model = packed(folder, built)
     decoded(model)
 
-    assert not model.has_native
+    assert not model.is_compiled
 
 
 def test_a_second_start_compiles_nothing(built: Library, kernel_folder: Path) -> None:

@@ -32,7 +32,7 @@ def test_pieces_begin_at_lines_and_keep_to_themselves() -> None:
     pages = HugePages()
     shapes = [(3, 5), (7,), (2, 2, 2)]
     pieces = [
-        pages.take(shape, dtype)
+        pages.allocate(shape, dtype)
         for shape in shapes
         for dtype in (torch.bfloat16, torch.uint8, torch.int8)
     ]
@@ -46,17 +46,17 @@ def test_pieces_begin_at_lines_and_keep_to_themselves() -> None:
 
 def test_what_is_too_large_for_a_map_gets_its_own() -> None:
     pages = HugePages()
-    large = pages.take((MAP_BYTES // 2 + 1000,), torch.bfloat16)
+    large = pages.allocate((MAP_BYTES // 2 + 1000,), torch.bfloat16)
     assert large.numel() == MAP_BYTES // 2 + 1000
     large[-1] = 1
-    behind = pages.take((4,), torch.uint8)
+    behind = pages.allocate((4,), torch.uint8)
     assert not behind.any() and large[-1] == 1
 
 
 @needs_huge_pages
 def test_a_map_is_given_back_with_its_last_piece() -> None:
     pages = HugePages()
-    pieces = [pages.take((1000,), torch.uint8) for _ in range(2)]
+    pieces = [pages.allocate((1000,), torch.uint8) for _ in range(2)]
     address = pieces[0].data_ptr()
     del pages, pieces[0]
     gc.collect()
@@ -69,6 +69,6 @@ def test_a_map_is_given_back_with_its_last_piece() -> None:
 
 @needs_huge_pages
 def test_the_kernel_is_asked_for_huge_pages() -> None:
-    piece = HugePages().take((1000,), torch.uint8)
+    piece = HugePages().allocate((1000,), torch.uint8)
     flags = flags_at(piece.data_ptr())
     assert flags is not None and "hg" in flags

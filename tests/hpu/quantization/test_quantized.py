@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
-from paged_harness import PagedHarness
+from paged_harness import PagedHarness, prepared
 from tiny_gguf import family_weights, write_gguf
 from tiny_models import make_tiny
 
@@ -15,41 +15,48 @@ from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.model.model_config import read_model_config
 from config.startup_checks import check_checkpoint
+from hpu.layers.linear import LinearBase
 from hpu.model_loader.loader import load_weights
 from hpu.models.decoder import Decoder
 from hpu.models.registry import build_model
 from hpu.native.library import Library, PackedLinear
-from hpu.native.quantized import kind_of
-from hpu.quantization.quantize import quantize
-from hpu.quantization.quantized import GROUP, Quantized, quantized, stacked, torchs_product
+from hpu.native.panels import kind_of
+from hpu.ops.cpu import quantized_linear
+from hpu.quantization.int4 import quantize_int4
+from hpu.quantization.int8 import quantize_int8
+from hpu.quantization.quantized_weight import GROUP_SIZE, QuantizedWeight, concatenate
+from hpu.quantization.registry import process_weights, select_quantization
 
 OUT, SIZE = 176, 160
 KINDS = ["int8", "int4", "Q8_0"]
 FEW_AND_MANY_ROWS = [1, 2, 3, 4, 5, 33]
 
 
-def weight_of(kind: str) -> Quantized:
+def weight_of(kind: str) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(0)
     if kind == "Q8_0":
         values = torch.randint(-127, 128, (OUT, SIZE), dtype=torch.int8, generator=generator)
-        return Quantized(8, values, torch.rand(OUT, SIZE // GROUP, generator=generator).half())
-    return quantized(torch.randn(OUT, SIZE, generator=generator), int(kind[3:]))
+        return QuantizedWeight(
+            8, values, torch.rand(OUT, SIZE // GROUP_SIZE, generator=generator).half()
+        )
+    quantize = quantize_int8 if kind == "int8" else quantize_int4
+    return quantize(torch.randn(OUT, SIZE, generator=generator))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_are_those_of_the_dequantized_weight(kind: str, library: Library) -> None:
     weight = weight_of(kind)
-    ours, torchs = PackedLinear(library, weight, None), torchs_product(weight, None)
-    exact = weight.dequantized(torch.float32)
+    ours, torchs = PackedLinear(library, weight, None), quantized_linear(weight, None)
+    exact = weight.dequantize(torch.float32)
     for rows in FEW_AND_MANY_ROWS:
         x = torch.randn(rows, SIZE).bfloat16()
 
         wanted = x.float() @ exact.T
 
         assert torch.allclose(ours(x).float(), wanted, rtol=0.01, atol=0.01 * wanted.std())
-        sums = ours.exact(x)
+        sums = ours.multiply_float32(x)
         assert torch.equal(sums.bfloat16(), ours(x))
-        assert torch.equal(ours.best(x), sums.argmax(1))
+        assert torch.equal(ours.argmax(x), sums.argmax(1))
         assert torch.allclose(torchs(x).float(), wanted, rtol=0.02, atol=0.02 * wanted.std())
 
 
@@ -58,7 +65,7 @@ def test_many_rows_meet_the_weight_rounded_to_bfloat16_to_the_bit(
     kind: str, library: Library
 ) -> None:
     weight, x = weight_of(kind), torch.randn(40, SIZE).bfloat16()
-    wide = PackedLinear(library, weight.dequantized(torch.bfloat16), None)
+    wide = PackedLinear(library, weight.dequantize(torch.bfloat16), None)
 
     assert torch.equal(PackedLinear(library, weight, None)(x), wide(x))
 
@@ -70,38 +77,42 @@ def test_a_bias_is_added(library: Library) -> None:
     biased = PackedLinear(library, weight, bias.bfloat16())(x).float()
 
     assert torch.allclose(biased, plain + bias, rtol=0.01, atol=0.05)
-    torchs = torchs_product(weight, bias.bfloat16())(x).float()
+    torchs = quantized_linear(weight, bias.bfloat16())(x).float()
     assert torch.allclose(torchs, biased, rtol=0.02, atol=0.2)
 
 
 def test_rounding_is_off_by_half_a_step_at_most() -> None:
     weight = torch.randn(OUT, SIZE)
     weight[0] = 0
-    weight[1, :GROUP] = 3
+    weight[1, :GROUP_SIZE] = 3
 
-    eight, four = quantized(weight, 8), quantized(weight, 4)
+    eight, four = quantize_int8(weight), quantize_int4(weight)
 
     step = eight.scales * 0.501
-    assert ((eight.dequantized(torch.float32) - weight).abs() <= step).all()
+    assert ((eight.dequantize(torch.float32) - weight).abs() <= step).all()
     # Scale and least value are rounded to float16.
-    step = four.scales.float().repeat_interleave(GROUP, 1) * 0.51 + 0.01
-    assert ((four.dequantized(torch.float32) - weight).abs() <= step).all()
+    step = four.scales.float().repeat_interleave(GROUP_SIZE, 1) * 0.51 + 0.01
+    assert ((four.dequantize(torch.float32) - weight).abs() <= step).all()
     assert eight.num_bytes == OUT * (SIZE + 4)
-    assert four.num_bytes == OUT * (SIZE // 2 + 4 * SIZE // GROUP)
+    assert four.num_bytes == OUT * (SIZE // 2 + 4 * SIZE // GROUP_SIZE)
 
 
 def test_matrices_of_other_kinds_are_not_put_together() -> None:
-    assert stacked([weight_of("int8"), weight_of("int4")]) is None
-    both = stacked([weight_of("int4"), weight_of("int4")])
+    assert concatenate([weight_of("int8"), weight_of("int4")]) is None
+    both = concatenate([weight_of("int4"), weight_of("int4")])
     assert both is not None and both.values.shape == (2 * OUT, SIZE)
 
 
 def test_a_shape_without_whole_panels_is_left_to_torch() -> None:
-    assert kind_of(quantized(torch.randn(20, 64), 8)) is None
+    assert kind_of(quantize_int8(torch.randn(20, 64))) is None
 
 
-def loaded(folder: str) -> Decoder:
-    model = build_model(read_model_config(folder), dtype=torch.bfloat16, device=torch.device("cpu"))
+def loaded(folder: str, quantization: str | None = None) -> Decoder:
+    """With weights that are not quantized yet."""
+    dtype, device = torch.bfloat16, torch.device("cpu")
+    scheme = select_quantization(EngineConfig(folder, quantization=quantization), dtype, device)
+    facts = read_model_config(folder)
+    model = build_model(facts, dtype=dtype, device=device, quantization=scheme)
     load_weights(model, folder, on_progress=lambda done, total: None)
     return model
 
@@ -121,18 +132,19 @@ def gguf(tmp_path: Path) -> str:
 
 
 def test_a_gguf_files_own_bits_are_kept_and_mean_the_same(gguf: str) -> None:
-    model = loaded(gguf)
-    wide = {id(linear): linear.weight for linear, _ in model.linears()}
+    model = loaded(gguf, "gguf")
+    linears = [module for module in model.modules() if isinstance(module, LinearBase)]
+    weights = {linear: linear.weight for linear in linears}
 
-    num_bytes = quantize(model, EngineConfig(gguf, quantization="gguf"))
+    num_bytes = process_weights(model, "gguf")
 
-    kept = [linear for linear in model.modules() if getattr(linear, "quantized", None)]
+    kept = [linear for linear in linears if linear.quantized_weight is not None]
     # Of both layers the qkv, output and gate with up; not `down`, in five bits; and the head.
     assert len(kept) == 2 * 3 + 1
-    assert {linear.quantized.bits for linear in kept} == {4, 8}
-    assert num_bytes == sum(linear.quantized.num_bytes for linear in kept)
+    assert {linear.quantized_weight.bits for linear in kept} == {4, 8}
+    assert num_bytes == sum(linear.quantized_weight.num_bytes for linear in kept)
     for linear in kept:
-        assert torch.equal(linear.quantized.dequantized(torch.bfloat16), wide[id(linear)])
+        assert torch.equal(linear.quantized_weight.dequantize(torch.bfloat16), weights[linear])
 
 
 @torch.inference_mode()
@@ -143,14 +155,13 @@ def test_a_decoder_runs_on_few_bits(
 ) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "vocab_size": 320}
     folder = str(make_tiny("llama", tmp_path, num_attention_heads=4, **sizes))
-    exact, narrow = loaded(folder), loaded(folder)
-    quantize(narrow, EngineConfig(folder, quantization=bits))
-    exact.pack_weights(None)
+    exact, quantized = prepared(loaded(folder), None), loaded(folder, bits)
+    process_weights(quantized, bits)
 
-    narrow.pack_weights(built if kernels == "ours" else None)
+    model = prepared(quantized, built if kernels == "ours" else None)
 
     prompt = {0: list(range(10, 40)), 1: [5, 6, 7]}
-    found, wanted = (PagedHarness(model).prefill(prompt) for model in (narrow, exact))
+    found, wanted = (PagedHarness(model).prefill(prompt) for model in (model, exact))
     for row in prompt:
         error = (found[row].float() - wanted[row].float()).square().mean().sqrt()
         # Of random weights, which are the hardest to round, 4 bits lose a tenth in each product.
@@ -179,4 +190,4 @@ def test_a_folder_without_a_files_blocks_is_refused(tmp_path: Path) -> None:
 
 def test_four_bits_need_whole_groups() -> None:
     with pytest.raises(ValueError, match="in is 33, it must be a multiple of 32"):
-        quantized(torch.from_numpy(np.ones((16, 33), np.float32)), 4)
+        quantize_int4(torch.from_numpy(np.ones((16, 33), np.float32)))

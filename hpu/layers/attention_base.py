@@ -1,0 +1,52 @@
+"""What a decoder layer's attention must offer, whatever its kind."""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from hpu.layers.metadata import AttentionMetadata
+from hpu.ops.kernels import Kernels
+from hpu.ops.rope import Rotation
+
+Shape = tuple[int, ...]
+
+
+class KVCacheSpec(NamedTuple):
+    """What one layer caches on this rank."""
+
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    window: int | None = None
+    """Tokens that a query sees, its own included; None: all."""
+
+    def shapes(self, num_slots: int) -> tuple[Shape, Shape]:
+        """Of the key cache and of the value cache."""
+        shape = (num_slots, self.num_kv_heads, self.head_dim)
+        return shape, shape
+
+
+class AttentionLayer(Protocol):
+    """Attention with its projections and caches."""
+
+    @property
+    def kv_cache_spec(self) -> KVCacheSpec: ...
+
+    def bind_caches(self, keys: Tensor, values: Tensor, block_size: int) -> None:
+        """Use these caches, of the shapes of `kv_cache_spec`."""
+        ...
+
+    def use_kernels(self, kernels: Kernels, *, split_qkv: bool) -> None:
+        """Run on a device's fused kernels from now on."""
+        ...
+
+    def zero_non_finite(self) -> None:
+        """Zero K and V that are not finite from now on."""
+        ...
+
+    def __call__(
+        self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata
+    ) -> Tensor:
+        """(B, Q, hidden) to the same."""
+        ...

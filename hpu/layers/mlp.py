@@ -1,0 +1,48 @@
+"""Gated MLP, and the activation functions that checkpoints name."""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from config.errors import ConfigError
+from config.model.json_fields import shown
+from hpu.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "swish": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_new": lambda x: functional.gelu(x, approximate="tanh"),
+    "gelu_pytorch_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+}
+
+
+def get_activation(name: str) -> Callable[[Tensor], Tensor]:
+    """The function that a checkpoint's `hidden_act` names. Raises ConfigError."""
+    if name not in ACTIVATIONS:
+        raise ConfigError(
+            f"hidden_act is {shown(name)}, it must be one of {', '.join(ACTIVATIONS)}"
+        )
+    return ACTIVATIONS[name]
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate) * up), with gate and up as one matrix product."""
+
+    def __init__(
+        self,
+        gate_up_proj: MergedColumnParallelLinear,
+        down_proj: RowParallelLinear,
+        activation: str,
+    ) -> None:
+        super().__init__()
+        self.gate_up_proj = gate_up_proj
+        self.down_proj = down_proj
+        self._activation = get_activation(activation)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(B, Q, hidden) to the same."""
+        gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
+        return self.down_proj(self._activation(gate) * up)  # type: ignore[no-any-return]

@@ -1,0 +1,64 @@
+"""Normalisation layers: RMS norm of hidden states and of heads, and layer norm."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hpu.ops.norm import rms_norm
+
+RmsNormKernel = Callable[[Tensor, Tensor, float], Tensor]
+"""As hpu.ops.norm.rms_norm."""
+
+
+class RMSNorm(nn.Module):
+    """RMS norm over the last dimension. `weight` (hidden) is allocated, not filled."""
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        empty = torch.empty(size, dtype=dtype, device=device)
+        self.weight = nn.Parameter(empty, requires_grad=False)
+        self.eps = eps
+        self._kernel: RmsNormKernel = rms_norm
+
+    def use_kernel(self, kernel: RmsNormKernel) -> None:
+        """Compute by `kernel` from now on."""
+        self._kernel = kernel
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(B, Q, hidden) to the same."""
+        return self._kernel(hidden, self.weight, self.eps)
+
+
+class QKNorm(nn.Module):
+    """RMS norm of each query and key head. `weight` (heads + kv_heads, head_dim) repeats the weight
+    of the queries and that of the keys, so that one product scales both."""
+
+    def __init__(
+        self, num_heads: int, head_dim: int, eps: float, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`num_heads`: of queries and keys together."""
+        super().__init__()
+        weight = torch.empty(num_heads, head_dim, dtype=dtype, device=device)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.eps = eps
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """(B, Q, heads + kv_heads, head_dim) to the same."""
+        return rms_norm(heads, None, self.eps) * self.weight
+
+
+class LayerNorm(nn.Module):
+    """Layer norm over the last dimension, with weight and bias."""
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        empty = torch.empty(2, size, dtype=dtype, device=device)
+        self.weight = nn.Parameter(empty[0], requires_grad=False)
+        self.bias = nn.Parameter(empty[1], requires_grad=False)
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(B, Q, hidden) to the same."""
+        return functional.layer_norm(hidden, self.weight.shape, self.weight, self.bias, self.eps)

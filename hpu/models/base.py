@@ -1,0 +1,42 @@
+"""CausalLM: what a worker runs, as the model itself or as a back end's faster form of it."""
+
+import torch
+from torch import Tensor, nn
+
+from config.model.model_config import ModelConfig
+from hpu.layers.metadata import AttentionInputs
+
+Shape = tuple[int, ...]
+
+
+class CausalLM(nn.Module):
+    """A decoder over paged KV caches with an output head."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+
+    def forward(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
+        """Hidden states (B, Q, hidden) of `tokens` (B, Q), normed and ready for `logits`."""
+        raise NotImplementedError
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(M, hidden) to (M, vocab), in the model's dtype or in float32."""
+        raise NotImplementedError
+
+    def argmax(self, hidden: Tensor) -> Tensor | None:
+        """(M, hidden) to (M,): the tokens of the largest logits, the first of equal ones, -1 where
+        that logit is not finite. None: only `logits` can tell."""
+        return None
+
+    def cache_shapes(self, num_blocks: int, block_size: int) -> list[tuple[Shape, Shape]]:
+        """Shapes of each layer's key cache and value cache."""
+        raise NotImplementedError
+
+    def bind_caches(self, caches: list[tuple[Tensor, Tensor]], block_size: int) -> None:
+        """Use each layer's caches, of `cache_shapes`."""
+        raise NotImplementedError
+
+    def read_contiguously(self) -> None:
+        """From now on entry i of a decode describes block i of the caches, which are read as one
+        slice. Once, before the first launch."""
+        raise NotImplementedError

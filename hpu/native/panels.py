@@ -1,0 +1,53 @@
+"""Quantized weights in the layout that hpu/native/narrow.h reads."""
+
+import torch
+from torch import Tensor
+
+from hpu.quantization.quantized_weight import GROUP_SIZE, QuantizedWeight
+
+PANEL = 16
+"""Outputs that are stored side by side."""
+INT8_ROWS, INT8_GROUPS, INT4_GROUPS = 1, 2, 3
+"""As `Kind` in hpu/native/products.h."""
+
+
+def kind_of(weight: QuantizedWeight) -> int | None:
+    """The kernel for such a weight; None if the library has none."""
+    out, size = weight.values.shape
+    if out % PANEL or size % GROUP_SIZE:
+        return None
+    if weight.bits == 4:
+        return INT4_GROUPS if weight.mins is not None else None
+    return INT8_ROWS if weight.is_per_output else INT8_GROUPS
+
+
+def to_panels(weight: QuantizedWeight) -> tuple[int, Tensor]:
+    """The kind, and the bytes uint8: for each panel and group the scales (and mins) of 16 outputs
+    in float16, then the values. 8 bits are (pair, 2, output); with 4 bits each 16-bit word holds
+    one value of four pairs, the first in the lowest bits. ValueError if `kind_of` gives None."""
+    kind, (out, size) = kind_of(weight), weight.values.shape
+    if kind is None:
+        raise ValueError(f"no kernel takes {weight.bits} bits of shape ({out}, {size})")
+    groups = size // GROUP_SIZE
+    by_panel = weight.values.view(out // PANEL, PANEL, groups, GROUP_SIZE // 8, 4, 2)
+    if kind == INT4_GROUPS:
+        # (panel, group, four pairs, output, input of the pair, which pair)
+        nibbles = by_panel.permute(0, 2, 3, 1, 5, 4).to(torch.int32)
+        words = nibbles.mul_(torch.tensor([1, 16, 256, 4096], dtype=torch.int32)).sum(-1)
+        values = words.to(torch.int16).contiguous().view(torch.uint8)
+    else:
+        values = by_panel.permute(0, 2, 3, 4, 5, 1).contiguous().view(torch.uint8)
+    values = values.reshape(out // PANEL, groups, -1)
+    if kind == INT8_ROWS:
+        return kind, values
+    tables = [_to_bytes(weight.scales)]
+    if weight.mins is not None:
+        tables.append(_to_bytes(weight.mins))
+    return kind, torch.cat([*tables, values], dim=-1).contiguous()
+
+
+def _to_bytes(table: Tensor) -> Tensor:
+    """(out, groups) float16 to (panels, groups, bytes)."""
+    out, groups = table.shape
+    by_panel = table.half().view(out // PANEL, PANEL, groups).transpose(1, 2)
+    return by_panel.contiguous().view(torch.uint8)

@@ -1,0 +1,48 @@
+"""LinearMethod: how a linear layer stores and multiplies its weight. One file a kind beside this
+one; registry.py chooses."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hpu.quantization.quantized_weight import QuantizedWeight
+
+
+class LinearLayer(Protocol):
+    """What a linear layer offers to its method."""
+
+    dtype: torch.dtype
+    device: torch.device
+    weight: nn.Parameter | None
+    """(out, in) of this rank's shard; None once it was replaced."""
+    quantized_weight: QuantizedWeight | None
+    """What replaced it, if anything did."""
+
+
+class LinearMethod(Protocol):
+    """One instance may serve many layers: what a layer needs is stored on the layer."""
+
+    def create_weights(self, layer: LinearLayer, in_features: int, out_features: int) -> None:
+        """Give `layer` the parameters, of this rank's shard, that loading fills."""
+        ...
+
+    def process_weights(self, layer: LinearLayer) -> None:
+        """Convert what was loaded: repack, scale, quantize. Once, before the first `apply`."""
+        ...
+
+    def apply(self, layer: LinearLayer, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`x` (..., in) times the weight, plus `bias`: (..., out). Plain operations of torch, for
+        any device; a back end may give the layer a faster kernel."""
+        ...
+
+
+class QuantizationScheme(Protocol):
+    """Chooses the method of each linear layer of a model."""
+
+    def linear_method(
+        self, tensor_names: list[str], in_features: int, *, is_head: bool
+    ) -> LinearMethod:
+        """The method of a layer with `in_features` inputs whose weight the checkpoint's tensors
+        `tensor_names` fill. `is_head`: whether it computes the logits."""
+        ...

@@ -1,0 +1,14 @@
+"""8 bits: symmetric, one float32 scale for each output."""
+
+import torch
+from torch import Tensor
+
+from hpu.quantization.quantized_weight import QuantizedWeight, nonzero
+
+
+def quantize_int8(weight: Tensor) -> QuantizedWeight:
+    """`weight` (out, in) rounded to the nearest of -127 .. 127 times the scale of its output."""
+    weight = weight.float()
+    scales = weight.abs().amax(1, keepdim=True) / 127
+    values = (weight / nonzero(scales)).round_().clamp_(-127, 127).to(torch.int8)
+    return QuantizedWeight(8, values, scales)

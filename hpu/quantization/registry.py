@@ -1,0 +1,102 @@
+"""The quantization that was asked for, as the methods of a model's linear layers."""
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from config.engine import EngineConfig
+from config.errors import ConfigError
+from config.model.model_config import BLOCKS
+from hpu.layers.linear import LinearBase
+from hpu.ops.cpu import can_pack
+from hpu.quantization.base import LinearMethod, QuantizationScheme
+from hpu.quantization.gguf import GgufBlocks
+from hpu.quantization.int4 import quantize_int4
+from hpu.quantization.int8 import quantize_int8
+from hpu.quantization.quantized_weight import GROUP_SIZE
+from hpu.quantization.weight_only import WeightOnlyLinearMethod
+
+logger = logging.getLogger(__name__)
+
+
+class _Int8:
+    """8 bits everywhere."""
+
+    def linear_method(
+        self, tensor_names: list[str], in_features: int, *, is_head: bool
+    ) -> LinearMethod:
+        return WeightOnlyLinearMethod(quantize_int8)
+
+
+class _Int4:
+    """4 bits, but 8 in the head and where the inputs are no whole number of groups."""
+
+    def linear_method(
+        self, tensor_names: list[str], in_features: int, *, is_head: bool
+    ) -> LinearMethod:
+        if is_head or in_features % GROUP_SIZE:
+            return WeightOnlyLinearMethod(quantize_int8)
+        return WeightOnlyLinearMethod(quantize_int4)
+
+
+class _Gguf:
+    """The bits that the GGUF file has."""
+
+    def __init__(self, path: Path) -> None:
+        self._blocks = GgufBlocks(path)
+
+    def linear_method(
+        self, tensor_names: list[str], in_features: int, *, is_head: bool
+    ) -> LinearMethod:
+        return WeightOnlyLinearMethod(lambda weight: self._blocks.weight(tensor_names))
+
+
+SCHEMES: dict[str, Callable[[EngineConfig], QuantizationScheme]] = {
+    "int8": lambda config: _Int8(),
+    "int4": lambda config: _Int4(),
+    "gguf": lambda config: _Gguf(Path(config.model) / BLOCKS),
+}
+
+
+def select_quantization(
+    config: EngineConfig, dtype: torch.dtype, device: torch.device
+) -> QuantizationScheme | None:
+    """What `config.quantization` names; None for none. ConfigError where the device cannot multiply
+    quantized weights."""
+    if config.quantization is None:
+        return None
+    if not can_pack(dtype, device):
+        raise ConfigError(
+            f"quantization is {config.quantization}: it needs a CPU with bfloat16 instructions, "
+            f"and this is {device.type}"
+        )
+    return SCHEMES[config.quantization](config)
+
+
+def process_weights(model: nn.Module, quantization: str | None) -> int:
+    """Let the method of each linear layer convert its loaded weight. Returns the bytes of the
+    quantized weights, which are not among the parameters of `model`."""
+    start = time.perf_counter()
+    num_bytes = num_unquantized = 0
+    for layer in model.modules():
+        if isinstance(layer, LinearBase):
+            layer.method.process_weights(layer)
+            if layer.quantized_weight is None:
+                num_unquantized += 1
+            else:
+                num_bytes += layer.quantized_weight.num_bytes
+    if quantization is not None:
+        logger.info(
+            "Quantization: %s, %.3f GiB, in %.1f s%s",
+            quantization,
+            num_bytes / 2**30,
+            time.perf_counter() - start,
+            f"; {num_unquantized} linear layers stay in bfloat16: the file has them in other types"
+            if num_unquantized
+            else "",
+        )
+    return num_bytes
