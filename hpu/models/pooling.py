@@ -15,7 +15,7 @@ from hpu.models.decoder import Decoder
 from hpu.models.encoder import Encoder
 from hpu.models.pooler import Pooler
 from hpu.models.registry import build_body
-from hpu.worker.offloaded_weights import Kept, put_back
+from hpu.worker.offloaded_weights import OffloadedWeights, restore
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +42,6 @@ class PoolingModel:
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         return (self.body, self.pooler)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Of all parameters and tables."""
-        return sum(
-            tensor.numel() * tensor.element_size()
-            for module in self.modules
-            for tensor in (*module.parameters(), *module.buffers())
-        )
 
 
 class _Dense:
@@ -80,14 +71,14 @@ def load_pooling_model(
     device: torch.device,
     max_model_len: int,
     on_progress: Callable[[int, int], None],
-    kept: Kept | None = None,
+    offloaded: OffloadedWeights | None = None,
 ) -> PoolingModel:
     """The model with its weights, and those of the modules behind it, from their files unless they
-    were `kept`. Raises ConfigError."""
+    were `offloaded`. Raises ConfigError."""
     body = build_body(config, dtype=dtype, device=device, max_model_len=max_model_len)
     model = PoolingModel(body, Pooler(pooler, config, device))
-    if kept is not None:
-        put_back(kept, model.modules)
+    if offloaded is not None:
+        restore(offloaded, model.modules)
         return model
     load_weights(model, config.path, on_progress=on_progress)
     for dense, linear in zip(pooler.dense, model.pooler.dense, strict=True):

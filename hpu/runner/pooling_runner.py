@@ -1,19 +1,97 @@
-"""PoolingRunner: one launch after the other of whole texts. Fill the bucket's inputs, run it, pool
-on the device, start the copies. Nothing in it waits for the device."""
+"""PoolingRunner: launches of whole texts. Fill the bucket's inputs, run it, pool on the device,
+start the copies to the host; nothing waits for the device."""
 
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
 
 from hpu.backends.base import Backend
-from hpu.models.pooler import Pooler
+from hpu.layers.metadata import TextAttentionInputs
+from hpu.models.pooler import Pooler, PoolingInputs
 from hpu.profiling.counters import Counters
 from hpu.protocol import Launch, RequestSampling, StepPlan, Text
 from hpu.runner.async_output import AsyncLaunchOutput, AsyncStepOutput, AsyncVectors
 from hpu.runner.graph_cache import GraphCache
-from hpu.runner.input_buffers import Bucket, InputBufferPool
-from hpu.runner.pooling_inputs import TextInputs, fill_idle, fill_texts, num_tokens
+from hpu.runner.input_buffers import Array, Bucket, InputBufferPool, Inputs
 from hpu.runner.step_runner import StepRunner
 from hpu.sampling.sampler import GREEDY
+
+TOKEN_BYTES = 4
+
+
+class PoolingArrays(NamedTuple):
+    """What the host writes for a batch B of texts of at most Q tokens; see TextAttentionInputs and
+    PoolingInputs."""
+
+    tokens: Array
+    """(B, Q), and so are the next two."""
+    positions: Array
+    types: Array
+    lengths: Array
+    """(B,), and so are the others."""
+    skipped: Array
+    firsts: Array
+    lasts: Array
+    dimensions: Array
+    normalizes: Array
+
+
+class PoolingInputBuffers(Inputs[PoolingArrays]):
+    """Of a launch of whole texts."""
+
+    context: TextAttentionInputs
+    pooling: PoolingInputs
+
+    def __init__(self, bucket: Bucket, backend: Backend, *, is_static: bool) -> None:
+        _, batch, query, _ = bucket
+        shapes: list[tuple[int, ...]] = [(batch, query)] * 3 + [(batch,)] * 6
+        super().__init__(bucket, shapes, PoolingArrays, backend, is_static=is_static)
+        self.tokens, positions, types, *asked = self.views
+        self.context = TextAttentionInputs(positions, types, asked[0])
+        self.pooling = PoolingInputs(*asked)
+
+
+def num_tokens(text: Text) -> int:
+    """How long a text is."""
+    return text.tokens.nbytes // TOKEN_BYTES
+
+
+def fill_texts(launch: Launch, texts: Sequence[Text], width: int, out: PoolingArrays) -> None:
+    """Write the inputs of the launch's `texts`; `width` is what a whole vector has. RuntimeError
+    when they do not fit its bucket."""
+    batch, query = out.tokens.shape
+    longest = max((num_tokens(text) for text in texts), default=0)
+    if not 0 < len(texts) <= batch or not 0 < longest <= query:
+        raise RuntimeError(
+            f"{len(texts)} texts of up to {longest} tokens do not fit {launch.bucket}"
+        )
+    for column in out:
+        column[:] = 0
+    for row, text in enumerate(texts):
+        count = num_tokens(text)
+        out.tokens[row, :count] = np.frombuffer(text.tokens, np.dtype("<u4"))
+        out.positions[row, :count] = np.arange(count)
+        if text.num_first:
+            out.types[row, text.num_first : count] = 1
+        out.lengths[row] = count
+        out.skipped[row] = text.num_skipped
+        out.firsts[row] = row * query + text.num_skipped
+        out.lasts[row] = row * query + count - 1
+        out.dimensions[row] = text.dimensions or width
+        out.normalizes[row] = text.normalizes
+
+
+def fill_idle(out: PoolingArrays) -> None:
+    """Write inputs as of full rows: for a warm-up."""
+    batch, query = out.tokens.shape
+    for column in out:
+        column[:] = 0
+    # Some position tables end before the bucket does.
+    out.lengths[:] = query
+    out.firsts[:] = out.lasts[:] = np.arange(batch) * query
+    out.dimensions[:] = 1
 
 
 class PoolingRunner(StepRunner):
@@ -24,7 +102,7 @@ class PoolingRunner(StepRunner):
         pooler: Pooler,
         backend: Backend,
         graphs: GraphCache,
-        staging: InputBufferPool[TextInputs],
+        staging: InputBufferPool[PoolingInputBuffers],
         counters: Counters,
     ) -> None:
         super().__init__(backend, counters)
@@ -84,7 +162,7 @@ class PoolingRunner(StepRunner):
         return done
 
     def _pool(
-        self, inputs: TextInputs, rows: Sequence[int] = (), *, whole: bool, by_token: bool
+        self, inputs: PoolingInputBuffers, rows: Sequence[int] = (), *, whole: bool, by_token: bool
     ) -> AsyncVectors:
         """Run uploaded inputs, those of `rows`, and start the copies of what is wanted."""
         hidden = self._graphs.run(inputs, rows)

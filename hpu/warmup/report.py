@@ -18,7 +18,7 @@ NAMED = 12
 """Buckets that a line about what is missing names; the rest is counted."""
 
 
-def tell_memory(
+def log_memory(
     split: MemorySplit, cache: CacheConfig, found: FreeMemory, warmup: WarmupConfig
 ) -> None:
     """The split of a device with memory of its own."""
@@ -46,7 +46,7 @@ def tell_memory(
         )
 
 
-def tell_cache(split: MemorySplit, cache: CacheConfig, wanted: KVCacheDemand) -> None:
+def log_cache(split: MemorySplit, cache: CacheConfig, wanted: KVCacheDemand) -> None:
     """The KV cache, and how much it holds."""
     logger.info(
         "KV cache: %d blocks of %d tokens%s, %.2f GiB: %.1f sequences of %d tokens at once",
@@ -59,7 +59,7 @@ def tell_cache(split: MemorySplit, cache: CacheConfig, wanted: KVCacheDemand) ->
     )
 
 
-def tell_buckets(table: BucketTable, strategy: str) -> None:
+def log_buckets(table: BucketTable, strategy: str) -> None:
     """Each dimension of a table that pads, and the lists."""
     if table.is_exact:
         return
@@ -80,7 +80,7 @@ def tell_buckets(table: BucketTable, strategy: str) -> None:
         logger.info("%d %s buckets: %s", len(shapes), _word(phase), listed)
 
 
-def tell_unneeded(count: int) -> None:
+def log_unneeded(count: int) -> None:
     """Buckets that no launch can ever take."""
     if count:
         logger.info(
@@ -90,7 +90,7 @@ def tell_unneeded(count: int) -> None:
         )
 
 
-def tell_step(bucket: Bucket, number: int, total: int, free_bytes: int, *, graph: bool) -> None:
+def log_step(bucket: Bucket, number: int, total: int, free_bytes: int, *, graph: bool) -> None:
     """One bucket of a warm-up, with the memory that it left."""
     phase, batch, query, blocks = bucket
     logger.info(
@@ -105,7 +105,7 @@ def tell_step(bucket: Bucket, number: int, total: int, free_bytes: int, *, graph
     )
 
 
-def tell_graphs(phase: int, captured: list[Bucket], total: int, taken: int, seconds: float) -> None:
+def log_graphs(phase: int, captured: list[Bucket], total: int, taken: int, seconds: float) -> None:
     """Which buckets of a phase have a graph now."""
     logger.info(
         "Captured %d of %d %s buckets in %.1f s, %.3f GiB: %s",
@@ -118,7 +118,7 @@ def tell_graphs(phase: int, captured: list[Bucket], total: int, taken: int, seco
     )
 
 
-def tell_left_out(phase: int, left_out: list[Bucket], warmup: WarmupConfig, *, full: bool) -> None:
+def log_left_out(phase: int, left_out: list[Bucket], warmup: WarmupConfig, *, full: bool) -> None:
     """Buckets without a graph, and what would give them one. `full`: the device had no memory left,
     not only the share that was reserved."""
     reserve = f"raise --graph-reserved-mem (now {warmup.graph_memory_fraction:g})"
@@ -138,7 +138,7 @@ def tell_left_out(phase: int, left_out: list[Bucket], warmup: WarmupConfig, *, f
     )
 
 
-def tell_unfit(bucket: Bucket) -> None:
+def log_unfit(bucket: Bucket) -> None:
     """A bucket that cannot run at all beside weights and cache."""
     logger.warning(
         "The %s bucket %s does not fit into the device's memory and is not used. To keep it, lower "

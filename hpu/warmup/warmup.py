@@ -17,7 +17,7 @@ from hpu.runner.graph_cache import GraphCache
 from hpu.runner.input_buffers import Bucket, InputBufferPool
 from hpu.runner.step_runner import StepRunner
 from hpu.sampling.sampler import GREEDY
-from hpu.warmup import report as announce
+from hpu.warmup import report
 from hpu.warmup.order import CaptureBudget, cell_of, largest_first, order_buckets, split_buckets
 from hpu.worker.memory import GIB, split_graphs
 
@@ -76,7 +76,7 @@ class Warmup:
         from now on. Raises ConfigError when no bucket of a phase fits into memory, or when the
         traffic's file cannot be read."""
         mode, first = self._config.mode, table.reachable
-        announce.tell_unneeded(len(table.buckets) - len(first))
+        report.log_unneeded(len(table.buckets) - len(first))
         if mode == "skip":
             return self._skip(first)
         if mode == "background" and first:
@@ -152,7 +152,7 @@ class Warmup:
     def _prepare(self, bucket: Bucket) -> bool:
         """One bucket, from first run to graph."""
         if not self._try(bucket, GREEDY):
-            announce.tell_unfit(bucket)
+            report.log_unfit(bucket)
             return False
         if bucket[1] not in self._widths:
             self._sample_all(_sampling([bucket], self._runner.kinds), None)
@@ -170,10 +170,10 @@ class Warmup:
             if self._try(bucket, GREEDY):
                 usable.append(bucket)
             else:
-                announce.tell_unfit(bucket)
+                report.log_unfit(bucket)
             if self._pads:
                 free, _ = self._backend.memory()
-                announce.tell_step(bucket, numbers[phase], counts[phase], free, graph=False)
+                report.log_step(bucket, numbers[phase], counts[phase], free, graph=False)
             progress.step()
         for phase, name, flag in (
             (PREFILL, "prompt", "--max-num-batched-tokens"),
@@ -221,7 +221,7 @@ class Warmup:
         for phase in (PREFILL, DECODE):
             own = [bucket for bucket in buckets if bucket[0] == phase]
             if own:
-                announce.tell_left_out(phase, own, self._config, full=phase in self._full)
+                report.log_left_out(phase, own, self._config, full=phase in self._full)
 
     def _capture_phase(
         self, phase: int, order: list[Bucket], progress: "_Steps", *, is_pooled: bool
@@ -229,7 +229,7 @@ class Warmup:
         start, before = time.perf_counter(), self._graphs.bytes
         done, left_out = self._capture(order, progress, is_pooled=is_pooled)
         seconds = time.perf_counter() - start
-        announce.tell_graphs(phase, done, len(order), self._graphs.bytes - before, seconds)
+        report.log_graphs(phase, done, len(order), self._graphs.bytes - before, seconds)
         return left_out
 
     def _capture(
@@ -253,7 +253,7 @@ class Warmup:
             done.append(bucket)
             if progress is not None:
                 free, _ = self._backend.memory()
-                announce.tell_step(bucket, number, len(order), free, graph=True)
+                report.log_step(bucket, number, len(order), free, graph=True)
                 progress.step()
         return done, left_out
 

@@ -30,15 +30,14 @@ from hpu.protocol import (
     WorkerReady,
 )
 from hpu.runner.async_output import AsyncStepOutput
-from hpu.runner.input_buffers import Bucket
 from hpu.runner.model_runner import ModelRunner
 from hpu.runner.step_runner import StepRunner
-from hpu.warmup import report as announce
+from hpu.warmup import report
 from hpu.warmup.warmup import Warmup
-from hpu.worker.build import Built, OnDevice, load, name_of
+from hpu.worker.build import Components, build
+from hpu.worker.load import LoadedModel, dtype_name, load
 from hpu.worker.memory import GIB
-from hpu.worker.offloaded_weights import Kept, keep
-from hpu.worker.pooling_build import load_pooling
+from hpu.worker.offloaded_weights import OffloadedWeights, offload
 
 logger = logging.getLogger(__name__)
 
@@ -55,11 +54,11 @@ class Worker:
         self._config = config
         self._backend: Backend | None = None
         self._facts: ModelConfig | None = None
-        self._loaded: OnDevice | None = None
+        self._loaded: LoadedModel | None = None
         """None while the weights are not on the device."""
-        self._kept: Kept | None = None
+        self._offloaded: OffloadedWeights | None = None
         """The weights, while only the host has them."""
-        self._built: Built | None = None
+        self._components: Components | None = None
         """None while it sleeps."""
         self._num_blocks: int | None = None
         """Of the KV cache, which never changes."""
@@ -135,11 +134,11 @@ class Worker:
         with torch.inference_mode():
             self._drop()
             if level == 1 and self._loaded is not None and not self._backend.shares_host_memory:
-                self._kept = keep(self._loaded.modules)
+                self._offloaded = offload(self._loaded.modules)
         if level > 1 or not self._backend.shares_host_memory:
             self._loaded = None
         if level > 1:
-            self._kept = None
+            self._offloaded = None
         # What a process froze after its start is looked at again: it may be garbage now.
         gc.unfreeze()
         gc.collect()
@@ -153,18 +152,18 @@ class Worker:
 
         def wake() -> None:
             self._loaded = self._loaded or self._load(lambda progress: None)
-            self._kept = None
+            self._offloaded = None
 
         self._try(wake)
 
     def wake_up(self, on_progress: Progress) -> WorkerReady:
         """Be as before, with the same number of KV blocks and nothing in them. Shapes are compiled
         and captured again. Raises RequestFailed, and sleeps on then."""
-        assert self._built is None, "wake_up of a worker that is awake"
+        assert self._components is None, "wake_up of a worker that is awake"
 
         def wake() -> WorkerReady:
             self._loaded = self._loaded or self._load(on_progress)
-            self._kept = None
+            self._offloaded = None
             return self._build(self._loaded, on_progress)
 
         return self._try(wake)
@@ -183,7 +182,7 @@ class Worker:
         """Drop everything on the device and give it back; safe to call twice."""
         self._pending.clear()
         self._close_profiler()
-        self._runner = self._warmup = self._built = self._loaded = self._kept = None
+        self._runner = self._warmup = self._components = self._loaded = self._offloaded = None
         if self._backend is not None:
             self._backend.close()
             self._backend = None
@@ -211,10 +210,10 @@ class Worker:
         """All but the weights and the back end."""
         self._close_profiler()
         self._runner = self._warmup = None
-        built, self._built = self._built, None
-        if built is not None:
-            if built.cache is not None:
-                built.cache.close()
+        components, self._components = self._components, None
+        if components is not None:
+            if components.cache is not None:
+                components.cache.close()
             self._counters.add("graphs", -self._counters.total("graphs"))
             self._counters.add("graph_bytes", -self._counters.total("graph_bytes"))
         assert self._backend is not None
@@ -229,63 +228,59 @@ class Worker:
         self._profiler.begin_with_server()
         return ready
 
-    def _load(self, on_progress: Progress) -> OnDevice:
+    def _load(self, on_progress: Progress) -> LoadedModel:
         config, facts, backend = self._config, self._facts, self._backend
         assert facts is not None and backend is not None, "load before start"
         pooler = choose_pooler(config, facts)
-        if pooler is None:
-            return load(config, facts, backend, on_progress, self._kept)
-        return load_pooling(config, facts, pooler, backend, on_progress, self._kept)
+        return load(config, facts, pooler, backend, on_progress, self._offloaded)
 
-    def _build(self, loaded: OnDevice, on_progress: Progress) -> WorkerReady:
-        """All that the weights need beside them, warmed up."""
+    def _build(self, loaded: LoadedModel, on_progress: Progress) -> WorkerReady:
+        """Build all components beside the weights, and warm them up."""
         config, counters, backend = self._config, self._counters, self._backend
         assert backend is not None, "build before start"
-        built = loaded.build(counters, num_blocks=self._num_blocks)
-        self._built = built
-        announce.tell_buckets(built.table, built.strategy)
-        runner, graphs, cache = built.runner, built.graphs, built.cache
+        components = build(loaded, counters, num_blocks=self._num_blocks)
+        self._components = components
+        table = loaded.bucket_table(components.num_blocks)
+        report.log_buckets(table, loaded.bucket_config.strategy)
+        runner, graphs, cache = components.runner, components.graphs, components.cache
         self._runner = runner
         self._num_blocks = None if cache is None else cache.num_blocks
         diagnostics = diagnostics_of(backend, config.execution, counters, captures=graphs.captures)
         runner.diagnostics = diagnostics
         if cache is not None and backend.compiles:
             cache.warm_scrub()
-        if cache is not None and built.contiguous:
+        if cache is not None and loaded.contiguous:
             cache.warm_moves()
-        warmup = Warmup(runner, graphs, built.staging, backend, config.warmup, built.block_size)
+        warmup = Warmup(
+            runner, graphs, components.input_buffers, backend, config.warmup, loaded.block_size
+        )
         self._warmup = warmup
         start = time.perf_counter()
-        prepared = warmup.start(built.table, on_progress)
+        prepared = warmup.start(table, on_progress)
         warmup_s = time.perf_counter() - start
         if diagnostics is not None:
             diagnostics.forget()
         self._profiler = Profiler(runner, backend, config.execution, config.cache_dir)
-        return self._ready(built, prepared, warmup_s)
-
-    def _ready(self, built: Built, prepared: list[Bucket], warmup_s: float) -> WorkerReady:
-        cache, backend, warmup = built.cache, self._backend, self._warmup
-        assert backend is not None and warmup is not None, "ready before it was built"
         return WorkerReady(
-            num_blocks=0 if cache is None else cache.num_blocks,
-            block_size=built.block_size,
-            max_model_len=built.max_model_len,
-            vocab_size=built.facts.vocab_size,
-            eos_token_ids=built.facts.eos_token_ids,
+            num_blocks=components.num_blocks,
+            block_size=loaded.block_size,
+            max_model_len=loaded.max_model_len,
+            vocab_size=loaded.facts.vocab_size,
+            eos_token_ids=loaded.facts.eos_token_ids,
             buckets=prepared,
             device=backend.name,
-            dtype=name_of(built.dtype),
-            weight_bytes=built.weight_bytes,
+            dtype=dtype_name(loaded.dtype),
+            weight_bytes=loaded.weight_bytes,
             kv_bytes=0 if cache is None else cache.bytes,
-            graph_bytes=built.graphs.bytes,
+            graph_bytes=graphs.bytes,
             total_bytes=backend.memory()[1],
-            load_s=built.load_s,
+            load_s=loaded.load_s,
             warmup_s=warmup_s,
-            bucket_limits=built.table.limits,
+            bucket_limits=table.limits,
             num_later=warmup.num_later,
-            counters=self._counters.take_changed(),
+            counters=counters.take_changed(),
             driver=backend.driver,
             software=backend.software,
-            contiguous=built.contiguous,
-            pooling=built.pooling,
+            contiguous=loaded.contiguous,
+            pooling=None if loaded.pooler is None else loaded.pooler.facts,
         )

@@ -13,6 +13,7 @@ from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.errors import ConfigError
 from config.execution import WarmupConfig
 from config.model.model_config import read_model_config
+from hpu.models.decoder import Decoder
 from hpu.profiling.counters import Counters
 from hpu.protocol import DECODE, PREFILL, WarmupProgress
 from hpu.runner.graph_cache import GraphCache
@@ -20,7 +21,8 @@ from hpu.runner.model_runner import ModelRunner
 from hpu.sampling.sampler import GREEDY
 from hpu.warmup.order import order_buckets
 from hpu.warmup.warmup import Warmup
-from hpu.worker.build import load, make_runner, make_sampler
+from hpu.worker.build import make_runner, make_sampler
+from hpu.worker.load import load
 
 BUCKETS = BucketConfig(
     strategy="linear",
@@ -64,13 +66,16 @@ def warmed(folder: Path, card: CapturedCard, *, graph_bytes: int = 1 << 20, **se
     counters = Counters()
     progress: list[WarmupProgress] = []
     with torch.inference_mode():
-        loaded = load(config, read_model_config(config.model), card, lambda _: None)
+        loaded = load(config, read_model_config(config.model), None, card, lambda _: None)
+        assert isinstance(loaded.model, Decoder)
         loaded.model.register_forward_pre_hook(card.refuse)
-        sampler, table = make_sampler(loaded), loaded.table(40)
-        runner, graphs, staging, _ = make_runner(
+        sampler, table = make_sampler(loaded), loaded.bucket_table(40)
+        parts = make_runner(
             loaded, sampler, counters, num_blocks=40, captures=True, graph_bytes=graph_bytes
         )
-        warmup = Warmup(runner, graphs, staging, card, config.warmup, 8)
+        runner, graphs = parts.runner, parts.graphs
+        assert isinstance(runner, ModelRunner)
+        warmup = Warmup(runner, graphs, parts.input_buffers, card, config.warmup, 8)
         ready = warmup.start(table, progress.append)
     return Rig(warmup, graphs, runner, card, counters, table.buckets, ready, progress)
 

@@ -13,7 +13,7 @@ from config.errors import ConfigError
 from config.execution import WarmupConfig
 from hpu.backends.cpu import CpuBackend
 from hpu.protocol import DECODE, PREFILL, WarmupProgress
-from hpu.worker.build import choose_dtype
+from hpu.worker.load import choose_dtype
 from hpu.worker.worker import Worker
 
 LINEAR = BucketConfig(

@@ -11,12 +11,12 @@ from config.errors import ConfigError
 from config.model.model_config import MAX_POSITION, read_model_config
 from hpu.backends.base import Backend
 from hpu.backends.select import select_backend
-from hpu.worker.build import load
+from hpu.worker.load import load
 
 
 def _start(folder: Path, backend: Backend) -> None:
     config = EngineConfig(str(folder), device="cpu", dtype="float32")
-    load(config, read_model_config(str(folder)), backend, lambda progress: None)
+    load(config, read_model_config(str(folder)), None, backend, lambda progress: None)
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def test_a_context_that_the_machine_has_no_memory_for_is_refused_with_both_numbe
     tmp_path: Path, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_tiny("llama", tmp_path, max_position_embeddings=MAX_POSITION)
-    monkeypatch.setattr("hpu.worker.build.usable_memory", lambda: (2**30, 2**31))
+    monkeypatch.setattr("hpu.worker.load.usable_memory", lambda: (2**30, 2**31))
 
     with pytest.raises(ConfigError, match=r"for 16777216 tokens takes 4.0 GiB .* has 2.0 GiB"):
         _start(folder, backend)

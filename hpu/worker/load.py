@@ -1,0 +1,250 @@
+"""Loads a model with its weights to the device, for generation or for pooling."""
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from config.buckets import BucketConfig
+from config.checkpoint.safetensors_files import folder_shapes
+from config.engine import EngineConfig
+from config.errors import ConfigError
+from config.model.model_config import ModelConfig
+from config.model.pooler import PoolerConfig
+from config.startup_checks import choose_context
+from hpu.backends.base import Backend
+from hpu.backends.host import usable_memory
+from hpu.bucketing.bucket_table import BucketTable
+from hpu.bucketing.limits import BucketLimits
+from hpu.model_loader.loader import load_weights
+from hpu.model_loader.size_estimate import rotary_peak_bytes
+from hpu.models.base import CausalLM
+from hpu.models.pooling import PoolingModel, load_pooling_model
+from hpu.models.registry import build_model
+from hpu.protocol import WarmupProgress
+from hpu.quantization.registry import process_weights, select_quantization
+from hpu.runner.kv_cache import reads_contiguously
+from hpu.worker.memory import GIB
+from hpu.worker.offloaded_weights import OffloadedWeights, restore
+
+logger = logging.getLogger(__name__)
+
+MAX_POOLING_STEP = 32
+"""Largest step between the lengths of a pooling model's buckets: texts are shorter than prompts."""
+
+OnProgress = Callable[[WarmupProgress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model on its device, and the facts that the worker's components are built from."""
+
+    config: EngineConfig
+    backend: Backend
+    facts: ModelConfig
+    pooler: PoolerConfig | None
+    """Set for a pooling model: it has no KV cache and does not sample."""
+    model: CausalLM | PoolingModel
+    dtype: torch.dtype
+    max_model_len: int
+    block_size: int
+    """Tokens of a KV block; of a pooling model the step between bucket lengths."""
+    weight_bytes: int
+    load_s: float
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules that hold the weights."""
+        return self.model.modules if isinstance(self.model, PoolingModel) else (self.model,)
+
+    @property
+    def captures(self) -> bool:
+        """Whether launches are captured as graphs."""
+        return self.backend.captures and not self.config.enforce_eager
+
+    @property
+    def bucket_config(self) -> BucketConfig:
+        """The configured buckets, with the device's strategy for `auto`."""
+        if self.config.buckets.strategy == "auto":
+            return replace(self.config.buckets, strategy=self.backend.default_strategy)
+        return self.config.buckets
+
+    @property
+    def pads(self) -> bool:
+        """Whether launches are padded to buckets."""
+        return self.bucket_config.strategy != "exact"
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether decodes read the cache as one slice."""
+        return self.pooler is None and reads_contiguously(self.config, self.backend)
+
+    def bucket_table(self, num_blocks: int) -> BucketTable:
+        """The buckets over a KV cache of `num_blocks`; a pooling model has none."""
+        scheduler = self.config.scheduler
+        if self.pooler is not None:
+            limits = BucketLimits.for_pooling(
+                scheduler, block_size=self.block_size, max_model_len=self.max_model_len
+            )
+        else:
+            limits = BucketLimits(
+                block_size=self.block_size,
+                max_model_len=self.max_model_len,
+                max_num_seqs=scheduler.max_num_seqs,
+                max_num_batched_tokens=scheduler.max_num_batched_tokens,
+                max_prefill_batch=scheduler.prefill_batch(),
+                num_blocks=num_blocks,
+                prefix_caching=self.config.cache.enable_prefix_caching,
+            )
+        return BucketTable.make(self.bucket_config, limits)
+
+
+def load(
+    config: EngineConfig,
+    facts: ModelConfig,
+    pooler: PoolerConfig | None,
+    backend: Backend,
+    on_progress: OnProgress,
+    offloaded: OffloadedWeights | None = None,
+) -> LoadedModel:
+    """Load the model, with `offloaded` weights or from the checkpoint. Raises ConfigError when the
+    checkpoint, the device and the settings do not fit each other."""
+    # Quantised products work in bfloat16.
+    is_quantized = config.quantization is not None and pooler is None
+    dtype = choose_dtype("bfloat16" if is_quantized else config.dtype, facts.dtype, backend)
+    max_model_len = choose_context(config, facts, pooler)
+    _log_model(config, facts, pooler, backend, dtype, max_model_len)
+    start = time.perf_counter()
+    if offloaded is None:
+        check_memory(facts, backend, dtype, max_model_len)
+
+    def report(done: int, total: int) -> None:
+        on_progress(WarmupProgress("load", done, total))
+
+    block_size = config.cache.block_size or backend.default_block_size
+    model: CausalLM | PoolingModel
+    if pooler is None:
+        decoder = build_model(
+            facts,
+            dtype=dtype,
+            device=backend.device,
+            max_model_len=max_model_len,
+            quantization=select_quantization(config, dtype, backend.device),
+        )
+        if offloaded is None:
+            load_weights(decoder, config.model, on_progress=report)
+        else:
+            restore(offloaded, (decoder,))
+        weight_bytes = process_weights(decoder, config.quantization) + _num_bytes(decoder)
+        prepared = backend.prepare(decoder)
+        assert isinstance(prepared, CausalLM), "a decoder stays a decoder"
+        model = prepared
+        if reads_contiguously(config, backend):
+            model.read_contiguously()
+    else:
+        model = load_pooling_model(
+            facts,
+            pooler,
+            dtype=dtype,
+            device=backend.device,
+            max_model_len=max_model_len,
+            on_progress=report,
+            offloaded=offloaded,
+        )
+        weight_bytes = sum(map(_num_bytes, model.modules))
+        prepared = backend.prepare(model.body)
+        assert prepared is model.body, "no back end replaces a pooling model"
+        block_size = config.cache.block_size or min(block_size, MAX_POOLING_STEP)
+    load_s = time.perf_counter() - start
+    logger.info("Weights: %.2f GiB in %.1f s", weight_bytes / GIB, load_s)
+    return LoadedModel(
+        config=config,
+        backend=backend,
+        facts=facts,
+        pooler=pooler,
+        model=model,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        weight_bytes=weight_bytes,
+        load_s=load_s,
+    )
+
+
+def check_memory(
+    facts: ModelConfig, backend: Backend, dtype: torch.dtype, max_model_len: int
+) -> None:
+    """Raise ConfigError for weights or a context larger than all memory, before they are allocated:
+    some systems allocate memory that they do not have, and kill the process later."""
+    shapes = folder_shapes(Path(facts.path))
+    weights = sum(map(math.prod, shapes.values())) * dtype.itemsize
+    if weights > (total := backend.memory()[1]):
+        raise ConfigError(
+            f"the weights in {facts.path} take {weights / GIB:.1f} GiB, {backend.name} has "
+            f"{total / GIB:.1f} GiB"
+        )
+    if facts.encoder is not None:
+        return
+    rotary, host = rotary_peak_bytes(facts, max_model_len), usable_memory()[1]
+    if rotary > host:
+        raise ConfigError(
+            f"the rotary table for {max_model_len} tokens takes {rotary / GIB:.1f} GiB to make, "
+            f"this machine has {host / GIB:.1f} GiB: set a smaller --max-model-len"
+        )
+
+
+def choose_dtype(configured: str, checkpoint: str, backend: Backend) -> torch.dtype:
+    """The configured dtype; for `auto` the checkpoint's if it is fast on the device, else the
+    device's default."""
+    if configured != "auto":
+        return _dtype(configured)
+    dtype = _dtype(checkpoint)
+    return dtype if dtype in backend.fast_dtypes else backend.default_dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """bfloat16, not torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"dtype {name!r} is not one of bfloat16, float16, float32")
+    return dtype
+
+
+def _num_bytes(module: nn.Module) -> int:
+    tensors = (*module.parameters(), *module.buffers())
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _log_model(
+    config: EngineConfig,
+    facts: ModelConfig,
+    pooler: PoolerConfig | None,
+    backend: Backend,
+    dtype: torch.dtype,
+    max_model_len: int,
+) -> None:
+    if pooler is None:
+        logger.info("Device %s, %s, context %d", backend.name, dtype_name(dtype), max_model_len)
+        return
+    logger.info(
+        "Device %s, %s, texts of %d tokens for %s",
+        backend.name,
+        dtype_name(dtype),
+        max_model_len,
+        " and ".join(pooler.facts.tasks),
+    )
+    if config.max_model_len is None and max_model_len < facts.max_position:
+        logger.info(
+            "The checkpoint was made for %d tokens: --max-model-len asks for more, within "
+            "--max-num-batched-tokens",
+            facts.max_position,
+        )
