@@ -1,1 +1,2 @@
-"""What `gaudiserve plan`, `buckets` and `doctor` print. Pure; server/cli calls it."""
+"""Reports of `gaudiserve plan`, `buckets` and `doctor`, as text and JSON; server/cli prints
+them."""

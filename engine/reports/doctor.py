@@ -1,5 +1,5 @@
-"""What `gaudiserve doctor` finds: host, packages, Gaudi, the device a server would take, its mode
-and its cache folder. Imports no torch and touches no device."""
+"""The report of `gaudiserve doctor`: host, packages, Gaudi, the device that a server would use, its
+mode and its cache folder. Imports no torch and opens no device."""
 
 import os
 import shutil
@@ -35,18 +35,18 @@ PACKAGES = (
     "pyhlml",
 )
 
-"""Whose versions a report of a problem needs."""
+"""Packages whose versions are in the report."""
 
 
 @dataclass(frozen=True, slots=True)
-class Examination:
-    """Findings by section of the report, and whether a server with these settings can start."""
+class Diagnosis:
+    """Findings by section, and whether a server with these settings can start."""
 
-    asked: str
-    taken: str
-    why: str
+    requested_device: str
+    device: str
+    reason: str
     mode: ModeChoice | None
-    """Of a Gaudi or its emulator; None: the settings contradict each other."""
+    """The mode on a Gaudi or its emulator; None if the settings contradict each other."""
     sections: dict[str, tuple[Finding, ...]]
     cards: tuple[Card, ...]
     packages: dict[str, str | None]
@@ -55,37 +55,38 @@ class Examination:
 
     @property
     def verdict(self) -> str:
-        """The last line."""
+        """The last line of the report."""
+        command = f"`gaudiserve serve --device {self.requested_device}`"
         if self.can_serve:
-            return f"`gaudiserve serve --device {self.asked}` can run here, on {self.taken}."
-        cure = "" if self.taken == "cpu" else "; --device cpu may"
-        return f"`gaudiserve serve --device {self.asked}` cannot run here{cure}."
+            return f"{command} can run here, on {self.device}."
+        hint = "" if self.device == "cpu" else "; --device cpu may"
+        return f"{command} cannot run here{hint}."
 
 
 def this_machine(environment: Mapping[str, str]) -> Machine:
-    """The one that we run on, with these variables."""
+    """This machine, with these variables."""
     return Machine(environment=environment)
 
 
-def examine(machine: Machine, config: EngineConfig, cache_folder: str) -> Examination:
-    """Look at everything that a server with `config` would need."""
-    taken, why = _device(machine, config.device)
+def diagnose(machine: Machine, config: EngineConfig, cache_folder: str) -> Diagnosis:
+    """Check everything that a server with `config` needs."""
+    device_name, reason = _device(machine, config.device)
     packages = {name: machine.version(name) for name in PACKAGES}
     cards = preflight(machine)
-    mode, contradiction = _mode(machine, config, taken)
+    mode, contradiction = _mode(machine, config, device_name)
     gaudi: tuple[Finding, ...] = cards.findings
-    if taken != "hpu" and not has_sign_of_gaudi(machine):
+    if device_name != "hpu" and not has_sign_of_gaudi(machine):
         gaudi = (Finding(OK, "cards", "none here: no runtime, no driver, no card"),)
     device = [
-        Finding(OK, "device", f"--device {config.device} takes {taken}: {why}"),
-        *_device_problems(machine, taken, cards),
-        _mode_finding(mode, contradiction, taken),
+        Finding(OK, "device", f"--device {config.device} takes {device_name}: {reason}"),
+        *_device_problems(machine, device_name, cards),
+        _mode_finding(mode, contradiction, device_name),
         _cache(cache_folder),
     ]
-    return Examination(
+    return Diagnosis(
         config.device,
-        taken,
-        why,
+        device_name,
+        reason,
         mode,
         {
             "host": _host(machine),
@@ -101,7 +102,7 @@ def examine(machine: Machine, config: EngineConfig, cache_folder: str) -> Examin
 
 
 def _device(machine: Machine, asked: str) -> tuple[str, str]:
-    """(device, why): what a worker would choose."""
+    """(device, reason): the device that a worker would choose."""
     if asked != "auto":
         return asked, "it was asked for"
     if has_runtime(machine):
@@ -109,35 +110,37 @@ def _device(machine: Machine, asked: str) -> tuple[str, str]:
     return "cpu", f"{RUNTIME} is not installed, and a GPU has to be named"
 
 
-def _mode(machine: Machine, config: EngineConfig, taken: str) -> tuple[ModeChoice | None, str]:
-    """(mode on a Gaudi, nothing), or (nothing, the contradiction)."""
+def _mode(
+    machine: Machine, config: EngineConfig, device_name: str
+) -> tuple[ModeChoice | None, str]:
+    """(mode on a Gaudi, ""), or (None, contradiction)."""
     try:
         choice = choose_mode(
             config.execution.mode,
             enforce_eager=config.enforce_eager,
             lazy_variable=machine.environment.get("PT_HPU_LAZY_MODE"),
-            has_vendor_torch=taken == "hpu-emulator" or bool(is_vendor_torch(machine)),
+            has_vendor_torch=device_name == "hpu-emulator" or bool(is_vendor_torch(machine)),
         )
     except ConfigError as error:
         return None, str(error)
     return choice, ""
 
 
-def _mode_finding(mode: ModeChoice | None, contradiction: str, taken: str) -> Finding:
-    matters = taken in ("hpu", "hpu-emulator")
+def _mode_finding(mode: ModeChoice | None, contradiction: str, device_name: str) -> Finding:
+    is_hpu = device_name in ("hpu", "hpu-emulator")
     if mode is None:
-        return Finding(ERROR if matters else WARN, "execution mode", contradiction)
-    here = "" if matters else " on a Gaudi"
+        return Finding(ERROR if is_hpu else WARN, "execution mode", contradiction)
+    here = "" if is_hpu else " on a Gaudi"
     return Finding(OK, "execution mode", f"{mode.mode}{here}: {mode.reason}")
 
 
-def _device_problems(machine: Machine, taken: str, cards: Preflight) -> Iterator[Finding]:
+def _device_problems(machine: Machine, device_name: str, cards: Preflight) -> Iterator[Finding]:
     if machine.version("torch") is None:
         yield Finding(ERROR, "torch", "this Python has no torch", "install torch, then try again")
-    if taken == "hpu" and cards.errors:
+    if device_name == "hpu" and cards.errors:
         about = ", ".join(dict.fromkeys(finding.about for finding in cards.errors))
         yield Finding(ERROR, "hpu", f"the errors above stand in the way: {about}")
-    if taken == "cuda" and machine.text("proc/driver/nvidia/version") is None:
+    if device_name == "cuda" and machine.text("proc/driver/nvidia/version") is None:
         yield Finding(
             ERROR,
             "cuda",
@@ -158,48 +161,52 @@ def _host(machine: Machine) -> tuple[Finding, ...]:
 
 
 def _packages(packages: dict[str, str | None]) -> tuple[Finding, ...]:
-    there = ", ".join(f"{name} {version}" for name, version in packages.items() if version)
-    return (Finding(OK, "packages", there or "none of ours is installed"),)
+    installed = ", ".join(f"{name} {version}" for name, version in packages.items() if version)
+    return (Finding(OK, "packages", installed or "none of ours is installed"),)
 
 
 def _cache(folder: str) -> Finding:
-    """The folder, or what of its path exists, must take files."""
-    there = Path(folder)
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+    """The folder, or its nearest existing parent, must be writable."""
+    existing = Path(folder)
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
         return Finding(
             WARN, "cache folder", f"{folder} cannot be written to", "name another by --cache-dir"
         )
-    free = shutil.disk_usage(there).free
+    free = shutil.disk_usage(existing).free
     return Finding(OK, "cache folder", f"{folder}, {free / GIB:.1f} GiB left on its disk")
 
 
-def as_text(found: Examination) -> str:
-    """The report for people: a line a finding, and below it what to do."""
-    lines = [f"gaudiserve {VERSION}, Python {found.python}"]
-    for section, findings in found.sections.items():
+def as_text(diagnosis: Diagnosis) -> str:
+    """The report as text: a line per finding, and below it what to do."""
+    lines = [f"gaudiserve {VERSION}, Python {diagnosis.python}"]
+    for section, findings in diagnosis.sections.items():
         lines += ["", section]
         for finding in findings:
             lines.append(f"  {finding.level:<5} {finding.what}")
             if finding.do:
                 lines.append(f"{'':>8}{finding.do}")
-    return "\n".join([*lines, "", found.verdict])
+    return "\n".join([*lines, "", diagnosis.verdict])
 
 
-def as_json(found: Examination) -> dict[str, Any]:
-    """The same for programs."""
+def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
+    """The report as JSON."""
     return {
         "version": VERSION,
-        "python": found.python,
-        "device": {"asked": found.asked, "taken": found.taken, "why": found.why},
-        "execution_mode": found.mode._asdict() if found.mode else None,
-        "packages": found.packages,
-        "cards": [card._asdict() for card in found.cards],
+        "python": diagnosis.python,
+        "device": {
+            "asked": diagnosis.requested_device,
+            "taken": diagnosis.device,
+            "why": diagnosis.reason,
+        },
+        "execution_mode": diagnosis.mode._asdict() if diagnosis.mode else None,
+        "packages": diagnosis.packages,
+        "cards": [card._asdict() for card in diagnosis.cards],
         "findings": [
             {"section": section, **finding._asdict()}
-            for section, findings in found.sections.items()
+            for section, findings in diagnosis.sections.items()
             for finding in findings
         ],
-        "can_serve": found.can_serve,
+        "can_serve": diagnosis.can_serve,
     }

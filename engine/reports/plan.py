@@ -1,5 +1,5 @@
-"""A plan for people and for programs: what a model takes of each card, which buckets it would get,
-what would make it fit. Looks at no device and no weights."""
+"""The report of `gaudiserve plan`: the memory of a model on each card, its buckets, and changes
+that would make it fit. Reads no device and no weights."""
 
 import math
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from hpu.worker.card_plan import CardPlan, CardWish, changes, plan_card
 
 WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
 KV_WIDTHS = {"auto": None, "fp8_inc": 1}
-"""Bytes of a number in the cache; None: as wide as the weights."""
+"""Bytes per value in the KV cache; None: as in the weights."""
 
 LENGTHS = (512, 2000, 8000, 32000)
-"""Tokens of a sequence that are shown when nobody names any, beside a full context."""
+"""Default sequence lengths of the report, in addition to a full context."""
 
 GRAPH_BYTES = (5_000_000, 20_000_000)
-"""What one captured graph takes, least and most, as published calculators have it."""
+"""(smallest, largest) memory of one captured graph, from published calculators."""
 
 TENSOR_PARALLEL_NOTE = (
     "one model on several cards is planned here already; serving it comes with a later version"
@@ -34,7 +34,7 @@ FP8_NOTE = "an FP8 cache is planned here already; serving with it comes with a l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where it is to run, beside what a server's settings say."""
+    """The cards, in addition to a server's settings."""
 
     device: str
     num_cards: int = 1
@@ -51,7 +51,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that both reports show."""
+    """The data of both reports."""
 
     facts: ModelConfig
     target: Target
@@ -59,14 +59,14 @@ class Plan:
     card: CardPlan
     lengths: tuple[int, ...]
     table: BucketTable | None
-    """None when nothing fits that could be launched."""
+    """None if the model does not fit."""
     strategy: str
     captures: bool
     notes: tuple[str, ...]
 
 
 def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
-    """ConfigError when settings and model contradict each other, or the model cannot be divided."""
+    """ConfigError if settings and model contradict each other, or the model cannot be sharded."""
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
     max_model_len = _max_model_len(facts, config)
     cache, schedule = config.cache, config.scheduler
@@ -135,23 +135,23 @@ def _table(config: EngineConfig, card: CardPlan) -> BucketTable:
 
 
 def _graph_notes(card: CardPlan, count: int) -> list[str]:
-    """Whether the reserve holds all graphs, by the published sizes of one."""
+    """A note if all graphs may not fit into the reserve, by the published sizes of one."""
     least, most = (count * size for size in GRAPH_BYTES)
     if most <= card.parts.graphs:
         return []
     wanted = math.ceil(100 * most / card.parts.usable) / 100
     certainty = "will not" if least > card.parts.graphs else "may not"
-    cure = "fewer buckets (`gaudiserve buckets fit`)"
+    remedy = "fewer buckets (`gaudiserve buckets fit`)"
     if wanted < 1:
-        cure = f"--graph-reserved-mem {wanted:g}, or {cure}"
+        remedy = f"--graph-reserved-mem {wanted:g}, or {remedy}"
     return [
         f"{count} graphs {certainty} all fit into {card.parts.graphs / GIB:.2f} GiB: they take "
-        f"{least / GIB:.2f} to {most / GIB:.2f} GiB; {cure}"
+        f"{least / GIB:.2f} to {most / GIB:.2f} GiB; {remedy}"
     ]
 
 
 def as_text(plan: Plan) -> str:
-    """The report for people."""
+    """The report as text."""
     lines = [*_head(plan), "", *_memory(plan)]
     if plan.card.num_blocks:
         lines += ["", *_sequences(plan)]
@@ -182,11 +182,11 @@ def _head(plan: Plan) -> list[str]:
 
 def _memory(plan: Plan) -> list[str]:
     card, wish = plan.card, plan.card.wish
-    told = wish.num_blocks is not None or wish.kv_bytes is not None
-    kv = (card.num_blocks + 1) * card.block_bytes if told else card.parts.kv
+    is_fixed = wish.num_blocks is not None or wish.kv_bytes is not None
+    kv = (card.num_blocks + 1) * card.block_bytes if is_fixed else card.parts.kv
     blocks = (
         f"{card.num_blocks} blocks of {wish.block_size} tokens, {card.block_bytes / 2**20:.2f} MiB "
-        f"each{', as told' if told else ''}"
+        f"each{', as set' if is_fixed else ''}"
     )
     rows = (
         ("memory", card.card_bytes, "that the runtime lets a process use"),
@@ -252,7 +252,7 @@ def _shortage(card: CardPlan) -> str:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The same for programs; sizes in bytes, of each card."""
+    """The report as JSON; sizes in bytes of each card."""
     card, wish = plan.card, plan.card.wish
     return {
         "model": plan.facts.path,

@@ -1,5 +1,4 @@
-"""What differs between the generations of Gaudi, and between releases of its software. Facts only:
-knows no tensors and touches no device."""
+"""Facts about the generations of Gaudi and the releases of its software."""
 
 import re
 from typing import NamedTuple
@@ -7,30 +6,30 @@ from typing import NamedTuple
 from config.errors import ConfigError
 
 GIB = 1024**3
-USABLE_SHARE = 94.62 / 96
-"""Of a card's memory, as the runtime reports it on Gaudi 2. Taken over for Gaudi 3: unconfirmed."""
+USABLE_FRACTION = 94.62 / 96
+"""Fraction of a card's memory that the runtime reports on Gaudi 2. Assumed for Gaudi 3."""
 
 Release = tuple[int, ...]
 
 
 class Generation(NamedTuple):
-    """What differs between the generations of the card."""
+    """One generation of the card."""
 
     name: str
-    """As the driver's library spells it."""
+    """As in the driver's library."""
     title: str
     memory_bytes: int
     fp8_max: float
     """Largest value of e4m3 on the device."""
     aligned_scales: tuple[float, ...] | None
-    """FP8 scales that cost nothing; None: any power of two."""
+    """FP8 scales without cost; None: any power of two."""
     pci_ids: tuple[int, ...]
-    """Device ids behind the vendor's PCI_VENDOR, as the driver lists them."""
+    """PCI device ids with the vendor PCI_VENDOR, from the driver."""
 
     @property
     def usable_bytes(self) -> int:
-        """What the runtime reports as the card's limit."""
-        return int(self.memory_bytes * USABLE_SHARE)
+        """The limit that the runtime reports."""
+        return int(self.memory_bytes * USABLE_FRACTION)
 
 
 GENERATIONS = {
@@ -43,31 +42,31 @@ GENERATIONS = {
 PCI_VENDOR = 0x1DA3
 
 FP8_RESCALE = 240 / 448
-"""A checkpoint made for the range of Gaudi 3 is too wide for Gaudi 2 by this factor."""
+"""Factor from the FP8 range of Gaudi 3, for which checkpoints are made, to that of Gaudi 2."""
 
 TORCH_OF_RELEASE: dict[Release, tuple[int, int]] = {
     (1, 24, 1): (2, 11),
     (1, 24, 0): (2, 10),
     (1, 22): (2, 7),
 }
-"""Version of torch that a release was seen with; a release not listed is not judged."""
+"""torch version of a release, as observed; unlisted releases are not checked."""
 
 PYTHONS = ((3, 10), (3, 11), (3, 12))
-"""That the vendor's images ship."""
+"""Python versions of the vendor's images."""
 
 PAIRS = ((0, 1), (2, 3), (4, 5), (6, 7))
 QUADS = ((0, 1, 2, 3), (4, 5, 6, 7))
-"""Modules of an 8-card box that may work together in a smaller group."""
+"""Modules of an 8-card machine that can form a smaller group."""
 
 NUM_MODULES = 8
 
 
 class Kernel(NamedTuple):
-    """Where an op of the vendor's library exists."""
+    """Availability of an op of the vendor's library."""
 
     generations: tuple[str, ...]
     since: Release | None
-    """Least release; None: newer than some, but nobody wrote down since when."""
+    """First release; None: not in old releases, but the first one is not documented."""
 
 
 BOTH = ("gaudi2", "gaudi3")
@@ -89,27 +88,27 @@ KERNELS = {
 
 
 def generation(name: str) -> Generation:
-    """The generation called `name` (gaudi2, gaudi3). Raises ConfigError for another word."""
+    """The generation `name` (gaudi2, gaudi3). Raises ConfigError for another name."""
     if name not in GENERATIONS:
         raise ConfigError(f"device {name!r} is not one of {', '.join(GENERATIONS)}")
     return GENERATIONS[name]
 
 
 def release_of(text: str) -> Release | None:
-    """The numbers that a version begins with: 1.22.1-6f0bb5a is (1, 22, 1); None without two."""
+    """The leading numbers of a version: 1.22.1-6f0bb5a is (1, 22, 1); None if fewer than two."""
     found = re.match(r"\s*v?(\d+(?:\.\d+)+)", text)
     return tuple(int(part) for part in found[1].split(".")) if found else None
 
 
 def torch_of_release(release: Release) -> tuple[int, int] | None:
-    """(major, minor) of the torch that `release` comes with, if it is known."""
+    """(major, minor) of the torch of `release`, if known."""
     return next(
-        (torch for own, torch in TORCH_OF_RELEASE.items() if release[: len(own)] == own), None
+        (torch for known, torch in TORCH_OF_RELEASE.items() if release[: len(known)] == known), None
     )
 
 
 def has_kernel(kernel: str, generation: str, release: Release | None) -> bool | None:
-    """Whether `kernel` (a key of KERNELS) exists there; None: only the library itself can tell."""
+    """Whether `kernel` (a key of KERNELS) exists there; None if unknown."""
     known = KERNELS[kernel]
     if generation not in known.generations:
         return False
@@ -117,7 +116,7 @@ def has_kernel(kernel: str, generation: str, release: Release | None) -> bool | 
         return True
     if known.since is None or release is None:
         return None
-    # A release told by fewer numbers than the gate has may lie on either side of it.
+    # A release with fewer numbers than `since` may be before or after it.
     if len(release) < len(known.since) and known.since[: len(release)] == release:
         return None
     return release >= known.since

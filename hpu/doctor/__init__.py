@@ -1,4 +1,4 @@
-"""What is wrong with this machine: packages, driver, cards, variables.
+"""Diagnosis of a Gaudi machine: packages, driver, cards, environment variables.
 
-Looks before anything of the vendor is imported.
+Runs before anything of the vendor is imported and opens no device.
 """

@@ -1,5 +1,5 @@
-"""Cards and who holds them: device nodes, the driver's own files, hl-smi, and open files of all
-processes. Paths are the Linux kernel's; opens no device."""
+"""Cards and the processes that use them: device nodes, the driver's files, hl-smi, and the open
+files of all processes. Opens no device."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from hpu.backends.gaudi_devices import GENERATIONS, PCI_VENDOR
 from hpu.doctor.machine import Machine
 
 NODES = (("dev/accel", "accel", "accel"), ("dev", "hl", "habanalabs"))
-"""(folder, name before the number, class below sys/class), of newer and of older drivers."""
+"""(folder, prefix of the name, class below sys/class) of newer and of older drivers."""
 
 SMI_FIELDS = "index,module_id,bus_id,uuid,name,memory.total,memory.used"
 
@@ -19,7 +19,7 @@ MAX_COMMAND = 80
 
 
 class Holder(NamedTuple):
-    """A process that has a card's node open."""
+    """A process that has a card's device node open."""
 
     pid: int
     command: str
@@ -29,16 +29,16 @@ class Holder(NamedTuple):
 
 
 class Card(NamedTuple):
-    """One card; what nobody tells is empty or None."""
+    """One card; unknown values are empty or None."""
 
     node: str
-    """Path of the device node; empty: only hl-smi knows the card."""
+    """Path of the device node; empty if only hl-smi lists the card."""
     module: int | None
     bus_id: str
     generation: str | None
     name: str
     memory: str
-    """Used of total, as hl-smi has it."""
+    """`used of total`, as hl-smi prints it."""
     holders: tuple[Holder, ...]
     is_open_to_us: bool
 
@@ -48,7 +48,7 @@ class Card(NamedTuple):
 
 
 class Cards(NamedTuple):
-    """All cards, and how many processes would not show their open files."""
+    """All cards, and the number of processes whose open files cannot be read."""
 
     cards: tuple[Card, ...]
     hidden_processes: int
@@ -61,10 +61,10 @@ class _Row(NamedTuple):
 
 
 def find_cards(machine: Machine) -> Cards:
-    """Every card that a node or hl-smi tells of, by module where that is known."""
+    """Every card with a device node or in hl-smi, sorted by module."""
     nodes = _nodes(machine)
     rows = _smi_rows(machine)
-    holders, hidden = _holders(machine, {node for node, _ in nodes}) if nodes else ({}, 0)
+    holders, hidden = _card_holders(machine, {node for node, _ in nodes}) if nodes else ({}, 0)
     cards = []
     for node, device in nodes:
         bus_id = _bus_id(machine.root / device)
@@ -102,9 +102,9 @@ def _nodes(machine: Machine) -> list[tuple[str, str]]:
         for name in names:
             device = f"sys/class/{kind}/{name}/device"
             vendor = machine.text(f"{device}/vendor")
-            # Other vendors' accelerators lie in the same folder.
-            ours = vendor is None or _number(vendor) == PCI_VENDOR
-            if re.fullmatch(rf"{prefix}\d+", name) and ours:
+            # Other vendors' accelerators are in the same folder.
+            is_gaudi = vendor is None or _number(vendor) == PCI_VENDOR
+            if re.fullmatch(rf"{prefix}\d+", name) and is_gaudi:
                 found.append((f"/{folder}/{name}", device))
     return found
 
@@ -125,7 +125,7 @@ def _number(text: str | None) -> int | None:
 
 def _generation(pci_id: str | None) -> str | None:
     number = _number(pci_id)
-    return next((name for name, own in GENERATIONS.items() if number in own.pci_ids), None)
+    return next((name for name, facts in GENERATIONS.items() if number in facts.pci_ids), None)
 
 
 def _smi_rows(machine: Machine) -> dict[str, _Row]:
@@ -139,8 +139,8 @@ def _smi_rows(machine: Machine) -> dict[str, _Row]:
     return rows
 
 
-def _holders(machine: Machine, nodes: set[str]) -> tuple[dict[str, list[Holder]], int]:
-    """Which processes have which node open, but for our own; and how many do not let us look."""
+def _card_holders(machine: Machine, nodes: set[str]) -> tuple[dict[str, list[Holder]], int]:
+    """Other processes that have a node open, and the number of processes that cannot be read."""
     found: defaultdict[str, list[Holder]] = defaultdict(list)
     hidden = 0
     proc = machine.root / "proc"
@@ -153,7 +153,7 @@ def _holders(machine: Machine, nodes: set[str]) -> tuple[dict[str, list[Holder]]
             hidden += 1
             continue
         except OSError:
-            # It ended while we looked.
+            # The process ended meanwhile.
             continue
         opened = {_target(folder / link) for link in links} & nodes
         if pid != machine.pid:

@@ -1,4 +1,4 @@
-"""Findings on runtime variables, and on what the host has left for a card. Sets nothing."""
+"""Checks of the runtime's environment variables and of the host's memory. Sets nothing."""
 
 from hpu.backends.gaudi_devices import GIB, NUM_MODULES, PAIRS, QUADS
 from hpu.backends.host import usable_memory
@@ -13,13 +13,13 @@ NO_TENSOR_CACHE = "PT_HPUGRAPH_DISABLE_TENSOR_CACHE"
 COLLECTIVES = "PT_HPU_ENABLE_LAZY_COLLECTIVES"
 WEIGHT_SHARING = "PT_HPU_WEIGHT_SHARING"
 
-HOST_BYTES_A_CARD = 409 * GIB // 8
-HUGE_PAGES_MIB_A_CARD = 95000 // 8
-"""What published manifests for eight cards ask of the host."""
+HOST_BYTES_PER_CARD = 409 * GIB // 8
+HUGE_PAGES_MIB_PER_CARD = 95000 // 8
+"""A card's part of what published manifests for eight cards request from the host."""
 
 
 def visible_modules(machine: Machine) -> tuple[int, ...] | None:
-    """Module ids that HABANA_VISIBLE_MODULES names; None: not set, or not to be understood."""
+    """Module ids in HABANA_VISIBLE_MODULES; None if it is not set or invalid."""
     words = [word.strip() for word in machine.environment.get(MODULES, "").split(",")]
     if not any(words) or not all(word.isdigit() for word in words):
         return None
@@ -29,7 +29,7 @@ def visible_modules(machine: Machine) -> tuple[int, ...] | None:
 def environment_findings(
     machine: Machine, cards: tuple[Card, ...], num_cards: int
 ) -> list[Finding]:
-    """Traps in the variables that are set; nothing is said of those that are not."""
+    """Problems with the variables that are set."""
     return [
         *_modules(machine, cards, num_cards),
         *_devices(machine),
@@ -41,9 +41,9 @@ def environment_findings(
 
 
 def host_findings(machine: Machine, num_cards: int) -> list[Finding]:
-    """Host memory and huge pages, against what published deployments give a card."""
+    """Host memory and huge pages, compared with published deployments."""
     free, _ = usable_memory(machine.root)
-    wanted = HOST_BYTES_A_CARD * num_cards
+    wanted = HOST_BYTES_PER_CARD * num_cards
     findings = []
     if 0 < free < wanted:
         findings.append(
@@ -56,7 +56,7 @@ def host_findings(machine: Machine, num_cards: int) -> list[Finding]:
             )
         )
     pages = _huge_page_mib(machine)
-    wanted_mib = HUGE_PAGES_MIB_A_CARD * num_cards
+    wanted_mib = HUGE_PAGES_MIB_PER_CARD * num_cards
     if pages is not None and pages < wanted_mib:
         findings.append(
             Finding(
@@ -81,15 +81,15 @@ def _modules(machine: Machine, cards: tuple[Card, ...], num_cards: int) -> list[
         return [Finding(ERROR, MODULES, what, f"correct it, or unset {MODULES}")]
     if len(set(modules)) < len(modules):
         return [Finding(ERROR, MODULES, f"{MODULES} is {text!r}: it names a module twice")]
-    there = {card.module for card in cards} - {None} or set(range(NUM_MODULES))
-    missing = [module for module in modules if module not in there]
+    existing = {card.module for card in cards} - {None} or set(range(NUM_MODULES))
+    missing = [module for module in modules if module not in existing]
     if missing:
         return [
             Finding(
                 ERROR,
                 MODULES,
                 f"{MODULES} is {text!r}, but this machine has the modules "
-                f"{', '.join(str(one) for one in sorted(there, key=str))}",
+                f"{', '.join(str(one) for one in sorted(existing, key=str))}",
                 f"name only those, or unset {MODULES}; indices of hl-smi are no module ids",
             )
         ]
@@ -198,7 +198,7 @@ def _weight_sharing(machine: Machine) -> list[Finding]:
 
 
 def _huge_page_mib(machine: Machine) -> int | None:
-    """Size of all reserved huge pages; None when the kernel does not tell."""
+    """Size of all reserved huge pages; None if unknown."""
     fields = {}
     for line in (machine.text("proc/meminfo") or "").splitlines():
         name, _, rest = line.partition(":")

@@ -1,10 +1,10 @@
-"""What the runtime's error texts mean, in plain words. Knows texts, and who holds the cards."""
+"""Explanations of the runtime's error texts."""
 
 import re
 
 from hpu.doctor.cards import find_cards
 from hpu.doctor.machine import Machine
-from hpu.doctor.preflight import holders_of
+from hpu.doctor.preflight import lines_of_used_cards
 
 MEANINGS: tuple[tuple[str, str], ...] = (
     (
@@ -33,14 +33,14 @@ MEANINGS: tuple[tuple[str, str], ...] = (
         "lower --gpu-memory-utilization",
     ),
 )
-"""Pattern of a text in any case, and what it means."""
+"""Pattern (in any case) -> explanation."""
 
 BUSY, FAILED = 20, 26
-"""Status of a failed acquisition."""
+"""Status codes of a failed acquisition."""
 
 
 def explain(text: str, machine: Machine) -> str | None:
-    """What `text`, an error of the runtime, means on this machine; None for one we do not know."""
+    """An explanation of `text`, an error of the runtime, on this machine; None if unknown."""
     if re.search(r"device acquire failed", text, re.IGNORECASE):
         return _acquisition(text, machine)
     return next(
@@ -56,7 +56,7 @@ def _acquisition(text: str, machine: Machine) -> str:
         FAILED: "the driver could not give the card, and does not say why (status 26): the driver "
         "and the runtime may be of different releases",
     }.get(status or 0, f"the driver could not give the card (status {status or 'unknown'})")
-    held = holders_of(find_cards(machine).cards)
+    held = lines_of_used_cards(find_cards(machine).cards)
     if held:
         return f"{meaning}; {'; '.join(held)}"
     return (

@@ -1,5 +1,5 @@
-"""Machine: what a preflight may look at, and Finding: what it says. Everything comes through a root
-folder, a mapping and three functions, so that a test can lay out any machine."""
+"""Machine: what the checks read, and Finding: what they report. A machine is a root folder, a
+mapping of variables and three functions, so that a test can build any machine."""
 
 import importlib.metadata
 import importlib.util
@@ -17,7 +17,7 @@ COMMAND_TIMEOUT_S = 10.0
 
 
 class Finding(NamedTuple):
-    """One thing looked at: how bad, in plain words, and what to do."""
+    """The result of one check: its level, subject, description and remedy."""
 
     level: str
     about: str
@@ -26,7 +26,7 @@ class Finding(NamedTuple):
 
 
 def run_command(argv: Sequence[str]) -> str | None:
-    """What a command prints; None when there is none, or it fails or hangs."""
+    """The output of a command; None if it does not exist, fails or hangs."""
     try:
         done = subprocess.run(
             argv,
@@ -42,7 +42,7 @@ def run_command(argv: Sequence[str]) -> str | None:
 
 
 def distribution_version(name: str) -> str | None:
-    """Version of an installed distribution, from its metadata: nothing is imported."""
+    """Version of an installed distribution, from its metadata, without an import."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -50,17 +50,17 @@ def distribution_version(name: str) -> str | None:
 
 
 def has_module(name: str) -> bool:
-    """Whether a top-level module could be imported; it is not."""
+    """Whether a top-level module could be imported, without importing it."""
     try:
         return importlib.util.find_spec(name) is not None
     except ValueError:
-        # It is loaded already, by something that left its specification empty.
+        # The module is loaded already, without a specification.
         return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """This machine, unless a test says otherwise. Reading it touches no device."""
+    """By default this machine. Reading it opens no device."""
 
     environment: Mapping[str, str]
     root: Path = Path("/")
@@ -69,10 +69,10 @@ class Machine:
     has_module: Callable[[str], bool] = has_module
     python: tuple[int, int] = sys.version_info[:2]
     pid: int = field(default_factory=os.getpid)
-    """Whose own hold on a card is no obstacle."""
+    """This process, which may already use a card."""
 
     def text(self, path: str) -> str | None:
-        """A file below the root, stripped; None when it cannot be read."""
+        """The text of a file below the root, stripped; None if it cannot be read."""
         try:
             return (self.root / path).read_text(encoding="utf-8", errors="replace").strip()
         except OSError:
@@ -80,5 +80,5 @@ class Machine:
 
     @property
     def in_container(self) -> bool:
-        """Whether one of the marks that container runtimes leave is there."""
+        """Whether a file that container runtimes create exists."""
         return any((self.root / mark).exists() for mark in (".dockerenv", "run/.containerenv"))

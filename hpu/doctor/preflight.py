@@ -1,5 +1,5 @@
-"""What can be known of a Gaudi machine before anything is imported: findings in plain words, and a
-start that fails early. Touches no device and imports nothing of the vendor's."""
+"""All checks of a Gaudi machine, for `gaudiserve doctor` and for a worker before its start. Opens
+no device and imports nothing of the vendor."""
 
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ IN_CONTAINER = "in a container: --runtime=habana -e HABANA_VISIBLE_DEVICES=all"
 
 
 class Preflight(NamedTuple):
-    """All findings, the first error first to be mended, and the cards that they are about."""
+    """All findings, in the order in which errors should be fixed, and the cards."""
 
     findings: tuple[Finding, ...]
     cards: tuple[Card, ...]
@@ -30,20 +30,17 @@ class Preflight(NamedTuple):
 
 
 def has_sign_of_gaudi(machine: Machine) -> bool:
-    """Whether anything here speaks of Gaudi: its runtime, its driver, or a card."""
+    """Whether this machine has Gaudi's runtime, its driver or a card."""
     return has_runtime(machine) or bool(loaded_modules(machine)) or bool(find_cards(machine).cards)
 
 
 def preflight(machine: Machine, *, num_cards: int = 1, rank: int | None = None) -> Preflight:
-    """Everything, from the runtime to the variables.
-
-    `rank`: the worker whose card must be free, of `num_cards`; None: all of them must be.
-    """
+    """All checks. `rank`: the worker whose card must be free; None: all `num_cards` must be."""
     found = find_cards(machine)
     findings = software_findings(machine)
     if found.cards:
-        # A card that shows itself proves its driver, whatever the list of modules says.
-        findings = [_softened(finding) for finding in findings]
+        # A visible card proves that a driver is loaded, whatever the list of modules says.
+        findings = [_as_warning(finding) for finding in findings]
     findings += environment_findings(machine, found.cards, num_cards)
     findings += _card_findings(machine, found, num_cards, rank)
     findings += host_findings(machine, num_cards)
@@ -51,15 +48,15 @@ def preflight(machine: Machine, *, num_cards: int = 1, rank: int | None = None) 
 
 
 def check_start(machine: Machine, *, num_cards: int = 1, rank: int = 0) -> None:
-    """For a worker, before the first import of the runtime: ConfigError with the first error."""
+    """Before a worker imports the runtime: raise ConfigError with the first error."""
     errors = preflight(machine, num_cards=num_cards, rank=rank).errors
     if errors:
         first = errors[0]
         raise ConfigError(f"{first.what}: {first.do}" if first.do else first.what)
 
 
-def holders_of(cards: tuple[Card, ...]) -> list[str]:
-    """One line a held card: which, and by whom."""
+def lines_of_used_cards(cards: tuple[Card, ...]) -> list[str]:
+    """A line for each card in use, with its processes."""
     return [
         f"the card {card} is held by {' and '.join(map(str, card.holders))}"
         for card in cards
@@ -67,7 +64,7 @@ def holders_of(cards: tuple[Card, ...]) -> list[str]:
     ]
 
 
-def _softened(finding: Finding) -> Finding:
+def _as_warning(finding: Finding) -> Finding:
     if finding.about == "driver" and finding.level == ERROR:
         return finding._replace(level=WARN)
     return finding
@@ -90,8 +87,8 @@ def _card_findings(
             Finding(level, "cards", f"this user may not open {nodes}", "run as a user who may")
         )
     visible = visible_modules(machine)
-    asked = [card for card in cards if visible is None or card.module in (None, *visible)]
-    findings += _held(machine, asked, num_cards, rank)
+    visible_cards = [card for card in cards if visible is None or card.module in (None, *visible)]
+    findings += _cards_in_use(machine, visible_cards, num_cards, rank)
     if found.hidden_processes and not any(card.holders for card in cards):
         findings.append(
             Finding(
@@ -105,46 +102,48 @@ def _card_findings(
 
 
 def _kernels(machine: Machine, cards: tuple[Card, ...]) -> list[Finding]:
-    """What the table of kernels says of the first card and the installed release."""
+    """The known fused kernels of the first card with the installed release."""
     generation, release = cards[0].generation, runtime_release(machine)
     if generation is None or release is None:
         return []
-    there = {kernel: has_kernel(kernel, generation, release) for kernel in KERNELS}
+    known = {kernel: has_kernel(kernel, generation, release) for kernel in KERNELS}
     parts = [
-        f"{sum(map(bool, there.values()))} of {len(there)} fused kernels are known to be there"
+        f"{sum(map(bool, known.values()))} of {len(known)} fused kernels are known to be there"
     ]
     for answer, words in ((False, "not there"), (None, "only the runtime can tell")):
-        names = [kernel for kernel, found in there.items() if found is answer]
+        names = [kernel for kernel, found in known.items() if found is answer]
         if names:
             parts.append(f"{words}: {', '.join(names)}")
     return [Finding(OK, "kernels", f"{generation}: {'; '.join(parts)}")]
 
 
-def _held(machine: Machine, cards: list[Card], num_cards: int, rank: int | None) -> list[Finding]:
-    """Whether enough of `cards` are free: for one worker its own, else as many as it takes."""
-    held = holders_of(tuple(cards))
+def _cards_in_use(
+    machine: Machine, cards: list[Card], num_cards: int, rank: int | None
+) -> list[Finding]:
+    """Whether enough of `cards` are free: the card of the worker `rank`, else `num_cards`."""
+    in_use = lines_of_used_cards(tuple(cards))
     free = [card for card in cards if not card.holders]
-    cure = "end it, or wait: a card stays busy for some seconds after its process has ended"
-    own = _own_module(machine, rank)
-    if rank is not None and own is not None and any(card.module == own for card in cards):
-        mine = [card for card in cards if card.module == own and card.holders]
-        if mine:
-            return [Finding(ERROR, "card held", holders_of(tuple(mine))[0], cure)]
+    remedy = "end it, or wait: a card stays busy for some seconds after its process has ended"
+    module = _module_of_rank(machine, rank)
+    if rank is not None and module is not None and any(card.module == module for card in cards):
+        used = [card for card in cards if card.module == module and card.holders]
+        if used:
+            return [Finding(ERROR, "card held", lines_of_used_cards(tuple(used))[0], remedy)]
         return []
     needed = num_cards if rank is None else 1
     if len(cards) < needed:
         what = f"{len(cards)} cards are to be seen, {needed} are asked for"
         return [Finding(ERROR, "cards", what, IN_CONTAINER)]
     if len(free) < needed:
-        what = f"{len(free)} of {len(cards)} cards are free, {needed} needed: {'; '.join(held)}"
-        return [Finding(ERROR, "card held", what, cure)]
+        what = f"{len(free)} of {len(cards)} cards are free, {needed} needed: {'; '.join(in_use)}"
+        return [Finding(ERROR, "card held", what, remedy)]
     pick = "" if free[0].module is None else f"HABANA_VISIBLE_MODULES={free[0].module}"
     do = f"name a free one: {pick}" if pick else ""
-    return [Finding(WARN, "card held", line, do) for line in held]
+    return [Finding(WARN, "card held", line, do) for line in in_use]
 
 
-def _own_module(machine: Machine, rank: int | None) -> int | None:
-    """The module a worker is bound to, if a variable says so."""
+def _module_of_rank(machine: Machine, rank: int | None) -> int | None:
+    """The module of a worker, if a variable determines it."""
     word = machine.environment.get("HLS_MODULE_ID", "")
     if word.isdigit():
         return int(word)

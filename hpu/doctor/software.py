@@ -1,5 +1,5 @@
-"""Findings on installed software: the vendor's packages, torch, Python, the driver. Reads metadata
-and the kernel's files; imports nothing of the vendor's."""
+"""Checks of the installed software: the vendor's packages, torch, Python, the driver. Reads
+metadata and the kernel's files."""
 
 from hpu.backends.gaudi_devices import (
     PYTHONS,
@@ -13,7 +13,7 @@ RUNTIME = "habana_frameworks"
 RUNTIME_DISTRIBUTION = "habana-torch-plugin"
 
 DRIVER_MODULES = ("habanalabs", "habanalabs_cn", "habanalabs_ib", "habanalabs_en")
-"""The first runs a card, the others the links between cards."""
+"""The first drives the cards, the others the links between cards."""
 
 IMAGE = "start from a Gaudi PyTorch image or installation"
 
@@ -28,23 +28,23 @@ def runtime_release(machine: Machine) -> Release | None:
 
 
 def is_vendor_torch(machine: Machine) -> bool | None:
-    """Whether torch is the vendor's build, which alone runs lazy mode; None without torch.
+    """Whether torch is the vendor's build, which lazy mode needs; None without torch.
 
-    The vendor's builds carry a local version that begins with git.
+    The local version of the vendor's builds begins with `git`.
     """
     version = machine.version("torch")
     return None if version is None else version.partition("+")[2].startswith("git")
 
 
 def driver_version(machine: Machine) -> str | None:
-    """As hl-smi tells it."""
+    """The version that hl-smi prints."""
     text = machine.run(["hl-smi", "-Q", "driver_version", "-f", "csv,noheader"])
     lines = [line.strip() for line in (text or "").splitlines() if line.strip()]
     return lines[0] if lines and release_of(lines[0]) else None
 
 
 def loaded_modules(machine: Machine) -> set[str] | None:
-    """Of the driver's modules those that are loaded; None when the kernel does not tell."""
+    """The driver's loaded kernel modules; None if unknown."""
     text = machine.text("proc/modules")
     if text is None:
         return None
@@ -52,7 +52,7 @@ def loaded_modules(machine: Machine) -> set[str] | None:
 
 
 def software_findings(machine: Machine) -> list[Finding]:
-    """What is installed, and whether the parts belong together."""
+    """What is installed, and whether the versions match."""
     return [
         _runtime(machine),
         *_torch(machine),
@@ -129,14 +129,14 @@ def _driver(machine: Machine) -> Finding:
 
 
 def _version_match(machine: Machine) -> list[Finding]:
-    """Driver against runtime; the vendor's guide wants them of one release."""
+    """Whether driver and runtime are of one release, as the vendor's guide requires."""
     if not has_runtime(machine):
         return []
     driver, release = driver_version(machine), runtime_release(machine)
-    told = release_of(driver) if driver else None
-    if told is None or release is None:
+    driver_release = release_of(driver) if driver else None
+    if driver_release is None or release is None:
         return [Finding(OK, "driver version", f"driver version {driver or 'unknown'}")]
-    if told[:3] == release[:3]:
+    if driver_release[:3] == release[:3]:
         return [Finding(OK, "driver version", f"driver {driver} fits the runtime's release")]
     return [
         Finding(

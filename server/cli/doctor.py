@@ -5,7 +5,7 @@ import json
 from config.loading.env import cache_home, environment
 from config.loading.parser import Parser, server_parser
 from config.loading.sources import load
-from engine.reports.doctor import as_json, as_text, examine, this_machine
+from engine.reports.doctor import as_json, as_text, diagnose, this_machine
 
 
 def parser() -> Parser:
@@ -24,6 +24,6 @@ def main(argv: list[str]) -> int:
     made = parser()
     found = made.parse_all(argv)
     engine = load(argv, default_model="demo", parser=made).engine
-    report = examine(this_machine(environment()), engine, engine.cache_dir or cache_home())
+    report = diagnose(this_machine(environment()), engine, engine.cache_dir or cache_home())
     print(json.dumps(as_json(report), indent=2) if found.json else as_text(report))
     return 0 if report.can_serve else 1

@@ -10,7 +10,7 @@ from gaudi_machine import GaudiMachine
 from config.engine import EngineConfig
 from config.execution import ExecutionConfig
 from config.loading.env import chosen_device, environment, hpu_mode
-from engine.reports.doctor import Examination, as_json, as_text, examine, this_machine
+from engine.reports.doctor import Diagnosis, as_json, as_text, diagnose, this_machine
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ def plain(tmp_path: Path) -> GaudiMachine:
     return machine
 
 
-def examined(machine: GaudiMachine, **settings: Any) -> Examination:
-    return examine(machine.seen(), EngineConfig("m", **settings), str(machine.root / "cache"))
+def examined(machine: GaudiMachine, **settings: Any) -> Diagnosis:
+    return diagnose(machine.seen(), EngineConfig("m", **settings), str(machine.root / "cache"))
 
 
 def test_a_plain_machine_serves_on_its_cpu(plain: GaudiMachine) -> None:
@@ -59,7 +59,7 @@ def test_a_plain_machine_cannot_serve_on_a_gaudi(plain: GaudiMachine) -> None:
 def test_a_gaudi_machine_takes_a_card_and_its_graphs(gaudi: GaudiMachine) -> None:
     found = examined(gaudi)
 
-    assert (found.taken, found.can_serve) == ("hpu", True)
+    assert (found.device, found.can_serve) == ("hpu", True)
     assert found.mode is not None and found.mode.mode == "hpu-graphs"
     assert "8 cards: module 0, /dev/accel/accel0" in as_text(found)
 
@@ -101,7 +101,7 @@ def test_nothing_serves_without_torch(plain: GaudiMachine) -> None:
 def test_a_cache_folder_that_takes_no_files_is_a_hint(plain: GaudiMachine) -> None:
     plain.write("a-file", "")
 
-    found = examine(plain.seen(), EngineConfig("m"), str(plain.root / "a-file"))
+    found = diagnose(plain.seen(), EngineConfig("m"), str(plain.root / "a-file"))
 
     assert found.can_serve
     assert "a-file cannot be written to\n        name another by --cache-dir" in as_text(found)
@@ -128,7 +128,7 @@ def test_the_json_holds_what_the_text_says(gaudi: GaudiMachine) -> None:
 def test_the_doctor_and_a_worker_decide_alike_on_this_machine(tmp_path: Path) -> None:
     config = EngineConfig("m")
 
-    found = examine(this_machine(environment()), config, str(tmp_path))
+    found = diagnose(this_machine(environment()), config, str(tmp_path))
 
-    assert found.taken == chosen_device("auto")
+    assert found.device == chosen_device("auto")
     assert found.mode == hpu_mode(config)
