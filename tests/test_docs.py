@@ -69,6 +69,17 @@ def test_links_lead_to_files(page: Path) -> None:
     assert missing == []
 
 
+def test_the_files_that_the_pages_name_exist() -> None:
+    folders = "benchmarks|config|deploy|docs|engine|hpu|server|tests"
+    path = re.compile(rf"(?<![\w/])(?:{folders})/[\w/.-]*[\w/]")
+    named = {(page.name, name) for page in PAGES for name in path.findall(page.read_text("utf-8"))}
+
+    missing = sorted((page, name) for page, name in named if not (ROOT / name).exists())
+
+    assert len(named) > 50
+    assert missing == []
+
+
 def test_flags_that_the_documents_name_exist() -> None:
     known = set(server_parser("serve", "")._option_string_actions)
     known |= set(bench_parser()._option_string_actions)
