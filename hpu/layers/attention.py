@@ -15,7 +15,7 @@ from hpu.layers.attention_base import KVCacheSpec
 from hpu.layers.linear import QKVParallelLinear, RowParallelLinear
 from hpu.layers.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
 from hpu.layers.norm import QKNorm
-from hpu.ops.attention import attend, join, paged_decode
+from hpu.ops.attention import attend, merge_attention, paged_decode
 from hpu.ops.kernels import Kernels
 from hpu.ops.rope import Rotation, rotate
 
@@ -177,7 +177,7 @@ class PagedAttention(nn.Module):
         out, log_sum = attend(query, key, value, scale=scale, mask=mask, causal=mask is None)
         context_mask = metadata.context_masks[self._mask_index]
         if context_mask is not None:
-            # Two attentions joined, not one over [cached, new]: the new tokens keep the kernel's
+            # Two attentions merged, not one over [cached, new]: the new tokens keep the kernel's
             # causal shortcut, and the cached ones need no mask of Q rows.
             context_out, context_log_sum = attend(
                 query,
@@ -186,7 +186,7 @@ class PagedAttention(nn.Module):
                 scale=scale,
                 mask=context_mask,
             )
-            out = join(out, log_sum, context_out, context_log_sum)
+            out = merge_attention(out, log_sum, context_out, context_log_sum)
         return out.transpose(1, 2)
 
     def _fused_prefill(

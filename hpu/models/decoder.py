@@ -21,7 +21,7 @@ from hpu.layers.mlp import GatedMLP
 from hpu.layers.norm import QKNorm, RMSNorm
 from hpu.models.base import CausalLM, Shape
 from hpu.ops.kernels import Kernels
-from hpu.ops.rope import Rotary, Rotation
+from hpu.ops.rope import RotaryEmbedding, Rotation
 from hpu.quantization.base import LinearMethod, QuantizationScheme
 from hpu.quantization.unquantized import UNQUANTIZED
 
@@ -61,7 +61,7 @@ class DecoderModel(nn.Module):
         embed_tokens: VocabParallelEmbedding,
         layers: list[DecoderLayer],
         norm: RMSNorm,
-        rotary_emb: Rotary,
+        rotary_emb: RotaryEmbedding,
         windows: Windows,
         *,
         causal: bool,
@@ -139,7 +139,7 @@ class Decoder(CausalLM):
             ),
             [self._layer(f"model.layers.{i}", layer) for i, layer in enumerate(spec.layers)],
             self._norm(),
-            Rotary(config, length=length, dtype=dtype, device=device),
+            RotaryEmbedding(config, length=length, dtype=dtype, device=device),
             Windows(config.sliding_window, tuple(one.window is not None for one in spec.layers)),
             causal=config.is_causal,
         )
@@ -259,7 +259,7 @@ class Decoder(CausalLM):
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool = False) -> None:
         """Run on a device's fused kernels from now on. Once, before the first launch."""
         self.model.fused = self.dtype
-        self.model.rotary_emb.use_plain_sin()
+        self.model.rotary_emb.restore_sin_sign()
         self.model.norm.use_kernel(kernels.rms_norm)
         for layer in self.layers:
             layer.input_layernorm.use_kernel(kernels.rms_norm)

@@ -1,5 +1,5 @@
-"""Pooler: a launch's hidden states to vectors, on the device and in the shapes of its bucket. What
-each text wants is an input, never a shape. Knows no checkpoints beyond the names of its heads."""
+"""Pooler: a launch's hidden states to vectors, on the device and in the shapes of its bucket. The
+options of each text are inputs: they never change a shape."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -24,29 +24,29 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "SiLU": functional.silu,
 }
 
-LEAST = 1e-9
-"""In the place of a sum or a length of nothing, as padded rows have it."""
+EPSILON = 1e-9
+"""Replaces sums of 0, which padding rows have, in divisions."""
 
 
 class PoolingInputs(NamedTuple):
-    """What each row (B) of a launch wants; integers."""
+    """The options of each row (B) of a launch; integers."""
 
     lengths: Tensor
-    """Real tokens; 0 for a padded row."""
+    """Tokens, padding excluded; 0 for a padding row."""
     skipped: Tensor
-    """Tokens at the front that are not pooled."""
+    """Leading tokens that are not pooled."""
     firsts: Tensor
-    """Place of the first pooled token in the flattened (B * Q)."""
+    """Index of the first pooled token in the flattened (B * Q)."""
     lasts: Tensor
-    """Place of the last token, in the same way."""
+    """Index of the last token, in the same way."""
     dimensions: Tensor
-    """Numbers of a vector that count; the others come out as 0."""
+    """Leading dimensions of a vector that are returned; the others become 0."""
     normalizes: Tensor
-    """1 for vectors of length 1, or for numbers between 0 and 1."""
+    """1 for vectors of length 1, or for probabilities instead of logits."""
 
 
 class Pooler(nn.Module):
-    """Everything behind the last layer, in float32 whatever the model's dtype."""
+    """Everything after the last layer, in float32 whatever the model's dtype."""
 
     def __init__(self, config: PoolerConfig, model: ModelConfig, device: torch.device) -> None:
         super().__init__()
@@ -65,29 +65,29 @@ class Pooler(nn.Module):
             ClassificationHead(model, config.facts.width, device) if config.has_head else None
         )
 
-    def forward(self, hidden: Tensor, asked: PoolingInputs) -> Tensor:
-        """(B, Q, hidden) to one vector a row: (B, width) float32."""
+    def forward(self, hidden: Tensor, inputs: PoolingInputs) -> Tensor:
+        """(B, Q, hidden) to one vector per row: (B, width) float32."""
         states = hidden.float()
-        pooled = torch.cat([_POOL[mode](states, asked) for mode in self.config.modes], dim=-1)
+        pooled = torch.cat([_POOL[mode](states, inputs) for mode in self.config.modes], dim=-1)
         for linear, dense in zip(self.dense, self.config.dense, strict=True):
             pooled = ACTIVATIONS[dense.activation](linear(pooled))
         if self.head is not None:
-            return self._between(self.head(pooled), asked)
-        return cut(pooled, asked.dimensions.unsqueeze(1), asked.normalizes.unsqueeze(1))
+            return self._probabilities(self.head(pooled), inputs)
+        return truncate(pooled, inputs.dimensions.unsqueeze(1), inputs.normalizes.unsqueeze(1))
 
-    def by_token(self, hidden: Tensor, asked: PoolingInputs) -> Tensor:
-        """(B, Q, hidden) to one vector a token, float32; behind a text's end too."""
-        wide = (asked.dimensions.view(-1, 1, 1), asked.normalizes.view(-1, 1, 1))
-        return cut(hidden.float(), *wide)
+    def by_token(self, hidden: Tensor, inputs: PoolingInputs) -> Tensor:
+        """(B, Q, hidden) to one vector per token, (B, Q, hidden) float32; for padding too."""
+        wide = (inputs.dimensions.view(-1, 1, 1), inputs.normalizes.view(-1, 1, 1))
+        return truncate(hidden.float(), *wide)
 
-    def _between(self, logits: Tensor, asked: PoolingInputs) -> Tensor:
+    def _probabilities(self, logits: Tensor, inputs: PoolingInputs) -> Tensor:
         if self.config.activation == SIGMOID:
-            shares = torch.sigmoid(logits)
+            probabilities = torch.sigmoid(logits)
         elif self.config.activation == SOFTMAX:
-            shares = torch.softmax(logits, dim=-1)
+            probabilities = torch.softmax(logits, dim=-1)
         else:
-            shares = logits
-        return torch.where(asked.normalizes.unsqueeze(1) > 0, shares, logits)
+            probabilities = logits
+        return torch.where(inputs.normalizes.unsqueeze(1) > 0, probabilities, logits)
 
 
 class ClassificationHead(nn.Module):
@@ -111,55 +111,55 @@ class ClassificationHead(nn.Module):
         return self.out(pooled)  # type: ignore[no-any-return]
 
 
-def cut(vectors: Tensor, dimensions: Tensor, normalizes: Tensor) -> Tensor:
-    """`vectors` (..., width), 0 from each one's `dimensions` on, then of length 1 where told."""
+def truncate(vectors: Tensor, dimensions: Tensor, normalizes: Tensor) -> Tensor:
+    """`vectors` (..., width) with 0 from `dimensions` on, scaled to length 1 where `normalizes`."""
     columns = torch.arange(vectors.shape[-1], device=vectors.device)
-    kept = torch.where(columns < dimensions, vectors, torch.zeros_like(vectors))
-    lengths = kept.square().sum(dim=-1, keepdim=True).sqrt().clamp_min(1e-12)
-    return torch.where(normalizes > 0, kept / lengths, kept)
+    truncated = torch.where(columns < dimensions, vectors, torch.zeros_like(vectors))
+    lengths = truncated.square().sum(dim=-1, keepdim=True).sqrt().clamp_min(1e-12)
+    return torch.where(normalizes > 0, truncated / lengths, truncated)
 
 
-def _seen(states: Tensor, asked: PoolingInputs) -> Tensor:
+def _is_pooled(states: Tensor, inputs: PoolingInputs) -> Tensor:
     """(B, Q, 1): whether a token is pooled."""
-    places = torch.arange(states.shape[1], device=states.device)
-    seen = (places < asked.lengths.unsqueeze(1)) & (places >= asked.skipped.unsqueeze(1))
-    return seen.unsqueeze(-1)
+    indices = torch.arange(states.shape[1], device=states.device)
+    is_pooled = (indices < inputs.lengths.unsqueeze(1)) & (indices >= inputs.skipped.unsqueeze(1))
+    return is_pooled.unsqueeze(-1)
 
 
-def _at(states: Tensor, places: Tensor) -> Tensor:
-    return states.reshape(-1, states.shape[-1]).index_select(0, places)
+def _select(states: Tensor, indices: Tensor) -> Tensor:
+    return states.reshape(-1, states.shape[-1]).index_select(0, indices)
 
 
 def _sum(states: Tensor, weights: Tensor) -> Tensor:
-    # What a padded token's states are must not matter, not even if they are no numbers.
+    # `where`, not a product with 0: the states of padding may be NaN.
     return torch.where(weights > 0, states * weights, torch.zeros_like(states)).sum(dim=1)
 
 
-def _mean(states: Tensor, asked: PoolingInputs) -> Tensor:
-    weights = _seen(states, asked).float()
-    return _sum(states, weights) / weights.sum(dim=1).clamp_min(LEAST)
+def _mean(states: Tensor, inputs: PoolingInputs) -> Tensor:
+    weights = _is_pooled(states, inputs).float()
+    return _sum(states, weights) / weights.sum(dim=1).clamp_min(EPSILON)
 
 
-def _mean_sqrt_len(states: Tensor, asked: PoolingInputs) -> Tensor:
-    weights = _seen(states, asked).float()
-    return _sum(states, weights) / weights.sum(dim=1).clamp_min(LEAST).sqrt()
+def _mean_sqrt_len(states: Tensor, inputs: PoolingInputs) -> Tensor:
+    weights = _is_pooled(states, inputs).float()
+    return _sum(states, weights) / weights.sum(dim=1).clamp_min(EPSILON).sqrt()
 
 
-def _weighted_mean(states: Tensor, asked: PoolingInputs) -> Tensor:
-    """Later tokens count more: a token's weight is its place, from 1."""
-    places = torch.arange(1, states.shape[1] + 1, device=states.device).view(1, -1, 1)
-    weights = _seen(states, asked).float() * places
-    return _sum(states, weights) / weights.sum(dim=1).clamp_min(LEAST)
+def _weighted_mean(states: Tensor, inputs: PoolingInputs) -> Tensor:
+    """A token's weight is its position, counted from 1."""
+    positions = torch.arange(1, states.shape[1] + 1, device=states.device).view(1, -1, 1)
+    weights = _is_pooled(states, inputs).float() * positions
+    return _sum(states, weights) / weights.sum(dim=1).clamp_min(EPSILON)
 
 
-def _max(states: Tensor, asked: PoolingInputs) -> Tensor:
-    seen = _seen(states, asked)
-    return torch.where(seen, states, torch.full_like(states, MASKED)).amax(dim=1)
+def _max(states: Tensor, inputs: PoolingInputs) -> Tensor:
+    is_pooled = _is_pooled(states, inputs)
+    return torch.where(is_pooled, states, torch.full_like(states, MASKED)).amax(dim=1)
 
 
 _POOL: dict[str, Callable[[Tensor, PoolingInputs], Tensor]] = {
-    CLS: lambda states, asked: _at(states, asked.firsts),
-    LAST: lambda states, asked: _at(states, asked.lasts),
+    CLS: lambda states, inputs: _select(states, inputs.firsts),
+    LAST: lambda states, inputs: _select(states, inputs.lasts),
     MEAN: _mean,
     MEAN_SQRT_LEN: _mean_sqrt_len,
     WEIGHTED_MEAN: _weighted_mean,

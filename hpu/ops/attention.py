@@ -1,9 +1,8 @@
-"""Attention over tensors: one softmax attention that also tells its log-sum-exp, and what is built
-of it (prompts over cached context, flat paged decode). Knows no layers, and no launches.
+"""Attention over tensors: softmax attention with its log-sum-exp, merging of two such results, and
+flat paged decode.
 
-GrammarMasks are additive float32 with MASKED for what may not be seen: finite, so that a row which
-sees
-nothing gives a number that weighs nothing instead of not-a-number.
+Masks are additive float32, MASKED where a key is not visible. MASKED is finite, so that a row
+without a visible key gives finite numbers of weight 0 instead of NaN.
 """
 
 import functools
@@ -25,14 +24,14 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of `query` (B, heads, Q, D) over `key` and `value` (B, kv_heads, S, D).
 
-    Returns the output (B, heads, Q, D) and the log of each softmax's sum (B, heads, Q) in float32.
+    Returns the output (B, heads, Q, D) and the log-sum-exp of the scores (B, heads, Q) float32.
     `mask` is float32, (B or 1, 1, Q or 1, S); `causal` needs Q == S and no mask. Statistics are
-    float32 whatever the dtype.
+    float32 for every dtype.
     """
     if query.device.type != "cpu":
-        return attend_plainly(query, key, value, scale=scale, mask=mask, causal=causal)
+        return attend_unfused(query, key, value, scale=scale, mask=mask, causal=causal)
     groups = query.shape[1] // key.shape[1]
-    if groups > 1 and not _flash_shares_heads():
+    if groups > 1 and not _flash_supports_gqa():
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, causal, attn_mask=mask, scale=scale
@@ -40,7 +39,7 @@ def attend(
     return out, log_sum
 
 
-def attend_plainly(
+def attend_unfused(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -49,7 +48,7 @@ def attend_plainly(
     mask: Tensor | None = None,
     causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`attend` in products and exponentials, for devices without the fused kernel of the CPU."""
+    """`attend` as matrix products and a softmax, for devices without the CPU's fused kernel."""
     batch, heads, length, size = query.shape
     kv_heads, span = key.shape[1], key.shape[2]
     folded = query.reshape(batch, kv_heads, heads // kv_heads, length, size).flatten(2, 3)
@@ -66,11 +65,11 @@ def attend_plainly(
 
 
 @functools.cache
-def _flash_shares_heads() -> bool:
-    """Whether the CPU's fused kernel lets several query heads share one of the keys.
+def _flash_supports_gqa() -> bool:
+    """Whether the CPU's fused kernel supports fewer key heads than query heads.
 
-    Older ones would read past the end: asked here on a tensor that has a second head behind the
-    first, so that the wrong answer is read from memory of our own.
+    Older ones read past the end of the keys. The probe passes a view with a second head behind it,
+    so that they read memory that belongs to this tensor.
     """
     backing = torch.tensor([1.0, 2.0]).view(1, 2, 1, 1).expand(1, 2, 1, 16).contiguous()
     try:
@@ -83,24 +82,27 @@ def _flash_shares_heads() -> bool:
 
 
 def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """(1, 1, length, length): a token sees itself and what came before, `window` tokens in all."""
+    """(1, 1, length, length): a token sees itself and earlier ones, at most `window` tokens."""
     positions = torch.arange(length, device=device)
     distance = positions.unsqueeze(1) - positions
-    seen = distance >= 0
+    visible = distance >= 0
     if window is not None:
-        seen = seen & (distance < window)
-    return as_mask(seen).view(1, 1, length, length)
+        visible = visible & (distance < window)
+    return as_mask(visible).view(1, 1, length, length)
 
 
-def as_mask(seen: Tensor) -> Tensor:
-    """Additive float32 mask: 0 where `seen`, MASKED elsewhere."""
-    return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, MASKED)
+def as_mask(visible: Tensor) -> Tensor:
+    """Additive float32 mask: 0 where `visible`, MASKED elsewhere."""
+    return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, MASKED)
 
 
-def join(out: Tensor, log_sum: Tensor, other_out: Tensor, other_log_sum: Tensor) -> Tensor:
-    """Attention over two sets of keys, from that over each: their mean, weighed by the sums."""
-    share = torch.sigmoid(other_log_sum - log_sum).unsqueeze(-1)
-    return (out + (other_out - out) * share).to(out.dtype)
+def merge_attention(
+    out: Tensor, log_sum: Tensor, other_out: Tensor, other_log_sum: Tensor
+) -> Tensor:
+    """Attention over two sets of keys from that over each, both as `attend` gives them: the mean of
+    the outputs (B, heads, Q, D), weighted by the sums."""
+    other_weight = torch.sigmoid(other_log_sum - log_sum).unsqueeze(-1)
+    return (out + (other_out - out) * other_weight).to(out.dtype)
 
 
 def paged_decode(
@@ -113,15 +115,15 @@ def paged_decode(
     mask: Tensor,
     scale: float,
 ) -> Tensor:
-    """One token a row over the blocks all rows hold, as a flat list: (B, heads, D).
+    """One token of each sequence over a flat list of all sequences' blocks: (B, heads, D).
 
     `query` (B, heads, D); `key_blocks`, `value_blocks` (N, block_size, kv_heads, D), gathered;
-    `rows` (N) int64, the row each block belongs to (any row for padding); `mapping` (B, N) float32,
-    1 where the block is the row's; `mask` (N, 1, 1, block_size), all MASKED for padding.
+    `rows` (N) int64, batch index of each block (any for padding); `mapping` (B, N) float32, 1 where
+    the block belongs to the batch index; `mask` (N, 1, 1, block_size), all MASKED for padding.
 
-    A lone row's blocks are one sequence. Otherwise each block has a softmax of its own, and a row's
-    blocks are then weighed by their sums, relative to the largest of that row, so that no row's
-    scale depends on its neighbours. Cost follows N.
+    With B = 1 all blocks are one sequence. Otherwise each block gets its own softmax, and the
+    outputs of a sequence's blocks are weighted by their sums relative to the largest sum of that
+    sequence, so that its scale does not depend on other sequences. The cost follows N.
     """
     batch, heads, size = query.shape
     count, kv_heads = key_blocks.shape[0], key_blocks.shape[2]
@@ -134,7 +136,7 @@ def paged_decode(
             mask=mask.view(1, 1, 1, -1),
         )
         return out.reshape(1, heads, size)
-    # The query heads that share a key head stand as "tokens" of that head: nothing is repeated.
+    # The query heads that share a key head become "tokens" of that head: no key is repeated.
     per_block = query.view(batch, -1).index_select(0, rows)
     out, log_sum = attend(
         per_block.view(count, kv_heads, heads // kv_heads, size),
@@ -147,16 +149,16 @@ def paged_decode(
     highest = torch.full((batch, heads), MASKED, device=query.device)
     highest = highest.scatter_reduce(0, rows.unsqueeze(1).expand(count, heads), log_sum, "amax")
     weights = torch.exp(log_sum - highest.index_select(0, rows))
-    weighed = out.reshape(count, heads, size) * weights.unsqueeze(-1)
-    flat = weighed.view(count, heads * size)
+    weighted = out.reshape(count, heads, size) * weights.unsqueeze(-1)
+    flat = weighted.view(count, heads * size)
     if query.device.type == "cpu":
-        # Adds each block to its own row, in order: a row that is not a number stays alone, and
-        # many blocks take less than half the time of the product.
+        # Adds each block to its own sequence, in order: NaN does not spread to other sequences, and
+        # many blocks take less than half the time of the matrix product.
         sums = torch.zeros(batch, heads).index_add_(0, rows, weights)
         total = torch.zeros(batch, heads * size).index_add_(0, rows, flat.float())
     else:
-        # Elsewhere such additions come in any order.
+        # On other devices index_add_ has no fixed order.
         sums, total = mapping @ weights, mapping @ flat
-    # A padded row holds no block and its sum is 0: 0 over anything but 0 stays 0.
+    # A padding row has no block, so its sum and its total are 0: avoid 0 / 0.
     sums = sums.clamp_min(1e-30).unsqueeze(-1)
     return (total.view(batch, heads, size) / sums).to(query.dtype)

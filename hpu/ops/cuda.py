@@ -1,5 +1,5 @@
-"""CudaKernels: torch's own fused operations, all public and all on any device, in the places where
-the plain ones would need memory by the square of a prompt. Knows no layers."""
+"""CudaKernels: torch's fused attention, where the plain one needs memory quadratic in a prompt. All
+operations are public and run on any device."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from hpu.ops.norm import rms_norm
 
 
 class CudaKernels:
-    """Static shapes, and nothing that asks the host: all of it may be captured."""
+    """Static shapes and no host synchronization, so all of it may be captured."""
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(hidden, weight, eps)
@@ -31,9 +31,9 @@ class CudaKernels:
     ) -> Tensor:
         groups = query.shape[1] // key.shape[1]
         if groups > 1:
-            # Not all of the kernels that torch may choose let query heads share one of the keys.
+            # Not all kernels that torch may choose support fewer key heads than query heads.
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        # What padded tokens see does no harm: they are behind every real one.
+        # Padding tokens come after all real ones, so causality hides them.
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale
         )

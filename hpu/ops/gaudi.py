@@ -1,5 +1,5 @@
 """GaudiKernels: the vendor's fused operations. Imported by the Gaudi back end only, after it has
-set up the runtime; knows no layers.
+set up the runtime.
 
 Sources of the call forms: the bridge's own kernels package (FusedSDPA, FusedRMSNorm, rotary), and
 the flat paged attention of the vendor's plug-in for vLLM.
@@ -16,17 +16,17 @@ from habana_frameworks.torch.hpex.kernels import (
 from habana_frameworks.torch.hpex.normalization import FusedRMSNorm
 from torch import Tensor
 
-from hpu.ops.attention import MASKED, attend_plainly
+from hpu.ops.attention import MASKED, attend_unfused
 
 
 class GaudiKernels:
-    """`fused_sdpa`: prompts through the fused attention; `fused_blocks`: a decode's softmax by the
-    kernels made for blocks, which not every card and release has."""
+    """`fused_sdpa`: prompts use FusedSDPA; `fused_blocks`: decodes use the block softmax kernels,
+    which not every card and release has."""
 
     def __init__(self, *, fused_sdpa: bool, fused_blocks: bool) -> None:
         self._fused_sdpa = fused_sdpa
         self._fused_blocks = fused_blocks
-        # torch says so of its own kernel at the first call; the card's is another.
+        # torch warns about its own kernel at the first call; the card has another one.
         warnings.filterwarnings("ignore", r"index_reduce\(\) is in beta", UserWarning)
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -36,7 +36,7 @@ class GaudiKernels:
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         # The kernel is known to take (tokens, heads, size) with cos and sin of (tokens, 1, size).
         batch, query = heads.shape[:2]
-        turned: Tensor = apply_rotary_pos_emb(
+        rotated: Tensor = apply_rotary_pos_emb(
             heads.flatten(0, 1),
             cos.flatten(0, 1),
             sin.flatten(0, 1),
@@ -44,7 +44,7 @@ class GaudiKernels:
             0,
             RotaryPosEmbeddingMode.BLOCKWISE,
         )
-        return turned.view(batch, query, *turned.shape[1:])
+        return rotated.view(batch, query, *rotated.shape[1:])
 
     def prompt_attention(
         self,
@@ -57,7 +57,7 @@ class GaudiKernels:
         scale: float,
     ) -> Tensor:
         if not self._fused_sdpa:
-            out, _ = attend_plainly(query, key, value, scale=scale, mask=mask, causal=mask is None)
+            out, _ = attend_unfused(query, key, value, scale=scale, mask=mask, causal=mask is None)
             return out
         # valid_seq_len counts only with is_causal and no mask; recomputing saves memory.
         is_causal = mask is None
@@ -90,8 +90,8 @@ class GaudiKernels:
     ) -> Tensor:
         batch, heads, size = query.shape
         count, kv_heads = key_blocks.shape[0], key_blocks.shape[2]
-        # batch2block: each block gets its row's query. Exact, since a row of the mapping holds one
-        # 1; padded blocks get zeros.
+        # batch2block: each block gets the query of its sequence. Exact, since a column of the
+        # mapping has a single 1; padding blocks get zeros.
         per_block = mapping.t() @ (query * scale).view(batch, heads * size)
         folded = per_block.view(count, kv_heads, heads // kv_heads, 1, size)
         keys = key_blocks.permute(0, 2, 3, 1).unsqueeze(2)
@@ -100,7 +100,7 @@ class GaudiKernels:
         bias = mask.view(count, 1, 1, 1, -1).to(scores.dtype)
         if self._fused_blocks:
             weights, highest, sums = torch.ops.hpu.block_softmax(scores, bias, groups)
-            share = torch.ops.hpu.block_softmax_adjustment(
+            block_weights = torch.ops.hpu.block_softmax_adjustment(
                 highest, sums.to(highest.dtype), groups, batch, list(highest.shape)
             )
         else:
@@ -108,24 +108,25 @@ class GaudiKernels:
             highest = wide.amax(-1, keepdim=True)
             weights = torch.exp(wide - highest)
             sums = weights.sum(-1, keepdim=True)
-            share = _shares(highest.view(count, heads), sums.view(count, heads), rows, mapping)
-            share = share.view(highest.shape)
-        blended = (weights.to(values.dtype) @ values) * share
-        # block2batch: a row's blocks are summed.
-        out: Tensor = mapping @ blended.to(mapping.dtype).view(count, heads * size)
+            block_weights = _block_weights(
+                highest.view(count, heads), sums.view(count, heads), rows, mapping
+            ).view(highest.shape)
+        weighted = (weights.to(values.dtype) @ values) * block_weights
+        # block2batch: the sum over each sequence's blocks.
+        out: Tensor = mapping @ weighted.to(mapping.dtype).view(count, heads * size)
         return out.view(batch, heads, size)
 
 
-def _shares(highest: Tensor, sums: Tensor, rows: Tensor, mapping: Tensor) -> Tensor:
-    """What each block's softmax counts in its row's: (N, heads) float32, from the blocks' maxima
-    and sums, each (N, heads) float32."""
+def _block_weights(highest: Tensor, sums: Tensor, rows: Tensor, mapping: Tensor) -> Tensor:
+    """Weight of each block's softmax in that of its sequence: (N, heads) float32, from the blocks'
+    maxima and sums, each (N, heads) float32."""
     batch, heads = mapping.shape[0], highest.shape[1]
     top = torch.full((batch, heads), MASKED, dtype=torch.float32, device=highest.device)
-    # Padding stands for row 0 with a maximum of MASKED: it raises nobody's.
+    # Padding has row 0 and a maximum of MASKED, which raises no maximum.
     top = top.index_reduce(0, rows, highest, "amax")
-    grown = torch.exp(highest - top.index_select(0, rows))
+    factors = torch.exp(highest - top.index_select(0, rows))
     wide = mapping.float()
-    totals = wide.t() @ (wide @ (grown * sums))
-    # Padded blocks belong to no row, and a row without blocks has no sum.
-    shares: Tensor = grown / totals.clamp_min(1e-30)
-    return shares
+    totals = wide.t() @ (wide @ (factors * sums))
+    # Padding blocks belong to no sequence, and a sequence without blocks has a sum of 0.
+    weights: Tensor = factors / totals.clamp_min(1e-30)
+    return weights

@@ -1,5 +1,5 @@
-"""Kernels: fused operations that a device brings, in the place of the plain ones. A model is given
-them by its back end; without any it runs on plain operations."""
+"""Kernels: a device's fused operations. The back end gives them to the model (`use_kernels`);
+without them it runs on torch's plain operations."""
 
 from typing import Protocol
 
@@ -7,15 +7,15 @@ from torch import Tensor
 
 
 class Kernels(Protocol):
-    """All work on the tensors' own device, in static shapes, and may be captured."""
+    """All of them run on the tensors' device in static shapes, and may be captured."""
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`hidden` (..., size) scaled to a root mean square of 1, times `weight` (size)."""
         ...
 
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """`heads` (B, Q, heads, size) turned by halves: x * cos + (-x2, x1) * sin, where `cos` and
-        `sin` are (B, Q, 1, size)."""
+        """Rotary embedding of `heads` (B, Q, heads, size): x * cos + (-x2, x1) * sin, where x1 and
+        x2 are the halves of x, `cos` and `sin` (B, Q, 1, size)."""
         ...
 
     def prompt_attention(
@@ -32,8 +32,8 @@ class Kernels(Protocol):
         (B, kv_heads, S, D), giving (B, heads, Q, D).
 
         Without `mask` S is Q and attention is causal over the first `lengths` (B) tokens of each
-        row, at least 1; what comes out behind them is any finite number. `mask` is additive,
-        (B or 1, 1, Q, S), and says all.
+        row, at least 1; the output behind them is any finite number. `mask` is additive,
+        (B or 1, 1, Q, S), and replaces causality and `lengths`.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""RMS normalisation, plain and for a few rows on a CPU. Knows no layers."""
+"""RMS norm, plain and in a form for few rows on a CPU."""
 
 from torch import Tensor
 from torch.nn import functional
@@ -10,10 +10,10 @@ def rms_norm(hidden: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def mirrored_rms_norm(hidden: Tensor, signs: Tensor, weights: Tensor, eps: float) -> Tensor:
-    """`rms_norm` of `hidden` as the layer norm of (x, -x), whose mean is 0.
+    """`rms_norm` of `hidden` (..., size) as the layer norm of (x, -x), whose mean is 0.
 
-    `signs` is ((1,), (-1,)) and `weights` (2, size) holds the weight twice. CPUs have one kernel
-    for a layer norm and nine small ones for an RMS norm: half the time for one row, more for many.
+    `signs` is ((1,), (-1,)) and `weights` (2, size) holds the weight twice. On CPU a layer norm is
+    one kernel and an RMS norm nine small ones: half the time for one row, more for many.
     """
     mirrored = hidden.unsqueeze(-2) * signs
     normed = functional.layer_norm(mirrored, tuple(weights.shape), weights, None, eps)

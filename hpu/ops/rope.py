@@ -1,6 +1,6 @@
-"""Rotary positions: scaled frequencies, the table of a model, and the rotation of queries and keys.
+"""Rotary position embedding (RoPE): scaled frequencies, the cos/sin table, and the rotation.
 
-Knows nothing of layers or caches. Formulas follow the published papers of each scaling.
+Formulas follow the published paper of each scaling.
 """
 
 import math
@@ -16,64 +16,63 @@ from hpu.ops.kernels import Kernels
 
 
 class Rotation(NamedTuple):
-    """What turns a launch's queries and keys: both (B, Q, 1, rotated size)."""
+    """Cosines and sines at a launch's positions: both (B, Q, 1, rotated size)."""
 
     cos: Tensor
     sin: Tensor
-    """Its first half is negated, so that the turn is x * cos + (x with swapped halves) * sin; but
-    not for `Kernels.rotate`, whose turn is x * cos + (-x2, x1) * sin."""
+    """The first half is negated: the rotation is x * cos + (x2, x1) * sin. Not for
+    `Kernels.rotate`, which computes x * cos + (-x2, x1) * sin."""
 
 
 def rotated_size(config: ModelConfig) -> int:
-    """Leading entries of each head that are rotated; the others pass."""
+    """Leading entries of each head that are rotated; the others stay as they are."""
     return int(config.head_dim * config.partial_rotary_factor)
 
 
-def _plain(theta: float, size: int) -> Tensor:
+def _default(theta: float, size: int) -> Tensor:
     exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
     return torch.pow(torch.tensor(theta, dtype=torch.float32), exponents).reciprocal()
 
 
 def _dynamic(config: ModelConfig, scaling: RopeScaling, size: int, length: int) -> Tensor:
-    """NTK-aware: within the trained length the plain frequencies; beyond it one stretched base for
-    all positions, the one of the longest sequence served, because cached keys are never turned
-    again."""
+    """NTK-aware: within the trained length the default frequencies; beyond it the enlarged base of
+    the longest sequence served, for all positions, because cached keys are never rotated again."""
     ratio = max(length, config.max_position) / config.max_position
-    stretch = scaling.factor * ratio - (scaling.factor - 1)
-    return _plain(config.rope_theta * stretch ** (size / (size - 2)), size)
+    growth = scaling.factor * ratio - (scaling.factor - 1)
+    return _default(config.rope_theta * growth ** (size / (size - 2)), size)
 
 
 def _llama3(config: ModelConfig, scaling: RopeScaling, size: int) -> Tensor:
-    """Long waves divided by the factor, short ones kept, a smooth passage between."""
-    plain = _plain(config.rope_theta, size)
+    """Low frequencies divided by the factor, high ones unchanged, a smooth transition between."""
+    default = _default(config.rope_theta, size)
     original = scaling.original_max_position or config.max_position
-    turns = original * plain / (2 * math.pi)
+    rotations = original * default / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    smooth = ((turns - low) / (high - low)).clamp(0, 1)
-    return plain / scaling.factor * (1 - smooth) + plain * smooth
+    smooth = ((rotations - low) / (high - low)).clamp(0, 1)
+    return default / scaling.factor * (1 - smooth) + default * smooth
 
 
 def _yarn_attention_factor(scaling: RopeScaling) -> float:
     if scaling.attention_factor is not None:
         return scaling.attention_factor
 
-    def grown(mscale: float) -> float:
+    def get_mscale(mscale: float) -> float:
         return 1.0 if scaling.factor <= 1 else 0.1 * mscale * math.log(scaling.factor) + 1.0
 
     if scaling.mscale and scaling.mscale_all_dim:
-        return grown(scaling.mscale) / grown(scaling.mscale_all_dim)
-    return grown(1.0)
+        return get_mscale(scaling.mscale) / get_mscale(scaling.mscale_all_dim)
+    return get_mscale(1.0)
 
 
 def _yarn(config: ModelConfig, scaling: RopeScaling, size: int) -> Tensor:
-    """Dimensions that turn fast are kept, slow ones interpolated, a linear ramp between."""
-    plain = _plain(config.rope_theta, size)
+    """High-frequency dimensions unchanged, low ones interpolated, a linear ramp between."""
+    default = _default(config.rope_theta, size)
     original = scaling.original_max_position or config.max_position
 
     def dimension(rotations: float) -> float:
-        """The dimension that turns `rotations` times within the original length."""
-        turns = math.log(original / (rotations * 2 * math.pi))
-        return size * turns / (2 * math.log(config.rope_theta))
+        """The dimension that rotates `rotations` times within the original length."""
+        wavelengths = math.log(original / (rotations * 2 * math.pi))
+        return size * wavelengths / (2 * math.log(config.rope_theta))
 
     low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
     if scaling.truncate:
@@ -81,14 +80,14 @@ def _yarn(config: ModelConfig, scaling: RopeScaling, size: int) -> Tensor:
     low, high = max(low, 0), min(high, size - 1)
     width = high - low if high != low else 0.001
     ramp = ((torch.arange(size // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
-    return plain / scaling.factor * ramp + plain * (1 - ramp)
+    return default / scaling.factor * ramp + default * (1 - ramp)
 
 
 def _longrope(
     config: ModelConfig, scaling: RopeScaling, size: int, length: int
 ) -> tuple[Tensor, float]:
-    """One factor a dimension: the long ones as soon as sequences beyond the original length may be
-    served, for all positions (keys in the cache are never turned again)."""
+    """One factor per dimension: the long ones for all positions if sequences beyond the original
+    length may be served (cached keys are never rotated again)."""
     original = scaling.original_max_position or config.max_position
     factors = scaling.long_factor if length > original else scaling.short_factor
     if len(factors) != size // 2:
@@ -100,18 +99,18 @@ def _longrope(
     if attention is None:
         growth = max(math.log(max(scaling.factor, 1.0)), 0.0)
         attention = math.sqrt(1 + growth / math.log(original))
-    return _plain(config.rope_theta, size) / torch.tensor(factors), attention
+    return _default(config.rope_theta, size) / torch.tensor(factors), attention
 
 
 def inverse_frequencies(config: ModelConfig, length: int) -> tuple[Tensor, float]:
     """(frequencies (rotated size / 2) in float32, factor on cos and sin) for sequences of at most
-    `length` tokens. ConfigError for a scaling that we do not know."""
+    `length` tokens. ConfigError for an unknown scaling."""
     size, scaling = rotated_size(config), config.rope_scaling
     kind = "default" if scaling is None else scaling.kind
     if scaling is None or kind == "default":
-        return _plain(config.rope_theta, size), 1.0
+        return _default(config.rope_theta, size), 1.0
     if kind == "linear":
-        return _plain(config.rope_theta, size) / scaling.factor, 1.0
+        return _default(config.rope_theta, size) / scaling.factor, 1.0
     if kind == "dynamic":
         return _dynamic(config, scaling, size, length), 1.0
     if kind == "llama3":
@@ -125,8 +124,8 @@ def inverse_frequencies(config: ModelConfig, length: int) -> tuple[Tensor, float
     )
 
 
-class Rotary(nn.Module):
-    """A model's rotations by position, made once: (length, 2 * rotated size), cos before sin."""
+class RotaryEmbedding(nn.Module):
+    """Cosines and sines by position: `table` (length, 2 * rotated size), cos before sin."""
 
     table: Tensor
 
@@ -140,8 +139,8 @@ class Rotary(nn.Module):
         table = torch.cat((cos, cos, -sin, sin), dim=-1)
         self.register_buffer("table", table.to(device=device, dtype=dtype), persistent=False)
 
-    def use_plain_sin(self) -> None:
-        """Take back the sign of the first half of sin, for fused kernels. Once only."""
+    def restore_sin_sign(self) -> None:
+        """Undo the negation of the first half of sin, for fused kernels. Once only."""
         size = self.table.shape[1] // 4
         self.table[:, 2 * size : 3 * size].neg_()
 
@@ -154,11 +153,11 @@ class Rotary(nn.Module):
 
 
 def rotate(heads: Tensor, rotation: Rotation, kernels: Kernels | None = None) -> Tensor:
-    """`heads` (B, Q, heads, head_dim), queries and keys at once, turned to their positions."""
+    """Rotate `heads` (B, Q, heads, head_dim), queries and keys at once, to their positions."""
     size = rotation.cos.shape[-1]
     if size < heads.shape[-1]:
-        turned = rotate(heads[..., :size], rotation, kernels)
-        return torch.cat((turned, heads[..., size:]), dim=-1)
+        rotated = rotate(heads[..., :size], rotation, kernels)
+        return torch.cat((rotated, heads[..., size:]), dim=-1)
     if kernels is not None:
         return kernels.rotate(heads, rotation.cos, rotation.sin)
     low, high = heads.chunk(2, dim=-1)

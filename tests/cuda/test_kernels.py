@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hpu.backends.cuda import CudaBackend
-from hpu.ops.attention import attend_plainly, causal_mask
+from hpu.ops.attention import attend_unfused, causal_mask
 from hpu.ops.cuda import CudaKernels
 
 pytestmark = [
@@ -55,7 +55,7 @@ def test_prompt_attention_equals_plain_products(
         )
 
     with torch.inference_mode():
-        expected, _ = attend_plainly(query, key, value, scale=0.125, mask=mask, causal=mask is None)
+        expected, _ = attend_unfused(query, key, value, scale=0.125, mask=mask, causal=mask is None)
         found = attention(query, key, value)
         replayed = backend.capture(attention, (query, key, value)).replay()
 

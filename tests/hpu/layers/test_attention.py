@@ -8,9 +8,9 @@ from hpu.ops.attention import (
     MASKED,
     as_mask,
     attend,
-    attend_plainly,
+    attend_unfused,
     causal_mask,
-    join,
+    merge_attention,
     paged_decode,
 )
 
@@ -27,7 +27,7 @@ def test_the_fused_kernel_and_the_plain_one_agree(kv_heads: int, causal: bool) -
     mask = None if causal else as_mask(_random(2, 1, 7, 7, seed=3) > -0.5)
 
     fused = attend(query, key, value, scale=0.3, mask=mask, causal=causal)
-    plain = attend_plainly(query, key, value, scale=0.3, mask=mask, causal=causal)
+    plain = attend_unfused(query, key, value, scale=0.3, mask=mask, causal=causal)
 
     torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-5)
 
@@ -41,8 +41,10 @@ def test_a_row_that_sees_nothing_is_finite_and_weighs_nothing(dtype: torch.dtype
     empty_out, empty_log_sum = attend(query, key, value, scale=0.25, mask=nothing)
 
     assert empty_out.isfinite().all()
-    assert torch.equal(join(out, log_sum, empty_out, empty_log_sum), out)
-    torch.testing.assert_close(join(empty_out, empty_log_sum, out, log_sum), out, rtol=0, atol=2e-2)
+    assert torch.equal(merge_attention(out, log_sum, empty_out, empty_log_sum), out)
+    torch.testing.assert_close(
+        merge_attention(empty_out, empty_log_sum, out, log_sum), out, rtol=0, atol=2e-2
+    )
 
 
 def test_attention_over_two_halves_joins_to_that_over_both() -> None:
@@ -52,7 +54,7 @@ def test_attention_over_two_halves_joins_to_that_over_both() -> None:
     first = attend(query, key[:, :, :3], value[:, :, :3], scale=0.25)
     second = attend(query, key[:, :, 3:], value[:, :, 3:], scale=0.25)
 
-    torch.testing.assert_close(join(*first, *second), whole, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(merge_attention(*first, *second), whole, rtol=1e-5, atol=1e-5)
 
 
 def test_a_window_counts_the_token_itself() -> None:
@@ -81,13 +83,13 @@ def test_each_row_attends_to_its_own_blocks_and_no_more_slots_than_are_used() ->
 
     found = _decode(query, blocks, [0, 0, 1], [4, 2, 3])
 
-    first = attend_plainly(
+    first = attend_unfused(
         query[:1, :, None],
         blocks[:2, 0].flatten(0, 1)[None, :6].transpose(1, 2),
         blocks[:2, 1].flatten(0, 1)[None, :6].transpose(1, 2),
         scale=0.25,
     )[0]
-    second = attend_plainly(
+    second = attend_unfused(
         query[1:, :, None],
         blocks[2:, 0, :3].transpose(1, 2),
         blocks[2:, 1, :3].transpose(1, 2),

@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from config.errors import ConfigError
 from config.model.model_config import ModelConfig, RopeScaling
-from hpu.ops.rope import Rotary, inverse_frequencies, rotate
+from hpu.ops.rope import RotaryEmbedding, inverse_frequencies, rotate
 
 THETA = 500000.0
 PLAIN = ModelConfig("here", "LlamaForCausalLM", 8, 512, 8, 1, 4, 4, 128, 4096, rope_theta=THETA)
@@ -126,7 +126,7 @@ def test_longrope_with_too_few_factors_says_both_numbers() -> None:
 
 
 def test_products_of_turned_heads_depend_on_the_distance_only() -> None:
-    rotary = Rotary(PLAIN, length=200, dtype=torch.float32, device=torch.device("cpu"))
+    rotary = RotaryEmbedding(PLAIN, length=200, dtype=torch.float32, device=torch.device("cpu"))
     heads = torch.randn(1, 1, 2, 128, generator=torch.Generator().manual_seed(0))
 
     def product(first: int, second: int) -> torch.Tensor:
@@ -140,7 +140,7 @@ def test_products_of_turned_heads_depend_on_the_distance_only() -> None:
 
 def test_entries_beyond_the_rotated_part_pass_unchanged() -> None:
     half = replace(PLAIN, partial_rotary_factor=0.5)
-    rotary = Rotary(half, length=200, dtype=torch.float32, device=torch.device("cpu"))
+    rotary = RotaryEmbedding(half, length=200, dtype=torch.float32, device=torch.device("cpu"))
     heads = torch.randn(1, 3, 2, 128, generator=torch.Generator().manual_seed(0))
 
     turned = rotate(heads, rotary(torch.tensor([[4, 5, 6]])))
