@@ -73,7 +73,7 @@ class Text(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class Launch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """One forward pass in one bucket. BatchState keep their order; a result's tokens follow it.
+    """One forward pass in one bucket. Requests keep their order; a result's tokens follow it.
 
     A prefill row takes `counts[i]` further tokens of its known ones and samples when none is left
     (`samples[i]`). A decode row takes the one token it sampled last, and always samples: its

@@ -1,4 +1,4 @@
-"""Executor: the worker is a process of its own, reached over a PAIR of sockets and watched."""
+"""MultiprocExecutor: each worker is a process, reached over a PAIR of sockets and watched."""
 
 import logging
 import threading
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from config.engine import EngineConfig
 from config.errors import ConfigError, EngineDied, RequestFailed, UserError
 from engine.executors.worker_main import WorkerOrders
-from engine.process.child_process import Child
+from engine.process.child_process import ChildProcess
 from engine.transport.channels import PairSocket, Waiter, ZmqContext, endpoint, new_token
 from hpu.protocol import (
     WAKE_UP,
@@ -26,17 +26,75 @@ from hpu.protocol import (
     WorkerReady,
 )
 
-LAST_WORDS_S = 0.2
+LAST_MESSAGE_S = 0.2
 """How long a dead worker's last message may take to come out of the socket."""
 
 STOP_TIMEOUT_S = 5.0
 
 
-class MultiprocExecutor:
-    """One worker process. `start`, `submit` and `collect` belong to one thread.
+class WorkerProcess:
+    """A worker's process and the engine's end of its step channel."""
 
-    A death is reported at once: to whoever waits in `collect`, and by `on_death`, called on a
-    thread of its own, when nobody does.
+    def __init__(
+        self,
+        rank: int,
+        config: EngineConfig,
+        directory: str,
+        on_exit: Callable[[str], None],
+        *,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None,
+        sends_results: bool,
+    ) -> None:
+        self.name = f"worker {rank}"
+        token = new_token()
+        self._context = ZmqContext(token)
+        address = endpoint(directory, f"w{rank}.sock")
+        self.socket: PairSocket[ToWorker, FromWorker] = self._context.bind_pair(address, FromWorker)
+        self.child = ChildProcess(
+            self.name,
+            command,
+            WorkerOrders(config, address, token, rank, _log_level(), sends_results),
+            environment=environment,
+            on_exit=on_exit,
+        )
+        self.messages: deque[FromWorker] = deque()
+        """Received and not taken yet: at most the results of all plans in flight and an answer."""
+        self.warmed: deque[Warmed] = deque()
+        self._is_accepting = True
+
+    def receive(self) -> FromWorker | None:
+        """The next message, if there is one. Behind the first one, nobody else may connect."""
+        message = self.socket.receive()
+        if message is not None and self._is_accepting:
+            self._context.stop_accepting()
+            self._is_accepting = False
+        return message
+
+    def send_error(self, what: str) -> ConfigError | EngineDied:
+        """Why the worker does not read `what`. The system reports its end a moment later than the
+        socket does."""
+        deadline = time.monotonic() + LAST_MESSAGE_S
+        while self.child.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        while (message := self.socket.receive()) is not None:
+            if isinstance(message, WorkerFailed):
+                return _failure(message)
+        if self.child.poll() is not None:
+            return EngineDied(self.child.exit_description)
+        return EngineDied(f"{self.name} does not read its {what}")
+
+    def close(self) -> None:
+        self.child.close(STOP_TIMEOUT_S)
+        self.socket.close()
+        self._context.close()
+
+
+class MultiprocExecutor:
+    """One process for each worker. All methods belong to one thread.
+
+    Every worker gets every message; the worker `output_rank` sends the results. The first death is
+    reported at once: to whoever waits for a message, and by `on_death`, called on another thread.
     """
 
     def __init__(
@@ -47,157 +105,175 @@ class MultiprocExecutor:
         *,
         command: Sequence[str],
         environment: Mapping[str, str] | None = None,
-        rank: int = 0,
+        num_workers: int = 1,
+        output_rank: int = 0,
     ) -> None:
-        self._name = f"worker {rank}"
-        self._closed = threading.Event()
-        token = new_token()
-        self._wires = ZmqContext(token)
-        address = endpoint(directory, f"w{rank}.sock")
-        self._line: PairSocket[ToWorker, FromWorker] = self._wires.bind_pair(address, FromWorker)
-        self._child = Child(
-            self._name,
-            command,
-            WorkerOrders(config, address, token, rank, _log_level()),
-            environment=environment,
-            on_exit=on_death,
+        """`output_rank`: the first rank of the last pipeline stage."""
+        self._on_death = on_death
+        self._has_died = threading.Lock()
+        self._workers = [
+            WorkerProcess(
+                rank,
+                config,
+                directory,
+                self._on_exit,
+                command=command,
+                environment=environment,
+                sends_results=rank == output_rank,
+            )
+            for rank in range(num_workers)
+        ]
+        self._output = self._workers[output_rank]
+        self._waiter = Waiter(
+            [worker.socket for worker in self._workers],
+            [worker.child.sentinel for worker in self._workers],
         )
-        self._waiter = Waiter([self._line], [self._child.sentinel])
-        self._early: deque[FromWorker] = deque()
-        """Messages that `has_result` or `call` found; at most as many as plans are in flight."""
-        self._warmed: list[Warmed] = []
         self._on_progress: Callable[[WarmupProgress], None] = lambda progress: None
+        self._is_closed = False
 
     @property
-    def pid(self) -> int:
-        """The worker's process."""
-        return self._child.pid
+    def pids(self) -> list[int]:
+        """The workers' processes, by rank."""
+        return [worker.child.pid for worker in self._workers]
 
     def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
         self._on_progress = on_progress
-        self._waiter.wait()
-        # The worker has sent something, or is dead: nobody else may connect.
-        self._wires.stop_accepting()
-        ready = self._receive()
-        assert isinstance(ready, WorkerReady), f"{ready} before the worker was ready"
-        return ready
+        return self._ready([self._next_message(worker) for worker in self._workers])
 
     def submit(self, plan: StepPlan) -> None:
-        if not self._line.send(plan):
-            raise self._unread("plans")
+        self._send(plan, "plans")
 
     def submit_masks(self, masks: GrammarMasks) -> None:
-        if not self._line.send(masks):
-            raise self._unread("masks")
+        self._send(masks, "masks")
 
     def has_result(self) -> bool:
-        while not self._early:
-            message = self._line.receive()
-            if message is None:
+        while not self._output.messages:
+            if not self._receive():
                 return False
-            if not self._is_aside(message):
-                self._early.append(message)
         return True
 
     def collect(self) -> StepResult:
-        result = self._receive()
+        result = self._next_message(self._output)
         assert isinstance(result, StepResult), f"{result} in place of a step's result"
         return result
 
     def call(self, name: str, level: int = 0) -> str:
-        answer = self._ask(WorkerCall(name, level))
+        answer = self._call(WorkerCall(name, level))[self._workers.index(self._output)]
         assert isinstance(answer, WorkerAnswer), f"{answer} in place of an answer to {name}"
         return answer.value
 
     def wake_up(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
         self._on_progress = on_progress
-        ready = self._ask(WorkerCall(WAKE_UP))
-        assert isinstance(ready, WorkerReady), f"{ready} in place of a worker that is ready"
-        return ready
-
-    def _ask(self, call: WorkerCall) -> WorkerAnswer | WorkerReady:
-        """What the worker answers, unless that is an error."""
-        if not self._line.send(call):
-            raise self._unread("calls")
-        answer = self._arrived()
-        while not isinstance(answer, WorkerAnswer | WorkerReady):
-            self._early.append(answer)
-            answer = self._arrived()
-        if isinstance(answer, WorkerReady):
-            return answer
-        if answer.is_refusal:
-            raise UserError(answer.error or call.name, code=answer.code)
-        if answer.error is not None:
-            raise RequestFailed(answer.error)
-        return answer
+        return self._ready(self._call(WorkerCall(WAKE_UP)))
 
     def warm_up_next(self) -> bool:
-        """The worker sees by itself that no plan comes."""
+        """False: workers notice themselves that they are idle."""
         return False
 
     def take_warmed(self) -> list[Warmed]:
         self.has_result()
-        warmed, self._warmed = self._warmed, []
-        return warmed
+        # A bucket is prepared once every worker has captured it; all have the same order.
+        count = min(len(worker.warmed) for worker in self._workers)
+        warmed = [[worker.warmed.popleft() for _ in range(count)] for worker in self._workers]
+        return warmed[self._workers.index(self._output)]
 
     def close(self) -> None:
-        if self._closed.is_set():
+        if self._is_closed:
             return
-        self._closed.set()
-        self._child.close(STOP_TIMEOUT_S)
-        self._line.close()
-        self._wires.close()
+        self._is_closed = True
+        for worker in self._workers:
+            worker.child.stop()
+        for worker in self._workers:
+            worker.close()
 
-    def _unread(self, what: str) -> ConfigError | EngineDied:
-        """Why nothing more can be sent. A worker that is gone does not read either: the system
-        tells of its end a moment later than the socket does."""
-        end = time.monotonic() + LAST_WORDS_S
-        while self._child.poll() is None and time.monotonic() < end:
-            time.sleep(0.01)
-        while (message := self._line.receive()) is not None:
-            if isinstance(message, WorkerFailed):
-                return _failure(message)
-        if self._child.poll() is not None:
-            return EngineDied(self._child.exit_description)
-        return EngineDied(f"{self._name} does not read its {what}")
+    def _on_exit(self, description: str) -> None:
+        if self._has_died.acquire(blocking=False):
+            self._on_death(description)
 
-    def _is_aside(self, message: FromWorker) -> bool:
-        """Whether the message answers nobody: of the kind that only `take_warmed` gives, which is
-        kept for that, or progress, which is told."""
-        if isinstance(message, Warmed):
-            self._warmed.append(message)
-            return True
-        if isinstance(message, WarmupProgress):
-            self._on_progress(message)
-            return True
-        return False
+    def _send(self, message: ToWorker, what: str) -> None:
+        frame = self._output.socket.encode(message)
+        for worker in self._workers:
+            if not worker.socket.send_frame(frame):
+                raise worker.send_error(what)
 
-    def _receive(self) -> FromWorker:
-        message = self._early.popleft() if self._early else self._arrived()
-        if isinstance(message, WorkerFailed):
-            raise _failure(message)
-        return message
+    def _call(self, call: WorkerCall) -> list[FromWorker]:
+        """Every worker's answer, by rank. Raises the first error among them."""
+        self._send(call, "calls")
+        answers = [self._next_answer(worker) for worker in self._workers]
+        for answer in answers:
+            if isinstance(answer, WorkerAnswer) and answer.is_refusal:
+                raise UserError(answer.error or call.name, code=answer.code)
+            if isinstance(answer, WorkerAnswer) and answer.error is not None:
+                raise RequestFailed(answer.error)
+        return answers
 
-    def _arrived(self) -> FromWorker:
-        """The next message from the socket. Raises EngineDied when there will be none."""
+    def _ready(self, messages: list[FromWorker]) -> WorkerReady:
+        """What the worker `output_rank` reports; the others must have as many blocks."""
+        output: WorkerReady | None = None
+        for worker, message in zip(self._workers, messages, strict=True):
+            assert isinstance(message, WorkerReady), f"{message} before {worker.name} was ready"
+            if worker is self._output:
+                output = message
+        assert output is not None
+        for worker, message in zip(self._workers, messages, strict=True):
+            assert isinstance(message, WorkerReady)
+            if message.num_blocks != output.num_blocks:
+                raise EngineDied(
+                    f"{worker.name} has {message.num_blocks} KV blocks, "
+                    f"{self._output.name} has {output.num_blocks}"
+                )
+        return output
+
+    def _next_answer(self, worker: WorkerProcess) -> FromWorker:
+        """Its next answer, which may overtake the results of plans in flight."""
         while True:
-            message = self._line.receive()
+            for index, message in enumerate(worker.messages):
+                if isinstance(message, WorkerAnswer | WorkerReady):
+                    del worker.messages[index]
+                    return message
+            self._wait()
+
+    def _next_message(self, worker: WorkerProcess) -> FromWorker:
+        while not worker.messages:
+            self._wait()
+        return worker.messages.popleft()
+
+    def _wait(self) -> None:
+        """Wait for a message of any worker. Raises EngineDied when one is dead."""
+        if self._receive():
+            return
+        self._waiter.wait()
+        if self._receive():
+            return
+        for worker in self._workers:
+            if worker.child.poll() is not None:
+                Waiter([worker.socket]).wait(LAST_MESSAGE_S)
+                if not self._receive():
+                    raise EngineDied(worker.child.exit_description)
+                return
+
+    def _receive(self) -> bool:
+        """Take one message of each worker, if there is one; whether there was any. Raises
+        ConfigError or EngineDied when a worker failed."""
+        has_received = False
+        for worker in self._workers:
+            message = worker.receive()
             if message is None:
-                self._waiter.wait()
-                message = self._line.receive()
-            if message is None and self._child.poll() is not None:
-                Waiter([self._line]).wait(LAST_WORDS_S)
-                message = self._line.receive()
-                if message is None:
-                    raise EngineDied(self._child.exit_description)
+                continue
+            has_received = True
             if isinstance(message, WorkerFailed):
                 raise _failure(message)
-            if message is not None and not self._is_aside(message):
-                return message
+            if isinstance(message, Warmed):
+                worker.warmed.append(message)
+            elif not isinstance(message, WarmupProgress):
+                worker.messages.append(message)
+            elif worker is self._output:
+                self._on_progress(message)
+        return has_received
 
 
-def _failure(said: WorkerFailed) -> ConfigError | EngineDied:
-    return ConfigError(said.message) if said.is_config else EngineDied(said.message)
+def _failure(message: WorkerFailed) -> ConfigError | EngineDied:
+    return ConfigError(message.message) if message.is_config else EngineDied(message.message)
 
 
 def _log_level() -> str:

@@ -59,6 +59,8 @@ class WorkerOrders(msgspec.Struct, frozen=True):
     """What the engine asks of whoever connects to `endpoint`."""
     rank: int = 0
     log_level: str = "info"
+    sends_results: bool = True
+    """Of a group of workers, one sends the results of all."""
 
 
 class StepWorker(Protocol):
@@ -118,7 +120,8 @@ def _work(orders: WorkerOrders, make_worker: Callable[[EngineConfig], StepWorker
     try:
         try:
             line.send(worker.start(lambda progress: _tell(line, progress)))
-            _serve(worker, line, orders.config.scheduler.max_inflight_steps)
+            depth = orders.config.scheduler.max_inflight_steps
+            _serve(worker, line, depth, sends_results=orders.sends_results)
         except ConfigError as error:
             code = 2
             line.send(WorkerFailed(str(error), is_config=True))
@@ -137,7 +140,9 @@ def _work(orders: WorkerOrders, make_worker: Callable[[EngineConfig], StepWorker
     return code
 
 
-def _serve(worker: StepWorker, line: PairSocket[Any, ToWorker], depth: int) -> None:
+def _serve(
+    worker: StepWorker, line: PairSocket[Any, ToWorker], depth: int, *, sends_results: bool = True
+) -> None:
     """`depth`: plans that the engine keeps in flight."""
     waiter = Waiter([line])
     in_flight = 0
@@ -145,7 +150,7 @@ def _serve(worker: StepWorker, line: PairSocket[Any, ToWorker], depth: int) -> N
     plan_is_due = 0.0
     while True:
         if in_flight and worker.has_result():
-            line.send(worker.collect())
+            _finish_step(worker, line, sends_results)
             in_flight -= 1
             plan_is_due = time.monotonic() + PLAN_DUE_S
         # A plan that has arrived is launched before the running one's result is awaited.
@@ -165,7 +170,7 @@ def _serve(worker: StepWorker, line: PairSocket[Any, ToWorker], depth: int) -> N
                 # Who waits for the device now would launch the next plan when it has run dry.
                 time.sleep(GLANCE_S)
                 continue
-            line.send(worker.collect())
+            _finish_step(worker, line, sends_results)
             in_flight -= 1
             plan_is_due = time.monotonic() + PLAN_DUE_S
         elif may_idle and is_quiet:
@@ -178,6 +183,12 @@ def _serve(worker: StepWorker, line: PairSocket[Any, ToWorker], depth: int) -> N
             # anything.
             waiter.wait(IDLE_S if may_idle else None)
             is_quiet = not in_flight
+
+
+def _finish_step(worker: StepWorker, line: PairSocket[Any, ToWorker], sends_results: bool) -> None:
+    result = worker.collect()
+    if sends_results:
+        line.send(result)
 
 
 def _answer(

@@ -1,8 +1,7 @@
-"""Child processes on a lifeline: started, given orders, watched, stopped; gone with their parent.
-Knows nothing of engines or workers.
+"""Child processes: started with arguments, watched, stopped, and gone with their parent.
 
-Orders travel over the child's stdin, which then stays open and silent. A kernel closes it when the
-parent dies in whatever way, and the child exits: nothing is orphaned, not even by kill -9.
+Arguments travel over the child's stdin, which then stays open and silent. The kernel closes it when
+the parent dies in whatever way, and the child exits: nothing is orphaned, not even by kill -9.
 """
 
 import contextlib
@@ -59,7 +58,7 @@ class Terminated(BaseException):
     """The parent says stop: at the next instruction, wherever that is."""
 
 
-class Child:
+class ChildProcess:
     """The parent's end. When the child ends by itself, `on_exit` is called once, on a thread of its
     own, with a sentence that says how; not when `close` came first."""
 
@@ -94,10 +93,15 @@ class Child:
         that turns readable at the same moment."""
         return self._process.poll()
 
+    def stop(self) -> None:
+        """Send the stop signal, once; `close` waits for the end."""
+        if not self._closing:
+            self._closing = True
+            self._process.send_signal(self._stop_signal)
+
     def close(self, timeout_s: float = 10.0) -> None:
         """The stop signal, wait, SIGKILL; returns when the child is gone. Safe to call twice."""
-        self._closing = True
-        self._process.send_signal(self._stop_signal)
+        self.stop()
         self._watcher.join(timeout_s)
         if self._watcher.is_alive():
             self._process.kill()

@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 
 from config.engine import EngineConfig
 from config.loading.env import environment, hpu_environment, runtime_environment
-from engine.process.child_process import Child, exit_with_parent, python_command, read_orders
+from engine.process.child_process import ChildProcess, exit_with_parent, python_command, read_orders
 from engine.process.engine_process import EngineOrders, engine_command, front_end_endpoint
 from engine.transport.channels import SocketDirectory, new_token
 
 __all__ = [
-    "Child",
+    "ChildProcess",
     "EngineProcess",
     "SocketDirectory",
     "exit_with_parent",
@@ -24,7 +24,7 @@ __all__ = [
 class EngineProcess:
     """An engine in a process of its own, which dies with this one."""
 
-    def __init__(self, child: Child) -> None:
+    def __init__(self, child: ChildProcess) -> None:
         self._child = child
 
     @property
@@ -58,7 +58,7 @@ def launch(
     """
     # Found out here, where the caller listens; the engine decides again, and says why.
     hpu_environment(config)
-    child = Child(
+    child = ChildProcess(
         "the engine",
         command or engine_command(),
         EngineOrders(config, directory, num_front_ends, token, log_level=log_level),

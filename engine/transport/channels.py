@@ -83,13 +83,17 @@ class PairSocket(Generic[Sent, Received]):
 
     def __init__(self, socket: "zmq.Socket[bytes]", received: Any) -> None:
         self._socket = socket
-        self._encode = msgspec.msgpack.Encoder().encode
+        self.encode: Callable[[Sent], bytes] = msgspec.msgpack.Encoder().encode
         self._decode: Callable[[bytes], Received] = msgspec.msgpack.Decoder(received).decode
 
     def send(self, message: Sent) -> bool:
         """Send without waiting; False when the peer has left HIGH_WATER messages unread."""
+        return self.send_frame(self.encode(message))
+
+    def send_frame(self, frame: bytes) -> bool:
+        """Send what `encode` returned, also of another socket for the same messages."""
         try:
-            self._socket.send(self._encode(message), zmq.NOBLOCK)
+            self._socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True

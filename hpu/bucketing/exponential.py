@@ -148,7 +148,7 @@ def v3_prompt_axes(
 def v3_decode_axes(
     max_batch: int, block_size: int, max_len: int, num_blocks: int, *, contiguous: bool
 ) -> tuple[Axis, Axis, Axis]:
-    """(batch, query, blocks) of decodes. BatchState may share blocks unless the cache is
+    """(batch, query, blocks) of decodes. Requests may share blocks unless the cache is
     `contiguous`:
     then up to three times the blocks that exist are referred to."""
     most = math.ceil(max_len / block_size) * max_batch

@@ -77,7 +77,7 @@ class ModelRunner(StepRunner):
         self._pads = pads
         """Whether every shape must come from the bucket; if not, it may follow the real rows."""
         self._broken: set[int] = set()
-        """BatchState whose logits were not numbers, until they are freed."""
+        """Request indices whose logits were not numbers, until they are freed."""
         # One place more than rows: padding reads and writes there.
         self._last_tokens = backend.zeros((rows.max_rows + 1,), backend.index_dtype)
 

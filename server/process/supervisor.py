@@ -25,7 +25,7 @@ from config.errors import ConfigError
 from config.log import setup as setup_log
 from config.server import ServerConfig
 from engine.process.launcher import (
-    Child,
+    ChildProcess,
     EngineProcess,
     SocketDirectory,
     exit_with_parent,
@@ -211,7 +211,7 @@ class Supervisor:
         `download` reports."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        children: list[Child] = []
+        children: list[ChildProcess] = []
         try:
             children += [
                 self._start_api_server(index) for index in range(self._config.api_server_count)
@@ -249,7 +249,7 @@ class Supervisor:
             )
         )
 
-    def _start_api_server(self, index: int) -> Child:
+    def _start_api_server(self, index: int) -> ChildProcess:
         metrics_folder = Path(self._directory, "metrics")
         metrics_folder.mkdir(mode=0o700, exist_ok=True)
         args = ApiServerArgs(
@@ -263,7 +263,7 @@ class Supervisor:
             peer_socket_paths(self._directory, self._config.api_server_count),
             self._download_path,
         )
-        return Child(
+        return ChildProcess(
             f"API server {index}",
             # Like a single API server, it drains on Ctrl-C and SIGTERM.
             python_command("server.process.supervisor", ignored=(signal.SIGINT,)),
@@ -272,7 +272,7 @@ class Supervisor:
             stop_signal=signal.SIGTERM,
         )
 
-    def _watch(self, children: list[Child]) -> int:
+    def _watch(self, children: list[ChildProcess]) -> int:
         event = self._events.get()
         while isinstance(event, DownloadProgress):
             assert event.folder is not None
@@ -297,7 +297,7 @@ class Supervisor:
         # A child that got SIGTERM before it had set its handler had no request to finish.
         return max((abs(code) for code in codes if code != -signal.SIGTERM), default=0)
 
-    def _close(self, children: list[Child], timeout_s: float) -> bool:
+    def _close(self, children: list[ChildProcess], timeout_s: float) -> bool:
         """Let all children drain concurrently; False if another SIGINT came first."""
         closers = [
             threading.Thread(target=child.close, args=(timeout_s,), daemon=True)

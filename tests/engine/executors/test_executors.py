@@ -32,13 +32,14 @@ from hpu.protocol import (
 
 
 def executor_of(
-    manners: str, directory: object, deaths: list[str] | None = None
+    manners: str, directory: object, deaths: list[str] | None = None, **group: int
 ) -> MultiprocExecutor:
     return MultiprocExecutor(
         counting_config(manners),
         str(directory),
         (deaths if deaths is not None else []).append,
         command=counting_command("worker"),
+        **group,
     )
 
 
@@ -58,7 +59,7 @@ def test_plans_that_are_in_flight_together_come_back_in_order(
     executor.submit(plan_of(0))
     executor.submit(plan_of(1))
     results = [executor.collect(), executor.collect()]
-    pid = executor.pid
+    pid = executor.pids[0]
     executor.close()
     executor.close()
 
@@ -95,7 +96,7 @@ def test_a_worker_killed_while_collect_waits_is_noticed_at_once(
     executor = executor_of("step_s=30", tmp_path_factory.mktemp("s"), deaths)
     executor.start(lambda progress: None)
     executor.submit(plan_of(0))
-    threading.Timer(0.2, os.kill, (executor.pid, signal.SIGKILL)).start()
+    threading.Timer(0.2, os.kill, (executor.pids[0], signal.SIGKILL)).start()
     began = time.monotonic()
 
     with pytest.raises(EngineDied, match=r"worker 0 \(process \d+\) was killed by SIGKILL"):
@@ -263,5 +264,65 @@ def test_a_worker_that_waits_for_masks_leaves_when_it_is_told_to(
     executor.close()
 
     assert time.monotonic() - began < 2
-    assert not alive(executor.pid)
+    assert not alive(executor.pids[0])
     assert deaths == []
+
+
+@pytest.mark.parametrize("output_rank", [0, 1])
+def test_a_group_of_workers_runs_every_plan_and_one_of_them_sends_the_results(
+    output_rank: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = tmp_path_factory.mktemp("s")
+    executor = executor_of("later=2", directory, num_workers=2, output_rank=output_rank)
+    progress: list[WarmupProgress] = []
+    executor.start(progress.append)
+
+    for step in range(3):
+        executor.submit(plan_of(step))
+    results = [executor.collect() for _ in range(3)]
+    answer = executor.call("start_profile")
+    with pytest.raises(UserError, match="start_profile was called before"):
+        executor.call("start_profile")
+    time.sleep(2 * IDLE_S)
+    warmed = executor.take_warmed()
+    pids = executor.pids
+    executor.close()
+
+    assert [result.step for result in results] == [0, 1, 2]
+    # An answer behind the results of all plans comes from a worker that ran them.
+    assert answer == "start_profile after 3 plans"
+    assert [one.num_later for one in warmed] == [1, 0]
+    assert len(progress) == 2 and len(set(pids)) == 2
+    assert not any(alive(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_death_in_a_group_is_noticed_at_once_and_reported_once(
+    rank: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    deaths: list[str] = []
+    executor = executor_of("step_s=60", tmp_path_factory.mktemp("s"), deaths, num_workers=2)
+    executor.start(lambda progress: None)
+    executor.submit(plan_of(0))
+    threading.Timer(0.2, os.kill, (executor.pids[rank], signal.SIGKILL)).start()
+
+    start = time.monotonic()
+    with pytest.raises(EngineDied, match=f"worker {rank} .* was killed by SIGKILL"):
+        executor.collect()
+    waited_s = time.monotonic() - start
+    executor.close()
+
+    assert waited_s < 2
+    assert len(deaths) == 1 and f"worker {rank} " in deaths[0]
+
+
+def test_a_follower_that_fails_is_quoted(tmp_path_factory: pytest.TempPathFactory) -> None:
+    executor = executor_of("crash_at=1", tmp_path_factory.mktemp("s"), num_workers=2, output_rank=1)
+    executor.start(lambda progress: None)
+    executor.submit(plan_of(0))
+    assert executor.collect().step == 0
+
+    executor.submit(plan_of(1))
+    with pytest.raises(EngineDied, match=r"worker [01]: ValueError: step 1 is one too many"):
+        executor.collect()
+    executor.close()

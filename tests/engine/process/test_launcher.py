@@ -14,7 +14,7 @@ from counting_worker import ROOT, counting_command
 from engine_rig import counting_config
 from live import alive
 
-from engine.process.child_process import STOP, Child, describe_exit, python_command
+from engine.process.child_process import STOP, ChildProcess, describe_exit, python_command
 from engine.process.launcher import EngineProcess, launch
 
 
@@ -79,7 +79,7 @@ def test_closing_stops_it_and_is_no_death(tmp_path: Path) -> None:
 
 def test_a_child_that_does_not_stop_is_killed() -> None:
     code = f"import signal, time; signal.signal({int(STOP)}, signal.SIG_IGN); time.sleep(60)"
-    child = Child("stubborn", [sys.executable, "-c", code], {})
+    child = ChildProcess("stubborn", [sys.executable, "-c", code], {})
     wait_for_mask(child.pid, "SigIgn")
 
     child.close(0.2)
