@@ -19,9 +19,9 @@ from config.loading.env import settings
 from config.loading.parser import server_parser
 from config.loading.reference import PATH, reference
 from config.loading.sources import load
-from server.cli.bench.options import parser as bench_parser
-from server.cli.buckets import parser as buckets_parser
-from server.cli.plan import parser as plan_parser
+from server.cli.bench.options import bench_parser
+from server.cli.buckets import buckets_parser
+from server.cli.plan import plan_parser
 
 ROOT = Path(__file__).parents[1]
 API = ROOT / "docs" / "api.md"

@@ -1,4 +1,4 @@
-"""`gaudiserve doctor`: flags, and what is printed. Looks at nothing itself."""
+"""`gaudiserve doctor`: flags and output."""
 
 import json
 
@@ -8,22 +8,22 @@ from config.loading.sources import load
 from engine.reports.doctor import as_json, as_text, diagnose, this_machine
 
 
-def parser() -> Parser:
-    """A server's flags, and one more."""
-    made = server_parser(
-        "gaudiserve doctor", "Whether a server with these flags can run here; and if not, why."
+def doctor_parser() -> Parser:
+    """The flags of the command, in addition to those of `serve`."""
+    parser = server_parser(
+        "gaudiserve doctor", "Check whether a server with these flags can run on this machine."
     )
-    made.add_argument_group("This command").add_argument(
+    parser.add_argument_group("This command").add_argument(
         "--json", action="store_true", help="Print JSON"
     )
-    return made
+    return parser
 
 
 def main(argv: list[str]) -> int:
-    """Print the report; 0 if a server can run, 1 if not. Raises ConfigError for a wrong flag."""
-    made = parser()
-    found = made.parse_all(argv)
-    engine = load(argv, default_model="demo", parser=made).engine
+    """Print the report; returns 0 if a server can run, else 1. Raises ConfigError."""
+    parser = doctor_parser()
+    args = parser.parse_all(argv)
+    engine = load(argv, default_model="demo", parser=parser).engine
     report = diagnose(this_machine(environment()), engine, engine.cache_dir or cache_home())
-    print(json.dumps(as_json(report), indent=2) if found.json else as_text(report))
+    print(json.dumps(as_json(report), indent=2) if args.json else as_text(report))
     return 0 if report.can_serve else 1

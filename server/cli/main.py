@@ -1,6 +1,6 @@
-"""The command `gaudiserve`: reads the command line and starts one thing. Knows no HTTP itself.
+"""The command `gaudiserve`: dispatches to the subcommands.
 
-What a command needs is imported when it runs, so that `--help` and `config` answer at once.
+Each subcommand imports its modules when it runs, so that `--help` and `config` start fast.
 """
 
 import dataclasses
@@ -34,13 +34,13 @@ OpenAI-compatible serving daemon for Intel Gaudi (HPU), with a CPU back end for 
 
 commands:
   serve [MODEL]   start the server; without a model, serve the demo model
-  bench serve     load an OpenAI-compatible server and measure it
-  buckets show    a strategy's padded shapes, and what they waste on a traffic
-  buckets fit     choose padded shapes for a traffic
-  plan [MODEL]    how a model would lie in Gaudi memory, without a card
-  doctor          what this machine can serve on, and what is wrong with it
-  fetch-demo      fetch the demo model into the cache folder
-  config          print the resolved configuration and where each value came from
+  bench serve     benchmark an OpenAI-compatible server
+  buckets show    print a bucketing strategy's table, and its padding for a traffic
+  buckets fit     fit a bucket table to a traffic
+  plan [MODEL]    estimate the memory that a model needs on Gaudi cards, without a card
+  doctor          check whether this machine can run a server
+  fetch-demo      download the demo model into the cache folder
+  config          print the resolved configuration and the source of each value
 
   gaudiserve COMMAND --help shows a command's flags.
   gaudiserve --version prints {VERSION}.
@@ -48,7 +48,7 @@ commands:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status: 0, 1 when it failed, 2 for a wrong setting, 130 for
+    """Run one command; returns the exit status: 0, 1 if it failed, 2 for a wrong setting, 130 for
     Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
@@ -68,17 +68,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Whoever read our output has seen enough; the interpreter's last flush must not complain.
+        # The reader of stdout has closed it; the interpreter's last flush must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
 
 def _command(name: str) -> Callable[[list[str]], int]:
-    found = COMMANDS.get(name)
-    if found is None:
+    command = COMMANDS.get(name)
+    if command is None:
         hint = nearest(name, COMMANDS) or f"; there are {', '.join(COMMANDS)}"
         raise ConfigError(f"{name!r} is no command{hint}")
-    return found
+    return command
 
 
 def _serve(argv: list[str]) -> int:
@@ -98,14 +98,14 @@ def _serve(argv: list[str]) -> int:
     check_device(engine.device)
     from server.process.supervisor import serve
 
-    own_names = NAMES if engine.model in NAMES else (engine.model,)
-    names = server.served_model_names or own_names
-    prepare = partial(_prepare, engine, server)
-    return serve(engine, dataclasses.replace(server, served_model_names=names), prepare)
+    default_names = NAMES if engine.model in NAMES else (engine.model,)
+    names = server.served_model_names or default_names
+    resolve = partial(_resolve, engine, server)
+    return serve(engine, dataclasses.replace(server, served_model_names=names), resolve)
 
 
-def _prepare(engine: EngineConfig, server: ServerConfig, report: Report) -> str:
-    """The checkpoint's folder, when all that is made from it once has been made."""
+def _resolve(engine: EngineConfig, server: ServerConfig, report: Report) -> str:
+    """Download and convert the checkpoint; returns its folder."""
     from config.checkpoint.resolve import resolve
     from config.startup_checks import check_checkpoint
 
@@ -121,7 +121,7 @@ def _prepare(engine: EngineConfig, server: ServerConfig, report: Report) -> str:
     if not server.skip_tokenizer_init:
         from server.text.tokenizer_files import tokenizer_folder
 
-        # Here it can be told of and stopped; front-ends find it in the cache.
+        # Here, where it has a progress report and can be stopped; API servers find it in the cache.
         tokenizer_folder(folder, Path(cache_home()), report)
     return folder
 
@@ -147,20 +147,20 @@ def _as_json(shown: Mapping[str, tuple[object, str]]) -> str:
 def _as_table(shown: Mapping[str, tuple[object, str]]) -> str:
     flags = {flag.key: flag for flag in FLAGS}
     rows = [(key, flags[key].shown(value), source) for key, (value, source) in shown.items()]
-    wide = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    return "\n".join(f"{row[0]:<{wide[0]}}  {row[1]:<{wide[1]}}  {row[2]}" for row in rows)
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return "\n".join(f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in rows)
 
 
 def _fetch_demo(argv: list[str]) -> int:
     Parser(
         prog="gaudiserve fetch-demo",
-        description="Fetch the demo model into the cache folder, and print where it lies.",
+        description="Download the demo model into the cache folder, and print its path.",
     ).parse_all(argv)
     log.setup("fetch-demo")
     from config.checkpoint.demo import NAMES
     from config.checkpoint.resolve import resolve
 
-    # Resolved, so that the first start need not convert it either.
+    # resolve also converts it, so that the first start does not have to.
     print(resolve(NAMES[0]))
     return 0
 
@@ -170,8 +170,8 @@ def _bench(argv: list[str]) -> int:
         if argv[:1] in (["-h"], ["--help"]):
             print("usage: gaudiserve bench serve [flags]; --help after `serve` lists them")
             return 0
-        given = " ".join(("gaudiserve", "bench", *argv[:1]))
-        raise ConfigError(f"`{given}` is no command; `gaudiserve bench serve` is")
+        command = " ".join(("gaudiserve", "bench", *argv[:1]))
+        raise ConfigError(f"`{command}` is no command; `gaudiserve bench serve` is")
     from server.cli.bench.command import main as bench_serve
 
     return bench_serve(argv[1:])

@@ -1,4 +1,4 @@
-"""`gaudiserve plan`: flags, and what is printed. Knows no sizes."""
+"""`gaudiserve plan`: flags and output."""
 
 import json
 import math
@@ -13,58 +13,64 @@ from engine.reports.plan import KV_WIDTHS, Target, as_json, as_text, make_plan
 DEVICES = ("gaudi2", "gaudi3")
 
 
-def parser() -> Parser:
-    """A server's flags, and those of a plan; where both have one, the plan's."""
-    made = server_parser(
+def plan_parser() -> Parser:
+    """The flags of the command, in addition to those of `serve`, some of which they replace."""
+    parser = server_parser(
         "gaudiserve plan",
-        "How a model would lie in the memory of Gaudi cards. Needs its config.json and no card.",
+        "Estimate a model's memory on Gaudi cards from its config.json. Needs no card.",
     )
-    made.conflict_handler = "resolve"
-    group = made.add_argument_group("This command")
+    parser.conflict_handler = "resolve"
+    group = parser.add_argument_group("This command")
     group.add_argument(
         "--device", choices=DEVICES, default="gaudi3", help="Generation of the cards [gaudi3]"
     )
     group.add_argument(
-        "--tensor-parallel-size", type=int, default=1, metavar="N", help="Cards for one model [1]"
+        "--tensor-parallel-size", type=int, default=1, metavar="N", help="Cards per model [1]"
     )
     group.add_argument(
-        "--kv-cache-dtype", choices=tuple(KV_WIDTHS), default="auto", help="Of the KV cache [auto]"
+        "--kv-cache-dtype",
+        choices=tuple(KV_WIDTHS),
+        default="auto",
+        help="dtype of the KV cache [auto]",
     )
     group.add_argument(
-        "--card-gib", type=float, metavar="X", help="Memory of a card, if not the generation's"
+        "--card-gib",
+        type=float,
+        metavar="X",
+        help="Memory per card; without it that of the generation",
     )
     group.add_argument(
         "--lengths",
         metavar="N,N",
-        help="Tokens of sequences to count; none: 512, 2000, 8000, 32000 and a full context",
+        help="Sequence lengths to report; without it 512, 2000, 8000, 32000 and the full context",
     )
     group.add_argument(
         "--seconds-per-graph",
         type=float,
         default=SECONDS_PER_GRAPH,
         metavar="X",
-        help=f"Warm-up time of one graph, for the estimate [{SECONDS_PER_GRAPH:g}]",
+        help=f"Warm-up time per graph, for the estimate [{SECONDS_PER_GRAPH:g}]",
     )
     group.add_argument("--json", action="store_true", help="Print JSON")
-    return made
+    return parser
 
 
 def main(argv: list[str]) -> int:
-    """Print a plan; 0 if it fits, 1 if not. Raises ConfigError for a wrong flag or model."""
-    made = parser()
-    found = made.parse_all(argv)
-    engine = load(argv, default_model="demo", parser=made).engine
+    """Print the plan; returns 0 if it fits, else 1. Raises ConfigError."""
+    parser = plan_parser()
+    args = parser.parse_all(argv)
+    engine = load(argv, default_model="demo", parser=parser).engine
     target = Target(
-        device=found.device,
-        num_cards=found.tensor_parallel_size,
-        kv_dtype=found.kv_cache_dtype,
-        card_bytes=_card_bytes(found.card_gib),
-        lengths=_lengths(found.lengths),
-        seconds_per_graph=_above_zero("seconds-per-graph", found.seconds_per_graph),
+        device=args.device,
+        num_cards=args.tensor_parallel_size,
+        kv_dtype=args.kv_cache_dtype,
+        card_bytes=_card_bytes(args.card_gib),
+        lengths=_lengths(args.lengths),
+        seconds_per_graph=_above_zero("seconds-per-graph", args.seconds_per_graph),
     )
     facts = model_facts(engine.model, revision=engine.revision, cache_dir=engine.cache_dir)
     plan = make_plan(facts, engine, target)
-    print(json.dumps(as_json(plan), indent=2) if found.json else as_text(plan))
+    print(json.dumps(as_json(plan), indent=2) if args.json else as_text(plan))
     return 0 if plan.card.fits else 1
 
 

@@ -30,7 +30,7 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None
     logprobs: list[dict[int, Logprob]] | None
-    """One entry per token: the chosen and the most likely ones, by id; None unless requested."""
+    """One entry per token: the chosen and the most likely tokens, by id; None unless requested."""
     finish_reason: str | None
     """stop or length."""
     stop_reason: str | int | None

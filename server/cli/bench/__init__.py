@@ -1,1 +1,1 @@
-"""`gaudiserve bench serve`: a load client for one OpenAI-compatible server."""
+"""`gaudiserve bench serve`: a load generator for an OpenAI-compatible server."""

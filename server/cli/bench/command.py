@@ -1,11 +1,12 @@
-"""`gaudiserve bench serve`: one run, and what is printed. Knows no HTTP."""
+"""`gaudiserve bench serve`: generates the load, and prints the report."""
 
 import argparse
+import asyncio
 import datetime
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,24 @@ from tqdm import tqdm
 from config.errors import ConfigError
 from config.loading.env import environment
 from config.version import VERSION
-from server.cli.bench.load import closed_loop, open_loop
+from server.cli.bench.http_client import HttpClient, HttpFailure
 from server.cli.bench.openai import OpenAIServer, Outcome, first_model
 from server.cli.bench.options import read
 from server.cli.bench.report import Report, as_dict, as_text, summarise
-from server.cli.bench.target import HttpFailure, Target
-from server.cli.bench.workload import Job, Shape, gaps, text_jobs, token_jobs
+from server.cli.bench.workload import (
+    BenchRequest,
+    Shape,
+    arrival_gaps,
+    text_requests,
+    token_requests,
+)
+
+Send = Callable[[BenchRequest], Awaitable[Outcome]]
 
 
 def main(argv: Sequence[str]) -> int:
-    """0, or 1 when a request failed. Raises ConfigError for wrong flags or an unusable server."""
+    """Run the benchmark; returns 1 if a request failed. Raises ConfigError for wrong flags or an
+    unusable server."""
     options = read(argv)
     try:
         report, model, kind = uvloop.run(_run(options))
@@ -49,18 +58,18 @@ def _write(path: str, content: str) -> None:
 
 
 async def _run(options: argparse.Namespace) -> tuple[Report, str, str]:
-    target = Target(options.base_url, options.api_key or environment().get("OPENAI_API_KEY"))
+    client = HttpClient(options.base_url, options.api_key or environment().get("OPENAI_API_KEY"))
     try:
-        model = options.model or await first_model(target)
+        model = options.model or await first_model(client)
         extra = {"temperature": options.temperature}
         if not options.no_ignore_eos:
             extra["ignore_eos"] = True
         server = OpenAIServer(
-            target,
+            client,
             options.endpoint,
             model,
             {**extra, **options.extra_body},
-            asks_usage=not options.no_stream_usage,
+            request_usage=not options.no_stream_usage,
         )
         warmups = options.num_warmups
         shape = Shape(
@@ -71,53 +80,113 @@ async def _run(options: argparse.Namespace) -> tuple[Report, str, str]:
             options.shared_prefix_len,
             options.seed,
         )
-        jobs, kind = await _jobs(server, shape, options)
-        for job in jobs[:warmups]:
-            await server.ask(job, options.timeout)
-        outcomes = await _load(server, jobs[warmups:], options)
+        requests, kind = await _requests(server, shape, options)
+        for request in requests[:warmups]:
+            await server.send(request, options.timeout)
+        outcomes = await _load(server, requests[warmups:], options)
         return summarise(outcomes), model, kind
     finally:
-        await target.close()
+        await client.close()
 
 
 async def _load(
-    server: OpenAIServer, jobs: list[Job], options: argparse.Namespace
+    server: OpenAIServer, requests: list[BenchRequest], options: argparse.Namespace
 ) -> list[Outcome]:
-    async def ask(job: Job) -> Outcome:
-        return await server.ask(job, options.timeout)
+    async def send(request: BenchRequest) -> Outcome:
+        return await server.send(request, options.timeout)
 
-    with tqdm(total=len(jobs), unit="req", disable=options.quiet, file=sys.stderr) as bar:
+    with tqdm(total=len(requests), unit="req", disable=options.quiet, file=sys.stderr) as bar:
 
-        def seen() -> None:
+        def on_done() -> None:
             bar.update(1)
 
         if options.request_rate is None:
-            return await closed_loop(ask, jobs, options.max_concurrency or 8, seen)
-        waits = gaps(options.request_rate, len(jobs), options.seed)
-        return await open_loop(ask, jobs, waits, options.max_concurrency, seen)
+            return await closed_loop(send, requests, options.max_concurrency or 8, on_done)
+        gaps_s = arrival_gaps(options.request_rate, len(requests), options.seed)
+        return await open_loop(send, requests, gaps_s, options.max_concurrency, on_done)
 
 
-async def _jobs(
+async def closed_loop(
+    send: Send,
+    requests: Sequence[BenchRequest],
+    concurrency: int,
+    on_done: Callable[[], None],
+) -> list[Outcome]:
+    """Keep `concurrency` requests running until all are done; `on_done` is called after each."""
+    waiting = iter(requests)
+    outcomes: list[Outcome] = []
+
+    async def client() -> None:
+        for request in waiting:
+            outcomes.append(await send(request))
+            on_done()
+
+    await _gather(asyncio.ensure_future(client()) for _ in range(min(concurrency, len(requests))))
+    return outcomes
+
+
+async def open_loop(
+    send: Send,
+    requests: Sequence[BenchRequest],
+    gaps_s: Iterable[float],
+    max_concurrency: int | None,
+    on_done: Callable[[], None],
+) -> list[Outcome]:
+    """Send each request after its gap, whether or not earlier ones are done, but at most
+    `max_concurrency` at a time."""
+    slots = asyncio.Semaphore(max_concurrency or len(requests) or 1)
+    outcomes: list[Outcome] = []
+
+    async def run(request: BenchRequest) -> None:
+        async with slots:
+            outcomes.append(await send(request))
+            on_done()
+
+    tasks: list[asyncio.Future[None]] = []
+    try:
+        # Absolute times: an overslept gap shortens the next one.
+        send_at_s = asyncio.get_running_loop().time()
+        for request, gap_s in zip(requests, gaps_s, strict=True):
+            send_at_s += gap_s
+            await asyncio.sleep(max(0.0, send_at_s - asyncio.get_running_loop().time()))
+            tasks.append(asyncio.ensure_future(run(request)))
+    finally:
+        await _gather(tasks)
+    return outcomes
+
+
+async def _gather(tasks: Iterable["asyncio.Future[None]"]) -> None:
+    """Wait for all; if one fails or the caller is cancelled, cancel the others."""
+    running = list(tasks)
+    try:
+        await asyncio.gather(*running)
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _requests(
     server: OpenAIServer, shape: Shape, options: argparse.Namespace
-) -> tuple[list[Job], str]:
-    """The requests, and how exact their lengths are: tokens, text, or words."""
+) -> tuple[list[BenchRequest], str]:
+    """The requests, and how their lengths were determined: tokens, text, or words."""
     try:
         if options.prompt_kind != "text" and options.endpoint == "completions":
-            return token_jobs(shape, await server.vocabulary()), "tokens"
-        return await text_jobs(shape, server.count), "text"
+            return token_requests(shape, await server.vocabulary()), "tokens"
+        return await text_requests(shape, server.count), "text"
     except HttpFailure as error:
         if options.prompt_kind == "tokens":
             raise
         print(
-            f"/tokenize cannot count for us ({str(error)[:120]}); one word stands for one token, "
-            "see the prompt tokens in the result.",
+            f"/tokenize cannot count tokens ({str(error)[:120]}); prompts have one word per "
+            "requested token, see the prompt tokens in the result.",
             file=sys.stderr,
         )
 
     async def words(text: str) -> int:
         return len(text.split())
 
-    return await text_jobs(shape, words), "words"
+    return await text_requests(shape, words), "words"
 
 
 def _document(options: argparse.Namespace, report: Report, model: str, kind: str) -> dict[str, Any]:

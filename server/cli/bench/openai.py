@@ -1,7 +1,4 @@
-"""The OpenAI side of the load client: which model, how many tokens, one streamed request.
-
-Knows bodies and chunks, nothing of concurrency or of statistics.
-"""
+"""OpenAI API calls of the load generator: one streamed request, models, token counts."""
 
 import asyncio
 import time
@@ -11,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from server.cli.bench.target import EndedEarly, HttpFailure, Target
-from server.cli.bench.workload import WORDS, Job
+from server.cli.bench.http_client import HttpClient, HttpFailure, MissingDone
+from server.cli.bench.workload import WORDS, BenchRequest
 
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 
@@ -45,42 +42,42 @@ _DECODER = msgspec.json.Decoder(_Chunk)
 
 @dataclass(slots=True)
 class Outcome:
-    """One request, as the client saw it. Times are seconds on the client's monotonic clock."""
+    """The outcome of one request. Times are seconds of the client's monotonic clock."""
 
     started: float
     ended: float = 0.0
     arrivals: list[float] = field(default_factory=list)
-    """When each piece of text came."""
+    """Time of each chunk with text."""
     prompt_tokens: int = 0
     output_tokens: int = 0
     is_finished: bool = False
-    """A finish_reason came."""
+    """A finish_reason was received."""
     failure: str | None = None
 
 
 class OpenAIServer:
-    """One model on a server, asked through one of its two endpoints."""
+    """One model of a server, through one of the two endpoints."""
 
     def __init__(
         self,
-        target: Target,
+        client: HttpClient,
         endpoint: str,
         model: str,
         extra: Mapping[str, Any] | None = None,
         *,
-        asks_usage: bool = True,
+        request_usage: bool = True,
     ) -> None:
-        self._target = target
+        self._client = client
         self._endpoint = endpoint
         self.model = model
         self._extra = dict(extra or {})
-        self._asks_usage = asks_usage
+        self._request_usage = request_usage
 
-    async def ask(self, job: Job, timeout_s: float) -> Outcome:
-        """Send one request and read its stream to the end; a failure is part of the outcome."""
+    async def send(self, request: BenchRequest, timeout_s: float) -> Outcome:
+        """Send a request and read its stream to the end; failures are part of the outcome."""
         outcome = Outcome(time.perf_counter())
         try:
-            await asyncio.wait_for(self._read(job, outcome), timeout_s)
+            await asyncio.wait_for(self._read(request, outcome), timeout_s)
         except asyncio.TimeoutError:  # not the builtin before Python 3.11
             outcome.failure = f"no end after {timeout_s:g} s"
         except (OSError, EOFError, HttpFailure, msgspec.DecodeError) as error:
@@ -90,18 +87,18 @@ class OpenAIServer:
             outcome.failure = "the stream held no text"
         return outcome
 
-    async def _read(self, job: Job, outcome: Outcome) -> None:
+    async def _read(self, request: BenchRequest, outcome: Outcome) -> None:
         try:
-            await self._read_events(job, outcome)
-        except EndedEarly:
-            # Some servers never say [DONE]: a choice that told how it finished is whole.
+            await self._read_events(request, outcome)
+        except MissingDone:
+            # Some servers send no [DONE]: a finish_reason is enough.
             if not outcome.is_finished:
                 raise
-        # A server that reports no usage: a piece is as good as a token.
+        # Without usage, each chunk counts as a token.
         outcome.output_tokens = outcome.output_tokens or len(outcome.arrivals)
 
-    async def _read_events(self, job: Job, outcome: Outcome) -> None:
-        async for data in self._target.events(PATHS[self._endpoint], self._body(job)):
+    async def _read_events(self, request: BenchRequest, outcome: Outcome) -> None:
+        async for data in self._client.events(PATHS[self._endpoint], self._body(request)):
             now = time.perf_counter()
             chunk = _DECODER.decode(data)
             if chunk.error:
@@ -114,35 +111,35 @@ class OpenAIServer:
             if any(choice.finish_reason for choice in chunk.choices):
                 outcome.is_finished = True
 
-    def _body(self, job: Job) -> dict[str, Any]:
+    def _body(self, request: BenchRequest) -> dict[str, Any]:
         body = {
             "model": self.model,
             "stream": True,
-            "max_tokens": job.output_len,
+            "max_tokens": request.output_len,
             **self._extra,
         }
-        if self._asks_usage:
+        if self._request_usage:
             body["stream_options"] = {"include_usage": True}
         if self._endpoint == "chat":
-            body["messages"] = [{"role": "user", "content": job.prompt}]
+            body["messages"] = [{"role": "user", "content": request.prompt}]
         else:
-            body["prompt"] = job.prompt
+            body["prompt"] = request.prompt
         return body
 
     async def count(self, text: str) -> int:
-        """Tokens of a prompt of this text, template included. Raises HttpFailure."""
+        """Tokens of a prompt with this text, with the chat template. Raises HttpFailure."""
         return len(await self._tokens(text, is_chat=self._endpoint == "chat"))
 
     async def vocabulary(self) -> list[int]:
-        """Ids of ordinary words. Raises HttpFailure if the server has no /tokenize like vLLM's."""
+        """Token ids of ordinary words. Raises HttpFailure without vLLM's /tokenize."""
         return sorted(set(await self._tokens(" ".join(WORDS), is_chat=False)))
 
     async def _tokens(self, text: str, *, is_chat: bool) -> list[int]:
-        asked: dict[str, Any] = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        body: dict[str, Any] = {"model": self.model, "prompt": text, "add_special_tokens": False}
         if is_chat:
-            asked = {"model": self.model, "messages": [{"role": "user", "content": text}]}
-        answer = await self._target.call("POST", "/tokenize", asked)
-        tokens = answer.get("tokens") if isinstance(answer, dict) else None
+            body = {"model": self.model, "messages": [{"role": "user", "content": text}]}
+        response = await self._client.call("POST", "/tokenize", body)
+        tokens = response.get("tokens") if isinstance(response, dict) else None
         if not isinstance(tokens, list) or not tokens:
             raise HttpFailure("/tokenize gave no tokens")
         return tokens
@@ -155,10 +152,10 @@ def _has_text(choice: _Choice) -> bool:
     return bool(delta.content or delta.reasoning_content or delta.reasoning)
 
 
-async def first_model(target: Target) -> str:
+async def first_model(client: HttpClient) -> str:
     """The first entry of /v1/models. Raises HttpFailure."""
-    answer = await target.call("GET", "/v1/models")
+    response = await client.call("GET", "/v1/models")
     try:
-        return str(answer["data"][0]["id"])
+        return str(response["data"][0]["id"])
     except (KeyError, IndexError, TypeError):
         raise HttpFailure("/v1/models lists no model; name one with --model") from None

@@ -1,4 +1,4 @@
-"""The flags of `gaudiserve bench serve`: what they are, and which values they take."""
+"""The flags of `gaudiserve bench serve`, and their checks."""
 
 import argparse
 import json
@@ -10,33 +10,34 @@ from config.loading.parser import Parser
 from server.cli.bench.openai import PATHS
 
 DESCRIPTION = """\
-Load an OpenAI-compatible server and measure it: time to first token, inter-token latency, time per
-output token, end-to-end time, throughput. Closed loop: --max-concurrency requests are always
-running. Open loop: --request-rate requests start each second (a Poisson process), come what may."""
+Measure an OpenAI-compatible server under load: time to first token, inter-token latency, time per
+output token, end-to-end latency, throughput. Closed loop: --max-concurrency requests are always
+running. Open loop: --request-rate requests start per second (a Poisson process), whether or not
+earlier ones have finished."""
 
 
-def parser() -> Parser:
+def bench_parser() -> Parser:
     """All flags of the command."""
-    made = Parser(
+    parser = Parser(
         prog="gaudiserve bench serve",
         usage="gaudiserve bench serve [flags]",
         description=DESCRIPTION,
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=100),
     )
-    _add_server(made.add_argument_group("Server"))
-    _add_load(made.add_argument_group("Load"))
-    _add_lengths(made.add_argument_group("Requests, in tokens"))
-    _add_fields(made.add_argument_group("Requests, other fields"))
-    output = made.add_argument_group("Output")
-    output.add_argument("--json", metavar="FILE", help="Write the numbers there; - for stdout")
+    _add_server(parser.add_argument_group("Server"))
+    _add_load(parser.add_argument_group("Load"))
+    _add_lengths(parser.add_argument_group("Requests, in tokens"))
+    _add_fields(parser.add_argument_group("Requests, other fields"))
+    output = parser.add_argument_group("Output")
+    output.add_argument("--json", metavar="FILE", help="Write the report as JSON; - for stdout")
     output.add_argument("--quiet", action="store_true", help="No progress bar")
-    return made
+    return parser
 
 
 def read(argv: Sequence[str]) -> argparse.Namespace:
-    """The flags given; extra_body is an object. Raises ConfigError for a value out of range."""
-    options = parser().parse_all(argv)
+    """Parse and check the flags; extra_body is decoded. Raises ConfigError."""
+    options = bench_parser().parse_all(argv)
     _check(options)
     return options
 
@@ -58,7 +59,7 @@ def _add_server(server: argparse._ArgumentGroup) -> None:
         type=float,
         default=600.0,
         metavar="SECONDS",
-        help="For one request [%(default)g]",
+        help="Timeout of a request [%(default)g]",
     )
 
 
@@ -68,20 +69,20 @@ def _add_load(load: argparse._ArgumentGroup) -> None:
         "--max-concurrency",
         type=int,
         metavar="N",
-        help="Requests that run at once [8; with --request-rate no limit]",
+        help="Concurrent requests [8; with --request-rate no limit]",
     )
     load.add_argument(
         "--request-rate",
         type=float,
         metavar="PER_SECOND",
-        help="Open loop; inf sends all at once [closed loop]",
+        help="Requests per second (open loop); inf sends all at once [closed loop]",
     )
     load.add_argument(
         "--num-warmups",
         type=int,
         default=2,
         metavar="N",
-        help="Requests sent first and not counted [%(default)s]",
+        help="Warm-up requests, not counted [%(default)s]",
     )
     load.add_argument("--seed", type=int, default=0, metavar="N", help="[%(default)s]")
 
@@ -94,35 +95,35 @@ def _add_lengths(lengths: argparse._ArgumentGroup) -> None:
         type=float,
         default=0.0,
         metavar="R",
-        help="Lengths are drawn from (1 - R) to (1 + R) times these [%(default)g]",
+        help="Draw lengths from (1 - R) to (1 + R) times these [%(default)g]",
     )
     lengths.add_argument(
         "--shared-prefix-len",
         type=int,
         default=0,
         metavar="N",
-        help="The same for all, before the input of each [%(default)s]",
+        help="Common prefix of all prompts, before --random-input-len [%(default)s]",
     )
     lengths.add_argument(
         "--prompt-kind",
         choices=("auto", "tokens", "text"),
         default="auto",
-        help="tokens sends ids (completions only); auto does where the server has /tokenize [auto]",
+        help="tokens sends ids (completions only); auto: ids if the server has /tokenize [auto]",
     )
 
 
 def _add_fields(fields: argparse._ArgumentGroup) -> None:
     fields.add_argument(
-        "--no-ignore-eos", action="store_true", help="Let the model end where it likes"
+        "--no-ignore-eos", action="store_true", help="Let the model end before --random-output-len"
     )
     fields.add_argument(
         "--no-stream-usage",
         action="store_true",
-        help="Leave stream_options out, for servers that refuse it; pieces are counted as tokens",
+        help="Send no stream_options, for servers that reject it; counts chunks as tokens",
     )
     fields.add_argument("--temperature", type=float, default=0.0, metavar="T", help="[%(default)g]")
     fields.add_argument(
-        "--extra-body", default="{}", metavar="JSON", help="An object put into each request"
+        "--extra-body", default="{}", metavar="JSON", help="An object merged into each request body"
     )
 
 
@@ -131,10 +132,10 @@ def _check(options: argparse.Namespace) -> None:
         if getattr(options, name) < 1:
             raise ConfigError(f"{_flag(name)} is {getattr(options, name)}, it must be at least 1")
     for name in ("max_concurrency", "num_warmups", "shared_prefix_len"):
-        least = 1 if name == "max_concurrency" else 0
+        minimum = 1 if name == "max_concurrency" else 0
         value = getattr(options, name)
-        if value is not None and value < least:
-            raise ConfigError(f"{_flag(name)} is {value}, it must be at least {least}")
+        if value is not None and value < minimum:
+            raise ConfigError(f"{_flag(name)} is {value}, it must be at least {minimum}")
     if options.temperature < 0:
         raise ConfigError(f"temperature is {options.temperature}, it must be at least 0")
     if not 0 <= options.random_range_ratio <= 1:

@@ -1,6 +1,6 @@
-"""What is asked: prompts of wanted lengths, output lengths and arrival times, all from one seed.
+"""The workload: prompts, output lengths and arrival times, reproducible from one seed.
 
-Knows how to make text of a given number of tokens by asking the server; nothing of measuring.
+Text prompts reach their token counts by counting with the server's tokenizer.
 """
 
 import random
@@ -17,88 +17,89 @@ _TEXT = (
 WORDS = tuple(_TEXT.split())
 
 MAX_TRIES = 8
-"""Rounds of adding or taking words until a text has the wanted number of tokens."""
+"""Rounds of adding or removing words until a text has the requested number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Lengths in tokens. `range_ratio` r draws each length evenly from (1 - r) to (1 + r)."""
+    """Lengths in tokens. With `range_ratio` r each is drawn uniformly from (1 - r) to (1 + r) times
+    the given one."""
 
     num_prompts: int
     input_len: int
     output_len: int
     range_ratio: float = 0.0
     shared_prefix_len: int = 0
-    """Tokens all prompts begin with, before their own `input_len`."""
+    """Length of a common prefix of all prompts, in addition to `input_len`."""
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class BenchRequest:
     """One request to send."""
 
     prompt: str | list[int]
     output_len: int
 
 
-Count = Callable[[str], Awaitable[int]]
-"""How many tokens the server makes of a text."""
+CountTokens = Callable[[str], Awaitable[int]]
+"""Number of tokens of a text, by the server's tokenizer."""
 
 
 def lengths(shape: Shape) -> Iterator[tuple[int, int]]:
     """(input, output) of each request, at least 1 each."""
-    chance = random.Random(shape.seed)
+    rng = random.Random(shape.seed)
     for _ in range(shape.num_prompts):
         yield (
-            _around(shape.input_len, shape.range_ratio, chance),
-            _around(shape.output_len, shape.range_ratio, chance),
+            _draw(shape.input_len, shape.range_ratio, rng),
+            _draw(shape.output_len, shape.range_ratio, rng),
         )
 
 
-def _around(middle: int, ratio: float, chance: random.Random) -> int:
-    low, high = int(middle * (1 - ratio)), int(middle * (1 + ratio))
-    return max(1, chance.randint(low, high))
+def _draw(mean: int, ratio: float, rng: random.Random) -> int:
+    low, high = int(mean * (1 - ratio)), int(mean * (1 + ratio))
+    return max(1, rng.randint(low, high))
 
 
-def token_jobs(shape: Shape, vocabulary: list[int]) -> list[Job]:
-    """Prompts of exactly the wanted lengths, as ids drawn from `vocabulary`."""
-    chance = random.Random(f"{shape.seed} tokens")
-    prefix = chance.choices(vocabulary, k=shape.shared_prefix_len)
+def token_requests(shape: Shape, vocabulary: list[int]) -> list[BenchRequest]:
+    """Prompts of exactly the requested lengths, as ids drawn from `vocabulary`."""
+    rng = random.Random(f"{shape.seed} tokens")
+    prefix = rng.choices(vocabulary, k=shape.shared_prefix_len)
     return [
-        Job(prefix + chance.choices(vocabulary, k=wanted), output)
-        for wanted, output in lengths(shape)
+        BenchRequest(prefix + rng.choices(vocabulary, k=input_len), output_len)
+        for input_len, output_len in lengths(shape)
     ]
 
 
-async def text_jobs(shape: Shape, count: Count) -> list[Job]:
-    """Prompts of plain words, each with the wanted number of tokens as `count` sees it, or as near
-    as MAX_TRIES rounds get."""
-    chance = random.Random(f"{shape.seed} words")
-    words_a_token = len(WORDS) / max(1, await count(" ".join(WORDS)))
-    prefix = chance.choices(WORDS, k=round(shape.shared_prefix_len * words_a_token))
-    jobs = []
-    for wanted, output in lengths(shape):
-        total = wanted + shape.shared_prefix_len
-        words = prefix + chance.choices(WORDS, k=max(1, round(wanted * words_a_token)))
+async def text_requests(shape: Shape, count: CountTokens) -> list[BenchRequest]:
+    """Prompts of plain words, each with the requested number of tokens by `count`, or as close as
+    MAX_TRIES rounds get."""
+    rng = random.Random(f"{shape.seed} words")
+    words_per_token = len(WORDS) / max(1, await count(" ".join(WORDS)))
+    prefix = rng.choices(WORDS, k=round(shape.shared_prefix_len * words_per_token))
+    requests = []
+    for input_len, output_len in lengths(shape):
+        num_tokens = input_len + shape.shared_prefix_len
+        words = prefix + rng.choices(WORDS, k=max(1, round(input_len * words_per_token)))
         for _ in range(MAX_TRIES):
-            difference = total - await count(" ".join(words))
+            difference = num_tokens - await count(" ".join(words))
             if difference == 0:
                 break
-            change = max(1, round(abs(difference) * words_a_token))
+            change = max(1, round(abs(difference) * words_per_token))
             if difference > 0:
-                words += chance.choices(WORDS, k=change)
+                words += rng.choices(WORDS, k=change)
                 continue
-            # The shared prefix stays whole, and at least one word of the prompt's own.
-            kept = max(len(prefix) + 1, len(words) - change)
-            if kept == len(words):
+            # Keep the shared prefix, and at least one word of the prompt itself.
+            num_kept = max(len(prefix) + 1, len(words) - change)
+            if num_kept == len(words):
                 break
-            del words[kept:]
-        jobs.append(Job(" ".join(words), output))
-    return jobs
+            del words[num_kept:]
+        requests.append(BenchRequest(" ".join(words), output_len))
+    return requests
 
 
-def gaps(rate: float, count: int, seed: int) -> Iterator[float]:
-    """Seconds to wait before each request: a Poisson process of `rate` a second; inf: none."""
-    chance = random.Random(f"{seed} arrivals")
+def arrival_gaps(rate: float, count: int, seed: int) -> Iterator[float]:
+    """Seconds before each request: a Poisson process of `rate` per second; inf: no wait."""
+    rng = random.Random(f"{seed} arrivals")
     for _ in range(count):
-        yield 0.0 if rate == float("inf") else chance.expovariate(rate)
+        yield 0.0 if rate == float("inf") else rng.expovariate(rate)

@@ -13,10 +13,17 @@ from event_server import EventServer
 
 from config.errors import ConfigError
 from server.cli.bench.command import main
+from server.cli.bench.http_client import HttpClient, HttpFailure
 from server.cli.bench.openai import OpenAIServer, Outcome
-from server.cli.bench.report import as_text, percentile, summarise
-from server.cli.bench.target import HttpFailure, Target
-from server.cli.bench.workload import Job, Shape, gaps, lengths, text_jobs, token_jobs
+from server.cli.bench.report import Distribution, as_text, summarise
+from server.cli.bench.workload import (
+    BenchRequest,
+    Shape,
+    arrival_gaps,
+    lengths,
+    text_requests,
+    token_requests,
+)
 
 
 def run(url: str, *flags: str) -> tuple[int, dict[str, Any]]:
@@ -123,11 +130,13 @@ async def test_failures_are_told_apart_and_the_status_says_so() -> None:
 
 async def test_a_stream_that_breaks_is_a_failure() -> None:
     async with EventServer(break_after=2).listening() as server:
-        target = Target(server.url)
+        client = HttpClient(server.url)
 
-        outcome = await OpenAIServer(target, "completions", "m").ask(Job([1], 5), timeout_s=5)
+        outcome = await OpenAIServer(client, "completions", "m").send(
+            BenchRequest([1], 5), timeout_s=5
+        )
 
-        await target.close()
+        await client.close()
     assert outcome.failure is not None
     assert "middle of an answer" in outcome.failure
     assert len(outcome.arrivals) == 2
@@ -135,23 +144,23 @@ async def test_a_stream_that_breaks_is_a_failure() -> None:
 
 async def test_a_request_that_hangs_ends_at_its_timeout() -> None:
     async with EventServer(first_s=30).listening() as server:
-        target = Target(server.url)
+        client = HttpClient(server.url)
 
-        outcome = await OpenAIServer(target, "chat", "m").ask(Job("a", 1), timeout_s=0.1)
+        outcome = await OpenAIServer(client, "chat", "m").send(BenchRequest("a", 1), timeout_s=0.1)
 
-        await target.close()
+        await client.close()
     assert outcome.failure == "no end after 0.1 s"
 
 
 async def test_the_key_travels_as_a_bearer_token() -> None:
     async with EventServer().listening() as server:
-        target = Target(f"{server.url}/v1", api_key="secret")
+        client = HttpClient(f"{server.url}/v1", api_key="secret")
 
-        await target.call("GET", "/v1/models")
+        await client.call("GET", "/v1/models")
         with pytest.raises(HttpFailure, match=r"404.*no such route"):
-            await target.call("GET", "/v1/nothing")
+            await client.call("GET", "/v1/nothing")
 
-        await target.close()
+        await client.close()
     assert server.authorizations[0] == "Bearer secret"
 
 
@@ -166,9 +175,9 @@ def test_lengths_lie_in_their_range_and_repeat_with_the_seed() -> None:
 
 
 def test_a_shared_prefix_is_shared_and_the_rest_is_not() -> None:
-    jobs = token_jobs(Shape(5, 20, 1, shared_prefix_len=30), list(range(1000)))
+    requests = token_requests(Shape(5, 20, 1, shared_prefix_len=30), list(range(1000)))
 
-    prompts = [job.prompt for job in jobs]
+    prompts = [request.prompt for request in requests]
 
     assert len({tuple(prompt[:30]) for prompt in prompts}) == 1
     assert len({tuple(prompt[30:]) for prompt in prompts}) == 5
@@ -179,26 +188,25 @@ async def test_text_of_uneven_words_is_off_by_one_at_most_and_keeps_its_prefix()
     async def count(text: str) -> int:
         return sum(1 + len(word) // 5 for word in text.split())
 
-    jobs = await text_jobs(Shape(10, 40, 1, shared_prefix_len=10), count)
+    requests = await text_requests(Shape(10, 40, 1, shared_prefix_len=10), count)
 
-    counts = [await count(str(job.prompt)) for job in jobs]
+    counts = [await count(str(request.prompt)) for request in requests]
     assert all(abs(found - 50) <= 1 for found in counts)
-    assert len({" ".join(str(job.prompt).split()[:6]) for job in jobs}) == 1
+    assert len({" ".join(str(request.prompt).split()[:6]) for request in requests}) == 1
 
 
 def test_arrivals_have_the_wanted_rate() -> None:
-    waits = list(gaps(50.0, 4000, seed=3))
+    waits = list(arrival_gaps(50.0, 4000, seed=3))
 
     assert statistics.mean(waits) == pytest.approx(1 / 50, rel=0.1)
-    assert set(itertools.islice(gaps(float("inf"), 5, 0), 5)) == {0.0}
+    assert set(itertools.islice(arrival_gaps(float("inf"), 5, 0), 5)) == {0.0}
 
 
 def test_percentiles_lie_between_the_two_nearest() -> None:
-    ordered = [1.0, 2.0, 3.0, 4.0]
+    found = Distribution.of([0.004, 0.001, 0.003, 0.002])
 
-    found = [percentile(ordered, share) for share in (0, 50, 90, 100)]
-
-    assert found == pytest.approx([1.0, 2.5, 3.7, 4.0])
+    assert found is not None
+    assert (found.mean, found.p50, found.p90, found.p99) == pytest.approx((2.5, 2.5, 3.7, 3.97))
 
 
 def test_a_report_of_known_outcomes() -> None:

@@ -1,7 +1,7 @@
-"""A lean HTTP/1.1 client for one server: JSON calls and event streams. Knows no OpenAI bodies.
+"""A minimal HTTP/1.1 client for one server: JSON calls and event streams.
 
-A general client costs more per event than a fast server takes to make it; this one only splits
-bytes, so that a measurement sees the server.
+A general client takes more time per event than a fast server needs to produce it. This one only
+splits bytes, so that the benchmark measures the server.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ MAX_LINE_BYTES = 2**20
 
 
 class HttpFailure(Exception):
-    """The server answered with another status than 200, or not in HTTP."""
+    """A status other than 200, or a response that is not HTTP."""
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class _Connection:
 
 
 @dataclass(frozen=True, slots=True)
-class _Head:
+class _ResponseHead:
     status: int
     fields: Mapping[str, str]
 
@@ -40,17 +40,17 @@ class _Head:
         return "chunked" in self.fields.get("transfer-encoding", "").lower()
 
     @property
-    def keeps_open(self) -> bool:
-        known_end = self.is_chunked or "content-length" in self.fields
-        return known_end and self.fields.get("connection", "").lower() != "close"
+    def is_reusable(self) -> bool:
+        has_known_end = self.is_chunked or "content-length" in self.fields
+        return has_known_end and self.fields.get("connection", "").lower() != "close"
 
 
-class EndedEarly(HttpFailure):
-    """A stream that closed in good order, but without [DONE]."""
+class MissingDone(HttpFailure):
+    """A stream that ended normally, but without [DONE]."""
 
 
-class Target:
-    """One server at `base_url`, with its idle connections kept for reuse."""
+class HttpClient:
+    """One server at `base_url`. Idle connections are reused."""
 
     def __init__(self, base_url: str, api_key: str | None = None) -> None:
         url = urlsplit(base_url if "//" in base_url else f"http://{base_url}")
@@ -65,20 +65,20 @@ class Target:
         self._port = port or (443 if self._tls else 80)
         path = url.path.rstrip("/")
         self._prefix = path.removesuffix("/v1")
-        self._common = f"Host: {url.netloc}\r\nContent-Type: application/json\r\n"
+        self._headers = f"Host: {url.netloc}\r\nContent-Type: application/json\r\n"
         if api_key:
-            self._common += f"Authorization: Bearer {api_key}\r\n"
+            self._headers += f"Authorization: Bearer {api_key}\r\n"
         self._idle: list[_Connection] = []
 
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """One JSON call. Raises HttpFailure with the server's words, OSError without connection."""
+        """One JSON call. Raises HttpFailure with the server's message, or OSError."""
         connection, head = await self._send(method, path, body)
         try:
             content = b"".join([piece async for piece in self._content(connection, head)])
         except BaseException:
             connection.writer.close()
             raise
-        self._give_back(connection, head)
+        self._release(connection, head)
         if head.status != 200:
             raise HttpFailure(f"{head.status}: {content[:300].decode(errors='replace')}")
         try:
@@ -87,51 +87,51 @@ class Target:
             raise HttpFailure(f"{path} did not answer in JSON: {error}") from None
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[bytes]:
-        """The `data:` of each server-sent event, as it arrives, [DONE] left out.
+        """The `data:` of each server-sent event as it arrives, without [DONE].
 
-        Raises HttpFailure when the answer is no stream, EndedEarly when it ends without [DONE].
+        Raises HttpFailure when the status is not 200, MissingDone when there is no [DONE].
         """
         connection, head = await self._send("POST", path, body)
-        ended = False
+        is_done = False
         try:
             if head.status != 200:
                 content = b"".join([piece async for piece in self._content(connection, head)])
                 raise HttpFailure(f"{head.status}: {content[:300].decode(errors='replace')}")
             rest = b""
             async for piece in self._content(connection, head):
-                *whole, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
-                for event in whole:
+                *events, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
+                for event in events:
                     data = _data_of(event)
                     if data == b"[DONE]":
-                        ended = True
+                        is_done = True
                     elif data:
                         yield data
-            if not ended:
-                raise EndedEarly("the stream ended without [DONE]")
+            if not is_done:
+                raise MissingDone("the stream ended without [DONE]")
         finally:
-            if ended:
-                self._give_back(connection, head)
+            if is_done:
+                self._release(connection, head)
             else:
                 connection.writer.close()
 
     async def close(self) -> None:
-        """Hang up all idle connections."""
+        """Close all idle connections."""
         for connection in self._idle:
             connection.writer.close()
         self._idle.clear()
 
-    def _give_back(self, connection: _Connection, head: _Head) -> None:
-        if head.keeps_open and len(self._idle) < MAX_IDLE:
+    def _release(self, connection: _Connection, head: _ResponseHead) -> None:
+        if head.is_reusable and len(self._idle) < MAX_IDLE:
             self._idle.append(connection)
         else:
             connection.writer.close()
 
     async def _send(
         self, method: str, path: str, body: Mapping[str, Any] | None
-    ) -> tuple[_Connection, _Head]:
+    ) -> tuple[_Connection, _ResponseHead]:
         content = msgspec.json.encode(body) if body is not None else b""
         request = (
-            f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._common}"
+            f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}"
             f"Content-Length: {len(content)}\r\n\r\n"
         ).encode() + content
         while self._idle:
@@ -139,7 +139,7 @@ class Target:
             try:
                 return connection, await self._exchange(connection, request)
             except (OSError, EOFError):
-                # The server closed it while it lay idle; the next one, or a new one.
+                # The server closed the idle connection; try the next one, or a new one.
                 connection.writer.close()
         connection = await self._connect()
         try:
@@ -157,7 +157,7 @@ class Target:
         )
         return _Connection(*await asyncio.wait_for(opened, CONNECT_TIMEOUT_S))
 
-    async def _exchange(self, connection: _Connection, request: bytes) -> _Head:
+    async def _exchange(self, connection: _Connection, request: bytes) -> _ResponseHead:
         connection.writer.write(request)
         await connection.writer.drain()
         raw = await connection.reader.readuntil(b"\r\n\r\n")
@@ -167,9 +167,9 @@ class Target:
             raise HttpFailure(f"not an HTTP answer: {first[:100]!r}")
         pairs = (line.partition(":") for line in lines if ":" in line)
         fields = {name.strip().lower(): value.strip() for name, _, value in pairs}
-        return _Head(int(words[1]), fields)
+        return _ResponseHead(int(words[1]), fields)
 
-    async def _content(self, connection: _Connection, head: _Head) -> AsyncIterator[bytes]:
+    async def _content(self, connection: _Connection, head: _ResponseHead) -> AsyncIterator[bytes]:
         reader = connection.reader
         try:
             if head.is_chunked:
