@@ -1,5 +1,4 @@
-"""Conversations of the Messages API as those of a chat: blocks to messages, tools to functions,
-fields to fields. Pure; knows no template."""
+"""From a Messages API body to the equivalent chat request."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,28 +10,28 @@ from server.openai.schema.chat import ChatBody, Message
 
 _SHOWN = 40
 _MEDIA = ("image", "document", "container_upload", "video", "audio", "file")
-_BETWEEN_TURNS = "\n"
-"""Two turns of one role are one turn."""
+_SEPARATOR = "\n"
+"""Separates consecutive messages of one role, which are joined."""
 _ROLES = ("user", "assistant", "system")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def to_chat_body(body: CountBody, *, may_think: bool) -> ChatBody:
-    """What `body` asks of a chat. Raises UserError for what no chat could mean. `may_think`:
-    the server knows how its model thinks; else there is no thinking that a budget could bound."""
+def to_chat_body(body: CountBody, *, has_reasoning: bool) -> ChatBody:
+    """The chat request of `body`. Raises UserError. `has_reasoning`: the server has a reasoning
+    parser; without one there is no reasoning that a budget could limit."""
     body.check()
-    turns = _MessageBuilder()
-    turns.add_system(body.system)
-    for place, message in enumerate(body.messages):
-        turns.add(message, f"messages[{place}]")
+    builder = _MessageBuilder()
+    builder.add_system(body.system)
+    for index, message in enumerate(body.messages):
+        builder.add(message, f"messages[{index}]")
     if not body.messages:
         raise _bad("messages is empty, it must have at least 1 message")
-    goes_on = turns.close()
+    continues = builder.close()
     fields: dict[str, Any] = {
         "model": body.model,
-        "messages": turns.messages,
-        "continue_final_message": goes_on,
-        **_thinking(body),
+        "messages": builder.messages,
+        "continue_final_message": continues,
+        **_reasoning_fields(body),
     }
     if body.tools:
         fields["tools"] = [_function(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
@@ -56,13 +55,13 @@ def to_chat_body(body: CountBody, *, may_think: bool) -> ChatBody:
             "top_p": body.top_p,
             "top_k": body.top_k,
         }
-        if may_think and body.thinking is not None and body.thinking.type == "enabled":
+        if has_reasoning and body.thinking is not None and body.thinking.type == "enabled":
             fields["thinking_token_budget"] = body.thinking.budget_tokens
     return ChatBody.model_validate(fields)
 
 
-def _thinking(body: CountBody) -> dict[str, Any]:
-    """A model thinks if it is asked to: its template may know that by either name."""
+def _reasoning_fields(body: CountBody) -> dict[str, Any]:
+    """Reasoning is on only if requested; templates use either variable name."""
     thinking = body.thinking
     thinks = thinking is not None and thinking.type != "disabled"
     made: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": thinks, "thinking": thinks}}
@@ -87,21 +86,21 @@ def _function(tool: Any, where: str) -> dict[str, Any]:
 
 
 class _MessageBuilder:
-    """Messages as they come, those of one role joined."""
+    """Builds chat messages; consecutive messages of one role are joined."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self._tools: dict[str, str] = {}
-        """The names of the tools that were used, by the ids of their uses."""
+        """Tool names by tool_use id."""
 
     def add_system(self, system: str | list[Any] | None) -> None:
-        """What stands before the conversation."""
+        """Add the system prompt."""
         if system:
             parts = [_text(block, where) for block, where in _blocks(system, "system")]
-            self._say("system", parts)
+            self._append("system", parts)
 
     def add(self, message: Any, where: str) -> None:
-        """The next turn. Raises UserError."""
+        """Add the next message. Raises UserError."""
         if not isinstance(message, dict) or message.get("role") not in _ROLES:
             raise _bad(f"{where} must be an object whose role is user or assistant")
         role, content = message["role"], message.get("content")
@@ -113,10 +112,10 @@ class _MessageBuilder:
         elif role == "assistant":
             self._add_assistant(blocks)
         else:
-            self._say("system", [_text(block, place) for block, place in blocks])
+            self._append("system", [_text(block, place) for block, place in blocks])
 
     def close(self) -> bool:
-        """Whether the answer goes on with the last turn."""
+        """Finish; rebuilder whether the answer continues the last message."""
         last = self.messages[-1]
         if last["role"] == "assistant":
             if last.get("tool_calls"):
@@ -140,37 +139,37 @@ class _MessageBuilder:
         for block, where in blocks:
             if block["type"] == "tool_result":
                 if parts:
-                    self._say("user", parts)
+                    self._append("user", parts)
                     parts = []
                 self.messages.append(self._result(block, where))
                 has_results = True
             else:
                 parts.append(_text(block, where))
         if parts or not has_results:
-            self._say("user", parts or [{"type": "text", "text": ""}])
+            self._append("user", parts or [{"type": "text", "text": ""}])
 
     def _add_assistant(self, blocks: "Iterator[tuple[Any, str]]") -> None:
-        parts, calls, thoughts = [], [], []
+        parts, calls, reasoning = [], [], []
         for block, where in blocks:
             if block["type"] == "tool_use":
                 calls.append(self._call(block, where))
             elif block["type"] == "thinking":
-                thoughts.append(_string(block, "thinking", where))
+                reasoning.append(_string(block, "thinking", where))
             else:
                 parts.append(_text(block, where))
-        message = self._say("assistant", parts)
+        message = self._append("assistant", parts)
         if calls:
             message.setdefault("tool_calls", []).extend(calls)
-        if thoughts:
-            message["reasoning"] = "".join([message.get("reasoning", ""), *thoughts])
+        if reasoning:
+            message["reasoning"] = "".join([message.get("reasoning", ""), *reasoning])
 
-    def _say(self, role: str, parts: list[dict[str, str]]) -> Message:
+    def _append(self, role: str, parts: list[dict[str, str]]) -> Message:
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != role:
             last = {"role": role, "content": []}
             self.messages.append(last)
         elif parts and last["content"]:
-            last["content"].append({"type": "text", "text": _BETWEEN_TURNS})
+            last["content"].append({"type": "text", "text": _SEPARATOR})
         last["content"] += parts
         return last
 
@@ -193,7 +192,7 @@ class _MessageBuilder:
         if not isinstance(block.get("is_error"), (bool, type(None))):
             raise _bad(f"{where}.is_error must be true or false")
         if block.get("is_error"):
-            # No template has a place for it but the text.
+            # Templates have no other place for it than the text.
             parts.insert(0, {"type": "text", "text": "Error: "})
         return {
             "role": "tool",
@@ -204,7 +203,7 @@ class _MessageBuilder:
 
 
 def _blocks(content: str | list[Any], where: str) -> Iterator[tuple[Any, str]]:
-    """The blocks of a content, each with its place. Raises UserError for one without a type."""
+    """The blocks of a content with their paths. Raises UserError for one without a type."""
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     if len(content) > MAX_PARTS:

@@ -1,4 +1,4 @@
-"""Answers of the Messages API: pieces to content blocks, deltas to events. Knows no sockets."""
+"""Answers of the Messages API: message parts to content blocks, deltas to stream events."""
 
 import json
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ Block = dict[str, Any]
 
 
 def message_of(job: Job, content: Sequence[Block] = ()) -> dict[str, Any]:
-    """A message that has not ended, as it stands in the first event of a stream."""
+    """An unfinished message, as in the first event of a stream."""
     return {
         "id": job.id,
         "type": "message",
@@ -40,19 +40,19 @@ def message_of(job: Job, content: Sequence[Block] = ()) -> dict[str, Any]:
     }
 
 
-def full_message(job: Job, choice: ChoiceOutput, *, shows_thinking: bool) -> dict[str, Any]:
-    """The message that `choice` is."""
-    pieces = choice.message.parts
+def full_message(job: Job, choice: ChoiceOutput, *, shows_reasoning: bool) -> dict[str, Any]:
+    """The whole message of `choice`."""
+    parts = choice.message.parts
     if job.parsers is None and choice.text:
-        pieces = [MessagePart("text", [choice.text])]
-    content = [_block(piece, shows_thinking=shows_thinking) for piece in pieces]
-    has_calls = any(piece.kind == "tool_call" for piece in pieces)
+        parts = [MessagePart("text", [choice.text])]
+    content = [_block(part, shows_reasoning=shows_reasoning) for part in parts]
+    has_calls = any(part.kind == "tool_call" for part in parts)
     ending = stop_fields(choice.finish_reason, choice.stop_reason, has_calls=has_calls)
     return message_of(job, content) | ending
 
 
 def usage_of(job: Job) -> dict[str, Any]:
-    """The tokens so far. `input_tokens` is the whole prompt, what was found in the cache too."""
+    """Token counts so far. `input_tokens` is the whole prompt, cached tokens included."""
     generation = job.generation
     thinking = 0 if job.parsers is None else job.parsers.num_reasoning_tokens
     return {
@@ -67,7 +67,7 @@ def usage_of(job: Job) -> dict[str, Any]:
 def stop_fields(
     finish_reason: str | None, stop_reason: str | int | None, *, has_calls: bool
 ) -> dict[str, Any]:
-    """Why a message ended, given why its text did."""
+    """stop_reason and stop_sequence for a finish_reason."""
     if finish_reason == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if has_calls:
@@ -77,16 +77,16 @@ def stop_fields(
     return {"stop_reason": "end_turn", "stop_sequence": None}
 
 
-def _block(piece: MessagePart, *, shows_thinking: bool) -> Block:
-    if piece.call is not None:
-        return {**_use(piece.call), "input": msgspec.Raw(_input(piece.text).encode())}
-    if piece.kind == "reasoning":
-        return {**_THINKING, "thinking": piece.text if shows_thinking else ""}
-    return {"type": "text", "text": piece.text}
+def _block(part: MessagePart, *, shows_reasoning: bool) -> Block:
+    if part.call is not None:
+        return {**_tool_use(part.call), "input": msgspec.Raw(_input(part.text).encode())}
+    if part.kind == "reasoning":
+        return {**_THINKING, "thinking": part.text if shows_reasoning else ""}
+    return {"type": "text", "text": part.text}
 
 
 def _input(arguments: str) -> str:
-    """The JSON object that the arguments of a call are; of a call that was cut, what there is."""
+    """Arguments of a call as a JSON object; of a call that was cut, what can be parsed."""
     whole = object_of(arguments)
     if whole is not None:
         return whole
@@ -100,72 +100,72 @@ _THINKING: Block = {"type": "thinking", "thinking": "", "signature": ""}
 _TEXT: Block = {"type": "text", "text": ""}
 
 
-def _use(call: ToolCallStart) -> Block:
+def _tool_use(call: ToolCallStart) -> Block:
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
 
 
 class MessageEvents:
-    """A stream of the Messages API: one block after the other, counted from 0."""
+    """Stream events of the Messages API; blocks are numbered from 0."""
 
-    def __init__(self, job: Job, *, shows_thinking: bool) -> None:
+    def __init__(self, job: Job, *, shows_reasoning: bool) -> None:
         self._job = job
-        self._shows_thinking = shows_thinking
-        self._is_begun = False
+        self._shows_reasoning = shows_reasoning
+        self._is_started = False
         self._num_blocks = 0
         self._open: str | None = None
-        """The type of the block that has begun and has not ended."""
+        """The type of the open block."""
         self._calls: set[int] = set()
         self._last = Delta(0)
 
     def feed(self, deltas: list[Delta]) -> bytes:
-        return b"".join([self._begin(), *map(self._one, deltas)])
+        return b"".join([self._start_message(), *map(self._delta_frames, deltas)])
 
     def ending(self) -> bytes:
         last = self._last
         ending = stop_fields(last.finish_reason, last.stop_reason, has_calls=bool(self._calls))
         delta = {"type": "message_delta", "delta": ending, "usage": usage_of(self._job)}
-        frames = [self._begin(), self._end(), named_frame("message_delta", delta)]
+        frames = [self._start_message(), self._end_block(), named_frame("message_delta", delta)]
         return b"".join([*frames, named_frame("message_stop", {"type": "message_stop"})])
 
     def failing(self, fault: Fault) -> bytes:
         return named_frame("error", error_object(fault))
 
-    def _begin(self) -> bytes:
-        if self._is_begun:
+    def _start_message(self) -> bytes:
+        if self._is_started:
             return b""
-        self._is_begun = True
+        self._is_started = True
         start = {"type": "message_start", "message": message_of(self._job)}
         return named_frame("message_start", start)
 
-    def _one(self, delta: Delta) -> bytes:
+    def _delta_frames(self, delta: Delta) -> bytes:
         self._last = delta
         if self._job.parsers is not None:
             events = self._job.parsers.parser(delta.index).parse(delta)
         else:
             events = [TextDelta(delta.text)] if delta.text else []
-        return b"".join(map(self._say, events))
+        return b"".join(map(self._event_frames, events))
 
-    def _say(self, event: ParserEvent) -> bytes:
+    def _event_frames(self, event: ParserEvent) -> bytes:
         if isinstance(event, ToolCallStart):
             self._calls.add(event.index)
-            return self._start(_use(event))
+            return self._start_block(_tool_use(event))
         if isinstance(event, ToolCallArguments):
-            return self._go_on({"type": "input_json_delta", "partial_json": event.text})
+            return self._delta({"type": "input_json_delta", "partial_json": event.text})
         if isinstance(event, ToolCallRetracted):
             self._calls.discard(event.index)
             return b""
         is_text = isinstance(event, TextDelta)
-        begun = b""
+        started = b""
         if self._open != ("text" if is_text else "thinking"):
-            begun = self._start(_TEXT if is_text else _THINKING)
+            started = self._start_block(_TEXT if is_text else _THINKING)
         if is_text:
-            return begun + self._go_on({"type": "text_delta", "text": event.text})
-        if not self._shows_thinking:
-            return begun
-        return begun + self._go_on({"type": "thinking_delta", "thinking": event.text})
+            return started + self._delta({"type": "text_delta", "text": event.text})
+        if not self._shows_reasoning:
+            return started
+        return started + self._delta({"type": "thinking_delta", "thinking": event.text})
 
-    def _start(self, block: Block) -> bytes:
-        ended = self._end()
+    def _start_block(self, block: Block) -> bytes:
+        ended = self._end_block()
         self._open = block["type"]
         start = {
             "type": "content_block_start",
@@ -174,16 +174,16 @@ class MessageEvents:
         }
         return ended + named_frame("content_block_start", start)
 
-    def _go_on(self, delta: Block) -> bytes:
-        said = {"type": "content_block_delta", "index": self._num_blocks, "delta": delta}
-        return named_frame("content_block_delta", said)
+    def _delta(self, delta: Block) -> bytes:
+        event = {"type": "content_block_delta", "index": self._num_blocks, "delta": delta}
+        return named_frame("content_block_delta", event)
 
-    def _end(self) -> bytes:
+    def _end_block(self) -> bytes:
         if self._open is None:
             return b""
         signed = b""
         if self._open == "thinking":
-            signed = self._go_on({"type": "signature_delta", "signature": ""})
+            signed = self._delta({"type": "signature_delta", "signature": ""})
         stop = {"type": "content_block_stop", "index": self._num_blocks}
         self._open = None
         self._num_blocks += 1

@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: the Messages API, over the chat's pipeline."""
+"""POST /v1/messages and /v1/messages/count_tokens, over the chat pipeline."""
 
 import asyncio
 from functools import partial
@@ -37,9 +37,9 @@ def messages_routes(state: AppState) -> APIRouter:
         job = await start_chat(state, request, await _chat(state, body, sent), id_prefix="msg_")
         shows = body.thinking is None or body.thinking.display != "omitted"
         if body.stream:
-            return stream_response(job, MessageEvents(job, shows_thinking=shows))
+            return stream_response(job, MessageEvents(job, shows_reasoning=shows))
         (choice,) = await collect_choices(job, request)
-        return json_response(full_message(job, choice, shows_thinking=shows))
+        return json_response(full_message(job, choice, shows_reasoning=shows))
 
     @router.post(
         f"{ROUTES}/count_tokens",
@@ -58,5 +58,7 @@ def messages_routes(state: AppState) -> APIRouter:
 
 
 async def _chat(state: AppState, body: CountBody, sent: ReceivedBody) -> ChatBody:
-    made = partial(to_chat_body, body, may_think=state.parser_config.reasoning_parser is not None)
+    made = partial(
+        to_chat_body, body, has_reasoning=state.parser_config.reasoning_parser is not None
+    )
     return made() if sent.num_bytes <= MANY_BYTES else await asyncio.to_thread(made)

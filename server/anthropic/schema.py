@@ -1,4 +1,4 @@
-"""Bodies of the Messages API: their fields. Knows no prompt."""
+"""Bodies of the Messages API."""
 
 from typing import Annotated, Any, ClassVar, Literal
 

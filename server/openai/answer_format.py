@@ -1,5 +1,4 @@
-"""The terms of a chat's answers: the form that they are held to, and what reads
-them. Knows no route and no grammar."""
+"""How the answers of a chat are constrained and parsed: their grammar and their parsers."""
 
 from dataclasses import dataclass
 
@@ -18,103 +17,105 @@ from server.parsers.tool.base import ToolCallReader
 from server.parsers.tool.structural_tag import ToolCallGrammar, object_schema
 from server.text.tokenizer import Tokenizer
 
-_WITHOUT_BLANKS = ("json", "json_object")
-"""Kinds of forms that no blank begins: those between thinking and form can be told from it."""
+_NO_LEADING_WHITESPACE = ("json", "json_object")
+"""Grammars that never start with whitespace, so it can be skipped after the reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How one request is answered."""
+    """Grammar and parsers of one request."""
 
-    field: str
-    """Of the request, which asks for the form."""
-    form: GrammarSpec | None
-    answers: ChoiceParsers | None
-    """What reads the answers; None: they are text."""
+    param: str
+    """The request field that sets the grammar, for errors."""
+    grammar: GrammarSpec | None
+    parsers: ChoiceParsers | None
+    """None: the answers are plain text."""
     thinking_budget: int | None = None
 
     def sampling(self, params: SamplingParams) -> SamplingParams:
-        """`params` under these terms."""
-        if self.form is None and self.thinking_budget is None:
+        """`params` with the grammar and the reasoning budget."""
+        if self.grammar is None and self.thinking_budget is None:
             return params
         return params.replace(
-            structured_outputs=self.form, thinking_token_budget=self.thinking_budget
+            structured_outputs=self.grammar, thinking_token_budget=self.thinking_budget
         )
 
 
 def answer_format(
-    forms: ParserConfig, tokenizer: Tokenizer, body: ChatBody, prompt: str
+    parser_config: ParserConfig, tokenizer: Tokenizer, body: ChatBody, prompt: str
 ) -> AnswerFormat:
-    """The terms of answers to `prompt`, made from `body`, which was checked. Raises UserError."""
-    if body.thinking_token_budget is not None and forms.reasoning_parser is None:
+    """The format of the answers to `prompt`; `body` was checked. Raises UserError."""
+    if body.thinking_token_budget is not None and parser_config.reasoning_parser is None:
         raise UserError(
             "thinking_token_budget needs a server that knows how its model thinks; start it with "
             "--reasoning-parser NAME",
             param="thinking_token_budget",
         )
-    asked = body.form
-    if asked is None:
-        return _of_text(forms, tokenizer, body, prompt)
-    return _of_form(forms, tokenizer, body, prompt, *asked)
+    constraint = body.constraint
+    if constraint is None:
+        return _free_text(parser_config, tokenizer, body, prompt)
+    return _constrained(parser_config, tokenizer, body, prompt, *constraint)
 
 
-def _of_text(
-    forms: ParserConfig, tokenizer: Tokenizer, body: ChatBody, prompt: str
+def _free_text(
+    parser_config: ParserConfig, tokenizer: Tokenizer, body: ChatBody, prompt: str
 ) -> AnswerFormat:
-    """Text, and calls as the model likes, of which some may be held to their schemas."""
+    """Free text and optional calls; calls of strict functions are constrained to their schemas."""
     tools = None if body.shown_tools is None else tool_schemas(body.shown_tools)
-    answers = forms.make_parsers(tokenizer, prompt, tools, body.max_calls, body.begun_text)
+    parsers = parser_config.make_parsers(tokenizer, prompt, tools, body.max_calls, body.begun_text)
     budget = body.thinking_token_budget
-    field, form = "thinking_token_budget", GrammarSpec(FREE)
+    param, grammar = "thinking_token_budget", GrammarSpec(FREE)
     if any(tool["function"].get("strict") for tool in body.shown_tools or ()):
-        calls = _calls(forms, body)
-        field, form = "tools", spec_of_tags("tools", calls.part())
+        calls = _call_grammar(parser_config, body)
+        param, grammar = "tools", spec_of_tags("tools", calls.part())
         if calls.whole is not None:
             _refuse_budget(budget)
-            return AnswerFormat(field, form, answers)
+            return AnswerFormat(param, grammar, parsers)
     elif budget is None:
-        return AnswerFormat(field, None, answers)
-    thinking = forms.reasoning_spec(
+        return AnswerFormat(param, None, parsers)
+    reasoning = parser_config.reasoning_spec(
         prompt,
         body.begun_text,
         is_wanted=True,
-        skips_blanks=form.kind != FREE,
-        is_free=form.kind == FREE,
+        skips_blanks=grammar.kind != FREE,
+        is_free=grammar.kind == FREE,
     )
-    if thinking is None and form.kind == FREE:
-        return AnswerFormat(field, None, answers)
-    return AnswerFormat(field, _behind(thinking, form), answers, budget if thinking else None)
+    if reasoning is None and grammar.kind == FREE:
+        return AnswerFormat(param, None, parsers)
+    return AnswerFormat(
+        param, _after_reasoning(reasoning, grammar), parsers, budget if reasoning else None
+    )
 
 
-def _of_form(
-    forms: ParserConfig,
+def _constrained(
+    parser_config: ParserConfig,
     tokenizer: Tokenizer,
     body: ChatBody,
     prompt: str,
-    field: str,
-    form: GrammarSpec,
+    param: str,
+    grammar: GrammarSpec,
 ) -> AnswerFormat:
-    """A form that the answer must have, or a call instead of it where the model may choose."""
-    skips_blanks = form.kind in _WITHOUT_BLANKS
-    family: ToolCallReader | None = None
+    """A grammar for the answer, or calls instead of it if the model may choose."""
+    skips_blanks = grammar.kind in _NO_LEADING_WHITESPACE
+    call_reader: ToolCallReader | None = None
     if body.must_call:
-        family = forced_call_reader(body.forced_name)
+        call_reader = forced_call_reader(body.forced_name)
     elif body.shown_tools is not None:
-        family = forms.tool_call_format
-        form = _or_calls(forms, body, field, form)
-    thinking = forms.reasoning_spec(
+        call_reader = parser_config.tool_call_format
+        grammar = _or_calls(parser_config, body, param, grammar)
+    reasoning = parser_config.reasoning_spec(
         prompt, body.begun_text, is_wanted=body.wants_thinking, skips_blanks=skips_blanks
     )
-    answers = forms.make_constrained_parsers(
+    parsers = parser_config.make_constrained_parsers(
         tokenizer,
-        thinking,
-        family,
+        reasoning,
+        call_reader,
         tool_schemas(body.shown_tools or []),
         max_calls=body.max_calls,
         is_named=body.forced_name is not None,
     )
-    budget = None if thinking is None else body.thinking_token_budget
-    return AnswerFormat(field, _behind(thinking, form), answers, budget)
+    budget = None if reasoning is None else body.thinking_token_budget
+    return AnswerFormat(param, _after_reasoning(reasoning, grammar), parsers, budget)
 
 
 def _refuse_budget(budget: int | None) -> None:
@@ -126,14 +127,14 @@ def _refuse_budget(budget: int | None) -> None:
         )
 
 
-def _behind(thinking: ThinkingSpec | None, form: GrammarSpec) -> GrammarSpec:
-    return GrammarSpec(form.kind, form.text, thinking)
+def _after_reasoning(reasoning: ThinkingSpec | None, grammar: GrammarSpec) -> GrammarSpec:
+    return GrammarSpec(grammar.kind, grammar.text, reasoning)
 
 
-def _calls(forms: ParserConfig, body: ChatBody) -> ToolCallGrammar:
-    """The calls that the model may choose to make."""
+def _call_grammar(parser_config: ParserConfig, body: ChatBody) -> ToolCallGrammar:
+    """The grammar of the calls that the model may choose to make."""
     functions = [tool["function"] for tool in body.shown_tools or ()]
-    return forms.tool_call_grammar(
+    return parser_config.tool_call_grammar(
         {
             one["name"]: object_schema(one.get("parameters")) if one.get("strict") else None
             for one in functions
@@ -141,13 +142,17 @@ def _calls(forms: ParserConfig, body: ChatBody) -> ToolCallGrammar:
     )
 
 
-def _or_calls(forms: ParserConfig, body: ChatBody, field: str, form: GrammarSpec) -> GrammarSpec:
+def _or_calls(
+    parser_config: ParserConfig, body: ChatBody, param: str, grammar: GrammarSpec
+) -> GrammarSpec:
     is_parallel = body.max_calls is None
-    part = _calls(forms, body).part_beside(part_of(field, form), is_parallel=is_parallel)
+    part = _call_grammar(parser_config, body).part_beside(
+        part_of(param, grammar), is_parallel=is_parallel
+    )
     if part is None:
         raise UserError(
-            f"{field} cannot be had beside tools with this model, whose calls begin without a mark "
+            f"{param} cannot be had beside tools with this model, whose calls begin without a mark "
             "that tells them from text; set tool_choice, or leave out one of the two",
-            param=field,
+            param=param,
         )
-    return spec_of_tags(field, part)
+    return spec_of_tags(param, part)

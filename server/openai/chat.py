@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: a conversation in, an answer out, whole or streamed."""
+"""POST /v1/chat/completions and its token count."""
 
 from typing import Any
 
@@ -85,7 +85,7 @@ def _choice(job: Job, index: int, choice: ChoiceOutput, echo: str) -> dict[str, 
             thinks=job.parsers.has_reasoning,
             shows_thinking=job.body.include_reasoning is not False,
         )
-    made: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "index": index,
         "message": message,
         "logprobs": chat_logprobs(choice.logprobs, job.token_formatter) if has_logprobs else None,
@@ -93,5 +93,5 @@ def _choice(job: Job, index: int, choice: ChoiceOutput, echo: str) -> dict[str, 
         "stop_reason": choice.stop_reason,
     }
     if job.body.return_token_ids:
-        made["token_ids"] = choice.token_ids
-    return made
+        fields["token_ids"] = choice.token_ids
+    return fields

@@ -1,5 +1,4 @@
-"""A conversation to a prompt, and to a request that runs in the engine: what every endpoint that
-takes messages shares. Knows no answer."""
+"""From chat messages to a prompt and a running request, for all endpoints that take messages."""
 
 import asyncio
 from functools import partial
@@ -15,16 +14,16 @@ from server.openai.answer_format import answer_format
 from server.openai.schema.chat import ChatBody, ChatPromptBody
 from server.text.template_renderer import TextTooLong
 
-MANY_PIECES = 2_000
-"""Messages and parts that are checked on the event loop: a millisecond."""
+INLINE_PARTS = 2_000
+"""Messages and parts that are checked on the event loop, in a millisecond."""
 
 
 async def render(state: AppState, body: ChatPromptBody) -> str:
-    """A conversation as the model's text. Raises UserError."""
+    """The prompt text of a chat. Raises UserError."""
     check = partial(
         body.check_conversation, trust_template=state.config.trust_request_chat_template
     )
-    if body.has_more_than(MANY_PIECES):
+    if body.has_more_than(INLINE_PARTS):
         await asyncio.to_thread(check)
     else:
         check()
@@ -34,7 +33,7 @@ async def render(state: AppState, body: ChatPromptBody) -> str:
         body.messages,
         tools=body.shown_tools,
         documents=body.documents,
-        add_generation_prompt=body.opens_answer,
+        add_generation_prompt=body.adds_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
         kwargs=body.template_variables,
         template=body.chat_template,
@@ -43,7 +42,7 @@ async def render(state: AppState, body: ChatPromptBody) -> str:
 
 
 async def start_chat(state: AppState, request: Request, body: ChatBody, *, id_prefix: str) -> Job:
-    """Have `body` answered. Raises whatever is wrong with it; then nothing is left behind."""
+    """Start answering `body`. Raises UserError and Overloaded; then nothing is left behind."""
     model = state.model(body.model)
     body.check()
     params = body.sampling(
@@ -66,25 +65,24 @@ async def start_chat(state: AppState, request: Request, body: ChatBody, *, id_pr
     text = state.text_tokenizer("messages").unmarked(marked)
     if state.config.enable_log_requests:
         log_prompt(record_of(request.scope), text)
-    terms = answer_format(state.parser_config, state.text_tokenizer("messages"), body, text)
-    if terms.form is not None:
-        await check_grammar(state, terms.field, terms.form)
+    answers = answer_format(state.parser_config, state.text_tokenizer("messages"), body, text)
+    if answers.grammar is not None:
+        await check_grammar(state, answers.param, answers.grammar)
     return start_job(
         state,
         request,
         body,
         id_prefix=id_prefix,
         model=model,
-        params=terms.sampling(params),
+        params=answers.sampling(params),
         prompts=[prompt],
         param="messages",
-        parsers=terms.answers,
+        parsers=answers.parsers,
     )
 
 
 async def count_prompt_tokens(state: AppState, body: ChatBody) -> int:
-    """How many tokens the prompt of `body` has, also where they are too many for the model. Raises
-    UserError."""
+    """Number of prompt tokens of `body`, also if the model takes fewer. Raises UserError."""
     state.model(body.model)
     body.check()
     text = await render(state, body)
@@ -103,7 +101,7 @@ async def _rendered(state: AppState, body: ChatBody) -> str:
     try:
         return await render(state, body)
     except TextTooLong:
-        # Clients shorten a conversation when they read of the context, not of characters.
+        # Clients shorten a conversation if the error names the context, not characters.
         tokenizer, most = state.text_tokenizer("messages"), state.max_model_len
         if (least := tokenizer.least_tokens(body.text, most)) > most:
             raise PromptTooLong(least, body.limit, most, at_least=True) from None

@@ -1,4 +1,4 @@
-"""Deltas to OpenAI choices: log-probabilities, usage, and whole answers. Knows no sockets."""
+"""Choices of an OpenAI answer: log-probabilities, usage, whole and batched deltas."""
 
 import codecs
 import math
@@ -14,7 +14,7 @@ Choice = dict[str, Any]
 def usage_of(
     generation: GenerationStream, num_output_tokens: int | None = None, num_thinking_tokens: int = 0
 ) -> dict[str, Any]:
-    """The usage object, as far as the generation has come."""
+    """The usage object so far."""
     output = generation.num_output_tokens if num_output_tokens is None else num_output_tokens
     prompt = generation.num_prompt_tokens
     return {
@@ -27,7 +27,7 @@ def usage_of(
 
 
 class TokenFormatter:
-    """How a token is written in log-probabilities: its text, or `token_id:N`."""
+    """Formats a token in log-probabilities: its text, or `token_id:N`."""
 
     def __init__(self, *, as_ids: bool) -> None:
         self._as_ids = as_ids
@@ -53,28 +53,28 @@ def _chat_token(token: TokenLogprob, name: TokenFormatter) -> dict[str, Any]:
 
 
 class TextLogprobs:
-    """The logprobs object of a completion choice, piece by piece; offsets run on."""
+    """The logprobs objects of a completion choice; text offsets continue between calls."""
 
     def __init__(self, name: TokenFormatter, hidden: frozenset[int] = frozenset()) -> None:
-        """`hidden` are ids that have no text (skipped special tokens)."""
+        """`hidden`: token ids without text (skipped special tokens)."""
         self._name = name
         self._hidden = hidden
         self._start_at(0)
 
     def _start_at(self, offset: int) -> None:
-        """The next token starts at character `offset`, and a character with it."""
+        """The next token starts at character `offset`, on a character boundary."""
         self._offset = offset
         self._text = ""
-        """The prompt as it is echoed, while its tokens are written: control tokens of a text that
-        was sent are shown there, those that the tokenizer adds to it are not."""
+        """The echoed prompt while its tokens are written. It shows the control tokens that the
+        client sent, not those that the tokenizer adds."""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, positions: Sequence[PositionLogprobs]) -> Choice:
         """Generated tokens."""
-        made = _empty()
+        result = _empty()
         for position in positions:
-            self._one(position, len(position.top), made)
-        return made
+            self._add_token(position, len(position.top), result)
+        return result
 
     def write_prompt(
         self,
@@ -84,51 +84,53 @@ class TextLogprobs:
         width: int,
         text: str,
     ) -> Choice:
-        """Prompt tokens with their `width` rivals; the first, which follows on nothing, has null
-        for both. `text` is the prompt as it is echoed; what comes next starts behind it."""
+        """Prompt tokens with the top `width`; the first token has null for both. `text` is the
+        echoed prompt; generated text starts after it."""
         self._text = text
         first = TokenLogprob(first_id, first_bytes.decode("utf-8", "replace"), first_bytes, 0.0, 0)
-        made = _empty()
-        made["tokens"].append(self._name(first))
-        made["token_logprobs"].append(None)
-        made["top_logprobs"].append(None)
-        made["text_offset"].append(self._take(first))
+        result = _empty()
+        result["tokens"].append(self._name(first))
+        result["token_logprobs"].append(None)
+        result["top_logprobs"].append(None)
+        result["text_offset"].append(self._offset_of(first))
         for position in positions:
             if position is not None:
-                self._one(position, width, made)
+                self._add_token(position, width, result)
         self._start_at(len(text))
-        return made
+        return result
 
-    def _one(self, position: PositionLogprobs, width: int, made: Choice) -> None:
+    def _add_token(self, position: PositionLogprobs, width: int, result: Choice) -> None:
         chosen = position.chosen
         name = self._name(chosen)
         top: dict[str, float] = {}
         for token in position.top[:width]:
             label = self._name(token)
-            # Two tokens may look alike (halves of characters). Harnesses find the likeliest by the
-            # values, so none may be lost, and the chosen one goes by the name it has in `tokens`.
+            # Two tokens may have the same text (partial characters). Harnesses take the maximum of
+            # the values, so none may be lost, and the chosen token keeps its name in `tokens`.
             if label in top or (label == name and token.token_id != chosen.token_id):
                 label = f"token_id:{token.token_id}"
             top[label] = token.logprob
         top[name] = chosen.logprob
-        made["tokens"].append(name)
-        made["token_logprobs"].append(chosen.logprob)
-        made["top_logprobs"].append(top)
-        made["text_offset"].append(self._take(chosen))
+        result["tokens"].append(name)
+        result["token_logprobs"].append(chosen.logprob)
+        result["top_logprobs"].append(top)
+        result["text_offset"].append(self._offset_of(chosen))
 
-    def _take(self, token: TokenLogprob) -> int:
-        """Where `token` starts, in characters; one that goes on with a character starts there.
-        Bytes that are no text count as they are shown: as one replacement character or several."""
+    def _offset_of(self, token: TokenLogprob) -> int:
+        """The character offset of `token`; a token that continues a character starts at that
+        character. Invalid bytes count as the replacement characters that are shown for them."""
         start = self._offset
         if token.token_id in self._hidden:
             if token.token and self._text.startswith(token.token, start):
                 self._offset += len(token.token)
             return start
         piece = self._decoder.decode(token.bytes)
-        bare = piece.removeprefix(" ")
-        if self._text.startswith((piece, bare), start) and not self._text.startswith(piece, start):
-            # A space that only the tokenizer puts before a text.
-            piece = bare
+        stripped = piece.removeprefix(" ")
+        if self._text.startswith((piece, stripped), start) and not self._text.startswith(
+            piece, start
+        ):
+            # The tokenizer adds this space before a text.
+            piece = stripped
         self._offset += len(piece)
         return start
 
@@ -138,12 +140,12 @@ def _empty() -> Choice:
 
 
 def joined_logprobs(parts: Sequence[Choice]) -> Choice:
-    """Logprobs objects one after the other."""
-    made = _empty()
+    """Logprobs objects, concatenated."""
+    result = _empty()
     for part in parts:
         for key, entries in part.items():
-            made[key] += entries
-    return made
+            result[key] += entries
+    return result
 
 
 def prompt_logprobs_of(
@@ -152,10 +154,10 @@ def prompt_logprobs_of(
     """The `prompt_logprobs` extension: one entry a token, by token id; the first is null."""
     if positions is None:
         return None
-    made: list[dict[str, Any] | None] = []
+    result: list[dict[str, Any] | None] = []
     for position in positions:
         if position is None:
-            made.append(None)
+            result.append(None)
             continue
         entries = {}
         for token in (*position.top[:width], position.chosen):
@@ -164,12 +166,12 @@ def prompt_logprobs_of(
                 "rank": token.rank,
                 "decoded_token": token.token,
             }
-        made.append(entries)
-    return made
+        result.append(entries)
+    return result
 
 
 class ChoiceOutput:
-    """One choice of an answer that is sent whole."""
+    """One choice of an answer that is not streamed."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -178,7 +180,7 @@ class ChoiceOutput:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.message = AssistantMessage()
-        """What `texts` mean, where answers are read."""
+        """The parsed message, if the request has parsers."""
 
     def add(self, delta: Delta) -> None:
         self.texts.append(delta.text)
@@ -188,11 +190,11 @@ class ChoiceOutput:
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
-    def add_parsed(self, delta: Delta, reader: ChoiceParser) -> None:
-        """Take a delta that is more than text."""
-        self.message.add(reader.parse(delta))
+    def add_parsed(self, delta: Delta, parser: ChoiceParser) -> None:
+        """Add a delta that must be parsed."""
+        self.message.add(parser.parse(delta))
         self.add(delta)
-        self.finish_reason = reader.finish_reason(self.finish_reason)
+        self.finish_reason = parser.finish_reason(self.finish_reason)
 
     @property
     def text(self) -> str:
@@ -200,15 +202,15 @@ class ChoiceOutput:
 
     @property
     def mean_logprob(self) -> float:
-        """Of its tokens; minus infinity without any. Log-probabilities must have been asked for."""
+        """Mean over its tokens; minus infinity without tokens. Requires log-probabilities."""
         if not self.logprobs:
             return -math.inf
         return sum(position.chosen.logprob for position in self.logprobs) / len(self.logprobs)
 
 
 def most_likely(choices: list[ChoiceOutput], num_drawn: int, num_kept: int) -> list[ChoiceOutput]:
-    """Of every `num_drawn` choices in a row the `num_kept` whose tokens are likeliest on average,
-    likeliest first."""
+    """Of every `num_drawn` consecutive choices the `num_kept` with the highest mean
+    log-probability, highest first."""
     kept = []
     for start in range(0, len(choices), num_drawn):
         drawn = choices[start : start + num_drawn]
@@ -217,38 +219,38 @@ def most_likely(choices: list[ChoiceOutput], num_drawn: int, num_kept: int) -> l
 
 
 class DeltaBatcher:
-    """Deltas of several choices, held back until `interval` tokens of a choice are together.
+    """Buffers deltas until a choice has `interval` new tokens.
 
-    The first tokens and the last ones of a choice are never held back.
+    The first and the last delta of a choice are never delayed.
     """
 
     def __init__(self, interval: int) -> None:
         self._interval = interval
-        self._held: dict[int, Delta] = {}
-        self._begun: set[int] = set()
+        self._buffered: dict[int, Delta] = {}
+        self._started: set[int] = set()
 
     def add(self, deltas: list[Delta]) -> list[Delta]:
-        """The deltas that may go out now."""
+        """The deltas to send now."""
         if self._interval <= 1:
             return deltas
-        ripe = []
+        ready = []
         for new in deltas:
-            delta = _merged(self._held.pop(new.index, None), new)
-            first = new.index not in self._begun
+            delta = _merged(self._buffered.pop(new.index, None), new)
+            first = new.index not in self._started
             if first or delta.finish_reason or len(delta.token_ids) >= self._interval:
-                self._begun.add(new.index)
-                ripe.append(delta)
+                self._started.add(new.index)
+                ready.append(delta)
             else:
-                self._held[new.index] = delta
-        return ripe
+                self._buffered[new.index] = delta
+        return ready
 
 
-def _merged(held: Delta | None, new: Delta) -> Delta:
-    if held is None:
+def _merged(buffered: Delta | None, new: Delta) -> Delta:
+    if buffered is None:
         return new
-    held.text += new.text
-    held.token_ids = held.token_ids + new.token_ids
+    buffered.text += new.text
+    buffered.token_ids = buffered.token_ids + new.token_ids
     if new.logprobs is not None:
-        held.logprobs = (held.logprobs or []) + new.logprobs
-    held.finish_reason, held.stop_reason = new.finish_reason, new.stop_reason
-    return held
+        buffered.logprobs = (buffered.logprobs or []) + new.logprobs
+    buffered.finish_reason, buffered.stop_reason = new.finish_reason, new.stop_reason
+    return buffered

@@ -1,7 +1,7 @@
-"""Deltas to the chunks of a stream, for chat and for text. Knows no sockets.
+"""Deltas to stream chunks, for chat and completions.
 
-Text alone, which is nearly every chunk, is written between a frozen head and tail; what else a
-chunk may carry goes through the encoder.
+Nearly every chunk has only text: it is written between a fixed head and tail. Others go through the
+JSON encoder.
 """
 
 from typing import Any
@@ -19,21 +19,21 @@ from server.openai.choices import (
 
 
 class ChatChunks:
-    """Chunks of /v1/chat/completions. The first one of a choice says who speaks."""
+    """Chunks of /v1/chat/completions. The first chunk of a choice has the role."""
 
     def __init__(self, job: Job, echo: str = "", *, shows_thinking: bool = True) -> None:
         self._job = job
         self._shows_thinking = shows_thinking
         self._echo = echo
         self._envelope = job.envelope("chat.completion.chunk")
-        self._begun: set[int] = set()
+        self._started: set[int] = set()
         self._has_logprobs = job.params.logprobs is not None
         self._has_ids = bool(job.body.return_token_ids)
-        self._counts = job.body.counts_continuously
-        self._name = job.token_formatter
+        self._has_usage = job.body.includes_usage_in_chunks
+        self._token_formatter = job.token_formatter
 
     def feed(self, deltas: list[Delta]) -> bytes:
-        return b"".join([self._one(delta) for delta in deltas])
+        return b"".join([self._chunk(delta) for delta in deltas])
 
     def ending(self) -> bytes:
         if not self._job.body.includes_usage:
@@ -43,47 +43,47 @@ class ChatChunks:
     def failing(self, fault: Fault) -> bytes:
         return frame(fault.body()) + DONE
 
-    def _one(self, delta: Delta) -> bytes:
-        begin = b"" if delta.index in self._begun else self._begin(delta.index)
+    def _chunk(self, delta: Delta) -> bytes:
+        begin = b"" if delta.index in self._started else self._begin(delta.index)
         if self._job.parsers is not None:
-            return begin + self._read(delta, self._job.parsers.parser(delta.index))
-        plain = not (self._has_logprobs or self._has_ids or self._counts)
+            return begin + self._parsed(delta, self._job.parsers.parser(delta.index))
+        plain = not (self._has_logprobs or self._has_ids or self._has_usage)
         if plain and delta.finish_reason is None:
-            return begin + self._text(delta.index, delta.text) if delta.text else begin
+            return begin + self._text_chunk(delta.index, delta.text) if delta.text else begin
         shown = delta.text or delta.finish_reason or delta.logprobs or self._has_ids
-        return begin + self._full(delta) if shown else begin
+        return begin + self._encoded(delta) if shown else begin
 
-    def _read(self, delta: Delta, reader: ChoiceParser) -> bytes:
-        """A chunk for each thing that `delta` says, and one for the end."""
-        said = chat_deltas(reader.parse(delta), shows_thinking=self._shows_thinking)
+    def _parsed(self, delta: Delta, parser: ChoiceParser) -> bytes:
+        """A chunk for each event of `delta`, and one for the end."""
+        payloads = chat_deltas(parser.parse(delta), shows_thinking=self._shows_thinking)
         if delta.finish_reason is not None:
-            said.append({})
-        elif not said and (delta.logprobs or self._has_ids):
-            said.append({"content": ""})
+            payloads.append({})
+        elif not payloads and (delta.logprobs or self._has_ids):
+            payloads.append({"content": ""})
         frames = []
-        is_plain = not (self._has_logprobs or self._has_ids or self._counts)
-        for place, one in enumerate(said):
-            if is_plain and "content" in one:
-                frames.append(self._text(delta.index, one["content"]))
+        is_plain = not (self._has_logprobs or self._has_ids or self._has_usage)
+        for index, payload in enumerate(payloads):
+            if is_plain and "content" in payload:
+                frames.append(self._text_chunk(delta.index, payload["content"]))
                 continue
             choice: dict[str, Any] = {
                 "index": delta.index,
-                "delta": one,
+                "delta": payload,
                 "logprobs": None,
                 "finish_reason": None,
             }
-            if place == 0 and delta.logprobs:
-                choice["logprobs"] = chat_logprobs(delta.logprobs, self._name)
-            if place == len(said) - 1 and delta.finish_reason is not None:
-                choice["finish_reason"] = reader.finish_reason(delta.finish_reason)
+            if index == 0 and delta.logprobs:
+                choice["logprobs"] = chat_logprobs(delta.logprobs, self._token_formatter)
+            if index == len(payloads) - 1 and delta.finish_reason is not None:
+                choice["finish_reason"] = parser.finish_reason(delta.finish_reason)
                 choice["stop_reason"] = delta.stop_reason
             if self._has_ids:
-                choice["token_ids"] = delta.token_ids if place == 0 else []
+                choice["token_ids"] = delta.token_ids if index == 0 else []
             frames.append(self._envelope.chunk(json_line(choice), self._extra()))
         return b"".join(frames)
 
     def _begin(self, index: int) -> bytes:
-        self._begun.add(index)
+        self._started.add(index)
         choice = {
             "index": index,
             "delta": {"role": "assistant", "content": ""},
@@ -94,20 +94,22 @@ class ChatChunks:
         if self._has_ids:
             extra["prompt_token_ids"] = self._job.prompts[0].token_ids
         data = self._envelope.chunk(json_line(choice), extra)
-        return data + self._text(index, self._echo) if self._echo else data
+        return data + self._text_chunk(index, self._echo) if self._echo else data
 
-    def _text(self, index: int, text: str) -> bytes:
+    def _text_chunk(self, index: int, text: str) -> bytes:
         choice = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (
             index,
             json_text(text),
         )
-        return self._envelope.chunk(choice, self._extra() if self._counts else None)
+        return self._envelope.chunk(choice, self._extra() if self._has_usage else None)
 
-    def _full(self, delta: Delta) -> bytes:
+    def _encoded(self, delta: Delta) -> bytes:
         choice: dict[str, Any] = {
             "index": delta.index,
             "delta": {"content": delta.text} if delta.text or not delta.finish_reason else {},
-            "logprobs": chat_logprobs(delta.logprobs, self._name) if delta.logprobs else None,
+            "logprobs": chat_logprobs(delta.logprobs, self._token_formatter)
+            if delta.logprobs
+            else None,
             "finish_reason": delta.finish_reason,
         }
         if delta.finish_reason is not None:
@@ -117,37 +119,37 @@ class ChatChunks:
         return self._envelope.chunk(json_line(choice), self._extra())
 
     def _extra(self) -> dict[str, Any]:
-        return {"usage": self._job.usage()} if self._counts else {}
+        return {"usage": self._job.usage()} if self._has_usage else {}
 
 
 class CompletionChunks:
-    """Chunks of /v1/completions. With echo, the first one of a choice has the prompt."""
+    """Chunks of /v1/completions. With echo, the first chunk of a choice has the prompt."""
 
     def __init__(self, job: Job, prompt_texts: list[str] | None, hidden: frozenset[int]) -> None:
-        """`prompt_texts` are set with echo; `hidden` are the ids that have no text."""
+        """`prompt_texts`: set with echo. `hidden`: token ids without text."""
         self._job = job
         self._prompt_texts = prompt_texts
         self._envelope = job.envelope("text_completion")
         self._has_logprobs = job.params.logprobs is not None
         self._has_ids = bool(job.body.return_token_ids)
-        self._counts = job.body.counts_continuously
+        self._has_usage = job.body.includes_usage_in_chunks
         num_choices = len(job.prompts) * job.params.n
-        self._begun: set[int] = set()
-        self._held: list[Delta] = []
-        """Of choices that came before the log-probabilities of the prompt they are to echo, which
-        come with the prompt's first choice; at most until that one's first delta."""
+        self._started: set[int] = set()
+        self._buffered: list[Delta] = []
+        """Deltas of choices that must echo prompt log-probabilities, which arrive with the first
+        delta of the prompt's first choice."""
         self._writers = [TextLogprobs(job.token_formatter, hidden) for _ in range(num_choices)]
 
     def feed(self, deltas: list[Delta]) -> bytes:
         if self._prompt_texts is None or not self._has_logprobs:
-            return b"".join([self._one(delta) for delta in deltas])
-        deltas, self._held = self._held + deltas, []
+            return b"".join([self._chunk(delta) for delta in deltas])
+        deltas, self._buffered = self._buffered + deltas, []
         frames = []
         for delta in deltas:
-            if delta.index in self._begun or self._is_scored(delta.index // self._job.params.n):
-                frames.append(self._one(delta))
+            if delta.index in self._started or self._is_scored(delta.index // self._job.params.n):
+                frames.append(self._chunk(delta))
             else:
-                self._held.append(delta)
+                self._buffered.append(delta)
         return b"".join(frames)
 
     def ending(self) -> bytes:
@@ -158,17 +160,17 @@ class CompletionChunks:
     def failing(self, fault: Fault) -> bytes:
         return frame(fault.body()) + DONE
 
-    def _is_scored(self, place: int) -> bool:
-        """Whether the log-probabilities of a prompt are all there."""
-        positions = self._job.generation.prompt_logprobs[place] or []
-        return len(positions) == len(self._job.prompts[place].token_ids)
+    def _is_scored(self, prompt_index: int) -> bool:
+        """Whether all log-probabilities of a prompt have arrived."""
+        positions = self._job.generation.prompt_logprobs[prompt_index] or []
+        return len(positions) == len(self._job.prompts[prompt_index].token_ids)
 
-    def _one(self, delta: Delta) -> bytes:
-        is_first = delta.index not in self._begun
-        self._begun.add(delta.index)
-        special = self._has_logprobs or self._has_ids or self._counts
+    def _chunk(self, delta: Delta) -> bytes:
+        is_first = delta.index not in self._started
+        self._started.add(delta.index)
+        special = self._has_logprobs or self._has_ids or self._has_usage
         if special or delta.finish_reason is not None or (is_first and self._prompt_texts):
-            return self._full(delta, is_first)
+            return self._encoded(delta, is_first)
         if not delta.text:
             return b""
         choice = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (
@@ -177,14 +179,16 @@ class CompletionChunks:
         )
         return self._envelope.chunk(choice)
 
-    def _full(self, delta: Delta, is_first: bool) -> bytes:
-        place = delta.index // self._job.params.n
+    def _encoded(self, delta: Delta, is_first: bool) -> bytes:
+        prompt_index = delta.index // self._job.params.n
         text, parts = delta.text, []
         writer = self._writers[delta.index]
         if is_first and self._prompt_texts is not None:
-            text = self._prompt_texts[place] + text
+            text = self._prompt_texts[prompt_index] + text
             if self._has_logprobs:
-                parts.append(prompt_part(self._job, place, writer, self._prompt_texts[place]))
+                parts.append(
+                    echo_logprobs(self._job, prompt_index, writer, self._prompt_texts[prompt_index])
+                )
         if self._has_logprobs and delta.logprobs:
             parts.append(writer.write(delta.logprobs))
         if not (text or parts or delta.finish_reason or self._has_ids):
@@ -200,16 +204,16 @@ class CompletionChunks:
         if self._has_ids:
             choice["token_ids"] = delta.token_ids
             if is_first:
-                choice["prompt_token_ids"] = self._job.prompts[place].token_ids
-        extra = {"usage": self._job.usage()} if self._counts else None
+                choice["prompt_token_ids"] = self._job.prompts[prompt_index].token_ids
+        extra = {"usage": self._job.usage()} if self._has_usage else None
         return self._envelope.chunk(json_line(choice), extra)
 
 
-def prompt_part(job: Job, place: int, writer: TextLogprobs, text: str) -> dict[str, Any]:
-    """The logprobs object of an echoed prompt; `writer` goes on behind it."""
+def echo_logprobs(job: Job, prompt_index: int, writer: TextLogprobs, text: str) -> dict[str, Any]:
+    """The logprobs object of an echoed prompt; `writer` continues after it."""
     tokenizer = job.state.tokenizer
-    first_id = job.prompts[place].token_ids[0]
+    first_id = job.prompts[prompt_index].token_ids[0]
     data = tokenizer.token_bytes(first_id) if tokenizer else b""
-    positions = job.generation.prompt_logprobs[place] or []
+    positions = job.generation.prompt_logprobs[prompt_index] or []
     width = job.params.logprobs or 0
     return writer.write_prompt(first_id, data, positions, width, text)

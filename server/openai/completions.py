@@ -32,7 +32,7 @@ from server.openai.choices import (
     prompt_logprobs_of,
     usage_of,
 )
-from server.openai.chunks import CompletionChunks, prompt_part
+from server.openai.chunks import CompletionChunks, echo_logprobs
 from server.openai.schema.completions import CompletionBody
 
 MANY_IDS = 10_000
@@ -70,8 +70,8 @@ async def _start(state: AppState, request: Request) -> Job:
     if state.config.enable_log_requests:
         for prompt in prompts:
             log_prompt(record_of(request.scope), prompt.text or repr(prompt.token_ids))
-    if (form := body.form) is not None:
-        await check_grammar(state, *form)
+    if (constraint := body.constraint) is not None:
+        await check_grammar(state, *constraint)
     return start_job(
         state,
         request,
@@ -165,27 +165,27 @@ def _whole(job: Job, choices: list[ChoiceOutput], texts: list[str] | None) -> di
 def _choice(
     job: Job, body: CompletionBody, index: int, choice: ChoiceOutput, texts: list[str] | None
 ) -> dict[str, Any]:
-    place = index // (body.n or 1)
-    made: dict[str, Any] = {
+    prompt_index = index // (body.n or 1)
+    fields: dict[str, Any] = {
         "index": index,
-        "text": choice.text if texts is None else texts[place] + choice.text,
-        "logprobs": None if body.logprobs is None else _logprobs(job, place, choice, texts),
+        "text": choice.text if texts is None else texts[prompt_index] + choice.text,
+        "logprobs": None if body.logprobs is None else _logprobs(job, prompt_index, choice, texts),
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
     }
     width = body.prompt_logprobs
     if width is not None:
-        positions = job.generation.prompt_logprobs[place]
-        made["prompt_logprobs"] = prompt_logprobs_of(positions, width)
+        positions = job.generation.prompt_logprobs[prompt_index]
+        fields["prompt_logprobs"] = prompt_logprobs_of(positions, width)
     if body.return_token_ids:
-        made["token_ids"] = choice.token_ids
-        made["prompt_token_ids"] = job.prompts[place].token_ids
-    return made
+        fields["token_ids"] = choice.token_ids
+        fields["prompt_token_ids"] = job.prompts[prompt_index].token_ids
+    return fields
 
 
 def _logprobs(
-    job: Job, place: int, choice: ChoiceOutput, texts: list[str] | None
+    job: Job, prompt_index: int, choice: ChoiceOutput, texts: list[str] | None
 ) -> dict[str, Any]:
     writer = TextLogprobs(job.token_formatter, _hidden(job))
-    parts = [] if texts is None else [prompt_part(job, place, writer, texts[place])]
+    parts = [] if texts is None else [echo_logprobs(job, prompt_index, writer, texts[prompt_index])]
     return joined_logprobs([*parts, writer.write(choice.logprobs)])

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: what a prompt costs, and what tokens say; GET /tokenizer_info."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ from server.text.tokenizer import Tokenizer
 from server.text.tokenizer_files import NAMED_TOKENS
 
 MANY_IDS = 10_000
-"""Tokens whose text is found on the event loop: a millisecond."""
+"""Tokens that are decoded on the event loop, in a millisecond."""
 
 
 def tokenize_routes(state: AppState) -> APIRouter:

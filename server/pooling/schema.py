@@ -132,8 +132,8 @@ class _Conversation(ChatPromptBody):
     add_special_tokens: bool | None = None
 
     @property
-    def opens_answer(self) -> bool:
-        """No generation prompt by default: there is no answer."""
+    def adds_generation_prompt(self) -> bool:
+        """There is no answer to begin, unless the caller says so."""
         return bool(self.add_generation_prompt)
 
 

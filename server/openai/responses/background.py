@@ -1,5 +1,4 @@
-"""A response that is made while nobody waits for it: its frames are kept where its stream may be
-asked for. Knows no HTTP."""
+"""Background responses: their frames are stored so that clients can stream them later."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,7 +13,7 @@ from server.openai.responses.writer import ResponseWriter
 
 
 class BackgroundResponse:
-    """Runs `job` to its end, into `entry`; see `store.Running`."""
+    """Runs `job` to its end and stores it in `entry`; see `store.RunningResponse`."""
 
     def __init__(
         self,
@@ -24,7 +23,7 @@ class BackgroundResponse:
         store: ResponseStore,
         record: RequestRecord,
     ) -> None:
-        """`record` is that of the work alone: the request that asked for it ends before."""
+        """`record`: the access log record of the job; the request that started it ends earlier."""
         self._job = job
         self._record = record
         self._writer = writer
@@ -33,7 +32,7 @@ class BackgroundResponse:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Take a place in the store, and go. Raises Overloaded when there is none; the job has
+        """Register in the store and start. Raises Overloaded if the store is full; the job has
         ended then."""
         self._entry.running = self
         try:
@@ -47,8 +46,8 @@ class BackgroundResponse:
         return self._writer.fields()
 
     def cancel(self) -> None:
-        """End it now, as cancelled; what it has said is kept."""
-        self._keep(self._writer.cancelling())
+        """Cancel it; its output so far is stored."""
+        self._store_frames(self._writer.cancelling())
         self.stop()
 
     def stop(self) -> None:
@@ -59,19 +58,19 @@ class BackgroundResponse:
 
     async def _run(self) -> None:
         try:
-            self._keep(self._writer.opening())
+            self._store_frames(self._writer.opening())
             async for data in sse_frames(self._job, self._writer):
-                self._keep(data)
+                self._store_frames(data)
         except Overloaded as error:
-            self._keep(self._writer.failing(fault_of(error)))
+            self._store_frames(self._writer.failing(fault_of(error)))
         finally:
             self._job.close()
             self._record.status = 200
             self._record.write(access_log=False)
             self._entry.notify()
 
-    def _keep(self, data: bytes) -> None:
-        """Raises Overloaded when there is no room for it."""
+    def _store_frames(self, data: bytes) -> None:
+        """Store frames. Raises Overloaded if the store is full."""
         events = self._entry.events
         if events is None:
             return
@@ -82,15 +81,15 @@ class BackgroundResponse:
 
 
 async def follow_events(entry: StoredResponse, after: int) -> AsyncIterator[bytes]:
-    """The frames of a kept stream behind sequence number `after`, to its end."""
+    """The frames of a stored stream after sequence number `after`, to its end."""
     events = entry.events
     assert events is not None
-    place = after + 1
+    position = after + 1
     while True:
         has_changed = entry.has_changed
-        while place < len(events):
-            yield events[place]
-            place += 1
+        while position < len(events):
+            yield events[position]
+            position += 1
         if entry.running is None:
             return
         await has_changed.wait()

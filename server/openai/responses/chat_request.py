@@ -1,5 +1,4 @@
-"""From the body of a response to a chat that asks the same, with all that went before. Knows no
-HTTP and no engine."""
+"""From the body of a response to the equivalent chat request, with its whole history."""
 
 import asyncio
 import contextlib
@@ -16,7 +15,7 @@ from server.openai.schema.chat import ChatBody
 
 ID_PREFIX = "resp_"
 _SHOWN = 80
-_NAMES = {
+_FIELD_NAMES = {
     "logprobs": "include",
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
@@ -24,32 +23,32 @@ _NAMES = {
     "reasoning_effort": "reasoning",
     "response_format": "text",
 }
-"""What a chat's fields are called here."""
-_WORDS = (
+"""Chat fields and their names in this API."""
+_MESSAGE_WORDS = (
     ("].function", "]"),
     ("reasoning_effort", "reasoning.effort"),
     ("response_format", "text.format"),
 )
-"""And in what is said of them."""
+"""The same for error messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseRequest:
-    """A response that is asked for."""
+    """A checked request for a response."""
 
     chat: ChatBody
     history: ItemHistory
-    """The items of the input, behind all that went before."""
+    """The input items, linked to all previous ones."""
 
 
 @contextlib.contextmanager
 def as_response_fields() -> Iterator[None]:
-    """Errors about a chat's fields are told of the fields that they have here."""
+    """Errors about chat fields name the fields of this API."""
     try:
         yield
     except UserError as error:
-        error.param = _NAMES.get(error.param or "", error.param)
-        for word, shown in _WORDS:
+        error.param = _FIELD_NAMES.get(error.param or "", error.param)
+        for word, shown in _MESSAGE_WORDS:
             error.message = error.message.replace(word, shown)
         raise
 
@@ -57,23 +56,23 @@ def as_response_fields() -> Iterator[None]:
 async def resolve_request(
     store: ResponseStore, body: ResponseBody, num_bytes: int, number: str, owner: str
 ) -> ResponseRequest:
-    """What response `number` is asked for by `body`, which came as so many bytes. Raises UserError,
-    and NotFound for a response or an item that is not kept for `owner`."""
+    """The request for response `number` from `body`, which had `num_bytes`. Raises UserError, and
+    NotFound for a response or an item that is not stored for `owner`."""
     body.check()
     before = None if body.previous_response_id is None else previous(store, body, owner)
     if num_bytes <= MANY_BYTES:
         items = read_items(body.input, number)
     else:
         items = await asyncio.to_thread(read_items, body.input, number)
-    items = _found(store, items, owner)
+    items = _with_references(store, items, owner)
     if num_bytes + (0 if before is None else before.num_bytes) <= MANY_BYTES:
         return _resolve(body, items, before, number)
     return await asyncio.to_thread(_resolve, body, items, before, number)
 
 
-def number_before(body: ResponseBody) -> str:
-    """The number of the response that `body` builds on; empty if it does not. What is referred to
-    tells it where nothing is named: a conversation is kept in one place."""
+def previous_number(body: ResponseBody) -> str:
+    """The number of the response that `body` continues, or of one whose items it references (a
+    conversation is stored in one process); empty if there is none."""
     if body.previous_response_id is not None:
         return body.previous_response_id.removeprefix(ID_PREFIX)
     items = body.input if isinstance(body.input, list) else ()
@@ -84,7 +83,7 @@ def number_before(body: ResponseBody) -> str:
 
 
 def previous(store: ResponseStore, body: ResponseBody, owner: str) -> ItemHistory:
-    """The conversation of `owner` that `body` goes on with. Raises UserError."""
+    """The conversation of `owner` that `body` continues. Raises UserError."""
     given, param = body.previous_response_id or "", "previous_response_id"
     if not store.is_enabled:
         raise UserError("this server keeps no responses", param=param)
@@ -103,25 +102,27 @@ def previous(store: ResponseStore, body: ResponseBody, owner: str) -> ItemHistor
 def _resolve(
     body: ResponseBody, items: list[Item], before: ItemHistory | None, number: str
 ) -> ResponseRequest:
-    turn = ItemHistory(items, before)
-    messages = messages_of(turn.items(), body.instructions)
+    history = ItemHistory(items, before)
+    messages = messages_of(history.items(), body.instructions)
     if not messages:
         raise UserError("input has no message, it must have at least 1", param="input")
     with as_response_fields():
         fields = {**body.chat_fields, "messages": messages, "request_id": number}
-        return ResponseRequest(checked(ChatBody, fields), turn)
+        return ResponseRequest(checked(ChatBody, fields), history)
 
 
-def _found(store: ResponseStore, items: list[Item], owner: str) -> list[Item]:
-    """`items` with what they refer to in its place."""
+def _with_references(store: ResponseStore, items: list[Item], owner: str) -> list[Item]:
+    """`items` with references resolved."""
     seen: dict[str, dict[str, Item]] = {}
     return [
-        _referred(store, item["id"], owner, seen) if item["type"] == "item_reference" else item
+        _referenced_item(store, item["id"], owner, seen)
+        if item["type"] == "item_reference"
+        else item
         for item in items
     ]
 
 
-def _referred(
+def _referenced_item(
     store: ResponseStore, item_id: str, owner: str, seen: dict[str, dict[str, Item]]
 ) -> Item:
     number = number_in(item_id) or ""

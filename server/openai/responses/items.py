@@ -1,4 +1,4 @@
-"""Items of a response's input: checked, in one form, with ids. Knows no messages and no store."""
+"""Input items of a response: checked, normalized, with ids."""
 
 from typing import Any
 
@@ -15,32 +15,31 @@ PREFIXES = {
 }
 ROLES = ("user", "system", "developer", "assistant")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""Parts that are text, and the key that holds it."""
+"""Text part types, and the key of the text."""
 _MEDIA = ("input_image", "input_file", "input_audio")
 _SHOWN = 40
 
 
 def item_id(kind: str, number: str, place: str) -> str:
-    """The id of an item of response `number`; other items may refer to it."""
+    """The id of an item of response `number`, which references may name."""
     return f"{PREFIXES[kind]}_{number}_{place}"
 
 
 def number_in(given_id: str) -> str | None:
-    """The number of the response that an item's id belongs to; None for what is no id of ours."""
+    """The number of the response that an item's id belongs to; None for a foreign id."""
     prefix, _, rest = given_id.partition("_")
     number, _, place = rest.partition("_")
     return number if prefix in PREFIXES.values() and number and place else None
 
 
 def is_reference(item: Item) -> bool:
-    """Whether it only names an item that is kept."""
+    """Whether it is a reference to a stored item."""
     kind = item.get("type")
     return kind == "item_reference" or (kind is None and "role" not in item)
 
 
 def read_items(given: Any, number: str) -> list[Item]:
-    """The items that the `input` of response `number` is; references stay what they are. Raises
-    UserError."""
+    """The items of the `input` of response `number`; references stay. Raises UserError."""
     if given is None:
         return []
     if isinstance(given, str):
@@ -57,7 +56,7 @@ def read_items(given: Any, number: str) -> list[Item]:
 def _read(item: Any, where: str, place: str, number: str) -> Item:
     if not isinstance(item, dict):
         raise _bad(f"{where} is not an object")
-    # Only a type that is not there means a message: {} or "" is no type.
+    # Only a missing type means message; {} and "" are invalid.
     kind = "message" if item.get("type") is None else item["type"]
     if is_reference(item):
         kind = "item_reference"

@@ -1,4 +1,4 @@
-"""Items to the messages of a chat. Pure; knows no template and no store."""
+"""Response items to chat messages."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,13 +11,13 @@ _LEADING = ("system", "developer")
 
 
 def messages_of(items: Sequence[Item], instructions: str | None = None) -> list[Message]:
-    """The messages that `items`, checked ones, are. What the model made in one turn (thinking,
-    text, calls) is one message again; `instructions` and the system messages that follow on them
-    are one too, since many templates take one alone."""
-    made = _MessageBuilder()
+    """The messages of checked `items`. Consecutive output of the model (reasoning, text, calls) is
+    one message; `instructions` and the system messages after them are one, since many templates
+    take only one."""
+    builder = _MessageBuilder()
     for item in items:
-        made.take(item)
-    messages = made.messages
+        builder.add(item)
+    messages = builder.messages
     if instructions is None:
         return messages
     texts = [instructions]
@@ -29,60 +29,62 @@ def messages_of(items: Sequence[Item], instructions: str | None = None) -> list[
 class _MessageBuilder:
     def __init__(self) -> None:
         self.messages: list[Message] = []
-        self._turn: Message | None = None
-        """The model's latest turn, while it may go on."""
+        self._assistant: Message | None = None
+        """The assistant message that the next items may extend."""
         self._names: dict[str, str] = {}
-        """Of the functions, by the ids of their calls."""
+        """Function names by call id."""
 
-    def take(self, item: Item) -> None:
+    def add(self, item: Item) -> None:
         kind = item["type"]
         if kind == "reasoning":
-            self._think(item)
+            self._add_reasoning(item)
         elif kind == "function_call":
-            self._call(item)
+            self._add_call(item)
         elif kind == "function_call_output":
-            self._turn = None
-            self._answer(item)
+            self._assistant = None
+            self._add_result(item)
         elif item["role"] == "assistant":
-            self._speak(item)
+            self._add_text(item)
         else:
-            self._turn = None
+            self._assistant = None
             self.messages.append({"role": item["role"], "content": _content(item["content"])})
 
-    def _think(self, item: Item) -> None:
+    def _add_reasoning(self, item: Item) -> None:
         text = _joined(item["content"] or item["summary"])
         if not text:
             return
-        if self._turn is None or self._turn["content"] or "tool_calls" in self._turn:
-            self._begin()
-        assert self._turn is not None
-        self._turn["reasoning_content"] = self._turn.get("reasoning_content", "") + text
+        if self._assistant is None or self._assistant["content"] or "tool_calls" in self._assistant:
+            self._start_assistant()
+        assert self._assistant is not None
+        self._assistant["reasoning_content"] = self._assistant.get("reasoning_content", "") + text
 
-    def _speak(self, item: Item) -> None:
-        if self._turn is None:
-            self._begin()
-        assert self._turn is not None
-        if self._turn.get("tool_calls"):
-            # What it said behind a call belongs to the turn: the results must follow on the calls.
-            self._turn["content"] = _joined(self._turn["content"]) + _joined(item["content"])
+    def _add_text(self, item: Item) -> None:
+        if self._assistant is None:
+            self._start_assistant()
+        assert self._assistant is not None
+        if self._assistant.get("tool_calls"):
+            # Text after a call joins the same message: the results must follow the calls.
+            self._assistant["content"] = _joined(self._assistant["content"]) + _joined(
+                item["content"]
+            )
             return
-        if self._turn["content"]:
-            self._begin()
-        self._turn["content"] = _content(item["content"])
+        if self._assistant["content"]:
+            self._start_assistant()
+        self._assistant["content"] = _content(item["content"])
 
-    def _call(self, item: Item) -> None:
+    def _add_call(self, item: Item) -> None:
         if item["status"] == "incomplete":
-            # Cut by its length: its arguments are no JSON, and it was never made.
+            # The answer was cut: the arguments are not JSON, and the call was never made.
             return
-        if self._turn is None:
-            self._begin()
-        assert self._turn is not None
+        if self._assistant is None:
+            self._start_assistant()
+        assert self._assistant is not None
         self._names[item["call_id"]] = item["name"]
         function = {"name": item["name"], "arguments": item["arguments"]}
         call = {"id": item["call_id"], "type": "function", "function": function}
-        self._turn.setdefault("tool_calls", []).append(call)
+        self._assistant.setdefault("tool_calls", []).append(call)
 
-    def _answer(self, item: Item) -> None:
+    def _add_result(self, item: Item) -> None:
         message = {
             "role": "tool",
             "tool_call_id": item["call_id"],
@@ -92,13 +94,13 @@ class _MessageBuilder:
             message["name"] = name
         self.messages.append(message)
 
-    def _begin(self) -> None:
-        self._turn = {"role": "assistant", "content": ""}
-        self.messages.append(self._turn)
+    def _start_assistant(self) -> None:
+        self._assistant = {"role": "assistant", "content": ""}
+        self.messages.append(self._assistant)
 
 
 def _content(parts: list[Item]) -> str | list[Item]:
-    """One text as it is; several as parts, which some templates tell apart."""
+    """One part as text; several as parts, which some templates render differently."""
     return parts if len(parts) > 1 else _joined(parts)
 
 

@@ -1,5 +1,4 @@
-"""An answer as items of a response, and the events that tell of them as they grow. Knows no store,
-and no sockets."""
+"""The output items of a response, and the stream events of their changes."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,12 +17,12 @@ from server.parsers.base import (
 )
 
 StreamEvent = dict[str, Any]
-"""An event: its type and its fields, without its sequence number."""
+"""A stream event: its type and fields, without the sequence number."""
 
 
 @dataclass(slots=True)
 class OutputItem:
-    """An item of the output. `fields` are what never changes of it."""
+    """An item of the output. `fields` are constant."""
 
     kind: str
     output_index: int
@@ -32,11 +31,11 @@ class OutputItem:
     texts: list[str] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
     is_retracted: bool = False
-    """Begun as a call that turned out to be none."""
+    """Started as a tool call that could not be parsed."""
 
     @property
     def part(self) -> Item:
-        """The content part that holds its text."""
+        """The content part with its text."""
         text = "".join(self.texts)
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
@@ -44,11 +43,11 @@ class OutputItem:
 
     @property
     def item(self) -> Item:
-        """As far as it has come."""
-        made = {**self.fields, "status": self.status}
+        """The item so far."""
+        item = {**self.fields, "status": self.status}
         if self.kind == "function_call":
-            return {**made, "arguments": "".join(self.texts)}
-        return {**made, "content": [self.part] if self.texts or self.is_done else []}
+            return {**item, "arguments": "".join(self.texts)}
+        return {**item, "content": [self.part] if self.texts or self.is_done else []}
 
     @property
     def is_done(self) -> bool:
@@ -56,149 +55,151 @@ class OutputItem:
 
 
 class ResponseOutput:
-    """The output of response `number`, of one choice. `take` its deltas, then `close` it."""
+    """The output of response `number`: `add` its deltas, then `close` it."""
 
     def __init__(
         self,
         number: str,
-        reader: ChoiceParser | None,
-        name: TokenFormatter,
+        parser: ChoiceParser | None,
+        token_formatter: TokenFormatter,
         *,
         has_logprobs: bool,
-        shows_thinking: bool,
+        shows_reasoning: bool,
     ) -> None:
-        """`reader` tells thinking and calls from text; None: all is text."""
+        """`parser` splits reasoning, text and calls; None: all is text."""
         self._number = number
-        self._reader = reader
-        self._name = name
+        self._parser = parser
+        self._token_formatter = token_formatter
         self._has_logprobs = has_logprobs
-        self._shows_thinking = shows_thinking
+        self._shows_reasoning = shows_reasoning
         self._items: list[OutputItem] = []
         self._open: OutputItem | None = None
-        self._unsaid: list[PositionLogprobs] = []
-        """Of tokens whose text has not come yet."""
+        self._pending: list[PositionLogprobs] = []
+        """Log-probabilities of tokens whose text has not arrived."""
         self.finish_reason: str | None = None
 
     @property
     def output(self) -> list[Item]:
-        """All items, as far as they have come."""
+        """All items so far."""
         return [one.item for one in self._items if not one.is_retracted]
 
     def add(self, delta: Delta) -> list[StreamEvent]:
-        """What `delta` adds."""
-        self._unsaid += delta.logprobs or []
-        if self._reader is None:
+        """The events of `delta`."""
+        self._pending += delta.logprobs or []
+        if self._parser is None:
             events: list[ParserEvent] = [TextDelta(delta.text)] if delta.text else []
         else:
-            events = self._reader.parse(delta)
-        told: list[StreamEvent] = []
+            events = self._parser.parse(delta)
+        emitted: list[StreamEvent] = []
         for event in events:
-            told += self._take(event)
+            emitted += self._handle(event)
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
             if not self._items:
-                told += self._begin_message()
-            told += self.close("incomplete" if delta.finish_reason == "length" else "completed")
-        return told
+                emitted += self._open_message()
+            emitted += self.close("incomplete" if delta.finish_reason == "length" else "completed")
+        return emitted
 
     def close(self, status: str) -> list[StreamEvent]:
-        """Nothing more comes of the item that is open."""
+        """End the open item with `status`."""
         one, self._open = self._open, None
         if one is None:
             return []
         one.status = status
-        where = self._where(one)
-        told: list[StreamEvent] = []
+        item_ref = self._item_ref(one)
+        emitted: list[StreamEvent] = []
         if one.kind == "function_call":
             done = {"arguments": "".join(one.texts), "name": one.fields["name"]}
-            told.append({"type": "response.function_call_arguments.done", **where, **done})
+            emitted.append({"type": "response.function_call_arguments.done", **item_ref, **done})
         else:
             part = one.part
             done = {"content_index": 0, "text": part["text"]}
             kind = "reasoning_text" if one.kind == "reasoning" else "output_text"
             if kind == "output_text":
                 done["logprobs"] = one.logprobs
-            told.append({"type": f"response.{kind}.done", **where, **done})
+            emitted.append({"type": f"response.{kind}.done", **item_ref, **done})
             whole = {"content_index": 0, "part": part}
-            told.append({"type": "response.content_part.done", **where, **whole})
+            emitted.append({"type": "response.content_part.done", **item_ref, **whole})
         last = {"output_index": one.output_index, "item": one.item}
-        return [*told, {"type": "response.output_item.done", **last}]
+        return [*emitted, {"type": "response.output_item.done", **last}]
 
-    def _take(self, event: ParserEvent) -> list[StreamEvent]:
+    def _handle(self, event: ParserEvent) -> list[StreamEvent]:
         if isinstance(event, TextDelta):
-            return [*self._begin_message(), self._text(event.text)]
-        # These tokens are no part of any text.
-        self._unsaid = []
+            return [*self._open_message(), self._add_text(event.text)]
+        # These tokens belong to no text.
+        self._pending = []
         if isinstance(event, ReasoningDelta):
-            return self._think(event.text) if self._shows_thinking else []
+            return self._add_reasoning(event.text) if self._shows_reasoning else []
         if isinstance(event, ToolCallStart):
-            return self._begin("function_call", call_id=event.id, name=event.name)
+            return self._open_item("function_call", call_id=event.id, name=event.name)
         assert self._open is not None
         if isinstance(event, ToolCallRetracted):
             self._open.is_retracted = True
             return self.close("incomplete")
         assert isinstance(event, ToolCallArguments)
-        return [self._piece("function_call_arguments", event.text)]
+        return [self._add_delta("function_call_arguments", event.text)]
 
-    def _think(self, text: str) -> list[StreamEvent]:
-        told = []
+    def _add_reasoning(self, text: str) -> list[StreamEvent]:
+        emitted = []
         if self._open is None or self._open.kind != "reasoning":
-            told = self._begin("reasoning", summary=[])
-        return [*told, self._piece("reasoning_text", text)]
+            emitted = self._open_item("reasoning", summary=[])
+        return [*emitted, self._add_delta("reasoning_text", text)]
 
-    def _begin_message(self) -> list[StreamEvent]:
+    def _open_message(self) -> list[StreamEvent]:
         if self._open is not None and self._open.kind == "message":
             return []
-        return self._begin("message", role="assistant")
+        return self._open_item("message", role="assistant")
 
-    def _text(self, text: str) -> StreamEvent:
+    def _add_text(self, text: str) -> StreamEvent:
         assert self._open is not None
-        said: list[Any] = []
+        entries: list[Any] = []
         if self._has_logprobs:
-            said = chat_logprobs(self._said(text), self._name)["content"]
-            self._open.logprobs += said
-        return {**self._piece("output_text", text), "logprobs": said}
+            entries = chat_logprobs(self._tokens_of(text), self._token_formatter)["content"]
+            self._open.logprobs += entries
+        return {**self._add_delta("output_text", text), "logprobs": entries}
 
-    def _said(self, text: str) -> list[PositionLogprobs]:
-        """The tokens that `text` was made of, found by their bytes: marks and blanks before it are
-        left out, and what comes behind it waits for the next text."""
+    def _tokens_of(self, text: str) -> list[PositionLogprobs]:
+        """The tokens of `text`, found by their bytes. Tokens before it (tags, whitespace) are
+        dropped, tokens after it wait for the next text."""
         assert self._open is not None
-        tokens, self._unsaid = self._unsaid, []
-        data, wanted = b"".join(one.chosen.bytes for one in tokens), text.encode()
-        start = data.find(wanted) if self._open.texts else data.rfind(wanted)
+        tokens, self._pending = self._pending, []
+        data, encoded = b"".join(one.chosen.bytes for one in tokens), text.encode()
+        start = data.find(encoded) if self._open.texts else data.rfind(encoded)
         if start < 0:
             return tokens
-        said, end, place = [], start + len(wanted), 0
+        matched, end, position = [], start + len(encoded), 0
         for one in tokens:
-            begun, place = place, place + len(one.chosen.bytes)
-            if begun >= end:
-                self._unsaid.append(one)
-            elif place > start:
-                said.append(one)
-        return said
+            first, position = position, position + len(one.chosen.bytes)
+            if first >= end:
+                self._pending.append(one)
+            elif position > start:
+                matched.append(one)
+        return matched
 
-    def _piece(self, kind: str, text: str) -> StreamEvent:
-        """A delta of the open item."""
+    def _add_delta(self, kind: str, text: str) -> StreamEvent:
+        """A delta event of the open item."""
         assert self._open is not None
         self._open.texts.append(text)
-        told = {"type": f"response.{kind}.delta", **self._where(self._open)}
+        event = {"type": f"response.{kind}.delta", **self._item_ref(self._open)}
         if kind != "function_call_arguments":
-            told["content_index"] = 0
-        return {**told, "delta": text}
+            event["content_index"] = 0
+        return {**event, "delta": text}
 
-    def _begin(self, kind: str, **fields: Any) -> list[StreamEvent]:
-        told = self.close("completed")
-        place = len(self._items)
-        made = item_id(kind, self._number, str(place))
-        one = OutputItem(kind, place, {"id": made, "type": kind, **fields})
+    def _open_item(self, kind: str, **fields: Any) -> list[StreamEvent]:
+        emitted = self.close("completed")
+        index = len(self._items)
+        new_id = item_id(kind, self._number, str(index))
+        one = OutputItem(kind, index, {"id": new_id, "type": kind, **fields})
         self._items.append(one)
         self._open = one
-        told.append({"type": "response.output_item.added", "output_index": place, "item": one.item})
+        emitted.append(
+            {"type": "response.output_item.added", "output_index": index, "item": one.item}
+        )
         if kind != "function_call":
             part = {"content_index": 0, "part": one.part}
-            told.append({"type": "response.content_part.added", **self._where(one), **part})
-        return told
+            emitted.append({"type": "response.content_part.added", **self._item_ref(one), **part})
+        return emitted
 
     @staticmethod
-    def _where(one: OutputItem) -> StreamEvent:
+    def _item_ref(one: OutputItem) -> StreamEvent:
         return {"item_id": one.fields["id"], "output_index": one.output_index}

@@ -1,4 +1,4 @@
-"""/v1/responses: items in, items out; whole, streamed or in the background, and kept for later."""
+"""/v1/responses: create (whole, streamed, background), retrieve, cancel, delete."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -21,7 +21,7 @@ from server.openai.responses.chat_request import (
     ID_PREFIX,
     ResponseRequest,
     as_response_fields,
-    number_before,
+    previous_number,
     resolve_request,
 )
 from server.openai.responses.schema import ResponseBody
@@ -44,12 +44,12 @@ def response_routes(state: AppState) -> APIRouter:
         config.responses_store_max_age_s,
     )
     router = APIRouter(tags=["Responses"])
-    _add_making(router, state, store)
-    _add_keeping(router, state, store)
+    _add_create_routes(router, state, store)
+    _add_stored_routes(router, state, store)
     return router
 
 
-def _add_making(router: APIRouter, state: AppState, store: ResponseStore) -> None:
+def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore) -> None:
     @router.post(
         ROUTE,
         operation_id="create_response",
@@ -61,16 +61,16 @@ def _add_making(router: APIRouter, state: AppState, store: ResponseStore) -> Non
         state.generation_pipeline()
         sent = await state.bodies.read_object(request)
         body = await parse(ResponseBody, sent)
-        if (peer := state.peers.peer_of(number_before(body))) is not None:
+        if (peer := state.peers.peer_of(previous_number(body))) is not None:
             return ForwardedResponse(peer, request, sent.fields)
         is_stored = _is_stored(store, body)
         owner = record_of(request.scope).owner
-        asked = await resolve_request(store, body, sent.num_bytes, state.peers.new_id(), owner)
+        resolved = await resolve_request(store, body, sent.num_bytes, state.peers.new_id(), owner)
         if body.background:
-            # Its own books: it goes on when this request is over.
+            # A record of its own: the job continues when this request has ended.
             attach_record(request.scope, replace(record_of(request.scope)))
-        job = await _start(state, request, asked, is_cut=body.truncation == "auto")
-        entry = StoredResponse(job.id, owner, asked.history, is_background=bool(body.background))
+        job = await _start(state, request, resolved, is_cut=body.truncation == "auto")
+        entry = StoredResponse(job.id, owner, resolved.history, is_background=bool(body.background))
 
         def on_end(response: Fields) -> None:
             if is_stored:
@@ -82,7 +82,7 @@ def _add_making(router: APIRouter, state: AppState, store: ResponseStore) -> Non
                 entry.events = []
             first = writer.fields()
             BackgroundResponse(job, writer, entry, store, record_of(request.scope)).start()
-            return _follow(state, entry, -1) if body.stream else json_response(first)
+            return _stream_stored(state, entry, -1) if body.stream else json_response(first)
         if body.stream:
             return EventStream(
                 _streamed(job, writer), keep_alive_s=state.config.keep_alive_s, on_close=job.close
@@ -100,16 +100,16 @@ def _add_making(router: APIRouter, state: AppState, store: ResponseStore) -> Non
         state.generation_pipeline()
         sent = await state.bodies.read_object(request)
         body = await parse(ResponseBody, sent)
-        if (peer := state.peers.peer_of(number_before(body))) is not None:
+        if (peer := state.peers.peer_of(previous_number(body))) is not None:
             return ForwardedResponse(peer, request, sent.fields)
         owner = record_of(request.scope).owner
-        asked = await resolve_request(store, body, sent.num_bytes, state.peers.new_id(), owner)
+        resolved = await resolve_request(store, body, sent.num_bytes, state.peers.new_id(), owner)
         with as_response_fields():
-            count = await count_prompt_tokens(state, asked.chat)
+            count = await count_prompt_tokens(state, resolved.chat)
         return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
-def _add_keeping(router: APIRouter, state: AppState, store: ResponseStore) -> None:
+def _add_stored_routes(router: APIRouter, state: AppState, store: ResponseStore) -> None:
     one = f"{ROUTE}/{{response_id}}"
 
     @router.get(
@@ -130,7 +130,7 @@ def _add_keeping(router: APIRouter, state: AppState, store: ResponseStore) -> No
         if not stream:
             if starting_after is not None:
                 raise UserError("starting_after needs stream to be true", param="starting_after")
-            return _told(entry)
+            return _stored_answer(entry)
         if entry.events is None:
             raise UserError(
                 "the events of this response are not kept: it was not created with background and "
@@ -142,7 +142,7 @@ def _add_keeping(router: APIRouter, state: AppState, store: ResponseStore) -> No
             raise UserError(
                 f"starting_after is {after}, it must be at least 0", param="starting_after"
             )
-        return _follow(state, entry, after)
+        return _stream_stored(state, entry, after)
 
     @router.delete(
         one, operation_id="delete_response", summary="Keep a response no longer", responses=ANSWERS
@@ -167,7 +167,7 @@ def _add_keeping(router: APIRouter, state: AppState, store: ResponseStore) -> No
             raise UserError("only a response that was created with background can be cancelled")
         if entry.running is not None:
             entry.running.cancel()
-        return _told(entry)
+        return _stored_answer(entry)
 
     @router.get(
         f"{one}/input_items",
@@ -188,7 +188,7 @@ def _add_keeping(router: APIRouter, state: AppState, store: ResponseStore) -> No
 
 
 def _entry(store: ResponseStore, request: Request, response_id: str) -> StoredResponse:
-    """Raises NotFound for what is not kept for the request's API key."""
+    """Raises NotFound for what is not stored for the request's API key."""
     return store.get(response_id, record_of(request.scope).owner)
 
 
@@ -203,14 +203,16 @@ def _is_stored(store: ResponseStore, body: ResponseBody) -> bool:
     return False
 
 
-async def _start(state: AppState, request: Request, asked: ResponseRequest, *, is_cut: bool) -> Job:
+async def _start(
+    state: AppState, request: Request, resolved: ResponseRequest, *, is_cut: bool
+) -> Job:
     with as_response_fields():
         try:
-            return await start_chat(state, request, asked.chat, id_prefix=ID_PREFIX)
+            return await start_chat(state, request, resolved.chat, id_prefix=ID_PREFIX)
         except PromptTooLong:
             if not is_cut:
                 raise
-        chat = await shortened(state, asked.chat)
+        chat = await shortened(state, resolved.chat)
         return await start_chat(state, request, chat, id_prefix=ID_PREFIX)
 
 
@@ -227,14 +229,14 @@ async def _whole(job: Job, writer: ResponseWriter) -> Fields:
     return writer.fields()
 
 
-def _told(entry: StoredResponse) -> Response:
+def _stored_answer(entry: StoredResponse) -> Response:
     if entry.running is not None:
         return json_response(entry.running.fields())
     return Response(entry.data, media_type="application/json")
 
 
-def _follow(state: AppState, entry: StoredResponse, after: int) -> Response:
-    """The stream of a background response: who hangs up ends nothing."""
+def _stream_stored(state: AppState, entry: StoredResponse, after: int) -> Response:
+    """The stream of a background response; it continues when the client disconnects."""
     return EventStream(
         follow_events(entry, after), keep_alive_s=state.config.keep_alive_s, on_close=lambda: None
     )
@@ -249,10 +251,10 @@ def _page(entry: StoredResponse, limit: int, order: str, after: str | None) -> d
     if order == "desc":
         items.reverse()
     if after is not None:
-        places = [place for place, item in enumerate(items) if item["id"] == after]
-        if not places:
+        positions = [i for i, item in enumerate(items) if item["id"] == after]
+        if not positions:
             raise UserError(f"after is {after[:40]!r}, which is none of the items", param="after")
-        items = items[places[0] + 1 :]
+        items = items[positions[0] + 1 :]
     shown = items[:limit]
     return {
         "object": "list",

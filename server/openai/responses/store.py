@@ -1,5 +1,4 @@
-"""Responses that are kept: bounded by number, bytes and age, the oldest going first. Knows neither
-bodies nor engines."""
+"""Stored responses, bounded by count, bytes and age; the oldest are evicted first."""
 
 import asyncio
 import time
@@ -13,18 +12,18 @@ import msgspec
 from config.errors import NotFound, Overloaded
 from server.openai.responses.items import Item
 
-MAY_BE_FOLLOWED = ("completed", "incomplete")
-"""How a response has ended that another one can go on from."""
-LEAST_WAIT_S = 1.0
-"""Between two looks for what is too old."""
+CONTINUABLE = ("completed", "incomplete")
+"""Final statuses of a response that another one can continue."""
+MIN_EXPIRY_INTERVAL_S = 1.0
+"""Between two checks for expired responses."""
 _SHOWN = 80
 
 
 class ItemHistory:
-    """Items of one request and its response, as JSON, and the turn before.
+    """Items of one request or response as JSON, linked to the previous ones; reference counted.
 
-    A turn lives as long as a response that is kept leads to it, so that a conversation goes on
-    when its beginning is no longer kept for itself.
+    It lives as long as a stored response leads to it, so a conversation can continue after its
+    first responses were evicted.
     """
 
     def __init__(self, items: list[Item], before: "ItemHistory | None") -> None:
@@ -33,91 +32,93 @@ class ItemHistory:
         self.ref_count = 0
 
     def acquire(self) -> int:
-        """Keep it and all before it; how many more bytes that takes."""
-        taken = 0
-        for turn in self._back():
-            turn.ref_count += 1
-            if turn.ref_count > 1:
+        """Add a reference; returns the additional bytes, previous histories included."""
+        added = 0
+        for history in self._chain():
+            history.ref_count += 1
+            if history.ref_count > 1:
                 break
-            taken += len(turn.data)
-        return taken
+            added += len(history.data)
+        return added
 
     def release(self) -> int:
-        """One holder less; how many bytes that frees."""
+        """Drop a reference; returns the freed bytes."""
         freed = 0
-        for turn in self._back():
-            turn.ref_count -= 1
-            if turn.ref_count:
+        for history in self._chain():
+            history.ref_count -= 1
+            if history.ref_count:
                 break
-            freed += len(turn.data)
+            freed += len(history.data)
         return freed
 
     @property
     def num_bytes(self) -> int:
-        """Of this turn and all before it."""
-        return sum(len(turn.data) for turn in self._back())
+        """Bytes of this history and all previous ones."""
+        return sum(len(history.data) for history in self._chain())
 
     def items(self) -> list[Item]:
         """All items of the conversation, in order."""
-        turns = list(self._back())
-        return [item for turn in reversed(turns) for item in msgspec.json.decode(turn.data)]
+        histories = list(self._chain())
+        return [
+            item for history in reversed(histories) for item in msgspec.json.decode(history.data)
+        ]
 
-    def _back(self) -> Iterator["ItemHistory"]:
-        turn: ItemHistory | None = self
-        while turn is not None:
-            yield turn
-            turn = turn.previous
+    def _chain(self) -> Iterator["ItemHistory"]:
+        history: ItemHistory | None = self
+        while history is not None:
+            yield history
+            history = history.previous
 
 
 class RunningResponse(Protocol):
-    """A response that is still being made, in the background."""
+    """A background response that has not ended."""
 
     def fields(self) -> dict[str, Any]:
-        """The response as far as it has come."""
+        """The response so far."""
         ...
 
     def cancel(self) -> None:
-        """End it now, as cancelled."""
+        """End it now with status cancelled."""
         ...
 
     def stop(self) -> None:
-        """End it now; nothing more is heard of it."""
+        """End it now without further events."""
         ...
 
 
 @dataclass(slots=True)
 class StoredResponse:
-    """One response that is kept."""
+    """One stored response."""
 
     id: str
     owner: str
     """Which API key it was created with (see ApiKeys.check); no other one finds it."""
     input_history: ItemHistory
-    """What it was asked, and all before that."""
+    """Its input, and all items before that."""
     full_history: ItemHistory | None = None
-    """With what it answered, once it has ended well: the next response may follow on it."""
+    """Input and output, once it has ended well: the next response can continue it."""
     data: bytes = b""
     """The response as JSON, once it has ended."""
     status: str = "in_progress"
     running: RunningResponse | None = None
     is_background: bool = False
     events: list[bytes] | None = None
-    """The frames of its stream, the n-th with sequence number n; None if it was not to stream."""
+    """The frames of its stream; index = sequence number. None if it is not streamed."""
     num_bytes: int = 0
-    """Without its turns."""
+    """Without its histories."""
     stored_s: float = 0.0
     has_changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set, and made anew, when `events` grow or the response ends."""
+    """Set, and replaced, when `events` grow or the response ends."""
 
     def notify(self) -> None:
-        """Wake who waits for a change."""
+        """Wake all tasks that wait for a change."""
         changed, self.has_changed = self.has_changed, asyncio.Event()
         changed.set()
 
 
 class ResponseStore:
-    """Entries by id. What is running is never evicted: it takes part in the bounds, and where it
-    fills them nothing more is taken."""
+    """Responses by id. Running responses count towards the bounds and are never evicted; if they
+    fill the store, no new one is accepted."""
 
     def __init__(
         self,
@@ -126,13 +127,13 @@ class ResponseStore:
         max_age_s: float,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`max_count` 0: nothing is ever kept."""
+        """`max_count` 0: nothing is stored."""
         self._max_count = max_count
         self._max_bytes = max_bytes
         self._max_age_s = max_age_s
         self._now = now
         self._entries: dict[str, StoredResponse] = {}
-        """In the order in which they came."""
+        """In insertion order."""
         self.num_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -144,8 +145,8 @@ class ResponseStore:
         return self._max_count > 0
 
     def get(self, response_id: str, owner: str) -> StoredResponse:
-        """Raises NotFound, with the same words for a response of another owner as for one that was
-        never there."""
+        """Raises NotFound, with the same text for a response of another owner as for an unknown
+        one."""
         self._expire()
         entry = self._entries.get(response_id)
         if entry is None or entry.owner != owner:
@@ -153,50 +154,50 @@ class ResponseStore:
         return entry
 
     def add_running(self, entry: StoredResponse) -> None:
-        """Keep what is running. Raises Overloaded when others that run leave no room for it."""
+        """Add a running response. Raises Overloaded if running responses fill the store."""
         self._expire()
         entry.stored_s = self._now()
         self._entries[entry.id] = entry
         self.num_bytes += entry.input_history.acquire()
-        if not self._fit():
+        if not self._evict():
             self.remove(entry)
             raise Overloaded(f"{len(self._entries)} responses run in the background")
 
     def add_bytes(self, entry: StoredResponse, num_bytes: int) -> None:
-        """Account for more of a response, kept or not. Raises Overloaded when it is running, and
-        that is more than may be kept."""
+        """Count more bytes of a response; ignored if it is not stored. Raises Overloaded if it is
+        running and the bytes exceed the bound."""
         if entry.id not in self._entries:
             return
-        self._take(entry, num_bytes)
-        if not self._fit() and entry.running is not None:
+        self._count_bytes(entry, num_bytes)
+        if not self._evict() and entry.running is not None:
             raise Overloaded(f"the responses that are kept have {self._max_bytes} bytes")
 
     def finish(self, entry: StoredResponse, response: dict[str, Any]) -> None:
-        """Keep `entry`, new or running until now, as it ended; not if it is gone, or too big for
-        any room."""
-        was_kept = entry.id in self._entries
-        if entry.is_background and not was_kept:
+        """Store `entry`, new or running until now, as it ended; not if it was removed, or is larger
+        than the store."""
+        was_stored = entry.id in self._entries
+        if entry.is_background and not was_stored:
             return
         entry.running = None
         entry.status = response["status"]
         entry.data = msgspec.json.encode(response)
-        if not was_kept:
+        if not was_stored:
             self._expire()
             entry.stored_s = self._now()
             self._entries[entry.id] = entry
             self.num_bytes += entry.input_history.acquire()
-        if entry.status in MAY_BE_FOLLOWED:
+        if entry.status in CONTINUABLE:
             entry.full_history = ItemHistory(response["output"], entry.input_history)
             self.num_bytes += entry.full_history.acquire()
-        self._take(entry, len(entry.data))
+        self._count_bytes(entry, len(entry.data))
         alone = entry.num_bytes + (entry.full_history or entry.input_history).num_bytes
         if alone > self._max_bytes:
             self.remove(entry)
-        self._fit()
-        self._watch()
+        self._evict()
+        self._schedule_expiry()
 
     def remove(self, entry: StoredResponse) -> None:
-        """Keep it no longer. Safe twice."""
+        """Remove it. Safe twice."""
         if self._entries.pop(entry.id, None) is None:
             return
         self.num_bytes -= entry.num_bytes + entry.input_history.release()
@@ -206,12 +207,12 @@ class ResponseStore:
         if running is not None:
             running.stop()
 
-    def _take(self, entry: StoredResponse, num_bytes: int) -> None:
+    def _count_bytes(self, entry: StoredResponse, num_bytes: int) -> None:
         entry.num_bytes += num_bytes
         self.num_bytes += num_bytes
 
-    def _fit(self) -> bool:
-        """Evict what has ended until the bounds hold; False if they still do not."""
+    def _evict(self) -> bool:
+        """Evict ended responses until the bounds hold; False if they still do not."""
         while not self._fits:
             oldest = next((one for one in self._entries.values() if one.running is None), None)
             if oldest is None:
@@ -230,14 +231,14 @@ class ResponseStore:
             if entry.running is None:
                 self.remove(entry)
 
-    def _watch(self) -> None:
-        """Expire by the clock too: nobody may ask any more."""
+    def _schedule_expiry(self) -> None:
+        """Schedule the next expiry: there may be no further request."""
         if self._timer is None and self._entries:
             oldest_s = self._now() - next(iter(self._entries.values())).stored_s
-            left_s = max(self._max_age_s - oldest_s, LEAST_WAIT_S)
-            self._timer = asyncio.get_running_loop().call_later(left_s, self._wake)
+            left_s = max(self._max_age_s - oldest_s, MIN_EXPIRY_INTERVAL_S)
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._on_timer)
 
-    def _wake(self) -> None:
+    def _on_timer(self) -> None:
         self._timer = None
         self._expire()
-        self._watch()
+        self._schedule_expiry()

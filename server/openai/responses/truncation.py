@@ -1,4 +1,4 @@
-"""Truncation `auto`: a conversation without its oldest part, so that it fits the context."""
+"""Truncation `auto`: drop the oldest messages so that the prompt fits the context."""
 
 from config.errors import PromptTooLong
 from server.http.state import AppState
@@ -8,9 +8,9 @@ from server.text.template_renderer import TextTooLong
 
 
 async def shortened(state: AppState, chat: ChatBody) -> ChatBody:
-    """`chat` without as few of its oldest messages as will do; system messages at its head stay. It
-    begins anew with a message of the user, and always has the last of these: what is still too
-    long then is refused as ever. Renders and counts about log2(messages) times."""
+    """`chat` without as many of its oldest messages as necessary; leading system messages stay. It
+    then starts with a user message and always keeps the last one: a prompt that is still too long
+    is refused. Renders and counts about log2(messages) times."""
     messages = chat.messages
     head = next((i for i, one in enumerate(messages) if one["role"] != "system"), 0)
     starts = [i for i in range(head + 1, len(messages)) if messages[i]["role"] == "user"]

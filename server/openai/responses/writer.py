@@ -1,4 +1,4 @@
-"""A response object while it is made: its fields, its events as frames. Knows no store."""
+"""The response object while it is generated: its fields, and its events as SSE frames."""
 
 import time
 from collections.abc import Callable
@@ -15,9 +15,11 @@ Fields = dict[str, Any]
 
 
 class ResponseWriter:
-    """The ChunkWriter of a response. `opening`, then what a stream's writer is asked for; its last
-    events are made by `ending`, `failing` or `cancelling`, which tell `on_end` of the response
-    before anybody can read that it is over."""
+    """The ChunkWriter of a response; `opening` comes first.
+
+    `ending`, `failing` and `cancelling` call `on_end` with the response before the client can see
+    that it ended.
+    """
 
     def __init__(
         self,
@@ -33,17 +35,17 @@ class ResponseWriter:
         self._status = "queued" if body.background else "in_progress"
         self._error: Fields | None = None
         self._completed_at: int | None = None
-        self._num_told = 0
-        self._answer = ResponseOutput(
+        self._num_events = 0
+        self._output = ResponseOutput(
             number_of(job.id),
             None if job.parsers is None else job.parsers.parser(0),
             job.token_formatter,
             has_logprobs=body.has_logprobs,
-            shows_thinking=body.include_reasoning is not False,
+            shows_reasoning=body.include_reasoning is not False,
         )
 
     def fields(self) -> Fields:
-        """The response as far as it has come."""
+        """The response so far."""
         is_over = self._status in ("completed", "incomplete", "failed", "cancelled")
         reason = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
         return {
@@ -52,20 +54,20 @@ class ResponseWriter:
             "completed_at": self._completed_at,
             "error": self._error,
             "incomplete_details": reason,
-            "output": self._answer.output,
+            "output": self._output.output,
             "usage": _usage_of(self._job.usage()) if is_over else None,
         }
 
     def opening(self) -> bytes:
         """Frames before the first delta."""
         self._status = "in_progress"
-        return self._life("response.created") + self._life("response.in_progress")
+        return self._lifecycle("response.created") + self._lifecycle("response.in_progress")
 
     def feed(self, deltas: list[Delta]) -> bytes:
-        return b"".join([self._frames(self._answer.add(delta)) for delta in deltas])
+        return b"".join([self._frames(self._output.add(delta)) for delta in deltas])
 
     def ending(self) -> bytes:
-        if self._answer.finish_reason == "length":
+        if self._output.finish_reason == "length":
             return self._last("response.incomplete", "incomplete")
         self._completed_at = int(time.time())
         return self._last("response.completed", "completed")
@@ -76,36 +78,36 @@ class ResponseWriter:
         return self._last("response.failed", "failed")
 
     def cancelling(self) -> bytes:
-        """Frames that say that it was ended from outside."""
+        """Frames of a cancelled response."""
         return self._last("response.incomplete", "cancelled")
 
     def _last(self, kind: str, status: str) -> bytes:
-        told = self._frames(self._answer.close("incomplete"))
+        frames = self._frames(self._output.close("incomplete"))
         self._status = status
         fields = self.fields()
         self._on_end(fields)
-        return told + self._frame({"type": kind, "response": fields})
+        return frames + self._frame({"type": kind, "response": fields})
 
-    def _life(self, kind: str) -> bytes:
+    def _lifecycle(self, kind: str) -> bytes:
         return self._frame({"type": kind, "response": self.fields()})
 
-    def _frames(self, told: list[StreamEvent]) -> bytes:
-        return b"".join([self._frame(one) for one in told])
+    def _frames(self, events: list[StreamEvent]) -> bytes:
+        return b"".join([self._frame(one) for one in events])
 
-    def _frame(self, told: StreamEvent) -> bytes:
-        kind = told["type"]
-        told["sequence_number"] = self._num_told
-        self._num_told += 1
-        return named_frame(kind, told)
+    def _frame(self, event: StreamEvent) -> bytes:
+        kind = event["type"]
+        event["sequence_number"] = self._num_events
+        self._num_events += 1
+        return named_frame(kind, event)
 
 
 def number_of(response_id: str) -> str:
-    """What the ids of its items have in common with a response's own."""
+    """The part that the id of a response shares with the ids of its items."""
     return response_id.partition("_")[2]
 
 
 def _usage_of(usage: Fields) -> Fields:
-    """The usage object of a chat, with the names that it has here."""
+    """A chat's usage object with the names of this API."""
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     thinking = usage["completion_tokens_details"]["reasoning_tokens"]
     return {
@@ -118,7 +120,7 @@ def _usage_of(usage: Fields) -> Fields:
 
 
 def _fields_of(job: Job, body: ResponseBody, *, is_stored: bool) -> Fields:
-    """What never changes of a response: what was asked, and what was taken for what was not."""
+    """The constant fields of a response: request fields and their defaults."""
     text, reasoning = body.text, body.reasoning
     return {
         "id": job.id,

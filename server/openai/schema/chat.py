@@ -1,4 +1,4 @@
-"""The body of /v1/chat/completions: fields, and what a message must be. Knows no template."""
+"""The body of /v1/chat/completions, and the checks of its messages."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -22,7 +22,7 @@ from server.openai.schema.tools import (
 Message = dict[str, Any]
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Part types that are text, and the key that holds it."""
+"""Text part types, and the key of the text."""
 MEDIA_PARTS = ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file")
 _NAMES_SHOWN = 40
 
@@ -59,7 +59,7 @@ _MESSAGES = {
 
 
 class ChatPromptBody(Body):
-    """What makes a prompt out of messages: shared by chat and /tokenize."""
+    """The fields that make the prompt of a chat: shared by chat and /tokenize."""
 
     messages: Annotated[Messages, WithJsonSchema(_MESSAGES)]
     tools: Annotated[Tools | None, WithJsonSchema(TOOLS_SCHEMA)] = None
@@ -88,7 +88,7 @@ class ChatPromptBody(Body):
             )
 
     def has_more_than(self, num_pieces: int) -> bool:
-        """Whether messages and parts of their contents are more than so many."""
+        """Whether there are more messages and content parts than `num_pieces`."""
         if len(self.messages) > num_pieces:
             return True
         contents = [one.get("content") for one in self.messages if isinstance(one, dict)]
@@ -97,34 +97,34 @@ class ChatPromptBody(Body):
 
     @property
     def text(self) -> str:
-        """All that the messages say, one after the other; they must have been checked."""
+        """The text of all messages, joined; they must have been checked."""
         return "".join(map(_text_of, self.messages))
 
     @property
     def last_text(self) -> str:
-        """What the last message says; it must have been checked."""
+        """The text of the last message; it must have been checked."""
         return _text_of(self.messages[-1])
 
     @property
     def shown_tools(self) -> list[Any] | None:
-        """The tools that the model is shown; none of them with tool_choice none."""
+        """The tools that the model sees: none with tool_choice none."""
         return None if self.tool_choice == "none" else self.tools
 
     @property
-    def opens_answer(self) -> bool:
-        """Whether the template is to end with the start of an answer."""
+    def adds_generation_prompt(self) -> bool:
+        """Whether the prompt ends with the start of an answer."""
         if self.add_generation_prompt is None:
             return not self.continue_final_message
         return self.add_generation_prompt
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """The caller's own variables, and what reasoning_effort stands for."""
-        made: dict[str, Any] = {}
+        """chat_template_kwargs, and the variables that reasoning_effort sets."""
+        variables: dict[str, Any] = {}
         if self.reasoning_effort is not None:
-            made["reasoning_effort"] = self.reasoning_effort
-            made["enable_thinking"] = self.reasoning_effort != "none"
-        return {**made, **(self.chat_template_kwargs or {})}
+            variables["reasoning_effort"] = self.reasoning_effort
+            variables["enable_thinking"] = self.reasoning_effort != "none"
+        return {**variables, **(self.chat_template_kwargs or {})}
 
 
 class ChatBody(ChatPromptBody, GenerationBody):
@@ -163,11 +163,11 @@ class ChatBody(ChatPromptBody, GenerationBody):
     def check(self) -> None:
         super().check()
         check_tools(self.tools, self.tool_choice)
-        if self.must_call and (form := super().form) is not None:
+        if self.must_call and (constraint := super().constraint) is not None:
             raise UserError(
-                f"{form[0]} cannot be had where tool_choice asks for a call: its arguments are the "
-                f"answer; leave out {form[0]}, or set tool_choice to auto",
-                param=form[0],
+                f"{constraint[0]} cannot be had where tool_choice asks for a call: its arguments "
+                f"are the answer; leave out {constraint[0]}, or set tool_choice to auto",
+                param=constraint[0],
             )
         budget = self.thinking_token_budget
         if budget is not None and budget < 0:
@@ -191,51 +191,51 @@ class ChatBody(ChatPromptBody, GenerationBody):
             raise UserError("modalities must be ['text']: only text is made", param="modalities")
 
     @property
-    def form(self) -> tuple[str, GrammarSpec] | None:
-        """The form of a call that must be made, or that of the text."""
+    def constraint(self) -> tuple[str, GrammarSpec] | None:
+        """As in GenerationBody; for tool_choice required or named, the grammar of the calls."""
         if self.shown_tools is not None:
             parallel = self.parallel_tool_calls is not False
             forced = forced_schema(self.shown_tools, self.tool_choice, is_parallel=parallel)
             if forced is not None:
                 return "tools", spec_of_schema("tools", forced)
-        return super().form
+        return super().constraint
 
     @property
     def must_call(self) -> bool:
-        """Whether tool_choice asks for a call."""
+        """Whether tool_choice requires a call."""
         return self.shown_tools is not None and self.tool_choice not in (None, "auto")
 
     @property
     def max_calls(self) -> int | None:
-        """How many calls an answer may make, if that is bounded."""
+        """The maximum number of calls of an answer; None: no maximum."""
         return 1 if self.parallel_tool_calls is False else None
 
     @property
     def begun_text(self) -> str | None:
-        """What the answer goes on with, if it is not a new message."""
+        """The text that the answer continues, with continue_final_message."""
         return self.last_text if self.continue_final_message else None
 
     @property
     def wants_thinking(self) -> bool:
-        """Whether thinking is not switched off."""
+        """Whether reasoning is not disabled."""
         variables = self.template_variables
         return all(variables.get(name) is not False for name in ("enable_thinking", "thinking"))
 
     @property
     def forced_name(self) -> str | None:
-        """The function that must be called, where tool_choice names one."""
+        """The function that tool_choice names."""
         return name_of(self.tool_choice)
 
     @property
     def limit(self) -> int | None:
-        """How many tokens may be generated for each choice; None: what the context holds."""
+        """Maximum generated tokens of a choice; None: the rest of the context."""
         if self.max_completion_tokens is not None:
             return self.max_completion_tokens
         return self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
-        """None: not asked for; 0: only the chosen token."""
+        """None: not requested; 0: only the chosen token."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -247,11 +247,11 @@ def _text_of(message: Message) -> str:
 
 
 def check_messages(messages: list[Any]) -> None:
-    """Raise UserError for what no template could mean. Text itself is never refused."""
+    """Raise UserError for messages that no template could render. Text is never refused."""
     if not messages:
         raise _bad("messages is empty, it must have at least 1 message")
-    for place, message in enumerate(messages):
-        _check_message(message, f"messages[{place}]")
+    for index, message in enumerate(messages):
+        _check_message(message, f"messages[{index}]")
 
 
 def _check_message(message: Any, where: str) -> None:
@@ -267,7 +267,7 @@ def _check_message(message: Any, where: str) -> None:
     if role == "tool" and not isinstance(message.get("tool_call_id"), str):
         raise _bad(f"{where} has role 'tool' and no tool_call_id")
     if content is None:
-        if role == "assistant" and (calls or _has_words(message)):
+        if role == "assistant" and (calls or _has_other_content(message)):
             return
         raise _bad(f"{where} has role {role[:_NAMES_SHOWN]!r} and no content")
     if isinstance(content, str):
@@ -284,8 +284,8 @@ def _check_many(entries: list[Any], where: str) -> None:
         raise _bad(f"{where} has {len(entries)} entries, at most {MAX_PARTS} are taken")
 
 
-def _has_words(message: Mapping[str, Any]) -> bool:
-    """Whether an assistant message without content says something all the same."""
+def _has_other_content(message: Mapping[str, Any]) -> bool:
+    """Whether an assistant message without content has something else to show."""
     return any(
         message.get(name) for name in ("reasoning", "reasoning_content", "refusal", "function_call")
     )

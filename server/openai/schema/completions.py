@@ -1,4 +1,4 @@
-"""The body of /v1/completions. Knows no tokenizer."""
+"""The body of /v1/completions, and the checks of prompts: texts or token ids, one or many."""
 
 from typing import Annotated, Any, ClassVar
 
@@ -17,7 +17,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 def prompts_schema(most: int) -> dict[str, Any]:
-    """The JSON schema of such a field, of at most so many entries."""
+    """The JSON schema of a prompt field with at most `most` entries."""
     return {
         "anyOf": [
             {"type": "string"},
@@ -108,7 +108,7 @@ class CompletionBody(GenerationBody):
 
 
 def num_ids(given: Any) -> int:
-    """The token ids of all entries together; nothing is checked."""
+    """Number of token ids of all entries; nothing is checked."""
     if not isinstance(given, list) or not given:
         return 0
     if _is_id(given[0]):
@@ -117,7 +117,7 @@ def num_ids(given: Any) -> int:
 
 
 def most_ids(given: Any) -> int:
-    """The length of the longest entry of token ids, if there is one; nothing is checked."""
+    """Length of the longest list of token ids; nothing is checked."""
     if not isinstance(given, list) or not given:
         return 0
     lists = [given] if _is_id(given[0]) else [one for one in given if isinstance(one, list)]
@@ -125,7 +125,7 @@ def most_ids(given: Any) -> int:
 
 
 def given_prompts(given: Any, name: str, most: int) -> Texts | TokenLists:
-    """One entry or many, all of one kind. Raises UserError about the field `name`."""
+    """The entries of field `name`, all of one kind. Raises UserError."""
     if isinstance(given, str):
         return [given]
     if not isinstance(given, list):

@@ -1,5 +1,5 @@
-"""What each field of a body means, in one line: for /openapi.json and docs/api.md. Not of a field
-that says so itself, by its description."""
+"""One-line descriptions of body fields for /openapi.json and docs/api.md; a field's own description
+takes precedence."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,6 +1,6 @@
-"""What all request bodies share: strict types, sampling fields, features that are refused by name.
+"""Base classes of all request bodies: strict types, sampling fields, unsupported fields.
 
-Knows no route. Out-of-range values are refused by config.sampling; here are types and words.
+Values out of range are refused by config.params.sampling.
 """
 
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ from server.openai.schema.structured import FIELDS, spec_of
 MAX_SALT_CHARACTERS = 128
 MAX_REQUEST_ID_CHARACTERS = 512
 MAX_STOP_CHARACTERS = 1_024
-"""Of one stop string: each token's text is held against every beginning of it."""
+"""Of one stop string: each token's text is compared with every prefix of it."""
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""What a model's own generation config may set."""
+"""Parameters that a model's generation_config may set."""
 
 
 def _listed(value: object) -> object:
@@ -48,12 +48,12 @@ UNSUPPORTED: Unsupported = {
     "prompt_embeds": (),
     "vllm_xargs": ({},),
 }
-"""Fields that ask for what we cannot do, and their values that ask for nothing (null always does).
-Dropping one silently would give unconstrained output with a 200."""
+"""Unsupported fields, and the values that are harmless (null always is). To ignore one silently
+would return wrong output with a 200."""
 
 
 def refuse_unsupported(data: Mapping[str, Any], table: Unsupported) -> None:
-    """Raise UserError for a field of `table` that asks for something."""
+    """Raise UserError for a field of `table` with a value that is not harmless."""
     for name in table.keys() & data.keys():
         value = data[name]
         neutral = any(type(value) is type(one) and value == one for one in table[name])
@@ -62,7 +62,7 @@ def refuse_unsupported(data: Mapping[str, Any], table: Unsupported) -> None:
 
 
 class Body(BaseModel):
-    """Strict, tolerant of unknown fields; an explicit null is the default everywhere."""
+    """Strict types; unknown fields are ignored; an explicit null means the default."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
     unsupported: ClassVar[Unsupported] = {}
@@ -76,7 +76,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """What a stream carries beside text."""
+    """What a stream has besides text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -136,7 +136,7 @@ class GenerationBody(Body):
     return_tokens_as_token_ids: bool | None = None
 
     def check(self) -> None:
-        """Contradictions that no single field shows. Raises UserError."""
+        """Check fields against each other. Raises UserError."""
         if self.stream_options is not None and not self.stream:
             raise UserError("stream_options needs stream to be true", param="stream_options")
         if self.prompt_logprobs is not None:
@@ -160,8 +160,8 @@ class GenerationBody(Body):
         check_request_id(self.request_id)
 
     @property
-    def form(self) -> tuple[str, GrammarSpec] | None:
-        """The field that gives the output a form, and the form. Raises UserError."""
+    def constraint(self) -> tuple[str, GrammarSpec] | None:
+        """The field that constrains the output, and its grammar. Raises UserError."""
         given = ((name, getattr(self, name)) for name in FIELDS)
         others = {name: value for name, value in given if value is not None}
         return spec_of(self.response_format, self.structured_outputs, others)
@@ -172,8 +172,8 @@ class GenerationBody(Body):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
-    def counts_continuously(self) -> bool:
-        """Whether every chunk of a stream has the usage so far."""
+    def includes_usage_in_chunks(self) -> bool:
+        """Whether every chunk of a stream has the usage."""
         return self.includes_usage and bool(
             self.stream_options and self.stream_options.continuous_usage_stats
         )
@@ -186,7 +186,7 @@ class GenerationBody(Body):
         logprobs: int | None,
         prompt_logprobs: int | None,
     ) -> SamplingParams:
-        """The parameters asked for, over the model's `defaults`. Raises UserError."""
+        """The requested parameters over the model's `defaults`. Raises UserError."""
         chosen: dict[str, Any] = {
             name: defaults[name] for name in GENERATION_DEFAULTS if name in defaults
         }
@@ -198,8 +198,8 @@ class GenerationBody(Body):
                 chosen[name] = value
         if self.logit_bias is not None:
             chosen["logit_bias"] = {_token_id(k): v for k, v in self.logit_bias.items()}
-        if (form := self.form) is not None:
-            chosen["structured_outputs"] = form[1]
+        if (constraint := self.constraint) is not None:
+            chosen["structured_outputs"] = constraint[1]
         return SamplingParams(
             **chosen, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs
         )
@@ -250,7 +250,7 @@ def check_stops(stops: list[str] | None, name: str) -> None:
 
 
 def check_salt(salt: str | None) -> None:
-    """Raise UserError for a cache_salt that cannot be one."""
+    """Raise UserError for an invalid cache_salt."""
     if salt is None:
         return
     if not 1 <= len(salt) <= MAX_SALT_CHARACTERS:
@@ -263,7 +263,7 @@ def check_salt(salt: str | None) -> None:
 
 
 def check_request_id(request_id: str | None) -> None:
-    """Raise UserError for a request_id that cannot be part of an id."""
+    """Raise UserError for an invalid request_id."""
     if request_id is not None and not is_header_word(request_id):
         raise UserError(
             f"request_id must be 1 to {MAX_REQUEST_ID_CHARACTERS} visible ASCII characters",
@@ -272,11 +272,11 @@ def check_request_id(request_id: str | None) -> None:
 
 
 def is_header_word(word: str) -> bool:
-    """Whether `word` may stand in a header and in an id: 1 to 512 visible ASCII characters."""
+    """Whether `word` may be part of a header and of an id: 1 to 512 visible ASCII characters."""
     return 1 <= len(word) <= MAX_REQUEST_ID_CHARACTERS and all("!" <= c <= "~" for c in word)
 
 
-_CHANGE_TOKENS = {
+_AFFECT_TOKENS = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
@@ -286,15 +286,12 @@ _CHANGE_TOKENS = {
     "bad_words": ([],),
     "stop": ([],),
 }
-"""Fields that change which tokens may come, and their values that change nothing."""
+"""Fields that change which tokens are generated, and their neutral values."""
 
 
 def _check_beam_search(body: GenerationBody) -> None:
-    """Raise UserError for what a beam search cannot heed, and for a length_penalty without one.
-
-    What shapes a draw (temperature, top_p, top_k, min_p, seed) is fine, as in a greedy choice:
-    nothing is drawn.
-    """
+    """Raise UserError for fields that a beam search cannot apply, and for a length_penalty without
+    beam search. Sampling fields (temperature, top_p, top_k, min_p, seed) have no effect."""
     if not body.use_beam_search:
         if body.length_penalty not in (None, 1):
             raise UserError(
@@ -308,11 +305,11 @@ def _check_beam_search(body: GenerationBody) -> None:
             "to false",
             param="stream",
         )
-    for name, neutral in _CHANGE_TOKENS.items():
+    for name, neutral in _AFFECT_TOKENS.items():
         value = getattr(body, name)
         if value is not None and value not in neutral:
             hint = "; use stop_token_ids" if name == "stop" else ""
             raise UserError(f"{name} cannot be had with use_beam_search{hint}", param=name)
-    form = body.form
-    if form is not None:
-        raise UserError(f"{form[0]} cannot be had with use_beam_search", param=form[0])
+    constraint = body.constraint
+    if constraint is not None:
+        raise UserError(f"{constraint[0]} cannot be had with use_beam_search", param=constraint[0])

@@ -1,8 +1,8 @@
 """Tables of docs/api.md, generated from the schemas: `python -m server.openai.schema.reference`.
 `python -m server.openai.schema.reference`.
 
-The words of that page are written there; a table lies between two comments of its own, of which the
-first names the body. Knows Markdown, and no request.
+The page's text is written by hand; each table lies between two comments, the first of which names
+the body.
 """
 
 import re

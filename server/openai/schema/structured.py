@@ -1,5 +1,5 @@
-"""The fields that give an output a form, of which one may be set: response_format,
-structured_outputs, and other servers' names for it. Knows no route."""
+"""The fields that constrain an output, of which one may be set: response_format,
+structured_outputs, and the names that other servers use."""
 
 import json
 from collections.abc import Mapping
@@ -8,9 +8,9 @@ from typing import Any
 from config.errors import UserError
 from config.params.structured_output import GrammarSpec, grammar_spec
 
-NAME_CHARACTERS_SHOWN = 40
+MAX_SHOWN_CHARACTERS = 40
 _HINTS = ("disable_any_whitespace", "disable_fallback")
-"""Of structured_outputs: both are so in any case."""
+"""Options of structured_outputs that always hold here."""
 FIELDS = {
     "guided_json": "json",
     "guided_json_object": "json_object",
@@ -23,7 +23,7 @@ FIELDS = {
     "grammar": "grammar",
     "structural_tag": "structural_tag",
 }
-"""Fields of other servers, and the kinds of the forms that they ask for."""
+"""Fields of other servers, and the kind of grammar that each sets."""
 
 
 def spec_of(
@@ -31,8 +31,8 @@ def spec_of(
     structured_outputs: Mapping[str, Any] | None,
     others: Mapping[str, Any],
 ) -> tuple[str, GrammarSpec] | None:
-    """The field that asks for a form, and the form; `others` holds those of FIELDS that are set.
-    Raises UserError."""
+    """The field that constrains the output, and its grammar; `others` holds the FIELDS that are
+    set. Raises UserError."""
     found = {"response_format": _of_format(response_format)}
     if structured_outputs is not None:
         asked = {name: v for name, v in structured_outputs.items() if name not in _HINTS}
@@ -43,7 +43,7 @@ def spec_of(
             )
         found["structured_outputs"] = spec
     for name, value in others.items():
-        found[name] = _renamed(name, {FIELDS[name]: value})
+        found[name] = _spec_for(name, {FIELDS[name]: value})
     fields = [(name, spec) for name, spec in found.items() if spec is not None]
     if len(fields) > 1:
         names = " and ".join(name for name, _ in fields)
@@ -52,22 +52,22 @@ def spec_of(
 
 
 def spec_of_schema(field: str, schema: Mapping[str, Any]) -> GrammarSpec:
-    """The form that a schema of our own is, made from `field`, which errors name."""
-    spec = _renamed(field, {"json": dict(schema)})
+    """The grammar of a JSON schema that was made from `field`, which errors name."""
+    spec = _spec_for(field, {"json": dict(schema)})
     assert spec is not None
     return spec
 
 
 def spec_of_tags(field: str, part: Mapping[str, Any]) -> GrammarSpec:
-    """The form that a part of our own is, made from `field`; its words may be special tokens."""
+    """The grammar of a structural tag that was made from `field`; it may use special tokens."""
     asked = {"special_tokens": True, "format": dict(part)}
-    spec = _renamed(field, {"structural_tag": asked})
+    spec = _spec_for(field, {"structural_tag": asked})
     assert spec is not None
     return spec
 
 
 def part_of(field: str, spec: GrammarSpec) -> dict[str, Any]:
-    """The part that says the same as `spec`. Raises UserError, which names `field`, where there is
+    """`spec` as a part of a structural tag. Raises UserError, which names `field`, if there is
     none."""
     if spec.kind in ("json", "json_object"):
         schema = json.loads(spec.text) if spec.kind == "json" else {"type": "object"}
@@ -94,13 +94,13 @@ def _of_format(given: Mapping[str, Any] | None) -> GrammarSpec | None:
         return None
     if kind == "json_object":
         if given.get("schema") is not None:
-            return _renamed(name, {"json": given["schema"]})
-        return _renamed(name, {"json_object": True})
+            return _spec_for(name, {"json": given["schema"]})
+        return _spec_for(name, {"json_object": True})
     if kind == "structural_tag":
-        return _renamed(name, {"structural_tag": {k: v for k, v in given.items() if k != "type"}})
+        return _spec_for(name, {"structural_tag": {k: v for k, v in given.items() if k != "type"}})
     if kind != "json_schema":
         raise UserError(
-            f"response_format has type {str(kind)[:NAME_CHARACTERS_SHOWN]!r}, it must be text, "
+            f"response_format has type {str(kind)[:MAX_SHOWN_CHARACTERS]!r}, it must be text, "
             "json_object, json_schema or structural_tag",
             param=name,
         )
@@ -111,11 +111,11 @@ def _of_format(given: Mapping[str, Any] | None) -> GrammarSpec | None:
         raise UserError("json_schema has no name, it must be a string", param=name)
     if not isinstance(schema.get("schema"), (dict, bool)):
         raise UserError("json_schema has no schema that is an object", param=name)
-    return _renamed(name, {"json": schema["schema"]})
+    return _spec_for(name, {"json": schema["schema"]})
 
 
-def _renamed(field: str, asked: Mapping[str, Any]) -> GrammarSpec | None:
-    """As `grammar_spec`; errors name `field`."""
+def _spec_for(field: str, asked: Mapping[str, Any]) -> GrammarSpec | None:
+    """`grammar_spec` with errors that name `field`."""
     try:
         return grammar_spec(asked)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Bodies of /tokenize and /detokenize. Knows no tokenizer."""
+"""Bodies of /tokenize and /detokenize."""
 
 from pydantic import ConfigDict
 

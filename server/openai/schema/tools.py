@@ -1,5 +1,4 @@
-"""Tools and tool_choice of a request: their checks, and the JSON schema of an answer that must
-call."""
+"""Checks of tools and tool_choice, and the JSON schema of forced calls."""
 
 from typing import Any
 
@@ -59,10 +58,10 @@ TOOL_CHOICE_SCHEMA = {
 
 
 def check_tools(tools: list[Any] | None, choice: Any) -> None:
-    """Raise UserError for tools that are none, and for a choice that they do not have."""
+    """Raise UserError for invalid tools, and for a choice that does not match them."""
     if tools is not None and not tools:
         raise _bad("tools is an empty list, it must be absent or hold at least 1")
-    names = {_checked(tool, f"tools[{place}]") for place, tool in enumerate(tools or ())}
+    names = {_checked(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())}
     if choice is None or choice in _CHOICES:
         return
     named = name_of(choice)
@@ -78,15 +77,15 @@ def check_tools(tools: list[Any] | None, choice: Any) -> None:
 
 
 def name_of(choice: Any) -> str | None:
-    """The function that a tool_choice names."""
+    """The function that tool_choice names, if it names one."""
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) and choice.get("type") == "function" else None
 
 
 def forced_schema(tools: list[Any], choice: Any, *, is_parallel: bool) -> dict[str, Any] | None:
-    """What the answer must be: the arguments alone of a function that is named, or a list of calls
-    as objects. None where `choice` leaves it to the model. The tools must have been checked."""
+    """The schema of the answer: the arguments of the function that `choice` names, or a list of
+    calls. None if the model may choose. The tools must have been checked."""
     functions = {tool["function"]["name"]: tool["function"] for tool in tools}
     named = name_of(choice)
     if named is not None:

@@ -106,7 +106,7 @@ async def test_what_is_too_old_is_gone() -> None:
 
 
 async def test_what_is_too_old_goes_though_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.openai.responses.store.LEAST_WAIT_S", 0.01)
+    monkeypatch.setattr("server.openai.responses.store.MIN_EXPIRY_INTERVAL_S", 0.01)
     store = ResponseStore(100, 10**6, 0.02)
     keep(store, "old")
 
