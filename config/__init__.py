@@ -1,4 +1,4 @@
-"""Facts: settings, request parameters and what a checkpoint says of itself.
+"""Settings, request parameters and the contents of checkpoints, as frozen, checked facts.
 
-Read once, checked, frozen and handed down. Imports nothing of the other three packages.
+Imports nothing of the other three packages.
 """

@@ -1,7 +1,7 @@
-"""The one exception tree of all four floors.
+"""The exception tree of all four layers.
 
     GaudiserveError
-    |-- UserError          the caller's fault; 4xx over HTTP
+    |-- UserError          the request is wrong; 4xx over HTTP
     |   |-- PromptTooLong  prompt and output do not fit the context
     |   `-- NotFound       a model, adapter or response that does not exist; 404
     |-- Overloaded         a queue is full, or the server is starting or draining; 503
@@ -9,7 +9,7 @@
     |-- RequestFailed      this request broke in the engine; 500, others go on
     `-- ConfigError        a flag, variable, file or checkpoint we cannot run with; at start
 
-Every message names the two numbers, or the value and the range, that disagree.
+Every message has the two numbers, or the value and the range, that disagree.
 """
 
 
@@ -18,7 +18,7 @@ class GaudiserveError(Exception):
 
 
 class UserError(GaudiserveError):
-    """The request is wrong. `param` is the top-level field, `code` a word clients match on."""
+    """The request is wrong. `param` is the top-level field, `code` a word that clients check."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -28,8 +28,7 @@ class UserError(GaudiserveError):
 
 
 class PromptTooLong(UserError):
-    """`num_prompt_tokens` (or more, if only `at_least` so many were counted) and `max_tokens`
-    together exceed `max_model_len`."""
+    """`num_prompt_tokens` (or more, with `at_least`) and `max_tokens` exceed `max_model_len`."""
 
     def __init__(
         self,
@@ -41,20 +40,20 @@ class PromptTooLong(UserError):
         at_least: bool = False,
         item: str = "",
     ) -> None:
-        """`item` names one of several inputs that no output belongs to."""
+        """`item` names one of several inputs without an output."""
         more = "at least " if at_least else ""
-        asked = f"{more}{num_prompt_tokens} tokens in the prompt"
+        requested = f"{more}{num_prompt_tokens} tokens in the prompt"
         if max_tokens is not None:
-            asked = (
+            requested = (
                 f"{more}{num_prompt_tokens + max_tokens} tokens "
                 f"({num_prompt_tokens} in the prompt, {max_tokens} for the output)"
             )
         shorter = "the prompt or the output"
         if item:
-            asked, shorter = f"{more}{num_prompt_tokens} tokens in {item}", "it"
+            requested, shorter = f"{more}{num_prompt_tokens} tokens in {item}", "it"
         super().__init__(
             f"This model's maximum context length is {max_model_len} tokens. "
-            f"However, you requested {asked}. Please shorten {shorter}.",
+            f"However, you requested {requested}. Please shorten {shorter}.",
             param=param,
             code="context_length_exceeded",
         )
@@ -65,7 +64,7 @@ class NotFound(UserError):
 
 
 class Overloaded(GaudiserveError):
-    """No room now; the caller may come back after `retry_after_s` seconds."""
+    """The server is full; the client may retry after `retry_after_s` seconds."""
 
     def __init__(
         self, message: str, *, retry_after_s: int | None = 1, type: str = "server_overloaded"
@@ -77,12 +76,12 @@ class Overloaded(GaudiserveError):
 
 
 class EngineDied(GaudiserveError):
-    """The engine is gone and will not come back in this process."""
+    """The engine process died; it is not restarted in this process."""
 
 
 class RequestFailed(GaudiserveError):
-    """One request failed inside the engine (not-a-number logits, say); the others go on."""
+    """One request failed in the engine, for example with NaN logits; others continue."""
 
 
 class ConfigError(GaudiserveError):
-    """A setting or checkpoint we cannot run with; the message names what would work."""
+    """A setting or checkpoint that cannot be used; the message names what would work."""

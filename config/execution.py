@@ -218,7 +218,7 @@ class EmulatorSettings:
 
 
 class ModeChoice(NamedTuple):
-    """One of the four modes, and why."""
+    """One of the four modes, and the reason."""
 
     mode: str
     reason: str
@@ -230,13 +230,13 @@ class ModeChoice(NamedTuple):
 
 
 def choose_mode(
-    asked: str, *, enforce_eager: bool, lazy_variable: str | None, has_vendor_torch: bool
+    requested: str, *, enforce_eager: bool, lazy_variable: str | None, has_vendor_torch: bool
 ) -> ModeChoice:
-    """The vendor's table, with `auto` filled in. Raises ConfigError for a contradiction.
+    """The mode by the vendor's table. Raises ConfigError for a contradiction.
 
-    `lazy_variable` is PT_HPU_LAZY_MODE as it is set (None: not set); anything but the string 0
-    means lazy, as the runtime reads it. `has_vendor_torch`: whether torch is the vendor's build,
-    which lazy mode and HPU graphs need.
+    `lazy_variable` is the value of PT_HPU_LAZY_MODE (None: not set); anything but the string 0
+    means lazy. `has_vendor_torch`: whether torch is the vendor's build, which lazy mode and HPU
+    graphs need.
 
     PT_HPU_LAZY_MODE  enforce_eager  mode
     0                 no             torch-compile
@@ -245,7 +245,7 @@ def choose_mode(
     1                 yes            lazy
     """
     wants_lazy = None if lazy_variable is None else lazy_variable != "0"
-    if asked == "auto":
+    if requested == "auto":
         is_lazy, reason = wants_lazy, f"PT_HPU_LAZY_MODE is {lazy_variable}"
         if is_lazy is None:
             is_lazy = has_vendor_torch
@@ -259,15 +259,15 @@ def choose_mode(
         else:
             choice = ModeChoice(HPU_GRAPHS if is_lazy else TORCH_COMPILE, reason)
     else:
-        choice = ModeChoice(asked, f"--execution-mode {asked}")
-        if enforce_eager and asked in (HPU_GRAPHS, TORCH_COMPILE):
+        choice = ModeChoice(requested, f"--execution-mode {requested}")
+        if enforce_eager and requested in (HPU_GRAPHS, TORCH_COMPILE):
             raise ConfigError(
-                f"execution-mode is {asked!r} and enforce-eager is on: one of them must go"
+                f"execution-mode is {requested!r} and enforce-eager is on: turn one of them off"
             )
         if wants_lazy is not None and wants_lazy != choice.is_lazy:
             raise ConfigError(
-                f"execution-mode is {asked!r} and PT_HPU_LAZY_MODE is {lazy_variable!r}: this mode "
-                f"needs {int(choice.is_lazy)}"
+                f"execution-mode is {requested!r} and PT_HPU_LAZY_MODE is {lazy_variable!r}: this "
+                f"mode needs {int(choice.is_lazy)}"
             )
     if choice.is_lazy and not has_vendor_torch:
         raise ConfigError(

@@ -1,7 +1,4 @@
-"""Logging setup of every process: one form of line, with the process's role and rank in it.
-
-Knows the names of the libraries' loggers, and nothing of what is logged.
-"""
+"""Logging setup of every process: one line format, with the process's role and rank."""
 
 import logging
 import re
@@ -21,28 +18,28 @@ CHATTY = (
     "transformers",
     "urllib3",
 )
-"""Libraries whose INFO lines tell an operator nothing about this server."""
+"""Libraries whose INFO lines are of no use to an operator."""
 UVICORN = ("uvicorn", "uvicorn.error", "uvicorn.access")
 PROBES = ("/health", "/ready", "/ping", "/metrics", "/is_sleeping", "/load", "/page/state")
-"""Paths that are asked every few seconds for ever: no access line for them."""
+"""Paths that are polled every few seconds and have no access log line."""
 
 
 _UNSAFE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-"""Line ends, controls of terminals, marks that change the direction of text, and lone surrogates,
-which no stream encodes."""
+"""Line ends, terminal control characters, marks that change the direction of text, and lone
+surrogates, which cannot be encoded."""
 
 
 def escaped(text: str) -> str:
-    """`text` with escapes for what could end its line or be obeyed by a terminal."""
+    """`text` with escapes for line ends and terminal control characters."""
     return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class RoleFormatter(logging.Formatter):
-    """Puts `server`, `engine 0` or `worker 3` into each line. A message is one line, whatever text
-    of clients it holds, and the lines of a traceback are indented, so that none looks like one of
-    ours."""
+    """Adds `server`, `engine 0` or `worker 3` to each line. A message is one line whatever text of
+    a client it contains, and the lines of a traceback are indented, so that a client cannot forge
+    log lines."""
 
     def __init__(self, role: str, rank: int | None) -> None:
         super().__init__(FORMAT, TIME)
@@ -65,7 +62,7 @@ def _indented(text: str) -> list[str]:
 
 
 class RoleHandler(logging.StreamHandler):  # type: ignore[type-arg]  # generic in stubs only
-    """Our handler on the root logger; a type of its own so that a second setup finds it."""
+    """Our handler on the root logger; a separate type, so that a second setup finds it."""
 
 
 class WithoutProbes(logging.Filter):
@@ -79,8 +76,8 @@ class WithoutProbes(logging.Filter):
 
 
 class LimitedWarning:
-    """A warning of something that may happen often: logged at most once in `every_s`, with how
-    often it has happened since the start."""
+    """A warning of something frequent: logged at most once in `every_s` seconds, with the count
+    since the start."""
 
     def __init__(
         self,
@@ -90,7 +87,7 @@ class LimitedWarning:
         every_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`text` has one %d, for the number."""
+        """`text` has one %d for the count."""
         self._logger = logger
         self._text = text
         self._every_s = every_s
@@ -99,7 +96,7 @@ class LimitedWarning:
         self.count = 0
 
     def add(self) -> None:
-        """It has happened once more."""
+        """Count one more, and log if it is time."""
         self.count += 1
         now_s = self._clock()
         if now_s >= self._next_s:
@@ -110,9 +107,9 @@ class LimitedWarning:
 def setup(
     role: str, *, rank: int | None = None, level: str = "info", access_log: bool = True
 ) -> None:
-    """Log to stderr from now on. Safe to call again, in a child for example: the last one holds.
+    """Log to stderr from now on. A later call, for example in a child process, replaces the setup.
 
-    Run uvicorn with `log_config=None`, or it brings handlers of its own.
+    Run uvicorn with `log_config=None`, or it installs its own handlers.
     """
     root = logging.getLogger()
     for handler in [one for one in root.handlers if isinstance(one, RoleHandler)]:

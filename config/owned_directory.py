@@ -1,5 +1,4 @@
-"""Temporary directories that are removed when their owner was killed: at the next start, by whoever
-makes another one in the same place."""
+"""Temporary directories that the next start removes if their owner was killed."""
 
 import atexit
 import fcntl
@@ -14,24 +13,23 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 LOCK = ".gaudiserve.lock"
-"""The file that the owner of a directory keeps locked. The kernel releases the lock when the owner
-dies, in whatever way; a process id could have been given to another process by then."""
+"""A file that the owner of a directory keeps locked. The kernel releases the lock when the owner
+dies; a process id could be reused by then."""
 
 
 class OwnedDirectory:
-    """A directory that only this user can enter; gone when closed, at exit, or, if neither
-    came about, at the next start."""
+    """A directory for this user only, removed when closed, at exit, or else at the next start."""
 
     def __init__(self, prefix: str, parent: str | os.PathLike[str] | None = None) -> None:
-        """Make it below `parent` (None: the directory for temporary files), after those below it
-        with the same prefix that belong to this user and whose owner is dead were removed."""
-        place = os.fspath(parent) if parent is not None else tempfile.gettempdir()
-        _remove_stale(place, prefix)
-        self.path, self._lock = _make(place, prefix)
+        """Create it in `parent` (None: the system's temporary directory). First remove this user's
+        directories with the same prefix whose owner is dead."""
+        folder = os.fspath(parent) if parent is not None else tempfile.gettempdir()
+        _remove_stale(folder, prefix)
+        self.path, self._lock = _create(folder, prefix)
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Remove the directory and whatever processes that died left in it; safe to call twice."""
+        """Remove the directory and its contents; safe to call twice."""
         if self._lock < 0:
             return
         atexit.unregister(self.close)
@@ -46,16 +44,16 @@ class OwnedDirectory:
         self.close()
 
 
-def _make(parent: str, prefix: str) -> tuple[str, int]:
-    """A new directory and the descriptor of its lock, which is held."""
+def _create(parent: str, prefix: str) -> tuple[str, int]:
+    """A new directory and the descriptor of its acquired lock."""
     while True:
         path = tempfile.mkdtemp(prefix=prefix, dir=parent)
-        # Not inherited: a child that outlives us must not keep the directory.
+        # Not inherited: a child that outlives this process must not keep the lock.
         lock = os.open(os.path.join(path, LOCK), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            # Another start came between the file and its lock, and takes the directory for stale.
+            # Another start locked the file before us and removes the directory as stale.
             os.close(lock)
             continue
         except OSError:
@@ -70,19 +68,19 @@ def _remove_stale(parent: str, prefix: str) -> None:
     with suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
             if entry.name.startswith(prefix):
-                # What cannot be opened, locked or removed is not ours, or in use.
+                # A directory that cannot be opened, locked or removed is in use or not ours.
                 with suppress(OSError):
                     _remove_if_stale(entry.path)
 
 
 def _remove_if_stale(path: str) -> None:
-    """Remove the directory if it is this user's and the lock in it is free. A directory without a
-    lock file is left alone: who made it is not known. Raises OSError if that fails."""
+    """Remove the directory if it is this user's and its lock is free. A directory without a lock
+    file has an unknown owner and is left alone. Raises OSError on failure."""
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         if os.fstat(directory).st_uid != os.geteuid():
             return
-        # Without O_NONBLOCK a FIFO of that name would be waited for.
+        # Without O_NONBLOCK, opening a FIFO of that name would block.
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
         lock = os.open(LOCK, flags, dir_fd=directory)
         try:
@@ -100,8 +98,8 @@ def _remove_if_stale(path: str) -> None:
 
 
 def _empty(directory: int) -> None:
-    """Remove what is in it, by descriptor: whoever replaces a path meanwhile gains nothing. The
-    lock goes last, so that a removal that is cut short is finished at the next start."""
+    """Remove the contents by descriptor, so that a path replaced meanwhile is not followed. The
+    lock is removed last, so that the next start finishes an interrupted removal."""
     for _, folders, files, folder in os.fwalk(".", topdown=False, dir_fd=directory):
         for name in (*files, *folders):
             if name == LOCK:

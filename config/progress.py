@@ -1,4 +1,4 @@
-"""How far long work at start-up is: a bar for people, a report for probes. Knows no work."""
+"""Progress of downloads and conversions at start-up: a bar and a callback."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,16 +6,16 @@ from typing import Any
 from tqdm import tqdm
 
 Report = Callable[[str, int, int], None]
-"""Told a stage ("fetch", "convert"), the bytes done and the bytes in all (0: not known yet). May be
-called on several threads; what it raises ends the work."""
+"""Called with a stage ("fetch", "convert"), the bytes done and the total (0: unknown). May be
+called on several threads; an exception aborts the work."""
 
 
 def unreported(stage: str, done_bytes: int, total_bytes: int) -> None:
-    """The report of work that nobody asks about."""
+    """A Report that does nothing."""
 
 
 class Bar(tqdm):  # type: ignore[type-arg] # a class only to the type checker's stubs
-    """A bar over bytes that reports each update, also while it is not shown."""
+    """A bar over bytes that also reports each update, even if it is disabled."""
 
     def __init__(self, stage: str, report: Report, **look: Any) -> None:
         self._stage = stage

@@ -1,5 +1,5 @@
-"""What can be refused before any process is started: a device by what is installed, a context by
-what the checkpoint says. Loads no torch and touches no device."""
+"""Checks before any process starts: the device against installed packages, the context length
+against the checkpoint. Imports no torch and opens no device."""
 
 import importlib.metadata
 from pathlib import Path
@@ -11,13 +11,13 @@ from config.loading.env import is_installed
 from config.model.model_config import BLOCKS, ModelConfig, read_model_config
 from config.model.pooler import PoolerConfig, choose_pooler
 
-EMULATED_CONTEXT = 512
-"""Tokens of a context on the emulated card unless more are asked for: its warm-up computes every
-bucket of every length on the host, which takes hours for a context of 8192."""
+EMULATOR_MAX_MODEL_LEN = 512
+"""Default limit of max_model_len on the emulated card: its warm-up computes every bucket of every
+length on the host, which takes hours for 8192 tokens."""
 
 
 def check_device(device: str) -> None:
-    """Raise ConfigError for a device that cannot be here."""
+    """Raise ConfigError for a device that this machine cannot have."""
     if not is_installed("torch"):
         raise ConfigError("torch is not installed here; on a CPU: pip install 'gaudiserve[cpu]'")
     if device == "hpu" and not is_installed("habana_frameworks"):
@@ -33,14 +33,14 @@ def check_device(device: str) -> None:
 
 
 def check_checkpoint(config: EngineConfig, folder: str) -> None:
-    """Raise ConfigError for a model that cannot be served, or not as `config` asks."""
+    """Raise ConfigError for a model that cannot be served with `config`."""
     facts = read_model_config(folder)
     pooler = choose_pooler(config, facts)
     choose_context(config, facts, pooler)
     if config.quantization is not None and pooler is not None:
         raise ConfigError(
             f"quantization is {config.quantization}, and {folder} is served for pooling, where "
-            "weights keep their bits"
+            "weights are not quantized"
         )
     if config.quantization == "gguf" and not (Path(folder) / BLOCKS).is_file():
         raise ConfigError(
@@ -50,10 +50,9 @@ def check_checkpoint(config: EngineConfig, folder: str) -> None:
 
 
 def choose_context(config: EngineConfig, facts: ModelConfig, pooler: PoolerConfig | None) -> int:
-    """Tokens of the longest sequence that is served: what was asked for, or else all that the
-    checkpoint was made for. A pooling model reads a text in one step, so that no more fits than
-    max_num_batched_tokens; of its own it takes no more than sentence-transformers would read.
-    Raises ConfigError."""
+    """The maximum number of tokens of a sequence: max_model_len, or else the checkpoint's limit. A
+    pooling model computes a text in one step, so the limit is at most max_num_batched_tokens, and
+    by default at most that of sentence-transformers. Raises ConfigError."""
     is_emulated = config.device == "hpu-emulator"
     longest = choose_max_model_len(config.max_model_len, facts, is_emulated=is_emulated)
     if pooler is None:
@@ -70,18 +69,20 @@ def choose_context(config: EngineConfig, facts: ModelConfig, pooler: PoolerConfi
 
 
 def choose_max_model_len(
-    asked: int | None, facts: ModelConfig, *, is_emulated: bool = False
+    requested: int | None, facts: ModelConfig, *, is_emulated: bool = False
 ) -> int:
-    """What was asked for, or all that the checkpoint was made for; on the emulated card no more
-    than EMULATED_CONTEXT. Raises ConfigError."""
-    if asked is None:
-        return min(facts.max_position, EMULATED_CONTEXT) if is_emulated else facts.max_position
-    if asked > facts.max_position:
+    """The requested length, or else the checkpoint's, on the emulated card at most
+    EMULATOR_MAX_MODEL_LEN. Raises ConfigError."""
+    if requested is None:
+        return (
+            min(facts.max_position, EMULATOR_MAX_MODEL_LEN) if is_emulated else facts.max_position
+        )
+    if requested > facts.max_position:
         raise ConfigError(
-            f"max_model_len is {asked}, the checkpoint was made for {facts.max_position}: "
+            f"max_model_len is {requested}, the checkpoint was made for {facts.max_position}: "
             f"set --max-model-len to {facts.max_position} or less"
         )
-    return asked
+    return requested
 
 
 def _torch_version() -> str:

@@ -1,4 +1,4 @@
-"""Lengths of real requests, read from what a server or its users keep of them. Knows no shapes."""
+"""Lengths of real requests from JSON lines, a /metrics page or a request log."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from config.errors import ConfigError
 
-MOST_TOKENS = 10_000_000
+MAX_TOKENS = 10_000_000
 _LOG_LINE = re.compile(r"\bprompt_tokens=(\d+) output_tokens=(\d+)\b")
 _BUCKET = re.compile(
     r'^vllm:request_(prompt|generation)_tokens_bucket\{.*\ble="([^"]+)".*\} (\S+)', re.MULTILINE
@@ -23,14 +23,14 @@ class Lengths:
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int = 0
-    """Of the prompt, found in the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
     weight: float = 1.0
 
     def __post_init__(self) -> None:
         for name, least in (("prompt_tokens", 1), ("output_tokens", 0), ("cached_tokens", 0)):
             value = getattr(self, name)
-            if not least <= value <= MOST_TOKENS:
-                raise ConfigError(f"{name} is {value}, it must be {least} to {MOST_TOKENS}")
+            if not least <= value <= MAX_TOKENS:
+                raise ConfigError(f"{name} is {value}, it must be {least} to {MAX_TOKENS}")
         if self.cached_tokens >= self.prompt_tokens:
             raise ConfigError(
                 f"cached_tokens is {self.cached_tokens}, it must be below prompt_tokens, which is "
@@ -39,9 +39,9 @@ class Lengths:
 
 
 def read_traffic(path: str) -> list[Lengths]:
-    """The requests of a file: JSON lines, a /metrics page, or a log with one line a request.
+    """The requests of a file: JSON lines, a /metrics page, or a log with one line per request.
 
-    Which of them it is is told by its content. Raises ConfigError with the line.
+    The content determines the format. Raises ConfigError with the line.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -51,11 +51,11 @@ def read_traffic(path: str) -> list[Lengths]:
 
 
 def parse_traffic(text: str, name: str = "traffic") -> list[Lengths]:
-    """`read_traffic` of a text."""
+    """Like `read_traffic`, from a text."""
     if _BUCKET.search(text):
         found = _from_metrics(text, name)
     elif _LOG_LINE.search(text) and not text.lstrip().startswith("{"):
-        # A request that ended before its prompt was counted has none.
+        # A request that ended before its prompt was counted has 0 prompt tokens.
         found = [
             Lengths(int(prompt), int(output))
             for prompt, output in _LOG_LINE.findall(text)
@@ -93,19 +93,19 @@ def _whole(entry: dict[str, object], key: str, default: int | None = None) -> in
 
 
 def _from_metrics(text: str, name: str) -> list[Lengths]:
-    """The page keeps prompts and outputs apart: every pair of their buckets is assumed, as often
-    as if the two had nothing to do with each other."""
+    """The page has separate histograms of prompts and outputs: assume that the two lengths are
+    independent, and return every pair of buckets."""
     prompts, outputs = (_histogram(text, kind, name) for kind in ("prompt", "generation"))
     total = sum(prompts.values())
     return [
-        Lengths(max(1, prompt), output, 0, many * share / total)
-        for prompt, many in prompts.items()
+        Lengths(max(1, prompt), output, 0, count * share / total)
+        for prompt, count in prompts.items()
         for output, share in outputs.items()
     ]
 
 
 def _histogram(text: str, kind: str, name: str) -> dict[int, float]:
-    """Tokens to requests, those of a bucket at its middle; labels are summed over."""
+    """Tokens (the middle of a bucket) -> requests, summed over labels."""
     below: dict[float, float] = {}
     for found, end, value in _BUCKET.findall(text):
         if found == kind:
@@ -114,7 +114,7 @@ def _histogram(text: str, kind: str, name: str) -> dict[int, float]:
     start = before = 0.0
     for end in sorted(below):
         if below[end] > before:
-            # What lies beyond the last end has no middle; the end itself is the least it can be.
+            # The last bucket has no middle: take its lower end.
             middle = start if math.isinf(end) else (start + 1 + end) / 2
             counts[int(middle)] = below[end] - before
         start, before = end, max(before, below[end])

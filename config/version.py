@@ -1,3 +1,3 @@
-"""The version of this distribution, said once: the package's metadata is made from it."""
+"""The version of this distribution; the package metadata reads it from here."""
 
 VERSION = "0.1.0"

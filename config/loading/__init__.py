@@ -1,4 +1,4 @@
 """From flags, environment variables and YAML to the config dataclasses.
 
-Every setting of a server is declared here once, with its help text.
+Settings are declared on the dataclass fields; flags.py makes flags of them.
 """

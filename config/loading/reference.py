@@ -27,7 +27,7 @@ allowed-origins: ["https://chat.example.com"]
 
 Underscores may stand for dashes (`--max_model_len`), and `auto` takes back a number that a file or
 a variable gave. An empty variable counts as not set, but an empty key is an error. Where a switch
-is on by default, `--no-NAME` switches it off. Secrets are never printed.
+is on by default, `--no-NAME` turns it off. Secrets are never printed.
 """
 
 KEYS = """\
@@ -61,7 +61,7 @@ These stay shared, and hold no text of other clients:
 
 
 def reference() -> str:
-    """The whole page."""
+    """The page."""
     parts = [HEAD]
     for group in GROUPS:
         rows = [_row(flag) for flag in FLAGS if flag.setting.group == group]
@@ -108,7 +108,7 @@ def _rows(heads: list[str], rows: list[list[str]]) -> str:
 
 
 def main() -> int:
-    """Write the page where it belongs."""
+    """Write the page."""
     PATH.write_text(reference(), encoding="utf-8")
     return 0
 

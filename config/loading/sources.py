@@ -1,6 +1,6 @@
 """EngineConfig and ServerConfig from flags, variables, a YAML file and defaults, in that order.
 
-An unknown name or a value out of range is an error that says where it came from.
+An unknown name or a value out of range is an error with its source.
 """
 
 import re
@@ -27,14 +27,14 @@ _NAMES = (*_FLAG_OF, *FILE_FLAGS, *ACCEPTED)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The whole configuration, and for each setting its value and where it came from."""
+    """The whole configuration, and the value and source of each setting."""
 
     engine: EngineConfig
     server: ServerConfig
     sources: Mapping[str, tuple[object, str]]
 
     def shown(self) -> dict[str, tuple[object, str]]:
-        """`sources` for people's eyes: secrets are masked."""
+        """`sources` with secrets masked."""
         secret = {flag.key for flag in FLAGS if flag.setting.is_secret}
         return {
             key: (_masked(value) if key in secret else value, source)
@@ -54,15 +54,15 @@ def load(
     default_model: str | None = None,
     parser: Parser | None = None,
 ) -> Loaded:
-    """Read every source. `environ` None: this process's own. Raises ConfigError.
+    """Read every source. Raises ConfigError.
 
-    `default_model` is served when nobody names one.
+    `environ` None: the variables of this process. `default_model`: served if no source names one.
     """
     parser = parser or server_parser("gaudiserve serve", "")
-    found = parser.parse_all(argv or [])
-    flags: list[Given] = found.given
-    if found.model is not None:
-        flags = [*flags, Given("model", found.model, "argument MODEL")]
+    arguments = parser.parse_all(argv or [])
+    flags: list[Given] = arguments.given
+    if arguments.model is not None:
+        flags = [*flags, Given("model", arguments.model, "argument MODEL")]
     named = {given.value for given in flags if given.name == "model"}
     if len(named) > 1:
         raise ConfigError(f"two models are named, {' and '.join(sorted(map(repr, named)))}")
@@ -71,8 +71,8 @@ def load(
 
 
 def from_keywords(**keywords: Any) -> Loaded:
-    """The same from Python: any flag as a keyword, underscores for dashes. A keyword wins over a
-    variable of this process. Raises ConfigError for one that is no setting."""
+    """Like `load`, from Python keywords: flags with underscores for dashes. A keyword wins over a
+    variable of this process. Raises ConfigError for an unknown keyword."""
     given = [
         Given(_known(name, f"keyword {name}"), value, f"keyword {name}")
         for name, value in keywords.items()
@@ -86,34 +86,34 @@ def _variables(environ: Mapping[str, str] | None) -> list[Given]:
 
 
 def _merge(variables: list[Given], explicit: list[Given], default_model: str | None) -> Loaded:
-    """`explicit` are flags or keywords: they win over variables, and those over the file."""
+    """`explicit` are flags or keywords, which win over variables; these win over the file."""
     files = {given.name: str(given.value) for given in (*variables, *explicit)}
     in_file = _read_file(files["config"]) if "config" in files else []
     values: dict[str, tuple[object, str]] = {}
     for layer in (in_file, variables, explicit):
         values.update(_layer(layer))
-    for asks, strategy in (("bucketing-file", "file"), ("bucketing-traffic", "fitted")):
-        if asks in values and "bucketing-strategy" not in values:
-            values["bucketing-strategy"] = (strategy, values[asks][1])
-    most_prompts = values.get("prompt-bs-bucket-max", (None, ""))
-    if most_prompts[0] is not None:
-        # Larger batches have no bucket, and with vLLM's plug-in the two are one setting.
-        values.setdefault("max-prefill-batch", most_prompts)
-    sliced = values.get("contiguous-pa", (None, ""))
-    if sliced[0] is True:
-        # vLLM's plug-in reads the wish this way, too.
-        values.setdefault("enable-prefix-caching", (False, sliced[1]))
+    for name, strategy in (("bucketing-file", "file"), ("bucketing-traffic", "fitted")):
+        if name in values and "bucketing-strategy" not in values:
+            values["bucketing-strategy"] = (strategy, values[name][1])
+    max_prompts = values.get("prompt-bs-bucket-max", (None, ""))
+    if max_prompts[0] is not None:
+        # Larger batches have no bucket; in vLLM's plug-in the two are one setting.
+        values.setdefault("max-prefill-batch", max_prompts)
+    contiguous = values.get("contiguous-pa", (None, ""))
+    if contiguous[0] is True:
+        # As in vLLM's plug-in.
+        values.setdefault("enable-prefix-caching", (False, contiguous[1]))
     if "model" not in values and default_model is not None:
         values["model"] = (default_model, DEFAULT)
     if "model" not in values:
-        raise ConfigError("no model is named; give a folder, a .gguf file or a hub id")
+        raise ConfigError("no model is given; give a folder, a .gguf file or a Hugging Face id")
     for flag in FLAGS:
         values.setdefault(flag.key, (flag.default, DEFAULT))
     return _build(values)
 
 
 def _layer(layer: Iterable[Given]) -> dict[str, tuple[object, str]]:
-    """The settings of one source. Within it the last one wins, but lists grow."""
+    """The settings of one source. The last value wins, except for lists of flags, which grow."""
     values: dict[str, tuple[object, str]] = {}
     for given in layer:
         if given.name in ACCEPTED:
@@ -175,7 +175,7 @@ def _read_file(path: str) -> list[Given]:
     for key, value in content.items():
         name = _known(str(key), source)
         if name == "config":
-            raise ConfigError(f"{path} names another file ({value}); one is read at most")
+            raise ConfigError(f"{path} names another file ({value}); only one file is read")
         owner = _FLAG_OF[name].key if name in _FLAG_OF else name
         if owner in found:
             raise ConfigError(f"{source} gives {owner} twice, as {found[owner].name} and as {key}")
@@ -225,7 +225,7 @@ def _range(dimension: str, ends: Mapping[str, Any]) -> Range:
 
 
 def _named(message: str, values: Mapping[str, tuple[object, str]]) -> str:
-    """What a dataclass complains of, with the names that a user knows, and the sources."""
+    """A dataclass's error message with flag names instead of field names, and the sources."""
     by_field: dict[str, list[Flag]] = {}
     for flag in FLAGS:
         by_field.setdefault(flag.field.partition(".")[0], []).append(flag)
@@ -237,6 +237,6 @@ def _named(message: str, values: Mapping[str, tuple[object, str]]) -> str:
         sources.extend(source for source in given if source not in (DEFAULT, *sources))
         return flags[0].key if len(flags) == 1 else match.group()
 
-    # A field is the first word, or has an underscore; other words are just words.
+    # A field name is the first word or has an underscore.
     renamed = re.sub(r"^[a-z]+(?:_[a-z]+)*|\b[a-z]+(?:_[a-z]+)+\b", rename, message)
     return renamed + (f" (from {', '.join(sources)})" if sources else "")

@@ -1,4 +1,4 @@
-"""What a word, or a value from a file or a caller, means for a setting. Reads no source itself."""
+"""Conversion of given values (words, YAML values, keywords) to the type of a setting."""
 
 import difflib
 import json
@@ -13,11 +13,11 @@ from config.errors import ConfigError
 from config.loading.flags import ABSENT, Flag
 
 _NUMBER = re.compile(r"^([+-]?\d[\d_]*(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB])?$")
-# A small letter counts in thousands, a capital one in 1024s, as vLLM reads them.
+# A lower-case letter is a power of 1000, a capital one of 1024, as in vLLM.
 _UNITS = {
-    letter: base ** (1 + place)
+    letter: base ** (1 + power)
     for letters, base in (("kmgt", 1000), ("KMGT", 1024))
-    for place, letter in enumerate(letters)
+    for power, letter in enumerate(letters)
 }
 _BOOLS = {"true": True, "yes": True, "on": True, "1": True}
 _BOOLS |= {"false": False, "no": False, "off": False, "0": False}
@@ -27,17 +27,17 @@ UNSET = ("auto", "none", "null")
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """One setting as somebody gave it."""
+    """One setting as given by one source."""
 
     name: str
     """The flag's name or one of its aliases."""
     value: object
     source: str
-    """For people: flag --port, variable GAUDISERVE_PORT, file serve.yaml, ..."""
+    """Shown in errors: flag --port, variable GAUDISERVE_PORT, file serve.yaml, ..."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean x?`, or nothing when no known word is near."""
+    """`; did you mean x?`, or nothing if no known word is similar."""
     if word.lstrip("-") in ABSENT:
         return "; vLLM has it, this version does not"
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.55)
@@ -45,17 +45,19 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def convert(flag: Flag, given: Given) -> object:
-    """The value of `flag`'s field. Raises ConfigError with the value, what it must be, and the
+    """The value for `flag`'s field. Raises ConfigError with the value, what is allowed, and the
     source."""
     switches = flag.all_switches
-    may_say_auto = flag.kind in (int, float) or (flag.kind is bool and flag.is_optional)
-    is_open = given.value is None or (may_say_auto and str(given.value).lower() in UNSET)
-    if given.name in switches and not (is_open and flag.kind is bool and flag.is_optional):
+    accepts_auto = flag.kind in (int, float) or (flag.kind is bool and flag.is_optional)
+    is_unset = given.value is None or (accepts_auto and str(given.value).lower() in UNSET)
+    if given.name in switches and not (is_unset and flag.kind is bool and flag.is_optional):
         on, off = switches[given.name]
         return on if truth(given, flag.setting.spellings) else off
-    if is_open:
+    if is_unset:
         if not flag.is_optional:
-            raise wrong(given, "a value: it may not be left open", is_secret=flag.setting.is_secret)
+            raise wrong(
+                given, "a value: it has no automatic default", is_secret=flag.setting.is_secret
+            )
         return None
     if flag.kind is tuple:
         return _texts(given, is_secret=flag.setting.is_secret)
@@ -76,7 +78,7 @@ def truth(given: Given, spellings: Mapping[str, str] = MappingProxyType({})) -> 
 
 
 def wrong(given: Given, expected: str, *, is_secret: bool = False) -> ConfigError:
-    """The one form of all these errors."""
+    """The error of a value that is not allowed."""
     shown = "***" if is_secret else repr(given.value)
     return ConfigError(f"{given.name} is {shown}, it must be {expected} (from {given.source})")
 
@@ -127,7 +129,8 @@ def _choice(flag: Flag, given: Given) -> str:
 
 
 def _texts(given: Given, *, is_secret: bool) -> tuple[str, ...]:
-    """A list of strings: a list, a JSON list, or one string. Commas part them, but in a secret."""
+    """A list of strings: a list, a JSON list, or one string. Commas separate, except in a
+    secret."""
     value = given.value
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:

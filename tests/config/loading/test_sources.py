@@ -208,11 +208,11 @@ def test_a_bucket_file_asks_for_its_strategy() -> None:
         (["--tensor-parallel-size", "2"], "must be 1: one device runs"),
         (["--trust-remote-code"], "trust-remote-code is True, it must be false"),
         (["a", "--model", "b"], "two models are named, 'a' and 'b'"),
-        (["a", "b"], "does not know what to do with 'b'"),
+        (["a", "b"], "takes no argument 'b'"),
         (["--port"], "--port: expected one argument"),
         (
             ["--enable-prefix-caching=false"],
-            "takes no value, .*=false gives one; --no-enable-prefix-caching switches it off",
+            "takes no value, .*=false gives one; --no-enable-prefix-caching turns it off",
         ),
         (["--quantization", "fp8"], "is .fp8., it must be one of int8, int4, gguf"),
         (["--swap-space", "4"], "--swap-space is no flag of.*vLLM has it, this version does"),
@@ -283,5 +283,5 @@ def test_keywords_win_over_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_model_is_an_error_where_there_is_no_default() -> None:
-    with pytest.raises(ConfigError, match="no model is named"):
+    with pytest.raises(ConfigError, match="no model is given"):
         load([], environ={})
