@@ -68,7 +68,7 @@ class ScriptedBox:
     priority: int = 0
     cache_salt: str = ""
     pooling: PoolingParams | None = None
-    goes_on: bool = False
+    is_continuation: bool = False
     updates: asyncio.Queue[Update | str] = field(default_factory=asyncio.Queue)
 
     async def get(self) -> Update:
@@ -137,13 +137,13 @@ class ScriptedClient:
         cache_salt: str = "",
         name: str = "",
         pooling: PoolingParams | None = None,
-        goes_on: bool = False,
+        is_continuation: bool = False,
     ) -> ScriptedBox:
         if len(self.boxes) >= self._room:
             raise Overloaded(f"{self._room} sequences are here")
         tokens = list(array("I", bytes(prompt)))
         key = len(self.boxes) + 7
-        box = ScriptedBox(key, tokens, sampling, priority, cache_salt, pooling, goes_on)
+        box = ScriptedBox(key, tokens, sampling, priority, cache_salt, pooling, is_continuation)
         self.boxes.append(box)
         return box
 

@@ -64,7 +64,7 @@ async def test_the_best_beams_are_the_choices() -> None:
         assert logprobs["top_logprobs"][1] == pytest.approx({"</s>": -0.25, "d": -0.5})
         assert answer["usage"]["prompt_tokens"] == 2
         assert answer["usage"]["completion_tokens"] == 5
-        assert [box.goes_on for box in rig.client.boxes[:3]] == [False, True, True]
+        assert [box.is_continuation for box in rig.client.boxes[:3]] == [False, True, True]
         assert await rig.metric("vllm:request_success_total") == 2
         assert await rig.metric("vllm:generation_tokens_total") == 5
 
