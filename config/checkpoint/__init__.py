@@ -1,4 +1,4 @@
 """From a model's name to a local folder: hub, GGUF conversion, the demo model.
 
-Also checks the files against config.json before torch is imported.
+Also compares the tensors with config.json before torch is imported.
 """

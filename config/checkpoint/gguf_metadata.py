@@ -1,5 +1,5 @@
-"""A GGUF file's metadata and tensor directory, with every count held to the bytes that are there.
-Knows no model family. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md"""
+"""A GGUF file's metadata and tensor directory; every count is checked against the size of the file.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md"""
 
 import math
 import struct
@@ -16,8 +16,8 @@ from config.model.json_fields import MAX_COUNT, shown
 
 MAX_METADATA_BYTES = 128 * 2**20
 MAX_ELEMENTS = 2**21
-"""Of all arrays in one file. A vocabulary of 262,144 tokens has 1.3 million: texts, types, scores
-and merges."""
+"""Elements of all arrays in one file. A vocabulary of 262,144 tokens has 1.3 million: texts, types,
+scores and merges."""
 MAX_KEYS = 2**16
 MAX_TENSORS = 2**17
 MAX_DIMENSIONS = 4
@@ -36,7 +36,7 @@ _NUMBER_TYPES = {
     GGMLQuantizationType.I32: "i4",
     GGMLQuantizationType.I64: "i8",
 }
-"""Tensor types that are plain numbers; all others are blocks of bytes."""
+"""Unquantized tensor types; all others are blocks of bytes."""
 
 T = TypeVar("T")
 
@@ -46,11 +46,11 @@ class GgufTensor(NamedTuple):
 
     tensor_type: GGMLQuantizationType
     shape: tuple[int, ...]
-    """From the innermost dimension."""
+    """Innermost dimension first."""
     n_elements: int
     n_bytes: int
     data: npt.NDArray[Any]
-    """Dimensions from the outermost; blocks as bytes."""
+    """Outermost dimension first; blocks as bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class GgufFile:
 
     path: Path
     metadata: dict[str, Any]
-    """Values as Python's own: str, int, float, bool, and lists of these."""
+    """str, int, float, bool, and lists of these."""
     tensors: dict[str, GgufTensor]
 
     @property
@@ -68,8 +68,8 @@ class GgufFile:
         return self.value("general.architecture", str) or ""
 
     def value(self, key: str, kind: type[T]) -> T | None:
-        """The value of `key`; None when it is not there. ConfigError when it is no `kind`, or a
-        number that is not finite or beyond MAX_COUNT."""
+        """The value of `key`; None if absent. ConfigError if it is not a `kind`, or a number that
+        is not finite or above MAX_COUNT."""
         found = self.metadata.get(key)
         if found is None:
             return None
@@ -87,8 +87,7 @@ class GgufFile:
         return found
 
     def values(self, key: str, kind: type[T]) -> list[T] | None:
-        """The array of `key`; None when it is not there. ConfigError when it holds others than
-        `kind`."""
+        """The array of `key`; None if absent. ConfigError for elements that are not a `kind`."""
         found = self.value(key, list)
         if found is not None and not all(isinstance(one, kind) for one in found):
             raise ConfigError(
@@ -98,11 +97,12 @@ class GgufFile:
         return found
 
     def get(self, name: str, kind: type[T]) -> T | None:
-        """As `value`, of the model itself: `name` without the architecture before it."""
+        """`value` of the key `<architecture>.<name>`."""
         return self.value(f"{self.architecture}.{name}", kind)
 
     def count(self, name: str, default: int | None = None) -> int:
-        """A whole number of at least 1 of the model itself; without a default it must be there."""
+        """An integer of at least 1 of the key `<architecture>.<name>`; required without a
+        default."""
         found = self.get(name, int)
         if found is None:
             found = default
@@ -116,7 +116,7 @@ class GgufFile:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Read the directory of `path`. ConfigError when it is no GGUF file, or a part of one."""
+    """Read the directory of `path`. ConfigError if it is not a GGUF file, or only a part of one."""
     try:
         file = _Reader(path).read()
     except (ValueError, OSError) as error:
@@ -128,7 +128,7 @@ def open_gguf(path: Path) -> GgufFile:
 
 
 class _Reader:
-    """Reads a file from its beginning. Raises ValueError at the first thing that cannot be."""
+    """Reads a file from its beginning. Raises ValueError at the first invalid value."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -143,7 +143,7 @@ class _Reader:
             raise ValueError("it does not begin with GGUF")
         version = int(self._number("I"))
         if version & 0xFFFF == 0:
-            # Written by a machine of the other byte order.
+            # Big-endian file.
             self._order = ">"
             version = int.from_bytes(version.to_bytes(4, "little"), "big")
         if version not in _VERSIONS:
@@ -163,8 +163,8 @@ class _Reader:
         alignment = metadata.get("general.alignment", _ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise ValueError(f"its alignment is {shown(alignment)}, it must be a power of two")
-        begin = -(-self._offset // alignment) * alignment
-        return GgufFile(self._path, metadata, self._tensors(entries, begin))
+        data_start = -(-self._offset // alignment) * alignment
+        return GgufFile(self._path, metadata, self._tensors(entries, data_start))
 
     def _take(self, num_bytes: int, what: str) -> memoryview:
         end = self._offset + num_bytes
@@ -239,14 +239,14 @@ class _Reader:
         return name, shape, int(self._number("I")), int(self._number("Q"))
 
     def _tensors(
-        self, entries: list[tuple[str, tuple[int, ...], int, int]], begin: int
+        self, entries: list[tuple[str, tuple[int, ...], int, int]], data_start: int
     ) -> dict[str, GgufTensor]:
         tensors: dict[str, GgufTensor] = {}
-        reached, before = begin, ""
+        reached, before = data_start, ""
         for name, shape, kind, offset in sorted(entries, key=lambda entry: entry[3]):
             if name in tensors:
                 raise ValueError(f"it has the tensor {shown(name)} twice")
-            start = begin + offset
+            start = data_start + offset
             if start < reached:
                 raise ValueError(
                     f"tensor {shown(name)} begins at byte {start}, {shown(before)} ends at "

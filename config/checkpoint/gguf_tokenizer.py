@@ -1,4 +1,8 @@
-"""tokenizer.json and tokenizer_config.json from a GGUF file's metadata. Knows no weights."""
+"""tokenizer.json and tokenizer_config.json from a GGUF file's metadata.
+
+The converters of transformers are private and differ between 4.51 and 5: another module, other
+rules for `tokenizer.ggml.pre`.
+"""
 
 from typing import Any
 
@@ -6,16 +10,16 @@ from config.checkpoint.gguf_metadata import GgufFile
 from config.errors import ConfigError
 from config.model.json_fields import shown
 
-MAX_CUTS = 2**23
+MAX_SPLITS = 2**23
 MAX_TOKEN_CHARACTERS = 1024
-"""Where merges are worked out by cutting each token at every character. A vocabulary of 262,144
-tokens has 2 million."""
+"""Limits if merges are computed by splitting each token at every character. A vocabulary of 262,144
+tokens has 2 million splits."""
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _SPACE = "\u2581"
 
-# How text is split before merging, as each family published it. These are part of a model: a
-# vocabulary's merges were learned on exactly such pieces.
+# How text is split before merging, as published by each family. The merges of a vocabulary were
+# learned on exactly these pieces.
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -41,14 +45,14 @@ _SPLITS = {
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
 _GPT2 = ("gpt-2", "gpt2", "default", "olmo", "mpt", "jais")
 _WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken")
-"""Splits whose pieces, when they are in the vocabulary, are taken without merging."""
+"""Rules with ignore_merges: a piece that is in the vocabulary is one token."""
 
 
 def tokenizer_files(file: GgufFile) -> dict[str, dict[str, Any]] | None:
-    """File names to contents; None when the file has no vocabulary.
+    """File name -> content; None if the file has no vocabulary.
 
-    ConfigError for a kind of tokenizer, or a way to split text, that is not known here: a guess
-    would give tokens the model has never seen.
+    ConfigError for an unknown kind of tokenizer or rule to split text: a guess would give tokens
+    that the model has never seen.
     """
     kind = file.value("tokenizer.ggml.model", str)
     if kind is None or "tokenizer.ggml.tokens" not in file.metadata:
@@ -65,8 +69,8 @@ def tokenizer_files(file: GgufFile) -> dict[str, dict[str, Any]] | None:
 
 
 def byte_alphabet() -> list[str]:
-    """The character that stands for each byte in a byte-level vocabulary: the byte's own where it
-    shows on paper, the next one from U+0100 on where it does not."""
+    """The character of each byte in a byte-level vocabulary: its own if it is printable, else the
+    next one from U+0100 on (as in GPT-2)."""
     shown = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in shown]
     return [chr(byte if byte in shown else 0x100 + hidden.index(byte)) for byte in range(256)]
@@ -87,7 +91,7 @@ def _byte_level(file: GgufFile) -> dict[str, Any]:
     letters = set(alphabet)
 
     def spelled(token: str, kind: int) -> str:
-        # Added tokens are matched as they are; all others must be written in the byte alphabet.
+        # Added tokens are matched literally; all others must be written in the byte alphabet.
         if kind != _NORMAL or letters.issuperset(token):
             return token
         return "".join(alphabet[byte] for byte in token.encode())
@@ -172,25 +176,30 @@ def _sentencepiece(file: GgufFile) -> dict[str, Any]:
 
 
 def _merges(file: GgufFile, vocab: dict[str, int]) -> list[list[str]]:
-    """The file's merges, or those its scores stand for: every way to put a token together from two
-    others, the best token first."""
+    """The file's merges, or merges from its scores: every pair of tokens that form a token, best
+    score first."""
     if stored := file.values("tokenizer.ggml.merges", str):
         return [merge.split(" ") for merge in stored]
     scores = file.values("tokenizer.ggml.scores", float) or []
     if len(scores) < len(vocab):
         raise ConfigError(f"{file.path} has {len(vocab)} tokens, but scores for {len(scores)}")
-    num_cuts = sum(map(len, vocab))
+    num_splits = sum(map(len, vocab))
     longest = max(map(len, vocab), default=0)
-    if num_cuts > MAX_CUTS or longest > MAX_TOKEN_CHARACTERS:
+    if num_splits > MAX_SPLITS or longest > MAX_TOKEN_CHARACTERS:
         raise ConfigError(
-            f"{file.path} has tokens of {num_cuts} characters, the longest of {longest}: merges "
-            f"are made of at most {MAX_CUTS}, of {MAX_TOKEN_CHARACTERS} in a token"
+            f"{file.path} has tokens of {num_splits} characters, the longest of {longest}: merges "
+            f"are made of at most {MAX_SPLITS}, of {MAX_TOKEN_CHARACTERS} in a token"
         )
     found = [
-        (-scores[number], vocab[token[:cut]], vocab[token[cut:]], [token[:cut], token[cut:]])
+        (
+            -scores[number],
+            vocab[token[:split]],
+            vocab[token[split:]],
+            [token[:split], token[split:]],
+        )
         for token, number in vocab.items()
-        for cut in range(1, len(token))
-        if token[:cut] in vocab and token[cut:] in vocab
+        for split in range(1, len(token))
+        if token[:split] in vocab and token[split:] in vocab
     ]
     found.sort(key=lambda merge: merge[:3])
     return [pair for *_, pair in found]
@@ -213,7 +222,7 @@ def _added_tokens(tokens: list[tuple[str, int]], special: tuple[int, ...]) -> li
 
 
 def _named(file: GgufFile) -> dict[str, tuple[str, int]]:
-    """bos, eos, unk, pad to (text, id), where the file names them."""
+    """bos, eos, unk, pad -> (text, id), if the file names them."""
     names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     tokens = file.values("tokenizer.ggml.tokens", str) or []
     found = {}
@@ -230,7 +239,7 @@ def _adds(file: GgufFile, name: str, default: bool) -> bool:
 
 
 def _post_processor(file: GgufFile, *, bos: bool) -> dict[str, Any] | None:
-    """Puts the tokens around a text that the file wants; `bos` is its kind's default."""
+    """Adds bos and eos as the file says; `bos` is the default of its kind."""
     named = _named(file)
     before = [named["bos"]] if _adds(file, "bos", bos) and "bos" in named else []
     after = [named["eos"]] if _adds(file, "eos", False) and "eos" in named else []

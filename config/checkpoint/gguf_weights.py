@@ -1,4 +1,4 @@
-"""Weights of a GGUF file as one safetensors file, streamed. Knows names and layouts."""
+"""Conversion of the weights of a GGUF file to one safetensors file, as a stream."""
 
 import json
 import os
@@ -25,9 +25,9 @@ BLOCK_TYPES = (
     GGMLQuantizationType.Q4_1,
     GGMLQuantizationType.Q8_0,
 )
-"""Types that are multiplied as they are: a scale by 32 inputs, and with Q4_1 a least value."""
+"""Types with kernels here: blocks of 32 inputs with a scale, and in Q4_1 a minimum."""
 _PIECE_BYTES = 64 * 2**20
-"""Float32 bytes dequantised at a time."""
+"""Float32 bytes that are dequantized at a time."""
 
 _TOP = {
     "token_embd": "model.embed_tokens",
@@ -48,7 +48,7 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# Settings in the shape of tensors; config/checkpoint/gguf_config.py reads them.
+# Settings that are stored as tensors; config/checkpoint/gguf_config.py reads them.
 _SETTINGS = re.compile(r"(^|\.)(rope_freqs|rope_factors_(long|short)|attn_rot_embd)\.weight$")
 _LAYER_NAME = re.compile(r"^blk\.(\d+)\.(\w+)\.(weight|bias)$")
 _PERMUTED = ("llama", "mistral", "granite")
@@ -59,12 +59,12 @@ class _Entry:
     name: str
     tensor: GgufTensor
     heads: int
-    """Heads whose rows were interleaved for rope; 0: none were."""
+    """Number of heads whose rows are interleaved for rope; 0: not interleaved."""
     dtype: str
 
     @property
     def shape(self) -> tuple[int, ...]:
-        # GGUF counts dimensions from the innermost.
+        # GGUF lists the innermost dimension first.
         return self.tensor.shape[::-1]
 
     @property
@@ -73,7 +73,7 @@ class _Entry:
 
 
 def checkpoint_name(architecture: str, name: str) -> str:
-    """The Hugging Face name of tensor `name`. KeyError when there is none."""
+    """The Hugging Face name of tensor `name`. KeyError if there is none."""
     stem, _, kind = name.rpartition(".")
     if stem in _TOP:
         return f"{_TOP[stem]}.{kind}"
@@ -87,20 +87,19 @@ def checkpoint_name(architecture: str, name: str) -> str:
 
 
 def stored_shapes(file: GgufFile) -> Shapes:
-    """The shapes of the weights of `file`, by their Hugging Face names. ConfigError as
-    write_safetensors."""
+    """Hugging Face name -> shape of the weights of `file`. ConfigError like write_safetensors."""
     return {entry.name: entry.shape for entry in _entries(file, "bfloat16")}
 
 
 def write_safetensors(
     file: GgufFile, target: Path, dtype: str, progress: bool, report: Report = unreported
 ) -> None:
-    """Write the weights of `file` to `target`, matrices as `dtype`, vectors (norms, biases: a few
-    thousandths of the whole) in float32. On disk when this returns.
+    """Write the weights of `file` to `target`, matrices in `dtype`, vectors (norms and biases, a
+    few thousandths of all weights) in float32. Synced to disk on return.
 
-    ConfigError for a tensor that has no place in the model, or of a kind that cannot be read.
+    ConfigError for a tensor that the model does not have, or of an unsupported type.
     """
-    # Wider numbers first, so that every tensor starts at a multiple of its own width.
+    # Wider dtypes first, so that every tensor is aligned to its width.
     entries = sorted(_entries(file, dtype), key=lambda entry: entry.dtype != "float32")
     look = {"desc": f"Converting {file.path.name}", "disable": not progress}
     with Bar("convert", report, total=sum(entry.num_bytes for entry in entries), **look) as bar:
@@ -118,8 +117,8 @@ def _write(
     pieces: Iterable[npt.NDArray[Any]],
     written: Callable[[int], object],
 ) -> None:
-    """A safetensors file of `tensors` (name, dtype, shape, bytes), whose bytes come in `pieces`.
-    The format: https://github.com/huggingface/safetensors#format"""
+    """Write a safetensors file of `tensors` (name, dtype, shape, bytes) with the bytes in `pieces`.
+    Format: https://github.com/huggingface/safetensors#format"""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, dtype, shape, num_bytes in tensors:
@@ -159,7 +158,7 @@ def _entries(file: GgufFile, dtype: str) -> list[_Entry]:
 
 
 def _heads(file: GgufFile, name: str) -> int:
-    """Some families keep the rows of q and k in another order, in which rope turns neighbours."""
+    """Heads of q or k in files whose rows are interleaved, so that rope rotates neighbours."""
     if file.architecture not in _PERMUTED:
         return 0
     heads = file.count("attention.head_count")
@@ -169,7 +168,7 @@ def _heads(file: GgufFile, name: str) -> int:
 
 
 def _pieces(file: GgufFile, entry: _Entry) -> Iterator[npt.NDArray[Any]]:
-    """The bytes of one tensor, some rows at a time."""
+    """The bytes of one tensor, a number of rows at a time."""
     data = _rows(entry)
     rows = len(data)
     row_bytes = 4 * int(np.prod(entry.shape[1:]))
@@ -184,30 +183,33 @@ def _pieces(file: GgufFile, entry: _Entry) -> Iterator[npt.NDArray[Any]]:
 
 
 def _rows(entry: _Entry) -> npt.NDArray[Any]:
-    """A tensor as it is stored, in the order of the checkpoint's rows."""
+    """A tensor's stored rows in the order of a Hugging Face checkpoint."""
     rows = entry.shape[0]
     data: npt.NDArray[Any] = entry.tensor.data.reshape(rows, -1)
     if not entry.heads:
         return data
-    # A head's rows come as (first half, second half) pairs; wanted are the halves one after the
-    # other. Whole rows move, so this works on quantised ones too.
+    # A head's rows alternate between its first and second half; put the halves one after the other.
+    # Whole rows move, so this works for quantized rows too.
     order = np.arange(rows).reshape(entry.heads, rows // entry.heads // 2, 2)
     ordered: npt.NDArray[Any] = data[order.swapaxes(1, 2).reshape(-1)]
     return ordered
 
 
 def write_blocks(file: GgufFile, target: Path) -> None:
-    """Write the blocks of all matrices of BLOCK_TYPES to `target`: as bytes (rows, bytes of a row),
-    each under its name and type, such as `lm_head.weight Q8_0`. On disk when this returns."""
-    kept = [
+    """Write the blocks of all matrices of BLOCK_TYPES to `target`: uint8 (rows, bytes per row),
+    with name and type as the key, such as `lm_head.weight Q8_0`. Synced to disk on return."""
+    matrices = [
         (entry, entry.tensor.data.reshape(entry.shape[0], -1))
         for entry in _entries(file, "bfloat16")
         if entry.tensor.tensor_type in BLOCK_TYPES and len(entry.shape) == 2
     ]
     _write(
         target,
-        [(f"{e.name} {e.tensor.tensor_type.name}", "U8", raw.shape, raw.nbytes) for e, raw in kept],
-        (np.ascontiguousarray(_rows(entry)) for entry, _ in kept),
+        [
+            (f"{e.name} {e.tensor.tensor_type.name}", "U8", raw.shape, raw.nbytes)
+            for e, raw in matrices
+        ],
+        (np.ascontiguousarray(_rows(entry)) for entry, _ in matrices),
         lambda _: None,
     )
 
@@ -221,11 +223,11 @@ def _as_stored(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[Any]:
 
 
 def to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """The bits of each value rounded to bfloat16, ties to even; a NaN stays one."""
+    """The bits of each value rounded to bfloat16, ties to even; NaN stays NaN."""
     bits = values.view(np.uint32)
     odd = (bits >> np.uint32(16)) & np.uint32(1)
     rounded = (bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
-    # Rounding up could carry a NaN's low bits out into its sign.
+    # Rounding up could carry the low bits of a NaN into its sign.
     quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
-    narrow: npt.NDArray[np.uint16] = np.where(np.isnan(values), quiet, rounded).astype(np.uint16)
-    return narrow
+    bfloat16: npt.NDArray[np.uint16] = np.where(np.isnan(values), quiet, rounded).astype(np.uint16)
+    return bfloat16

@@ -1,4 +1,4 @@
-"""From what a user calls a model to a local folder: a folder, a GGUF file, a hub id, the demo."""
+"""From the name of a model (folder, GGUF file, Hugging Face id, demo) to a local folder."""
 
 import re
 from pathlib import Path
@@ -15,8 +15,8 @@ from config.loading.env import cache_home
 from config.progress import Report, unreported
 
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$", re.ASCII)
-_WANTED = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja", "*.tiktoken"]
-_UNWANTED = ["original/*", "onnx/*", "consolidated*"]
+_INCLUDED = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja", "*.tiktoken"]
+_EXCLUDED = ["original/*", "onnx/*", "consolidated*"]
 
 
 def resolve(
@@ -32,10 +32,10 @@ def resolve(
     """A local folder with config.json, *.safetensors and tokenizer files.
 
     `model` is the demo model's name, a folder, a `.gguf` file (converted once into `cache_dir`, its
-    matrices rounded to `dtype`; float32 is exact) or a hub id, downloaded at `revision`.
-    With `keep_blocks` the folder of a GGUF file holds its packed weights as well.
-    `dtype` may be the engine's: auto means bfloat16. `progress` shows bars, `report` hears of the
-    same. ConfigError says what is missing or wrong.
+    matrices rounded to `dtype`; float32 is exact) or a hub id, downloaded at `revision`. With
+    `keep_blocks` the folder of a GGUF file also has its quantized weights. `dtype` auto means
+    bfloat16. `progress` shows bars, `report` is called with the same progress. ConfigError says
+    what is missing or wrong.
     """
     if model in NAMES:
         model = fetch_demo(cache_dir, progress, report)
@@ -84,8 +84,8 @@ def _downloaded(model: str, revision: str | None, report: Report) -> str:
         folder = snapshot_download(
             model,
             revision=revision,
-            allow_patterns=_WANTED,
-            ignore_patterns=_UNWANTED,
+            allow_patterns=_INCLUDED,
+            ignore_patterns=_EXCLUDED,
             tqdm_class=_reporting(report),
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:

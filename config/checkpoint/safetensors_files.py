@@ -1,5 +1,4 @@
-"""The safetensors files of a checkpoint: which there are, and what their headers say. Reads no
-weights.
+"""The safetensors files of a checkpoint, and the shapes in their headers. Reads no weights.
 
 A file is 8 bytes with the header's length, the header in JSON, and the tensors' bytes:
 https://github.com/huggingface/safetensors#format
@@ -18,7 +17,7 @@ SINGLE = "model.safetensors"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 MAX_HEADER_BYTES = 32 * 2**20
-"""The library reads up to 100 MB. The header of 90,000 tensors in one file takes 12 MB."""
+"""The library reads up to 100 MB. The header of 90,000 tensors in one file has 12 MB."""
 MAX_DIMENSIONS = 8
 _LENGTH_BYTES = 8
 _DTYPE_BITS = {
@@ -31,11 +30,11 @@ _DTYPE_BITS = {
 }
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""The shape of each tensor, by its name."""
+"""Tensor name -> shape."""
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, by its index if it has one. ConfigError if none."""
+    """The safetensors files of a checkpoint, from its index if it has one. ConfigError if none."""
     index = folder / INDEX
     if index.is_file():
         return _indexed(index)
@@ -54,13 +53,14 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _indexed(index: Path) -> list[Path]:
-    placed = read_json(index).get("weight_map")
-    if not isinstance(placed, dict) or not all(isinstance(name, str) for name in placed.values()):
+    weight_map = read_json(index).get("weight_map")
+    names = weight_map.values() if isinstance(weight_map, dict) else [None]
+    if not all(isinstance(name, str) for name in names):
         raise ConfigError(
             f"{index} is not an index of safetensors files: it has no weight_map that names them"
         )
     files = []
-    for name in sorted(set(placed.values())):
+    for name in sorted(set(names)):
         file = index.parent / name
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise ConfigError(
@@ -73,7 +73,7 @@ def _indexed(index: Path) -> list[Path]:
 
 
 def folder_shapes(folder: Path) -> Shapes:
-    """The shapes of all tensors of a checkpoint. ConfigError as weight_files and read_shapes."""
+    """The shapes of all tensors of a checkpoint. ConfigError like weight_files and read_shapes."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(folder):
         shapes.update(read_shapes(file))
@@ -81,8 +81,8 @@ def folder_shapes(folder: Path) -> Shapes:
 
 
 def read_shapes(file: Path) -> Shapes:
-    """The shapes of the tensors in `file`, from its header alone. ConfigError for a header that is
-    no header, or does not fit the size of the file."""
+    """The shapes of the tensors in `file`, from its header. ConfigError for an invalid header, or
+    one that does not fit the size of the file."""
     try:
         num_bytes = file.stat().st_size
         with file.open("rb") as opened:
@@ -104,16 +104,17 @@ def read_shapes(file: Path) -> Shapes:
 
 
 def _checked(header: dict[str, Any], num_bytes: int, file: Path) -> Shapes:
-    """The shapes in `header`, when each tensor has its own bytes of the `num_bytes` behind it."""
-    places = []
+    """The shapes in `header`, after a check that each tensor has its own part of the
+    `num_bytes`."""
+    ranges = []
     shapes = {}
     for name, entry in header.items():
         shape, (start, end) = _entry(name, entry, file)
-        places.append((start, end, name))
+        ranges.append((start, end, name))
         shapes[name] = shape
-    places.sort()
+    ranges.sort()
     reached, before = 0, ""
-    for start, end, name in places:
+    for start, end, name in ranges:
         if start < reached:
             raise ConfigError(
                 f"{shown(name)} in {file} begins at byte {start}, {shown(before)} ends at {reached}"
@@ -128,11 +129,11 @@ def _checked(header: dict[str, Any], num_bytes: int, file: Path) -> Shapes:
 
 
 def _entry(name: str, entry: object, file: Path) -> tuple[tuple[int, ...], tuple[int, int]]:
-    """The shape of a tensor and where it begins and ends."""
+    """The shape of a tensor, and its first and last byte."""
     if not isinstance(entry, dict):
         raise ConfigError(f"{shown(name)} in {file} is described by {shown(entry)}, no object")
     raw: dict[str, Any] = entry
-    dtype, shape, place = raw.get("dtype"), raw.get("shape"), raw.get("data_offsets")
+    dtype, shape, offsets = raw.get("dtype"), raw.get("shape"), raw.get("data_offsets")
     bits = _DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
     if bits is None:
         raise ConfigError(
@@ -144,12 +145,12 @@ def _entry(name: str, entry: object, file: Path) -> tuple[tuple[int, ...], tuple
             f"{shown(name)} in {file} has the shape {shown(shape)}, it must be at most "
             f"{MAX_DIMENSIONS} whole numbers"
         )
-    if not _are_counts(place) or len(place) != 2:
+    if not _are_counts(offsets) or len(offsets) != 2:
         raise ConfigError(
-            f"{shown(name)} in {file} has the data_offsets {shown(place)}, they must be two whole "
-            "numbers"
+            f"{shown(name)} in {file} has the data_offsets {shown(offsets)}, they must be two "
+            "integers"
         )
-    start, end = place
+    start, end = offsets
     needed = -(-math.prod(shape) * bits // 8)
     if end - start != needed:
         raise ConfigError(

@@ -1,5 +1,5 @@
-"""What config.json says of a model's sizes, compared with the shapes of the tensors in its files:
-before anything is built, so that no size is allocated that the files do not have. Reads no weights.
+"""Comparison of the sizes in config.json with the shapes of the tensors in the files, before a
+model is built, so that no wrong size is allocated. Reads no weights.
 """
 
 import re
@@ -22,8 +22,8 @@ from config.model.pooler import PoolerConfig
 
 
 def check_weights(facts: ModelConfig, pooler: PoolerConfig | None) -> None:
-    """Raise ConfigError unless the sizes in the config.json of folder `facts.path`, and those of
-    the modules behind the model, are the sizes of the tensors in their files."""
+    """Raise ConfigError if sizes in the config.json of folder `facts.path`, or of its pooling
+    modules, differ from those of the tensors in the files."""
     shapes = folder_shapes(Path(facts.path))
     source = Path(facts.path, "config.json")
     check_shapes(facts, shapes, source)
@@ -76,12 +76,12 @@ def _check(weights: Iterable[WeightSpec], shapes: Shapes, source: Path) -> None:
         if not weight.fields:
             continue
         shape = shapes.get(weight.name)
-        says = f"{source} says {_written(weight.shape)} ({weight.fields}) for {weight.name}"
+        says = f"{source} says {_size_text(weight.shape)} ({weight.fields}) for {weight.name}"
         if shape is None:
             raise ConfigError(f"{says}, the files have no such tensor")
         if shape != weight.shape:
-            raise ConfigError(f"{says}, the files have {_written(shape)}")
+            raise ConfigError(f"{says}, the files have {_size_text(shape)}")
 
 
-def _written(shape: tuple[int, ...]) -> str:
+def _size_text(shape: tuple[int, ...]) -> str:
     return "x".join(str(size) for size in shape) or "one number"

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: architecture, sizes, rope, pooling.
+"""The configuration of a checkpoint: architecture, sizes, rope, pooling.
 
-Read from config.json and the files beside it; no tensors.
+Read from config.json and the files next to it, without weights.
 """

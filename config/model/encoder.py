@@ -1,5 +1,4 @@
-"""What the config.json of a BERT-like encoder says, in the fields of ModelConfig and in its own.
-Knows no tensors."""
+"""The config.json of BERT-like encoders, as fields of ModelConfig and EncoderConfig."""
 
 from dataclasses import dataclass
 
@@ -13,20 +12,20 @@ ENDINGS = ("Model", "ForMaskedLM", "ForSequenceClassification")
 
 @dataclass(frozen=True, slots=True)
 class EncoderConfig:
-    """What only encoders have."""
+    """Facts that only encoders have."""
 
     family: str
     """One of FAMILIES."""
     norm_eps: float
     num_types: int
-    """Kinds of tokens (first and second text of a pair); 0: the model knows none."""
+    """Number of token types (first and second text of a pair); 0: none."""
     first_position: int
-    """Of the position table, the entry of a text's first token: RoBERTa's begins behind padding."""
+    """Index of the first token in the position table; RoBERTa's begins after the padding index."""
 
 
 def encoder_fields(architecture: str, fields: Fields) -> Json | None:
-    """Fields of a ModelConfig for an encoder; None when `architecture` is something else. Raises
-    ConfigError for an encoder that is built differently."""
+    """Fields of a ModelConfig for an encoder; None if `architecture` is not one. Raises ConfigError
+    for unsupported variants."""
     family = next((f for f in FAMILIES for end in ENDINGS if architecture == f + end), None)
     if family is None:
         return None
@@ -35,7 +34,7 @@ def encoder_fields(architecture: str, fields: Fields) -> Json | None:
         return _distilled(fields)
     table, first = fields.count("max_position_embeddings"), 0
     if family != BERT:
-        # Positions are counted from behind the entry of the padding token.
+        # Positions begin after that of the padding token.
         first = fields.get("pad_token_id", int, 1) + 1
     if not 0 <= first < table:
         raise ConfigError(
@@ -57,7 +56,7 @@ def encoder_fields(architecture: str, fields: Fields) -> Json | None:
 
 
 def _distilled(fields: Fields) -> Json:
-    """Half of BERT's layers, no token types, and other words for the rest."""
+    """DistilBERT has no token types and other field names."""
     return {
         **_sizes(fields, "dim", "hidden_dim", "n_layers"),
         **_heads(fields.count("dim"), fields.count("n_heads"), fields),

@@ -1,4 +1,4 @@
-"""A model's facts without its weights: what a plan needs, from a config.json alone."""
+"""The facts of a model without its weights, for `gaudiserve plan`."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +21,8 @@ _FILE = "config.json"
 def model_facts(
     model: str, *, revision: str | None = None, cache_dir: str | None = None
 ) -> ModelConfig:
-    """What `model` says of itself: a folder, a config.json, a .gguf file, the demo, or a hub id (of
-    which config.json alone is fetched). `path` is then what the user called it. ConfigError."""
+    """The facts of `model`: a folder, a config.json, a .gguf file, the demo, or a Hugging Face id,
+    of which only config.json is fetched. `path` of the result is `model`. Raises ConfigError."""
     path = Path(fetch_demo(cache_dir) if model in NAMES else model).expanduser()
     if path.name == _FILE:
         facts = read_model_config(str(path.parent))

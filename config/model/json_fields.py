@@ -1,4 +1,4 @@
-"""Typed, bounded access to the JSON files of a checkpoint. Knows none of their fields."""
+"""Typed, bounded access to the JSON files of a checkpoint."""
 
 import json
 import math
@@ -12,9 +12,10 @@ T = TypeVar("T")
 Json = dict[str, Any]
 
 MAX_JSON_BYTES = 32 * 2**20
-"""Of one settings file. Published ones stay below 2 MB, the index of 90,000 tensors below 10 MB."""
+"""Size limit of one file. Published ones are below 2 MB, the index of 90,000 tensors below 10
+MB."""
 MAX_COUNT = 2**48
-"""Largest whole number that any field may hold: products of a few of them stay exact."""
+"""Largest integer of any field: products of a few of them stay exact."""
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
@@ -22,12 +23,12 @@ _SHORT.maxlong = 60
 
 
 def shown(value: object) -> str:
-    """A value from a file as an error message shows it: its repr, cut short."""
+    """The shortened repr of a value from a file, for error messages."""
     return _SHORT.repr(value)
 
 
 def read_json(file: Path) -> Json:
-    """The object in `file`. ConfigError when it cannot be read, or holds something else."""
+    """The JSON object in `file`. ConfigError if it cannot be read or is not an object."""
     value = read_any_json(file)
     if not isinstance(value, dict):
         raise ConfigError(f"{file} holds a {type(value).__name__}, it must be an object")
@@ -35,10 +36,10 @@ def read_json(file: Path) -> Json:
 
 
 def read_any_json(file: Path) -> Any:
-    """What is in `file`. ConfigError when it cannot be read, or is larger than MAX_JSON_BYTES."""
+    """The JSON value in `file`. ConfigError if it cannot be read or exceeds MAX_JSON_BYTES."""
     try:
         with file.open("rb") as opened:
-            # One byte more, so that a file that grows meanwhile is refused too.
+            # One more byte, so that a file that grows meanwhile is refused too.
             data = opened.read(MAX_JSON_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
@@ -50,7 +51,7 @@ def read_any_json(file: Path) -> Any:
 
 
 def parse_json(data: bytes, name: str) -> Any:
-    """The value in `data`. ConfigError, which calls it `name`, when it is not JSON in UTF-8."""
+    """The JSON value in `data`. ConfigError with `name` if it is not JSON in UTF-8."""
     try:
         return json.loads(data.decode("utf-8"))
     except RecursionError:
@@ -79,7 +80,7 @@ class Fields:
         return value
 
     def count(self, name: str, default: int | None = None, *, most: int = MAX_COUNT) -> int:
-        """A whole number from 1 to `most`; without a default it must be there."""
+        """An integer from 1 to `most`; required without a default."""
         value = self.count_or_none(name, most=most)
         if value is None:
             value = default
@@ -88,7 +89,7 @@ class Fields:
         return value
 
     def count_or_none(self, name: str, *, most: int = MAX_COUNT) -> int | None:
-        """A whole number from 1 to `most`, if it is there."""
+        """An integer from 1 to `most`, if present."""
         value = self.get(name, int, None)
         if value is None:
             return None
@@ -106,7 +107,7 @@ class Fields:
         above: float = -math.inf,
         most: float = math.inf,
     ) -> float | None:
-        """A finite number of at least `least`, above `above` and at most `most`, if it is there."""
+        """A finite number of at least `least`, above `above` and at most `most`, if present."""
         value = self.raw.get(name)
         if value is None:
             return None
@@ -130,16 +131,16 @@ class Fields:
         return default if value is None else value
 
     def numbers(self, name: str, *, above: float = -math.inf) -> tuple[float, ...]:
-        """A list of finite numbers, each above `above`; empty when it is not there."""
+        """A list of finite numbers, each above `above`; empty if absent."""
         values = [_finite(value) for value in self.get(name, list, [])]
         if not all(value is not None and value > above for value in values):
-            wanted = "numbers only" if above == -math.inf else f"numbers above {above:g} only"
-            raise ConfigError(f"{name} in {self.file} must hold {wanted}")
+            expected = "numbers only" if above == -math.inf else f"numbers above {above:g} only"
+            raise ConfigError(f"{name} in {self.file} must hold {expected}")
         return tuple(value for value in values if value is not None)
 
 
 def _finite(value: object) -> float | None:
-    """`value` as a finite number; None when it is none."""
+    """`value` as a finite number, or None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:

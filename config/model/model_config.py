@@ -1,4 +1,4 @@
-"""ModelConfig: what a checkpoint says of itself. Reads config.json once; knows no tensors."""
+"""ModelConfig: the facts of a checkpoint, from its config.json and generation_config.json."""
 
 import re
 from dataclasses import dataclass, field
@@ -12,24 +12,24 @@ from config.model.json_fields import Fields, Json, read_json, shown
 GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 DTYPES = ("bfloat16", "float16", "float32")
 BLOCKS = "blocks.gguf.safetensors"
-"""The file beside the weights that keeps a GGUF file's own blocks."""
+"""The file next to the weights with the quantized blocks of a GGUF file."""
 
 _CLASS_NAME = re.compile(r"[A-Za-z0-9_]{1,100}\Z")
 
 MAX_LAYERS = 10_000
 MAX_POSITION = 2**24
-"""Of positions, windows and the like. The longest published context is 10,485,760 tokens."""
+"""Limit of positions and windows. The longest published context is 10,485,760 tokens."""
 MAX_WIDTH = 2**20
 MAX_VOCAB = 2**24
 MAX_TOKEN_ID = 2**32 - 1
 MAX_TOP_K = 2**31 - 1
 MAX_THETA = 1e30
-"""Well within float32, in which the frequencies are computed."""
+"""Well within float32, the dtype of the frequency computation."""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How rotary frequencies are stretched: the fields of a checkpoint's rope_scaling, typed."""
+    """The fields of a checkpoint's rope_scaling."""
 
     kind: str
     """default, linear, dynamic, llama3, yarn or longrope."""
@@ -49,9 +49,9 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One checkpoint's facts, told apart by `architecture`.
+    """The facts of one checkpoint.
 
-    Fields only some families have keep neutral defaults (no window, multiplier 1).
+    Fields that only some families have default to neutral values (no window, multiplier 1).
     """
 
     path: str
@@ -77,30 +77,31 @@ class ModelConfig:
     hidden_act: str = "silu"
     sliding_window: int | None = None
     window_layers: tuple[bool, ...] = ()
-    """One entry a layer: whether it looks only `sliding_window` back; empty: all do, if set."""
+    """Per layer, whether it uses `sliding_window`; empty: all do, if it is set."""
     embedding_multiplier: float = 1.0
     attention_multiplier: float | None = None
     """Replaces 1/sqrt(head_dim)."""
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
-    """Logits are divided by it."""
+    """Divisor of the logits."""
     is_causal: bool = True
-    """Whether a token sees only what comes before it."""
+    """Whether attention is causal."""
     encoder: EncoderConfig | None = None
-    """Set for the BERT family: no decoder, and no rotary positions."""
+    """Set for encoders of the BERT family, which have no rotary embedding."""
     dtype: str = "bfloat16"
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     generation_defaults: dict[str, float] = field(default_factory=dict)
-    """temperature, top_p, top_k, min_p, repetition_penalty of generation_config.json, if there."""
+    """temperature, top_p, top_k, min_p, repetition_penalty of generation_config.json, if
+    present."""
 
 
 def read_model_config(path: str) -> ModelConfig:
-    """What config.json and generation_config.json in folder `path` say.
+    """Read config.json and generation_config.json in folder `path`.
 
-    Reads the spellings of transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5
+    Accepts the field names of transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5
     (rope_parameters, dtype). ConfigError for a missing file or field, a value of the wrong type, a
-    quantised checkpoint, and a model that is neither a plain decoder nor an encoder of the BERT
+    quantized checkpoint, and a model that is neither a plain decoder nor an encoder of the BERT
     family.
     """
     file = Path(path) / "config.json"
@@ -112,29 +113,27 @@ def read_model_config(path: str) -> ModelConfig:
 
 
 def model_config_of(path: str, fields: Fields, generation: Fields) -> ModelConfig:
-    """As read_model_config, from the contents of the two files. Sizes are those that `fields`
-    gives, however large: config/checkpoint/shapes.py holds them to the tensors before anything is
-    built."""
+    """Like read_model_config, from the contents of the two files. Sizes are not limited here:
+    config/checkpoint/shapes.py compares them with the tensors before a model is built."""
     architecture = _architecture(fields)
-    _refuse_quantised(fields)
+    _refuse_quantized(fields)
     eos = generation.raw.get("eos_token_id", fields.raw.get("eos_token_id"))
     encoder = encoder_fields(architecture, fields)
-    own = encoder or _decoder_fields(fields)
+    facts = encoder or _decoder_fields(fields)
     return ModelConfig(
         path=path,
         architecture=architecture,
-        **own,
-        # Checkpoints that name no type are decoders in 16 bits, and older encoders in 32.
+        **facts,
+        # Without a dtype, decoders are in bfloat16 and older encoders in float32.
         dtype=_dtype(fields, "float32" if encoder else "bfloat16"),
-        eos_token_ids=_token_ids(eos, fields.file, own["vocab_size"]),
+        eos_token_ids=_token_ids(eos, fields.file, facts["vocab_size"]),
         bos_token_id=fields.get("bos_token_id", int, None),
         generation_defaults=_generation_defaults(generation),
     )
 
 
 def check_limits(facts: ModelConfig) -> None:
-    """Raise ConfigError for sizes beyond those of any model: where there are no tensors to compare
-    them with."""
+    """Raise ConfigError for sizes above those of any model, if there are no tensors to compare."""
     for name, value, most in (
         ("layers", facts.num_layers, MAX_LAYERS),
         ("tokens in its vocabulary", facts.vocab_size, MAX_VOCAB),
@@ -160,32 +159,32 @@ def _architecture(fields: Fields) -> str:
     return names[0]
 
 
-def _refuse_quantised(fields: Fields) -> None:
-    quantised = fields.raw.get("quantization_config")
-    if quantised:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+def _refuse_quantized(fields: Fields) -> None:
+    quantization = fields.raw.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         named = method if isinstance(method, str) else "method unnamed"
         raise ConfigError(
-            f"{fields.file} says that its weights are quantised ({shown(named)[1:-1]}): "
+            f"{fields.file} says that its weights are quantized ({shown(named)[1:-1]}): "
             "only bfloat16, float16 and float32 weights are supported yet"
         )
 
 
 def _decoder_fields(fields: Fields) -> Json:
-    own = {**_sizes(fields), **_positions(fields), **_layers(fields)}
-    rotated = int(own["head_dim"] * own["partial_rotary_factor"])
-    scaling: RopeScaling | None = own["rope_scaling"]
-    least = 4 if scaling is not None and scaling.kind == "dynamic" else 2
-    if rotated % 2 or rotated < least:
+    facts = {**_sizes(fields), **_positions(fields), **_layers(fields)}
+    rotated = int(facts["head_dim"] * facts["partial_rotary_factor"])
+    scaling: RopeScaling | None = facts["rope_scaling"]
+    minimum = 4 if scaling is not None and scaling.kind == "dynamic" else 2
+    if rotated % 2 or rotated < minimum:
         raise ConfigError(
-            f"{fields.file} rotates {rotated} of {own['head_dim']} entries of a head, it must be "
-            f"an even number of at least {least}"
+            f"{fields.file} rotates {rotated} of {facts['head_dim']} entries of a head, it must be "
+            f"an even number of at least {minimum}"
         )
-    return own
+    return facts
 
 
 def _sizes(fields: Fields) -> Json:
-    """How wide, how deep, and how its heads divide."""
+    """Vocabulary, widths, number of layers and heads."""
     hidden_size = fields.count("hidden_size")
     num_heads = fields.count("num_attention_heads")
     num_kv_heads = fields.count("num_key_value_heads", num_heads)
@@ -208,7 +207,7 @@ def _sizes(fields: Fields) -> Json:
 
 
 def _positions(fields: Fields) -> Json:
-    """How far it sees, and how it knows where."""
+    """Context length, rotary embedding and sliding window."""
     max_position = fields.count("max_position_embeddings", most=MAX_POSITION)
     theta, partial, scaling = _rope(fields, max_position)
     window, window_layers = _windows(fields, fields.count("num_hidden_layers"))
@@ -223,7 +222,7 @@ def _positions(fields: Fields) -> Json:
 
 
 def _layers(fields: Fields) -> Json:
-    """What its layers add and multiply."""
+    """Norms, biases, activation and multipliers of the layers."""
     attention_bias = fields.get("attention_bias", bool, False)
     return {
         "rms_norm_eps": fields.number("rms_norm_eps", 1e-6, above=0.0, most=1.0),
@@ -251,12 +250,11 @@ def _dtype(fields: Fields, default: str) -> str:
 
 
 def _windows(fields: Fields, num_layers: int) -> tuple[int | None, tuple[bool, ...]]:
-    """(tokens, which layers): layers are named one by one, or all from max_window_layers on, or
-    all."""
+    """(window, per layer whether it applies): from layer_types, or max_window_layers, or all."""
     window = fields.count_or_none("sliding_window", most=MAX_POSITION)
     if window is None or not fields.get("use_sliding_window", bool, True):
         return None, ()
-    # Here, because a list with an entry for each layer is made.
+    # Checked here because the result has an entry per layer.
     if num_layers > MAX_LAYERS:
         raise ConfigError(f"{fields.file} says {num_layers} layers, at most {MAX_LAYERS} are built")
     kinds = fields.get("layer_types", list, [])
@@ -278,7 +276,7 @@ def _windows(fields: Fields, num_layers: int) -> tuple[int | None, tuple[bool, .
 
 
 def _rope(fields: Fields, max_position: int) -> tuple[float, float, RopeScaling | None]:
-    """(theta, rotated share of a head, scaling). Version 5 keeps all three in one object."""
+    """(theta, rotated fraction of a head, scaling). Version 5 has all three in one object."""
     raw = fields.get("rope_parameters", dict, None) or fields.get("rope_scaling", dict, None) or {}
     if any(isinstance(value, dict) for value in raw.values()):
         raise ConfigError(
@@ -295,7 +293,7 @@ def _rope(fields: Fields, max_position: int) -> tuple[float, float, RopeScaling 
     kind = rope.get("rope_type", str, None) or rope.get("type", str, "default")
     if kind == "default":
         return theta, partial, None
-    # Names that the first Phi-3 checkpoints gave it.
+    # Names in the first Phi-3 checkpoints.
     if kind == "su" or (kind == "yarn" and "short_factor" in raw):
         kind = "longrope"
     return theta, partial, _scaling(rope, fields, kind, max_position)
@@ -307,7 +305,7 @@ def _scaling(rope: Fields, fields: Fields, kind: str, max_position: int) -> Rope
     original = original or fields.count_or_none(name, most=MAX_POSITION)
     factor = rope.number_or_none("factor", most=MAX_POSITION)
     if factor is None:
-        # The published longrope and some yarn checkpoints leave it to be worked out.
+        # The published longrope and some yarn checkpoints do not have it.
         factor = max_position / original if original else 1.0
     if factor <= 0:
         raise ConfigError(f"the rope factor in {fields.file} is {factor}, it must be above 0")
@@ -350,7 +348,7 @@ def _token_ids(value: object, file: Path, vocab_size: int) -> tuple[int, ...]:
             raise ConfigError(
                 f"eos_token_id of {file} is {shown(token)}, it must be at most {MAX_TOKEN_ID}"
             )
-    # Some files say -1 where there is no such token, and none beyond the vocabulary is sampled.
+    # Some files have -1 for no such token; ids beyond the vocabulary are never sampled.
     return tuple(token for token in ids if 0 <= token < vocab_size)
 
 

@@ -1,5 +1,5 @@
-"""How a model's hidden states become vectors: from its files, and from what the operator set.
-Knows no tensors."""
+"""PoolerConfig: how hidden states become vectors, from the checkpoint's files and
+--pooler-config."""
 
 import json
 from collections.abc import Mapping
@@ -21,14 +21,14 @@ from config.model.sentence_transformers import (
 from config.params.pooling import CLASSIFY, EMBED, SCORE, TOKEN_EMBED, PoolingFacts
 
 SIGMOID, SOFTMAX, IDENTITY = "sigmoid", "softmax", "identity"
-_OF_TORCH = {"Sigmoid": SIGMOID, "Softmax": SOFTMAX, "Identity": IDENTITY}
-_OF_PROBLEM = {
+_ACTIVATIONS = {"Sigmoid": SIGMOID, "Softmax": SOFTMAX, "Identity": IDENTITY}
+_PROBLEM_ACTIVATIONS = {
     "regression": IDENTITY,
     "single_label_classification": SOFTMAX,
     "multi_label_classification": SIGMOID,
 }
 MAX_LABELS = 2**20
-"""Each has a name, even if the checkpoint gives none."""
+"""Every label gets a name, even if the checkpoint has none."""
 CLASSIFIER = "ForSequenceClassification"
 GENERATOR = "ForCausalLM"
 
@@ -39,25 +39,25 @@ _TRUNCATIONS = ("is_matryoshka", "matryoshka_dimensions")
 
 @dataclass(frozen=True, slots=True)
 class PoolerConfig:
-    """What comes behind the last layer, and what front-ends are told of it."""
+    """What follows the last layer, and the facts for the API servers."""
 
     modes: tuple[str, ...]
-    """Of config.sentence_files.MODES; the vectors of several stand one behind the other."""
+    """Of sentence_transformers.MODES; the vectors of several modes are concatenated."""
     facts: PoolingFacts
     dense: tuple[DenseConfig, ...] = ()
     has_head: bool = False
-    """Whether a classification head takes the place of a vector."""
+    """Whether a classification head replaces the vector."""
     activation: str = IDENTITY
-    """What makes the head's logits numbers between 0 and 1."""
+    """Activation of the head's logits."""
     max_tokens: int | None = None
-    """Tokens of the longest text that sentence-transformers reads; None: as many as fit."""
+    """Tokens after which sentence-transformers truncates; None: no limit."""
 
 
 def choose_pooler(config: EngineConfig, model: ModelConfig) -> PoolerConfig | None:
-    """None for a model that generates; raises ConfigError where settings and files disagree.
+    """None for a model that generates. Raises ConfigError if settings and files disagree.
 
-    A model gives vectors if it is told to, if its architecture has no output head for tokens, or if
-    sentence-transformers' files lie beside it.
+    A model is served for pooling if the runner says so, if its architecture has no language-model
+    head, or if it has files of sentence-transformers.
     """
     architecture = model.architecture
     sentence = read_sentence_config(model.path)
@@ -79,13 +79,13 @@ def choose_pooler(config: EngineConfig, model: ModelConfig) -> PoolerConfig | No
         )
     if not model.is_causal and model.sliding_window is not None:
         raise ConfigError(f"{model.path} has a sliding window without being causal: not built here")
-    asked = _asked(config.pooler_config)
+    options = _options(config.pooler_config)
     if architecture.endswith(CLASSIFIER) and config.convert != "embed":
-        return _classifier(model, asked)
-    return _embedder(model, asked, sentence)
+        return _classifier(model, options)
+    return _embedder(model, options, sentence)
 
 
-def _embedder(model: ModelConfig, asked: Fields, sentence: SentenceConfig | None) -> PoolerConfig:
+def _embedder(model: ModelConfig, options: Fields, sentence: SentenceConfig | None) -> PoolerConfig:
     default = SentenceConfig(
         modes=(CLS if model.encoder else LAST,),
         includes_prompt=True,
@@ -97,10 +97,10 @@ def _embedder(model: ModelConfig, asked: Fields, sentence: SentenceConfig | None
         default_prompt=None,
     )
     found = sentence or default
-    mode = _asked_mode(asked)
+    mode = _mode_option(options)
     if mode is not None:
         found = replace(found, modes=(mode,))
-    normalizes = _asked_switch(asked)
+    normalizes = _normalize_option(options)
     width = model.hidden_size * len(found.modes)
     for dense in found.dense:
         if dense.in_size != width:
@@ -113,7 +113,7 @@ def _embedder(model: ModelConfig, asked: Fields, sentence: SentenceConfig | None
         width=width,
         token_width=model.hidden_size,
         normalizes=found.normalizes if normalizes is None else normalizes,
-        dimensions=_dimensions(model, asked),
+        dimensions=_dimensions(model, options),
         similarity=found.similarity,
         prompts=found.prompts,
         default_prompt=found.default_prompt,
@@ -123,14 +123,14 @@ def _embedder(model: ModelConfig, asked: Fields, sentence: SentenceConfig | None
     return PoolerConfig(found.modes, facts, found.dense, max_tokens=found.max_tokens)
 
 
-def _classifier(model: ModelConfig, asked: Fields) -> PoolerConfig:
+def _classifier(model: ModelConfig, options: Fields) -> PoolerConfig:
     fields = Fields(read_json(Path(model.path) / "config.json"), Path(model.path) / "config.json")
     labels = _labels(fields)
     one = len(labels) == 1
     mode = CLS if model.encoder else LAST
-    if _asked_mode(asked) not in (None, mode):
+    if _mode_option(options) not in (None, mode):
         raise ConfigError(f"the head of {model.path} was trained on {mode} alone (pooler-config)")
-    normalizes = _asked_switch(asked)
+    normalizes = _normalize_option(options)
     facts = PoolingFacts(
         tasks=(SCORE, CLASSIFY) if one else (CLASSIFY,),
         width=len(labels),
@@ -154,21 +154,21 @@ def _labels(fields: Fields) -> tuple[str, ...]:
 
 
 def _activation(fields: Fields, default: str) -> str:
-    """By name, as sentence-transformers writes it, or by the kind of problem."""
-    own = Fields(fields.get("sentence_transformers", dict, {}), fields.file)
-    name = own.get("activation_fn", str, None)
+    """By the name that sentence-transformers writes, or by problem_type."""
+    sentence = Fields(fields.get("sentence_transformers", dict, {}), fields.file)
+    name = sentence.get("activation_fn", str, None)
     name = name or fields.get("sbert_ce_default_activation_function", str, None)
     if name is not None:
         last = str(name).rsplit(".", 1)[-1]
-        if last not in _OF_TORCH:
+        if last not in _ACTIVATIONS:
             raise ConfigError(
                 f"the activation in {fields.file} is {shown(name)}, which is not built here"
             )
-        return _OF_TORCH[last]
-    return _OF_PROBLEM.get(fields.get("problem_type", str, None), default)
+        return _ACTIVATIONS[last]
+    return _PROBLEM_ACTIVATIONS.get(fields.get("problem_type", str, None), default)
 
 
-def _asked(text: str) -> Fields:
+def _options(text: str) -> Fields:
     """The fields of --pooler-config."""
     file = Path("pooler-config")
     if not text:
@@ -184,8 +184,8 @@ def _asked(text: str) -> Fields:
     return Fields(raw, file)
 
 
-def _asked_mode(asked: Fields) -> str | None:
-    given = [asked.get(name, str, None) for name in _TYPES]
+def _mode_option(options: Fields) -> str | None:
+    given = [options.get(name, str, None) for name in _TYPES]
     word = next((word.lower() for word in given if word), None)
     mode = {"last": LAST}.get(word or "", word)
     if mode is not None and mode not in MODES:
@@ -196,24 +196,24 @@ def _asked_mode(asked: Fields) -> str | None:
     return mode
 
 
-def _asked_switch(asked: Fields) -> bool | None:
-    given = [asked.get(name, bool, None) for name in _NORMALIZE]
+def _normalize_option(options: Fields) -> bool | None:
+    given = [options.get(name, bool, None) for name in _NORMALIZE]
     return next((value for value in given if value is not None), None)
 
 
-def _dimensions(model: ModelConfig, asked: Fields) -> tuple[int, ...] | None:
-    """As PoolingFacts.dimensions, by what the operator says, else the checkpoint."""
+def _dimensions(model: ModelConfig, options: Fields) -> tuple[int, ...] | None:
+    """PoolingFacts.dimensions, from --pooler-config, else from the checkpoint."""
     file = Path(model.path) / "config.json"
-    for fields in (asked, Fields(read_json(file), file)):
+    for fields in (options, Fields(read_json(file), file)):
         listed = fields.get("matryoshka_dimensions", list, None)
         if listed:
-            # Longer than any vector: front-ends are told of them as 64 bits.
+            # Bounded: API servers receive them in 64 bits.
             if not all(isinstance(size, int) and 0 < size <= MAX_COUNT for size in listed):
                 raise ConfigError(
                     f"matryoshka_dimensions in {fields.file} is {shown(listed)}, it must hold "
                     f"numbers from 1 to {MAX_COUNT}"
                 )
             return tuple(sorted(listed))
-        if (may := fields.get("is_matryoshka", bool, None)) is not None:
-            return None if may else ()
+        if (is_matryoshka := fields.get("is_matryoshka", bool, None)) is not None:
+            return None if is_matryoshka else ()
     return ()

@@ -1,5 +1,4 @@
-"""What sentence-transformers keeps beside a checkpoint: its modules, prompts and lengths. Reads
-files; knows no model and no settings."""
+"""The files of sentence-transformers next to a checkpoint: modules, prompts and lengths."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,8 +10,8 @@ from config.model.json_fields import Fields, Json, read_any_json, read_json, sho
 CLS, MEAN, MAX, LAST = "cls", "mean", "max", "lasttoken"
 WEIGHTED_MEAN, MEAN_SQRT_LEN = "weightedmean", "mean_sqrt_len_tokens"
 MODES = (CLS, MEAN, MAX, LAST, WEIGHTED_MEAN, MEAN_SQRT_LEN)
-"""How the hidden states of a text's tokens become one vector; the order of the older files, in
-which several make one vector behind the other."""
+"""How the hidden states of a text become one vector, in the order in which older files concatenate
+several."""
 
 _OLDER = {
     CLS: "pooling_mode_cls_token",
@@ -23,18 +22,18 @@ _OLDER = {
     LAST: "pooling_mode_lasttoken",
 }
 _MODELS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
-"""What the file of lengths was named after in the first releases; always bert since."""
+"""sentence_<model>_config.json: the first releases used several names, later ones always bert."""
 
 NO_LIMIT = 10**40
-"""Above what tokenizers' files say when they mean that there is no limit (int(1e30))."""
+"""Above the value that means no limit in tokenizer files (int(1e30))."""
 SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid", "SiLU")
-"""Of a dense module: names in torch.nn."""
+"""Activations of a dense module, by their names in torch.nn."""
 
 
 @dataclass(frozen=True, slots=True)
 class DenseConfig:
-    """One dense module: a product, perhaps with a bias, and an activation."""
+    """One dense module: a linear layer and an activation."""
 
     folder: str
     in_size: int
@@ -46,7 +45,7 @@ class DenseConfig:
 
 @dataclass(frozen=True, slots=True)
 class SentenceConfig:
-    """All that those files say."""
+    """The contents of those files."""
 
     modes: tuple[str, ...]
     includes_prompt: bool
@@ -60,47 +59,49 @@ class SentenceConfig:
 
 
 def read_sentence_config(folder: str) -> SentenceConfig | None:
-    """The files in `folder`; None when it holds no modules.json. Raises ConfigError for modules
-    that are not built here."""
+    """Read the files in `folder`; None without modules.json. Raises ConfigError for modules that
+    are not supported."""
     path = Path(folder)
     if not (path / "modules.json").is_file():
         return None
     kinds = _modules(path / "modules.json")
     pooling = next(
-        _fields(path / place / "config.json") for kind, place in kinds if kind == "Pooling"
+        _fields(path / subfolder / "config.json") for kind, subfolder in kinds if kind == "Pooling"
     )
     named = [path / f"sentence_{model}_config.json" for model in _MODELS]
     lengths = _fields(next((file for file in named if file.is_file()), named[0]))
-    # Where that file says nothing, the tokenizer's own limit counts.
+    # Fallback: the limit of the tokenizer.
     tokenizer = _fields(path / "tokenizer_config.json")
-    own = _fields(path / "config_sentence_transformers.json")
-    prompts = own.get("prompts", dict, {})
+    settings = _fields(path / "config_sentence_transformers.json")
+    prompts = settings.get("prompts", dict, {})
     if not all(isinstance(text, str) for text in prompts.values()):
-        raise ConfigError(f"prompts in {own.file} must be texts by name")
-    default = own.get("default_prompt_name", str, None)
+        raise ConfigError(f"prompts in {settings.file} must be texts by name")
+    default = settings.get("default_prompt_name", str, None)
     if default is not None and default not in prompts:
-        raise ConfigError(f"{own.file} has no prompt {shown(default)}, its default_prompt_name")
+        raise ConfigError(
+            f"{settings.file} has no prompt {shown(default)}, its default_prompt_name"
+        )
     return SentenceConfig(
         modes=_modes(pooling),
         includes_prompt=pooling.get("include_prompt", bool, True),
-        dense=tuple(_dense(path / place) for kind, place in kinds if kind == "Dense"),
+        dense=tuple(_dense(path / subfolder) for kind, subfolder in kinds if kind == "Dense"),
         normalizes=any(kind == "Normalize" for kind, _ in kinds),
         max_tokens=lengths.count_or_none("max_seq_length", most=NO_LIMIT)
         or tokenizer.count_or_none("model_max_length", most=NO_LIMIT),
         lowers_case=lengths.get("do_lower_case", bool, False),
-        similarity=_similarity(own),
+        similarity=_similarity(settings),
         default_prompt=default,
         prompts=prompts,
     )
 
 
 def _fields(file: Path) -> Fields:
-    """The fields of a file that need not be there."""
+    """The fields of an optional file."""
     return Fields(read_json(file) if file.is_file() else {}, file)
 
 
 def _modules(file: Path) -> list[tuple[str, str]]:
-    """(kind, folder) of each module in order; `Transformer` is the model itself, and left out."""
+    """(kind, folder) of each module in order, without `Transformer`, which is the model itself."""
     listed: Any = read_any_json(file)
     if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
         raise ConfigError(f"{file} must hold a list of modules")
@@ -109,10 +110,10 @@ def _modules(file: Path) -> list[tuple[str, str]]:
         entry: Json = one
         fields = Fields(entry, file)
         kind = str(fields.get("type", str, "")).rsplit(".", 1)[-1]
-        place = str(fields.get("path", str, ""))
-        if Path(place).is_absolute() or ".." in Path(place).parts:
-            raise ConfigError(f"{file} names the folder {shown(place)}, it must lie beside it")
-        kinds.append((kind, place))
+        subfolder = str(fields.get("path", str, ""))
+        if Path(subfolder).is_absolute() or ".." in Path(subfolder).parts:
+            raise ConfigError(f"{file} names the folder {shown(subfolder)}, it must lie beside it")
+        kinds.append((kind, subfolder))
     names = [kind for kind, _ in kinds]
     behind = [name for name in names[1:] if name != "Dropout"]
     middle = behind[1:-1] if behind[-1:] == ["Normalize"] else behind[1:]
@@ -132,13 +133,13 @@ def _modules(file: Path) -> list[tuple[str, str]]:
 
 
 def _modes(fields: Fields) -> tuple[str, ...]:
-    """Newer files name the modes, older ones have a switch for each."""
+    """Newer files name the modes, older ones have a boolean for each."""
     named = fields.raw.get("pooling_mode")
     if named is None:
         chosen = [mode for mode, name in _OLDER.items() if fields.get(name, bool, False)]
         named = chosen or MEAN
     modes = tuple(named) if isinstance(named, list) else (named,)
-    # Each once: a list that repeats them makes a vector of any width.
+    # Without repetitions: they would make a vector of any width.
     if not modes or not all(mode in MODES for mode in modes) or len(set(modes)) < len(modes):
         raise ConfigError(
             f"the pooling mode in {fields.file} is {shown(named)}, it must be of {', '.join(MODES)}"

@@ -1,1 +1,1 @@
-"""What one request may ask for: sampling, beam search, pooling, structured output."""
+"""Parameters of one request: sampling, beam search, pooling, structured output."""

@@ -1,4 +1,4 @@
-"""BeamSearchParams: what a caller may ask of a beam search. Knows nothing of models."""
+"""BeamSearchParams: the parameters of a beam search."""
 
 import math
 
@@ -6,20 +6,20 @@ import msgspec
 
 from config.errors import UserError
 
-MOST_LENGTH_PENALTY = 10.0
-"""Either way; far beyond it no float holds a score."""
+MAX_LENGTH_PENALTY = 10.0
+"""Absolute value; far above it scores overflow a float."""
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """How to search. Names and defaults are vLLM's; the results are those of `generate` of
+    """Names and defaults are vLLM's; the results are those of `generate` of
     transformers with `num_beams`. Raises `UserError` when a value is out of range."""
 
     beam_width: int
-    """Beams that are kept, and sequences that are given."""
+    """Number of beams, and of returned sequences."""
     max_tokens: int
     ignore_eos: bool = False
     temperature: float = 0.0
-    """Changes nothing: beams are compared by what the model says, and nothing is drawn."""
+    """Without effect: beams are ranked by raw log-probabilities, without sampling."""
     length_penalty: float = 1.0
     """A sequence's score is its log-probability divided by its length to this power."""
     include_stop_str_in_output: bool = False
@@ -33,11 +33,11 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
 
 def check_length_penalty(value: float) -> None:
-    """Raise UserError for what no score can be made of."""
+    """Raise UserError for a penalty that is out of range."""
     number = isinstance(value, (int, float)) and math.isfinite(value)
-    if not (number and abs(value) <= MOST_LENGTH_PENALTY):
+    if not (number and abs(value) <= MAX_LENGTH_PENALTY):
         raise UserError(
-            f"length_penalty is {value!r}, it must be between {-MOST_LENGTH_PENALTY:g} and "
-            f"{MOST_LENGTH_PENALTY:g}",
+            f"length_penalty is {value!r}, it must be between {-MAX_LENGTH_PENALTY:g} and "
+            f"{MAX_LENGTH_PENALTY:g}",
             param="length_penalty",
         )

@@ -1,5 +1,5 @@
-"""Pooling: what a caller may ask of a model that gives vectors, and what such a model says of
-itself. Knows no tensors and no text."""
+"""PoolingParams: the pooling parameters of one request; PoolingFacts: what a pooling model
+supports."""
 
 import msgspec
 
@@ -17,23 +17,24 @@ TASKS = (EMBED, TOKEN_EMBED, SCORE, CLASSIFY)
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """What to make of one text's (or pair's) hidden states.
+    """How to pool the hidden states of one text or pair.
 
-    Raises `UserError` for a value that no model takes; the engine refuses what its own does not.
+    Raises `UserError` for a value that no model supports; the engine refuses what its model does
+    not.
     """
 
     task: str = EMBED
     """One of TASKS."""
     dimensions: int | None = None
-    """The first so many numbers of a vector, cut before it is normalised; None: all."""
+    """Truncate the vector to this many numbers before it is normalized; None: all."""
     normalize: bool | None = None
-    """Vectors of length 1; for score and classify, numbers between 0 and 1 rather than logits.
-    None: as the model was made for."""
+    """Vectors of length 1; for score and classify, numbers between 0 and 1 instead of logits.
+    None: the model's default."""
     num_first: int = 0
-    """Tokens of the first text of a pair: those behind it have token type 1, where the model has
-    types. 0: there is one text."""
+    """Tokens of the first text of a pair; those after it have token type 1, if the model has token
+    types. 0: a single text."""
     num_skipped: int = 0
-    """Tokens at the front that are read and not pooled: a prompt that does not count."""
+    """Tokens at the front that are computed but not pooled: a prompt."""
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
@@ -44,8 +45,7 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             _at_least("dimensions", self.dimensions, 1)
             if self.task not in (EMBED, TOKEN_EMBED):
                 raise UserError(
-                    f"dimensions is {self.dimensions}, and {self.task} gives no vector that could "
-                    "be cut",
+                    f"dimensions is {self.dimensions}, and {self.task} gives no vector to truncate",
                     param="dimensions",
                 )
         _at_least("num_first", self.num_first, 0)
@@ -53,31 +53,31 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class PoolingFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """What a pooling model says of itself, in its config.json and in sentence-transformers' own
-    files beside it."""
+    """What a pooling model supports, from its config.json and the files of
+    sentence-transformers."""
 
     tasks: tuple[str, ...]
-    """Of TASKS, those it can do."""
+    """The supported TASKS."""
     width: int
     """Numbers in a vector of embed and classify."""
     token_width: int
     """Numbers in each vector of token_embed."""
     normalizes: bool = False
-    """Whether its vectors have length 1 unless asked otherwise."""
+    """Default of PoolingParams.normalize."""
     dimensions: tuple[int, ...] | None = ()
-    """Lengths that a vector may be cut to: it was trained for these; None: any; empty: none."""
+    """Lengths to which a vector may be truncated (Matryoshka); None: any; empty: none."""
     labels: tuple[str, ...] = ()
-    """Names of what classify gives numbers for."""
+    """Names of the classes."""
     similarity: str = "cosine"
-    """How its vectors are compared: cosine, dot, euclidean or manhattan."""
+    """How vectors are compared: cosine, dot, euclidean or manhattan."""
     prompts: dict[str, str] = {}
-    """Texts to put in front of an input, by name."""
+    """Prompts to put before an input, by name."""
     default_prompt: str | None = None
-    """The name of the one that is taken unless another is named."""
+    """Name of the default prompt."""
     includes_prompt: bool = True
-    """Whether a prompt's tokens are pooled with the others (see PoolingParams.num_skipped)."""
+    """Whether the prompt's tokens are pooled (see PoolingParams.num_skipped)."""
     lowers_case: bool = False
-    """Whether texts are written in small letters before they are tokenised."""
+    """Whether texts are converted to lower case before tokenization."""
 
 
 def _at_least(name: str, value: int, least: int) -> None:

@@ -1,4 +1,4 @@
-"""SamplingParams: what a caller may ask of sampling. Knows nothing of models or tokenizers."""
+"""SamplingParams: the sampling parameters of one request."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 64
-"""Every row of a batch takes the room of the most and the longest bad words in it."""
+"""Every row of a batch is padded to the largest number and length of bad words in it."""
 
 _TUPLES = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "bad_words_token_ids")
 _INTEGERS = (
@@ -34,7 +34,7 @@ _RANGES = (
     ("presence_penalty", -2, 2),
     ("frequency_penalty", -2, 2),
 )
-"""Numbers of which both ends are allowed."""
+"""(name, minimum, maximum), both included."""
 
 
 def _check(ok: bool, name: str, value: object, allowed: str) -> None:
@@ -47,10 +47,10 @@ def _finite(value: float) -> bool:
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """How to sample one request. Neutral values change nothing, bit for bit.
+    """How to sample one request. Neutral values change no bit of the logits.
 
     Names, ranges and defaults are those of the OpenAI API, and of vLLM for its extensions.
-    The order in which they apply: allowed and banned tokens, `min_tokens`, `logit_bias`; penalties;
+    They apply in this order: allowed and banned tokens, `min_tokens`, `logit_bias`; penalties;
     temperature; `min_p`; `top_k`; `top_p`. Raises `UserError` when a value is out of range.
     """
 
@@ -66,7 +66,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     max_tokens: int | None = 16
-    """None: as many as the context holds."""
+    """None: up to max_model_len."""
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -79,17 +79,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
-    """Filled in by the text pipeline from `bad_words`; may also be given directly."""
+    """Set by the text pipeline from `bad_words`; may also be given directly."""
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     """-1: the context; k: keep the last k tokens of the prompt."""
     structured_outputs: GrammarSpec | None = None
-    """The form that the output must have; may be given as `{kind: value}`."""
+    """The grammar of the output; may be given as `{kind: value}`."""
     thinking_token_budget: int | None = None
-    """Of the thinking before the form that `structured_outputs` says: at so many tokens it is
-    closed."""
+    """Maximum number of reasoning tokens before the output of `structured_outputs`."""
 
     def __post_init__(self) -> None:
         for name in _TUPLES:
@@ -104,7 +103,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """Whether sampling is argmax."""
         return self.temperature == 0 or self.top_k == 1 or self.min_p == 1
 
     def replace(self, **changes: Any) -> "SamplingParams":
@@ -119,8 +118,8 @@ def _check_grammar(params: SamplingParams) -> None:
     else:
         ok = value is None or isinstance(value, GrammarSpec)
         _check(ok, "structured_outputs", value, "a mapping of a kind to its value")
-    form, budget = params.structured_outputs, params.thinking_token_budget
-    if budget is not None and (form is None or form.thinking is None):
+    grammar, budget = params.structured_outputs, params.thinking_token_budget
+    if budget is not None and (grammar is None or grammar.thinking is None):
         raise UserError(
             "thinking_token_budget needs a reasoning parser, which only a server's chat has",
             param="thinking_token_budget",
@@ -132,7 +131,7 @@ def _is_integer(value: object) -> bool:
 
 
 def _check_kinds(params: SamplingParams) -> None:
-    """Offline nothing else stands between a caller's value and the device."""
+    """Offline this is the only check of a caller's values."""
     for name in _INTEGERS:
         value = getattr(params, name)
         _check(value is None or _is_integer(value), name, value, "an integer")
@@ -144,30 +143,32 @@ def _check_kinds(params: SamplingParams) -> None:
 
 
 def _check_counts(params: SamplingParams) -> None:
-    """How many: choices, tokens, log-probabilities."""
+    """Numbers of choices, tokens and log-probabilities."""
     _check(1 <= params.n <= MAX_N, "n", params.n, f"between 1 and {MAX_N}")
-    least, most = params.min_tokens, params.max_tokens
-    if most is not None:
-        _check(most >= 0, "max_tokens", most, "at least 1")
-        _check(least <= most, "min_tokens", least, f"at most max_tokens, which is {most}")
-    _check(least >= 0, "min_tokens", least, "at least 0")
+    min_tokens, max_tokens = params.min_tokens, params.max_tokens
+    if max_tokens is not None:
+        _check(max_tokens >= 0, "max_tokens", max_tokens, "at least 1")
+        fits = min_tokens <= max_tokens
+        _check(fits, "min_tokens", min_tokens, f"at most max_tokens, which is {max_tokens}")
+    _check(min_tokens >= 0, "min_tokens", min_tokens, "at least 0")
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(params, name)
         if value is not None:
             _check(0 <= value <= MAX_LOGPROBS, name, value, f"between 0 and {MAX_LOGPROBS}")
     budget = params.thinking_token_budget
     _check(budget is None or budget >= 0, "thinking_token_budget", budget, "at least 0")
-    kept = params.truncate_prompt_tokens
-    if kept is not None:
-        _check(kept == -1 or kept >= 1, "truncate_prompt_tokens", kept, "-1, or at least 1")
+    truncate = params.truncate_prompt_tokens
+    if truncate is not None:
+        ok = truncate == -1 or truncate >= 1
+        _check(ok, "truncate_prompt_tokens", truncate, "-1, or at least 1")
 
 
 def _check_shape(params: SamplingParams) -> None:
-    """What forms the distribution and the draw."""
-    for name, least, most in _RANGES:
+    """Parameters of the distribution, and the seed."""
+    for name, minimum, maximum in _RANGES:
         value = getattr(params, name)
-        ok = _finite(value) and least <= value <= most
-        _check(ok, name, value, f"between {least} and {most}")
+        ok = _finite(value) and minimum <= value <= maximum
+        _check(ok, name, value, f"between {minimum} and {maximum}")
     top_p, top_k, repetition = params.top_p, params.top_k, params.repetition_penalty
     _check(_finite(top_p) and 0 < top_p <= 1, "top_p", top_p, "greater than 0, and at most 1")
     _check(top_k >= -1, "top_k", top_k, "-1 or 0 (off), or at least 1")
@@ -210,7 +211,7 @@ def _check_bad_words(params: SamplingParams) -> None:
 
 
 def _as_tuple(params: SamplingParams, name: str) -> None:
-    """Let callers write a string or a list where we keep a tuple (None means none)."""
+    """Convert a string or a list to a tuple (None: empty)."""
     value = getattr(params, name)
     if isinstance(value, tuple) or (value is None and name == "allowed_token_ids"):
         return

@@ -1,5 +1,4 @@
-"""GrammarSpec: a form that an output must have, as its caller wrote it. Knows no tokens, and not
-whether the form can be compiled."""
+"""GrammarSpec: the grammar of an output as given in a request, before it is compiled."""
 
 import json
 from collections.abc import Mapping
@@ -11,28 +10,27 @@ from config.errors import UserError
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 FREE = "free"
-"""The kind of no form: any text, behind thinking that has a bound. No caller can ask for it."""
+"""Any text, after reasoning with a token limit. Internal: no request can set it."""
 MAX_CHARACTERS = 1 << 18
-"""Of one spec: 256 Ki characters; every sequence carries its own to the engine."""
+"""Of one spec: 256 Ki characters; every sequence sends its spec to the engine."""
 MAX_CHOICES = 10_000
 
 
 class ThinkingSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The thinking that an output may have before its form: from any of `opens` to any of
-    `closes`."""
+    """Reasoning before the grammar applies: from any of `opens` to any of `closes`."""
 
     opens: tuple[str, ...]
     closes: tuple[str, ...]
     is_inside: bool
-    """Whether the output begins inside; else it may open it as its first."""
+    """Whether the output begins inside the reasoning; else it may begin with one of `opens`."""
     skips_blanks: bool
-    """Whether line breaks may stand between the thinking and the form, which are neither."""
+    """Whether line breaks may separate the reasoning from the rest."""
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One of KINDS and its text: JSON for json (a schema), choice (a list of strings) and
-    structural_tag, the text itself for regex and grammar, nothing for json_object and FREE. Equal
-    specs compile to the same grammar."""
+    structural_tag, the pattern or grammar for regex and grammar, empty for json_object and FREE.
+    Equal specs compile to the same grammar."""
 
     kind: str
     text: str = ""
@@ -51,10 +49,10 @@ class GrammarSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
             raise _bad(f"{self.kind} has half a character (a lone surrogate)") from None
 
 
-def grammar_spec(asked: Mapping[str, Any]) -> GrammarSpec | None:
-    """The spec of `{kind: value}`, of which one may be set, as in a request's structured_outputs;
-    None when none is. Raises UserError."""
-    named = {name: value for name, value in asked.items() if not _asks_nothing(name, value)}
+def grammar_spec(fields: Mapping[str, Any]) -> GrammarSpec | None:
+    """The spec of a request's structured_outputs, `{kind: value}` with at most one kind set; None
+    if none is. Raises UserError."""
+    named = {name: value for name, value in fields.items() if not _is_unset(name, value)}
     strange = sorted(named.keys() - set(KINDS))
     if strange:
         raise _bad(f"structured_outputs has {strange[0][:40]!r}, it may have {', '.join(KINDS)}")
@@ -65,8 +63,8 @@ def grammar_spec(asked: Mapping[str, Any]) -> GrammarSpec | None:
     return None
 
 
-def _asks_nothing(name: str, value: object) -> bool:
-    # A schema may be false: that asks for what cannot be, not for nothing.
+def _is_unset(name: str, value: object) -> bool:
+    # A JSON schema may be false (nothing is valid), which is not the same as unset.
     return value is None or (value is False and name != "json")
 
 
@@ -78,7 +76,7 @@ def _json(value: object) -> GrammarSpec:
             raise _bad(f"the JSON schema is a string that is no JSON: {error}") from None
     if not isinstance(value, (dict, bool)):
         raise _bad(f"the JSON schema is {value!r:.40}, it must be an object")
-    return GrammarSpec("json", _dumped(value))
+    return GrammarSpec("json", _to_json(value))
 
 
 def _json_object(value: object) -> GrammarSpec:
@@ -101,7 +99,7 @@ def _choice(value: object) -> GrammarSpec:
     for one in value:
         if not isinstance(one, str) or not one:
             raise _bad(f"choice has {one!r:.40}, it must have strings that are not empty")
-    return GrammarSpec("choice", _dumped(list(value)))
+    return GrammarSpec("choice", _to_json(list(value)))
 
 
 def _structural_tag(value: object) -> GrammarSpec:
@@ -112,7 +110,7 @@ def _structural_tag(value: object) -> GrammarSpec:
             raise _bad(f"structural_tag is a string that is no JSON: {error}") from None
     if not isinstance(value, dict):
         raise _bad(f"structural_tag is {value!r:.40}, it must be an object")
-    return GrammarSpec("structural_tag", _dumped(value))
+    return GrammarSpec("structural_tag", _to_json(value))
 
 
 _SPECS = {
@@ -125,8 +123,8 @@ _SPECS = {
 }
 
 
-def _dumped(value: object) -> str:
-    """The order of keys stays: it is the order of an object's properties."""
+def _to_json(value: object) -> str:
+    """Compact JSON in the given order of keys, which is the order of an object's properties."""
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except (ValueError, TypeError, RecursionError) as error:
