@@ -133,7 +133,7 @@ async def _start(
     options = InputOptions(
         params,
         truncate=body.truncate_prompt_tokens,
-        keeps_end=body.truncation_side == "left",
+        keep_end=body.truncation_side == "left",
     )
     if isinstance(body, ChatPromptBody):
         processing = _process_conversation(state, request, body, options)
@@ -162,7 +162,7 @@ async def _process_conversation(
         if options.truncate is None:
             ids = await tokenizer.encode(text, special, max_tokens)
         else:
-            ids = await tokenizer.encode_part(text, special, max_tokens, from_end=options.keeps_end)
+            ids = await tokenizer.encode_part(text, special, max_tokens, from_end=options.keep_end)
     except TooManyTokens as error:
         raise processor.too_long(error.count, options, at_least=error.at_least) from None
     except TooManyCharacters as error:

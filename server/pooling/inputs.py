@@ -10,7 +10,7 @@ from config.errors import PromptTooLong, UserError
 from config.params.pooling import TOKEN_EMBED, PoolingFacts, PoolingParams
 from engine.transport.messages import Ready
 from server.pooling.pipeline import PoolingInput
-from server.text.pooling_inputs import InputRule, InputTooLong, Text
+from server.text.pooling_inputs import InputTooLong, Text, TextInputOptions
 from server.text.tokenizer import Tokenizer, TooManyCharacters
 
 MANY_IDS = 10_000
@@ -31,14 +31,14 @@ class InputOptions:
     """Whether that field is a list; errors then have an index."""
     truncate: int | None = None
     """Truncate inputs to this many tokens; -1: to the model's maximum."""
-    keeps_end: bool = False
+    keep_end: bool = False
     special: bool = True
     """Whether special tokens are added to texts."""
     prompt_name: str | None = None
     """Which of the model's prompts is put before a text; None: the default one."""
-    most_first: int | None = None
+    max_first_tokens: int | None = None
     """Truncate the first text of a pair to this many tokens."""
-    most_second: int | None = None
+    max_second_tokens: int | None = None
 
     def item(self, index: int) -> str:
         """The name of an input in errors."""
@@ -128,15 +128,15 @@ class InputProcessor:
         if self._tokenizer is None:
             raise UserError("this server has no tokenizer, send token ids", param=options.param)
         prefix = self._prefix(options.prompt_name)
-        rule = InputRule(
+        rule = TextInputOptions(
             most=self.limit(options.truncate),
             cuts=options.truncate is not None,
-            keeps_end=options.keeps_end,
+            keep_end=options.keep_end,
             special=options.special,
             prefix=prefix,
-            lowers_case=self.facts.lowers_case,
-            most_first=options.most_first,
-            most_second=options.most_second,
+            lowercase=self.facts.lowers_case,
+            max_first_tokens=options.max_first_tokens,
+            max_second_tokens=options.max_second_tokens,
         )
         try:
             tokenized = await self._tokenizer.encode_inputs(texts, rule)
@@ -191,7 +191,7 @@ class InputProcessor:
             if len(ids) > max_tokens:
                 if options.truncate is None:
                     raise self.too_long(len(ids), options, index)
-                ids = ids[-max_tokens:] if options.keeps_end else ids[:max_tokens]
+                ids = ids[-max_tokens:] if options.keep_end else ids[:max_tokens]
             inputs.append(PoolingInput(ids, options.params))
         return inputs
 
@@ -239,8 +239,8 @@ class InputProcessor:
     ) -> int:
         """Tokens of the prompt with the special tokens before it, counted as sentence-transformers
         does: without a special token at its end, which is not there before a text."""
-        rule = InputRule(
-            self.max_tokens, special=options.special, lowers_case=self.facts.lowers_case
+        rule = TextInputOptions(
+            self.max_tokens, special=options.special, lowercase=self.facts.lowers_case
         )
         try:
             (tokens,) = await tokenizer.encode_inputs([prefix], rule)

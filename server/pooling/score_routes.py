@@ -86,9 +86,9 @@ async def _scores(
         names,
         normalize=body.normalizes,
         truncate=body.truncate_prompt_tokens,
-        keeps_end=body.truncation_side == "left",
-        most_first=body.max_tokens_per_query or None,
-        most_second=body.max_tokens_per_doc or None,
+        keep_end=body.truncation_side == "left",
+        max_first_tokens=body.max_tokens_per_query or None,
+        max_second_tokens=body.max_tokens_per_doc or None,
     )
     with CancelOnDisconnect(request.receive):
         inputs = await pair_inputs(processor, pairs)

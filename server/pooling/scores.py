@@ -24,9 +24,9 @@ class TextPairs:
     """The fields of the first and second texts, for errors."""
     normalize: bool | None = None
     truncate: int | None = None
-    keeps_end: bool = False
-    most_first: int | None = None
-    most_second: int | None = None
+    keep_end: bool = False
+    max_first_tokens: int | None = None
+    max_second_tokens: int | None = None
 
     def __post_init__(self) -> None:
         """Raises UserError unless there are as many first texts as second ones, or one."""
@@ -56,17 +56,21 @@ async def pair_inputs(processor: InputProcessor, pairs: TextPairs) -> list[Pooli
         param=second,
         is_list=len(pairs.seconds) > 1,
         truncate=pairs.truncate,
-        keeps_end=pairs.keeps_end,
-        most_first=pairs.most_first,
-        most_second=pairs.most_second,
+        keep_end=pairs.keep_end,
+        max_first_tokens=pairs.max_first_tokens,
+        max_second_tokens=pairs.max_second_tokens,
     )
     if task == SCORE:
         firsts = pairs.firsts * len(pairs.seconds) if len(pairs.firsts) == 1 else pairs.firsts
         both: list[Text] = list(zip(firsts, pairs.seconds, strict=True))
         return await processor.texts(both, options)
     # A single text counts as the first of a pair.
-    first_options = replace(options, param=first, is_list=len(pairs.firsts) > 1, most_second=None)
-    second_options = replace(options, most_first=pairs.most_second, most_second=None)
+    first_options = replace(
+        options, param=first, is_list=len(pairs.firsts) > 1, max_second_tokens=None
+    )
+    second_options = replace(
+        options, max_first_tokens=pairs.max_second_tokens, max_second_tokens=None
+    )
     return [
         *await processor.texts(pairs.firsts, first_options),
         *await processor.texts(pairs.seconds, second_options),

@@ -1,8 +1,8 @@
-"""Chat templates: which template a conversation is rendered by, and where it runs.
+"""Chat templates: which template renders a chat, and where it runs.
 
-The model's own template runs on threads, where it is stopped when its time is up; for short
-conversations on the event loop once it was seen to be quick, where another thread stops it. A
-template that a request brings runs in a disposable process with limits.
+The model's own template runs on threads with a time limit; for short chats on the event loop if the
+last one was fast, where a watchdog thread stops it. A template of a request runs in a disposable
+process with limits.
 """
 
 import asyncio
@@ -33,26 +33,26 @@ from server.text.template_renderer import (
 )
 
 TIME_LIMIT_S = 1.5
-"""What a conversation that is refused for it waits for its answer."""
+"""Time limit of a rendering."""
 MAX_PENDING = 1_024
-"""Conversations that may wait for a thread."""
+"""Maximum number of renderings that wait for a thread."""
 SHORT_CHARACTERS = 2_000
-SHORT_MESSAGES = 32
-QUICK_S = 0.002
-"""Where the server's own template took less for the last short conversation, the next one is
-rendered where it is asked for: a thread costs several times what the rendering does."""
+MAX_INLINE_MESSAGES = 32
+MAX_INLINE_S = 0.002
+"""If the model's template took less for the last short chat, the next one is rendered on the event
+loop: a thread costs several times as much as the rendering."""
 INLINE_LIMIT_S = 0.03
-"""Processor time after which that is stopped, and goes on on a thread."""
+"""CPU time after which a rendering on the event loop is stopped and restarted on a thread."""
 INLINE_POLL_S = 0.02
 INLINE_IDLE_POLLS = 50
 STOP_GRACE_S = 0.3
-"""How long a stopped template may take to notice, before its thread is given up for the request."""
+"""How long to wait for a stopped template before the request gives up on its thread."""
 T = TypeVar("T")
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 def read_template(given: str) -> str:
-    """The template that `--chat-template` means: a file, or the text itself. Raises ConfigError."""
+    """The template of `--chat-template`: a file, or the text itself. Raises ConfigError."""
     if any(mark in given for mark in ("{{", "{%", "\n")):
         return given
     try:
@@ -64,7 +64,7 @@ def read_template(given: str) -> str:
 
 
 class ChatTemplate:
-    """Renders conversations within `time_limit_s` and `max_characters`."""
+    """Renders chats within `time_limit_s` and `max_characters`."""
 
     def __init__(
         self,
@@ -89,9 +89,9 @@ class ChatTemplate:
         self._isolation = isolation
         self._generic_tools = generic_tools
         self._uses_generic_tools: bool | None = None
-        self._inline = _InlineWatch()
+        self._inline = _InlineWatchdog()
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="template")
-        # Apart from the model's own, which must not wait for what a request brings.
+        # Separate threads: the model's template must not wait for templates of requests.
         self._isolated = ThreadPoolExecutor(threads, thread_name_prefix="isolated-template")
         self._pending = 0
 
@@ -124,11 +124,11 @@ class ChatTemplate:
         template: str | None = None,
         mark: TextMarker | None = None,
     ) -> str:
-        """The prompt. Raises UserError for what the template refuses, and when it is too slow or
-        makes too much; Overloaded when too many conversations wait.
+        """The prompt. Raises UserError for what the template rejects, and if it is too slow or its
+        text too long; Overloaded if too many renderings wait.
 
-        `kwargs` are the caller's own variables; `template` replaces the model's. `mark` is called
-        on all that the caller wrote, as the template will read it.
+        `kwargs` are chat_template_kwargs; `template` replaces the model's. `mark` is applied to all
+        text of the caller.
         """
         if continue_final_message and add_generation_prompt:
             raise UserError(
@@ -144,32 +144,30 @@ class ChatTemplate:
                     param="chat_template_kwargs",
                 )
         source = self._source(template, tools)
-        given = {**(kwargs or {}), "tools": tools, "documents": documents}
+        variables = {**(kwargs or {}), "tools": tools, "documents": documents}
         options = {**self._special_tokens, "add_generation_prompt": add_generation_prompt}
         is_short = not (template or tools or documents or kwargs) and _is_short(messages)
-        conversation = RenderRequest(
-            source, messages, given, options, continue_final_message, self._generic_tools
+        request = RenderRequest(
+            source, messages, variables, options, continue_final_message, self._generic_tools
         )
-        is_foreign = template is not None and template not in self._sources
-        if not is_foreign and is_short and self._may_run_inline(source):
+        is_from_request = template is not None and template not in self._sources
+        if not is_from_request and is_short and self._may_run_inline(source):
             try:
-                return self._inline.run(partial(self._render, conversation, mark, is_timed=True))
+                return self._inline.run(partial(self._render, request, mark, is_timed=True))
             except TooSlow:
                 self._forbid_inline(source)
         if self._pending >= MAX_PENDING:
-            raise Overloaded(f"{self._pending} conversations wait for their template")
+            raise Overloaded(f"{self._pending} chats wait for their template")
         self._pending += 1
         try:
-            if is_foreign and self._isolation is not None:
-                return await self._render_isolated(self._isolation, conversation, mark)
-            return await self._run(
-                _Job(partial(self._render, conversation, mark, is_timed=is_short))
-            )
+            if is_from_request and self._isolation is not None:
+                return await self._render_isolated(self._isolation, request, mark)
+            return await self._run(_Job(partial(self._render, request, mark, is_timed=is_short)))
         finally:
             self._pending -= 1
 
     def close(self) -> None:
-        """Let the threads go; what still waits is dropped."""
+        """Stop the threads; waiting renderings are dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._isolated.shutdown(wait=False, cancel_futures=True)
         self._inline.close()
@@ -191,20 +189,20 @@ class ChatTemplate:
         return True
 
     def _may_run_inline(self, source: str) -> bool:
-        known = self._renderer.known(source)
-        if known is None or known.last_s is None or known.was_stopped:
+        compiled = self._renderer.cached(source)
+        if compiled is None or compiled.last_s is None or compiled.was_stopped:
             return False
-        return known.last_s < QUICK_S
+        return compiled.last_s < MAX_INLINE_S
 
     def _forbid_inline(self, source: str) -> None:
-        known = self._renderer.known(source)
-        if known is not None:
-            known.was_stopped = True
+        compiled = self._renderer.cached(source)
+        if compiled is not None:
+            compiled.was_stopped = True
 
     def _render(
-        self, conversation: RenderRequest, mark: TextMarker | None, *, is_timed: bool = False
+        self, request: RenderRequest, mark: TextMarker | None, *, is_timed: bool = False
     ) -> str:
-        return self._renderer.render(conversation, mark, is_timed=is_timed)
+        return self._renderer.render(request, mark, is_timed=is_timed)
 
     def _source(self, template: str | None, tools: list[dict[str, Any]] | None) -> str:
         if template is not None:
@@ -227,7 +225,7 @@ class ChatTemplate:
         future = asyncio.get_running_loop().run_in_executor(self._threads, job.run)
         try:
             while True:
-                # Time in line does not count, so the limit runs from where the thread began.
+                # Queue time does not count: the limit runs from the start on the thread.
                 left_s = self._time_limit_s - job.seconds()
                 if left_s <= 0:
                     job.stop()
@@ -251,9 +249,9 @@ class ChatTemplate:
         )
 
     async def _render_isolated(
-        self, isolation: ForkServer, conversation: RenderRequest, mark: TextMarker | None
+        self, isolation: ForkServer, request: RenderRequest, mark: TextMarker | None
     ) -> str:
-        fields = {name: getattr(conversation, name) for name in conversation.__struct_fields__}
+        fields = {name: getattr(request, name) for name in request.__struct_fields__}
         payload = json.dumps({**fields, "is_marked": mark is not None}).encode()
         call = partial(isolation.call, payload)
         try:
@@ -262,16 +260,16 @@ class ChatTemplate:
             raise UserError(
                 f"the chat template was stopped: {error}", param="chat_template"
             ) from None
-        told: dict[str, Any] = json.loads(answer)
-        if "text" in told:
-            return str(told["text"])
-        kind = TextTooLong if told["is_too_long"] else UserError
-        raise kind(told["error"], param=told["param"])
+        reply: dict[str, Any] = json.loads(answer)
+        if "text" in reply:
+            return str(reply["text"])
+        kind = TextTooLong if reply["is_too_long"] else UserError
+        raise kind(reply["error"], param=reply["param"])
 
 
 def _is_short(messages: list[Message]) -> bool:
-    """Whether these are a few messages with little text and nothing else."""
-    if len(messages) > SHORT_MESSAGES:
+    """Whether these are few messages with little text and no other fields."""
+    if len(messages) > MAX_INLINE_MESSAGES:
         return False
     texts = [message.get("content") for message in messages if len(message) == 2]
     words = [text for text in texts if isinstance(text, str)]
@@ -279,7 +277,7 @@ def _is_short(messages: list[Message]) -> bool:
 
 
 class _Job(Generic[T]):
-    """A call that another thread can stop, once."""
+    """A call that another thread can stop once."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._call = call
@@ -291,7 +289,7 @@ class _Job(Generic[T]):
         self._was_stopped = False
 
     def run(self) -> T:
-        """What the call gives. Raises TooSlow when it was stopped."""
+        """The result of the call. Raises TooSlow if it was stopped."""
         with self._lock:
             self._thread = threading.get_ident()
             self._clock = time.pthread_getcpuclockid(self._thread)
@@ -303,23 +301,23 @@ class _Job(Generic[T]):
             with self._lock:
                 thread, self._thread = self._thread, None
                 if self._was_stopped:
-                    # A stop that has not struck yet must not hit what the thread does next.
+                    # A pending stop must not hit the thread's next task.
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread or 0), None)
 
     def seconds(self) -> float:
-        """How long it runs; 0 while it waits for a thread."""
+        """Running time; 0 while it waits for a thread."""
         return 0.0 if self._began_s is None else time.monotonic() - self._began_s
 
     def cpu_seconds(self) -> float:
-        """Processor time that it took so far; 0 when it is not running."""
+        """CPU time so far; 0 if it is not running."""
         with self._lock:
             if self._thread is None:
                 return 0.0
             return time.clock_gettime(self._clock) - self._began_cpu_s
 
     def stop(self) -> None:
-        """Raise TooSlow where the call is now; nothing happens if it is not running. Once: a second
-        one could strike when the first has ended the call."""
+        """Raise TooSlow in the call if it is running. Only once: a second one could hit after the
+        first has ended the call."""
         with self._lock:
             if self._thread is not None and not self._was_stopped:
                 self._was_stopped = True
@@ -328,10 +326,10 @@ class _Job(Generic[T]):
                 )
 
 
-class _InlineWatch:
-    """Stops calls on the event loop that take more than INLINE_LIMIT_S of processor time. A thread
-    looks every INLINE_POLL_S, as long as there are calls: to wake it for each would cost more than
-    most calls."""
+class _InlineWatchdog:
+    """Stops calls on the event loop that take more than INLINE_LIMIT_S of CPU time. A thread polls
+    every INLINE_POLL_S while there are calls: to wake it for each call would cost more than most
+    calls."""
 
     def __init__(self) -> None:
         self._job: _Job[str] | None = None
@@ -342,7 +340,7 @@ class _InlineWatch:
         self._is_closed = False
 
     def run(self, call: Callable[[], str]) -> str:
-        """What `call` gives. Raises TooSlow."""
+        """The result of `call`. Raises TooSlow."""
         self._num_calls += 1
         if not self._is_watched:
             self._start()
@@ -375,7 +373,7 @@ class _InlineWatch:
                 seen = self._num_calls
             self._wake.clear()
             self._is_watched = False
-            # A call that began before that line was seen to be watched.
+            # A call that started before this line counts as watched.
             if self._num_calls == seen and not self._is_closed:
                 self._wake.wait()
             self._is_watched = True

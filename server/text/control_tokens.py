@@ -1,10 +1,9 @@
-"""Control tokens' texts inside messages, kept from becoming control tokens. Knows no template.
+"""Keeps control-token text in messages from becoming control tokens.
 
-A template writes control tokens and messages into one text. So that they can be told apart there, a
-mark that nobody can guess is put into each control text of a message before the template runs.
-Afterwards the template's own control tokens, which have no mark, are renamed to words that nobody
-can guess either, the marks are taken out, and a copy of the tokenizer, to which only the new names
-are control tokens, encodes what is left.
+A template mixes control tokens and messages in one text. To tell them apart, a random mark is put
+into each control-token text of a message before the template runs. Then the template's own control
+tokens, which have no mark, are renamed to random words, the marks are removed, and a copy of the
+tokenizer that knows only the new names as control tokens encodes the result.
 """
 
 import itertools
@@ -23,20 +22,20 @@ _PRIVATE_USE = range(0xE000, 0xF900)
 
 
 class ControlMarker:
-    """Breaks the texts of control tokens by a mark. Safe to call from any thread."""
+    """Splits control-token texts with a mark. Thread-safe."""
 
     def __init__(self, control_texts: Iterable[str], elusive: Iterable[str], mark: str) -> None:
-        """`elusive` are those of `control_texts` that cannot be broken."""
+        """`elusive` are the `control_texts` that cannot be split."""
         self.mark = mark
         self._control_texts = list(control_texts)
         self._elusive = set(elusive)
         self._control = _any_of(self._control_texts)
         breakable = [text for text in self._control_texts if text not in self._elusive]
-        self._beginnings = {text[:end] for text in breakable for end in range(1, len(text))}
+        self._prefixes = {text[:end] for text in breakable for end in range(1, len(text))}
         self._longest = max(map(len, self._control_texts), default=0)
 
     def to_dict(self) -> dict[str, Any]:
-        """What `of_facts` makes an equal one from, as JSON has it."""
+        """JSON fields for `from_dict`."""
         return {
             "control_texts": self._control_texts,
             "elusive": sorted(self._elusive),
@@ -48,8 +47,8 @@ class ControlMarker:
         return cls(**facts)
 
     def mark_texts(self, value: Any) -> Any:
-        """A copy of messages, or of parts of them, with every control text broken by a mark.
-        Raises UserError for one that this tokenizer cannot take for plain text."""
+        """A copy of messages, or of parts of them, with a mark in every control-token text. Raises
+        UserError for one that this tokenizer cannot encode as plain text."""
         if isinstance(value, str):
             return self._marked_text(value)
         if isinstance(value, dict):
@@ -59,34 +58,34 @@ class ControlMarker:
         return value
 
     def _marked_text(self, text: str) -> str:
-        places: set[int] = set()
+        positions: set[int] = set()
         start = 0
-        # From the next character on: texts of control tokens may overlap.
+        # Continue at the next character: control-token texts may overlap.
         while found := self._control.search(text, start):
             if found[0] in self._elusive:
                 raise _refused(found[0])
             start = found.start() + 1
-            places.add(start)
-        # What the template writes next, perhaps without our blanks, must not complete what this
-        # text begins.
+            positions.add(start)
+        # What the template writes next, perhaps after trimming, must not complete a control token
+        # that this text starts.
         for end in (len(text), len(text.rstrip())):
             for start in range(max(0, end - self._longest), end):
-                if text[start:end] in self._beginnings:
-                    places.add(start + 1)
-        if not places:
+                if text[start:end] in self._prefixes:
+                    positions.add(start + 1)
+        if not positions:
             return text
-        cuts = [0, *sorted(places), len(text)]
+        cuts = [0, *sorted(positions), len(text)]
         return self.mark.join(text[a:b] for a, b in itertools.pairwise(cuts))
 
 
 class ControlTokenEncoder:
-    """For one tokenizer. Safe to call from any thread."""
+    """Encodes marked texts for one tokenizer. Thread-safe."""
 
     def __init__(self, encoder: Encoder) -> None:
         added = encoder.get_added_tokens_decoder()
         special = {token.content: i for i, token in added.items() if token.special}
         self._token_of = {token_id: text for text, token_id in special.items()}
-        # Whether these are found depends on more than their own text, or they cannot be broken.
+        # Their matching depends on more than their own text, or they cannot be split.
         elusive = {
             token.content
             for token in added.values()
@@ -94,30 +93,32 @@ class ControlTokenEncoder:
         }
         self._names = {text: secrets.token_hex(16) for text in special if text not in elusive}
         mark = "".join(chr(secrets.choice(_PRIVATE_USE)) for _ in range(_MARK_CHARACTERS))
-        # A template may write a text as JSON.
+        # A template may write a text as JSON, with the mark escaped.
         self._marks = re.compile(f"{mark}|{re.escape(json.dumps(mark)[1:-1])}")
         self.marker = ControlMarker(special, elusive, mark)
         self.marked = self.marker.mark_texts
-        # Tokens that are no control tokens compete for the same text.
+        # Other added tokens compete for the same text.
         others = (t.content for t in added.values() if not t.special and not t.normalized)
         self._competing = _any_of((*self._names, *others))
-        self._twin = _renamed(encoder, self._names)
+        self._renamed_encoder = _renamed(encoder, self._names)
         self._ids = {
-            self._twin.token_to_id(self._names.get(token.content, token.content)): token_id
+            self._renamed_encoder.token_to_id(
+                self._names.get(token.content, token.content)
+            ): token_id
             for token_id, token in added.items()
         }
 
     def is_marked(self, text: str) -> bool:
-        """Whether a message's control text has come into `text`."""
+        """Whether `text` contains a marked control-token text."""
         return self._marks.search(text) is not None
 
     def unmarked(self, text: str) -> str:
-        """`text` as it was meant."""
+        """`text` without marks."""
         return self._marks.sub("", text)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a marked text. Raises UserError if the model's own vocabulary makes a
-        control token of what should be plain text."""
+        """Token ids of a marked text. Raises UserError if the model's vocabulary turns plain text
+        into a control token."""
         renamed = self._competing.sub(lambda m: self._names.get(m[0], m[0]), text)
         normalize_messages = self.unmarked(renamed)
         bare = self._encoded(normalize_messages, add_special_tokens=False)
@@ -132,19 +133,21 @@ class ControlTokenEncoder:
         return [self._ids.get(token_id, token_id) for token_id in ids]
 
     def _encoded(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        encodings = self._twin.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        encodings = self._renamed_encoder.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
         ids: list[int] = encodings[0].ids
         return ids
 
 
 def _any_of(texts: Iterable[str]) -> "re.Pattern[str]":
-    """Matches as the library does: the first of `texts` to begin, the longest of those."""
+    """Matches like the tokenizers library: the leftmost of `texts`, the longest of those."""
     ordered = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered)) or "(?!)")
 
 
 def _renamed(encoder: Encoder, names: Mapping[str, str]) -> Encoder:
-    """A copy of `encoder` whose added tokens are found by other names."""
+    """A copy of `encoder` with other names for its added tokens."""
     described = json.loads(encoder.to_str())
     for token in described["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])

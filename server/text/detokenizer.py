@@ -1,4 +1,4 @@
-"""Detokenizers: token ids in, text that can no longer change out. Know no requests and no stops."""
+"""Incremental detokenizers: token ids in, text that can no longer change out."""
 
 import codecs
 from typing import Protocol
@@ -8,24 +8,23 @@ from server.text.tokenizer import MAX_CHARACTER_BYTES, Tokenizer
 
 REPLACEMENT = "\ufffd".encode()
 CONTEXT_TOKENS = 2 * MAX_CHARACTER_BYTES
-"""Tokens before the first new one that decide how it is written."""
+"""Tokens of context that affect the text of the first new one."""
 
 
 class Detokenizer(Protocol):
     """The text of one sequence, piece by piece.
 
-    With `prompt + output` decoded at once as the reference, the pieces joined are what follows the
-    part of it that the prompt alone makes certain. U+FFFD comes only for bytes that are no UTF-8,
-    or that the output leaves unfinished; a character that the prompt began is the prompt's unless
-    the output completes it.
+    The joined pieces equal the decoding of `prompt + output` after the part that the prompt alone
+    determines. U+FFFD appears only for invalid UTF-8 and for a character that the output leaves
+    incomplete; a character that the prompt started belongs to the output only if that completes it.
     """
 
     def push(self, ids: list[int]) -> str:
-        """The text that `ids` make certain."""
+        """The text that `ids` complete."""
         ...
 
     def flush(self) -> str:
-        """The rest, when nothing can follow."""
+        """The rest, when no token follows."""
         ...
 
 
@@ -36,8 +35,8 @@ def make_detokenizer(
     spaces_between_special_tokens: bool = True,
     shown: frozenset[int] = frozenset(),
 ) -> Detokenizer:
-    """The right kind for `tokenizer`, with `prompt` already behind it. `shown` are special tokens
-    that are never skipped."""
+    """A detokenizer for `tokenizer` after `prompt`. `shown`: special tokens that are never
+    skipped."""
     if tokenizer.rule is None:
         return WindowDetokenizer(
             tokenizer, prompt, skip_special_tokens, spaces_between_special_tokens, shown
@@ -47,19 +46,19 @@ def make_detokenizer(
 
 
 class ByteDetokenizer:
-    """For tokens that each stand for bytes of their own: under 1 us a token, whatever came before.
+    """For tokens with bytes of their own: under 1 us a token, independent of the context.
 
-    (The tokenizers library's DecodeStream holds invalid bytes back without end, and raises when a
-    run of fallback bytes turns invalid after a whole character of it was sent.)
+    (The DecodeStream of the tokenizers library buffers invalid bytes without limit, and raises when
+    a run of fallback bytes becomes invalid after a whole character of it was sent.)
     """
 
     def __init__(self, pieces: TokenBytesTable, prompt: list[int], strip_first: int) -> None:
         self._pieces = pieces
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        # A character that the prompt leaves unfinished stays in the decoder; its text is dropped.
+        # A character that the prompt leaves incomplete stays in the decoder; its text is dropped.
         self._decoder.decode(b"".join([pieces[i] for i in prompt[-CONTEXT_TOKENS:]]))
-        self._begun: bytes = self._decoder.getstate()[0]
-        """The bytes of that character so far, until it has an end."""
+        self._incomplete: bytes = self._decoder.getstate()[0]
+        """The bytes of that character until it is complete."""
         at_the_start = strip_first > 0 and not any(pieces[i] for i in prompt)
         self._strip = strip_first if at_the_start else 0
 
@@ -72,12 +71,12 @@ class ByteDetokenizer:
 
     def _decoded(self, data: bytes, final: bool = False) -> str:
         text = self._decoder.decode(data, final)
-        if self._begun:
-            self._begun += data
+        if self._incomplete:
+            self._incomplete += data
             if text:
-                if text[0] == "\ufffd" and not self._begun.startswith(REPLACEMENT):
+                if text[0] == "\ufffd" and not self._incomplete.startswith(REPLACEMENT):
                     text = text[1:]
-                self._begun = b""
+                self._incomplete = b""
         return self._stripped(text)
 
     def _stripped(self, text: str) -> str:
@@ -106,12 +105,12 @@ class WindowDetokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._hidden = tokenizer.special_ids - shown if skip_special else frozenset()
-        # What is hidden is left out here, so the library has nothing to skip.
+        # Hidden ids are dropped here, so the library has nothing to skip.
         self._skip_special = skip_special and not shown
         self._spaces = spaces
         self._ids = self._visible(prompt[-CONTEXT_TOKENS:])
         self._sent = len(self._decode(self._ids))
-        self._num_held = 0
+        self._num_pending = 0
 
     def push(self, ids: list[int]) -> str:
         return "".join([self._take(token_id) for token_id in self._visible(ids)])
@@ -122,14 +121,14 @@ class WindowDetokenizer:
         return text
 
     def _take(self, token_id: int) -> str:
-        start = len(self._ids) - self._num_held
+        start = len(self._ids) - self._num_pending
         self._ids.append(token_id)
-        self._num_held += 1
+        self._num_pending += 1
         text = self._decode(self._ids)
-        unfinished = text.endswith("\ufffd") and self._num_held < MAX_CHARACTER_BYTES
+        unfinished = text.endswith("\ufffd") and self._num_pending < MAX_CHARACTER_BYTES
         if len(text) <= self._sent or unfinished:
             return ""
-        self._num_held = 0
+        self._num_pending = 0
         new = text[self._sent :]
         del self._ids[: max(0, start - CONTEXT_TOKENS)]
         self._sent = len(self._decode(self._ids))

@@ -1,4 +1,4 @@
-"""How much text one token can stand for, and so how many tokens a text has at least. Pure."""
+"""Lower bound of a text's number of tokens, from the longest text of one token."""
 
 import json
 from dataclasses import dataclass
@@ -10,35 +10,35 @@ from tokenizers.models import BPE
 from server.text.token_bytes import gpt2_alphabet
 
 COMPOSITION = 8
-"""Bytes before NFC to bytes after it, at most: a character is composed of four at most (Unicode's
-canonical decompositions), of four bytes each, and has two itself."""
+"""Maximum ratio of bytes before and after NFC: a character is composed of at most four (Unicode's
+canonical decompositions) of four bytes each, and has at least two bytes itself."""
 _NEVER_IN_UTF8 = frozenset((0xC0, 0xC1, *range(0xF5, 0x100)))
 _KEEP_ALL = ("ByteLevel", "Digits", "Metaspace")
-"""Pre-tokenizers that drop nothing; those that split by a pattern may."""
+"""Pre-tokenizers that drop nothing; pattern splits may."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLengthBound:
-    """What the tokens of one tokenizer can stand for."""
+    """How much text the tokens of one tokenizer can represent."""
 
-    most_bytes: int
-    """UTF-8 bytes of a text that one token can stand for."""
+    max_bytes_per_token: int
+    """Maximum UTF-8 bytes of text that one token represents."""
     dropped: bytes = b""
-    """Bytes that may come to nothing: no token has them."""
+    """Bytes without a token, which may be dropped."""
 
     def least_tokens(self, text: str) -> int:
-        """`text` has at least so many tokens, special ones around it not counted. A few
-        milliseconds for 10 MB."""
-        return -(-self.num_kept_bytes(text) // self.most_bytes)
+        """Minimum number of tokens of `text` without special tokens. A few milliseconds for
+        10 MB."""
+        return -(-self.num_encoded_bytes(text) // self.max_bytes_per_token)
 
-    def num_kept_bytes(self, text: str) -> int:
-        """How many bytes of `text` do not come to nothing."""
+    def num_encoded_bytes(self, text: str) -> int:
+        """Number of bytes of `text` that are not dropped."""
         data = text.encode("utf-8", "replace")
         return len(data) - sum(map(data.count, self.dropped))
 
 
 def token_length_bound(encoder: Encoder) -> TokenLengthBound | None:
-    """None if a token may stand for any number of bytes (unknown words, dropped blanks)."""
+    """None if a token may represent any number of bytes (unknown words, dropped whitespace)."""
     added = encoder.get_added_tokens_decoder().values()
     growth = _shrinking(_state(encoder.normalizer))
     keeps_all = _keeps_all(_state(encoder.pre_tokenizer))
@@ -50,7 +50,7 @@ def token_length_bound(encoder: Encoder) -> TokenLengthBound | None:
         return None
     if model.byte_fallback:
         absent = _absent({f"<0x{byte:02X}>": byte for byte in range(256)}, tokens)
-        # The mark that stands for a space is longer than a space.
+        # The character that replaces a space is longer than a space.
         longest = max(len(token.encode()) for token in tokens)
     else:
         absent = _absent(gpt2_alphabet(), tokens)
@@ -75,7 +75,7 @@ def _steps(state: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
 
 
 def _shrinking(normalizer: dict[str, Any] | None) -> int | None:
-    """By how much a text may get shorter; None: there is no knowing."""
+    """The factor by which a text may shrink; None: unknown."""
     factor = 1
     for step in _steps(normalizer, "normalizers"):
         kind = step["type"]
@@ -103,6 +103,6 @@ def _is_byte_level(pre_tokenizer: dict[str, Any] | None) -> bool:
 
 
 def _absent(byte_of: dict[str, int], tokens: dict[str, int]) -> bytes:
-    """The bytes of texts that have no token."""
+    """The bytes without a token."""
     absent = (byte for name, byte in byte_of.items() if name not in tokens)
     return bytes(sorted(set(absent) - _NEVER_IN_UTF8))

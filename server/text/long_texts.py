@@ -1,16 +1,16 @@
-"""Parts of long texts: how much of a text is read where only its first or last tokens matter."""
+"""Truncation of long texts: reads only as much as the first or last tokens need."""
 
 import re
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-USUAL_CHARACTERS = 16
-"""For each token that matters, and as many more as SPARE_TOKENS: first so many are read. Ordinary
+INITIAL_CHARACTERS = 16
+"""For each token that matters, and as many more as MARGIN_TOKENS: first so many are read. Ordinary
 text has 1 to 6 in a token."""
 MAX_CHARACTERS = 1_024
 """The same, but never more than these are read: longer runs of what no token stands for (blanks,
 unknown words) count as nothing."""
-SPARE_TOKENS = 256
+MARGIN_TOKENS = 256
 """Between the cut and the tokens that matter: where a text is cut, other tokens come out of it."""
 WORD_CHARACTERS = 2_048
 """A cut is moved so far at most, to where a word ends and a blank begins."""
@@ -19,7 +19,7 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Counted(Protocol):
-    """Tokens."""
+    """A sequence of tokens."""
 
     def __len__(self) -> int: ...
 
@@ -28,18 +28,18 @@ Tokens = TypeVar("Tokens", bound=Counted)
 
 
 def without_lone_surrogates(text: str) -> str:
-    """`text` as it can be written in UTF-8: half characters become U+FFFD."""
+    """`text` as valid UTF-8: lone surrogates become U+FFFD."""
     return _LONE_SURROGATE.sub("\ufffd", text)
 
 
-def usual_characters(num_tokens: int) -> int:
-    """So many are read first for so many tokens."""
-    return USUAL_CHARACTERS * (num_tokens + SPARE_TOKENS)
+def initial_characters(num_tokens: int) -> int:
+    """Characters to read first for `num_tokens`."""
+    return INITIAL_CHARACTERS * (num_tokens + MARGIN_TOKENS)
 
 
 def max_characters(num_tokens: int) -> int:
-    """So many are read at most for so many tokens."""
-    return MAX_CHARACTERS * (num_tokens + SPARE_TOKENS)
+    """Maximum characters to read for `num_tokens`."""
+    return MAX_CHARACTERS * (num_tokens + MARGIN_TOKENS)
 
 
 def part_of(text: str, num_characters: int, *, from_end: bool) -> str:
@@ -54,11 +54,11 @@ def part_of(text: str, num_characters: int, *, from_end: bool) -> str:
     return text[: num_characters if found < 0 else found]
 
 
-def is_enough(tokens: Counted, part: str, text: str, num_tokens: int) -> bool:
+def has_enough_tokens(tokens: Counted, part: str, text: str, num_tokens: int) -> bool:
     """Whether the first (or last) `num_tokens` of `text` are among the tokens of its part, or no
     more of it is ever read."""
     return (
-        len(tokens) >= num_tokens + SPARE_TOKENS
+        len(tokens) >= num_tokens + MARGIN_TOKENS
         or len(part) == len(text)
         or len(part) >= max_characters(num_tokens)
     )
@@ -71,10 +71,10 @@ def read_part(
     all of it where it has hardly more. They may differ in two cases: more than WORD_CHARACTERS
     without a blank at the cut, in a run that is split by counting from its start (digits, say); and
     tokens of more than MAX_CHARACTERS each."""
-    size = usual_characters(num_tokens)
+    size = initial_characters(num_tokens)
     while True:
         part = part_of(text, size, from_end=from_end)
         tokens = encode(part)
-        if is_enough(tokens, part, text, num_tokens):
+        if has_enough_tokens(tokens, part, text, num_tokens):
             return tokens
         size *= 4

@@ -1,4 +1,4 @@
-"""Messages as templates want them, from messages as the API has them. Pure; knows no template."""
+"""Chat messages in the form that templates expect, and continuation of the last message."""
 
 import copy
 import json
@@ -10,32 +10,33 @@ Message = dict[str, Any]
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _TEXT_PARTS = ("text", "input_text", "output_text")
-_MARK = "CONTINUED-HERE-9f2c61d7 "
-"""Marks the end of the message that goes on; trailing space, so that trimming can be seen."""
+_MARKER = "CONTINUED-HERE-9f2c61d7 "
+"""Marks the end of the message that is continued; its trailing space shows whether the template
+trims."""
 
 
 def normalize_messages(messages: list[Message]) -> list[Message]:
-    """Fresh copies: null fields dropped, `content` always there, developer as system, arguments of
-    tool calls as objects, reasoning under each of its names. Raises UserError."""
-    return [_plain(message) for message in messages]
+    """Copies without null fields, always with `content`; developer becomes system, arguments of
+    tool calls become objects, reasoning has each of its names. Raises UserError."""
+    return [_normalized(message) for message in messages]
 
 
-def _plain(message: Message) -> Message:
-    made = {name: copy.deepcopy(value) for name, value in message.items() if value is not None}
-    if made.get("role") == "developer":
-        made["role"] = "system"
-    content = made.setdefault("content", "")
+def _normalized(message: Message) -> Message:
+    result = {name: copy.deepcopy(value) for name, value in message.items() if value is not None}
+    if result.get("role") == "developer":
+        result["role"] = "system"
+    content = result.setdefault("content", "")
     if isinstance(content, list):
-        made["content"] = [_part(part) for part in content]
-    for call in made.get("tool_calls", ()):
+        result["content"] = [_part(part) for part in content]
+    for call in result.get("tool_calls", ()):
         _read_arguments(call)
     for name in _REASONING:
-        if name in made:
+        if name in result:
             for other in _REASONING:
-                made.setdefault(other, made[name])
-            made["reasoning_content"] = made[name]
+                result.setdefault(other, result[name])
+            result["reasoning_content"] = result[name]
             break
-    return made
+    return result
 
 
 def _part(part: object) -> dict[str, str]:
@@ -65,33 +66,34 @@ def _read_arguments(call: dict[str, Any]) -> None:
 
 
 def joined_text(parts: list[dict[str, str]]) -> str:
-    """Text parts as the one text they are."""
+    """The text parts, joined."""
     return "".join(part["text"] for part in parts)
 
 
 def mark_continuation(messages: list[Message], source: str) -> str:
-    """Mark the end of the last message, in place; its text. Raises UserError if it has none."""
+    """Mark the end of the last message in place; returns its text. Raises UserError if it has
+    none."""
     content = messages[-1]["content"]
     if "content" not in source:
         raise UserError("the chat template shows no content to continue", param="messages")
     if isinstance(content, str):
-        messages[-1]["content"] = content + _MARK
+        messages[-1]["content"] = content + _MARKER
         return content
     for part in reversed(content):
         text: str = part["text"]
-        part["text"] = text + _MARK
+        part["text"] = text + _MARKER
         return text
     raise UserError("continue_final_message: the last message has no text", param="messages")
 
 
 def cut_at_marker(rendered: str, final: str) -> str:
-    """The prompt up to the end of the message that goes on."""
-    if final.strip() not in rendered or _MARK.strip() not in rendered:
+    """The prompt up to the end of the message that is continued."""
+    if final.strip() not in rendered or _MARKER.strip() not in rendered:
         raise UserError(
             "continue_final_message: the chat template does not show the last message as it is",
             param="continue_final_message",
         )
-    place = rendered.rindex(_MARK.strip())
-    head = rendered[:place]
-    # Where the template trimmed the mark's own space, it would have trimmed the message's too.
-    return head if rendered[place : place + len(_MARK)] == _MARK else head.rstrip()
+    position = rendered.rindex(_MARKER.strip())
+    head = rendered[:position]
+    # A template that trimmed the marker's space would also have trimmed the message's.
+    return head if rendered[position : position + len(_MARKER)] == _MARKER else head.rstrip()

@@ -1,5 +1,4 @@
-"""Texts and pairs of texts as a pooling model's input: special tokens, where the second text
-begins, and what is cut. Knows no threads and no requests."""
+"""Tokenization of texts and text pairs for pooling models, with truncation."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,15 +8,15 @@ from tokenizers import Tokenizer as Encoder
 
 from config.errors import UserError
 from server.text.long_texts import (
-    is_enough,
+    has_enough_tokens,
+    initial_characters,
     part_of,
     read_part,
-    usual_characters,
     without_lone_surrogates,
 )
 
 Text = str | tuple[str, str]
-"""One text, or two that are read together."""
+"""One text, or a pair."""
 
 MAX_BATCH_TEXTS = 256
 
@@ -32,27 +31,27 @@ class InputTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class InputRule:
-    """How texts become inputs, how long these may be, and what becomes of longer ones."""
+class TextInputOptions:
+    """How texts are tokenized, their maximum length, and their truncation."""
 
     most: int
-    """Tokens, special ones included."""
+    """Maximum number of tokens, special ones included."""
     special: bool = True
     """Whether special tokens are put around a text."""
     prefix: str = ""
-    """Goes before each text that comes alone."""
-    lowers_case: bool = False
+    """Prepended to each single text."""
+    lowercase: bool = False
     cuts: bool = False
-    """Whether it is cut; else it is refused."""
-    keeps_end: bool = False
-    """Whether the end of a text is kept rather than its beginning."""
-    most_first: int | None = None
-    """Tokens of the first of two texts, before special ones; more are always cut."""
-    most_second: int | None = None
+    """Whether longer inputs are truncated; else they are refused."""
+    keep_end: bool = False
+    """Truncate the start of a text instead of its end."""
+    max_first_tokens: int | None = None
+    """Maximum tokens of the first text of a pair, without special ones; always truncated."""
+    max_second_tokens: int | None = None
 
 
 class InputTooLong(Exception):
-    """Input number `place` has `count` tokens, or still more, and may not have as many."""
+    """Input number `place` has `count` tokens, or more, which exceeds the maximum."""
 
     def __init__(self, place: int, count: int, *, at_least: bool = False) -> None:
         super().__init__(f"input {place} has {'at least ' if at_least else ''}{count} tokens")
@@ -62,12 +61,12 @@ class InputTooLong(Exception):
 
 
 def num_characters(text: Text) -> int:
-    """Of both texts."""
+    """Number of characters of both texts."""
     return len(text) if isinstance(text, str) else len(text[0]) + len(text[1])
 
 
 def batches(texts: Sequence[Text], most_characters: int) -> Iterator[Sequence[Text]]:
-    """`texts` in runs of at most so many characters, or of one longer text."""
+    """`texts` in batches of at most `most_characters`, or of one longer text."""
     start, size = 0, 0
     for place, text in enumerate(texts):
         length = num_characters(text)
@@ -80,10 +79,12 @@ def batches(texts: Sequence[Text], most_characters: int) -> Iterator[Sequence[Te
         yield texts[start:]
 
 
-def encode_inputs(encoder: Encoder, texts: Sequence[Text], rule: InputRule) -> list[InputTokens]:
+def encode_inputs(
+    encoder: Encoder, texts: Sequence[Text], rule: TextInputOptions
+) -> list[InputTokens]:
     """The tokens of each text or pair. Raises InputTooLong, and UserError when special tokens alone
     do not fit."""
-    if rule.cuts or rule.most_first is not None or rule.most_second is not None:
+    if rule.cuts or rule.max_first_tokens is not None or rule.max_second_tokens is not None:
         encodings = _cut(encoder, texts, rule)
     else:
         whole = [
@@ -106,15 +107,15 @@ def _first(encoding: Encoding) -> int:
     return types.index(1) if 1 in types else 0
 
 
-def _cut(encoder: Encoder, texts: Sequence[Text], rule: InputRule) -> list[Encoding]:
-    """The encodings with their texts cut, and all of their special tokens."""
+def _cut(encoder: Encoder, texts: Sequence[Text], rule: TextInputOptions) -> list[Encoding]:
+    """The encodings of truncated texts with all of their special tokens."""
     sources: list[_Source] = []
     for text in texts:
         if isinstance(text, str):
-            sources.append(_Source(text, _least(rule, rule.most_first), rule, rule.prefix))
+            sources.append(_Source(text, _least(rule, rule.max_first_tokens), rule, rule.prefix))
         else:
-            sources.append(_Source(text[0], _least(rule, rule.most_first), rule))
-            sources.append(_Source(text[1], _least(rule, rule.most_second), rule))
+            sources.append(_Source(text[0], _least(rule, rule.max_first_tokens), rule))
+            sources.append(_Source(text[1], _least(rule, rule.max_second_tokens), rule))
     parts = iter(_read(encoder, sources))
     made = []
     for text in texts:
@@ -127,59 +128,61 @@ def _cut(encoder: Encoder, texts: Sequence[Text], rule: InputRule) -> list[Encod
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A text of which at most `most` tokens are left; None: all of them."""
+    """A text that is truncated to `most` tokens; None: it is not."""
 
     text: str
     most: int | None
-    rule: InputRule
+    rule: TextInputOptions
     prefix: str = ""
 
     @property
     def first_part(self) -> str:
-        """What is read of it first."""
+        """The part that is read first."""
         if self.most is None:
             return self.text
-        size = usual_characters(self.most)
-        return part_of(self.text, size, from_end=self.rule.keeps_end)
+        size = initial_characters(self.most)
+        return part_of(self.text, size, from_end=self.rule.keep_end)
 
     def written(self, part: str) -> str:
-        """A part of it as it is tokenized."""
-        has_prefix = len(part) == len(self.text) or not self.rule.keeps_end
+        """A part in the form that is tokenized."""
+        has_prefix = len(part) == len(self.text) or not self.rule.keep_end
         return _written(self.prefix + part if has_prefix else part, self.rule)
 
 
-def _least(rule: InputRule, most: int | None) -> int | None:
-    """The smaller of the two limits of a text, as far as there are any."""
+def _least(rule: TextInputOptions, most: int | None) -> int | None:
+    """The smaller of the limits of a text, if there are any."""
     limits = [limit for limit in (most, rule.most if rule.cuts else None) if limit is not None]
     return min(limits, default=None)
 
 
 def _read(encoder: Encoder, sources: list[_Source]) -> list[Encoding]:
-    """The tokens of as much of each text as can be left of it (see `read_part`)."""
+    """The tokens of the part of each text that may remain (see `read_part`)."""
     parts = [source.first_part for source in sources]
     written = [source.written(part) for source, part in zip(sources, parts, strict=True)]
     encodings = encoder.encode_batch_fast(written, add_special_tokens=False)
     for place, (source, part) in enumerate(zip(sources, parts, strict=True)):
         most = source.most
-        if most is not None and not is_enough(encodings[place], part, source.text, most):
+        if most is not None and not has_enough_tokens(encodings[place], part, source.text, most):
 
             def encode(part: str, source: _Source = source) -> Encoding:
                 written = [source.written(part)]
                 return encoder.encode_batch_fast(written, add_special_tokens=False)[0]
 
-            from_end = source.rule.keeps_end
+            from_end = source.rule.keep_end
             encodings[place] = read_part(encode, source.text, most, from_end=from_end)
     return list(encodings)
 
 
-def _written(text: str, rule: InputRule) -> str:
+def _written(text: str, rule: TextInputOptions) -> str:
     clean = without_lone_surrogates(text)
-    return clean.lower() if rule.lowers_case else clean
+    return clean.lower() if rule.lowercase else clean
 
 
-def _cut_one(encoder: Encoder, first: Encoding, second: Encoding | None, rule: InputRule) -> None:
+def _cut_one(
+    encoder: Encoder, first: Encoding, second: Encoding | None, rule: TextInputOptions
+) -> None:
     both = [first] if second is None else [first, second]
-    for part, most in zip(both, (rule.most_first, rule.most_second), strict=False):
+    for part, most in zip(both, (rule.max_first_tokens, rule.max_second_tokens), strict=False):
         if most is not None:
             _shorten(part, most, rule)
     if not rule.cuts:
@@ -196,13 +199,13 @@ def _cut_one(encoder: Encoder, first: Encoding, second: Encoding | None, rule: I
         _shorten(part, most, rule)
 
 
-def _shorten(part: Encoding, most: int, rule: InputRule) -> None:
+def _shorten(part: Encoding, most: int, rule: TextInputOptions) -> None:
     if len(part) > most:
-        part.truncate(most, direction="left" if rule.keeps_end else "right")
+        part.truncate(most, direction="left" if rule.keep_end else "right")
 
 
 def _shares(lengths: list[int], room: int) -> list[int]:
-    """How many tokens each text keeps: the longer of two gives up the first ones."""
+    """Tokens that each text keeps: the longer one is truncated first."""
     if sum(lengths) <= room or len(lengths) == 1:
         return [min(length, room) for length in lengths]
     first, second = lengths

@@ -1,7 +1,7 @@
-"""A Jinja environment for templates that others wrote. Knows no messages.
+"""A Jinja sandbox for untrusted templates that renders as transformers does.
 
-It renders as transformers does, and bounds every way to make a long text out of a short one:
-a template that runs too long can be stopped, one step that fills the memory can not.
+It bounds every operation that makes a long text out of a short one: a template that runs too long
+can be stopped, a single operation that fills the memory cannot.
 """
 
 import json
@@ -30,14 +30,14 @@ _WIDE_METHODS = ("center", "ljust", "rjust", "zfill", "expandtabs", "replace", "
 
 
 class TooMuchText(TemplateError):
-    """A template made more characters than it may."""
+    """A template exceeds the maximum number of characters."""
 
     def __init__(self, max_characters: int) -> None:
         super().__init__(f"it makes more than {max_characters} characters")
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Templates may read what they are given, and make at most `max_characters` out of it."""
+    """Templates may read their variables and produce at most `max_characters`."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
@@ -108,7 +108,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().getitem(obj, argument)
 
     def _concat(self, parts: Iterable[str]) -> str:
-        """What Jinja joins its output with, and `~` its operands."""
+        """Used by Jinja to join its output, and for `~`."""
         made: list[str] = []
         length = 0
         for part in parts:
@@ -131,7 +131,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 self._check(len(many) * count)
 
     def _check_wide(self, value: Any, args: Iterable[Any]) -> None:
-        """No longer than each character once for every unit of the arguments."""
+        """Bound the result: each character at most once for every unit of the arguments."""
         units = sum(
             arg if isinstance(arg, int) else len(arg) for arg in args if isinstance(arg, int | str)
         )
@@ -139,7 +139,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._check((length + 1) * (units + 1))
 
     def _sized(self, value: Any) -> Any:
-        """`value`, if its text cannot be too long. Lists may hold themselves many times over."""
+        """`value`, if its text cannot be too long. Nested lists may share elements many times."""
         if not isinstance(value, (list, tuple, dict)):
             return value
         stack: list[Any] = [value]
@@ -199,7 +199,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        """JSON as it is, without Jinja's escapes for HTML."""
+        """JSON without Jinja's HTML escapes."""
         if indent is not None and (not isinstance(indent, int) or indent > MAX_JSON_INDENT):
             raise TemplateError(f"tojson: indent is {indent!r}, at most {MAX_JSON_INDENT} is taken")
         return json.dumps(
@@ -223,19 +223,19 @@ class _Bounded(CodeGenerator):
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what an assistant said, for training; here it changes nothing."""
+    """`{% generation %}` marks assistant text for training; it has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012 - declared without ClassVar in the base class
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        # A scope of its own, as a block that is called has in the reference.
+        # A scope of its own, like a call block in transformers.
         return nodes.Scope(body).set_lineno(line)
 
 
 class _Namespace(Namespace):
-    """Attributes that begin with an underscore could reach Python's own."""
+    """Rejects attributes with a leading underscore, which could reach Python internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         attributes = dict(*args[1:], **kwargs)

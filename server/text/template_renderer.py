@@ -1,6 +1,6 @@
-"""Renders conversations by Jinja templates, as transformers does, within the sandbox's bounds.
+"""Renders chats with Jinja templates as transformers does, within the limits of the sandbox.
 
-Runs wherever it is called: server/text/chat_template.py chooses the thread or the process.
+server/text/chat_template.py chooses the thread or process.
 """
 
 import re
@@ -28,7 +28,7 @@ from server.text.tool_template import has_tool_messages, with_tools_as_text
 
 MAX_CHARACTERS = 16 * 2**20
 MAX_COMPILED = 32
-"""Templates kept compiled: the model's own, and the latest that requests brought."""
+"""Compiled templates in the cache: the model's own, and the most recent of requests."""
 
 _PROBE: dict[str, Any] = {
     "type": "function",
@@ -44,35 +44,35 @@ _PROBE: dict[str, Any] = {
 }
 
 TextMarker = Callable[[Any], Any]
-"""Gives a copy of messages, or parts of them, with marks in some texts. Raises UserError."""
+"""Returns a copy of messages, or parts of them, with marked control tokens. Raises UserError."""
 
 
 class TextTooLong(UserError):
-    """The prompt has more characters than any may have."""
+    """The prompt exceeds the maximum number of characters."""
 
 
 class TooSlow(BaseException):
-    """Raised inside a rendering that is stopped. No template can catch it."""
+    """Raised in a rendering to stop it. No template can catch it."""
 
 
 class RenderRequest(msgspec.Struct, frozen=True):
-    """What one rendering reads."""
+    """The input of one rendering."""
 
     template: str
     """The template."""
     messages: list[Message]
     variables: dict[str, Any]
-    """The caller's: tools, documents and variables."""
+    """Set by the caller: tools, documents and chat_template_kwargs."""
     builtins: dict[str, Any]
-    """Ours: special tokens, add_generation_prompt."""
+    """Set by the server: special tokens, add_generation_prompt."""
     continue_final_message: bool = False
     """Whether the prompt ends with the last message's text."""
     generic_tools: bool = True
-    """Whether a template without a place for tools gets them as text."""
+    """Render tools as text if the template has no place for them."""
 
 
 class Renderer:
-    """Renders, with each template compiled once. Safe to call from any thread."""
+    """Renders; compiles each template once. Thread-safe."""
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class Renderer:
         self._compiled: OrderedDict[str, CompiledTemplate] = OrderedDict()
         self._lock = threading.Lock()
 
-    def known(self, source: str) -> "CompiledTemplate | None":
-        """A template that was compiled before."""
+    def cached(self, source: str) -> "CompiledTemplate | None":
+        """The compiled template, if it is cached."""
         return self._compiled.get(source)
 
     def shows_tools(self, source: str) -> bool:
@@ -93,18 +93,17 @@ class Renderer:
         return self._compile(source).shows_tools()
 
     def render(
-        self, conversation: RenderRequest, mark: TextMarker | None = None, *, is_timed: bool = False
+        self, request: RenderRequest, mark: TextMarker | None = None, *, is_timed: bool = False
     ) -> str:
-        """The prompt. Raises UserError for whatever the template does not take, and TextTooLong.
+        """The prompt. Raises UserError for what the template rejects, and TextTooLong.
 
-        `mark` is called on all that the caller wrote, as the template will read it. `is_timed`:
-        keep how long the template took.
+        `mark` is applied to all text of the caller. `is_timed`: record the template's time.
         """
-        given, options = conversation.variables, conversation.builtins
+        given, options = request.variables, request.builtins
         try:
-            compiled = self._compile(conversation.template)
-            messages = normalize_messages(conversation.messages)
-            if conversation.generic_tools and compiled.needs_generic_tools(messages, given):
+            compiled = self._compile(request.template)
+            messages = normalize_messages(request.messages)
+            if request.generic_tools and compiled.needs_generic_tools(messages, given):
                 takes_system = compiled.takes_role("system")
                 messages = with_tools_as_text(messages, given["tools"], takes_system=takes_system)
                 given = {**given, "tools": None}
@@ -118,8 +117,8 @@ class Renderer:
             if mark is not None:
                 messages, given = mark(messages), mark(given)
             final = (
-                mark_continuation(messages, conversation.template)
-                if conversation.continue_final_message
+                mark_continuation(messages, request.template)
+                if request.continue_final_message
                 else None
             )
             began_s = time.thread_time()
@@ -133,7 +132,7 @@ class Renderer:
         except MemoryError as error:
             raise UserError("the chat template ran out of memory", param="messages") from error
         except Exception as error:
-            # A template is a program of others: whatever it raises is its answer to the caller.
+            # Templates are foreign code: whatever they raise is an error of the request.
             reason = str(error)[:300] or type(error).__name__
             raise UserError(
                 f"the chat template does not take this: {reason}", param="messages"
@@ -142,9 +141,9 @@ class Renderer:
 
     def _compile(self, source: str) -> "CompiledTemplate":
         with self._lock:
-            if (known := self._compiled.get(source)) is not None:
+            if (cached := self._compiled.get(source)) is not None:
                 self._compiled.move_to_end(source)
-                return known
+                return cached
         compiled = CompiledTemplate(self._sandbox.from_string(source), source)
         with self._lock:
             self._compiled[source] = compiled
@@ -154,36 +153,36 @@ class Renderer:
 
 
 class CompiledTemplate:
-    """A template, and how it wants the content of each role: found out by trying, once."""
+    """A template, and which content format it accepts for each role: probed once."""
 
     def __init__(self, template: Template, source: str) -> None:
         self.template = template
         self._renders_calls = "tool_calls" in source
-        # A chain of mappings, which Jinja would walk through for every prompt.
+        # Flatten the ChainMap that Jinja would search for every prompt.
         template.globals = dict(template.globals)
         self.last_s: float | None = None
-        """Processor time of the last rendering that was timed."""
+        """CPU time of the last timed rendering."""
         self.was_stopped = False
-        """Whether a rendering on the event loop had to be stopped: none is begun there again."""
-        self._takes: dict[str, tuple[bool, bool]] = {}
+        """Whether a rendering on the event loop was stopped: it is never tried there again."""
+        self._formats: dict[str, tuple[bool, bool]] = {}
         self._shows_tools: bool | None = None
 
     def fit(self, messages: list[Message]) -> list[Message]:
-        """Content as the template reads it: one text, unless it walks over parts itself."""
+        """Content in the accepted format: one text, unless the template iterates over parts."""
         for message in messages:
             content = message["content"]
             if isinstance(content, list):
-                _, takes_parts = self._taken(message["role"])
-                if not takes_parts:
+                _, accepts_parts = self._accepted_formats(message["role"])
+                if not accepts_parts:
                     message["content"] = joined_text(content)
             elif content:
-                takes_text, takes_parts = self._taken(message["role"])
-                if takes_parts and not takes_text:
+                accepts_text, accepts_parts = self._accepted_formats(message["role"])
+                if accepts_parts and not accepts_text:
                     message["content"] = [{"type": "text", "text": content}]
         return messages
 
     def shows_tools(self) -> bool:
-        """Whether the prompt has what `tools` has."""
+        """Whether the prompt contains the tools."""
         if self._shows_tools is None:
             try:
                 text = self.template.render(
@@ -195,7 +194,7 @@ class CompiledTemplate:
                 self._shows_tools = _PROBE["function"]["name"] in text
             except TooSlow:
                 raise
-            except Exception:  # it wants more than we give it here: the request will tell
+            except Exception:  # it needs more than the probe has: the request will show
                 self._shows_tools = True
         return self._shows_tools
 
@@ -207,20 +206,20 @@ class CompiledTemplate:
 
     def takes_role(self, role: str) -> bool:
         """Whether the prompt shows the text of a message of `role`."""
-        return any(self._taken(role))
+        return any(self._accepted_formats(role))
 
-    def _taken(self, role: str) -> tuple[bool, bool]:
-        """(whether a text shows in the prompt, whether each of two text parts does)."""
-        if role not in self._takes:
+    def _accepted_formats(self, role: str) -> tuple[bool, bool]:
+        """(whether a text appears in the prompt, whether each of two text parts does)."""
+        if role not in self._formats:
             parts = [{"type": "text", "text": "probe-1"}, {"type": "text", "text": "probe-2"}]
             text = self._try(role, "probe-1")
-            walked = self._try(role, parts)
-            # A list that is printed as it is shows its texts in quotes.
-            self._takes[role] = (
+            listed = self._try(role, parts)
+            # A list that is printed as a whole shows its texts in quotes.
+            self._formats[role] = (
                 "probe-1" in text,
-                all(re.search(rf"(?<!['\"]){mark}", walked) for mark in ("probe-1", "probe-2")),
+                all(re.search(rf"(?<!['\"]){mark}", listed) for mark in ("probe-1", "probe-2")),
             )
-        return self._takes[role]
+        return self._formats[role]
 
     def _try(self, role: str, content: object) -> str:
         before: list[dict[str, Any]] = []
@@ -234,5 +233,5 @@ class CompiledTemplate:
             )
         except TooSlow:
             raise
-        except Exception:  # the template refuses this form, which is all we ask
+        except Exception:  # the template rejects this format
             return ""

@@ -1,4 +1,4 @@
-"""The bytes that each token stands for, by the kind of its decoder. Knows no streams."""
+"""The bytes of each token, by the kind of decoder."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -10,17 +10,17 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, slots=True)
 class TokenBytesRule:
-    """How a decoder turns one token into bytes; the text is their concatenation, read as UTF-8."""
+    """How a decoder turns one token into bytes; their concatenation is the text in UTF-8."""
 
     bytes_of: Callable[[str], bytes]
     strip_first: int = 0
-    """Spaces taken from the very beginning of the text."""
+    """Spaces removed from the start of the text."""
 
 
 class TokenBytesTable(dict[int, bytes]):
-    """Token id to bytes, filled as ids are met. Ids without a token, or hidden, stand for nothing.
+    """Token id to bytes, filled lazily. Unknown and hidden ids have no bytes.
 
-    Bounded by the vocabulary: unknown ids are not kept.
+    Bounded by the vocabulary: unknown ids are not stored.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ def token_bytes_rule(decoder: dict[str, Any] | None) -> TokenBytesRule | None:
 
 
 def gpt2_alphabet() -> dict[str, int]:
-    """Each byte's printable stand-in: itself if printable, else the next character from U+0100."""
+    """GPT-2's byte alphabet: a printable byte is itself, others are characters from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     alphabet = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in printable)

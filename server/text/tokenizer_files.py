@@ -1,4 +1,4 @@
-"""The text side of a checkpoint: tokenizer, special tokens, chat templates. Reads files once."""
+"""Tokenizer, special tokens and chat templates of a checkpoint, read from its files."""
 
 import hashlib
 import subprocess
@@ -27,9 +27,9 @@ NAMED_TOKENS = (
     "mask_token",
 )
 MAX_TOKENIZER_BYTES = 256 * 2**20
-"""Of a tokenizer.json. Those of 262,144 tokens have 35 MB."""
+"""Maximum size of a tokenizer.json; with 262,144 tokens it has 35 MB."""
 MAX_REASON = 300
-"""Characters of a library's error that are shown."""
+"""Maximum characters shown of a library's error."""
 CONVERT_TIMEOUT_S = 300
 _POLL_S = 0.05
 
@@ -43,7 +43,7 @@ AutoTokenizer.from_pretrained(sys.argv[1], local_files_only=True).save_pretraine
 
 @dataclass(frozen=True, slots=True)
 class TextFiles:
-    """A checkpoint's text side, as its files say."""
+    """Tokenizer, special tokens and chat templates of a checkpoint."""
 
     encoder: Encoder
     special_tokens: dict[str, str]
@@ -75,7 +75,7 @@ def _check_size(file: Path) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """What an error says, which may quote the file, on one line."""
+    """An error's text, which may quote the file, on one line."""
     return repr(str(error)[:MAX_REASON])[1:-1]
 
 

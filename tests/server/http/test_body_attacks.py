@@ -20,7 +20,7 @@ from config.errors import UserError
 from server.http import body as bodies
 from server.http.body_bounds import MAX_STRINGS
 from server.http.openapi import BODIES
-from server.text.pooling_inputs import InputRule
+from server.text.pooling_inputs import TextInputOptions
 
 CHAT = "/v1/chat/completions"
 MANY = 1_000_000
@@ -216,7 +216,7 @@ async def test_a_long_input_of_a_pooling_model_is_refused_before_it_is_tokenized
     read: list[int] = []
     inputs_now = TOKENIZER._inputs_now
 
-    def spied(texts: Any, rule: InputRule) -> Any:
+    def spied(texts: Any, rule: TextInputOptions) -> Any:
         read.append(sum(len(text) for text in texts))
         return inputs_now(texts, rule)
 

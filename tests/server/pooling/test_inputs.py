@@ -13,7 +13,7 @@ from config.errors import PromptTooLong, UserError
 from config.params.pooling import PoolingFacts, PoolingParams
 from server.pooling.inputs import InputOptions, InputProcessor
 from server.pooling.pipeline import PoolingInput
-from server.text.pooling_inputs import InputRule, Text, batches, encode_inputs
+from server.text.pooling_inputs import Text, TextInputOptions, batches, encode_inputs
 from server.text.tokenizer import Tokenizer
 from server.text.tokenizer_files import TextFiles
 
@@ -50,7 +50,7 @@ def test_what_is_cut_is_what_the_library_itself_would_cut(
     plain, cutting = encoder(typed=typed), encoder(typed=typed)
     cutting.enable_truncation(most)
 
-    (made,) = encode_inputs(plain, [text], InputRule(most, cuts=True))
+    (made,) = encode_inputs(plain, [text], TextInputOptions(most, cuts=True))
 
     pair = (text, None) if isinstance(text, str) else text
     expected = cutting.encode(*pair)
@@ -64,7 +64,7 @@ def test_the_end_of_a_text_is_kept_on_demand() -> None:
     hello, world, dot = (made.token_to_id(word) for word in ("hello", "world", "."))
     cls, sep = (made.token_to_id(token) for token in ("<s>", "</s>"))
 
-    rule = InputRule(4, cuts=True, keeps_end=True)
+    rule = TextInputOptions(4, cuts=True, keep_end=True)
     (tokens,) = encode_inputs(made, ["hello hello world ."], rule)
 
     assert tokens.ids == [cls, world, dot, sep]

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from config.errors import ConfigError, UserError
 from engine.process.isolation import ForkServer
-from server.text.chat_template import ChatTemplate, _InlineWatch, read_template
+from server.text.chat_template import ChatTemplate, _InlineWatchdog, read_template
 from server.text.control_tokens import ControlMarker
 from server.text.isolated_template import isolated_templates
 from server.text.template_renderer import TextTooLong, TooSlow
@@ -507,7 +507,7 @@ async def test_a_template_that_is_slow_for_some_contents_never_holds_up_the_loop
 
 
 async def test_a_stopped_rendering_leaves_nothing_behind_on_its_thread() -> None:
-    watch = _InlineWatch()
+    watch = _InlineWatchdog()
     endless = threading.Event()
 
     def spin(stop_after: int) -> str:

@@ -50,8 +50,8 @@ def test_no_text_has_fewer_tokens_than_its_cover_says(kind: str, text: list[str]
 def test_the_longest_token_is_what_counts_and_dropped_bytes_are_not() -> None:
     longest = max(len(token) for token in text_folders.SPECIAL)
 
-    assert COVERS["bytes"] == TokenLengthBound(most_bytes=longest)
-    assert COVERS["some bytes"] == TokenLengthBound(most_bytes=1, dropped=bytes((0, 1, 2)))
+    assert COVERS["bytes"] == TokenLengthBound(max_bytes_per_token=longest)
+    assert COVERS["some bytes"] == TokenLengthBound(max_bytes_per_token=1, dropped=bytes((0, 1, 2)))
     assert COVERS["some bytes"].least_tokens("ab\0\1c") == 3
 
 

@@ -8,8 +8,8 @@ import text_folders
 from tokenizers import Tokenizer as Encoder
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
-from server.text.long_texts import max_characters, part_of, read_part, usual_characters
-from server.text.pooling_inputs import InputRule, encode_inputs
+from server.text.long_texts import initial_characters, max_characters, part_of, read_part
+from server.text.pooling_inputs import TextInputOptions, encode_inputs
 from server.text.tokenizer import Tokenizer, TooManyCharacters, TooManyTokens
 from server.text.tokenizer_files import TextFiles
 
@@ -123,12 +123,12 @@ def test_a_short_text_is_its_own_part() -> None:
     assert part_of("ab " * 2_000, 3_001, from_end=False) == "ab " * 1000 + "ab"
 
 
-@pytest.mark.parametrize("keeps_end", [True, False], ids=["end", "beginning"])
+@pytest.mark.parametrize("keep_end", [True, False], ids=["end", "beginning"])
 @pytest.mark.parametrize("prefix", ["", "Query: "])
-def test_inputs_that_are_cut_are_those_of_the_whole_text(keeps_end: bool, prefix: str) -> None:
+def test_inputs_that_are_cut_are_those_of_the_whole_text(keep_end: bool, prefix: str) -> None:
     encoder = ENCODERS["pieces of words"]
     texts = [prose(60_000), "short", ("hello", prose(50_000, seed=7)), " ".join(["z" * 200] * 400)]
-    rule = InputRule(most=33, cuts=True, keeps_end=keeps_end, prefix=prefix, lowers_case=True)
+    rule = TextInputOptions(most=33, cuts=True, keep_end=keep_end, prefix=prefix, lowercase=True)
 
     made = encode_inputs(encoder, texts, rule)
 
@@ -136,7 +136,7 @@ def test_inputs_that_are_cut_are_those_of_the_whole_text(keeps_end: bool, prefix
         parts = [prefix + text] if isinstance(text, str) else list(text)
         whole = [encoder.encode(part.lower(), add_special_tokens=False).ids for part in parts]
         room = 33 - (len(whole[0]) if len(whole) == 2 else 0)
-        kept = whole[-1][-room:] if keeps_end else whole[-1][:room]
+        kept = whole[-1][-room:] if keep_end else whole[-1][:room]
         assert tokens.ids == (whole[0] if len(whole) == 2 else []) + kept
 
 
@@ -150,5 +150,5 @@ async def test_a_tokenizer_of_which_lengths_tell_nothing_reads_only_so_much(kind
         await tokenizer.encode(prose(100_000), False, 10)
 
     # Not all of it was tokenized to see that it is too long.
-    assert 10 < caught.value.count < usual_characters(10)
+    assert 10 < caught.value.count < initial_characters(10)
     assert caught.value.at_least
