@@ -64,10 +64,12 @@ def _reasoning_fields(body: CountBody) -> dict[str, Any]:
     """Reasoning is on only if requested; templates use either variable name."""
     thinking = body.thinking
     thinks = thinking is not None and thinking.type != "disabled"
-    made: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": thinks, "thinking": thinks}}
+    fields: dict[str, Any] = {
+        "chat_template_kwargs": {"enable_thinking": thinks, "thinking": thinks}
+    }
     if body.output_config is not None:
-        made["reasoning_effort"] = body.output_config.effort
-    return made
+        fields["reasoning_effort"] = body.output_config.effort
+    return fields
 
 
 def _function(tool: Any, where: str) -> dict[str, Any]:
@@ -112,7 +114,7 @@ class _MessageBuilder:
         elif role == "assistant":
             self._add_assistant(blocks)
         else:
-            self._append("system", [_text(block, place) for block, place in blocks])
+            self._append("system", [_text(block, path) for block, path in blocks])
 
     def close(self) -> bool:
         """Finish; rebuilder whether the answer continues the last message."""
@@ -188,7 +190,7 @@ class _MessageBuilder:
         content = block.get("content")
         if not isinstance(content, (str, list, type(None))):
             raise _bad(f"{where}.content must be a string or a list of blocks")
-        parts = [_text(one, place) for one, place in _blocks(content or [], f"{where}.content")]
+        parts = [_text(one, path) for one, path in _blocks(content or [], f"{where}.content")]
         if not isinstance(block.get("is_error"), (bool, type(None))):
             raise _bad(f"{where}.is_error must be true or false")
         if block.get("is_error"):
@@ -209,10 +211,10 @@ def _blocks(content: str | list[Any], where: str) -> Iterator[tuple[Any, str]]:
     if len(content) > MAX_PARTS:
         raise _bad(f"{where} has {len(content)} blocks, at most {MAX_PARTS} are taken")
     for number, block in enumerate(content):
-        place = f"{where}[{number}]"
+        path = f"{where}[{number}]"
         if not isinstance(block, dict) or not isinstance(block.get("type"), str):
-            raise _bad(f"{place} must be an object with a type, such as 'text'")
-        yield block, place
+            raise _bad(f"{path} must be an object with a type, such as 'text'")
+        yield block, path
 
 
 def _text(block: Any, where: str) -> dict[str, str]:

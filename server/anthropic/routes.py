@@ -58,7 +58,7 @@ def messages_routes(state: AppState) -> APIRouter:
 
 
 async def _chat(state: AppState, body: CountBody, sent: ReceivedBody) -> ChatBody:
-    made = partial(
+    convert = partial(
         to_chat_body, body, has_reasoning=state.parser_config.reasoning_parser is not None
     )
-    return made() if sent.num_bytes <= MANY_BYTES else await asyncio.to_thread(made)
+    return convert() if sent.num_bytes <= MANY_BYTES else await asyncio.to_thread(convert)

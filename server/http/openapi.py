@@ -10,7 +10,7 @@ from server.anthropic.schema import CountBody, MessagesBody
 from server.openai.responses.schema import ResponseBody
 from server.openai.schema.chat import ChatBody
 from server.openai.schema.completions import CompletionBody
-from server.openai.schema.field_docs import explain
+from server.openai.schema.field_docs import add_descriptions
 from server.openai.schema.tokenize import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from server.pooling.schema import (
     ClassifyBody,
@@ -112,7 +112,7 @@ class DescribedApi(FastAPI):
                 [(body, "validation") for body in BODIES], ref_template=_REF
             )
             schemas = made.setdefault("components", {}).setdefault("schemas", {})
-            explain(definitions["$defs"])
+            add_descriptions(definitions["$defs"])
             schemas.update(definitions["$defs"])
             schemas["Error"] = _ERROR
             schemas["MessagesError"] = _MESSAGES_ERROR

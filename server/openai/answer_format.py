@@ -121,7 +121,7 @@ def _constrained(
 def _refuse_budget(budget: int | None) -> None:
     if budget is not None:
         raise UserError(
-            "thinking_token_budget and strict tools cannot be had together with this model; set "
+            "thinking_token_budget and strict tools cannot be combined with this model; set "
             "strict to false, or tool_choice to required",
             param="thinking_token_budget",
         )
@@ -151,8 +151,8 @@ def _or_calls(
     )
     if part is None:
         raise UserError(
-            f"{param} cannot be had beside tools with this model, whose calls begin without a mark "
-            "that tells them from text; set tool_choice, or leave out one of the two",
+            f"{param} cannot be combined with tools for this model, whose calls start without a "
+            "marker; set tool_choice, or leave out one of the two",
             param=param,
         )
     return spec_of_tags(param, part)

@@ -211,11 +211,11 @@ class ChoiceOutput:
 def most_likely(choices: list[ChoiceOutput], num_drawn: int, num_kept: int) -> list[ChoiceOutput]:
     """Of every `num_drawn` consecutive choices the `num_kept` with the highest mean
     log-probability, highest first."""
-    kept = []
+    best = []
     for start in range(0, len(choices), num_drawn):
         drawn = choices[start : start + num_drawn]
-        kept += sorted(drawn, key=lambda choice: -choice.mean_logprob)[:num_kept]
-    return kept
+        best += sorted(drawn, key=lambda choice: -choice.mean_logprob)[:num_kept]
+    return best
 
 
 class DeltaBatcher:

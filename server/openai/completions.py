@@ -92,7 +92,7 @@ def _params(state: AppState, body: CompletionBody) -> SamplingParams:
     if body.num_drawn > num_choices:
         check_comparable(state.generation_pipeline().ready.logprobs_mode, "best_of")
         if logprobs is None:
-            # What the likeliest are told by.
+            # Needed to select the most likely choices.
             logprobs = 0
     params = body.sampling(
         state.sampling_defaults,

@@ -48,10 +48,10 @@ def part_of(text: str, num_characters: int, *, from_end: bool) -> str:
     if len(text) <= num_characters + WORD_CHARACTERS:
         return text
     if from_end:
-        place = len(text) - num_characters
-        return text[max(text.rfind(" ", place - WORD_CHARACTERS, place), place - WORD_CHARACTERS) :]
-    found = text.find(" ", num_characters, num_characters + WORD_CHARACTERS)
-    return text[: num_characters if found < 0 else found]
+        start = len(text) - num_characters
+        return text[max(text.rfind(" ", start - WORD_CHARACTERS, start), start - WORD_CHARACTERS) :]
+    end = text.find(" ", num_characters, num_characters + WORD_CHARACTERS)
+    return text[: num_characters if end < 0 else end]
 
 
 def has_enough_tokens(tokens: Counted, part: str, text: str, num_tokens: int) -> bool:

@@ -94,12 +94,12 @@ def encode_inputs(
             for text in texts
         ]
         encodings = encoder.encode_batch_fast(whole, add_special_tokens=rule.special)
-    made = []
+    result = []
     for place, (text, encoding) in enumerate(zip(texts, encodings, strict=True)):
         if len(encoding) > rule.most:
             raise InputTooLong(place, len(encoding))
-        made.append(InputTokens(encoding.ids, 0 if isinstance(text, str) else _first(encoding)))
-    return made
+        result.append(InputTokens(encoding.ids, 0 if isinstance(text, str) else _first(encoding)))
+    return result
 
 
 def _first(encoding: Encoding) -> int:
@@ -117,13 +117,13 @@ def _cut(encoder: Encoder, texts: Sequence[Text], rule: TextInputOptions) -> lis
             sources.append(_Source(text[0], _least(rule, rule.max_first_tokens), rule))
             sources.append(_Source(text[1], _least(rule, rule.max_second_tokens), rule))
     parts = iter(_read(encoder, sources))
-    made = []
+    result = []
     for text in texts:
         first = next(parts)
         second = None if isinstance(text, str) else next(parts)
         _cut_one(encoder, first, second, rule)
-        made.append(encoder.post_process(first, second, add_special_tokens=rule.special))
-    return made
+        result.append(encoder.post_process(first, second, add_special_tokens=rule.special))
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ def _shares(lengths: list[int], room: int) -> list[int]:
         return [min(length, room) for length in lengths]
     first, second = lengths
     if first <= second:
-        kept = min(first, room // 2)
-        return [kept, room - kept]
-    kept = min(second, room // 2)
-    return [room - kept, kept]
+        share = min(first, room // 2)
+        return [share, room - share]
+    share = min(second, room // 2)
+    return [room - share, share]

@@ -109,13 +109,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def _concat(self, parts: Iterable[str]) -> str:
         """Used by Jinja to join its output, and for `~`."""
-        made: list[str] = []
+        joined: list[str] = []
         length = 0
         for part in parts:
             length += len(part)
             self._check(length)
-            made.append(part)
-        return "".join(made)
+            joined.append(part)
+        return "".join(joined)
 
     def _check(self, length: int) -> None:
         if length > self._max_characters:
@@ -178,13 +178,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if attribute is not None:
             value = map(make_attrgetter(environment, attribute), value)
         between = str(d)
-        made: list[str] = []
+        joined: list[str] = []
         length = 0
         for part in value:
-            made.append(str(environment._sized(part)))
-            length += len(made[-1]) + len(between)
+            joined.append(str(environment._sized(part)))
+            length += len(joined[-1]) + len(between)
             environment._check(length)
-        return between.join(made)
+        return between.join(joined)
 
     def _replace(self, value: Any, old: Any, new: Any, count: int | None = None) -> str:
         text, old, new = str(self._sized(value)), str(old), str(new)

@@ -44,14 +44,14 @@ class StopMatcher:
 
     def _first_match(self, buffer: str, seen: int) -> tuple[int, int] | None:
         """The match that ends first, and later than the `seen` characters searched before."""
-        found: tuple[int, int] | None = None
+        match: tuple[int, int] | None = None
         for stop in self._stops:
             start = buffer.find(stop, max(0, seen - len(stop) + 1))
             if start >= 0:
                 end = start + len(stop)
-                if found is None or (end, start) < (found[1], found[0]):
-                    found = (start, end)
-        return found
+                if match is None or (end, start) < (match[1], match[0]):
+                    match = (start, end)
+        return match
 
     def _prefix_suffix_length(self, buffer: str) -> int:
         """Length of the longest suffix of `buffer` that is a prefix of a stop string."""

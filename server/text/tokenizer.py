@@ -169,8 +169,8 @@ class Tokenizer:
                 else:
                     result += await self._on_thread(size, partial(self._inputs_now, batch, rule))
             except InputTooLong as error:
-                place = len(result) + error.place
-                raise InputTooLong(place, error.count, at_least=error.at_least) from None
+                index = len(result) + error.place
+                raise InputTooLong(index, error.count, at_least=error.at_least) from None
         return result
 
     def encode_now(self, text: str, add_special_tokens: bool, most: int | None = None) -> list[int]:
@@ -213,14 +213,14 @@ class Tokenizer:
 
     def _check_inputs(self, texts: Sequence[Text], rule: TextInputOptions) -> None:
         """`_check_length` for all inputs that are not truncated."""
-        for place, text in enumerate(texts):
+        for index, text in enumerate(texts):
             first, second = (text, "") if isinstance(text, str) else text
             for one, limit in ((first, rule.max_first_tokens), (second, rule.max_second_tokens)):
                 if limit is None:
                     try:
                         self._check_length(one, rule.most)
                     except TooManyTokens as error:
-                        raise InputTooLong(place, error.count, at_least=True) from None
+                        raise InputTooLong(index, error.count, at_least=True) from None
 
     async def _on_thread(self, num_characters: int, call: Callable[[], Result]) -> Result:
         if self._pending >= MAX_PENDING:
@@ -234,13 +234,13 @@ class Tokenizer:
 
     def _inputs_now(self, texts: Sequence[Text], rule: TextInputOptions) -> list[InputTokens]:
         if not rule.cuts and rule.max_first_tokens is None and rule.max_second_tokens is None:
-            for place, text in enumerate(texts):
+            for index, text in enumerate(texts):
                 if length_of(text) > initial_characters(rule.most):
                     try:
                         whole = text if isinstance(text, str) else "".join(text)
                         self._check_density(whole, rule.most)
                     except TooManyTokens as error:
-                        raise InputTooLong(place, error.count, at_least=True) from None
+                        raise InputTooLong(index, error.count, at_least=True) from None
         return encode_inputs(self._encoder, texts, rule)
 
     def unmarked(self, text: str) -> str:
@@ -285,8 +285,8 @@ class Tokenizer:
             text: str = self._encoder.decode(ids, skip_special_tokens=skip_special)
             return text
         runs: list[list[int]] = []
-        for place, token_id in enumerate(ids):
-            if place and token_id in self.special_ids and ids[place - 1] in self.special_ids:
+        for index, token_id in enumerate(ids):
+            if index and token_id in self.special_ids and ids[index - 1] in self.special_ids:
                 runs.append([token_id])
             elif runs:
                 runs[-1].append(token_id)

@@ -118,8 +118,10 @@ def _content(token: object) -> str | None:
 
 def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     older = _json(folder / "special_tokens_map.json")
-    found = {name: _content(config.get(name)) or _content(older.get(name)) for name in NAMED_TOKENS}
-    return {name: token for name, token in found.items() if token is not None}
+    tokens = {
+        name: _content(config.get(name)) or _content(older.get(name)) for name in NAMED_TOKENS
+    }
+    return {name: token for name, token in tokens.items() if token is not None}
 
 
 def _mark_special(encoder: Encoder, config: dict[str, Any], named: dict[str, str]) -> None:

@@ -60,13 +60,13 @@ def _read(item: Any, where: str, place: str, number: str) -> Item:
     kind = "message" if item.get("type") is None else item["type"]
     if is_reference(item):
         kind = "item_reference"
-    made_id = item.get("id")
-    if not isinstance(made_id, (str, type(None))):
+    given_id = item.get("id")
+    if not isinstance(given_id, (str, type(None))):
         raise _bad(f"{where} has an id that is not a string")
     if kind == "item_reference":
-        if not made_id:
+        if not given_id:
             raise _bad(f"{where} is an item_reference without an id")
-        return {"type": kind, "id": made_id}
+        return {"type": kind, "id": given_id}
     if not isinstance(kind, str) or kind not in PREFIXES:
         raise _bad(
             f"{where} has type {str(kind)[:_SHOWN]!r}, it must be one of {', '.join(PREFIXES)} or "
@@ -78,7 +78,7 @@ def _read(item: Any, where: str, place: str, number: str) -> Item:
         "function_call_output": _output,
         "reasoning": _reasoning,
     }[kind]
-    return {"id": made_id or item_id(kind, number, place), "type": kind, **read(item, where)}
+    return {"id": given_id or item_id(kind, number, place), "type": kind, **read(item, where)}
 
 
 def _message(item: Item, where: str) -> Item:
@@ -117,11 +117,11 @@ def _part(part: Any, where: str, is_ours: bool) -> Item:
 
 
 def _call(item: Item, where: str) -> Item:
-    made = {name: item.get(name) for name in ("call_id", "name", "arguments")}
-    for name, value in made.items():
+    fields = {name: item.get(name) for name in ("call_id", "name", "arguments")}
+    for name, value in fields.items():
         if not isinstance(value, str) or (not value and name != "arguments"):
             raise _bad(f"{where} has type 'function_call' and no {name}, it must be a string")
-    return {**made, "status": _status(item)}
+    return {**fields, "status": _status(item)}
 
 
 def _output(item: Item, where: str) -> Item:
@@ -136,7 +136,7 @@ def _output(item: Item, where: str) -> Item:
 
 
 def _reasoning(item: Item, where: str) -> Item:
-    made = {}
+    fields = {}
     for name, kind in (("summary", "summary_text"), ("content", "reasoning_text")):
         parts = [] if item.get(name) is None else item[name]
         if not isinstance(parts, list):
@@ -144,8 +144,8 @@ def _reasoning(item: Item, where: str) -> Item:
         for i, part in enumerate(parts):
             if not isinstance(part, dict) or not isinstance(part.get("text"), str):
                 raise _bad(f"{where}.{name}[{i}] must be an object with a text")
-        made[name] = [{"type": kind, "text": part["text"]} for part in parts]
-    return {**made, "status": "completed"}
+        fields[name] = [{"type": kind, "text": part["text"]} for part in parts]
+    return {**fields, "status": "completed"}
 
 
 def _status(item: Item) -> str:

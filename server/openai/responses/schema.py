@@ -1,4 +1,4 @@
-"""The body of /v1/responses: fields, and the chat body that they amount to. Knows no items."""
+"""The body of /v1/responses, and the equivalent chat fields."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,9 +12,9 @@ from server.openai.schema.generation import UNSUPPORTED, Body, GenerationBody, I
 WITH_LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (
     WITH_LOGPROBS,
-    # A reasoning item has its text in the open, so that a client may send it back as it is.
+    # Reasoning items have plain text, which a client can send back as it is.
     "reasoning.encrypted_content",
-    # Of items that this server never makes: there is nothing to leave out.
+    # Items that this server never produces: there is nothing to leave out.
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
@@ -29,7 +29,7 @@ _MOVED = {
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
 }
-"""Fields of a chat that have another name here."""
+"""Chat fields with another name in this API."""
 _SHOWN = 40
 
 _INPUT = {
@@ -100,14 +100,14 @@ _TOOL_CHOICE = {
 
 
 class ReasoningOptions(Body):
-    """How much to think. A summary is never made: the thinking is given whole."""
+    """Reasoning options. Summaries are never generated: the reasoning is returned whole."""
 
     effort: str | None = None
     summary: str | None = None
 
 
 class TextOptions(Body):
-    """The form of the text."""
+    """Format of the text."""
 
     format: dict[str, Any] | None = None
     verbosity: str | None = None
@@ -233,7 +233,7 @@ _SHARED = (
 
 def chat_tools(tools: list[Any] | None) -> list[Any] | None:
     """Functions as a chat has them. Raises UserError for what is no function."""
-    made = []
+    functions = []
     for place, tool in enumerate(tools or ()):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if kind != "function":
@@ -245,8 +245,8 @@ def chat_tools(tools: list[Any] | None) -> list[Any] | None:
             )
         names = ("name", "description", "parameters", "strict")
         function = {name: tool[name] for name in names if tool.get(name) is not None}
-        made.append({"type": "function", "function": function})
-    return made or None
+        functions.append({"type": "function", "function": function})
+    return functions or None
 
 
 def chat_choice(choice: Any) -> Any:
@@ -265,7 +265,7 @@ def chat_choice(choice: Any) -> Any:
 
 
 def _allowed(tools: list[Any] | None, choice: dict[str, Any]) -> tuple[list[Any] | None, Any]:
-    """Only the tools that the model may call, and whether it must."""
+    """The allowed tools, and the mode: auto or required."""
     mode, listed = choice.get("mode"), choice.get("tools")
     if not isinstance(listed, list):
         raise UserError("tool_choice must have tools, a list", param="tool_choice")

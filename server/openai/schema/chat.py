@@ -150,7 +150,7 @@ class ChatBody(ChatPromptBody, GenerationBody):
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: Integer | None = Field(
-        None, description="Thinking is closed after so many tokens of it."
+        None, description="Maximum number of reasoning tokens."
     )
     modalities: Strings | None = None
     store: bool | None = None
@@ -165,8 +165,8 @@ class ChatBody(ChatPromptBody, GenerationBody):
         check_tools(self.tools, self.tool_choice)
         if self.must_call and (constraint := super().constraint) is not None:
             raise UserError(
-                f"{constraint[0]} cannot be had where tool_choice asks for a call: its arguments "
-                f"are the answer; leave out {constraint[0]}, or set tool_choice to auto",
+                f"{constraint[0]} cannot be combined with a tool_choice that requires a call: its "
+                f"arguments are the answer; leave out {constraint[0]}, or set tool_choice to auto",
                 param=constraint[0],
             )
         budget = self.thinking_token_budget

@@ -10,46 +10,47 @@ from server.openai.schema.completions import MAX_PROMPTS
 from server.openai.schema.generation import MAX_REQUEST_ID_CHARACTERS, MAX_SALT_CHARACTERS
 from server.pooling.schema import MAX_INPUTS
 
-_NO_EFFECT = "Taken, and without effect."
+_NO_EFFECT = "Accepted without effect."
 
 SHARED: Mapping[str, str] = {
-    # What is asked.
+    # The prompt.
     "messages": "The conversation, at least one message.",
     "documents": "For the chat template.",
     "add_generation_prompt": "Whether the prompt ends with the start of an answer; default true.",
     "continue_final_message": "Go on with the last message; not beside add_generation_prompt true.",
-    "chat_template": "A template for this request; only with `--trust-request-chat-template`.",
+    "chat_template": "Template of this request; only with `--trust-request-chat-template`.",
     "chat_template_kwargs": "Variables for the chat template.",
     "add_special_tokens": "Whether the tokenizer adds its own, such as a BOS; default false.",
-    "truncate_prompt_tokens": "Keep the last so many tokens of the prompt; -1: what fits.",
+    "truncate_prompt_tokens": "Keep only the last tokens of the prompt; -1: as many as fit.",
     "prompt": f"A text or token ids, or a list of up to {MAX_PROMPTS} of either.",
-    # Tools and thinking.
+    # Tools and reasoning.
     "tools": "Functions that the model may call.",
     "tool_choice": "auto (the default with tools), none, required, or one function by its name.",
     "parallel_tool_calls": "false: one call at most.",
-    "reasoning_effort": "For the template; sets enable_thinking there, false for none.",
-    "include_reasoning": "false: thinking is left out of the answer; default true.",
+    "reasoning_effort": "For the template; also sets enable_thinking there: false for none.",
+    "include_reasoning": "false: no reasoning in the answer; default true.",
     # How much, and where it ends.
     "n": f"Choices for each prompt, 1 to {MAX_N}; default 1.",
-    "min_tokens": "No end before so many tokens, 0 to max_tokens; default 0.",
-    "stop": "One text or several that end the output, which then does not hold them.",
-    "stop_token_ids": "Tokens that end the output; their texts are left out.",
+    "min_tokens": "Minimum number of generated tokens, 0 to max_tokens; default 0.",
+    "stop": "One stop string or several; the output does not contain them.",
+    "stop_token_ids": "Tokens that end the output; their text is left out.",
     "include_stop_str_in_output": "Keep the stop text; default false.",
-    "ignore_eos": "Go on behind the end token; default false.",
+    "ignore_eos": "Continue after the end token; default false.",
     # Sampling.
-    "temperature": "0 to 2; 0 takes the likeliest token. Default: the model's own, or 1.",
-    "top_p": "Above 0, to 1: the likeliest tokens that add up to it. Default: the model's, or 1.",
-    "top_k": "So many of the likeliest tokens; 0 or -1 is off. Default: the model's, or off.",
-    "min_p": "0 to 1: only tokens this likely beside the likeliest. Default: the model's, or 0.",
-    "seed": "The same seed gives the same output; each choice draws from a stream of its own.",
-    "presence_penalty": "-2 to 2, for tokens that were generated; default 0.",
-    "frequency_penalty": "-2 to 2, for each time that a token was generated; default 0.",
+    "temperature": "0 to 2; 0 is greedy. Default: the model's own, or 1.",
+    "top_p": "Above 0, to 1: nucleus sampling. Default: the model's, or 1.",
+    "top_k": "Only the most likely tokens; 0 or -1 is off. Default: the model's, or off.",
+    "min_p": "0 to 1: minimum probability relative to the most likely token. Default: the model's, "
+    "or 0.",
+    "seed": "The same seed gives the same output; each choice has its own random stream.",
+    "presence_penalty": "-2 to 2, for tokens in the output; default 0.",
+    "frequency_penalty": "-2 to 2, times the count of a token in the output; default 0.",
     "repetition_penalty": "Above 0, over prompt and output; 1 is off. Default: the model's, or 1.",
     "logit_bias": "Token id, as a string, to -100 (never) to 100 (always).",
     "bad_words": "Texts that are never generated.",
     "allowed_token_ids": "The only tokens that may be generated.",
     "length_penalty": "Exponent of the length that a beam's score is divided by; default 1.",
-    # Forms.
+    # Structured output.
     "response_format": "text, json_object, json_schema or structural_tag.",
     "structured_outputs": "One of json, json_object, regex, choice, grammar, structural_tag.",
     "guided_json": "As structured_outputs.json.",
@@ -62,23 +63,23 @@ SHARED: Mapping[str, str] = {
     "ebnf": "As structured_outputs.grammar.",
     "grammar": "As structured_outputs.grammar.",
     "structural_tag": "As structured_outputs.structural_tag.",
-    # What is told.
+    # The answer.
     "stream": "Server-sent events instead of one answer; default false.",
     "stream_options": "Only with stream.",
-    "include_usage": "One more chunk at the end, without choices, with the usage.",
+    "include_usage": "A last chunk without choices that has the usage.",
     "continuous_usage_stats": "The usage so far in every chunk; needs include_usage.",
     "prompt_logprobs": f"0 to {MAX_LOGPROBS}: of each prompt token; not with stream.",
-    "echo": "The prompt (in a chat, the last message) stands before the answer; default false.",
+    "echo": "Return the prompt (in a chat, the last message) before the answer; default false.",
     "skip_special_tokens": "Leave control tokens out of the text; default true.",
-    "spaces_between_special_tokens": "Only for tokenizers that put spaces there; default true.",
-    "return_token_ids": "Token ids of prompt and output beside their texts; default false.",
+    "spaces_between_special_tokens": "Only for tokenizers that add spaces there; default true.",
+    "return_token_ids": "Also return the token ids of prompt and output; default false.",
     "return_tokens_as_token_ids": "Log-probabilities name tokens as `token_id:5`; default false.",
-    "return_token_strs": "The text of each token too; default false.",
+    "return_token_strs": "Also return the text of each token; default false.",
     # The request itself.
     "model": "A served name; null is the first one.",
     "priority": "Lower is served first; other than 0 only with `--scheduling-policy priority`.",
     "request_id": f"Part of the answer's id: 1 to {MAX_REQUEST_ID_CHARACTERS} visible characters.",
-    "cache_salt": f"Prompts share cached blocks only under one salt: 1 to {MAX_SALT_CHARACTERS} "
+    "cache_salt": f"Prompts with the same salt share cached blocks: 1 to {MAX_SALT_CHARACTERS} "
     "characters, none of them @, / or \\.",
     "metadata": _NO_EFFECT,
     "modalities": 'Only `["text"]`.',
@@ -92,13 +93,13 @@ SHARED: Mapping[str, str] = {
     "input": f"A text or token ids, or a list of up to {MAX_INPUTS} of either.",
     "encoding_format": "float (the default), or base64: little-endian float32.",
     "dimensions": "Shorter vectors, where the model was trained for them.",
-    "task": "null: the first of these that the model can.",
+    "task": "null: the first of these that the model supports.",
     # Tokens.
     "tokens": "Token ids.",
 }
-"""By the field's name, wherever it stands."""
+"""By field name, in all bodies."""
 
-OWN: Mapping[str, Mapping[str, str]] = {
+OVERRIDES: Mapping[str, Mapping[str, str]] = {
     "ChatBody": {
         "logprobs": "Log-probabilities of the generated tokens; default false.",
         "top_logprobs": f"0 to {MAX_LOGPROBS}: so many likeliest tokens too; needs logprobs.",
@@ -108,16 +109,16 @@ OWN: Mapping[str, Mapping[str, str]] = {
         "logprobs": f"0 to {MAX_LOGPROBS}: so many likeliest tokens of each position.",
     },
     "ResponseBody": {
-        "background": "Answer at once, and make the response meanwhile; needs store.",
-        "include": f"{WITH_LOGPROBS} and others, which add nothing here.",
+        "background": "Return at once and generate in the background; needs store.",
+        "include": f"{WITH_LOGPROBS}; others have no effect.",
         "input": "A text, or items. May be absent only with previous_response_id.",
-        "previous_response_id": "Of a response that this one follows on.",
-        "reasoning": "How much to think.",
-        "store": "false: the response is not kept; default true.",
-        "text": "The form of the text.",
-        "thinking_token_budget": "Thinking is closed after so many tokens of it.",
+        "previous_response_id": "The response that this one continues.",
+        "reasoning": "Reasoning options.",
+        "store": "false: the response is not stored; default true.",
+        "text": "Format of the text.",
+        "thinking_token_budget": "Maximum number of reasoning tokens.",
         "tools": "Functions that the model may call; hosted tools are refused.",
-        "truncation": "auto: too long a conversation loses its oldest turns; default disabled.",
+        "truncation": "auto: drop the oldest messages if the prompt is too long; default disabled.",
     },
     "ReasoningOptions": {
         "effort": "As reasoning_effort of a chat.",
@@ -125,7 +126,7 @@ OWN: Mapping[str, Mapping[str, str]] = {
     },
     "TextOptions": {"format": "text, json_object or json_schema."},
     "ScoreBody": {
-        "text_1": "A text, or as many as there are second ones.",
+        "text_1": "A text, or as many as text_2 has.",
         "text_2": "A text or several.",
         "queries": "As text_1.",
         "documents": "As text_2, beside queries.",
@@ -134,8 +135,8 @@ OWN: Mapping[str, Mapping[str, str]] = {
         "data_2": "As text_2.",
     },
     "RerankBody": {
-        "documents": "The texts to be sorted.",
-        "query": "The text that they are held against.",
+        "documents": "The texts to rank.",
+        "query": "The text that they are ranked by.",
     },
     "TokenizeTextBody": {
         "add_special_tokens": "Whether the tokenizer adds its own; default true.",
@@ -144,13 +145,13 @@ OWN: Mapping[str, Mapping[str, str]] = {
     "MessagesBody": {
         "max_tokens": "Tokens that may be generated, at least 1.",
         "metadata": _NO_EFFECT,
-        "stop_sequences": "Texts that end the answer, which then does not hold them; as many as "
-        "`--max-stop-strings` allows.",
+        "stop_sequences": "Stop strings, which the answer does not contain; at most "
+        "`--max-stop-strings`.",
     },
     "CountBody": {
-        "output_config": "effort, and format: a JSON schema that the answer is held to.",
+        "output_config": "effort, and format: a JSON schema for the answer.",
         "system": "A text or text blocks, before the messages.",
-        "thinking": "Whether the model thinks first, and for how many tokens.",
+        "thinking": "Whether the model reasons first, and for how many tokens.",
         "tool_choice": "auto (the default with tools), any, tool with a name, or none.",
         "tools": "Each with name, description and input_schema.",
     },
@@ -160,33 +161,33 @@ OWN: Mapping[str, Mapping[str, str]] = {
         "type": "auto, any (one must be called), tool (that one must), none.",
     },
     "ThinkingChoice": {
-        "budget_tokens": "Tokens of thinking at most; for type enabled, at least 1.",
-        "display": "omitted: the thinking is left out of the answer.",
+        "budget_tokens": "Maximum reasoning tokens; for type enabled, at least 1.",
+        "display": "omitted: no reasoning in the answer.",
         "type": "enabled, disabled or adaptive.",
     },
     "OutputConfig": {
         "effort": "As reasoning_effort of a chat.",
-        "format": "The form of the text.",
+        "format": "Format of the text.",
     },
     "OutputFormat": {"schema": "A JSON schema.", "type": "Only json_schema."},
 }
-"""By body and field: what means something else there than elsewhere."""
+"""By body and field: overrides of SHARED."""
 _PARENTS = {"MessagesBody": "CountBody"}
-"""Whose own meanings hold for which others."""
+"""Bodies that inherit the overrides of another one."""
 
 
-def meaning(body: str, field: str) -> str | None:
-    """What `field` of the body named so means."""
+def description_of(body: str, field: str) -> str | None:
+    """The description of `field` in `body`."""
     for name in (body, _PARENTS.get(body, body)):
-        if field in OWN.get(name, {}):
-            return OWN[name][field]
+        if field in OVERRIDES.get(name, {}):
+            return OVERRIDES[name][field]
     return SHARED.get(field)
 
 
-def explain(definitions: Mapping[str, Any]) -> None:
-    """Give each property of these JSON schemas its meaning, unless it has a description."""
+def add_descriptions(definitions: Mapping[str, Any]) -> None:
+    """Add a description to each property of these JSON schemas that has none."""
     for name, definition in definitions.items():
         for field, schema in definition.get("properties", {}).items():
-            text = meaning(name, field)
+            text = description_of(name, field)
             if text is not None:
                 schema.setdefault("description", text)

@@ -309,7 +309,9 @@ def _check_beam_search(body: GenerationBody) -> None:
         value = getattr(body, name)
         if value is not None and value not in neutral:
             hint = "; use stop_token_ids" if name == "stop" else ""
-            raise UserError(f"{name} cannot be had with use_beam_search{hint}", param=name)
+            raise UserError(f"{name} cannot be combined with use_beam_search{hint}", param=name)
     constraint = body.constraint
     if constraint is not None:
-        raise UserError(f"{constraint[0]} cannot be had with use_beam_search", param=constraint[0])
+        raise UserError(
+            f"{constraint[0]} cannot be combined with use_beam_search", param=constraint[0]
+        )

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from server.http.openapi import BODIES
-from server.openai.schema.field_docs import explain
+from server.openai.schema.field_docs import add_descriptions
 from server.openai.schema.generation import Body
 
 PATH = Path(__file__).parents[3] / "docs" / "api.md"
@@ -31,7 +31,7 @@ def _fields(body: type[Body]) -> str:
     """A table of the body, one of each object that it holds, and what it refuses."""
     _, made = models_json_schema([(body, "validation")])
     definitions: dict[str, Any] = made["$defs"]
-    explain(definitions)
+    add_descriptions(definitions)
     own = definitions.pop(body.__name__)
     parts = [_table_of(own)]
     for name, definition in definitions.items():

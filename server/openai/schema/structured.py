@@ -33,18 +33,18 @@ def spec_of(
 ) -> tuple[str, GrammarSpec] | None:
     """The field that constrains the output, and its grammar; `others` holds the FIELDS that are
     set. Raises UserError."""
-    found = {"response_format": _of_format(response_format)}
+    specs = {"response_format": _of_format(response_format)}
     if structured_outputs is not None:
-        asked = {name: v for name, v in structured_outputs.items() if name not in _HINTS}
-        spec = grammar_spec(asked)
+        requested = {name: v for name, v in structured_outputs.items() if name not in _HINTS}
+        spec = grammar_spec(requested)
         if spec is None:
             raise UserError(
                 "structured_outputs sets no form, it must set one", param="structured_outputs"
             )
-        found["structured_outputs"] = spec
+        specs["structured_outputs"] = spec
     for name, value in others.items():
-        found[name] = _spec_for(name, {FIELDS[name]: value})
-    fields = [(name, spec) for name, spec in found.items() if spec is not None]
+        specs[name] = _spec_for(name, {FIELDS[name]: value})
+    fields = [(name, spec) for name, spec in specs.items() if spec is not None]
     if len(fields) > 1:
         names = " and ".join(name for name, _ in fields)
         raise UserError(f"{names} are set, only one of them may be", param=fields[1][0])
@@ -60,8 +60,8 @@ def spec_of_schema(field: str, schema: Mapping[str, Any]) -> GrammarSpec:
 
 def spec_of_tags(field: str, part: Mapping[str, Any]) -> GrammarSpec:
     """The grammar of a structural tag that was made from `field`; it may use special tokens."""
-    asked = {"special_tokens": True, "format": dict(part)}
-    spec = _spec_for(field, {"structural_tag": asked})
+    requested = {"special_tokens": True, "format": dict(part)}
+    spec = _spec_for(field, {"structural_tag": requested})
     assert spec is not None
     return spec
 
@@ -79,7 +79,7 @@ def part_of(field: str, spec: GrammarSpec) -> dict[str, Any]:
         words = [{"type": "const_string", "value": word} for word in json.loads(spec.text)]
         return {"type": "or", "elements": words}
     raise UserError(
-        f"{field} asks for a {spec.kind} that cannot be had beside tools; set tool_choice to none, "
+        f"{field} sets a {spec.kind} that cannot be combined with tools; set tool_choice to none, "
         "or leave out one of the two",
         param=field,
     )
@@ -114,9 +114,9 @@ def _of_format(given: Mapping[str, Any] | None) -> GrammarSpec | None:
     return _spec_for(name, {"json": schema["schema"]})
 
 
-def _spec_for(field: str, asked: Mapping[str, Any]) -> GrammarSpec | None:
+def _spec_for(field: str, requested: Mapping[str, Any]) -> GrammarSpec | None:
     """`grammar_spec` with errors that name `field`."""
     try:
-        return grammar_spec(asked)
+        return grammar_spec(requested)
     except UserError as error:
         raise UserError(error.message, param=field) from None

@@ -1,1 +1,1 @@
-"""Reasoning parsers: thinking told apart from the answer."""
+"""Reasoning parsers: split reasoning from the answer."""

@@ -35,7 +35,6 @@ class ReasoningTags:
         return self.end_tags
 
     def parser(self, *, is_inside: bool, keeps_whitespace: bool = False) -> "ReasoningTagParser":
-        """What reads an answer; the arguments are those of ReasoningTagParser."""
         return ReasoningTagParser(self, is_inside=is_inside, keeps_whitespace=keeps_whitespace)
 
     def has_unclosed_reasoning(self, text: str) -> bool:

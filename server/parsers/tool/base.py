@@ -113,18 +113,18 @@ def types_of(schema: Mapping[str, Any], name: str) -> frozenset[str]:
 def _types(schema: object) -> frozenset[str]:
     if not isinstance(schema, dict):
         return frozenset()
-    found = set(_type_names(schema.get("type")))
+    types = set(_type_names(schema.get("type")))
     for name in ("anyOf", "oneOf"):
         branches = schema.get(name)
         # One level only; deeper types are inferred from what was written.
         for branch in branches if isinstance(branches, list) else ():
             inner = branch.get("type") if isinstance(branch, dict) else None
-            found.update(_type_names(inner) or ("any",))
-    if not found and isinstance(schema.get("enum"), list):
-        found = {"string" if isinstance(one, str) else "any" for one in schema["enum"]}
+            types.update(_type_names(inner) or ("any",))
+    if not types and isinstance(schema.get("enum"), list):
+        types = {"string" if isinstance(one, str) else "any" for one in schema["enum"]}
     if "$ref" in schema or "allOf" in schema or "const" in schema:
-        found.add("any")
-    return frozenset(found)
+        types.add("any")
+    return frozenset(types)
 
 
 def _type_names(kind: object) -> list[str]:

@@ -106,10 +106,10 @@ def read_arguments(source: Source, sink: Sink) -> Steps[None]:
         yield from read_value(source, sink)
     elif first == '"':
         text = yield from read_short_string(source)
-        found = object_of(text) if text.strip() else NO_ARGUMENTS
-        if found is None:
+        value = object_of(text) if text.strip() else NO_ARGUMENTS
+        if value is None:
             raise ParseError
-        sink(found.encode("utf-8", "replace").decode())
+        sink(value.encode("utf-8", "replace").decode())
     elif (yield from source.accept("null")):
         sink(NO_ARGUMENTS)
     else:

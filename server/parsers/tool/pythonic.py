@@ -129,19 +129,19 @@ def _read_literal(source: Source, sink: Sink, depth: int) -> Steps[None]:
         yield from _read_items(source, sink, depth)
     else:
         word = yield from source.peek_run(_WORD, MAX_SCALAR_CHARACTERS)
-        found = _WORDS.get(word) or _number(word)
-        if found is None:
+        match = _WORDS.get(word) or _number(word)
+        if match is None:
             raise ParseError
         source.take(len(word))
-        sink(found)
+        sink(match)
 
 
 def _number(word: str) -> str | None:
-    found = _NUMBER.fullmatch(word)
-    if found is None or not (found[2] or (found[3] or ".") != "."):
+    match = _NUMBER.fullmatch(word)
+    if match is None or not (match[2] or (match[3] or ".") != "."):
         return None
     try:
-        whole = int(word) if not found[3] and not found[4] else None
+        whole = int(word) if not match[3] and not match[4] else None
         value = float(word) if whole is None else 0.0
     except ValueError:
         return None

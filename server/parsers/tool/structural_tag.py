@@ -108,7 +108,7 @@ def arguments_of(function: str, schema: Mapping[str, Any]) -> list[Argument]:
     if missing:
         raise unenforceable(function, f"required {missing[0]!r:.40}")
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    made = []
+    result = []
     for name, one in properties.items():
         if one is False or not isinstance(one, (dict, bool)):
             raise unenforceable(function, f"properties.{name}")
@@ -116,8 +116,8 @@ def arguments_of(function: str, schema: Mapping[str, Any]) -> list[Argument]:
         for reference in _references((inner, shared)):
             if not reference.startswith(("#/$defs/", "#/definitions/")):
                 raise unenforceable(function, f"$ref {reference!r:.40}")
-        made.append(Argument(name, inner, shared, name in required))
-    return sorted(made, key=lambda argument: not argument.is_required)
+        result.append(Argument(name, inner, shared, name in required))
+    return sorted(result, key=lambda argument: not argument.is_required)
 
 
 def is_plain_text(schema: Mapping[str, Any]) -> bool:
@@ -180,14 +180,14 @@ class ToolCallGrammar:
         """Text and calls."""
         if self.whole is not None:
             return self.whole
-        made: Part = {
+        result: Part = {
             "type": "calls",
             "tags": [{"begin": marker, "content": one} for marker, one in self.by_marker.items()],
             "silent": list(self.ignored_markers),
         }
         if self.bare is not None:
-            made.update(bare=self.bare, bare_starts=self.bare_starts)
-        return made
+            result.update(bare=self.bare, bare_starts=self.bare_starts)
+        return result
 
     def part_beside(self, form: Part, *, is_parallel: bool) -> Part | None:
         """`form`, or only calls; None if text and calls may start alike."""
@@ -242,14 +242,14 @@ def _moved(value: Any, root: str, *, has_names: bool = False) -> Any:
         return [_moved(one, root) for one in value]
     if not isinstance(value, dict):
         return value
-    made = {}
+    result = {}
     for key, inner in value.items():
         if has_names:
-            made[key] = _moved(inner, root)
+            result[key] = _moved(inner, root)
         elif key == "$ref" and isinstance(inner, str) and inner.startswith("#"):
-            made[key] = root + inner[1:]
+            result[key] = root + inner[1:]
         elif key in _VALUES:
-            made[key] = inner
+            result[key] = inner
         else:
-            made[key] = _moved(inner, root, has_names=key in _NAMED)
-    return made
+            result[key] = _moved(inner, root, has_names=key in _NAMED)
+    return result

@@ -355,7 +355,7 @@ def says(*blocks: Any) -> dict[str, Any]:
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
         (
             {"output_format": FORM, "tools": [WEATHER], "tool_choice": {"type": "any"}},
-            "output_config.format cannot be had",
+            "output_config.format cannot be combined",
         ),
         ({"output_format": FORM, "output_config": {"format": FORM}}, "only one of them"),
     ],

@@ -396,7 +396,7 @@ UNHELD = {
             {"tools": [NOW], "guided_regex": "a"},
             {"tool_call_parser": "llama3_json"},
             "guided_regex",
-            "begin without a mark",
+            "start without a marker",
         ),
         ({"tools": [NOW], "tool_choice": "any"}, {}, "tool_choice", "'any'"),
         ({"tool_choice": "required"}, {}, "tool_choice", "no tools"),
