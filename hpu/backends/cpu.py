@@ -155,7 +155,7 @@ class CpuBackend:
         self._token_cost = sum(costs.values()) - self._logits_cost
         dtype = linears[0].dtype
         if not can_pack(dtype, linears[0].device):
-            logger.info("weights stay as they are: no packed product for %s here", dtype)
+            logger.info("Weights are not packed: there is no packed product for %s here", dtype)
             return model
         for module in model.modules():
             if isinstance(module, RMSNorm):

@@ -53,7 +53,7 @@ class LinearBase(nn.Module):
 
     @property
     def kernel(self) -> Kernel | None:
-        """What a back end has put in the place of the method."""
+        """The kernel of a back end, which replaces the method."""
         return self._kernel
 
     def use_kernel(self, kernel: Kernel) -> None:

@@ -4,9 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from config.model.model_config import ModelConfig
+from hpu.layers.attention_base import Shape
 from hpu.layers.metadata import AttentionInputs
-
-Shape = tuple[int, ...]
 
 
 class CausalLM(nn.Module):

@@ -14,12 +14,13 @@ from config.model.architectures import DecoderSpec, LayerSpec
 from config.model.model_config import ModelConfig
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.layers.attention import HeadShape, SelfAttention
+from hpu.layers.attention_base import AttentionLayer, Shape
 from hpu.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from hpu.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from hpu.layers.metadata import AttentionInputs, AttentionMetadata, Windows, build_metadata
 from hpu.layers.mlp import GatedMLP
 from hpu.layers.norm import QKNorm, RMSNorm
-from hpu.models.base import CausalLM, Shape
+from hpu.models.base import CausalLM
 from hpu.ops.kernels import Kernels
 from hpu.ops.rope import RotaryEmbedding, Rotation
 from hpu.quantization.base import LinearMethod, QuantizationScheme
@@ -164,9 +165,18 @@ class Decoder(CausalLM):
         )
 
     def _layer(self, path: str, layer: LayerSpec) -> DecoderLayer:
+        attention = {"dense": self._dense_attention}[layer.attention]
+        feed_forward = {"mlp": self._mlp}[layer.feed_forward]
+        return DecoderLayer(
+            attention(f"{path}.self_attn", layer),
+            feed_forward(f"{path}.mlp"),
+            self._norm(),
+            self._norm(),
+            multiplier=self.spec.residual_multiplier,
+        )
+
+    def _dense_attention(self, path: str, layer: LayerSpec) -> SelfAttention:
         config, spec, shape = self.config, self.spec, self.shape
-        hidden, inner = config.hidden_size, config.intermediate_size
-        query_size = config.num_heads * config.head_dim
         qk_norm = None
         if spec.qk_norm:
             qk_norm = QKNorm(
@@ -176,47 +186,47 @@ class Decoder(CausalLM):
                 dtype=self.dtype,
                 device=self.device,
             )
-        attention = SelfAttention(
+        return SelfAttention(
             shape,
             qkv_proj=QKVParallelLinear(
-                hidden,
+                config.hidden_size,
                 config.num_heads,
                 config.num_kv_heads,
                 config.head_dim,
                 bias=spec.qkv_bias,
-                **self._options(f"{path}.self_attn.qkv_proj", hidden),
+                **self._options(f"{path}.qkv_proj", config.hidden_size),
             ),
             o_proj=RowParallelLinear(
-                query_size,
-                hidden,
+                config.num_heads * config.head_dim,
+                config.hidden_size,
                 bias=spec.o_bias,
-                **self._options(f"{path}.self_attn.o_proj", shape.query_size),
+                **self._options(f"{path}.o_proj", shape.query_size),
             ),
             qk_norm=qk_norm,
             window=layer.window,
         )
-        mlp = GatedMLP(
+
+    def _mlp(self, path: str) -> GatedMLP:
+        hidden, inner = self.config.hidden_size, self.config.intermediate_size
+        has_bias = self.spec.mlp_bias
+        return GatedMLP(
             MergedColumnParallelLinear(
                 hidden,
                 [inner, inner],
-                bias=spec.mlp_bias,
-                **self._options(f"{path}.mlp.gate_up_proj", hidden),
+                bias=has_bias,
+                **self._options(f"{path}.gate_up_proj", hidden),
             ),
             RowParallelLinear(
                 inner,
                 hidden,
-                bias=spec.mlp_bias,
-                **self._options(f"{path}.mlp.down_proj", inner // self._group.size),
+                bias=has_bias,
+                **self._options(f"{path}.down_proj", inner // self._group.size),
             ),
-            config.hidden_act,
-        )
-        return DecoderLayer(
-            attention, mlp, self._norm(), self._norm(), multiplier=spec.residual_multiplier
+            self.config.hidden_act,
         )
 
     def _options(self, path: str, in_features: int, *, is_head: bool = False) -> dict[str, Any]:
-        """What all linear layers are made with, for one at `path` with `in_features` inputs on this
-        rank."""
+        """Arguments of the linear layer at `path`, which has `in_features` inputs on this rank."""
         method: LinearMethod = UNQUANTIZED
         if self._quantization is not None:
             names = self._tensor_names[f"{path}.weight"]
@@ -232,6 +242,10 @@ class Decoder(CausalLM):
     def layers(self) -> list[DecoderLayer]:
         return [layer for layer in self.model.layers if isinstance(layer, DecoderLayer)]
 
+    @property
+    def attention_layers(self) -> list[AttentionLayer]:
+        return [layer.self_attn for layer in self.layers]
+
     def forward(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
         return self.model(tokens, inputs)  # type: ignore[no-any-return]
 
@@ -244,17 +258,17 @@ class Decoder(CausalLM):
 
     def cache_shapes(self, num_blocks: int, block_size: int) -> list[tuple[Shape, Shape]]:
         slots = num_blocks * block_size
-        return [layer.self_attn.kv_cache_spec.shapes(slots) for layer in self.layers]
+        return [attention.kv_cache_spec.shapes(slots) for attention in self.attention_layers]
 
     def bind_caches(self, caches: list[tuple[Tensor, Tensor]], block_size: int) -> None:
-        for layer, (keys, values) in zip(self.layers, caches, strict=True):
-            layer.self_attn.bind_caches(keys, values, block_size)
+        for attention, (keys, values) in zip(self.attention_layers, caches, strict=True):
+            attention.bind_caches(keys, values, block_size)
         self.model.block_size = block_size
 
     def read_contiguously(self) -> None:
         self.model.contiguous = True
-        for layer in self.layers:
-            layer.self_attn.zero_non_finite()
+        for attention in self.attention_layers:
+            attention.zero_non_finite()
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool = False) -> None:
         """Run on a device's fused kernels from now on. Once, before the first launch."""
@@ -264,7 +278,8 @@ class Decoder(CausalLM):
         for layer in self.layers:
             layer.input_layernorm.use_kernel(kernels.rms_norm)
             layer.post_attention_layernorm.use_kernel(kernels.rms_norm)
-            layer.self_attn.use_kernels(kernels, split_qkv=split_qkv)
+        for attention in self.attention_layers:
+            attention.use_kernels(kernels, split_qkv=split_qkv)
             # Their matrix products sum over all blocks of a launch, with zeros for the blocks of
             # other sequences.
-            layer.self_attn.zero_non_finite()
+            attention.zero_non_finite()

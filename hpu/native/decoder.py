@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hpu.layers.attention_base import Shape
 from hpu.layers.metadata import AttentionInputs, DecodeAttentionInputs, PrefillAttentionInputs
 from hpu.layers.norm import QKNorm
-from hpu.models.base import CausalLM, Shape
+from hpu.models.base import CausalLM
 from hpu.models.decoder import Decoder, DecoderLayer
 from hpu.native.library import Library, PackedLinear, Product
 

@@ -98,8 +98,8 @@ class Library:
         """Memory of the weights."""
 
     def use_tiles(self, enabled: bool) -> bool:
-        """Let this process's products run in tiles (AMX) from now on, or not; whether they do,
-        which takes a machine that has them."""
+        """Let this process's products run in tiles (AMX) from now on, or not; whether they do:
+        only if the machine has them."""
         return bool(self._code.use_tiles(ctypes.c_int64(enabled)))
 
     def use_threads(self, num_threads: int) -> None:
@@ -174,7 +174,7 @@ def open_library(folder: Path, num_threads: int) -> Library | None:
     missing = sorted(NEEDED - flags)
     if platform.system() != "Linux" or missing:
         why = f"the CPU has no {', '.join(missing)}" if missing else "this is not Linux"
-        logger.info("Kernels: torch's own, since %s", why)
+        logger.info("Kernels: torch's, because %s", why)
         return None
     try:
         path = _build(folder, flags)
@@ -182,7 +182,7 @@ def open_library(folder: Path, num_threads: int) -> Library | None:
             return None
         library = Library(path, num_threads)
     except OSError as error:
-        logger.warning("Kernels: torch's own, since ours cannot be loaded: %s", error)
+        logger.warning("Kernels: torch's, because ours cannot be loaded: %s", error)
         return None
     logger.info("Kernels: compiled for this CPU%s", " (AMX)" if library.has_tiles else "")
     return library
@@ -200,7 +200,7 @@ def _build(folder: Path, flags: frozenset[str]) -> Path | None:
     if path.is_file():
         return path
     if compiler is None:
-        logger.info("Kernels: torch's own, since there is no C++ compiler (g++ would do)")
+        logger.info("Kernels: torch's, because there is no C++ compiler (g++ would do)")
         return None
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f"{path.name}.{os.getpid()}"
@@ -211,7 +211,7 @@ def _build(folder: Path, flags: frozenset[str]) -> Path | None:
     except subprocess.SubprocessError as error:
         output = (getattr(error, "stderr", None) or b"").decode(errors="replace")
         logger.warning(
-            "Kernels: torch's own, since %s failed: %s", compiler, output.strip()[:300] or error
+            "Kernels: torch's, because %s failed: %s", compiler, output.strip()[:300] or error
         )
         unfinished.unlink(missing_ok=True)
         return None

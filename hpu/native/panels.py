@@ -27,7 +27,7 @@ def to_panels(weight: QuantizedWeight) -> tuple[int, Tensor]:
     one value of four pairs, the first in the lowest bits. ValueError if `kind_of` gives None."""
     kind, (out, size) = kind_of(weight), weight.values.shape
     if kind is None:
-        raise ValueError(f"no kernel takes {weight.bits} bits of shape ({out}, {size})")
+        raise ValueError(f"there is no kernel for {weight.bits} bits of shape ({out}, {size})")
     groups = size // GROUP_SIZE
     by_panel = weight.values.view(out // PANEL, PANEL, groups, GROUP_SIZE // 8, 4, 2)
     if kind == INT4_GROUPS:

@@ -1,4 +1,4 @@
-"""What torch's own CPU operators do faster in another form: packed products and short RMS norms."""
+"""Faster forms of torch's CPU operators: packed and quantized products, RMS norm of few rows."""
 
 from collections.abc import Callable
 
@@ -41,8 +41,8 @@ def packed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Ten
 
 
 def quantized_linear(weight: QuantizedWeight, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """The product (..., in) bfloat16 to (..., out) with torch's own kernels for few bits, or, where
-    it has none for the kind, with a bfloat16 copy of the weight."""
+    """The product (..., in) bfloat16 to (..., out) with torch's quantized kernels, or, where it
+    has none for the kind, with a bfloat16 copy of the weight."""
     size = weight.values.shape[1]
     if weight.is_per_output:
         scales = weight.scales.flatten().bfloat16()

@@ -10,7 +10,7 @@ from hpu.quantization.quantized_weight import GROUP_SIZE, QuantizedWeight, conca
 
 
 class GgufBlocks:
-    """The file beside the weights. Memory-mapped: a tensor is read when it is asked for."""
+    """The file beside the weights. A tensor is read when `weight` needs it."""
 
     def __init__(self, path: Path) -> None:
         self._path = str(path)

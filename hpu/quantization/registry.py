@@ -1,4 +1,4 @@
-"""The quantization that was asked for, as the methods of a model's linear layers."""
+"""Name of a quantization to the methods of a model's linear layers."""
 
 import logging
 import time
@@ -95,7 +95,7 @@ def process_weights(model: nn.Module, quantization: str | None) -> int:
             quantization,
             num_bytes / 2**30,
             time.perf_counter() - start,
-            f"; {num_unquantized} linear layers stay in bfloat16: the file has them in other types"
+            f"; {num_unquantized} layers stay in bfloat16, as the file has them in other types"
             if num_unquantized
             else "",
         )
