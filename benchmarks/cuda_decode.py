@@ -136,7 +136,7 @@ class Decoding:
         blocks_a_row = -(-(context + num_steps + 1) // block_size)
         num_blocks = num_rows * blocks_a_row
         vocab_size, length = model.config.vocab_size, model.config.max_position
-        counters, staging = Counters(), InputBufferPool(backend, InputBuffers)
+        counters, input_buffers = Counters(), InputBufferPool(backend, InputBuffers)
         # The same choice as in hpu/worker/build.py.
         static_shapes = captures or backend.compiles
         sampler = Sampler(num_rows, vocab_size, backend, static_shapes=static_shapes)
@@ -154,7 +154,7 @@ class Decoding:
                 model, backend, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype
             ),
             self._graphs,
-            staging,
+            input_buffers,
             counters,
             vocab_size=vocab_size,
             pads=True,
@@ -163,7 +163,7 @@ class Decoding:
         self._rows = list(range(num_rows))
         self._bucket = (num_rows, 1, num_blocks)
         if captures:
-            staging.prepare((DECODE, *self._bucket))
+            input_buffers.prepare((DECODE, *self._bucket))
         self._admit(context, blocks_a_row, block_size)
 
     def _admit(self, context: int, blocks_a_row: int, block_size: int) -> None:
@@ -186,7 +186,7 @@ class Decoding:
     @property
     def is_captured(self) -> bool:
         """Whether the decode's bucket has a graph."""
-        return self._graphs.holds((DECODE, *self._bucket))
+        return self._graphs.has_graph((DECODE, *self._bucket))
 
     def steps(self, count: int) -> Iterator[StepResult]:
         """Decode `count` times with two steps in flight."""

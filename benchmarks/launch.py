@@ -42,7 +42,7 @@ from hpu.models.decoder import Decoder
 from hpu.runner.async_output import AsyncStepOutput
 from hpu.runner.batch_state import BatchState
 from hpu.runner.graph_cache import GraphCache
-from hpu.runner.input_buffers import InputBufferPool, Inputs
+from hpu.runner.input_buffers import BaseInputBuffers, InputBufferPool
 from hpu.runner.model_runner import ModelRunner
 from hpu.sampling.sampler import Sampler
 
@@ -54,10 +54,10 @@ OURS = (LOGIC, *LAUNCH)
 
 WATCHED: tuple[tuple[type, str, str], ...] = (
     (ModelRunner, "_apply", LOGIC),
-    (InputBufferPool, "inputs", LOGIC),
-    (Inputs, "fields", LOGIC),
+    (InputBufferPool, "get", LOGIC),
+    (BaseInputBuffers, "host_arrays", LOGIC),
     (BatchState, "fill_decode", LOGIC),
-    (Inputs, "upload", LOGIC),
+    (BaseInputBuffers, "upload", LOGIC),
     (ModelRunner, "collect", LOGIC),
     (GraphCache, "run", GRAPH),
     (HpuGraph, "replay", GRAPH),

@@ -66,19 +66,19 @@ class Diagnostics:
         self._cpu_fallbacks = cpu_fallbacks
         self._recipe_cache = recipe_cache
         self._recipes = (0, 0)
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """What was compiled until now was meant to be."""
         self._known_compilations = self._compilations()
         self._known_seconds = self._compile_seconds()
         self._known_fallbacks = dict(self._cpu_fallbacks())
         self._count_recipes()
 
-    def warmed(self, phase: int) -> None:
+    def warmed_up(self, phase: int) -> None:
         """A bucket of this phase was prepared."""
         self._count_phase(phase, "warmup", self._compilations() - self._known_compilations)
-        self.forget()
+        self.reset()
 
     def collected(self, pending: AsyncStepOutput) -> None:
         """A step is done: count and log what happened since the one before it."""

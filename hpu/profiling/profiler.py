@@ -128,8 +128,10 @@ class Trace:
         for launch, device_s in zip(pending.launches, seconds, strict=True):
             name, arguments = _described(launch)
             arguments |= {"step": pending.step, "device_ms": _milli(device_s)}
-            self._span(HOST, f"fill {name}", launch.filled[0], _length(launch.filled), arguments)
-            for begin, end in launch.parts():
+            self._span(
+                HOST, f"fill {name}", launch.fill_span_s[0], _length(launch.fill_span_s), arguments
+            )
+            for begin, end in launch.device_spans():
                 start_s = self._anchor.seconds + begin.seconds_since(self._anchor.event)
                 spans.append((start_s, start_s + end.seconds_since(begin)))
                 self._span(DEVICE, name, start_s, end.seconds_since(begin), arguments)
@@ -184,7 +186,7 @@ class Trace:
         os.replace(part, self.path)
 
 
-class HasTrace(Protocol):
+class TracedRunner(Protocol):
     """What notes its steps in a trace while there is one: `hpu.runner.ModelRunner`."""
 
     trace: Trace | None
@@ -195,7 +197,7 @@ class Profiler:
 
     def __init__(
         self,
-        runner: HasTrace,
+        runner: TracedRunner,
         backend: Backend,
         config: ExecutionConfig,
         cache_dir: str | None,
@@ -279,7 +281,7 @@ def _described(launch: AsyncLaunchOutput) -> tuple[str, dict[str, Any]]:
         "bucket": plan.bucket,
         "tokens": tokens,
         "padding": batch * query - tokens,
-        "host_ms": _milli(_length(launch.filled)),
+        "host_ms": _milli(_length(launch.fill_span_s)),
     }
 
 

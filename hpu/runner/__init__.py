@@ -1,1 +1,4 @@
-"""One launch after the other: batch state, input buffers, graphs, KV cache, async output."""
+"""Launches: batch state, input buffers, graph cache, KV cache, async output.
+
+For generation and for pooling; sampling and warm-up have folders of their own.
+"""

@@ -1,6 +1,4 @@
-"""AsyncStepOutput: what a step left on its way to the host, and how it becomes a StepResult; and
-what
-waits in it for masks."""
+"""AsyncStepOutput: the outputs of a step on their way to the host, and its deferred launches."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,15 +14,15 @@ from hpu.runner.input_buffers import InputBuffers
 
 @dataclass(slots=True)
 class AsyncLogprobs:
-    """Host tensors of some positions: ids and values (positions, k + 1), ranks (positions,)."""
+    """Host tensors: ids and values (positions, k + 1), ranks (positions,)."""
 
     k: int
     ids: Tensor
     values: Tensor
     ranks: Tensor
 
-    def part(self, start: int, end: int, k: int) -> Logprobs:
-        """Positions start .. end - 1 with their `k` most likely tokens, at most our own k."""
+    def slice(self, start: int, end: int, k: int) -> Logprobs:
+        """The message of positions start .. end - 1, with at most `k` most likely tokens."""
         k = min(k, self.k)
         return Logprobs(
             k=k,
@@ -36,14 +34,14 @@ class AsyncLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class AsyncPromptLogprobs:
-    """Prompt log-probabilities of one row's chunk, in slices of (real positions, tensors)."""
+    """Prompt log-probabilities of one request's chunk, in slices of (real positions, tensors)."""
 
-    row: int
+    req_index: int
     k: int
     slices: list[tuple[int, AsyncLogprobs]]
 
-    def message(self) -> Logprobs:
-        parts = [logprobs.part(0, count, self.k) for count, logprobs in self.slices]
+    def to_message(self) -> Logprobs:
+        parts = [logprobs.slice(0, count, self.k) for count, logprobs in self.slices]
         return Logprobs(
             k=parts[0].k,
             ids=memoryview(b"".join(part.ids for part in parts)),
@@ -54,20 +52,20 @@ class AsyncPromptLogprobs:
 
 @dataclass(slots=True)
 class AsyncVectors:
-    """A launch of texts: `whole` (B, width) and `by_token` (B, Q, hidden), float32 on the host."""
+    """Vectors of a launch on the host: `pooled` (B, width), `per_token` (B, Q, hidden) float32."""
 
-    whole: Tensor | None = None
-    by_token: Tensor | None = None
-    wanted: list[tuple[int, int]] = field(default_factory=list)
-    """Of each text: tokens whose own vectors are wanted, 0 for the one of all; and how many
-    numbers of a vector, 0 for all."""
+    pooled: Tensor | None = None
+    per_token: Tensor | None = None
+    requested: list[tuple[int, int]] = field(default_factory=list)
+    """Of each text: how many tokens get vectors of their own (0: one vector for all), and how many
+    dimensions a vector has (0: all)."""
 
-    def messages(self) -> Iterator[tuple[int, memoryview]]:
+    def to_messages(self) -> Iterator[tuple[int, memoryview]]:
         """As in StepResult.vectors."""
-        for row, (count, dimensions) in enumerate(self.wanted):
-            found = self.by_token if count else self.whole
-            assert found is not None
-            part = found[row, :count] if count else found[row : row + 1]
+        for row, (count, dimensions) in enumerate(self.requested):
+            vectors = self.per_token if count else self.pooled
+            assert vectors is not None
+            part = vectors[row, :count] if count else vectors[row : row + 1]
             part = part[:, : dimensions or part.shape[1]]
             if bool(part.isfinite().all()):
                 yield len(part), _bytes(part, "<f4")
@@ -77,97 +75,98 @@ class AsyncVectors:
 
 @dataclass(slots=True)
 class AsyncLaunchOutput:
-    """One launch: its sampling rows, and their tokens (at least len(rows),) on the host."""
+    """One launch: its sampling requests, and (at least len(req_indices),) tokens on the host."""
 
-    rows: list[int]
+    req_indices: list[int]
     num_logprobs: list[int]
     start: Event
     end: Event | None = None
     tokens: Tensor | None = None
     logprobs: AsyncLogprobs | None = None
-    prompts: list[AsyncPromptLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[AsyncPromptLogprobs] = field(default_factory=list)
     vectors: AsyncVectors | None = None
     launch: Launch | None = None
-    """What was asked; None in a warm-up."""
-    filled: tuple[float, float] = (0.0, 0.0)
-    """When the host began and ended to fill its inputs."""
-    kept: tuple[Tensor, ...] = ()
-    """Host tensors of sampling that uploads still read."""
-    paused: Event | None = None
-    """Where the device had run it forward, if its sampling had to wait for masks."""
-    resumed: Event | None = None
-    """Where the device was given the sampling then."""
+    """The plan's; None in a warm-up."""
+    fill_span_s: tuple[float, float] = (0.0, 0.0)
+    """Start and end of filling the inputs on the host (perf_counter)."""
+    pinned: tuple[Tensor, ...] = ()
+    """Host tensors of sampling that uploads read until the launch is done."""
+    forward_end: Event | None = None
+    """End of the forward pass on the device, if its sampling was deferred."""
+    sampling_start: Event | None = None
+    """Start of the deferred sampling."""
 
-    def parts(self) -> list[tuple[Event, Event]]:
-        """Beginning and end of what the device did for a launch that is done: apart where sampling
-        had to wait. Nothing in a warm-up."""
+    def device_spans(self) -> list[tuple[Event, Event]]:
+        """Start and end of the device's work for a launch that is done: two spans if sampling was
+        deferred, none in a warm-up."""
         if self.end is None:
             return []
-        if self.paused is None or self.resumed is None:
+        if self.forward_end is None or self.sampling_start is None:
             return [(self.start, self.end)]
-        return [(self.start, self.paused), (self.resumed, self.end)]
+        return [(self.start, self.forward_end), (self.sampling_start, self.end)]
 
 
 @dataclass(slots=True)
-class Forward:
-    """A launch that was run forward, and what it takes to sample it."""
+class ForwardOutput:
+    """The forward pass of a launch, and what sampling needs of it."""
 
     inputs: InputBuffers
     hidden: Tensor
     """(B * Q, hidden); the next launch may overwrite it."""
-    best: Tensor | None
-    """(B,) tokens of the largest logits, or less where nothing is padded, if these are all that
-    the sampling rows take."""
+    argmax: Tensor | None
+    """(B,) tokens of the largest logits (fewer without padding), if all requests are greedy."""
     logits: Tensor | None
-    """(B, V), or less; None where nobody samples, or there is `best`."""
+    """(B, V) (fewer rows without padding); None when nobody samples, or there is `argmax`."""
     launch: AsyncLaunchOutput
-    targets: list[tuple[int, Tokens]] = field(default_factory=list)
-    """(place in the launch, following prompt tokens) of rows that asked for their prompt's
-    log-probabilities."""
+    prompt_targets: list[tuple[int, Tokens]] = field(default_factory=list)
+    """(index in the launch, following prompt tokens) of requests with prompt log-probabilities."""
 
 
 @dataclass(slots=True)
 class AsyncStepOutput:
-    """All launches of one plan. Its tensors may be read once it lacks nothing and `end` is done."""
+    """All launches of one plan. Tensors may be read once nothing is deferred and `end` is done."""
 
     step: int
     host_s: float
     launches: list[AsyncLaunchOutput] = field(default_factory=list)
     """In the plan's order."""
-    late: list[tuple[int, Launch]] = field(default_factory=list)
-    """Launches that sample when their masks come, with their places in the plan."""
-    held: Forward | None = None
-    """The first of those: run forward."""
+    deferred: list[tuple[int, Launch]] = field(default_factory=list)
+    """Launches that sample when their bitmasks come, with their indices in the plan."""
+    deferred_forward: ForwardOutput | None = None
+    """The forward pass of the first deferred launch."""
     end: Event | None = None
-    kept: list[Tensor] = field(default_factory=list)
-    """Host tensors that uploads still read."""
+    pinned: list[Tensor] = field(default_factory=list)
+    """Host tensors that uploads read until the step is done."""
 
     def wait(self) -> None:
-        """Block until the device is done with the step."""
+        """Wait until the device is done with the step."""
         if self.end is not None:
             self.end.wait()
 
     def is_done(self) -> bool:
-        """Whether it is."""
-        return not self.late and (self.end is None or self.end.done())
+        """Whether `wait` would return at once and nothing is deferred."""
+        return not self.deferred and (self.end is None or self.end.done())
 
-    def result(self) -> StepResult:
-        """Gather the columns of a step that is done."""
+    def to_result(self) -> StepResult:
+        """The columns of a step that is done. One token a sampling request, so that `token_counts`
+        stays empty."""
         result = StepResult(step=self.step, tokens=[])
         for launch in self.launches:
             first = len(result.tokens)
             if launch.tokens is not None:
-                result.tokens.extend(launch.tokens[: len(launch.rows)].tolist())
+                result.tokens.extend(launch.tokens[: len(launch.req_indices)].tolist())
             if launch.logprobs is not None:
                 result.logprobs.extend(
-                    (first + i, launch.logprobs.part(i, i + 1, k))
+                    (first + i, launch.logprobs.slice(i, i + 1, k))
                     for i, k in enumerate(launch.num_logprobs)
                     if k >= 0
                 )
-            result.prompt_logprobs.extend((p.row, p.message()) for p in launch.prompts)
+            result.prompt_logprobs.extend(
+                (p.req_index, p.to_message()) for p in launch.prompt_logprobs
+            )
             if launch.vectors is not None:
-                result.vectors.extend(launch.vectors.messages())
-            parts = launch.parts()
+                result.vectors.extend(launch.vectors.to_messages())
+            parts = launch.device_spans()
             if parts:
                 result.seconds.append(sum(end.seconds_since(begin) for begin, end in parts))
         return result

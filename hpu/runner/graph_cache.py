@@ -1,5 +1,7 @@
-"""GraphCache: one captured forward pass a bucket, replayed on whatever lies in the bucket's inputs.
-Knows no rows and decides no order (see hpu/warmup/warmup.py)."""
+"""GraphCache: one captured forward pass a bucket, replayed on the bucket's input buffers.
+
+The order of captures is decided in hpu/warmup.
+"""
 
 import gc
 import logging
@@ -12,7 +14,7 @@ from torch import Tensor
 from hpu.backends.base import Backend, Graph
 from hpu.layers.metadata import AttentionInputs
 from hpu.profiling.counters import Counters, phase_name
-from hpu.runner.input_buffers import Bucket, Inputs
+from hpu.runner.input_buffers import BaseInputBuffers, Bucket
 
 logger = logging.getLogger(__name__)
 
@@ -20,10 +22,10 @@ Forward = Callable[[Tensor, AttentionInputs], Tensor]
 
 
 class GraphCache:
-    """Runs `forward` in a bucket: its graph if it has one, else the function itself.
+    """Runs `forward` in a bucket: replays its graph, or calls the function if it has none.
 
-    With `captures` off nothing is ever captured. Only inputs that are kept for good may be handed
-    to `capture`: a graph keeps reading them.
+    Without `captures` nothing is captured. Only static inputs may be captured: a graph reads the
+    same tensors in every replay.
     """
 
     def __init__(
@@ -36,46 +38,46 @@ class GraphCache:
         budget_bytes: int,
     ) -> None:
         self.stage = "warmup"
-        """warmup or serving: what a compilation counts as."""
+        """warmup or serving: the label of compilations in the counters."""
         self.on_demand = False
-        """Whether a bucket without a graph gets one when it runs, while `budget_bytes` last: for
-        a server that was not warmed up."""
+        """Whether a bucket is captured when it first runs, within `budget_bytes`: for a server that
+        was not warmed up."""
         self.captures = captures
         self.budget_bytes = budget_bytes
         self.bytes = 0
         self._forward = forward
         self._backend = backend
         self._counters = counters
-        self._watches = captures or backend.compiles
+        self._tracks_first_runs = captures or backend.compiles
         self._graphs: dict[Bucket, Graph] = {}
         self._seen: set[Bucket] = set()
-        """Buckets that have run; bounded by the shapes that the engine's table makes."""
+        """Buckets that have run; bounded by the shapes of the engine's bucket table."""
 
-    def holds(self, bucket: Bucket) -> bool:
+    def has_graph(self, bucket: Bucket) -> bool:
         """Whether the bucket has a graph."""
         return bucket in self._graphs
 
-    def run(self, inputs: Inputs[Any], rows: Sequence[int] = ()) -> Tensor:
+    def run(self, inputs: BaseInputBuffers[Any], req_indices: Sequence[int] = ()) -> Tensor:
         """Hidden states (B, Q, hidden) of the uploaded inputs; the next run may overwrite them.
-        `rows` are those of the launch, for the log."""
+        `req_indices` are for the log."""
         graph = self._graphs.get(inputs.bucket)
         if graph is not None:
             hidden: Tensor = graph.replay()
             return hidden
-        if self._watches and inputs.bucket not in self._seen:
-            return self._run_first(inputs, rows)
+        if self._tracks_first_runs and inputs.bucket not in self._seen:
+            return self._run_first(inputs, req_indices)
         _, batch, query, _ = inputs.bucket
         self._backend.expect(batch * query, batch)
         return self._forward(inputs.tokens, inputs.context)
 
-    def capture(self, inputs: Inputs[Any]) -> int | None:
-        """Make the bucket's graph. Bytes that it took, or None when memory is full: then all is as
-        it was before."""
+    def capture(self, inputs: BaseInputBuffers[Any]) -> int | None:
+        """Capture the bucket. Returns the bytes of its graph, or None when memory is full: then
+        nothing has changed."""
         free, _ = self._backend.memory()
         start = time.perf_counter()
         graph = self._capture(inputs)
         if graph is None:
-            # What was captured until then is held by no one any more.
+            # Free what was captured until then.
             gc.collect()
             self._backend.synchronize()
             return None
@@ -88,7 +90,7 @@ class GraphCache:
         self._counters.add("graph_bytes", taken)
         return taken
 
-    def _capture(self, inputs: Inputs[Any]) -> Graph | None:
+    def _capture(self, inputs: BaseInputBuffers[Any]) -> Graph | None:
         try:
             graph = self._backend.capture(self._forward, (inputs.tokens, inputs.context))
             self._backend.synchronize()
@@ -98,11 +100,11 @@ class GraphCache:
             return None
         return graph
 
-    def _run_first(self, inputs: Inputs[Any], rows: Sequence[int]) -> Tensor:
-        """A bucket that has never run before, and has no graph."""
+    def _run_first(self, inputs: BaseInputBuffers[Any], req_indices: Sequence[int]) -> Tensor:
+        """Run a bucket without a graph for the first time."""
         self._seen.add(inputs.bucket)
         if self.stage == "serving":
-            self._warn(inputs.bucket, rows)
+            self._warn(inputs.bucket, req_indices)
         may_capture = self.captures and self.on_demand and inputs.is_static
         if may_capture and self.bytes < self.budget_bytes:
             if self.capture(inputs) is not None:
@@ -111,8 +113,7 @@ class GraphCache:
             logger.warning("No memory is left for graphs: further buckets run without one")
         start = time.perf_counter()
         hidden = self._forward(inputs.tokens, inputs.context)
-        # Where nothing is captured, the runtime's own count is told instead
-        # (hpu/profiling/diagnostics.py).
+        # Where nothing is captured, hpu/profiling/diagnostics.py counts the runtime's compilations.
         if self.stage == "serving" and self.captures:
             self._count(inputs.bucket, time.perf_counter() - start)
         return hidden
@@ -121,7 +122,7 @@ class GraphCache:
         self._counters.add(f"compilations.{phase_name(bucket[0])}.{self.stage}", 1)
         self._counters.add(f"compile_seconds.{self.stage}", seconds)
 
-    def _warn(self, bucket: Bucket, rows: Sequence[int]) -> None:
+    def _warn(self, bucket: Bucket, req_indices: Sequence[int]) -> None:
         phase, batch, query, blocks = bucket
         logger.warning(
             "Compiled while serving: %s bucket of batch %d, query %d, %d blocks, for %s",
@@ -129,5 +130,5 @@ class GraphCache:
             batch,
             query,
             blocks,
-            f"row{'s' if len(rows) > 1 else ''} {', '.join(map(str, rows))}" if rows else "no row",
+            f"requests {', '.join(map(str, req_indices))}" if req_indices else "no request",
         )

@@ -1,5 +1,4 @@
-"""The static inputs of a bucket: a block of integers on the device, two on the host used in turn.
-Knows shapes, not what is written into them."""
+"""Input buffers of a bucket: one block of integers on the device, two alternating on the host."""
 
 import itertools
 import math
@@ -21,16 +20,16 @@ Array = np.ndarray[tuple[int, ...], np.dtype[np.int64] | np.dtype[np.int32]]
 Bucket = tuple[int, int, int, int]
 """(phase, batch, query, blocks)"""
 
-F = TypeVar("F")
-Made = TypeVar("Made", bound="Inputs[Any]")
-Made_co = TypeVar("Made_co", bound="Inputs[Any]", covariant=True)
+A = TypeVar("A")
+Buffers = TypeVar("Buffers", bound="BaseInputBuffers[Any]")
+Buffers_co = TypeVar("Buffers_co", bound="BaseInputBuffers[Any]", covariant=True)
 
-MAX_PASSING = 16
-"""Inputs kept for shapes that were not prepared; the one unused for longest is dropped."""
+MAX_DYNAMIC = 16
+"""Buffers of shapes that were not prepared; the least recently used ones are dropped."""
 
 
-class PrefillFields(NamedTuple):
-    """What the host writes for a prefill of batch B, query Q, C context blocks a row."""
+class PrefillArrays(NamedTuple):
+    """Host arrays of a prefill of batch B, query Q and C context blocks a request."""
 
     tokens: Array
     """(B, Q)"""
@@ -44,16 +43,16 @@ class PrefillFields(NamedTuple):
     """(B,)"""
     block_list: Array
     """(B, C)"""
-    last: Array
-    """(B,): place of each sampling row's last token in the flattened (B * Q)."""
-    rows: Array
-    """(B,): the rows that sample."""
+    last_token_indices: Array
+    """(B,): index of each sampling request's last token in the flattened (B * Q)."""
+    req_indices: Array
+    """(B,): the requests that sample."""
 
 
-class DecodeFields(NamedTuple):
-    """What the host writes for a decode of batch B over N blocks."""
+class DecodeArrays(NamedTuple):
+    """Host arrays of a decode of batch B over N blocks."""
 
-    rows: Array
+    req_indices: Array
     """(B,)"""
     positions: Array
     """(B, 1)"""
@@ -70,7 +69,7 @@ class DecodeFields(NamedTuple):
 
 
 def _shapes(bucket: Bucket) -> list[tuple[int, ...]]:
-    """Shapes of the bucket's fields, in the order of the named tuples."""
+    """Shapes of the bucket's arrays, in the order of the named tuples."""
     phase, batch, query, blocks = bucket
     if phase == PREFILL:
         wide, tall = (batch, query), (batch,)
@@ -78,89 +77,94 @@ def _shapes(bucket: Bucket) -> list[tuple[int, ...]]:
     return [(batch,), (batch, 1), (batch,), (blocks,), (blocks,), (blocks,), (blocks,)]
 
 
-class _HostSet(Generic[F]):
-    """Host memory for one launch, in one piece so that one copy carries it over."""
+class _HostSet(Generic[A]):
+    """Host memory of one launch, in one piece so that one copy uploads it."""
 
     def __init__(
-        self, shapes: list[tuple[int, ...]], make: Callable[..., F], backend: Backend
+        self, shapes: list[tuple[int, ...]], make: Callable[..., A], backend: Backend
     ) -> None:
         sizes = [math.prod(shape) for shape in shapes]
         self.flat = backend.host_tensor(sum(sizes), backend.index_dtype)
-        self.read: Event | None = None
-        """Done once the device has read the set."""
+        self.read_event: Event | None = None
+        """Done once the device has read it."""
         flat, ends = self.flat.numpy(), itertools.accumulate(sizes)
         views = [
             flat[end - size : end].reshape(shape)
             for shape, size, end in zip(shapes, sizes, ends, strict=True)
         ]
-        self.fields = make(*views)
+        self.arrays = make(*views)
 
 
-class Inputs(Generic[F]):
-    """Static inputs of one bucket, in `shapes`, which the host writes as what `make` makes of
-    them. `fields()`, write, `upload()`, launch: once for each launch."""
+class BaseInputBuffers(Generic[A]):
+    """Inputs of one bucket: `host_arrays()`, write, `upload()`, launch, once a launch.
+
+    `make` names the arrays of `shapes`."""
 
     tokens: Tensor
-    """(B, Q): what the forward pass reads; a decode's come from the device."""
+    """(B, Q): input tokens of the forward pass; a decode's are written on the device."""
     context: AttentionInputs
 
     def __init__(
         self,
         bucket: Bucket,
         shapes: list[tuple[int, ...]],
-        make: Callable[..., F],
+        make: Callable[..., A],
         backend: Backend,
         *,
         is_static: bool,
     ) -> None:
         self.bucket = bucket
         self.is_static = is_static
-        """Whether they are kept for good, so that a graph may hold on to them."""
+        """Whether they are never dropped, so that a graph may read them."""
         self._backend = backend
-        self._make_set = partial(_HostSet, shapes, make, backend)
-        # Of a shape that may never come again, the second is made when it does.
+        self._make_host_set = partial(_HostSet, shapes, make, backend)
+        # A shape that was not prepared may never come again: it gets a second set when it does.
         shares = backend.shares_host_memory
-        self._sets = [self._make_set() for _ in range(2 if is_static and not shares else 1)]
-        self._turn = 0
-        self._flat = self._sets[0].flat
+        self._host_sets = [
+            self._make_host_set() for _ in range(2 if is_static and not shares else 1)
+        ]
+        self._next_set = 0
+        self._flat = self._host_sets[0].flat
         if not shares:
             self._flat = backend.zeros((self._flat.numel(),), backend.index_dtype)
         pieces = torch.split(self._flat, [math.prod(shape) for shape in shapes])
-        self.views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
-        """The device's side of the fields."""
+        self.device_arrays = [
+            piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)
+        ]
+        """The device's views, in the order of `shapes`."""
 
-    def fields(self) -> F:
-        """The host set whose turn it is, free to write. Waits only if the launch before last of
-        this bucket has not read its inputs yet."""
-        if self._turn == len(self._sets):
-            self._sets.append(self._make_set())
-        mine = self._sets[self._turn]
-        if mine.read is not None:
-            mine.read.wait()
-        return mine.fields
+    def host_arrays(self) -> A:
+        """The next host set, free to write. Waits only if the launch before last of this bucket has
+        not read its inputs yet."""
+        if self._next_set == len(self._host_sets):
+            self._host_sets.append(self._make_host_set())
+        host_set = self._host_sets[self._next_set]
+        if host_set.read_event is not None:
+            host_set.read_event.wait()
+        return host_set.arrays
 
     def upload(self) -> None:
-        """Send the set over. The device takes it after the launches given before. One that reads
-        the host's memory has run those, and needs neither a copy nor a second set."""
+        """Start the copy to the device, in the order of the launches. A device that shares the
+        host's memory has run all launches by now: it needs neither a copy nor a second set."""
         if self._backend.shares_host_memory:
             return
-        mine = self._sets[self._turn]
-        self._backend.upload(self._flat, mine.flat)
-        mine.read = self._backend.event()
-        self._turn ^= 1
+        host_set = self._host_sets[self._next_set]
+        self._backend.upload(self._flat, host_set.flat)
+        host_set.read_event = self._backend.event()
+        self._next_set ^= 1
 
 
-class InputBuffers(Inputs[PrefillFields | DecodeFields]):
-    """Of a launch of rows that live in a KV cache."""
+class InputBuffers(BaseInputBuffers[PrefillArrays | DecodeArrays]):
+    """Inputs of a launch over a KV cache."""
 
-    last: Tensor | None
-    """(B,): where a prefill's sampling rows end in the flattened (B * Q); None for a decode."""
-    rows: Tensor
-    """(B,): the sampling rows."""
+    last_token_indices: Tensor | None
+    """(B,): indices of a prefill's sampling tokens in the flattened (B * Q); None for a decode."""
+    req_indices: Tensor
+    """(B,): the sampling requests."""
 
     def __init__(self, bucket: Bucket, backend: Backend, *, is_static: bool) -> None:
         phase, batch, query, _ = bucket
-        make = PrefillFields if phase == PREFILL else DecodeFields
+        make = PrefillArrays if phase == PREFILL else DecodeArrays
         super().__init__(bucket, _shapes(bucket), make, backend, is_static=is_static)
         if phase == PREFILL:
             (
@@ -170,48 +174,48 @@ class InputBuffers(Inputs[PrefillFields | DecodeFields]):
                 query_lens,
                 context_lens,
                 blocks,
-                self.last,
-                self.rows,
-            ) = self.views
+                self.last_token_indices,
+                self.req_indices,
+            ) = self.device_arrays
             self.context = PrefillAttentionInputs(
                 positions, slots.view(-1), query_lens, context_lens, blocks.view(-1)
             )
         else:
             self.tokens = backend.zeros((batch, query), backend.index_dtype)
-            self.rows = self.views[0]
-            self.last = None
-            self.context = DecodeAttentionInputs(*self.views[1:])
+            self.req_indices = self.device_arrays[0]
+            self.last_token_indices = None
+            self.context = DecodeAttentionInputs(*self.device_arrays[1:])
 
 
-class MakesInputs(Protocol[Made_co]):
-    """The class of a model's inputs."""
+class InputBuffersType(Protocol[Buffers_co]):
+    """A subclass of BaseInputBuffers."""
 
-    def __call__(self, bucket: Bucket, backend: Backend, *, is_static: bool) -> Made_co: ...
+    def __call__(self, bucket: Bucket, backend: Backend, *, is_static: bool) -> Buffers_co: ...
 
 
-class InputBufferPool(Generic[Made]):
-    """Inputs by bucket: made at start for prepared buckets and kept, made on demand for others."""
+class InputBufferPool(Generic[Buffers]):
+    """Input buffers by bucket: made once for prepared buckets, made on demand for others."""
 
-    def __init__(self, backend: Backend, make: MakesInputs[Made]) -> None:
+    def __init__(self, backend: Backend, make: InputBuffersType[Buffers]) -> None:
         self._backend = backend
         self._make = make
-        self._prepared: dict[Bucket, Made] = {}
-        self._passing: OrderedDict[Bucket, Made] = OrderedDict()
+        self._prepared: dict[Bucket, Buffers] = {}
+        self._dynamic: OrderedDict[Bucket, Buffers] = OrderedDict()
 
     def prepare(self, bucket: Bucket) -> None:
-        """Make the bucket's inputs for good."""
+        """Make the bucket's buffers, which are never dropped."""
         if bucket not in self._prepared:
             self._prepared[bucket] = self._make(bucket, self._backend, is_static=True)
 
-    def inputs(self, bucket: Bucket) -> Made:
-        """The bucket's inputs."""
-        found = self._prepared.get(bucket)
-        if found is not None:
-            return found
-        found = self._passing.pop(bucket, None)
-        if found is None:
-            found = self._make(bucket, self._backend, is_static=False)
-        self._passing[bucket] = found
-        if len(self._passing) > MAX_PASSING:
-            self._passing.popitem(last=False)
-        return found
+    def get(self, bucket: Bucket) -> Buffers:
+        """The bucket's buffers."""
+        buffers = self._prepared.get(bucket)
+        if buffers is not None:
+            return buffers
+        buffers = self._dynamic.pop(bucket, None)
+        if buffers is None:
+            buffers = self._make(bucket, self._backend, is_static=False)
+        self._dynamic[bucket] = buffers
+        if len(self._dynamic) > MAX_DYNAMIC:
+            self._dynamic.popitem(last=False)
+        return buffers

@@ -14,7 +14,7 @@ from hpu.profiling.counters import Counters
 from hpu.protocol import Launch, RequestSampling, StepPlan, Text
 from hpu.runner.async_output import AsyncLaunchOutput, AsyncStepOutput, AsyncVectors
 from hpu.runner.graph_cache import GraphCache
-from hpu.runner.input_buffers import Array, Bucket, InputBufferPool, Inputs
+from hpu.runner.input_buffers import Array, BaseInputBuffers, Bucket, InputBufferPool
 from hpu.runner.step_runner import StepRunner
 from hpu.sampling.sampler import GREEDY
 
@@ -22,7 +22,7 @@ TOKEN_BYTES = 4
 
 
 class PoolingArrays(NamedTuple):
-    """What the host writes for a batch B of texts of at most Q tokens; see TextAttentionInputs and
+    """Host arrays of a batch B of texts of at most Q tokens; see TextAttentionInputs and
     PoolingInputs."""
 
     tokens: Array
@@ -38,8 +38,8 @@ class PoolingArrays(NamedTuple):
     normalizes: Array
 
 
-class PoolingInputBuffers(Inputs[PoolingArrays]):
-    """Of a launch of whole texts."""
+class PoolingInputBuffers(BaseInputBuffers[PoolingArrays]):
+    """Inputs of a launch of whole texts."""
 
     context: TextAttentionInputs
     pooling: PoolingInputs
@@ -48,19 +48,19 @@ class PoolingInputBuffers(Inputs[PoolingArrays]):
         _, batch, query, _ = bucket
         shapes: list[tuple[int, ...]] = [(batch, query)] * 3 + [(batch,)] * 6
         super().__init__(bucket, shapes, PoolingArrays, backend, is_static=is_static)
-        self.tokens, positions, types, *asked = self.views
-        self.context = TextAttentionInputs(positions, types, asked[0])
-        self.pooling = PoolingInputs(*asked)
+        self.tokens, positions, types, *per_text = self.device_arrays
+        self.context = TextAttentionInputs(positions, types, per_text[0])
+        self.pooling = PoolingInputs(*per_text)
 
 
 def num_tokens(text: Text) -> int:
-    """How long a text is."""
+    """Length of a text."""
     return text.tokens.nbytes // TOKEN_BYTES
 
 
 def fill_texts(launch: Launch, texts: Sequence[Text], width: int, out: PoolingArrays) -> None:
-    """Write the inputs of the launch's `texts`; `width` is what a whole vector has. RuntimeError
-    when they do not fit its bucket."""
+    """Write the inputs of a launch; `width` is the size of a vector. RuntimeError when the texts do
+    not fit the bucket."""
     batch, query = out.tokens.shape
     longest = max((num_tokens(text) for text in texts), default=0)
     if not 0 < len(texts) <= batch or not 0 < longest <= query:
@@ -83,8 +83,8 @@ def fill_texts(launch: Launch, texts: Sequence[Text], width: int, out: PoolingAr
         out.normalizes[row] = text.normalizes
 
 
-def fill_idle(out: PoolingArrays) -> None:
-    """Write inputs as of full rows: for a warm-up."""
+def fill_dummy(out: PoolingArrays) -> None:
+    """Write inputs of texts that fill the bucket, for a warm-up."""
     batch, query = out.tokens.shape
     for column in out:
         column[:] = 0
@@ -95,14 +95,14 @@ def fill_idle(out: PoolingArrays) -> None:
 
 
 class PoolingRunner(StepRunner):
-    """StepRunner of a pooling model. Nothing stays on the device from one to the next."""
+    """Runner of a pooling model. It has no state between plans."""
 
     def __init__(
         self,
         pooler: Pooler,
         backend: Backend,
         graphs: GraphCache,
-        staging: InputBufferPool[PoolingInputBuffers],
+        input_buffers: InputBufferPool[PoolingInputBuffers],
         counters: Counters,
     ) -> None:
         super().__init__(backend, counters)
@@ -110,69 +110,74 @@ class PoolingRunner(StepRunner):
         facts = pooler.config.facts
         self._width = max(facts.width, facts.token_width)
         self._graphs = graphs
-        self._staging = staging
+        self._input_buffers = input_buffers
 
     @property
-    def kinds(self) -> tuple[RequestSampling, ...]:
-        """Only one: nothing is sampled, and `warm` makes vectors of both sorts."""
+    def warmup_settings(self) -> tuple[RequestSampling, ...]:
+        """Only one: nothing is sampled."""
         return (GREEDY,)
 
-    def warm(self, bucket: Bucket, kind: RequestSampling, *, prompts: bool = False) -> None:
-        inputs = self._staging.inputs(bucket)
-        fill_idle(inputs.fields())
+    def warm_up(self, bucket: Bucket, sampling: RequestSampling, *, prompts: bool = False) -> None:
+        inputs = self._input_buffers.get(bucket)
+        fill_dummy(inputs.host_arrays())
         inputs.upload()
-        self._pool(inputs, whole=True, by_token=self._has_token_vectors)
+        self._pool(inputs, pooled=True, per_token=self._has_token_vectors)
         self._backend.synchronize()
         if self.diagnostics is not None:
-            self.diagnostics.warmed(bucket[0])
+            self.diagnostics.warmed_up(bucket[0])
 
     @property
     def _has_token_vectors(self) -> bool:
         return not self._pooler.config.has_head
 
     def _apply(self, plan: StepPlan) -> None:
-        """Nothing lasts from one plan to the next."""
+        """There is no state to change."""
 
-    def _launch_all(self, plan: StepPlan, pending: AsyncStepOutput) -> None:
+    def _launch_all(self, plan: StepPlan, output: AsyncStepOutput) -> None:
         for launch in plan.launches:
-            texts = [plan.texts[place] for place in launch.req_indices]
-            pending.launches.append(self._launch(launch, texts, pending))
-        pending.end = self._backend.event()
+            texts = [plan.texts[index] for index in launch.req_indices]
+            output.launches.append(self._launch(launch, texts, output))
+        output.end = self._backend.event()
 
     def _launch(
-        self, launch: Launch, texts: list[Text], pending: AsyncStepOutput
+        self, launch: Launch, texts: list[Text], output: AsyncStepOutput
     ) -> AsyncLaunchOutput:
         start = time.perf_counter()
-        inputs = self._staging.inputs((launch.phase, *launch.bucket))
-        fill_texts(launch, texts, self._width, inputs.fields())
+        inputs = self._input_buffers.get((launch.phase, *launch.bucket))
+        fill_texts(launch, texts, self._width, inputs.host_arrays())
         inputs.upload()
         filled = time.perf_counter()
-        pending.host_s += filled - start
-        begun = self._backend.event()
-        by_token = [text.by_token for text in texts]
-        done = AsyncLaunchOutput([], [], begun)
+        output.host_s += filled - start
+        start_event = self._backend.event()
+        per_token = [text.by_token for text in texts]
+        done = AsyncLaunchOutput([], [], start_event)
         done.vectors = self._pool(
-            inputs, launch.req_indices, whole=not all(by_token), by_token=any(by_token)
+            inputs, launch.req_indices, pooled=not all(per_token), per_token=any(per_token)
         )
-        done.vectors.wanted = [
+        done.vectors.requested = [
             (num_tokens(text) if text.by_token else 0, text.dimensions) for text in texts
         ]
         done.end = self._backend.event()
-        done.launch, done.filled = launch, (start, filled)
+        done.launch, done.fill_span_s = launch, (start, filled)
         return done
 
     def _pool(
-        self, inputs: PoolingInputBuffers, rows: Sequence[int] = (), *, whole: bool, by_token: bool
+        self,
+        inputs: PoolingInputBuffers,
+        text_indices: Sequence[int] = (),
+        *,
+        pooled: bool,
+        per_token: bool,
     ) -> AsyncVectors:
-        """Run uploaded inputs, those of `rows`, and start the copies of what is wanted."""
-        hidden = self._graphs.run(inputs, rows)
-        # On a lazy device the recipe ends here, and so it does behind either sort of vectors.
+        """Run the uploaded inputs, and start the copies of the requested vectors."""
+        hidden = self._graphs.run(inputs, text_indices)
+        # On a lazy device, a recipe ends here and after each sort of vectors.
         self._backend.mark()
         done = AsyncVectors()
-        if whole:
-            done.whole = self._backend.to_host(self._pooler(hidden, inputs.pooling))
+        if pooled:
+            done.pooled = self._backend.to_host(self._pooler(hidden, inputs.pooling))
             self._backend.mark()
-        if by_token:
-            done.by_token = self._backend.to_host(self._pooler.by_token(hidden, inputs.pooling))
+        if per_token:
+            done.per_token = self._backend.to_host(self._pooler.by_token(hidden, inputs.pooling))
             self._backend.mark()
         return done

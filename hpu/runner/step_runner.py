@@ -1,4 +1,4 @@
-"""StepRunner: plans in, results out, whatever a launch is made of. Knows no rows and no models."""
+"""StepRunner: base of the runners. Plans in, results out."""
 
 import time
 
@@ -12,58 +12,57 @@ from hpu.runner.input_buffers import Bucket
 
 
 class StepRunner:
-    """Runs plans on one device. Plans are collected in the order of their submission; one may be
-    submitted while those before it are not collected yet."""
+    """Runs plans on one device. Results are collected in the order of submission; the next plan may
+    be submitted before."""
 
     def __init__(self, backend: Backend, counters: Counters) -> None:
         self._backend = backend
         self._counters = counters
         self.trace: Trace | None = None
-        """Where steps are noted; set and taken away between steps."""
+        """Records steps while it is set; changed between steps."""
         self.diagnostics: Diagnostics | None = None
-        """Set where the device's runtime counts."""
+        """Set where the device's runtime has counters."""
 
     def submit(self, plan: StepPlan) -> AsyncStepOutput:
-        """Apply a plan's changes and launch it, without waiting for the device."""
+        """Apply a plan's changes and launch it; does not wait for the device."""
         start = time.perf_counter()
         self._apply(plan)
-        pending = AsyncStepOutput(plan.step, host_s=time.perf_counter() - start)
-        self._launch_all(plan, pending)
+        output = AsyncStepOutput(plan.step, host_s=time.perf_counter() - start)
+        self._launch_all(plan, output)
         if self.trace is not None:
-            self.trace.submitted(pending, start)
-        return pending
+            self.trace.submitted(output, start)
+        return output
 
-    def collect(self, pending: AsyncStepOutput) -> StepResult:
-        """Wait for a submitted plan's results."""
-        pending.wait()
+    def collect(self, output: AsyncStepOutput) -> StepResult:
+        """Wait for a submitted plan's result."""
+        output.wait()
         start = time.perf_counter()
-        result = pending.result()
-        self._take_in(pending, result)
+        result = output.to_result()
+        self._on_result(output, result)
         if self.diagnostics is not None:
-            self.diagnostics.collected(pending)
+            self.diagnostics.collected(output)
         result.counters = self._counters.take_changed()
-        result.host_s = pending.host_s + time.perf_counter() - start
+        result.host_s = output.host_s + time.perf_counter() - start
         if self.trace is not None:
-            self.trace.collected(pending, result.seconds, start)
+            self.trace.collected(output, result.seconds, start)
         return result
 
     @property
-    def kinds(self) -> tuple[RequestSampling, ...]:
-        """All that a launch may be asked for beside its shape, for a warm-up; the plain one is
-        hpu.sampler.GREEDY."""
+    def warmup_settings(self) -> tuple[RequestSampling, ...]:
+        """Sampling settings that a warm-up runs in each batch width, GREEDY among them."""
         raise NotImplementedError
 
-    def warm(self, bucket: Bucket, kind: RequestSampling, *, prompts: bool = False) -> None:
-        """Run a bucket once on nothing, with one of `kinds`; with `prompts`, a prefill's prompt
-        log-probabilities too. Waits for the device."""
+    def warm_up(self, bucket: Bucket, sampling: RequestSampling, *, prompts: bool = False) -> None:
+        """Run a bucket once on dummy inputs with one of `warmup_settings`, and with `prompts` the
+        prompt log-probabilities of a prefill. Waits for the device."""
         raise NotImplementedError
 
     def _apply(self, plan: StepPlan) -> None:
         raise NotImplementedError
 
-    def _launch_all(self, plan: StepPlan, pending: AsyncStepOutput) -> None:
-        """Fill in `pending`, its end included."""
+    def _launch_all(self, plan: StepPlan, output: AsyncStepOutput) -> None:
+        """Launch a plan; sets `output.launches` and `output.end`."""
         raise NotImplementedError
 
-    def _take_in(self, pending: AsyncStepOutput, result: StepResult) -> None:
-        """Learn from a result that is complete."""
+    def _on_result(self, output: AsyncStepOutput, result: StepResult) -> None:
+        """Hook for a complete result."""

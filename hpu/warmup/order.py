@@ -121,18 +121,18 @@ class CaptureBudget:
     """
 
     def __init__(self, budget_bytes: int) -> None:
-        self.left_bytes = budget_bytes
+        self.remaining_bytes = budget_bytes
         self._tokens = 0
         self._bytes = 0
 
-    def admits(self, cell: Cell) -> bool:
+    def fits(self, cell: Cell) -> bool:
         """Whether to capture `cell`."""
         batch, length = cell
         expected = self._bytes * batch * length / self._tokens if self._tokens else 0.0
-        return self.left_bytes > 0 and expected <= self.left_bytes
+        return self.remaining_bytes > 0 and expected <= self.remaining_bytes
 
-    def captured(self, cell: Cell, taken_bytes: int) -> None:
+    def record(self, cell: Cell, taken_bytes: int) -> None:
         """A capture was made, and took so much."""
         self._tokens += cell[0] * cell[1]
         self._bytes += taken_bytes
-        self.left_bytes -= taken_bytes
+        self.remaining_bytes -= taken_bytes

@@ -43,14 +43,14 @@ class Warmup:
         self,
         runner: StepRunner,
         graphs: GraphCache,
-        staging: InputBufferPool[Any],
+        input_buffers: InputBufferPool[Any],
         backend: Backend,
         config: WarmupConfig,
         block_size: int,
     ) -> None:
         self._runner = runner
         self._graphs = graphs
-        self._staging = staging
+        self._input_buffers = input_buffers
         self._backend = backend
         self._config = config
         self._block_size = block_size
@@ -60,7 +60,7 @@ class Warmup:
         """Phases in which a capture found the device's memory full."""
         self._widths: set[int] = set()
         """Batch widths whose sampling has run."""
-        self._later: deque[Bucket] = deque()
+        self._background: deque[Bucket] = deque()
         self._left_out: list[Bucket] = []
         """Of those that came later, without a graph."""
         self._pads = False
@@ -69,7 +69,7 @@ class Warmup:
     @property
     def num_later(self) -> int:
         """Buckets that `next` has yet to prepare."""
-        return len(self._later)
+        return len(self._background)
 
     def start(self, table: BucketTable, on_progress: Progress) -> list[Bucket]:
         """What the settings ask for before the first request. Gives the buckets that can be used
@@ -82,7 +82,7 @@ class Warmup:
         if mode == "background" and first:
             traffic = read_traffic(self._config.traffic) if self._config.traffic else None
             first, later = split_buckets(table, first, traffic)
-            self._later = deque(later)
+            self._background = deque(later)
             logger.info(
                 "Warm-up in the background: %d buckets before the first request, %d between "
                 "requests",
@@ -93,15 +93,15 @@ class Warmup:
         self._settle()
         return usable
 
-    def next(self) -> list[Bucket]:
+    def prepare_next(self) -> list[Bucket]:
         """Prepare the next of the buckets that were left for later; nothing may be in flight.
         Gives it, or nothing when it does not fit."""
-        bucket = self._later.popleft()
+        bucket = self._background.popleft()
         self._graphs.stage = "warmup"
         fits = self._prepare(bucket)
         self._settle()
         logger.info("Warm-up between requests: %s, %d buckets to come", bucket, self.num_later)
-        if not self._later:
+        if not self._background:
             self._tell_left_out(self._left_out)
         return [bucket] if fits else []
 
@@ -114,7 +114,7 @@ class Warmup:
             )
         if self._graphs.captures:
             for bucket in buckets:
-                self._staging.prepare(bucket)
+                self._input_buffers.prepare(bucket)
         self._graphs.on_demand = True
         self._graphs.stage = "serving"
         return buckets
@@ -122,7 +122,7 @@ class Warmup:
     def _settle(self) -> None:
         """From now on a compilation is a request's, unless `next` is called."""
         self._graphs.stage = "serving"
-        if not self._later:
+        if not self._background:
             self._backend.end_warmup()
 
     def _run(
@@ -132,11 +132,11 @@ class Warmup:
         start, free = time.perf_counter(), self._backend.memory()[0]
         self._pads = bool(buckets)
         order = largest_first(buckets or _first_of(phases), self._block_size)
-        kinds = _sampling(order, self._runner.kinds)
+        kinds = _sampling(order, self._runner.warmup_settings)
         num_graphs = len(buckets) if self._graphs.captures else 0
         progress = _Steps(len(order) + len(kinds) + num_graphs, on_progress)
         usable = self._run_all(order, progress)
-        self._sample_all(_sampling(usable, self._runner.kinds), progress)
+        self._sample_all(_sampling(usable, self._runner.warmup_settings), progress)
         if num_graphs:
             self._capture_all(usable, progress)
         progress.finish()
@@ -155,7 +155,7 @@ class Warmup:
             report.log_unfit(bucket)
             return False
         if bucket[1] not in self._widths:
-            self._sample_all(_sampling([bucket], self._runner.kinds), None)
+            self._sample_all(_sampling([bucket], self._runner.warmup_settings), None)
         if self._graphs.captures:
             self._left_out += self._capture([bucket], None, is_pooled=True)[1]
         return True
@@ -242,14 +242,14 @@ class Warmup:
             phase = bucket[0]
             taken = None
             if phase not in self._full and self._admits(bucket, is_pooled):
-                taken = self._graphs.capture(self._staging.inputs(bucket))
+                taken = self._graphs.capture(self._input_buffers.get(bucket))
                 # Replayed for real: the first replay of a graph still costs something.
                 if taken is None or not self._try(bucket, GREEDY):
                     self._full.add(phase)
             if taken is None:
                 left_out.append(bucket)
                 continue
-            self._budgets[phase].captured(cell_of(bucket, self._block_size), taken)
+            self._budgets[phase].record(cell_of(bucket, self._block_size), taken)
             done.append(bucket)
             if progress is not None:
                 free, _ = self._backend.memory()
@@ -262,19 +262,19 @@ class Warmup:
         has left of its own too."""
         own = self._budgets[bucket[0]]
         cell = cell_of(bucket, self._block_size)
-        if own.admits(cell) or not is_pooled:
-            return own.admits(cell)
+        if own.fits(cell) or not is_pooled:
+            return own.fits(cell)
         other = self._budgets[DECODE if bucket[0] == PREFILL else PREFILL]
-        own.left_bytes += max(0, other.left_bytes)
-        other.left_bytes = min(0, other.left_bytes)
-        return own.admits(cell)
+        own.remaining_bytes += max(0, other.remaining_bytes)
+        other.remaining_bytes = min(0, other.remaining_bytes)
+        return own.fits(cell)
 
     def _try(self, bucket: Bucket, sampling: RequestSampling) -> bool:
         """Run a bucket with one row of this sampling; False when memory is full."""
         try:
             if self._graphs.captures and self._pads:
-                self._staging.prepare(bucket)
-            self._runner.warm(bucket, sampling, prompts=self._pads and sampling == GREEDY)
+                self._input_buffers.prepare(bucket)
+            self._runner.warm_up(bucket, sampling, prompts=self._pads and sampling == GREEDY)
         except (RuntimeError, MemoryError) as error:
             if not self._backend.is_out_of_memory(error):
                 raise

@@ -28,8 +28,8 @@ def measure_launches(runner: StepRunner, backend: Backend, buckets: list[Bucket]
 
 def _run(runner: StepRunner, backend: Backend, bucket: Bucket) -> None:
     try:
-        for kind in runner.kinds:
-            runner.warm(bucket, kind, prompts=True)
+        for kind in runner.warmup_settings:
+            runner.warm_up(bucket, kind, prompts=True)
     except (RuntimeError, MemoryError) as error:
         if not backend.is_out_of_memory(error):
             raise

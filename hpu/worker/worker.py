@@ -85,7 +85,7 @@ class Worker:
     def submit(self, plan: StepPlan) -> None:
         """Apply and launch a plan; does not wait for the device (a CPU runs it at once)."""
         assert self._runner is not None, "submit before start"
-        assert not (self._pending and self._pending[-1].late), "submit before mask"
+        assert not (self._pending and self._pending[-1].deferred), "submit before mask"
         with torch.inference_mode():
             self._pending.append(self._runner.submit(plan))
 
@@ -94,12 +94,12 @@ class Worker:
         not wait for the device."""
         assert isinstance(self._runner, ModelRunner) and self._pending, "mask without a plan"
         with torch.inference_mode():
-            self._runner.mask(self._pending[-1], masks)
+            self._runner.sample_deferred(self._pending[-1], masks)
 
     @property
     def lacks_masks(self) -> bool:
         """Whether the oldest plan not collected comes to no end before `mask`."""
-        return bool(self._pending and self._pending[0].late)
+        return bool(self._pending and self._pending[0].deferred)
 
     def has_result(self) -> bool:
         """Whether `collect` would not wait."""
@@ -175,7 +175,7 @@ class Worker:
         if self._warmup is None or not self._warmup.num_later:
             return None
         with torch.inference_mode():
-            buckets = self._warmup.next()
+            buckets = self._warmup.prepare_next()
         return Warmed(buckets, self._warmup.num_later, self._counters.take_changed())
 
     def close(self) -> None:
@@ -259,7 +259,7 @@ class Worker:
         prepared = warmup.start(table, on_progress)
         warmup_s = time.perf_counter() - start
         if diagnostics is not None:
-            diagnostics.forget()
+            diagnostics.reset()
         self._profiler = Profiler(runner, backend, config.execution, config.cache_dir)
         return WorkerReady(
             num_blocks=components.num_blocks,

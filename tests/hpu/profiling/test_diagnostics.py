@@ -49,7 +49,7 @@ def test_only_what_happens_after_warm_up_is_counted_but_recipes_count_from_the_s
     runtime.on_host = {"aten::nonzero": 4, "aten::unique": 2}
     diagnostics.collected(step(1))
     runtime.compiled = 50
-    diagnostics.forget()
+    diagnostics.reset()
     diagnostics.collected(step(2))
 
     assert counters.take_changed() == {
@@ -104,7 +104,7 @@ def test_where_no_graphs_are_captured_compilations_are_told_by_phase(captures: b
     diagnostics = runtime.diagnostics(counters, counts_by_phase=not captures)
 
     runtime.compiled += 3
-    diagnostics.warmed(PREFILL)
+    diagnostics.warmed_up(PREFILL)
     runtime.compiled += 1
     diagnostics.collected(step(0))
 

@@ -115,8 +115,8 @@ def test_a_launch_that_waited_for_masks_has_a_gap_and_its_step_reaches_over_all(
     trace = Trace(str(tmp_path / "t.json"), "card", Moment(PlannedEvent(7.0), 100.0))
     pending, seconds = step_at(4, 7.010, DECODES, PROMPTS)
     late = pending.launches[0]
-    late.start, late.paused = PlannedEvent(7.016), PlannedEvent(7.017)
-    late.resumed, late.end = PlannedEvent(7.020), PlannedEvent(7.021)
+    late.start, late.forward_end = PlannedEvent(7.016), PlannedEvent(7.017)
+    late.sampling_start, late.end = PlannedEvent(7.020), PlannedEvent(7.021)
     pending.end = late.end
 
     trace.submitted(pending, 100.0)

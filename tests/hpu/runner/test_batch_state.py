@@ -6,14 +6,14 @@ import pytest
 from hpu.backends.cpu import CpuBackend
 from hpu.protocol import DECODE, PREFILL, Launch, NewRequest, RequestSampling
 from hpu.runner.batch_state import BatchState
-from hpu.runner.input_buffers import DecodeFields, InputBuffers, PrefillFields
+from hpu.runner.input_buffers import DecodeArrays, InputBuffers, PrefillArrays
 
 PAD = 50
 BLOCK = 4
 
 
-def _rows() -> BatchState:
-    return BatchState(max_rows=4, max_model_len=32, block_size=BLOCK, pad_block=PAD)
+def _state() -> BatchState:
+    return BatchState(max_num_reqs=4, max_model_len=32, block_size=BLOCK, pad_block=PAD)
 
 
 def _new(row: int, tokens: list[int], blocks: list[int], *, computed: int = 0) -> NewRequest:
@@ -21,130 +21,134 @@ def _new(row: int, tokens: list[int], blocks: list[int], *, computed: int = 0) -
     return NewRequest(row, raw, len(tokens), computed, blocks, RequestSampling())
 
 
-def _prefill(rows: BatchState, launch: Launch) -> tuple[PrefillFields, list[int]]:
-    fields = InputBuffers((PREFILL, *launch.bucket), CpuBackend(1), is_static=False).fields()
-    assert isinstance(fields, PrefillFields)
-    return fields, rows.fill_prefill(launch, fields)
+def _prefill(state: BatchState, launch: Launch) -> tuple[PrefillArrays, list[int]]:
+    arrays = InputBuffers((PREFILL, *launch.bucket), CpuBackend(1), is_static=False).host_arrays()
+    assert isinstance(arrays, PrefillArrays)
+    return arrays, state.fill_prefill(launch, arrays)
 
 
-def _decode(rows: BatchState, launch: Launch) -> DecodeFields:
-    fields = InputBuffers((DECODE, *launch.bucket), CpuBackend(1), is_static=False).fields()
-    assert isinstance(fields, DecodeFields)
-    rows.fill_decode(launch, fields)
-    return fields
+def _decode(state: BatchState, launch: Launch) -> DecodeArrays:
+    arrays = InputBuffers((DECODE, *launch.bucket), CpuBackend(1), is_static=False).host_arrays()
+    assert isinstance(arrays, DecodeArrays)
+    state.fill_decode(launch, arrays)
+    return arrays
 
 
 def test_a_prefill_takes_each_rows_next_tokens_to_its_own_slots() -> None:
-    rows = _rows()
-    rows.admit(_new(2, [11, 12, 13, 14, 15, 16], [7, 3]))
-    rows.admit(_new(0, [21, 22], [5]))
+    state = _state()
+    state.add_request(_new(2, [11, 12, 13, 14, 15, 16], [7, 3]))
+    state.add_request(_new(0, [21, 22], [5]))
 
-    fields, sampling = _prefill(
-        rows, Launch(PREFILL, (2, 6, 0), [2, 0], query_lens=[6, 2], samples=[True, True])
+    arrays, sampling = _prefill(
+        state, Launch(PREFILL, (2, 6, 0), [2, 0], query_lens=[6, 2], samples=[True, True])
     )
 
-    assert fields.tokens.tolist() == [[11, 12, 13, 14, 15, 16], [21, 22, 0, 0, 0, 0]]
-    assert fields.positions.tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 0, 0, 0, 0]]
-    assert fields.slot_mapping[0].tolist() == [28, 29, 30, 31, 12, 13]
-    assert fields.slot_mapping[1, :2].tolist() == [20, 21]
-    assert fields.query_lens.tolist() == [6, 2]
-    assert fields.context_lens.tolist() == [0, 0]
-    assert (sampling, fields.last.tolist(), fields.rows.tolist()) == ([2, 0], [5, 7], [2, 0])
+    assert arrays.tokens.tolist() == [[11, 12, 13, 14, 15, 16], [21, 22, 0, 0, 0, 0]]
+    assert arrays.positions.tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 0, 0, 0, 0]]
+    assert arrays.slot_mapping[0].tolist() == [28, 29, 30, 31, 12, 13]
+    assert arrays.slot_mapping[1, :2].tolist() == [20, 21]
+    assert arrays.query_lens.tolist() == [6, 2]
+    assert arrays.context_lens.tolist() == [0, 0]
+    assert (sampling, arrays.last_token_indices.tolist(), arrays.req_indices.tolist()) == (
+        [2, 0],
+        [5, 7],
+        [2, 0],
+    )
 
 
 def test_a_chunk_sees_the_blocks_of_what_came_before_it_and_nothing_else() -> None:
-    rows = _rows()
-    rows.admit(_new(1, list(range(100, 112)), [9, 8, 7], computed=0))
-    _prefill(rows, Launch(PREFILL, (1, 6, 0), [1], query_lens=[6], samples=[False]))
+    state = _state()
+    state.add_request(_new(1, list(range(100, 112)), [9, 8, 7], computed=0))
+    _prefill(state, Launch(PREFILL, (1, 6, 0), [1], query_lens=[6], samples=[False]))
 
-    fields, sampling = _prefill(
-        rows, Launch(PREFILL, (1, 8, 3), [1], query_lens=[6], samples=[True])
+    arrays, sampling = _prefill(
+        state, Launch(PREFILL, (1, 8, 3), [1], query_lens=[6], samples=[True])
     )
 
-    assert fields.tokens[0, :6].tolist() == [106, 107, 108, 109, 110, 111]
-    assert fields.context_lens.tolist() == [6]
-    assert fields.block_list.tolist() == [[9, 8, PAD]]
-    assert fields.slot_mapping[0, :6].tolist() == [34, 35, 28, 29, 30, 31]
-    assert (sampling, fields.last.tolist()) == ([1], [5])
+    assert arrays.tokens[0, :6].tolist() == [106, 107, 108, 109, 110, 111]
+    assert arrays.context_lens.tolist() == [6]
+    assert arrays.block_list.tolist() == [[9, 8, PAD]]
+    assert arrays.slot_mapping[0, :6].tolist() == [34, 35, 28, 29, 30, 31]
+    assert (sampling, arrays.last_token_indices.tolist()) == ([1], [5])
 
 
 def test_padding_writes_to_the_pad_block_alone_and_spreads_over_its_slots() -> None:
-    rows = _rows()
-    rows.admit(_new(0, [1, 2, 3], [5]))
+    state = _state()
+    state.add_request(_new(0, [1, 2, 3], [5]))
 
-    fields, _ = _prefill(rows, Launch(PREFILL, (2, 8, 1), [0], query_lens=[3], samples=[True]))
+    arrays, _ = _prefill(state, Launch(PREFILL, (2, 8, 1), [0], query_lens=[3], samples=[True]))
 
-    padded = np.concatenate([fields.slot_mapping[0, 3:], fields.slot_mapping[1]])
+    padded = np.concatenate([arrays.slot_mapping[0, 3:], arrays.slot_mapping[1]])
     assert set(padded // BLOCK) == {PAD}
     assert set(padded % BLOCK) == {0, 1, 2, 3}
-    assert fields.query_lens.tolist() == [3, 0]
-    assert not fields.tokens[1].any() and not fields.positions[1].any()
-    assert set(fields.block_list.ravel()) == {PAD}
-    assert fields.rows.tolist() == [0, 4]
+    assert arrays.query_lens.tolist() == [3, 0]
+    assert not arrays.tokens[1].any() and not arrays.positions[1].any()
+    assert set(arrays.block_list.ravel()) == {PAD}
+    assert arrays.req_indices.tolist() == [0, 4]
 
 
 def test_a_decode_lists_the_blocks_of_row_after_row() -> None:
-    rows = _rows()
-    rows.admit(_new(3, list(range(9)), [4, 6, 2]))
-    rows.admit(_new(1, list(range(3)), [8]))
+    state = _state()
+    state.add_request(_new(3, list(range(9)), [4, 6, 2]))
+    state.add_request(_new(1, list(range(3)), [8]))
     launch = Launch(PREFILL, (2, 9, 0), [3, 1], query_lens=[9, 3], samples=[True, True])
-    _prefill(rows, launch)
+    _prefill(state, launch)
 
-    fields = _decode(rows, Launch(DECODE, (2, 1, 4), [1, 3]))
+    arrays = _decode(state, Launch(DECODE, (2, 1, 4), [1, 3]))
 
-    assert fields.rows.tolist() == [1, 3]
-    assert fields.positions.tolist() == [[3], [9]]
-    assert fields.slot_mapping.tolist() == [8 * BLOCK + 3, 2 * BLOCK + 1]
-    assert fields.block_list.tolist() == [8, 4, 6, 2]
-    assert fields.block_groups.tolist() == [0, 1, 1, 1]
-    assert fields.block_starts.tolist() == [0, 0, 4, 8]
-    assert fields.block_usage.tolist() == [4, 4, 4, 2]
+    assert arrays.req_indices.tolist() == [1, 3]
+    assert arrays.positions.tolist() == [[3], [9]]
+    assert arrays.slot_mapping.tolist() == [8 * BLOCK + 3, 2 * BLOCK + 1]
+    assert arrays.block_list.tolist() == [8, 4, 6, 2]
+    assert arrays.block_groups.tolist() == [0, 1, 1, 1]
+    assert arrays.block_starts.tolist() == [0, 0, 4, 8]
+    assert arrays.block_usage.tolist() == [4, 4, 4, 2]
 
 
 def test_a_padded_decode_touches_nothing_but_the_pad_block() -> None:
-    rows = _rows()
-    rows.admit(_new(0, [1], [5]))
-    _prefill(rows, Launch(PREFILL, (1, 1, 0), [0], query_lens=[1], samples=[True]))
+    state = _state()
+    state.add_request(_new(0, [1], [5]))
+    _prefill(state, Launch(PREFILL, (1, 1, 0), [0], query_lens=[1], samples=[True]))
 
-    fields = _decode(rows, Launch(DECODE, (4, 1, 6), [0]))
+    arrays = _decode(state, Launch(DECODE, (4, 1, 6), [0]))
 
-    assert fields.rows.tolist() == [0, 4, 4, 4]
-    assert set(fields.slot_mapping[1:] // BLOCK) == {PAD}
-    assert fields.block_list.tolist() == [5] + [PAD] * 5
-    assert fields.block_groups.tolist() == [0] + [-1] * 5
-    assert fields.block_usage.tolist() == [2] + [1] * 5
+    assert arrays.req_indices.tolist() == [0, 4, 4, 4]
+    assert set(arrays.slot_mapping[1:] // BLOCK) == {PAD}
+    assert arrays.block_list.tolist() == [5] + [PAD] * 5
+    assert arrays.block_groups.tolist() == [0] + [-1] * 5
+    assert arrays.block_usage.tolist() == [2] + [1] * 5
 
 
 def test_a_decode_may_follow_before_the_sampled_token_is_known() -> None:
-    rows = _rows()
-    rows.admit(_new(0, [1, 2, 3], [5]))
-    _prefill(rows, Launch(PREFILL, (1, 3, 0), [0], query_lens=[3], samples=[True]))
-    _decode(rows, Launch(DECODE, (1, 1, 1), [0]))
-    rows.grow(0, [6])
+    state = _state()
+    state.add_request(_new(0, [1, 2, 3], [5]))
+    _prefill(state, Launch(PREFILL, (1, 3, 0), [0], query_lens=[3], samples=[True]))
+    _decode(state, Launch(DECODE, (1, 1, 1), [0]))
+    state.append_blocks(0, [6])
 
-    fields = _decode(rows, Launch(DECODE, (1, 1, 2), [0]))
+    arrays = _decode(state, Launch(DECODE, (1, 1, 2), [0]))
 
-    assert fields.positions.tolist() == [[4]]
-    assert fields.slot_mapping.tolist() == [6 * BLOCK]
+    assert arrays.positions.tolist() == [[4]]
+    assert arrays.slot_mapping.tolist() == [6 * BLOCK]
 
 
 def test_a_freed_row_starts_again_with_an_empty_table() -> None:
-    rows = _rows()
-    rows.admit(_new(0, [1, 2, 3, 4, 5], [5, 6]))
-    rows.free(0)
+    state = _state()
+    state.add_request(_new(0, [1, 2, 3, 4, 5], [5, 6]))
+    state.remove_request(0)
 
-    rows.admit(_new(0, [7], [9]))
+    state.add_request(_new(0, [7], [9]))
 
-    assert rows.own_blocks(0) == [9]
-    assert rows.num_computed_tokens(0) == 0
+    assert state.exclusive_blocks(0) == [9]
+    assert state.num_computed_tokens(0) == 0
 
 
 def test_prompt_targets_end_with_the_prompt() -> None:
-    rows = _rows()
+    state = _state()
     tokens = memoryview(np.array([1, 2, 3, 4, 5, 6], "<u4").tobytes())
-    rows.admit(NewRequest(0, tokens, 4, 0, [1, 2], RequestSampling(num_prompt_logprobs=0)))
+    state.add_request(NewRequest(0, tokens, 4, 0, [1, 2], RequestSampling(num_prompt_logprobs=0)))
 
-    found = [rows.prompt_targets(0, start, 2).tolist() for start in (0, 2, 3, 4)]
+    found = [state.prompt_targets(0, start, 2).tolist() for start in (0, 2, 3, 4)]
 
     assert found == [[2, 3], [4], [], []]
 
@@ -153,105 +157,105 @@ def test_prompt_targets_end_with_the_prompt() -> None:
     ("launch", "words"),
     [
         (Launch(PREFILL, (1, 4, 0), [0], query_lens=[5], samples=[False]), "up to 5 tokens"),
-        (Launch(PREFILL, (1, 9, 0), [0], query_lens=[9], samples=[False]), "pass the known tokens"),
-        (Launch(PREFILL, (1, 4, 0), [3], query_lens=[1], samples=[False]), "not all hold"),
+        (Launch(PREFILL, (1, 9, 0), [0], query_lens=[9], samples=[False]), "exceed the tokens"),
+        (Launch(PREFILL, (1, 4, 0), [3], query_lens=[1], samples=[False]), "not all are live"),
         (Launch(PREFILL, (1, 4, 0), [0], query_lens=[4], samples=[True]), "before their last"),
         (Launch(PREFILL, (1, 8, 0), [0], query_lens=[8], samples=[True]), "its blocks hold 4"),
     ],
 )
 def test_a_prefill_that_does_not_fit_is_named_with_its_numbers(launch: Launch, words: str) -> None:
-    rows = _rows()
-    rows.admit(_new(0, list(range(8)), [5]))
+    state = _state()
+    state.add_request(_new(0, list(range(8)), [5]))
 
     with pytest.raises(RuntimeError, match=words):
-        _prefill(rows, launch)
+        _prefill(state, launch)
 
 
 def test_a_decode_that_does_not_fit_its_bucket_is_named_with_its_numbers() -> None:
-    rows = _rows()
-    rows.admit(_new(0, list(range(8)), [5, 6, 7]))
-    _prefill(rows, Launch(PREFILL, (1, 8, 0), [0], query_lens=[8], samples=[True]))
+    state = _state()
+    state.add_request(_new(0, list(range(8)), [5, 6, 7]))
+    _prefill(state, Launch(PREFILL, (1, 8, 0), [0], query_lens=[8], samples=[True]))
 
-    with pytest.raises(RuntimeError, match="1 rows over 3 blocks"):
-        _decode(rows, Launch(DECODE, (1, 1, 2), [0]))
+    with pytest.raises(RuntimeError, match="1 requests over 3 blocks"):
+        _decode(state, Launch(DECODE, (1, 1, 2), [0]))
 
 
 def test_a_row_that_has_not_finished_its_prompt_does_not_decode() -> None:
-    rows = _rows()
-    rows.admit(_new(0, list(range(8)), [5, 6]))
+    state = _state()
+    state.add_request(_new(0, list(range(8)), [5, 6]))
 
     with pytest.raises(RuntimeError, match="exactly one uncomputed token"):
-        _decode(rows, Launch(DECODE, (1, 1, 2), [0]))
+        _decode(state, Launch(DECODE, (1, 1, 2), [0]))
 
 
 def test_a_row_or_block_that_does_not_exist_is_refused() -> None:
-    rows = _rows()
-    rows.admit(_new(0, [1], [5]))
+    state = _state()
+    state.add_request(_new(0, [1], [5]))
 
     for wrong in (_new(0, [1], [5]), _new(9, [1], [5]), _new(1, [1], [PAD]), _new(1, [], [5])):
         with pytest.raises(RuntimeError):
-            rows.admit(wrong)
-    with pytest.raises(RuntimeError, match="row 2 of 4"):
-        rows.free(2)
+            state.add_request(wrong)
+    with pytest.raises(RuntimeError, match="request 2 of 4"):
+        state.remove_request(2)
 
 
 def test_a_rows_own_blocks_leave_out_a_prefix_that_another_live_row_holds() -> None:
-    rows = _rows()
-    rows.admit(_new(0, [1] * 9, [5, 6, 7]))
-    rows.admit(_new(1, [1] * 9, [5, 6, 8], computed=8))
-    shared = rows.own_blocks(0)
+    state = _state()
+    state.add_request(_new(0, [1] * 9, [5, 6, 7]))
+    state.add_request(_new(1, [1] * 9, [5, 6, 8], computed=8))
+    shared = state.exclusive_blocks(0)
 
-    rows.free(1)
+    state.remove_request(1)
 
-    assert (shared, rows.own_blocks(0)) == ([7], [5, 6, 7])
+    assert (shared, state.exclusive_blocks(0)) == ([7], [5, 6, 7])
 
 
 def test_a_decode_over_a_slice_describes_each_block_at_its_own_number() -> None:
-    rows = BatchState(
-        max_rows=4, max_model_len=32, block_size=BLOCK, pad_block=PAD, contiguous=True
+    state = BatchState(
+        max_num_reqs=4, max_model_len=32, block_size=BLOCK, pad_block=PAD, contiguous=True
     )
-    rows.admit(_new(1, [1, 2, 3, 4, 5], [6, 2]))
-    rows.admit(_new(0, [7, 8], [3]))
-    _prefill(rows, Launch(PREFILL, (2, 5, 0), [1, 0], query_lens=[5, 2], samples=[True, True]))
+    state.add_request(_new(1, [1, 2, 3, 4, 5], [6, 2]))
+    state.add_request(_new(0, [7, 8], [3]))
+    _prefill(state, Launch(PREFILL, (2, 5, 0), [1, 0], query_lens=[5, 2], samples=[True, True]))
 
-    fields = _decode(rows, Launch(DECODE, (3, 1, 9), [1, 0]))
+    arrays = _decode(state, Launch(DECODE, (3, 1, 9), [1, 0]))
 
-    assert fields.block_groups.tolist() == [-1, -1, 0, 1, -1, -1, 0, -1, -1]
-    assert fields.block_starts.tolist() == [0, 0, 4, 0, 0, 0, 0, 0, 0]
-    assert fields.block_usage.tolist() == [1, 1, 2, 3, 1, 1, 4, 1, 1]
-    assert fields.slot_mapping.tolist() == [2 * BLOCK + 1, 3 * BLOCK + 2, PAD * BLOCK]
+    assert arrays.block_groups.tolist() == [-1, -1, 0, 1, -1, -1, 0, -1, -1]
+    assert arrays.block_starts.tolist() == [0, 0, 4, 0, 0, 0, 0, 0, 0]
+    assert arrays.block_usage.tolist() == [1, 1, 2, 3, 1, 1, 4, 1, 1]
+    assert arrays.slot_mapping.tolist() == [2 * BLOCK + 1, 3 * BLOCK + 2, PAD * BLOCK]
 
 
 def test_a_slice_that_ends_below_a_rows_block_is_an_error_with_the_numbers() -> None:
-    rows = BatchState(
-        max_rows=4, max_model_len=32, block_size=BLOCK, pad_block=PAD, contiguous=True
+    state = BatchState(
+        max_num_reqs=4, max_model_len=32, block_size=BLOCK, pad_block=PAD, contiguous=True
     )
-    rows.admit(_new(0, [1], [6]))
-    _prefill(rows, Launch(PREFILL, (1, 1, 0), [0], query_lens=[1], samples=[True]))
+    state.add_request(_new(0, [1], [6]))
+    _prefill(state, Launch(PREFILL, (1, 1, 0), [0], query_lens=[1], samples=[True]))
 
     with pytest.raises(RuntimeError, match="over 7 blocks do not fit"):
-        _decode(rows, Launch(DECODE, (1, 1, 6), [0]))
+        _decode(state, Launch(DECODE, (1, 1, 6), [0]))
 
 
 def test_a_moved_block_is_found_where_it_lies_now() -> None:
-    rows = _rows()
-    rows.admit(_new(2, [1, 2, 3, 4, 5], [7, 40]))
-    rows.admit(_new(0, [1], [3]))
+    state = _state()
+    state.add_request(_new(2, [1, 2, 3, 4, 5], [7, 40]))
+    state.add_request(_new(0, [1], [3]))
 
-    rows.move([40, 3], [1, 2])
+    state.move_blocks([40, 3], [1, 2])
 
-    assert (rows.own_blocks(2), rows.own_blocks(0)) == ([1, 7], [2])
+    assert (state.exclusive_blocks(2), state.exclusive_blocks(0)) == ([1, 7], [2])
     with pytest.raises(RuntimeError, match=r"there are 0 \.\. 49"):
-        rows.move([1], [PAD])
+        state.move_blocks([1], [PAD])
 
 
 def test_rows_that_share_a_block_cannot_be_decoded_over_a_slice() -> None:
-    rows = BatchState(
-        max_rows=4, max_model_len=32, block_size=BLOCK, pad_block=PAD, contiguous=True
+    state = BatchState(
+        max_num_reqs=4, max_model_len=32, block_size=BLOCK, pad_block=PAD, contiguous=True
     )
     for row in (0, 1):
-        rows.admit(_new(row, [1, 2, 3, 4, 5], [6, row], computed=4))
-    _prefill(rows, Launch(PREFILL, (2, 1, 1), [0, 1], query_lens=[1, 1], samples=[True, True]))
+        state.add_request(_new(row, [1, 2, 3, 4, 5], [6, row], computed=4))
+    _prefill(state, Launch(PREFILL, (2, 1, 1), [0, 1], query_lens=[1, 1], samples=[True, True]))
 
     with pytest.raises(RuntimeError, match="hold 4 blocks, 3 different ones"):
-        _decode(rows, Launch(DECODE, (2, 1, 8), [0, 1]))
+        _decode(state, Launch(DECODE, (2, 1, 8), [0, 1]))

@@ -36,7 +36,7 @@ def test_a_captured_bucket_is_replayed_on_what_is_uploaded_later() -> None:
     inputs = _inputs(card, LARGE)
     taken = graphs.capture(inputs)
 
-    inputs.fields().positions[:] = 7
+    inputs.host_arrays().positions[:] = 7
     inputs.upload()
     hidden = graphs.run(inputs)
 
@@ -54,7 +54,7 @@ def test_a_capture_that_finds_memory_full_leaves_the_bucket_to_run_without_one()
 
     taken = graphs.capture(inputs)
 
-    assert taken is None and not graphs.holds(SMALL) and graphs.bytes == 0
+    assert taken is None and not graphs.has_graph(SMALL) and graphs.bytes == 0
     assert graphs.run(inputs).shape == (2, 1, 1)
     assert counters.total("graphs") == 0
 
@@ -97,7 +97,7 @@ def test_a_shape_that_runs_first_while_serving_counts_once_and_names_its_rows(
     assert card.captured == []
     assert counters.total("compilations.prefill.serving") == 1
     assert caplog.messages == [
-        "Compiled while serving: prefill bucket of batch 1, query 8, 2 blocks, for rows 3, 5"
+        "Compiled while serving: prefill bucket of batch 1, query 8, 2 blocks, for requests 3, 5"
     ]
 
 

@@ -7,11 +7,11 @@ from hpu.backends.cpu import CpuBackend
 from hpu.layers.metadata import DecodeAttentionInputs, PrefillAttentionInputs
 from hpu.protocol import DECODE, PREFILL
 from hpu.runner.input_buffers import (
-    MAX_PASSING,
-    DecodeFields,
+    MAX_DYNAMIC,
+    DecodeArrays,
     InputBufferPool,
     InputBuffers,
-    PrefillFields,
+    PrefillArrays,
 )
 
 
@@ -27,17 +27,17 @@ BOTH = pytest.mark.parametrize("kind", [CpuBackend, Card])
 @BOTH
 def test_what_is_written_for_a_prefill_is_what_its_context_holds(kind: type[CpuBackend]) -> None:
     inputs = InputBuffers((PREFILL, 2, 3, 4), kind(num_threads=1), is_static=True)
-    fields = inputs.fields()
-    assert isinstance(fields, PrefillFields)
+    arrays = inputs.host_arrays()
+    assert isinstance(arrays, PrefillArrays)
 
-    for number, field in enumerate(fields):
+    for number, field in enumerate(arrays):
         field[:] = number
     inputs.upload()
 
     context = inputs.context
     assert isinstance(context, PrefillAttentionInputs)
-    assert inputs.last is not None
-    sent = [inputs.tokens, *context, inputs.last, inputs.rows]
+    assert inputs.last_token_indices is not None
+    sent = [inputs.tokens, *context, inputs.last_token_indices, inputs.req_indices]
     assert [tensor.unique().tolist() for tensor in sent] == [[i] for i in range(8)]
     assert [tuple(tensor.shape) for tensor in sent] == [
         (2, 3),
@@ -54,58 +54,58 @@ def test_what_is_written_for_a_prefill_is_what_its_context_holds(kind: type[CpuB
 @BOTH
 def test_what_is_written_for_a_decode_is_what_its_context_holds(kind: type[CpuBackend]) -> None:
     inputs = InputBuffers((DECODE, 2, 1, 5), kind(num_threads=1), is_static=True)
-    fields = inputs.fields()
-    assert isinstance(fields, DecodeFields)
+    arrays = inputs.host_arrays()
+    assert isinstance(arrays, DecodeArrays)
 
-    for number, field in enumerate(fields):
+    for number, field in enumerate(arrays):
         field[:] = number
     inputs.upload()
 
     context = inputs.context
     assert isinstance(context, DecodeAttentionInputs)
-    assert [t.unique().tolist() for t in [inputs.rows, *context]] == [[i] for i in range(7)]
+    assert [t.unique().tolist() for t in [inputs.req_indices, *context]] == [[i] for i in range(7)]
     assert context.positions.shape == (2, 1)
     assert inputs.tokens.shape == (2, 1)
 
 
 def test_the_set_a_launch_may_still_read_is_not_the_one_written_next() -> None:
     inputs = InputBuffers((PREFILL, 1, 1, 0), Card(num_threads=1), is_static=True)
-    first = inputs.fields()
+    first = inputs.host_arrays()
     inputs.upload()
 
-    second = inputs.fields()
+    second = inputs.host_arrays()
     inputs.upload()
 
     assert second is not first
-    assert inputs.fields() is first
+    assert inputs.host_arrays() is first
 
 
 @BOTH
 def test_the_device_tensors_stay_in_place_from_launch_to_launch(kind: type[CpuBackend]) -> None:
-    staging = InputBufferPool(kind(num_threads=1), InputBuffers)
-    staging.prepare((PREFILL, 1, 4, 2))
+    pool = InputBufferPool(kind(num_threads=1), InputBuffers)
+    pool.prepare((PREFILL, 1, 4, 2))
 
     places = set()
     for _ in range(3):
-        inputs = staging.inputs((PREFILL, 1, 4, 2))
-        inputs.fields()
+        inputs = pool.get((PREFILL, 1, 4, 2))
+        inputs.host_arrays()
         inputs.upload()
         places.add(inputs.context[0].data_ptr())
 
     assert len(places) == 1
-    assert staging.inputs((PREFILL, 1, 4, 2)).is_static
+    assert pool.get((PREFILL, 1, 4, 2)).is_static
 
 
 def test_inputs_of_passing_shapes_are_dropped_and_prepared_ones_are_kept() -> None:
-    staging = InputBufferPool(CpuBackend(num_threads=1), InputBuffers)
-    staging.prepare((PREFILL, 1, 4, 2))
-    kept = staging.inputs((PREFILL, 1, 4, 2))
-    dropped = staging.inputs((DECODE, 1, 1, 1))
+    pool = InputBufferPool(CpuBackend(num_threads=1), InputBuffers)
+    pool.prepare((PREFILL, 1, 4, 2))
+    kept = pool.get((PREFILL, 1, 4, 2))
+    dropped = pool.get((DECODE, 1, 1, 1))
 
-    for blocks in range(2, MAX_PASSING + 2):
-        staging.inputs((DECODE, 1, 1, blocks))
+    for blocks in range(2, MAX_DYNAMIC + 2):
+        pool.get((DECODE, 1, 1, blocks))
 
-    assert staging.inputs((PREFILL, 1, 4, 2)) is kept
-    assert staging.inputs((DECODE, 1, 1, 1)) is not dropped
+    assert pool.get((PREFILL, 1, 4, 2)) is kept
+    assert pool.get((DECODE, 1, 1, 1)) is not dropped
     assert not dropped.is_static
     assert dropped.tokens.dtype == torch.int64

@@ -88,7 +88,7 @@ def test_blocks_are_moved_with_their_contents_and_leave_nothing_behind() -> None
     targets = [*range(10)]
     model.caches[0][0][19, 0, 0, 0] = NAN
 
-    cache.move(sources, targets)
+    cache.move_blocks(sources, targets)
 
     for number, (keys, values) in enumerate(model.caches):
         assert keys[1:10, 3, 1, 2].tolist() == [block + 100 * number for block in range(18, 9, -1)]
@@ -113,7 +113,7 @@ def test_where_memory_is_short_more_small_moves_do_the_work_of_a_large_one() -> 
     for block in range(40):
         keys[block] = block
 
-    cache.move([*range(39, 27, -1)], [*range(12)])
+    cache.move_blocks([*range(39, 27, -1)], [*range(12)])
 
     assert keys[:12, 0, 0, 0].tolist() == [*range(39, 27, -1)]
     assert keys[12:28, 0, 0, 0].tolist() == [*range(12, 28)]

@@ -127,19 +127,19 @@ def test_an_unknown_order_names_those_there_are() -> None:
 def test_a_bucket_expected_to_be_too_large_is_left_out_and_a_smaller_one_still_tried() -> None:
     budget = CaptureBudget(1000)
 
-    tried = [budget.admits((1, 100))]
-    budget.captured((1, 100), 400)
-    tried += [budget.admits((1, 200)), budget.admits((1, 150))]
-    budget.captured((1, 150), 500)
+    tried = [budget.fits((1, 100))]
+    budget.record((1, 100), 400)
+    tried += [budget.fits((1, 200)), budget.fits((1, 150))]
+    budget.record((1, 150), 500)
 
     assert tried == [True, False, True]
-    assert budget.left_bytes == 100
+    assert budget.remaining_bytes == 100
 
 
 def test_nothing_is_captured_beyond_the_budget() -> None:
     budget = CaptureBudget(0)
 
-    assert not budget.admits((1, 1))
+    assert not budget.fits((1, 1))
 
 
 def test_cached_context_counts_as_tokens_and_buckets_of_one_size_go_by_shape() -> None:

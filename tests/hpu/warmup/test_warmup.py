@@ -119,10 +119,10 @@ def test_what_the_budget_leaves_out_is_named_with_the_flags_and_runs_without_a_g
     (text,) = [text for text in caplog.messages if "prompt buckets have no graph" in text]
     for flag in ("--graph-reserved-mem (now 0.1)", "--graph-prompt-ratio (now 0.5)"):
         assert flag in text
-    left_out = [bucket for bucket in rig.ready if not rig.graphs.holds(bucket)]
+    left_out = [bucket for bucket in rig.ready if not rig.graphs.has_graph(bucket)]
     caplog.clear()
     with torch.inference_mode():
-        rig.runner.warm(left_out[0], GREEDY)
+        rig.runner.warm_up(left_out[0], GREEDY)
     assert not caplog.messages  # nothing is compiled: it has run before
     assert rig.counters.total("compilations.prefill.serving") == 0
 
@@ -154,7 +154,7 @@ def test_a_bucket_that_cannot_run_is_not_used(
 
     lost = set(rig.buckets) - set(rig.ready)
     assert lost and all(bucket[1] * bucket[2] == 64 for bucket in lost)
-    assert all(rig.graphs.holds(bucket) for bucket in rig.ready)
+    assert all(rig.graphs.has_graph(bucket) for bucket in rig.ready)
     assert any("does not fit" in text for text in caplog.messages)
 
 
@@ -169,12 +169,12 @@ def test_a_background_warm_up_prepares_the_rest_one_by_one(folder: Path) -> None
 
     with torch.inference_mode():
         early, settled_early = list(rig.ready), rig.card.is_settled
-        later = [rig.warmup.next() for _ in range(num_later)]
+        later = [rig.warmup.prepare_next() for _ in range(num_later)]
 
     assert 0 < len(early) < len(rig.buckets) and not settled_early
     assert all(len(buckets) == 1 for buckets in later)
     assert sorted(early + [bucket for (bucket,) in later]) == rig.buckets
-    assert all(rig.graphs.holds(bucket) for bucket in rig.buckets)
+    assert all(rig.graphs.has_graph(bucket) for bucket in rig.buckets)
     assert rig.card.is_settled
     assert rig.counters.total("compilations.prefill.serving") == 0
 
