@@ -14,20 +14,20 @@ HEAD = """\
 
 Every setting is a flag of `gaudiserve serve`, a variable, a key of the YAML file given by
 `--config`, and a keyword of `LLM(...)`. A flag wins over a variable, a variable over the file, the
-file over the default. An unknown name or a value out of range is an error that says where it came
-from, and `gaudiserve config` prints every value with its source.
+file over the default. An unknown name or a value out of range is an error with its source, and
+`gaudiserve config` prints every value with its source.
 
 ```yaml
 # serve.yaml: keys are the flags' names, with - or _
 model: ./my-model
-max-model-len: 8K        # K, M, G count in 1024s, k, m, g in thousands
+max-model-len: 8K        # K, M, G are powers of 1024; k, m, g of 1000
 enable-prefix-caching: false
 allowed-origins: ["https://chat.example.com"]
 ```
 
-Underscores may stand for dashes (`--max_model_len`), and `auto` takes back a number that a file or
-a variable gave. An empty variable counts as not set, but an empty key is an error. Where a switch
-is on by default, `--no-NAME` turns it off. Secrets are never printed.
+Underscores may replace dashes (`--max_model_len`), and `auto` resets a number that a file or a
+variable set. An empty variable counts as not set, but an empty API key is an error. If a switch is
+on by default, `--no-NAME` turns it off. Secrets are never printed.
 """
 
 KEYS = """\
@@ -75,7 +75,7 @@ def reference() -> str:
     accepted = [[f"`--{name}`", f"`{value}`", why] for name, (value, why) in ACCEPTED.items()]
     parts.append(
         "## Accepted from other servers' scripts\n\n"
-        "These change nothing. The one value that is true here is accepted, any other is an "
+        "They have no effect. The only supported value is accepted, any other value is an "
         "error.\n\n" + _rows(["flag", "value", "why"], accepted)
     )
     return "\n".join(parts)

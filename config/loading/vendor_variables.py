@@ -22,16 +22,16 @@ HEAD = """\
 
 <!-- Made by `python -m config.loading.vendor_variables`; a test holds it equal to the code. -->
 
-Every variable of the vendor's guide and of its plug-in, with its default there. Where a flag of
-ours stands beside it, the variable itself is read too, and means that flag; the flag and a variable
-of our own win over it ([configuration](configuration.md) has all of ours). Where none does, one
-word says why: **not built** is missing in this version, **not needed** has nothing to switch here.
-Such a variable is no error: if it is set, the log says at start that it does nothing, and why.
+Every variable of the vendor's guide and of its plug-in, with its default there. If the table has a
+flag of ours, the variable is read and sets that flag; the flag and our own variable win over it
+([configuration](configuration.md) lists all of ours). Otherwise the table has the reason: **not
+built** is missing in this version, **not needed** has nothing to switch here. Such a variable is no
+error: if it is set, the log says at start that it has no effect, and why.
 """
 NOTES = {
-    "Buckets": "The defaults are those of the plug-in's linear strategy, and for the two of "
-    "padding those of its padding-aware one; ours are the strategy's own ([buckets]"
-    "(buckets.md)). The older `PROMPT_SEQ` is read for `PROMPT_QUERY`.\n\n"
+    "Buckets": "The defaults are those of the plug-in's linear strategy, and for the padding "
+    "limits those of its padding-aware one; ours depend on the strategy ([buckets](buckets.md)). "
+    "The older `PROMPT_SEQ` sets `PROMPT_QUERY`.\n\n"
 }
 
 
@@ -102,7 +102,7 @@ def page() -> str:
     parts.append(
         "## Flags of start scripts\n\n`--max-num-prefill-seqs` is `--max-prefill-batch`, "
         "`--async-scheduling` is `--overlap-depth 2`, `--split-qkv` and `--enforce-eager` are ours "
-        "too. These are accepted with the one value that is true here:\n\n"
+        "too. These are accepted with the only value that this server supports:\n\n"
         f"| flag | value | why |\n| --- | --- | --- |\n{accepted}"
     )
     return "\n".join(parts)

@@ -52,9 +52,12 @@ def test_an_ignored_variable_is_reported_once_with_its_reason() -> None:
     assert found == [
         (
             "VLLM_DEFRAG_WITH_GRAPHS",
-            "not needed: blocks move between launches, in shapes that warm-up has met",
+            "not needed: blocks move between launches, in shapes that warm-up has compiled",
         ),
-        ("VLLM_GC_THR_GEN0", "not needed: what lives at start is taken out of its sight"),
+        (
+            "VLLM_GC_THR_GEN0",
+            "not needed: objects that exist after the start are frozen (gc.freeze)",
+        ),
     ]
 
 
