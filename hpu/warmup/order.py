@@ -1,4 +1,4 @@
-"""Order of buckets: of warm-up, of graph capture, and which are left out when memory is short.
+"""Order of buckets: of warm-up, of graph capture, and which are remaining out when memory is short.
 Pure."""
 
 from collections.abc import Sequence
@@ -18,26 +18,25 @@ Bucket = tuple[int, int, int, int]
 CAPTURE_ORDERS = ("min_tokens", "max_bs")
 
 SMALL_SHARE = 0.25
-"""Of a phase's buckets, the cheapest that are warmed up before the first request."""
+"""Share of a phase's buckets, the cheapest ones, that are warmed up before the first request."""
 
 TRAFFIC_SHARE = 0.98
-"""Of each phase's launches in a traffic, that the buckets warmed up before the first request
-serve."""
+"""Share of each phase's launches that the buckets warmed up before the first request serve."""
 
 
 def largest_first(buckets: list[Bucket], block_size: int) -> list[Bucket]:
-    """Prompts before decodes, each by falling cost: what cannot fit shows at once."""
+    """Prompts before decodes, each by falling cost: a bucket that does not fit is serving early."""
     return sorted(buckets, key=lambda b: (b[0] == DECODE, -_cost(b, block_size), b))
 
 
 def split_buckets(
     table: BucketTable, buckets: list[Bucket], traffic: list[Lengths] | None
 ) -> tuple[list[Bucket], list[Bucket]]:
-    """(before the first request, between requests) of the table's `buckets` that are needed, the
-    latter in order of usefulness.
+    """Split `buckets` into those for before the first request and those for between requests, both
+    the most used ones first.
 
-    First come the buckets that serve most of `traffic` (None: the cheapest of each phase), and the
-    largest ones, so that every launch finds a bucket from the beginning, though a wide one.
+    The first part holds the buckets that serve most of `traffic` (None: the cheapest of each phase)
+    and the largest ones, so that every launch has a bucket from the beginning.
     """
     size = table.limits.block_size
     shares = {p.bucket: p.share for p in table.padding(traffic)} if traffic else {}
@@ -53,15 +52,15 @@ def split_buckets(
 
 
 def _serving(buckets: list[Bucket], shares: dict[Bucket, float]) -> list[Bucket]:
-    """As many of `buckets`, from the most used one on, as serve the better part of the launches."""
-    left = TRAFFIC_SHARE * sum(shares[bucket] for bucket in buckets)
-    found = []
+    """The most used of `buckets`, as many as serve TRAFFIC_SHARE of the launches."""
+    remaining = TRAFFIC_SHARE * sum(shares[bucket] for bucket in buckets)
+    serving = []
     for bucket in buckets:
-        if left <= 0:
+        if remaining <= 0:
             break
-        found.append(bucket)
-        left -= shares[bucket]
-    return found
+        serving.append(bucket)
+        remaining -= shares[bucket]
+    return serving
 
 
 def _cost(bucket: Bucket, block_size: int) -> int:
@@ -70,8 +69,8 @@ def _cost(bucket: Bucket, block_size: int) -> int:
 
 
 def _cover(buckets: list[Bucket]) -> list[Bucket]:
-    """Buckets of which one holds whatever any of `buckets` holds: all decodes, and prompts one by
-    one, since prompts that find no wide batch are not merged."""
+    """Buckets that cover all of `buckets`: every decode, and every prompt of batch 1, since prompts
+    without a wide batch are launched one by one."""
     decodes = [b for b in buckets if b[0] == DECODE]
     prompts = [b for b in buckets if b[0] == PREFILL]
     alone = [b for b in prompts if b[1] == 1] or prompts
@@ -79,7 +78,7 @@ def _cover(buckets: list[Bucket]) -> list[Bucket]:
 
 
 def _largest(buckets: list[Bucket]) -> list[Bucket]:
-    """Those that fit into no other."""
+    """The buckets that fit into no other."""
 
     def fits(one: Bucket, other: Bucket) -> bool:
         return one != other and all(a <= b for a, b in zip(one, other, strict=True))
@@ -88,19 +87,18 @@ def _largest(buckets: list[Bucket]) -> list[Bucket]:
 
 
 def capture_order(cells: Sequence[Cell], strategy: str) -> list[Cell]:
-    """`min_tokens`: least work first, of equal work the shorter. `max_bs`: largest batch first, of
-    equal batches the shorter."""
+    """`min_tokens`: by work, then by length. `max_bs`: by falling batch, then by length."""
     return sorted(cells, key=lambda cell: _priority_key(cell, strategy))
 
 
 def cell_of(bucket: Bucket, block_size: int) -> Cell:
-    """What the order and the budget see of a bucket; cached context counts as tokens."""
+    """The bucket's (batch, length); cached context counts as tokens."""
     phase, batch, query, blocks = bucket
     return (batch, query + blocks * block_size if phase == PREFILL else blocks)
 
 
 def order_buckets(buckets: Sequence[Bucket], strategy: str, block_size: int) -> list[Bucket]:
-    """`capture_order` of whole buckets; those with the same cell by their shape."""
+    """`capture_order` of buckets; those with equal cells by shape."""
     return sorted(buckets, key=lambda b: (_priority_key(cell_of(b, block_size), strategy), b))
 
 
@@ -114,10 +112,10 @@ def _priority_key(cell: Cell, strategy: str) -> tuple[int, ...]:
 
 
 class CaptureBudget:
-    """Decides before each capture of one phase whether it will fit into what is left.
+    """Decides before each capture of one phase whether it fits the remaining memory.
 
-    A bucket is expected to take as much for its tokens as those before it took for theirs; the
-    first is always tried. What is left in the end goes to the other phase.
+    A graph is expected to take as many bytes a token as those before it; the first is always tried.
+    What remains in the end goes to the other phase.
     """
 
     def __init__(self, budget_bytes: int) -> None:
@@ -132,7 +130,7 @@ class CaptureBudget:
         return self.remaining_bytes > 0 and expected <= self.remaining_bytes
 
     def record(self, cell: Cell, taken_bytes: int) -> None:
-        """A capture was made, and took so much."""
+        """Count a capture of `taken_bytes`."""
         self._tokens += cell[0] * cell[1]
         self._bytes += taken_bytes
         self.remaining_bytes -= taken_bytes

@@ -1,5 +1,4 @@
-"""What a worker tells its operator while it starts: memory, buckets, warm-up steps, graphs. One
-line for each decision; decides nothing."""
+"""Log lines of a worker's start: memory, buckets, warm-up steps, graphs."""
 
 import logging
 
@@ -14,20 +13,20 @@ logger = logging.getLogger(__name__)
 
 Bucket = tuple[int, int, int, int]
 
-NAMED = 12
-"""Buckets that a line about what is missing names; the rest is counted."""
+MAX_LISTED = 12
+"""Most buckets that a log line lists; the rest is counted."""
 
 
 def log_memory(
-    split: MemorySplit, cache: CacheConfig, found: FreeMemory, warmup: WarmupConfig
+    split: MemorySplit, cache: CacheConfig, memory: FreeMemory, warmup: WarmupConfig
 ) -> None:
-    """The split of a device with memory of its own."""
+    """The memory split of a device with its own memory."""
     logger.info(
         "Memory: %.2f GiB free after loading, less %.2f GiB for the largest launch (%s); %.2f GiB "
         "of the rest usable (gpu-memory-utilization %g)",
-        found.free / GIB,
-        found.reserve / GIB,
-        "measured" if found.is_measured else "estimated",
+        memory.free / GIB,
+        memory.reserve / GIB,
+        "measured" if memory.is_measured else "estimated",
         split.usable_bytes / GIB,
         cache.gpu_memory_utilization,
     )
@@ -36,7 +35,7 @@ def log_memory(
             split.graph_bytes / GIB, prompt_ratio=warmup.graph_prompt_ratio
         )
         logger.info(
-            "GraphCache: %.2f GiB reserved (graph-reserved-mem %g), %.2f GiB for prompts "
+            "Graphs: %.2f GiB reserved (graph-reserved-mem %g), %.2f GiB for prompts "
             "(graph-prompt-ratio %g) and %.2f GiB for decodes",
             split.graph_bytes / GIB,
             warmup.graph_memory_fraction,
@@ -46,21 +45,21 @@ def log_memory(
         )
 
 
-def log_cache(split: MemorySplit, cache: CacheConfig, wanted: KVCacheDemand) -> None:
-    """The KV cache, and how much it holds."""
+def log_cache(split: MemorySplit, cache: CacheConfig, demand: KVCacheDemand) -> None:
+    """Size and capacity of the KV cache."""
     logger.info(
         "KV cache: %d blocks of %d tokens%s, %.2f GiB: %.1f sequences of %d tokens at once",
         split.num_blocks,
-        wanted.block_size,
-        "" if cache.num_blocks is None else " as told",
-        (split.num_blocks + 1) * wanted.block_bytes / GIB,
-        split.num_blocks / wanted.context_blocks,
-        wanted.max_model_len,
+        demand.block_size,
+        "" if cache.num_blocks is None else " as configured",
+        (split.num_blocks + 1) * demand.block_bytes / GIB,
+        split.num_blocks / demand.context_blocks,
+        demand.max_model_len,
     )
 
 
 def log_buckets(table: BucketTable, strategy: str) -> None:
-    """Each dimension of a table that pads, and the lists."""
+    """Dimensions and buckets of a table that pads."""
     if table.is_exact:
         return
     for phase, names in (
@@ -71,17 +70,17 @@ def log_buckets(table: BucketTable, strategy: str) -> None:
         if not shapes:
             continue
         sizes = ", ".join(
-            f"{name} {_span([shape[place] for shape in shapes])}"
-            for place, name in enumerate(names)
+            f"{name} {_size_range([shape[index] for shape in shapes])}"
+            for index, name in enumerate(names)
             if phase == PREFILL or name != "query"
         )
         listed = [shape if phase == PREFILL else (shape[0], shape[2]) for shape in shapes]
         logger.info("%s bucket config (%s): %s", _title(phase), strategy, sizes)
-        logger.info("%d %s buckets: %s", len(shapes), _word(phase), listed)
+        logger.info("%d %s buckets: %s", len(shapes), _phase_word(phase), listed)
 
 
-def log_unneeded(count: int) -> None:
-    """Buckets that no launch can ever take."""
+def log_unused(count: int) -> None:
+    """Buckets that no launch can use."""
     if count:
         logger.info(
             "%d buckets are not prepared: they hold more blocks than their rows can, at this "
@@ -91,12 +90,12 @@ def log_unneeded(count: int) -> None:
 
 
 def log_step(bucket: Bucket, number: int, total: int, free_bytes: int, *, graph: bool) -> None:
-    """One bucket of a warm-up, with the memory that it left."""
+    """One bucket of a warm-up, with the free memory after it."""
     phase, batch, query, blocks = bucket
     logger.info(
         "Warm-up, %s%s %d/%d: batch %d, %s; %.2f GiB free",
         "graph of " if graph else "",
-        _word(phase),
+        _phase_word(phase),
         number,
         total,
         batch,
@@ -106,21 +105,23 @@ def log_step(bucket: Bucket, number: int, total: int, free_bytes: int, *, graph:
 
 
 def log_graphs(phase: int, captured: list[Bucket], total: int, taken: int, seconds: float) -> None:
-    """Which buckets of a phase have a graph now."""
+    """The captured buckets of a phase."""
     logger.info(
         "Captured %d of %d %s buckets in %.1f s, %.3f GiB: %s",
         len(captured),
         total,
-        _word(phase),
+        _phase_word(phase),
         seconds,
         taken / GIB,
         [bucket[1:] for bucket in captured],
     )
 
 
-def log_left_out(phase: int, left_out: list[Bucket], warmup: WarmupConfig, *, full: bool) -> None:
-    """Buckets without a graph, and what would give them one. `full`: the device had no memory left,
-    not only the share that was reserved."""
+def log_not_captured(
+    phase: int, not_captured: list[Bucket], warmup: WarmupConfig, *, full: bool
+) -> None:
+    """Buckets without a graph, and the settings that would help. `full`: the device's memory is
+    used up, not only the share for graphs."""
     reserve = f"raise --graph-reserved-mem (now {warmup.graph_memory_fraction:g})"
     if full:
         reserve = "lower --gpu-memory-utilization, which leaves more to graphs and launches"
@@ -128,18 +129,18 @@ def log_left_out(phase: int, left_out: list[Bucket], warmup: WarmupConfig, *, fu
     logger.warning(
         "%d %s buckets have no graph and run without one, since %s: %s. To capture more, %s, %s "
         "--graph-prompt-ratio (now %g), or prepare fewer buckets",
-        len(left_out),
-        _word(phase),
+        len(not_captured),
+        _phase_word(phase),
         "the device's memory is full" if full else "the memory reserved for graphs is used up",
-        _some(left_out),
+        _listed(not_captured),
         reserve,
         ratio,
         warmup.graph_prompt_ratio,
     )
 
 
-def log_unfit(bucket: Bucket) -> None:
-    """A bucket that cannot run at all beside weights and cache."""
+def log_too_large(bucket: Bucket) -> None:
+    """A bucket that does not fit beside weights and cache."""
     logger.warning(
         "The %s bucket %s does not fit into the device's memory and is not used. To keep it, lower "
         "--gpu-memory-utilization, or the number of KV blocks where it was given; to do without, "
@@ -150,20 +151,20 @@ def log_unfit(bucket: Bucket) -> None:
     )
 
 
-def _some(buckets: list[Bucket]) -> str:
-    named = ", ".join(str(bucket[1:]) for bucket in buckets[:NAMED])
-    more = len(buckets) - NAMED
-    return f"{named} and {more} more" if more > 0 else named
+def _listed(buckets: list[Bucket]) -> str:
+    listed = ", ".join(str(bucket[1:]) for bucket in buckets[:MAX_LISTED])
+    more = len(buckets) - MAX_LISTED
+    return f"{listed} and {more} more" if more > 0 else listed
 
 
-def _span(sizes: list[int]) -> str:
+def _size_range(sizes: list[int]) -> str:
     least, most, count = min(sizes), max(sizes), len(set(sizes))
     return f"{least}" if count == 1 else f"{least} to {most} ({count} sizes)"
 
 
-def _word(phase: int) -> str:
+def _phase_word(phase: int) -> str:
     return "prompt" if phase == PREFILL else "decode"
 
 
 def _title(phase: int) -> str:
-    return _word(phase).capitalize()
+    return _phase_word(phase).capitalize()

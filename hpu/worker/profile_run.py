@@ -1,5 +1,4 @@
-"""What the largest launch takes of a device's memory, found by running it before the KV cache is
-made. Knows no sequences."""
+"""Measures the device memory of the largest launches, before the KV cache is made."""
 
 import gc
 
@@ -13,8 +12,8 @@ from hpu.worker.memory import GIB
 
 
 def measure_launches(runner: StepRunner, backend: Backend, buckets: list[Bucket]) -> int:
-    """Most bytes that any of `buckets` takes beyond what lies in memory when it is done, with every
-    kind of sampling. `runner` must not capture. Raises ConfigError when one does not fit."""
+    """Peak bytes of `buckets` with every kind of sampling, beyond what stays allocated. `runner`
+    must not capture. Raises ConfigError when a bucket does not fit."""
     backend.reset_peak()
     for bucket in buckets:
         _run(runner, backend, bucket)
@@ -28,8 +27,8 @@ def measure_launches(runner: StepRunner, backend: Backend, buckets: list[Bucket]
 
 def _run(runner: StepRunner, backend: Backend, bucket: Bucket) -> None:
     try:
-        for kind in runner.warmup_settings:
-            runner.warm_up(bucket, kind, prompts=True)
+        for sampling in runner.warmup_settings:
+            runner.warm_up(bucket, sampling, prompts=True)
     except (RuntimeError, MemoryError) as error:
         if not backend.is_out_of_memory(error):
             raise
@@ -37,8 +36,8 @@ def _run(runner: StepRunner, backend: Backend, bucket: Bucket) -> None:
 
 
 def largest_buckets(table: BucketTable, num_blocks: int) -> list[Bucket]:
-    """The most expensive prompt, and the widest decode, if there are any, of at most `num_blocks`
-    blocks: its true number of blocks depends on the cache, whose size is yet to be decided."""
+    """The most expensive prefill and the widest decode, with at most `num_blocks` blocks: the
+    table's own number depends on the size of the cache, which is not yet known."""
     prompts = [bucket for bucket in table.buckets if bucket[0] == PREFILL]
     largest = max(prompts, key=lambda bucket: table.cost(PREFILL, bucket[1:]))
     limits = table.limits

@@ -1,5 +1,5 @@
-"""Worker: one device's life. Build, load, measure, warm up; then plans in, results out; and sleep,
-which gives the device's memory back until the same is built again."""
+"""Worker: the life of one device. Load, build, warm up; then plans in, results out; and sleep,
+which frees the device's memory until wake-up builds the same again."""
 
 import gc
 import logging
@@ -42,13 +42,13 @@ from hpu.worker.offloaded_weights import OffloadedWeights, offload
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[WarmupProgress], None]
-Woken = TypeVar("Woken")
+T = TypeVar("T")
 
 
 class Worker:
-    """One device. `start` once, then `submit` and `collect` in any order that never collects more
-    than was submitted, with a `mask` behind each plan that needs one, then `close`. With nothing
-    submitted, `sleep`, and then nothing but `call` until `wake_up`. Not thread-safe."""
+    """One device. Call `start` once; then `submit` and `collect`, never collecting more than was
+    submitted, with a `mask` after each plan that defers sampling; then `close`. With nothing in
+    flight, `sleep`; then only `call` until `wake_up`. Not thread-safe."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -57,20 +57,20 @@ class Worker:
         self._loaded: LoadedModel | None = None
         """None while the weights are not on the device."""
         self._offloaded: OffloadedWeights | None = None
-        """The weights, while only the host has them."""
+        """The weights while the device sleeps with them in host memory."""
         self._components: Components | None = None
-        """None while it sleeps."""
+        """None while asleep."""
         self._num_blocks: int | None = None
-        """Of the KV cache, which never changes."""
+        """Of the KV cache; the same after each wake-up."""
         self._runner: StepRunner | None = None
         self._profiler: Profiler | None = None
         self._warmup: Warmup | None = None
         self._counters = Counters()
-        self._pending: deque[AsyncStepOutput] = deque()
+        self._in_flight: deque[AsyncStepOutput] = deque()
 
     def start(self, on_progress: Progress) -> WorkerReady:
-        """Everything before the first plan. Raises ConfigError when the checkpoint, the device and
-        the settings do not fit each other."""
+        """Load, build and warm up. Raises ConfigError when the checkpoint, the device and the
+        settings do not fit each other."""
         try:
             with torch.inference_mode():
                 return self._start(on_progress)
@@ -83,38 +83,37 @@ class Worker:
             ) from error
 
     def submit(self, plan: StepPlan) -> None:
-        """Apply and launch a plan; does not wait for the device (a CPU runs it at once)."""
+        """Apply and launch a plan; does not wait for the device (a CPU runs the plan at once)."""
         assert self._runner is not None, "submit before start"
-        assert not (self._pending and self._pending[-1].deferred), "submit before mask"
+        assert not (self._in_flight and self._in_flight[-1].deferred), "submit before mask"
         with torch.inference_mode():
-            self._pending.append(self._runner.submit(plan))
+            self._in_flight.append(self._runner.submit(plan))
 
     def mask(self, masks: GrammarMasks) -> None:
-        """What may come next in the late rows of the newest plan: launch what waited for it. Does
+        """Set the bitmasks of the newest plan's deferred requests and launch their sampling; does
         not wait for the device."""
-        assert isinstance(self._runner, ModelRunner) and self._pending, "mask without a plan"
+        assert isinstance(self._runner, ModelRunner) and self._in_flight, "mask without a plan"
         with torch.inference_mode():
-            self._runner.sample_deferred(self._pending[-1], masks)
+            self._runner.sample_deferred(self._in_flight[-1], masks)
 
     @property
     def lacks_masks(self) -> bool:
-        """Whether the oldest plan not collected comes to no end before `mask`."""
-        return bool(self._pending and self._pending[0].deferred)
+        """Whether the oldest plan in flight waits for `mask`."""
+        return bool(self._in_flight and self._in_flight[0].deferred)
 
     def has_result(self) -> bool:
         """Whether `collect` would not wait."""
-        return bool(self._pending) and self._pending[0].is_done()
+        return bool(self._in_flight) and self._in_flight[0].is_done()
 
     def collect(self) -> StepResult:
-        """Wait for the oldest submitted plan, and give its result."""
-        assert self._runner is not None and self._pending, "collect without a plan"
+        """Wait for the oldest plan in flight and return its result."""
+        assert self._runner is not None and self._in_flight, "collect without a plan"
         assert not self.lacks_masks, "collect before mask"
         with torch.inference_mode():
-            return self._runner.collect(self._pending.popleft())
+            return self._runner.collect(self._in_flight.popleft())
 
     def call(self, name: str, level: int = 0) -> str:
-        """Answer one of the calls of hpu.step.WorkerCall but WAKE_UP. Raises UserError or
-        RequestFailed."""
+        """Answer a WorkerCall other than WAKE_UP. Raises UserError or RequestFailed."""
         if name == SLEEP:
             self.sleep(level)
             return ""
@@ -126,10 +125,12 @@ class Worker:
         return self._profiler.call(name)
 
     def sleep(self, level: int) -> None:
-        """Give the device's memory back: KV cache, graphs and all else but the weights; these too
-        where the device has memory of its own, or at level 2. At level 1 the host keeps them.
-        Deeper than before is possible, less deep changes nothing."""
-        assert self._backend is not None and not self._pending, "sleep with a plan, or before start"
+        """Free the KV cache, the graphs and everything but the weights; at level 1 the weights are
+        offloaded to the host if the device has its own memory, at level 2 they are dropped. A
+        second call may raise the level; a lower level changes nothing."""
+        assert self._backend is not None and not self._in_flight, (
+            "sleep with a plan, or before start"
+        )
         before = self._backend.memory()[0]
         with torch.inference_mode():
             self._drop()
@@ -139,7 +140,7 @@ class Worker:
             self._loaded = None
         if level > 1:
             self._offloaded = None
-        # What a process froze after its start is looked at again: it may be garbage now.
+        # Objects that were frozen after the start may be garbage now.
         gc.unfreeze()
         gc.collect()
         free = self._backend.memory()[0]
@@ -148,7 +149,7 @@ class Worker:
         )
 
     def wake_weights(self) -> None:
-        """Have the weights on the device again. Raises RequestFailed, and sleeps on then."""
+        """Load the weights again. Stays asleep and raises RequestFailed if that fails."""
 
         def wake() -> None:
             self._loaded = self._loaded or self._load(lambda progress: None)
@@ -157,8 +158,8 @@ class Worker:
         self._try(wake)
 
     def wake_up(self, on_progress: Progress) -> WorkerReady:
-        """Be as before, with the same number of KV blocks and nothing in them. Shapes are compiled
-        and captured again. Raises RequestFailed, and sleeps on then."""
+        """Build and warm up again, with the same number of KV blocks, all empty. Stays asleep and
+        raises RequestFailed if that fails."""
         assert self._components is None, "wake_up of a worker that is awake"
 
         def wake() -> WorkerReady:
@@ -169,9 +170,11 @@ class Worker:
         return self._try(wake)
 
     def idle(self) -> Warmed | None:
-        """Prepare one of the buckets that were left for later; None when there is none. Only with
-        nothing submitted."""
-        assert self._backend is not None and not self._pending, "idle with a plan, or before start"
+        """Prepare one of the background buckets; None if there is none. Only with nothing in
+        flight."""
+        assert self._backend is not None and not self._in_flight, (
+            "idle with a plan, or before start"
+        )
         if self._warmup is None or not self._warmup.num_later:
             return None
         with torch.inference_mode():
@@ -179,8 +182,8 @@ class Worker:
         return Warmed(buckets, self._warmup.num_later, self._counters.take_changed())
 
     def close(self) -> None:
-        """Drop everything on the device and give it back; safe to call twice."""
-        self._pending.clear()
+        """Drop everything and close the device; safe to call twice."""
+        self._in_flight.clear()
         self._close_profiler()
         self._runner = self._warmup = self._components = self._loaded = self._offloaded = None
         if self._backend is not None:
@@ -192,8 +195,8 @@ class Worker:
             self._profiler.close()
             self._profiler = None
 
-    def _try(self, wake: Callable[[], Woken]) -> Woken:
-        """An attempt to wake up: when it fails, nothing of it is left on the device."""
+    def _try(self, wake: Callable[[], T]) -> T:
+        """Call `wake`; if it fails, free everything that it left on the device."""
         assert self._backend is not None, "it was never started"
         try:
             with torch.inference_mode():
@@ -202,12 +205,12 @@ class Worker:
             if not (isinstance(error, ConfigError) or self._backend.is_out_of_memory(error)):
                 raise
             why = str(error)
-        # Behind the handler: the error's frames hold what is to be dropped.
+        # After the handler: the error's frames refer to what is freed.
         self.sleep(1)
         raise RequestFailed(f"the worker cannot wake up, and sleeps on: {why}")
 
     def _drop(self) -> None:
-        """All but the weights and the back end."""
+        """Drop everything but the weights and the back end."""
         self._close_profiler()
         self._runner = self._warmup = None
         components, self._components = self._components, None
