@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen and most likely tokens, and what they are of. Knows no rows."""
+"""Log-probabilities of sampled, most likely and prompt tokens."""
 
 from typing import NamedTuple
 
@@ -9,26 +9,26 @@ from config.params.sampling import MAX_LOGPROBS
 
 
 class LogprobsMode(NamedTuple):
-    """What is reported of sampled tokens; prompts' are always raw log-probabilities."""
+    """What is reported for sampled tokens; prompt tokens always have raw log-probabilities."""
 
     is_processed: bool = False
-    """What a token was chosen from: after masks, bias, penalties, and where it was drawn after
-    temperature, min_p, top_k and top_p, which leave -inf. Else what the model says."""
+    """After masks, bias and penalties, and for a drawn token after temperature, min_p, top_k and
+    top_p, which leave -inf. Otherwise of the raw logits."""
     is_logits: bool = False
-    """Not normalised."""
+    """Logits instead of log-probabilities."""
 
     @classmethod
     def named(cls, name: str) -> "LogprobsMode":
         """One of config.engine.LOGPROBS_MODES."""
-        place, kind = name.split("_")
-        return cls(place == "processed", kind == "logits")
+        stage, kind = name.split("_")
+        return cls(stage == "processed", kind == "logits")
 
 
 RAW = LogprobsMode()
 
 
 class TopLogprobs(NamedTuple):
-    """M positions: the chosen token first, then the k most likely, greatest first."""
+    """M positions: the chosen token first, then the k most likely in falling order."""
 
     ids: Tensor
     """(M, k + 1) int32"""
@@ -44,26 +44,25 @@ class TopLogprobs(NamedTuple):
 
 
 def _most_likely(logits: Tensor, k: int) -> Tensor:
-    """(M, k) ids, greatest first; of all that tie for the first place the lowest id comes first,
-    as in a greedy choice, which `topk` alone does not promise."""
-    # Always at least MAX_LOGPROBS: which of two ties `topk` drops may depend on how many it is
-    # asked for, and that must not depend on what other rows of the batch want.
+    """(M, k) ids in falling order; of tokens that tie for the maximum the lowest comes first, as in
+    argmax, which `topk` does not guarantee."""
+    # At least MAX_LOGPROBS: which of two ties `topk` drops may depend on its k, which must not
+    # depend on the other requests of the batch.
     size = min(max(k, MAX_LOGPROBS), logits.shape[1])
-    found = logits.topk(size, dim=-1).indices
+    ids = logits.topk(size, dim=-1).indices
     first = logits.max(dim=-1, keepdim=True).indices
-    # Moves `first` to the front: everything before its old place goes back by one. If it was not
-    # found, all that was found ties with it, and the last one gives way.
+    # Move `first` to the front. If it is not among the ids, all of them tie with it, and the last
+    # one is dropped.
     index = torch.arange(size, device=logits.device)
-    place = torch.where(found == first, index, size - 1).amin(-1, keepdim=True)
-    source = index + (index > place)
-    return torch.cat((first, found), dim=-1).gather(1, source)[:, :k]
+    position = torch.where(ids == first, index, size - 1).amin(-1, keepdim=True)
+    source = index + (index > position)
+    return torch.cat((first, ids), dim=-1).gather(1, source)[:, :k]
 
 
 def top_logprobs(logits: Tensor, chosen: Tensor, k: int, *, normalises: bool = True) -> TopLogprobs:
     """Of `logits` (M, V) for the tokens `chosen` (M,), with the `k` most likely (at most V).
 
-    A chosen token of -1 (logits were not numbers) is reported as token 0 with whatever value
-    came out.
+    A chosen token of -1 (non-finite logits) is reported as token 0.
     """
     logits = logits.float()
     k = min(k, logits.shape[1])
@@ -77,9 +76,11 @@ def top_logprobs(logits: Tensor, chosen: Tensor, k: int, *, normalises: bool = T
 def processed_logits(
     scores: Tensor, weights: Tensor, *, greedy: Tensor, temperature: Tensor, cuts: Tensor
 ) -> Tensor:
-    """(B, V) what tokens were chosen from. `scores` (B, V) come before the temperature; `weights`
-    (B, V) are 0 where min_p, top_k or top_p cut a token off, in rows of which `cuts` says that they
-    may. (B, 1) are `greedy`, whose scores stay, `temperature` and `cuts`."""
+    """(B, V) the logits that tokens were drawn from; of `greedy` rows the scores.
+
+    `scores` (B, V) are before the temperature; `weights` (B, V) are 0 for tokens that a filter cut
+    off; `temperature` and `cuts`, whether a row has a filter, are (B, 1).
+    """
     zero = torch.zeros((), dtype=torch.float32, device=scores.device)
     # Added, so that a NaN stays one.
     drawn = scores / temperature + torch.where(cuts & (weights <= 0), float("-inf"), zero)

@@ -1,6 +1,6 @@
-"""Random numbers by counter: one for each (seed, number of generated tokens), on the host.
+"""Counter-based random numbers on the host: one for each (seed, number of generated tokens).
 
-A row's stream depends on nothing else, so neither neighbours nor a preemption can change it.
+A request's stream depends on nothing else, so neither the batch nor a preemption changes it.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ _SECOND = np.uint64(0x94D049BB133111EB)
 
 
 def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Splitmix64's finaliser: one to one, and every input bit reaches every output bit."""
+    """Splitmix64's finaliser: a bijection in which every input bit affects every output bit."""
     state = (state ^ (state >> np.uint64(30))) * _FIRST
     state = (state ^ (state >> np.uint64(27))) * _SECOND
     state = state ^ (state >> np.uint64(31))
@@ -26,14 +26,12 @@ def uniforms(
     counts: npt.NDArray[np.int64],
     dtype: npt.DTypeLike = np.float64,
 ) -> npt.NDArray[Any]:
-    """One number of the open interval (0, 1) for each (seed, count); all arrays are (B,).
-
-    `dtype` float64 has 52 random bits, float32 has 23. Neither 0 nor 1 ever comes out.
-    """
-    # The seed is mixed before the counter comes in: seeds that lie close, or a golden step apart,
-    # would otherwise walk the same sequence with a shift.
+    """(B,) numbers of the open interval (0, 1), one for each (seed, count); float64 has 52 random
+    bits, float32 has 23."""
+    # The seed is mixed before the counter is added: close seeds, or seeds a golden step apart,
+    # would otherwise give the same sequence with a shift.
     bits = _mix(_mix(seeds + _GOLDEN) + (counts.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
-    kept = 52 if np.dtype(dtype) == np.float64 else 23
-    units = (bits >> np.uint64(64 - kept)).astype(np.float64)
-    numbers: npt.NDArray[Any] = ((units + 0.5) * 2.0**-kept).astype(dtype)
+    num_bits = 52 if np.dtype(dtype) == np.float64 else 23
+    units = (bits >> np.uint64(64 - num_bits)).astype(np.float64)
+    numbers: npt.NDArray[Any] = ((units + 0.5) * 2.0**-num_bits).astype(dtype)
     return numbers

@@ -294,8 +294,8 @@ class Sampler:
             weights = filters.cut(weights, threshold)
         drawn = filters.draw(weights, inputs.random).unsqueeze(1)
         tokens = torch.where(greedy, best.tokens, drawn)
-        weights_kept = weights if self._mode.is_processed else None
-        return self._finite(filters.Argmax(best.values, tokens)), weights_kept
+        reported_weights = weights if self._mode.is_processed else None
+        return self._finite(filters.Argmax(best.values, tokens)), reported_weights
 
     def _top_k_threshold(
         self, weights: Tensor, top_k: Tensor, indices: npt.NDArray[np.int64]
