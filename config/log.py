@@ -64,6 +64,12 @@ def _indented(text: str) -> list[str]:
 class RoleHandler(logging.StreamHandler):  # type: ignore[type-arg]  # generic in stubs only
     """Our handler on the root logger; a separate type, so that a second setup finds it."""
 
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Drop INFO lines of libraries even where one has reset its loggers' levels: torch does so
+        while it is imported, and logs statistics at exit if the import was interrupted."""
+        is_chatty = record.levelno < logging.WARNING and record.name.partition(".")[0] in CHATTY
+        return not is_chatty and bool(super().filter(record))
+
 
 class WithoutProbes(logging.Filter):
     """Drops uvicorn's access lines for `PROBES`."""

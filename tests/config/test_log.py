@@ -146,3 +146,16 @@ def test_a_limited_warning_is_logged_once_a_minute_with_the_number(
 
     assert [one.getMessage() for one in caplog.records] == ["1 so far", "6 so far"]
     assert warning.count == 6
+
+
+def test_libraries_that_reset_their_levels_tell_of_no_more_than_warnings(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log.setup("engine", level="debug")
+    logging.getLogger("torch").setLevel(logging.NOTSET)
+
+    logging.getLogger("torch._subclasses.fake_tensor").info("FakeTensor cache stats:")
+    logging.getLogger("torch._subclasses.fake_tensor").warning("seen")
+
+    err = capsys.readouterr().err
+    assert "seen" in err and "cache stats" not in err
