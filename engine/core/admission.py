@@ -1,4 +1,4 @@
-"""Admission: whether a request can run at all, as it was sent. Knows no queue but its length."""
+"""Admission: checks whether a request can run at all."""
 
 import numpy as np
 
@@ -10,27 +10,27 @@ from engine.transport.messages import AddRequest
 
 
 def num_prompt_tokens(message: AddRequest) -> int:
-    """Tokens of its prompt."""
+    """Tokens of the request's prompt."""
     return message.prompt.nbytes // TOKEN_BYTES
 
 
 def admission_error(
     message: AddRequest, limits: ModelLimits, kv: KVCacheManager | None
 ) -> str | None:
-    """Why a request cannot run, with the numbers that disagree; None when it can. A model that
-    gives vectors has no `kv`."""
+    """Why a request cannot run, with the numbers that disagree; None when it can. `kv` is None
+    for a pooling model."""
     num_bytes = message.prompt.nbytes
     if num_bytes % TOKEN_BYTES:
         return f"the prompt has {num_bytes} bytes, which is no multiple of {TOKEN_BYTES}"
     num_tokens = num_prompt_tokens(message)
     if num_tokens == 0:
         return "the prompt has 0 tokens, it must have at least 1"
-    needs_none = message.pooling is not None or message.sampling.max_tokens == 0
-    most = limits.max_model_len - (0 if needs_none else 1)
-    if num_tokens > most:
+    has_no_output = message.pooling is not None or message.sampling.max_tokens == 0
+    max_tokens = limits.max_model_len - (0 if has_no_output else 1)
+    if num_tokens > max_tokens:
         return (
             f"the prompt has {num_tokens} tokens, the model's context of "
-            f"{limits.max_model_len} takes at most {most}"
+            f"{limits.max_model_len} takes at most {max_tokens}"
         )
     num_blocks = 0 if kv is None else kv.num_blocks_for(num_tokens)
     if kv is not None and num_blocks > kv.pool.size:
@@ -38,18 +38,18 @@ def admission_error(
             f"the prompt needs {num_blocks} KV blocks of {kv.block_size} tokens, "
             f"the cache has {kv.pool.size}"
         )
-    greatest = int(np.frombuffer(message.prompt, dtype="<u4").max())
-    if greatest >= limits.vocab_size:
-        return f"the prompt has token {greatest}, the vocabulary has {limits.vocab_size}"
-    token = _stray_token(message.sampling, limits.vocab_size)
+    max_token = int(np.frombuffer(message.prompt, dtype="<u4").max())
+    if max_token >= limits.vocab_size:
+        return f"the prompt has token {max_token}, the vocabulary has {limits.vocab_size}"
+    token = _invalid_token(message.sampling, limits.vocab_size)
     if token is not None:
         return f"the sampling names token {token}, the vocabulary has {limits.vocab_size}"
     return None
 
 
-def _stray_token(params: SamplingParams, vocab_size: int) -> int | None:
-    """A token id that the sampler would look up and not find."""
-    named = [*params.logit_bias, *(params.allowed_token_ids or ())]
+def _invalid_token(params: SamplingParams, vocab_size: int) -> int | None:
+    """A token id in the sampling parameters that is outside the vocabulary."""
+    token_ids = [*params.logit_bias, *(params.allowed_token_ids or ())]
     for word in params.bad_words_token_ids:
-        named.extend(word)
-    return next((token for token in named if not 0 <= token < vocab_size), None)
+        token_ids.extend(word)
+    return next((token for token in token_ids if not 0 <= token < vocab_size), None)

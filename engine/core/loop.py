@@ -16,7 +16,7 @@ from config.params.structured_output import GrammarSpec
 from engine.core.engine_core import EngineCore
 from engine.executors.base import IDLE_S, Executor
 from engine.kv_cache.prefix_hashes import block_hashes
-from engine.structured_output.compilation import Compiler
+from engine.structured_output.compilation import GrammarCompiler
 from engine.structured_output.grammar import Grammar
 from engine.transport.messages import (
     COMPILE_GRAMMAR,
@@ -58,7 +58,7 @@ class EngineLoop:
         self._num_front_ends = num_front_ends
         self._engine = engine
         self._inbox: SimpleQueue[Entry] = SimpleQueue()
-        self._compiler = Compiler()
+        self._compiler = GrammarCompiler()
         self._lock = threading.Lock()
         self._compiling: set[int] = set()
         """Keys of requests that come into the inbox when their grammar is compiled."""

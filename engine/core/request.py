@@ -113,12 +113,12 @@ class Request:
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         self.num_tokens = self.num_prompt_tokens
         self.max_num_tokens = self.num_prompt_tokens + max_tokens
-        binds = grammar is not None and grammar.binds
-        self.min_num_tokens = self.num_prompt_tokens + (0 if binds else params.min_tokens)
+        is_constrained = grammar is not None and grammar.is_constrained
+        self.min_num_tokens = self.num_prompt_tokens + (0 if is_constrained else params.min_tokens)
         """End tokens are ignored up to so many tokens. 0 output tokens with a grammar: its masks
         enforce min_tokens where it has a choice."""
         self.stop_ids, self.end_ids = _end_tokens(
-            params, limits, ignores_eos=params.ignore_eos and not binds
+            params, limits, ignores_eos=params.ignore_eos and not is_constrained
         )
         """Tokens that end it: those that `Finish.stop_token` names (no EOS tokens), and all."""
         self.guide: Guide | None = None
@@ -135,7 +135,7 @@ class Request:
             params,
             seed,
             self.end_ids,
-            min_tokens=0 if binds else params.min_tokens,
+            min_tokens=0 if is_constrained else params.min_tokens,
             masked=grammar is not None,
         )
         self.num_prompt_logprobs = NEVER if params.prompt_logprobs is None else 0

@@ -1,4 +1,4 @@
-"""SleepState: how deep an engine sleeps, and what of it is awake again. Knows no requests."""
+"""SleepState: the sleep level of an engine, and which memory of it is restored."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,16 +11,16 @@ TAGS = (WEIGHTS, KV_CACHE)
 
 
 class SleepState:
-    """The state of an engine's workers, which are told to give memory back and to take it again."""
+    """The sleep state of an engine's workers; makes them release and restore memory."""
 
     def __init__(self, executor: Executor, on_progress: Callable[[WarmupProgress], None]) -> None:
         self._executor = executor
         self._on_progress = on_progress
         self._level = 0
         self._pending_level = 0
-        """The level of a sleep that begins when nobody is open any more."""
+        """The level of a requested sleep that has not begun yet."""
         self._released: set[str] = set()
-        """Tags of what is not there."""
+        """Tags of the memory that is released."""
 
     @property
     def state(self) -> str:
@@ -31,7 +31,7 @@ class SleepState:
 
     @property
     def is_pending(self) -> bool:
-        """Whether `begin` is still to come."""
+        """Whether a requested sleep has not begun yet."""
         return self._pending_level > 0
 
     @property
@@ -39,33 +39,33 @@ class SleepState:
         return self._level > 0
 
     def request(self, level: int) -> None:
-        """Be about to sleep: deeper than before if asked, never less deep."""
+        """Request a sleep; a sleeping engine never goes to a lower level."""
         self._pending_level = max(level, self._level)
 
     def sleep(self) -> None:
-        """Give memory back, as deep as `fall` said. Nothing may be in flight."""
+        """Begin the requested sleep. No plan may be in flight."""
         if self._pending_level > self._level or WEIGHTS not in self._released:
             self._executor.call(SLEEP, self._pending_level)
         self._level, self._released, self._pending_level = self._pending_level, set(TAGS), 0
 
     def wake_up(self, tags: Sequence[str]) -> WorkerReady | None:
-        """Take memory again for what `tags` name, for all if they name nothing. The worker, once
-        all is there; None while something is missing, or nothing was. Raises UserError for a
-        strange tag, and RequestFailed when the worker cannot: all is as it was then."""
-        strange = [tag for tag in tags if tag not in TAGS]
-        if strange:
+        """Restore the memory that `tags` name, all if empty. Returns the worker's report once
+        everything is restored; None while something is still released, or if nothing was. Raises
+        UserError for an unknown tag, and RequestFailed when the worker fails: nothing changes."""
+        unknown = [tag for tag in tags if tag not in TAGS]
+        if unknown:
             raise UserError(
-                f"tags has {strange[0]!r}, it must be {' or '.join(TAGS)}", param="tags"
+                f"tags has {unknown[0]!r}, it must be {' or '.join(TAGS)}", param="tags"
             )
         self._pending_level = 0
-        missing = self._released.difference(tags or TAGS)
-        if not self._level or missing == self._released:
+        released = self._released.difference(tags or TAGS)
+        if not self._level or released == self._released:
             return None
         ready = None
-        if not missing:
+        if not released:
             ready = self._executor.wake_up(self._on_progress)
             self._level = 0
-        elif WEIGHTS not in missing:
+        elif WEIGHTS not in released:
             self._executor.call(WAKE_WEIGHTS)
-        self._released = missing
+        self._released = released
         return ready

@@ -1,24 +1,23 @@
-"""StepStats: counters of the engine, and the snapshot that goes up. Knows no requests."""
+"""StepStats: counters of the engine, and their snapshot for front ends."""
 
 from engine.transport.messages import EngineStats
 
 COMPILATIONS = "compilations."
-"""A worker's counter `compilations.<phase>.<warmup|serving>` counts compilations since its start,
-`compile_seconds.<warmup|serving>` the time that they took; `graphs` and `graph_bytes` say what is
-captured; `recompilations`, `cpu_fallbacks` and `recipe_<hits|misses>` are the runtime's own counts.
-Others are ignored."""
+"""A worker's counters: `compilations.<phase>.<warmup|serving>` since its start,
+`compile_seconds.<warmup|serving>` their time; `graphs` and `graph_bytes` captured; and, counted by
+the runtime, `recompilations`, `cpu_fallbacks` and `recipe_<hits|misses>`. Others are ignored."""
 COMPILE_SECONDS = "compile_seconds."
 
 RECIPES = {"recipe_hits": "hit", "recipe_misses": "miss"}
 
 MAX_SAMPLES = 4096
-"""Samples kept while no snapshot is taken; older ones are dropped."""
+"""Samples between two snapshots; if there are more, older ones are dropped."""
 
 PHASES = ("prefill", "decode")
-"""By number: hpu.step.PREFILL and DECODE."""
+"""By number: hpu.protocol.PREFILL and DECODE."""
 
 MAX_SHAPES = 512
-"""Shapes of launches that are told apart; what comes beyond them is counted as one."""
+"""Launch shapes that are counted separately; all others are counted as one."""
 
 OTHERS = (0, 0, 0)
 
@@ -46,12 +45,12 @@ class StepStats:
     def count_launch(
         self, phase: str, result: str, useful: int, padded: int, shape: tuple[int, int, int]
     ) -> None:
-        """A launch of `padded` tokens, `useful` of them real, whose bucket was a hit or not; it is
-        told under `shape`."""
-        name, place = f"{phase}.{result}", (phase, shape)
-        if place not in self._shapes and len(self._shapes) >= MAX_SHAPES:
-            place = (phase, OTHERS)
-        counts = self._shapes.setdefault(place, [0, 0, 0, 0])
+        """Count a launch of `padded` tokens, `useful` of them real. `result` is that of the bucket
+        lookup."""
+        name, key = f"{phase}.{result}", (phase, shape)
+        if key not in self._shapes and len(self._shapes) >= MAX_SHAPES:
+            key = (phase, OTHERS)
+        counts = self._shapes.setdefault(key, [0, 0, 0, 0])
         for index, count in enumerate((1, result == "hit", useful, padded - useful)):
             counts[index] += count
         self._lookups[name] = self._lookups.get(name, 0) + 1
@@ -59,12 +58,12 @@ class StepStats:
         self._padding[phase] = self._padding.get(phase, 0) + padded - useful
 
     def count_refusal(self, phase: str) -> None:
-        """A sequence was turned away, because its launch would have had to be compiled."""
+        """Count a sequence that was rejected because its launch would have to be compiled."""
         name = f"{phase}.refused"
         self._lookups[name] = self._lookups.get(name, 0) + 1
 
     def count_step(self, num_tokens: int, phases: list[int], seconds: list[float]) -> None:
-        """A step was collected: its real tokens, and each launch's phase and time."""
+        """Count a collected step: its tokens without padding, and each launch's phase and time."""
         self.steps += 1
         if len(self._step_tokens) >= MAX_SAMPLES:
             self._step_tokens.clear()
@@ -74,7 +73,7 @@ class StepStats:
         self._step_seconds.extend(zip(phases, seconds, strict=False))
 
     def update_counters(self, counters: dict[str, float]) -> None:
-        """What changed in the worker."""
+        """Take over the worker's changed counters."""
         for name, value in counters.items():
             if name.startswith(COMPILATIONS):
                 self._compilations[name[len(COMPILATIONS) :]] = int(value)
@@ -93,8 +92,8 @@ class StepStats:
 
     @property
     def shapes(self) -> list[tuple[str, int, int, int, int, int, int, int]]:
-        """(phase, batch, query, blocks; launches, hits, useful tokens, padding) of each shape that
-        was launched, as hpu.step.Launch has it; zeros for the sizes of all beyond MAX_SHAPES."""
+        """(phase, batch, query, blocks; launches, hits, useful tokens, padding) of each launched
+        shape, as in hpu.protocol.Launch; the sizes of all shapes beyond MAX_SHAPES are 0."""
         return [
             (phase, *shape, counts[0], counts[1], counts[2], counts[3])
             for (phase, shape), counts in self._shapes.items()
@@ -102,9 +101,9 @@ class StepStats:
 
     @property
     def num_compiled(self) -> int:
-        """Compilations after warm-up, as the device's runtime counts them, or else the worker."""
-        told = sum(n for name, n in self._compilations.items() if name.endswith(".serving"))
-        return max(told, self.recompilations)
+        """Compilations after warm-up, as the worker or the device's runtime counts them."""
+        by_worker = sum(n for name, n in self._compilations.items() if name.endswith(".serving"))
+        return max(by_worker, self.recompilations)
 
     def snapshot(
         self,
@@ -117,10 +116,8 @@ class StepStats:
         sleep: str,
         with_samples: bool,
     ) -> EngineStats:
-        """A struct of its own, since another thread may encode it while the engine counts on.
-
-        With `with_samples` the samples go with it and start anew.
-        """
+        """A copy, since another thread may encode it while the engine counts on. With
+        `with_samples`, it takes the samples."""
         stats = EngineStats(
             running=running,
             waiting=waiting,

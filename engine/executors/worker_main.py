@@ -18,8 +18,8 @@ from engine.executors.base import IDLE_S
 from engine.process.child_process import (
     Terminated,
     exit_with_parent,
-    finish_undisturbed,
-    obey_parent,
+    ignore_stop_signal,
+    install_stop_handler,
     python_command,
     read_orders,
 )
@@ -104,7 +104,7 @@ def run(orders: WorkerOrders, make_worker: Callable[[EngineConfig], StepWorker])
     """Work until told to stop; the exit code. The last word of a failure is WorkerFailed."""
     exit_with_parent()
     try:
-        obey_parent()
+        install_stop_handler()
         return _work(orders, make_worker)
     except Terminated:
         # Before there was anything to end.
@@ -130,7 +130,7 @@ def _work(orders: WorkerOrders, make_worker: Callable[[EngineConfig], StepWorker
             logger.exception("worker %d cannot go on", orders.rank)
             line.send(WorkerFailed(f"worker {orders.rank}: {type(error).__name__}: {error}"))
         finally:
-            finish_undisturbed()
+            ignore_stop_signal()
     except Terminated:
         # Also when it came while a failure was being told: that failure's code stands.
         pass

@@ -17,12 +17,12 @@ from typing import Any
 
 import msgspec
 
-LIFELINE_CUT = 3
+PARENT_DIED = 3
 """Exit code of a child whose parent is gone."""
 STOP = signal.SIGUSR1
 """How a parent stops a child that obeys it. Not SIGTERM: service managers send that to every
 process of a service at once, and a child that left then would take running requests with it."""
-PARENTS_AFFAIR = (signal.SIGINT, signal.SIGTERM)
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """What a child that obeys its parent does not heed."""
 
 _LENGTH = struct.Struct("<Q")
@@ -37,7 +37,7 @@ _BOOT = (
 )
 
 
-def python_command(module: str, ignored: Sequence[signal.Signals] = PARENTS_AFFAIR) -> list[str]:
+def python_command(module: str, ignored: Sequence[signal.Signals] = IGNORED_SIGNALS) -> list[str]:
     """The command that runs `main()` of one of our modules in a new interpreter, which does not
     heed the signals in `ignored` until it says otherwise."""
     root = str(Path(__file__).resolve().parents[2])
@@ -152,12 +152,12 @@ def exit_with_parent(clean_up: Callable[[], None] = lambda: None) -> None:
         while os.read(lifeline, 64):
             pass
         clean_up()
-        os._exit(LIFELINE_CUT)
+        os._exit(PARENT_DIED)
 
     threading.Thread(target=hold, name="lifeline", daemon=True).start()
 
 
-def obey_parent() -> None:
+def install_stop_handler() -> None:
     """The child's end: STOP raises Terminated, once, in the main thread, which must be the caller;
     Ctrl-C and SIGTERM are the parent's affair."""
     heard = threading.Event()
@@ -177,14 +177,14 @@ def obey_parent() -> None:
         while not heard.wait(0.05):
             signal.pthread_kill(main_thread, STOP)
 
-    for number in PARENTS_AFFAIR:
+    for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(STOP, terminate)
     signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
     threading.Thread(target=nudge, name="stop", daemon=True).start()
 
 
-def finish_undisturbed() -> None:
+def ignore_stop_signal() -> None:
     """The child's end: it is already leaving, STOP changes nothing any more."""
     signal.signal(STOP, signal.SIG_IGN)
 
@@ -194,6 +194,6 @@ def _read_exactly(length: int) -> bytes:
     while len(data) < length:
         chunk = os.read(0, length - len(data))
         if not chunk:
-            os._exit(LIFELINE_CUT)
+            os._exit(PARENT_DIED)
         data += chunk
     return data

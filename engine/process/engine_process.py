@@ -18,8 +18,8 @@ from engine.executors.select import make_executor
 from engine.process.child_process import (
     Terminated,
     exit_with_parent,
-    finish_undisturbed,
-    obey_parent,
+    ignore_stop_signal,
+    install_stop_handler,
     python_command,
     read_orders,
 )
@@ -28,7 +28,7 @@ from engine.transport.messages import Failed, FromEngine, Hello, ToEngine
 
 logger = logging.getLogger(__name__)
 
-WRONG_SETTING = 2
+CONFIG_ERROR_EXIT = 2
 """The exit code for a ConfigError."""
 
 LINGER_S = 1.0
@@ -69,7 +69,7 @@ def run(orders: EngineOrders, make_executor: MakeExecutor) -> int:
     # If the parent cannot clean up any more, nobody else will.
     exit_with_parent(lambda: shutil.rmtree(orders.directory, ignore_errors=True))
     try:
-        obey_parent()
+        install_stop_handler()
         return _serve(orders, make_executor)
     except Terminated:
         # Before there was anything to end.
@@ -79,11 +79,11 @@ def run(orders: EngineOrders, make_executor: MakeExecutor) -> int:
 def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
     setup_log("engine", rank=orders.engine, level=orders.log_level)
     wires = ZmqContext(orders.token)
-    output = Output(orders, wires)
+    output = MessageSender(orders, wires)
     loop = EngineLoop(
         orders.config, output.put, num_front_ends=orders.num_front_ends, engine=orders.engine
     )
-    source = Input(orders, wires, loop)
+    source = MessageReceiver(orders, wires, loop)
     output.on_error = loop.stop
     source.start()
     executor: Executor | None = None
@@ -95,20 +95,20 @@ def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
             )
             loop.run(executor, freeze_garbage=True)
         except ConfigError as error:
-            code, message = WRONG_SETTING, str(error)
+            code, message = CONFIG_ERROR_EXIT, str(error)
         except EngineDied as error:
             code, message = 1, str(error)
         except Exception as error:
             code, message = 1, f"{type(error).__name__}: {error}"
             logger.exception("the engine cannot go on")
         finally:
-            finish_undisturbed()
+            ignore_stop_signal()
     except Terminated:
         # Also when it came while a failure was being told: that failure's code stands.
         pass
     if code:
         logger.error("%s", message)
-    output.put(None, Failed(orders.engine, message, is_config=code == WRONG_SETTING))
+    output.put(None, Failed(orders.engine, message, is_config=code == CONFIG_ERROR_EXIT))
     output.close()
     source.close()
     if executor is not None:
@@ -117,7 +117,7 @@ def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
     return code
 
 
-class Output:
+class MessageSender:
     """Encodes and sends at once, on whichever thread has something to say, one at a time: a thread
     of its own would wait until the next step computes, and take that one's core. A send never
     waits; a front-end that does not read ends the engine."""
@@ -152,7 +152,7 @@ class Output:
                 line.close(LINGER_S)
 
 
-class Input:
+class MessageReceiver:
     """The thread that receives, decodes and hashes. It says Hello on the lines it listens on."""
 
     def __init__(self, orders: EngineOrders, wires: ZmqContext, loop: EngineLoop) -> None:

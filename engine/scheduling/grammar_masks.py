@@ -30,4 +30,4 @@ def deferred_masks(plan: StepPlan, deferred: list[Request]) -> GrammarMasks:
 
 def _masks_of(requests: list[Request]) -> memoryview:
     guides = [request.guide for request in requests]
-    return memoryview(b"".join(guide.words.tobytes() for guide in guides if guide is not None))
+    return memoryview(b"".join(guide.bitmask.tobytes() for guide in guides if guide is not None))

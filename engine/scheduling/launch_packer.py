@@ -1,4 +1,4 @@
-"""Packing: rows into launches that fit buckets. Knows no blocks and no queue, only shapes."""
+"""LaunchPacker: packs prefill chunks and decodes into launches that fit buckets."""
 
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -11,12 +11,12 @@ from hpu.protocol import DECODE, PREFILL, Launch
 MAX_MEMO = 4096
 
 FULL_PROMPTS = 4
-"""Prompts and contexts may be as large together, in a launch that no bucket bounds, as so many of
-full length."""
+"""A launch that no bucket bounds may have as many query and context positions as so many prompts
+of full length."""
 
 
 class Chunk(NamedTuple):
-    """The next `num_tokens` known tokens of a request, behind `context` cached blocks."""
+    """The next `num_tokens` tokens of a request, behind `context` cached blocks."""
 
     request: Request
     num_tokens: int
@@ -25,11 +25,11 @@ class Chunk(NamedTuple):
 
 
 class LaunchPacker:
-    """Chooses launches. Every one names a bucket of the table, and is counted.
+    """Packs launches. Each uses a bucket of the table, and is counted.
 
-    A launch that fits no prepared bucket takes one that the table makes for it, which costs a
-    compilation. With `on_unwarmed` reject there is no such launch, as long as the caller asks
-    `refusal` of every sequence before it plans it, and `must_split` of every decode.
+    A launch that fits no prepared bucket gets a new one, which costs a compilation. With
+    `on_unwarmed` reject this never happens, provided that the caller checks `refusal` for every
+    sequence before it schedules it, and `must_split` for every decode.
     """
 
     def __init__(
@@ -42,81 +42,81 @@ class LaunchPacker:
         on_unwarmed: str = "run",
         contiguous: bool = False,
     ) -> None:
-        """`contiguous`: a decode's blocks are all up to the highest of any row, not a sum."""
+        """`contiguous`: a decode reads all blocks up to the highest of its requests, not a sum."""
         self._table = table
         self._rejects = on_unwarmed == "reject"
-        self._joined: Callable[[Iterable[int]], int] = max if contiguous else sum
+        self._combine: Callable[[Iterable[int]], int] = max if contiguous else sum
         self._max_batch = max_prefill_batch
         self._max_tokens = max_tokens
         self._stats = stats
         self._launch_cost = table.overhead
-        self._most_positions = FULL_PROMPTS * table.limits.max_model_len
+        self._max_positions = FULL_PROMPTS * table.limits.max_model_len
         self._memo: dict[tuple[int, int, int], int | None] = {}
 
     def invalidate(self) -> None:
-        """The table has changed."""
+        """To be called when the table has changed."""
         self._memo.clear()
 
     def refusal(self, phase: int, num_tokens: int, num_blocks: int) -> str | None:
-        """Why a sequence may not be launched so, not even alone; None when it may."""
+        """Why a sequence may not be launched, not even alone; None when it may."""
         if not self._rejects or self._table.is_prepared(phase, 1, num_tokens, num_blocks):
             return None
         name = PHASES[phase]
         self._stats.count_refusal(name)
-        own = [bucket[1:] for bucket in self._table.buckets if bucket[0] == phase]
-        batch, query, blocks = max(own, key=lambda bucket: self._table.cost(phase, bucket))
-        wants, has = f"over {num_blocks} KV blocks", f"over {blocks}"
+        prepared = [bucket[1:] for bucket in self._table.buckets if bucket[0] == phase]
+        batch, query, blocks = max(prepared, key=lambda bucket: self._table.cost(phase, bucket))
+        needed, available = f"over {num_blocks} KV blocks", f"over {blocks}"
         if phase == PREFILL:
-            wants = f"of {num_tokens} tokens behind {num_blocks} KV blocks"
-            has = f"of {query} behind {blocks}"
+            needed = f"of {num_tokens} tokens behind {num_blocks} KV blocks"
+            available = f"of {query} behind {blocks}"
         return (
-            f"it needs a {name} {wants}, and no bucket that was warmed up holds that (the largest: "
-            f"batch {batch}, {has}); on-unwarmed-shape is reject"
+            f"it needs a {name} {needed}, and no bucket that was warmed up holds that (the "
+            f"largest: batch {batch}, {available}); on-unwarmed-shape is reject"
         )
 
-    def must_split(self, num_rows: int, num_blocks: int) -> bool:
-        """Whether a decode of so many rows has to go in several launches."""
-        return self._rejects and not self._table.is_prepared(DECODE, num_rows, 1, num_blocks)
+    def must_split(self, num_requests: int, num_blocks: int) -> bool:
+        """Whether a decode of `num_requests` must be split into several launches."""
+        return self._rejects and not self._table.is_prepared(DECODE, num_requests, 1, num_blocks)
 
-    def decode_split(self, rows: list[int], blocks: list[int]) -> list[Launch]:
-        """Launches for decoding rows, each of which reads its entry of `blocks`, in their order;
-        as few as prepared buckets allow."""
+    def decode_split(self, req_indices: list[int], blocks: list[int]) -> list[Launch]:
+        """Launches for decoding requests, in their order, as few as prepared buckets allow. Request
+        i reads `blocks[i]` blocks."""
         launches = []
         start = 0
-        while start < len(rows):
+        while start < len(req_indices):
             stop, total = start + 1, blocks[start]
-            while stop < len(rows) and self._table.is_prepared(
-                DECODE, stop + 1 - start, 1, self._joined((total, blocks[stop]))
+            while stop < len(req_indices) and self._table.is_prepared(
+                DECODE, stop + 1 - start, 1, self._combine((total, blocks[stop]))
             ):
-                total = self._joined((total, blocks[stop]))
+                total = self._combine((total, blocks[stop]))
                 stop += 1
-            launches.append(self.decode(rows[start:stop], total))
+            launches.append(self.decode(req_indices[start:stop], total))
             start = stop
         return launches
 
-    def decode(self, rows: list[int], num_blocks: int) -> Launch:
-        """One launch for all decoding rows, which read `num_blocks` together."""
-        lookup = self._table.find(DECODE, len(rows), 1, num_blocks)
-        self._count(DECODE, lookup, len(rows))
-        return Launch(DECODE, lookup.bucket, rows)
+    def decode(self, req_indices: list[int], num_blocks: int) -> Launch:
+        """One launch for all decoding requests, which read `num_blocks` together."""
+        lookup = self._table.find(DECODE, len(req_indices), 1, num_blocks)
+        self._count(DECODE, lookup, len(req_indices))
+        return Launch(DECODE, lookup.bucket, req_indices)
 
     def prefill(self, chunks: list[Chunk]) -> list[tuple[Launch, list[Chunk]]]:
-        """Launches for all chunks, each with its own in launch order; together as cheap as
-        neighbours in length can be merged."""
+        """Launches for all chunks, each with its chunks in launch order: the cheapest partition of
+        the chunks sorted by length (dynamic programming)."""
         chunks = sorted(chunks, key=_shape)
         if self._table.is_exact and _shape(chunks[0]) == _shape(chunks[-1]):
-            most = self._most_rows(*_shape(chunks[0]))
-            size = -(-len(chunks) // -(-len(chunks) // most))
+            max_requests = self._max_requests(*_shape(chunks[0]))
+            size = -(-len(chunks) // -(-len(chunks) // max_requests))
             starts = range(0, len(chunks), size)
             return [self._launch(chunks[start : start + size]) for start in starts]
-        # cheapest[i]: the first i chunks in launches, and where the last of those begins.
+        # cheapest[i]: cost of the first i chunks, and where the last launch of them begins.
         cheapest: list[tuple[int, int]] = [(0, 0)]
         for stop in range(1, len(chunks) + 1):
             best: tuple[int, int] | None = None
             query, context = chunks[stop - 1].num_tokens, 0
             for start in range(stop - 1, max(stop - 1 - self._max_batch, -1), -1):
                 context = max(context, chunks[start].context)
-                if self._table.is_exact and stop - start > self._most_rows(query, context):
+                if self._table.is_exact and stop - start > self._max_requests(query, context):
                     break
                 cost = self._cost(stop - start, query, context)
                 if cost is not None:
@@ -133,14 +133,14 @@ class LaunchPacker:
         launches.reverse()
         return launches
 
-    def _most_rows(self, query: int, context: int) -> int:
-        """Rows that may go together where every launch is its own bucket."""
+    def _max_requests(self, query: int, context: int) -> int:
+        """Requests that fit one launch where every launch is its own bucket."""
         positions = query + context * self._table.limits.block_size
-        fit = min(self._max_tokens // query, self._most_positions // positions)
+        fit = min(self._max_tokens // query, self._max_positions // positions)
         return max(1, min(self._max_batch, fit))
 
     def _cost(self, batch: int, query: int, context: int) -> int | None:
-        """Modelled cost of one launch, or None where several rows may not go together."""
+        """Modelled cost of one launch; None if these requests may not share one."""
         shape = (batch, query, context)
         if shape not in self._memo:
             if len(self._memo) >= MAX_MEMO:
@@ -150,7 +150,7 @@ class LaunchPacker:
 
     def _find_cost(self, shape: tuple[int, int, int]) -> int | None:
         batch = shape[0]
-        # Asked here, because `find` makes a bucket for whatever it is asked.
+        # Checked first, because `find` adds a bucket for any shape.
         if batch > 1 and not self._table.is_prepared(PREFILL, *shape):
             return None
         bucket = self._table.find(PREFILL, *shape).bucket
@@ -164,14 +164,14 @@ class LaunchPacker:
             PREFILL, len(chunks), max(counts), max(chunk.context for chunk in chunks)
         )
         self._count(PREFILL, lookup, sum(counts))
-        rows = [chunk.request.req_index for chunk in chunks]
+        req_indices = [chunk.request.req_index for chunk in chunks]
         samples = [chunk.samples for chunk in chunks]
-        return Launch(PREFILL, lookup.bucket, rows, counts, samples), chunks
+        return Launch(PREFILL, lookup.bucket, req_indices, counts, samples), chunks
 
     def _count(self, phase: int, lookup: Lookup, useful: int) -> None:
         batch, query, blocks = shape = lookup.bucket
         if self._table.is_exact:
-            # Of as many shapes as there are launches, those that are alike are told together.
+            # Every launch has its own shape: similar ones are counted together.
             shape = (_rounded(batch), _rounded(query), _rounded(blocks))
         self._stats.count_launch(PHASES[phase], lookup.result, useful, batch * query, shape)
 
@@ -181,5 +181,5 @@ def _shape(chunk: Chunk) -> tuple[int, int]:
 
 
 def _rounded(size: int) -> int:
-    """Up to a power of two; 0 stays."""
+    """Rounded up to a power of two; 0 stays."""
     return 1 << (size - 1).bit_length() if size else 0

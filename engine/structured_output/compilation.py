@@ -1,8 +1,8 @@
-"""Compiles grammars on threads, each once, and in a disposable process before that.
+"""Compiles each grammar once, on threads, after a trial in an isolated process.
 
-The grammar library is native code: a spec that overflows its stack, or that it compiles without
-end, must not take the engine with it. So a spec is compiled and followed a little in a fork with
-limits first. What passes there is compiled here, from the same source, with more stack."""
+The grammar library is native code: a spec that overflows its stack, or that it does not finish
+compiling, must not end the engine. So a spec is first compiled and followed for some tokens in a
+fork with limits. If that succeeds, it is compiled here from the same source, with more stack."""
 
 import contextlib
 import logging
@@ -23,17 +23,17 @@ logger = logging.getLogger(__name__)
 
 NUM_THREADS = 2
 MAX_PENDING = 64
-"""Specs that may wait for a thread."""
-MAX_KEPT = 256
-"""Grammars, or refusals, of the specs that were asked for last."""
-MAX_KEPT_BYTES = 512 * 2**20
-"""Of memory that these grammars take. Whoever follows one keeps it, too."""
+"""Specs that may wait for a thread, or be compiled."""
+MAX_CACHED = 256
+"""Compiled grammars and errors of the most recently requested specs."""
+MAX_CACHED_BYTES = 512 * 2**20
+"""Memory of the cached grammars. A grammar in use stays in memory after its eviction."""
 MAX_GRAMMAR_BYTES = 128 * 2**20
-"""One that has grown beyond is compiled anew when it is next asked for."""
+"""A cached grammar that has grown beyond it is compiled again for the next request."""
 STACK_BYTES = 128 * 2**20
-"""Four times what a spec may need in the fork."""
+"""Four times the limit in the fork."""
 LIMITS = Limits(cpu_s=1.0, wall_s=1.7, memory_bytes=512 * 2**20, stack_bytes=32 * 2**20)
-"""Ordinary schemas take 40 ms and 10 MiB; a refusal must come within 2 s."""
+"""Ordinary schemas take 40 ms and 10 MiB; an error must be reported within 2 s."""
 
 
 class _Setup(msgspec.Struct, array_like=True):
@@ -43,20 +43,20 @@ class _Setup(msgspec.Struct, array_like=True):
 
 
 class _Checked(msgspec.Struct, array_like=True):
-    """What the fork found out about a spec."""
+    """The result of a spec's trial."""
 
     source: str = ""
     num_bytes: int = 0
     error: str | None = None
 
 
-class Compiler:
-    """Safe to call from any thread, once `start` was called."""
+class GrammarCompiler:
+    """May be called from any thread, after `start`."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
         self._lock = threading.Lock()
-        self._kept: OrderedDict[GrammarSpec, Future[Grammar]] = OrderedDict()
+        self._cached: OrderedDict[GrammarSpec, Future[Grammar]] = OrderedDict()
         self._num_pending = 0
         self._vocabulary: Future[Vocabulary] | None = None
         self._fork_server: ForkServer | None = None
@@ -64,11 +64,11 @@ class Compiler:
     def start(
         self, folder: str, vocab_size: int, eos_ids: frozenset[int], *, early: bool = False
     ) -> None:
-        """Begin to read the vocabulary; what is compiled meanwhile waits for it. `early`: start the
-        fork server now and not with the first spec, which then waits for it some 0.5 s."""
+        """Start reading the vocabulary; compilations wait for it. `early`: also start the fork
+        server, for which the first spec would otherwise wait for about 0.5 s."""
         setup = msgspec.msgpack.encode(_Setup(folder, vocab_size, sorted(eos_ids)))
         self._fork_server = ForkServer("engine.structured_output.compilation", setup, LIMITS)
-        # Threads take the size that is set when they start, and they start when there is work.
+        # A thread takes the size that is set when it starts, and it starts with its first work.
         before = threading.stack_size(STACK_BYTES)
         try:
             self._vocabulary = self._threads.submit(Vocabulary, folder, vocab_size, eos_ids)
@@ -81,28 +81,28 @@ class Compiler:
 
     def _start_fork_server(self, vocabulary: "Future[Vocabulary]") -> None:
         assert self._fork_server is not None
-        # Closed meanwhile, there is nothing to start; a model without a vocabulary needs none.
+        # Nothing to start if closed meanwhile, or if the model has no vocabulary.
         with contextlib.suppress(EngineDied):
             if not vocabulary.cancelled() and vocabulary.exception() is None:
                 self._fork_server.start()
 
     def compile(self, spec: GrammarSpec) -> "Future[Grammar]":
-        """The grammar of `spec`, or a UserError: at once where it was asked for before. Raises
-        Overloaded when too many wait."""
+        """A future of the grammar of `spec`, or of a UserError. Raises Overloaded when too many
+        wait."""
         with self._lock:
-            found = self._kept.get(spec)
-            if found is not None and _bytes_of(found) <= MAX_GRAMMAR_BYTES:
-                self._kept.move_to_end(spec)
-                return found
+            cached_future = self._cached.get(spec)
+            if cached_future is not None and _bytes_of(cached_future) <= MAX_GRAMMAR_BYTES:
+                self._cached.move_to_end(spec)
+                return cached_future
             if self._num_pending >= MAX_PENDING:
                 raise Overloaded(f"{self._num_pending} grammars wait, at most {MAX_PENDING} may")
             self._num_pending += 1
-            kept = self._kept
-            kept[spec] = made = self._threads.submit(self._make, spec)
-            num_bytes = sum(map(_bytes_of, kept.values()))
-            while len(kept) > MAX_KEPT + MAX_PENDING or num_bytes > MAX_KEPT_BYTES:
-                num_bytes -= _bytes_of(kept.popitem(last=False)[1])
-        return made
+            cached = self._cached
+            cached[spec] = future = self._threads.submit(self._compile_checked, spec)
+            num_bytes = sum(map(_bytes_of, cached.values()))
+            while len(cached) > MAX_CACHED + MAX_PENDING or num_bytes > MAX_CACHED_BYTES:
+                num_bytes -= _bytes_of(cached.popitem(last=False)[1])
+        return future
 
     def close(self) -> None:
         """Compile nothing more; safe to call twice."""
@@ -110,7 +110,7 @@ class Compiler:
         if self._fork_server is not None:
             self._fork_server.close()
 
-    def _make(self, spec: GrammarSpec) -> Grammar:
+    def _compile_checked(self, spec: GrammarSpec) -> Grammar:
         assert self._vocabulary is not None, "compile before start"
         try:
             vocabulary = self._vocabulary.result()
@@ -128,7 +128,7 @@ class Compiler:
                 self._num_pending -= 1
 
     def _check(self, spec: GrammarSpec) -> _Checked:
-        """Compile `spec` in a fork. Raises UserError when that refuses it, or does not survive."""
+        """Compile `spec` in a fork. Raises UserError when that fails or its process dies."""
         assert self._fork_server is not None, "compile before start"
         try:
             answer = self._fork_server.call(msgspec.msgpack.encode(spec))
@@ -144,11 +144,11 @@ class Compiler:
 
 
 def prepare(setup: bytes) -> Call:
-    """What a fork server runs: compiles specs for one vocabulary, and follows them a little."""
-    asked = msgspec.msgpack.decode(setup, type=_Setup)
-    vocabulary = Vocabulary(asked.folder, asked.vocab_size, frozenset(asked.eos_ids))
+    """Entry of the fork server: compiles specs for one vocabulary and follows them a little."""
+    parsed = msgspec.msgpack.decode(setup, type=_Setup)
+    vocabulary = Vocabulary(parsed.folder, parsed.vocab_size, frozenset(parsed.eos_ids))
     decode = msgspec.msgpack.Decoder(GrammarSpec).decode
-    # What the library makes at its first use is made once, and is not counted below.
+    # Initializes the library once, so that this memory is not counted below.
     Grammar(GrammarSpec("json_object"), vocabulary)
 
     def check(payload: bytes) -> bytes:
@@ -163,7 +163,7 @@ def prepare(setup: bytes) -> Call:
                     f"most {MAX_GRAMMAR_BYTES >> 20} are allowed"
                 )
             checked = _Checked(grammar.source or "", num_bytes)
-            # Freeing it is native code too.
+            # Freeing runs native code too.
             del grammar
         except UserError as error:
             checked = _Checked(error=error.message)
@@ -172,13 +172,13 @@ def prepare(setup: bytes) -> Call:
     return check
 
 
-def _bytes_of(made: "Future[Grammar]") -> int:
-    if not made.done() or made.cancelled() or made.exception() is not None:
+def _bytes_of(future: "Future[Grammar]") -> int:
+    if not future.done() or future.cancelled() or future.exception() is not None:
         return 0
-    return made.result().num_bytes
+    return future.result().num_bytes
 
 
 def _private_bytes() -> int:
-    """Memory of this process that is no file's: what a fork reads of files is not its own."""
+    """Memory of this process without file mappings, which forks share."""
     words = Path("/proc/self/statm").read_text(encoding="ascii").split()
     return (int(words[1]) - int(words[2])) * os.sysconf("SC_PAGE_SIZE")

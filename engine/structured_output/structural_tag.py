@@ -1,5 +1,4 @@
-"""Structural tags as clients write them, to a Lark grammar: text, and parts of it bound to a form.
-Pure; knows no vocabulary but for the words that are special tokens."""
+"""Converts structural tags to a Lark grammar: free text with parts that are constrained."""
 
 import json
 import re
@@ -16,33 +15,33 @@ _ANY_TEXT = r"/(.|\n)*/"
 _PARTS = ("json_schema", "regex", "const_string", "tag", "sequence", "or", "triggered_tags")
 
 
-def lark_of_tags(
-    asked: Mapping[str, Any],
+def tags_to_lark(
+    spec: Mapping[str, Any],
     json_form: Mapping[str, Any],
     special_ids: Mapping[str, int] | None = None,
 ) -> str:
     """The grammar of {"structures": [{begin, schema, end}], "triggers": [...]}, or of {"format":
-    part} with a part of one of the types json_schema, regex, const_string, tag, sequence, or, and,
-    outermost only, triggered_tags. Raises UserError.
+    part}, where part has one of the types json_schema, regex, const_string, tag, sequence, or; the
+    outermost may also be triggered_tags. Raises UserError.
 
-    More types are there for what servers say of calls: `optional` and `repeat`, of an `element`,
-    `text_until` a `mark`, and `calls`, outermost or one of an outermost `or`, which is
-    triggered_tags without `end`, with `silent` words that may stand in the text, and perhaps
-    with a `bare` part instead of text that begins with one of the `bare_starts`. With
-    "special_tokens": true words of `special_ids` are these tokens.
+    The server uses more types for tool calls: `optional` and `repeat` of an `element`; `text_until`
+    a `mark`; and `calls`, outermost or in an outermost `or`: triggered_tags without `end`, with
+    `silent` words that the text may contain, and optionally with a `bare` part instead of a text
+    that begins with one of the `bare_starts`. With "special_tokens": true, the words of
+    `special_ids` stand for these tokens.
     """
-    words = (special_ids or {}) if asked.get("special_tokens") is True else {}
+    words = (special_ids or {}) if spec.get("special_tokens") is True else {}
     writer = _Writer(json_form, words)
-    if "structures" in asked:
+    if "structures" in spec:
         tags = [
             {**_object(one), "content": {"type": "json_schema", "json_schema": one.get("schema")}}
-            for one in _list(asked, "structures")
+            for one in _list(spec, "structures")
         ]
-        start = writer.triggered(_list(asked, "triggers"), tags, at_least_one=False)
-    elif isinstance(asked.get("format"), dict):
-        start = writer.outermost(asked["format"])
+        start = writer.triggered(_list(spec, "triggers"), tags, at_least_one=False)
+    elif isinstance(spec.get("format"), dict):
+        start = writer.outermost(spec["format"])
     else:
-        raise _bad("it must have structures and triggers, or a format that is an object")
+        raise _error("it must have structures and triggers, or a format that is an object")
     return "%llguidance {}\n" + "\n".join([f"start: {start}", *writer.rules]) + "\n"
 
 
@@ -55,7 +54,7 @@ class _Writer:
         self._special = re.compile(f"({'|'.join(words)})" if words else "((?!))")
 
     def outermost(self, part: Any) -> str:
-        """A Lark expression of what only the outermost part may be, or one of it."""
+        """The Lark expression of an outermost part."""
         kind = _object(part).get("type")
         if kind == "or":
             return " | ".join(self.outermost(one) for one in _list(part, "elements"))
@@ -64,14 +63,14 @@ class _Writer:
         if kind != "triggered_tags":
             return self.part(part, 0)
         if part.get("stop_after_first"):
-            raise _bad("stop_after_first of triggered_tags is not supported")
+            raise _error("stop_after_first of triggered_tags is not supported")
         at_least_one = bool(part.get("at_least_one"))
         return self.triggered(
             _list(part, "triggers"), _list(part, "tags"), at_least_one=at_least_one
         )
 
     def triggered(self, triggers: list[Any], tags: list[Any], *, at_least_one: bool) -> str:
-        """Free text, in which a trigger must go on as one of the tags that begin with it."""
+        """Free text in which each trigger must continue as one of the tags that begin with it."""
         names = []
         for tag in tags:
             begin = _string(_object(tag), "begin")
@@ -80,7 +79,9 @@ class _Writer:
                 None,
             )
             if trigger is None:
-                raise _bad(f"begin {begin[:40]!r} starts with none of the {len(triggers)} triggers")
+                raise _error(
+                    f"begin {begin[:40]!r} starts with none of the {len(triggers)} triggers"
+                )
             rest = self._literal(begin[len(trigger) :])
             content = self.part(tag.get("content"), 1)
             end = self._literal(_string(tag, "end"))
@@ -99,26 +100,26 @@ class _Writer:
             begin, content = _string(tag, "begin"), self._rule("call", self.part(tag["content"], 1))
             if self._is_special(begin):
                 calls.append(f"{self._literal(begin)} {content}")
-            # Spelled out, a special word is the same to whoever reads it.
+            # The spelled-out word has the same text as the special token.
             lazy = self._rule("trigger", f"TEXT {_quoted(begin)}", "[lazy]")
             calls.append(f"{lazy} {content}")
             if starts:
                 lazy = self._rule("trigger", f"FIRST? {_quoted(begin)}", "[lazy]")
                 first.append(f"{lazy} {content}")
-        going_on = f"({' | '.join([*calls, between])})*"
+        continuation = f"({' | '.join([*calls, between])})*"
         if not starts:
-            return going_on
-        barred = re.escape(starts).replace("/", "\\/")
-        self.rules.append(f"FIRST: /[ \\t\\r\\n]*[^ \\t\\r\\n{barred}](.|\\n)*/")
+            return continuation
+        excluded = re.escape(starts).replace("/", "\\/")
+        self.rules.append(f"FIRST: /[ \\t\\r\\n]*[^ \\t\\r\\n{excluded}](.|\\n)*/")
         bare = self._rule("bare", self.part(part.get("bare"), 1))
         special = [one for one in calls if one.startswith("<[")]
         options = " | ".join(["FIRST", *first, *special])
-        return f"{bare} | (({options}) {self._rule('more', going_on)})?"
+        return f"{bare} | (({options}) {self._rule('more', continuation)})?"
 
     def part(self, part: Any, depth: int) -> str:
         """A Lark expression."""
         if depth > MAX_DEPTH:
-            raise _bad(f"its parts lie {depth} deep, at most {MAX_DEPTH} are taken")
+            raise _error(f"its parts lie {depth} deep, at most {MAX_DEPTH} are taken")
         part = _object(part)
         kind = part.get("type")
         if kind == "json_schema":
@@ -129,7 +130,7 @@ class _Writer:
         if kind == "regex":
             pattern = _string(part, "pattern")
             if "\n" in pattern or not pattern:
-                raise _bad("the pattern of a regex must be one line that is not empty")
+                raise _error("the pattern of a regex must be one line that is not empty")
             check_pattern_size(pattern, "structural_tag")
             return f"/{_escaped(pattern)}/"
         if kind == "tag":
@@ -148,7 +149,7 @@ class _Writer:
             return (
                 f"({lazy} | {_ANY_TEXT} {self._literal(mark)})" if self._is_special(mark) else lazy
             )
-        raise _bad(f"a part has type {str(kind)[:40]!r}, it may have {', '.join(_PARTS)}")
+        raise _error(f"a part has type {str(kind)[:40]!r}, it may have {', '.join(_PARTS)}")
 
     def _inner(self, part: Any, depth: int) -> str:
         return self._rule("part", self.part(part, depth + 1))
@@ -170,7 +171,7 @@ class _Writer:
 
 
 def _escaped(pattern: str) -> str:
-    """With every slash escaped, and what was escaped left alone."""
+    """`pattern` with every unescaped slash escaped."""
     out, is_escaped = [], False
     for character in pattern:
         out.append("\\/" if character == "/" and not is_escaped else character)
@@ -184,23 +185,23 @@ def _quoted(text: str) -> str:
 
 def _object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise _bad(f"it has {value!r:.40} where an object must stand")
+        raise _error(f"it has {value!r:.40} where an object must stand")
     return value
 
 
 def _list(holder: Mapping[str, Any], name: str) -> list[Any]:
     value = holder.get(name)
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_TAGS:
-        raise _bad(f"{name} must be a list of 1 to {MAX_TAGS} entries")
+        raise _error(f"{name} must be a list of 1 to {MAX_TAGS} entries")
     return value
 
 
 def _string(holder: Mapping[str, Any], name: str) -> str:
     value = holder.get(name)
     if not isinstance(value, str):
-        raise _bad(f"{name} is {value!r:.40}, it must be a string")
+        raise _error(f"{name} is {value!r:.40}, it must be a string")
     return value
 
 
-def _bad(message: str) -> UserError:
+def _error(message: str) -> UserError:
     return UserError(f"structural_tag: {message}", param="structured_outputs")

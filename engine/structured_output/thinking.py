@@ -1,4 +1,4 @@
-"""Thinking before a form: where an output is in it, told by its bytes. Knows no grammar."""
+"""Follows the thinking part of an output by the bytes of its tokens."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -6,19 +6,20 @@ from collections.abc import Iterator
 from llguidance import LLTokenizer
 
 from config.params.structured_output import ThinkingSpec
-from engine.structured_output.token_bitmask import Words, words_of
+from engine.structured_output.token_bitmask import Bitmask, bitmask_of
 
-OPENING, INSIDE, BEHIND, OVER = range(4)
-"""The output may open its thinking; thinks; has closed it and may leave blanks; has its form."""
+BEFORE_THINKING, THINKING, AFTER_THINKING, CONSTRAINED = range(4)
+"""Before the opening marker; inside the thinking; behind the closing marker, where blanks may come;
+in the constrained part."""
 _BLANKS = b" \t\r\n"
 _LINE_BREAKS = (b"\n", b"\n\n")
 
 
-class Lexicon:
-    """The bytes of every token, to be found by how they begin."""
+class TokenTexts:
+    """The bytes of every token, searchable by prefix."""
 
     def __init__(self, tokens: LLTokenizer, vocab_size: int) -> None:
-        """Takes some 50 ms for each 50,000 tokens. `vocab_size` is the model's."""
+        """Takes about 50 ms for each 50,000 tokens. `vocab_size` is the model's."""
         self.tokens = tokens
         self.vocab_size = vocab_size
         self.texts = [tokens.decode_bytes([token]) for token in range(tokens.vocab_size)]
@@ -27,187 +28,189 @@ class Lexicon:
             for token, text in enumerate(self.texts)
             if tokens.is_special_token(token) and is_text(text)
         }
-        """Words that are special tokens."""
+        """Special tokens by their text."""
         self._ordered = sorted((text, token) for token, text in enumerate(self.texts) if text)
 
-    def beginning_with(self, start: bytes) -> Iterator[tuple[bytes, int]]:
-        """Tokens whose text begins so, with it."""
-        for place in range(bisect_left(self._ordered, (start, -1)), len(self._ordered)):
-            text, token = self._ordered[place]
+    def with_prefix(self, start: bytes) -> Iterator[tuple[bytes, int]]:
+        """(text, token) of the tokens whose text begins with `start`."""
+        for index in range(bisect_left(self._ordered, (start, -1)), len(self._ordered)):
+            text, token = self._ordered[index]
             if not text.startswith(start):
                 return
             yield text, token
 
 
 def is_text(data: bytes) -> bool:
-    """Whether it is whole characters, at least one."""
+    """Whether it is valid UTF-8 and not empty."""
     try:
         return bool(data.decode())
     except UnicodeDecodeError:
         return False
 
 
-class Marks:
-    """The marks around an output's thinking, in the tokens of a vocabulary."""
+class ThinkingMarkers:
+    """The markers around an output's thinking, in the tokens of a vocabulary."""
 
-    def __init__(self, spec: ThinkingSpec, lexicon: Lexicon) -> None:
+    def __init__(self, spec: ThinkingSpec, token_texts: TokenTexts) -> None:
         self.spec = spec
-        self._opens = [mark.encode() for mark in spec.opens]
-        self._closes = [mark.encode() for mark in spec.closes]
-        self._lexicon = lexicon
-        self._whole = [
+        self._opens = [marker.encode() for marker in spec.opens]
+        self._closes = [marker.encode() for marker in spec.closes]
+        self._token_texts = token_texts
+        self._closing_tokens = [
             token
-            for token, text in enumerate(lexicon.texts)
-            if any(mark in text for mark in self._closes)
+            for token, text in enumerate(token_texts.texts)
+            if any(marker in text for marker in self._closes)
         ]
-        """Tokens that hold a closing mark, mostly one alone."""
+        """Tokens that contain a closing marker, usually nothing else."""
         self._hidden = frozenset(
             token
-            for token, text in enumerate(lexicon.texts)
-            if lexicon.tokens.is_special_token(token)
-            and not any(mark in text or text in mark for mark in (*self._opens, *self._closes))
+            for token, text in enumerate(token_texts.texts)
+            if token_texts.tokens.is_special_token(token)
+            and not any(
+                marker in text or text in marker for marker in (*self._opens, *self._closes)
+            )
         )
-        """Special tokens that are no part of a mark: nobody reads their text."""
+        """Special tokens that are not part of a marker; their text is ignored."""
         self.line_breaks = tuple(
-            token for one in _LINE_BREAKS for text, token in lexicon.beginning_with(one)
+            token for one in _LINE_BREAKS for text, token in token_texts.with_prefix(one)
             if text == one
         )  # fmt: skip
-        written = [lexicon.tokens.tokenize_bytes(mark, parse_special=True) for mark in self._closes]
-        self.closing = min(map(tuple, written), key=len)
-        """Tokens that write a closing mark, the one that takes the fewest."""
-        self._leading: dict[bytes, tuple[int, ...]] = {}
-        self._crossing: dict[tuple[bytes, ...], Words] = {}
+        tokenize = token_texts.tokens.tokenize_bytes
+        encoded = [tokenize(marker, parse_special=True) for marker in self._closes]
+        self.closing = min(map(tuple, encoded), key=len)
+        """The shortest token sequence of a closing marker."""
+        self._opening_tokens: dict[bytes, tuple[int, ...]] = {}
+        self._crossing_tokens: dict[tuple[bytes, ...], Bitmask] = {}
 
     def text(self, token: int) -> bytes:
-        """What is read of `token`; nothing of one that the tokenizer does not know."""
-        if token in self._hidden or token >= len(self._lexicon.texts):
+        """The text of `token`; empty if it is hidden or unknown to the tokenizer."""
+        if token in self._hidden or token >= len(self._token_texts.texts):
             return b""
-        return self._lexicon.texts[token]
+        return self._token_texts.texts[token]
 
-    def opened(self, said: bytes) -> bytes | None:
-        """What `said` has behind an opening mark, if it begins with one."""
-        said = said.lstrip(_BLANKS)
-        found = next((mark for mark in self._opens if said.startswith(mark)), None)
-        return None if found is None else said[len(found) :]
+    def after_opening(self, context: bytes) -> bytes | None:
+        """The part of `context` behind an opening marker, if it begins with one."""
+        context = context.lstrip(_BLANKS)
+        found = next((marker for marker in self._opens if context.startswith(marker)), None)
+        return None if found is None else context[len(found) :]
 
-    def may_open(self, said: bytes) -> bool:
-        """Whether an opening mark may begin with `said`, or be what follows it."""
-        said = said.lstrip(_BLANKS)
-        return any(mark.startswith(said) for mark in self._opens)
+    def may_be_opening(self, context: bytes) -> bool:
+        """Whether `context` is a prefix of an opening marker."""
+        context = context.lstrip(_BLANKS)
+        return any(marker.startswith(context) for marker in self._opens)
 
-    def closed(self, said: bytes) -> bytes | None:
-        """What `said` has behind the first closing mark, if it has one."""
-        ends = [(said.index(mark), mark) for mark in self._closes if mark in said]
+    def after_closing(self, context: bytes) -> bytes | None:
+        """The part of `context` behind its first closing marker, if it has one."""
+        ends = [(context.index(marker), marker) for marker in self._closes if marker in context]
         if not ends:
             return None
-        place, mark = min(ends)
-        return said[place + len(mark) :]
+        index, marker = min(ends)
+        return context[index + len(marker) :]
 
-    def tail(self, said: bytes) -> bytes:
-        """As much of the end of `said` as may be the beginning of a closing mark."""
-        return max((*self._begun(said), b""), key=len)
+    def tail(self, context: bytes) -> bytes:
+        """The longest suffix of `context` that is a prefix of a closing marker."""
+        return max((*self._closing_prefixes(context), b""), key=len)
 
-    def _begun(self, said: bytes) -> tuple[bytes, ...]:
+    def _closing_prefixes(self, context: bytes) -> tuple[bytes, ...]:
         return tuple(
-            mark[:length]
-            for mark in self._closes
-            for length in range(1, len(mark))
-            if said.endswith(mark[:length])
+            marker[:length]
+            for marker in self._closes
+            for length in range(1, len(marker))
+            if context.endswith(marker[:length])
         )
 
-    def leading(self, said: bytes) -> tuple[int, ...]:
-        """Tokens that go on with an opening mark behind `said`, its beginning."""
-        said = said.lstrip(_BLANKS)
-        if said not in self._leading:
+    def opening_tokens(self, context: bytes) -> tuple[int, ...]:
+        """Tokens that continue an opening marker behind its prefix `context`."""
+        context = context.lstrip(_BLANKS)
+        if context not in self._opening_tokens:
             found = set()
-            for mark in self._opens:
-                rest = mark[len(said) :] if mark.startswith(said) else b""
+            for marker in self._opens:
+                rest = marker[len(context) :] if marker.startswith(context) else b""
                 for end in range(1, len(rest) + 1):
-                    for text, token in self._lexicon.beginning_with(rest[:end]):
+                    for text, token in self._token_texts.with_prefix(rest[:end]):
                         if end < len(rest) and text != rest[:end]:
                             break
-                        if self.closed(text) is None:
+                        if self.after_closing(text) is None:
                             found.add(token)
-            self._leading[said] = tuple(found - self._hidden)
-        return self._leading[said]
+            self._opening_tokens[context] = tuple(found - self._hidden)
+        return self._opening_tokens[context]
 
-    def crossing(self, said: bytes) -> Words:
-        """Tokens that close the thinking behind `said` and go on with what may not stand there."""
-        begun = self._begun(said)
-        if begun not in self._crossing:
-            found = set(self._whole)
-            for mark in self._closes:
-                for start in begun:
-                    if mark.startswith(start):
-                        rest = mark[len(start) :]
-                        found.update(t for _, t in self._lexicon.beginning_with(rest))
-            wrong = [t for t in found if self._is_wrong(said + self._lexicon.texts[t])]
-            self._crossing[begun] = words_of(wrong, self._lexicon.vocab_size)
-        return self._crossing[begun]
+    def crossing_tokens(self, context: bytes) -> Bitmask:
+        """Tokens that close the thinking behind `context` with text that may not follow it."""
+        prefixes = self._closing_prefixes(context)
+        if prefixes not in self._crossing_tokens:
+            found = set(self._closing_tokens)
+            for marker in self._closes:
+                for start in prefixes:
+                    if marker.startswith(start):
+                        rest = marker[len(start) :]
+                        found.update(t for _, t in self._token_texts.with_prefix(rest))
+            wrong = [t for t in found if self._is_wrong(context + self._token_texts.texts[t])]
+            self._crossing_tokens[prefixes] = bitmask_of(wrong, self._token_texts.vocab_size)
+        return self._crossing_tokens[prefixes]
 
-    def _is_wrong(self, said: bytes) -> bool:
-        rest = self.closed(said)
+    def _is_wrong(self, context: bytes) -> bool:
+        rest = self.after_closing(context)
         if rest is None:
             return False
         return bool(rest.strip(_BLANKS) if self.spec.skips_blanks else rest)
 
 
-class Thinking:
-    """Follows one output as far as it thinks."""
+class ThinkingState:
+    """How far the thinking of one output is."""
 
-    def __init__(self, marks: Marks, budget: int | None) -> None:
-        """`budget` tokens of thinking are the most."""
-        self.marks = marks
-        self.state = INSIDE if marks.spec.is_inside else OPENING
+    def __init__(self, markers: ThinkingMarkers, budget: int | None) -> None:
+        """`budget`: the most tokens of thinking."""
+        self.markers = markers
+        self.phase = THINKING if markers.spec.is_inside else BEFORE_THINKING
         self._budget = budget
         self._count = 0
-        self._said = b""
-        """The opening mark so far, later the end of the thinking."""
+        self._text = b""
+        """The opening marker so far; later the end of the thinking."""
         self._num_forced = 0
 
     @property
-    def forced(self) -> int | None:
-        """The one token that may come next, once the budget is spent."""
-        if self.state != INSIDE or self._budget is None or self._count < self._budget:
+    def forced_token(self) -> int | None:
+        """The only token that may come next, once the budget is spent."""
+        if self.phase != THINKING or self._budget is None or self._count < self._budget:
             return None
-        return self.marks.closing[self._num_forced]
+        return self.markers.closing[self._num_forced]
 
     @property
-    def leading(self) -> tuple[int, ...]:
-        """Tokens that go on with the opening mark."""
-        return self.marks.leading(self._said)
+    def opening_tokens(self) -> tuple[int, ...]:
+        """Tokens that continue the opening marker."""
+        return self.markers.opening_tokens(self._text)
 
     @property
-    def crossing(self) -> Words:
-        """Tokens that may not come next, as they run from the thinking into the form."""
-        return self.marks.crossing(self._said)
+    def crossing_tokens(self) -> Bitmask:
+        """Tokens that may not come next: they reach from the thinking into the constrained part."""
+        return self.markers.crossing_tokens(self._text)
 
-    def take(self, token: int) -> None:
-        """Go on behind `token`."""
-        if self.state == INSIDE:
-            if self.forced is not None:
+    def advance(self, token: int) -> None:
+        if self.phase == THINKING:
+            if self.forced_token is not None:
                 self._num_forced += 1
             self._count += 1
-            self._think(self.marks.text(token))
-        elif self.state == OPENING:
-            self._open(self.marks.text(token))
+            self._extend(self.markers.text(token))
+        elif self.phase == BEFORE_THINKING:
+            self._extend_opening(self.markers.text(token))
         else:
-            self.state = OVER
+            self.phase = CONSTRAINED
 
-    def _open(self, text: bytes) -> None:
-        said = self._said + text
-        rest = self.marks.opened(said)
+    def _extend_opening(self, new: bytes) -> None:
+        context = self._text + new
+        rest = self.markers.after_opening(context)
         if rest is not None:
-            self.state, self._said = INSIDE, b""
-            self._think(rest)
-        elif self.marks.may_open(said):
-            self._said = said.lstrip(_BLANKS)
+            self.phase, self._text = THINKING, b""
+            self._extend(rest)
+        elif self.markers.may_be_opening(context):
+            self._text = context.lstrip(_BLANKS)
         else:
-            self.state = OVER
+            self.phase = CONSTRAINED
 
-    def _think(self, text: bytes) -> None:
-        said = self._said + text
-        if self.marks.closed(said) is None:
-            self._said = self.marks.tail(said)
+    def _extend(self, new: bytes) -> None:
+        context = self._text + new
+        if self.markers.after_closing(context) is None:
+            self._text = self.markers.tail(context)
         else:
-            self.state = BEHIND if self.marks.spec.skips_blanks else OVER
+            self.phase = AFTER_THINKING if self.markers.spec.skips_blanks else CONSTRAINED

@@ -1,4 +1,4 @@
-"""Sets of tokens as the sampler takes them: a bit each, in words of 32. Knows no grammar."""
+"""Token bitmasks: sets of tokens as the sampler takes them, one bit each in words of 32."""
 
 from collections.abc import Iterable
 
@@ -7,28 +7,28 @@ import numpy.typing as npt
 
 from hpu.protocol import TOKENS_PER_WORD
 
-Words = npt.NDArray[np.uint32]
-"""(W,), the first token in the lowest bit of the first word."""
+Bitmask = npt.NDArray[np.uint32]
+"""(ceil(vocab_size / 32),) uint32; token 0 is the lowest bit of the first word."""
 
 
-def words_of(tokens: Iterable[int], vocab_size: int) -> Words:
+def bitmask_of(tokens: Iterable[int], vocab_size: int) -> Bitmask:
     """The set of `tokens`."""
     bits = np.zeros(-(-vocab_size // TOKENS_PER_WORD) * TOKENS_PER_WORD, dtype=np.uint8)
     bits[list(tokens)] = 1
     return np.packbits(bits, bitorder="little").view("<u4")
 
 
-def tokens_of(words: Words) -> npt.NDArray[np.int64]:
-    """The tokens in it, in order."""
-    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+def tokens_in(bitmask: Bitmask) -> npt.NDArray[np.int64]:
+    """The tokens in the set, ascending: (n,) int64."""
+    return np.flatnonzero(np.unpackbits(bitmask.view(np.uint8), bitorder="little"))
 
 
-def without(words: Words, barred: Words) -> Words:
-    """`words` but `barred`, unless that leaves none."""
-    left = words & ~barred
-    return left if left.any() else words
+def without(bitmask: Bitmask, banned: Bitmask) -> Bitmask:
+    """`bitmask` without `banned`, unless that leaves no token."""
+    remaining = bitmask & ~banned
+    return remaining if remaining.any() else bitmask
 
 
-def has(words: Words, token: int) -> bool:
-    """Whether `token` is in it."""
-    return bool(words[token // TOKENS_PER_WORD] >> np.uint32(token % TOKENS_PER_WORD) & 1)
+def has(bitmask: Bitmask, token: int) -> bool:
+    """Whether `token` is in the set."""
+    return bool(bitmask[token // TOKENS_PER_WORD] >> np.uint32(token % TOKENS_PER_WORD) & 1)

@@ -9,7 +9,7 @@ import pytest
 
 from config.engine import EngineConfig
 from config.errors import EngineDied
-from engine.process.engine_process import EngineOrders, Output, front_end_endpoint
+from engine.process.engine_process import EngineOrders, MessageSender, front_end_endpoint
 from engine.transport.channels import HIGH_WATER, ZmqContext
 from engine.transport.messages import FromEngine, Reply
 
@@ -41,7 +41,7 @@ async def test_what_many_threads_say_arrives_whole_and_in_each_ones_order(
 
     starts = [1000 * number for number in range(4)]
     board.listen(hear, lambda: None)
-    output = Output(orders(tmp_path), wires)
+    output = MessageSender(orders(tmp_path), wires)
 
     def say(first: int) -> None:
         for call in range(first, first + PER_THREAD):
@@ -64,7 +64,7 @@ async def test_what_many_threads_say_arrives_whole_and_in_each_ones_order(
 def test_a_front_end_that_does_not_read_ends_the_engine_with_the_number(
     wires: ZmqContext, tmp_path: Path
 ) -> None:
-    output = Output(orders(tmp_path), wires)
+    output = MessageSender(orders(tmp_path), wires)
     errors: list[BaseException] = []
     output.on_error = errors.append
 

@@ -20,15 +20,15 @@ from config.params.structured_output import GrammarSpec
 from engine.core.loop import EngineLoop
 from engine.process.isolation import ForkServer
 from engine.structured_output import compilation
-from engine.structured_output.compilation import LIMITS, Compiler
+from engine.structured_output.compilation import LIMITS, GrammarCompiler
 from engine.structured_output.grammar import Grammar
 from engine.transport.messages import Abort, AddRequest, Control, FromEngine, Reply
 
 TIMEOUT_S = 20
 
 
-def started(folder: Path) -> Compiler:
-    compiler = Compiler()
+def started(folder: Path) -> GrammarCompiler:
+    compiler = GrammarCompiler()
     compiler.start(str(folder), VOCAB_SIZE, frozenset([EOS]))
     return compiler
 
@@ -59,11 +59,11 @@ def test_more_specs_than_may_wait_are_refused_and_the_oldest_are_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_tokenizer(tmp_path)
-    compiler, gate = Compiler(), threading.Event()
+    compiler, gate = GrammarCompiler(), threading.Event()
     for _ in range(compilation.NUM_THREADS):
         compiler._threads.submit(gate.wait, TIMEOUT_S)
     compiler.start(str(tmp_path), VOCAB_SIZE, frozenset([EOS]))
-    monkeypatch.setattr(compilation, "MAX_KEPT", 0)
+    monkeypatch.setattr(compilation, "MAX_CACHED", 0)
     specs = [GrammarSpec("regex", "a" * (n + 1)) for n in range(compilation.MAX_PENDING)]
 
     made = [compiler.compile(spec) for spec in specs]
@@ -177,7 +177,7 @@ HOSTILE = {
 
 
 @pytest.fixture(scope="module")
-def shared_compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiler]:
+def shared_compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrammarCompiler]:
     folder = tmp_path_factory.mktemp("tokens")
     write_tokenizer(folder)
     compiler = started(folder)
@@ -188,7 +188,7 @@ def shared_compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compil
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_spec_is_refused_in_under_two_seconds_and_costs_no_memory(
-    shared_compiler: Compiler, name: str
+    shared_compiler: GrammarCompiler, name: str
 ) -> None:
     process = psutil.Process()
     before = process.memory_info().rss
@@ -220,7 +220,7 @@ def test_what_no_bound_foresees_ends_only_its_own_spec(tmp_path: Path) -> None:
 
 
 def test_two_that_compile_for_long_hold_up_a_third_for_no_longer_than_they_may_take(
-    shared_compiler: Compiler,
+    shared_compiler: GrammarCompiler,
 ) -> None:
     slow = [GrammarSpec("regex", "[ab]?" * (8_000 + n)) for n in range(2)]
     start = time.monotonic()
@@ -256,7 +256,7 @@ def test_two_that_compile_for_long_hold_up_a_third_for_no_longer_than_they_may_t
     ids=["an enum of 200 kB", "as large as an OpenAPI page"],
 )
 def test_a_large_schema_that_means_well_is_compiled_once(
-    shared_compiler: Compiler, schema: Any
+    shared_compiler: GrammarCompiler, schema: Any
 ) -> None:
     spec = GrammarSpec("json", json.dumps(schema))
 
@@ -276,7 +276,7 @@ def test_grammars_that_take_too_much_memory_together_are_forgotten_oldest_first(
     for made in (first, second):
         # As if it had been followed for so long.
         made.result(TIMEOUT_S).slow_s = 1.0
-    monkeypatch.setattr(compilation, "MAX_KEPT_BYTES", 100 * 2**20)
+    monkeypatch.setattr(compilation, "MAX_CACHED_BYTES", 100 * 2**20)
 
     compiler.compile(specs[2]).result(TIMEOUT_S)
 

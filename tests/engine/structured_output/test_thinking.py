@@ -149,7 +149,7 @@ def test_a_budget_that_is_not_reached_changes_no_token(vocabulary: Vocabulary) -
     rules: list[Any] = [{}, {"min_tokens": 5}, {"ignore_eos": True}, {"stop_token_ids": (9, 40)}]
     rig = CoreRig(vocab_size=vocabulary.vocab_size, rows=8)
     for key, rule in enumerate(rules):
-        bound = {"structured_outputs": GrammarSpec(FREE, thinking=free.marks.spec)}  # type: ignore[union-attr]
+        bound = {"structured_outputs": GrammarSpec(FREE, thinking=free.markers.spec)}  # type: ignore[union-attr]
         rig.add(2 * key, [5, key], max_tokens=20, **rule)
         rig.add(
             2 * key + 1, [5, key], max_tokens=20, thinking_token_budget=30, grammar=free,
