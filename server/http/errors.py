@@ -1,4 +1,4 @@
-"""Exceptions to OpenAI error bodies, and nothing else on the wire. Knows no route."""
+"""Converts exceptions into OpenAI error responses."""
 
 import logging
 import re
@@ -15,36 +15,36 @@ from config.errors import EngineDied, NotFound, Overloaded, RequestFailed, UserE
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_CHARACTERS = 900
-"""With the rest of the body and multi-byte characters cut to ASCII, under 1 kB."""
+"""Keeps the whole body under 1 kB."""
 MAX_PROBLEMS = 3
 CLIENT_CLOSED = 499
 _KIND = re.compile(r"str|int|float|bool|(list|dict|function-\w+)\[.*")
 _OBJECT = re.compile(r"a valid dictionary( or instance of \w+)?")
-"""Words for types that only we can know, in what pydantic says."""
+"""Type names in pydantic's messages that clients cannot know."""
 
 
 class RequestTooLarge(UserError):
-    """The body is over the limit; 413."""
+    """The body exceeds the limit; 413."""
 
 
 class UnsupportedMediaType(UserError):
-    """The body is declared as something that is not JSON; 415."""
+    """The content type is not JSON; 415."""
 
 
 class InvalidApiKey(UserError):
-    """No key, or a wrong one; 401."""
+    """No API key, or a wrong one; 401."""
 
 
 class ClientGone(Exception):
-    """The client hung up; nobody reads an answer."""
+    """The client has disconnected; there is nobody to respond to."""
 
 
 class EngineFailed(EngineDied):
-    """The engine died under a request that it was working on; 500."""
+    """The engine died while it worked on the request; 500."""
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """An error as it goes out: status, the four keys, and headers."""
+    """An error response: status, the four fields of OpenAI's error object, and headers."""
 
     status: int
     message: str
@@ -54,7 +54,7 @@ class Fault(msgspec.Struct, frozen=True):
     headers: Mapping[str, str] = {}
 
     def body(self) -> bytes:
-        """The JSON of the body, which is also the data of an error event."""
+        """The JSON body, which is also the data of an SSE error event."""
         error = {
             "message": shortened(self.message),
             "type": self.type,
@@ -68,7 +68,7 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 def shortened(message: str) -> str:
-    """`message`, cut in the middle so that the numbers at its end survive."""
+    """`message`, shortened in the middle: numbers are often at its end."""
     message = message.encode("utf-8", "replace").decode()
     if len(message.encode()) <= MAX_MESSAGE_CHARACTERS:
         return message
@@ -78,7 +78,7 @@ def shortened(message: str) -> str:
 
 
 def fault_of(error: Exception) -> Fault:
-    """What the client is told. What is no known exception is a bug: logged here, not shown."""
+    """The error response for an exception. An unknown exception is a bug: logged, and not shown."""
     if isinstance(error, UserError):
         return _user_fault(error)
     if isinstance(error, Overloaded):
@@ -95,7 +95,7 @@ def fault_of(error: Exception) -> Fault:
     if isinstance(error, EngineDied):
         return Fault(503, f"The engine is gone: {error}.", "server_error")
     if isinstance(error, RequestFailed):
-        # The same request would break in the same way: a client need not send it three times.
+        # The request would fail again: keep SDKs from retrying it.
         return Fault(500, str(error), "server_error", headers={"x-should-retry": "false"})
     if isinstance(error, HTTPException):
         return _http_fault(error)
@@ -109,7 +109,7 @@ def _user_fault(error: UserError) -> Fault:
         status = 404
         code = code or "not_found"
     elif isinstance(error, RequestTooLarge):
-        # The connection stays open: one closed with unread data loses the answer on its way.
+        # The connection stays open: closing it with unread data could lose the response.
         status, code = 413, "request_too_large"
     elif isinstance(error, UnsupportedMediaType):
         status = 415
@@ -129,20 +129,20 @@ def _http_fault(error: HTTPException) -> Fault:
 
 
 def problem_with(error: ValidationError) -> UserError:
-    """The first few things pydantic found, as one error about the first of them."""
+    """pydantic's first few problems as one UserError, whose param is that of the first."""
     return problem_of(error.errors(include_url=False, include_context=False))
 
 
 def problem_of(problems: Sequence[Any]) -> UserError:
-    """As `problem_with`, of pydantic's list."""
+    """Like `problem_with`, from pydantic's list of problems."""
     texts = [_problem(one) for one in problems[:MAX_PROBLEMS]]
-    place = problems[0]["loc"]
-    return UserError("; ".join(texts), param=str(place[0]) if place else None)
+    location = problems[0]["loc"]
+    return UserError("; ".join(texts), param=str(location[0]) if location else None)
 
 
 def _problem(problem: Any) -> str:
     steps = [str(step)[:40] for step in problem["loc"][:4]]
-    # Which kind of several that a field may have was tried is a step too.
+    # For a union, the location also names the member that was tried.
     name = ".".join(step for step in steps if not _KIND.fullmatch(step)) or "the body"
     if problem["type"] == "missing":
         return f"{name} is missing"

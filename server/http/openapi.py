@@ -1,4 +1,4 @@
-"""The OpenAPI description: bodies that handlers read themselves are described here by name."""
+"""The OpenAPI schema. Handlers parse bodies themselves, so FastAPI does not know their models."""
 
 from typing import Any
 
@@ -28,9 +28,9 @@ _POOLING = (
     *(EmbeddingBody, EmbeddingChatBody, PoolBody, PoolChatBody, ClassifyBody, ClassifyChatBody),
     *(ScoreBody, RerankBody),
 )
-_TOKENS = (TokenizeTextBody, TokenizeChatBody, DetokenizeBody)
-_TALKS = (ChatBody, CompletionBody, ResponseBody, MessagesBody, CountBody)
-BODIES = (*_TALKS, *_TOKENS, *_POOLING)
+_TOKENIZATION = (TokenizeTextBody, TokenizeChatBody, DetokenizeBody)
+_GENERATION = (ChatBody, CompletionBody, ResponseBody, MessagesBody, CountBody)
+BODIES = (*_GENERATION, *_TOKENIZATION, *_POOLING)
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -90,18 +90,18 @@ MESSAGES_GENERATES: Answers = {200: _GENERATED, **MESSAGES_ANSWERS}
 
 
 def takes(*names: str) -> dict[str, Any]:
-    """A route's request body: one of the named schemas."""
+    """The `requestBody` of a route: one of the named schemas."""
     refs = [{"$ref": _REF.format(model=name)} for name in names]
     schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 class DescribedApi(FastAPI):
-    """FastAPI whose description has our bodies in it."""
+    """FastAPI with the schemas of our bodies."""
 
     def openapi(self) -> dict[str, Any]:
         if not self.openapi_schema:
-            made = get_openapi(
+            schema = get_openapi(
                 title=self.title,
                 version=self.version,
                 openapi_version=self.openapi_version,
@@ -111,12 +111,12 @@ class DescribedApi(FastAPI):
             _, definitions = models_json_schema(
                 [(body, "validation") for body in BODIES], ref_template=_REF
             )
-            schemas = made.setdefault("components", {}).setdefault("schemas", {})
+            schemas = schema.setdefault("components", {}).setdefault("schemas", {})
             add_descriptions(definitions["$defs"])
             schemas.update(definitions["$defs"])
             schemas["Error"] = _ERROR
             schemas["MessagesError"] = _MESSAGES_ERROR
-            made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-            made["security"] = [{"key": []}, {}]
-            self.openapi_schema = made
+            schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            schema["security"] = [{"key": []}, {}]
+            self.openapi_schema = schema
         return self.openapi_schema

@@ -1,5 +1,4 @@
-"""Server-sent events: frames to the byte, and a stream that ends its work when it closes.
-Knows no choices."""
+"""Server-sent events: frames, and the response that streams them."""
 
 import asyncio
 import contextlib
@@ -19,42 +18,42 @@ DONE = b"data: [DONE]\n\n"
 PING = ServerSentEvent(comment="keep-alive", sep="\n").encode()
 
 _encoder = msgspec.json.Encoder()
-# Some clients split a stream with text tools, for which these characters end a line as well.
-_LINE_ENDS = re.compile("[\x85\u2028\u2029]")
+# Some clients split a stream with str.splitlines, for which these characters end a line too.
+_LINE_SEPARATORS = re.compile("[\x85\u2028\u2029]")
 
 
 def json_text(text: str) -> bytes:
-    """`text` as a JSON string on one line, for every idea of what a line is."""
+    """`text` as a JSON string without any character that ends a line."""
     encoded = _encoder.encode(text)
-    if text.isascii() or not _LINE_ENDS.search(text):
+    if text.isascii() or not _LINE_SEPARATORS.search(text):
         return encoded
-    safe = _LINE_ENDS.sub(lambda match: f"\\u{ord(match[0]):04x}", encoded.decode())
+    safe = _LINE_SEPARATORS.sub(lambda match: f"\\u{ord(match[0]):04x}", encoded.decode())
     return safe.encode()
 
 
 def json_line(value: Any) -> bytes:
-    """`value` as JSON on one line, for every idea of what a line is."""
+    """`value` as JSON without any character that ends a line."""
     encoded = _encoder.encode(value)
     if encoded.isascii():
         return encoded
     text = encoded.decode()
-    if not _LINE_ENDS.search(text):
+    if not _LINE_SEPARATORS.search(text):
         return encoded
-    return _LINE_ENDS.sub(lambda match: f"\\u{ord(match[0]):04x}", text).encode()
+    return _LINE_SEPARATORS.sub(lambda match: f"\\u{ord(match[0]):04x}", text).encode()
 
 
 def frame(data: bytes) -> bytes:
-    """One event."""
+    """An event."""
     return b"data: " + data + b"\n\n"
 
 
 def named_frame(kind: str, value: Any) -> bytes:
-    """One event that says what it is, as the newer interfaces have it."""
+    """An event with an event type, as in the Responses and Messages APIs."""
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), json_line(value))
 
 
 class Envelope:
-    """What all chunks of a stream share, encoded once: only the choice is written anew."""
+    """The fields that all chunks of a stream share, encoded once."""
 
     def __init__(self, kind: str, id: str, created: int, model: str, fingerprint: str) -> None:
         fields = {
@@ -67,51 +66,50 @@ class Envelope:
         self.head = b"data: " + json_line(fields)[:-1] + b',"choices":['
 
     def chunk(self, choice: bytes, extra: dict[str, Any] | None = None) -> bytes:
-        """A frame with one choice (or none, if empty), and more top-level fields."""
+        """A frame with one choice (none if empty) and `extra` top-level fields."""
         if not extra:
             return b"%b%b]}\n\n" % (self.head, choice)
         return b"%b%b],%b\n\n" % (self.head, choice, json_line(extra)[1:])
 
 
 class EventStream(EventSourceResponse):
-    """Frames as they come. `on_close` is called once nothing more is sent, whoever ended it."""
+    """Sends frames as they come. `on_close` is called when the stream has ended for any reason."""
 
     def __init__(
         self, frames: AsyncIterator[bytes], *, keep_alive_s: float, on_close: Callable[[], None]
     ) -> None:
-        """A comment goes out every `keep_alive_s`; never if that is 0."""
+        """Sends a comment every `keep_alive_s` seconds; 0: never."""
         super().__init__(frames, headers={"Cache-Control": "no-cache"})
         self._frames = frames
         self._keep_alive_s = keep_alive_s
         self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """In place of the library's, which makes five tasks of a stream, and opens a scope of
-        cancellation for every frame."""
-        # A stream that is cut before its first frame never starts the generator, so a `finally`
-        # there would not run.
+        """Replaces sse_starlette's, which creates five tasks per stream and a cancel scope per
+        frame."""
+        # Not in the generator: it never starts if the stream is cancelled before its first frame.
         try:
             with contextlib.suppress(ClientGone), CancelOnDisconnect(receive):
                 await self._send_all(send, direct_send(scope))
         finally:
             self._on_close()
 
-    async def _send_all(self, send: Send, send_piece: Send) -> None:
+    async def _send_all(self, send: Send, send_body: Send) -> None:
         head = {"status": self.status_code, "headers": self.raw_headers}
         await send({"type": "http.response.start", **head})
         pings = None
         if self._keep_alive_s:
-            pings = asyncio.ensure_future(_ping(send_piece, self._keep_alive_s))
+            pings = asyncio.ensure_future(_ping(send_body, self._keep_alive_s))
         try:
             async for data in self._frames:
-                await send_piece({"type": "http.response.body", "body": data, "more_body": True})
+                await send_body({"type": "http.response.body", "body": data, "more_body": True})
         finally:
             if pings is not None:
                 pings.cancel()
-        await send_piece({"type": "http.response.body", "body": b"", "more_body": False})
+        await send_body({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _ping(send_piece: Send, interval_s: float) -> None:
+async def _ping(send_body: Send, interval_s: float) -> None:
     while True:
         await asyncio.sleep(interval_s)
-        await send_piece({"type": "http.response.body", "body": PING, "more_body": True})
+        await send_body({"type": "http.response.body", "body": PING, "more_body": True})

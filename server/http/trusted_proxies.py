@@ -1,19 +1,19 @@
-"""The client behind reverse proxies: X-Forwarded-For and X-Forwarded-Proto, from trusted addresses
-only."""
+"""The client's address behind reverse proxies: X-Forwarded-For and X-Forwarded-Proto from trusted
+addresses."""
 
 import ipaddress
 
 from starlette.types import Scope
 
 MAX_HOPS = 32
-"""Entries of X-Forwarded-For that are looked at, from the end."""
+"""Entries of X-Forwarded-For that are read, from the end."""
 _SCHEMES = (b"http", b"https")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class TrustedProxies:
-    """The addresses whose forwarding headers are believed."""
+    """The addresses whose forwarding headers are trusted."""
 
     def __init__(self, allowed: str) -> None:
         """`allowed` is a comma-separated list of addresses and networks, or * for all."""
@@ -22,11 +22,11 @@ class TrustedProxies:
         self._networks = [
             ipaddress.ip_network(word, strict=False) for word in words if word and word != "*"
         ]
-        # One address each: a front end has few proxies, and asks for each request.
-        self._known: dict[str, bool] = {}
+        # Cached by host: there are few proxies, and each request asks.
+        self._cache: dict[str, bool] = {}
 
     def apply(self, scope: Scope) -> None:
-        """Put the forwarded client address and scheme in place of the connection's, if the peer is
+        """Replace the connection's client address and scheme by the forwarded ones, if the peer is
         trusted and sent them."""
         peer = scope.get("client")
         if peer is None or not self._is_trusted_peer(peer[0]):
@@ -45,20 +45,20 @@ class TrustedProxies:
     def _is_trusted_peer(self, host: str) -> bool:
         if self._trusts_all:
             return True
-        known = self._known.get(host)
-        if known is None:
+        is_trusted = self._cache.get(host)
+        if is_trusted is None:
             address = _address(host)
-            known = address is not None and self._trusts(address)
-            if len(self._known) < 1024:
-                self._known[host] = known
-        return known
+            is_trusted = address is not None and self._trusts(address)
+            if len(self._cache) < 1024:
+                self._cache[host] = is_trusted
+        return is_trusted
 
     def _trusts(self, address: Address) -> bool:
         return any(address in network for network in self._networks)
 
     def _client(self, forwarded: str) -> Address | None:
-        """Each proxy appends the address it saw: the last one that is no trusted proxy is the
-        client's. None if the list holds something that is no address before that."""
+        """The last address that is not a trusted proxy: each proxy appends the address that it saw.
+        None if an entry after it is not an address."""
         if self._trusts_all:
             return _address(forwarded.partition(",")[0])
         address = None
@@ -70,18 +70,18 @@ class TrustedProxies:
 
 
 def _address(word: str) -> Address | None:
-    """`word` as an address, without the port it may have; None if it is none."""
+    """`word` as an address, without its port; None if it is not an address."""
     word = word.strip()
     if word.startswith("["):
         word = word[1:].partition("]")[0]
     elif word.count(":") == 1:
         word = word.partition(":")[0]
-    # A zone of an IPv6 address may hold any text.
+    # The zone of an IPv6 address can contain any text.
     if len(word) > 45 or "%" in word:
         return None
     try:
         address = ipaddress.ip_address(word)
     except ValueError:
         return None
-    # A socket that listens on both families reports IPv4 clients like this.
+    # A dual-stack socket reports IPv4 clients as mapped IPv6 addresses.
     return getattr(address, "ipv4_mapped", None) or address
