@@ -1,5 +1,4 @@
-"""The engine's loop: an inbox that other threads fill, the core's turns, messages out.
-Knows no socket and no process; what it sends goes to `emit`."""
+"""EngineLoop: takes messages from an inbox, steps the core, emits its messages."""
 
 import gc
 import threading
@@ -39,15 +38,14 @@ from hpu.protocol import WarmupProgress, WorkerReady
 Entry = tuple[int, ToEngine, list[bytes], Grammar | None] | BaseException
 
 Emit = Callable[[int | None, FromEngine], None]
-"""Takes a front-end's index (None: all of them) and a message; called on several threads."""
+"""Sends a message to the front end of this index (None: to all); called on several threads."""
 
 
 class EngineLoop:
-    """Owns a core on the thread that calls `run`. `receive` and `stop` may be called from others.
+    """Owns a core on the thread that calls `run`. Other threads may call `receive` and `stop`.
 
-    A request is refused at once when the inbox holds `max_queue_len` entries; aborts and controls
-    are
-    always let in, since the requests they speak of were.
+    A request is rejected at once when `max_queue_len` entries are in the inbox. Aborts and controls
+    are always accepted.
     """
 
     def __init__(
@@ -61,16 +59,16 @@ class EngineLoop:
         self._compiler = GrammarCompiler()
         self._lock = threading.Lock()
         self._compiling: set[int] = set()
-        """Keys of requests that come into the inbox when their grammar is compiled."""
+        """Keys of requests that enter the inbox when their grammar is compiled."""
         self._block_size: int | None = None
-        """Set once prompts are to be hashed."""
+        """Set once prompts must be hashed."""
         self._stop_reason: BaseException | None = None
         self._is_busy = False
-        """Whether the executor prepares buckets, one after the other, since nothing came."""
+        """Whether the executor is warming up bucket after bucket, because nothing arrived."""
 
     def receive(self, front_end: int, message: ToEngine) -> None:
-        """Take a message from a front-end. Prompts are hashed here, on the caller's thread;
-        grammars are compiled on others."""
+        """Receive a message of a front end. Hashes the prompt on the caller's thread; grammars are
+        compiled on other threads."""
         if isinstance(message, Control) and message.name == COMPILE_GRAMMAR:
             self._compile(front_end, message)
             return
@@ -80,10 +78,10 @@ class EngineLoop:
         if not isinstance(message, AddRequest):
             self._inbox.put((front_end, message, [], None))
             return
-        most = self._config.scheduler.max_queue_len
+        max_waiting = self._config.scheduler.max_queue_len
         num_waiting = self._inbox.qsize() + len(self._compiling)
-        if num_waiting >= most:
-            self._refuse(message, f"{num_waiting} requests wait, at most {most} may")
+        if num_waiting >= max_waiting:
+            self._reject(message, f"{num_waiting} requests wait, at most {max_waiting} may")
             return
         hashes: list[bytes] = []
         if self._block_size is not None:
@@ -96,19 +94,19 @@ class EngineLoop:
             return
         with self._lock:
             self._compiling.add(message.key)
-        self._when_compiled(spec, lambda made: self._let_in(front_end, message, hashes, made))
+        self._when_compiled(spec, lambda result: self._admit(front_end, message, hashes, result))
 
     def _compile(self, front_end: int, control: Control) -> None:
-        """Answer a call for a grammar, now or later, on whichever thread."""
+        """Answer a control that compiles a grammar, now or later, on any thread."""
 
-        def answer(made: Grammar | Exception) -> None:
+        def answer(result: Grammar | Exception) -> None:
             reply = Reply(control.call)
-            if isinstance(made, Exception):
+            if isinstance(result, Exception):
                 reply = Reply(
                     control.call,
-                    error=str(made),
-                    is_refusal=isinstance(made, UserError),
-                    is_overload=isinstance(made, Overloaded),
+                    error=str(result),
+                    is_refusal=isinstance(result, UserError),
+                    is_overload=isinstance(result, Overloaded),
                 )
             self._emit(front_end, reply)
 
@@ -120,47 +118,47 @@ class EngineLoop:
         self._when_compiled(spec, answer)
 
     def _when_compiled(
-        self, spec: GrammarSpec, tell: Callable[[Grammar | Exception], None]
+        self, spec: GrammarSpec, on_done: Callable[[Grammar | Exception], None]
     ) -> None:
-        """Call `tell` with the grammar, or with why there is none; unless the loop ends first."""
+        """Call `on_done` with the grammar or the error, unless the loop ends first."""
 
-        def done(made: "Future[Grammar]") -> None:
-            if not made.cancelled():
-                error = made.exception()
+        def done(future: "Future[Grammar]") -> None:
+            if not future.cancelled():
+                error = future.exception()
                 assert error is None or isinstance(error, Exception)
-                tell(made.result() if error is None else error)
+                on_done(future.result() if error is None else error)
 
         try:
             self._compiler.compile(spec).add_done_callback(done)
         except Overloaded as error:
-            tell(error)
+            on_done(error)
 
-    def _let_in(
-        self, front_end: int, message: AddRequest, hashes: list[bytes], made: Grammar | Exception
+    def _admit(
+        self, front_end: int, message: AddRequest, hashes: list[bytes], result: Grammar | Exception
     ) -> None:
         with self._lock:
             if message.key not in self._compiling:
-                return  # aborted meanwhile
+                return  # aborted in the meantime
             self._compiling.discard(message.key)
-        if isinstance(made, Grammar):
-            self._inbox.put((front_end, message, hashes, made))
+        if isinstance(result, Grammar):
+            self._inbox.put((front_end, message, hashes, result))
         else:
-            param = made.param if isinstance(made, UserError) else None
-            self._refuse(message, str(made), param)
+            param = result.param if isinstance(result, UserError) else None
+            self._reject(message, str(result), param)
 
-    def _refuse(self, message: AddRequest, error: str, param: str | None = None) -> None:
+    def _reject(self, message: AddRequest, error: str, param: str | None = None) -> None:
         finish = Finish(message.key, "error", error=error, param=param)
         self._emit(message.key >> FRONT_END_SHIFT, StepOutput(step=0, finished=[finish]))
 
     def stop(self, reason: BaseException) -> None:
-        """Make `run` raise `reason` before its next turn, or while it starts."""
+        """Make `run` raise `reason` before its next step, or while it starts."""
         self._stop_reason = reason
         self._inbox.put(reason)
 
     def run(self, executor: Executor, *, freeze_garbage: bool = False) -> None:
-        """Start the executor, announce Ready, work until `stop`. Ends only by an exception; sleeps
-        when there is no work. Closing the executor is left to the caller. `freeze_garbage` is for
-        a process that does nothing else."""
+        """Start the executor, send Ready, step until `stop`. Ends only by an exception; waits when
+        there is no work. The caller closes the executor. `freeze_garbage` is for a process that
+        does nothing else."""
         try:
             self._run(executor, freeze_garbage)
         finally:
@@ -179,7 +177,7 @@ class EngineLoop:
         if self._config.cache.enable_prefix_caching and worker.pooling is None:
             self._block_size = worker.block_size
         if freeze_garbage:
-            # What lives now lives to the end: the collector need not look at it again.
+            # What exists now exists to the end: the collector need not scan it again.
             gc.collect()
             gc.freeze()
         self._emit(None, make_ready(self._engine, worker, self._config))
@@ -189,7 +187,7 @@ class EngineLoop:
                 num_later = core.num_later
                 total = len(worker.buckets) + worker.num_later
                 self._emit(None, Progress(self._engine, LATER, total - num_later, total))
-            self._take_inbox(core)
+            self._process_inbox(core)
             for front_end, tokens in core.step():
                 self._emit(front_end, tokens)
 
@@ -199,16 +197,16 @@ class EngineLoop:
         stage, done, total = progress.stage, progress.done, progress.total
         self._emit(None, Progress(self._engine, stage, done, total, progress.left_s))
 
-    def _take_inbox(self, core: EngineCore) -> None:
+    def _process_inbox(self, core: EngineCore) -> None:
         if not core.has_work:
             entry = self._wait(core)
             if entry is not None:
-                self._take(core, entry)
+                self._handle(core, entry)
         for _ in range(self._inbox.qsize()):
-            self._take(core, self._inbox.get())
+            self._handle(core, self._inbox.get())
 
     def _wait(self, core: EngineCore) -> Entry | None:
-        """The next entry; None once a bucket was prepared meanwhile, which is to be told."""
+        """The next entry; None once a bucket was warmed up meanwhile, which must be reported."""
         while core.num_later:
             try:
                 return self._inbox.get(timeout=0.0 if self._is_busy else IDLE_S)
@@ -218,7 +216,7 @@ class EngineLoop:
                 return None
         return self._inbox.get()
 
-    def _take(self, core: EngineCore, item: Entry) -> None:
+    def _handle(self, core: EngineCore, item: Entry) -> None:
         self._is_busy = False
         if isinstance(item, BaseException):
             raise item
@@ -229,7 +227,7 @@ class EngineLoop:
             core.abort(message.keys)
         else:
             reply = _answer(core, message)
-            # Whoever hears the answer knows what it changed: that the engine is awake, say.
+            # Before the reply, so that its receiver sees what it changed (the sleep state).
             for other, tokens in core.take_outputs():
                 self._emit(other, tokens)
             self._emit(front_end, reply)
@@ -243,7 +241,7 @@ def make_table(config: EngineConfig, worker: WorkerReady) -> BucketTable:
 
 
 def make_ready(engine: int, worker: WorkerReady, config: EngineConfig) -> Ready:
-    """What front-ends are told of a worker that is ready."""
+    """The Ready message for a worker that is ready."""
     return Ready(
         engine=engine,
         num_blocks=worker.num_blocks,

@@ -1,4 +1,4 @@
-"""Executor: how the engine reaches its workers. Plans go in, results come out, in order.
+"""Executors: how the engine reaches its workers.
 
 base.py is the protocol, select.py turns a name into a class.
 """

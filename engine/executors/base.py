@@ -1,4 +1,4 @@
-"""Executor: how an engine reaches its workers. Plans go in, results come out, in order."""
+"""Executor: the protocol by which an engine reaches its workers."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -6,14 +6,14 @@ from typing import Protocol
 from hpu.protocol import GrammarMasks, StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
 
 IDLE_S = 0.25
-"""Without a plan for so long, a worker prepares what is left of its warm-up."""
+"""Without a plan for so long, a worker continues its warm-up."""
 
 
 class Executor(Protocol):
-    """One group of workers that run every plan together."""
+    """A group of workers that run every plan together. Results come in the order of the plans."""
 
     def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
-        """Load, measure, warm up. Raises ConfigError or EngineDied with the worker's words."""
+        """Load, measure, warm up. Raises ConfigError or EngineDied with the worker's message."""
         ...
 
     def submit(self, plan: StepPlan) -> None:
@@ -21,13 +21,13 @@ class Executor(Protocol):
         ...
 
     def submit_masks(self, masks: GrammarMasks) -> None:
-        """Send what the late rows of the oldest plan wait for: once its result is the next to come,
-        and before another plan. Does not wait."""
+        """Send the deferred masks of the oldest plan: once its result is the next to come, and
+        before another plan. Does not wait."""
         ...
 
     def has_result(self) -> bool:
-        """Whether `collect` would not wait. A device that computes while it is given its plan is
-        ready at once: its results need not wait for the next plan."""
+        """Whether `collect` would not wait. A device that computes in `submit` has its result at
+        once, so that the result need not wait for the next plan."""
         ...
 
     def collect(self) -> StepResult:
@@ -35,24 +35,23 @@ class Executor(Protocol):
         ...
 
     def call(self, name: str, level: int = 0) -> str:
-        """Ask every worker something beside the plans, a call of hpu.step.WorkerCall but WAKE_UP,
-        and wait for the answer. Raises UserError or RequestFailed in the worker's words, or
-        EngineDied."""
+        """Send a WorkerCall, any but WAKE_UP, to every worker, and wait for the answer. Raises
+        UserError or RequestFailed with a worker's message, or EngineDied."""
         ...
 
     def wake_up(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
-        """End the sleep that a call of SLEEP began. Raises RequestFailed in the worker's words,
-        which sleeps on then, or EngineDied."""
+        """End the sleep that a call of SLEEP began. Raises RequestFailed with a worker's message,
+        which then continues to sleep, or EngineDied."""
         ...
 
     def warm_up_next(self) -> bool:
-        """Prepare one more of the buckets that were left for later. Only with no plan in flight,
-        and when none has come for a while. False when nothing is left to be done here: also where
-        workers see for themselves that they are idle."""
+        """Warm up one more of the remaining buckets. Only with no plan in flight, and when none has
+        come for a while. False when nothing is left, or when the workers notice themselves that
+        they are idle."""
         ...
 
     def take_warmed(self) -> list[Warmed]:
-        """What was prepared since the last call; does not wait."""
+        """What was warmed up since the last call; does not wait."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Executor: a worker in this process, called by the thread that runs the engine."""
+"""InprocExecutor: a worker in this process, called by the thread that runs the engine."""
 
 from collections.abc import Callable
 
@@ -8,10 +8,10 @@ from hpu.worker.worker import Worker
 
 
 class InprocExecutor:
-    """No process and no copy; a step's Python runs where the scheduler's does.
+    """No process and no copies; the worker's Python runs on the scheduler's thread.
 
-    On a CPU a plan is computed while it is submitted, so that its result is there before the next
-    plan is made: no row is ever late. On a card, which runs meanwhile, rows are late as elsewhere.
+    On a CPU, `submit` computes the plan, so its result is known before the next plan is scheduled,
+    and no mask is deferred. On a card, masks are deferred as in other executors.
     """
 
     def __init__(self, config: EngineConfig) -> None:

@@ -1,4 +1,4 @@
-"""Which executor: the only place where its name becomes a class."""
+"""Selects the executor class by its name."""
 
 import logging
 from collections.abc import Callable
@@ -22,13 +22,13 @@ def make_executor(
 ) -> Executor:
     """The executor that `config.executor` names; `auto` runs the worker inline on CPU.
 
-    `directory` is where sockets may be made. `on_death(message)` is called, on any thread, when a
-    worker process ends by itself. Raises ConfigError for an execution mode that cannot be.
+    Sockets are created in `directory`. `on_death(message)` is called, on any thread, when a worker
+    process ends by itself. Raises ConfigError for an execution mode that is not possible.
     """
     device = chosen_device(config.device)
     if device.startswith("hpu"):
         choice = hpu_mode(config)
-        # Told here: a worker finds the choice among its variables, without the reason.
+        # Logged here: the worker gets the choice in its environment, without the reason.
         logger.info("Execution on HPU: %s, since %s", choice.mode, choice.reason)
     if config.executor == "inline" or (config.executor == "auto" and device == "cpu"):
         if device == "hpu":

@@ -1,6 +1,6 @@
-"""Main of a worker process: plans in over the step channel, results out. Knows no device.
+"""Main of a worker process: receives plans over the step channel and sends results.
 
-Its environment was set by the parent, before torch or a vendor's runtime could read it.
+The parent sets its environment, before torch or a vendor's runtime reads it.
 """
 
 import logging
@@ -43,20 +43,20 @@ logger = logging.getLogger(__name__)
 LINGER_S = 2.0
 
 PLAN_DUE_S = 0.02
-"""So long behind a plan or a result the next plan may come, if another fits in flight: many times
+"""How long after a plan or a result the next plan may arrive, if another fits in flight: many times
 what an engine needs."""
 
-GLANCE_S = 50e-6
-"""How often a worker looks meanwhile for a plan and for a result."""
+POLL_S = 50e-6
+"""How often the worker polls for a plan and for a result meanwhile."""
 
 
 class WorkerOrders(msgspec.Struct, frozen=True):
-    """What a worker process is told at start."""
+    """The arguments of a worker process."""
 
     config: EngineConfig
     endpoint: str
     token: str
-    """What the engine asks of whoever connects to `endpoint`."""
+    """What the engine requires of a peer that connects to `endpoint`."""
     rank: int = 0
     log_level: str = "info"
     sends_results: bool = True
@@ -64,7 +64,7 @@ class WorkerOrders(msgspec.Struct, frozen=True):
 
 
 class StepWorker(Protocol):
-    """What this file asks of a worker: `hpu.worker.Worker`."""
+    """What this file needs of a worker: `hpu.worker.worker.Worker`."""
 
     def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady: ...
 
@@ -89,7 +89,7 @@ class StepWorker(Protocol):
 
 
 def worker_command() -> list[str]:
-    """How to start this file as a process."""
+    """The command that runs this file as a process."""
     return python_command("engine.executors.worker_main")
 
 
@@ -101,62 +101,62 @@ def main() -> None:
 
 
 def run(orders: WorkerOrders, make_worker: Callable[[EngineConfig], StepWorker]) -> int:
-    """Work until told to stop; the exit code. The last word of a failure is WorkerFailed."""
+    """Work until stopped; the exit code. A failure sends WorkerFailed last."""
     exit_with_parent()
     try:
         install_stop_handler()
         return _work(orders, make_worker)
     except Terminated:
-        # Before there was anything to end.
+        # Stopped before anything was started.
         return 0
 
 
 def _work(orders: WorkerOrders, make_worker: Callable[[EngineConfig], StepWorker]) -> int:
     setup_log("worker", rank=orders.rank, level=orders.log_level)
-    wires = ZmqContext(orders.token)
-    line = wires.connect_pair(orders.endpoint, ToWorker)
+    context = ZmqContext(orders.token)
+    socket = context.connect_pair(orders.endpoint, ToWorker)
     worker = make_worker(orders.config)
     code = 0
     try:
         try:
-            line.send(worker.start(lambda progress: _tell(line, progress)))
+            socket.send(worker.start(lambda progress: _send_progress(socket, progress)))
             depth = orders.config.scheduler.max_inflight_steps
-            _serve(worker, line, depth, sends_results=orders.sends_results)
+            _serve(worker, socket, depth, sends_results=orders.sends_results)
         except ConfigError as error:
             code = 2
-            line.send(WorkerFailed(str(error), is_config=True))
+            socket.send(WorkerFailed(str(error), is_config=True))
         except Exception as error:
             code = 1
             logger.exception("worker %d cannot go on", orders.rank)
-            line.send(WorkerFailed(f"worker {orders.rank}: {type(error).__name__}: {error}"))
+            socket.send(WorkerFailed(f"worker {orders.rank}: {type(error).__name__}: {error}"))
         finally:
             ignore_stop_signal()
     except Terminated:
-        # Also when it came while a failure was being told: that failure's code stands.
+        # If it came while a failure was handled, the failure's exit code stands.
         pass
     worker.close()
-    line.close(LINGER_S)
-    wires.close()
+    socket.close(LINGER_S)
+    context.close()
     return code
 
 
 def _serve(
-    worker: StepWorker, line: PairSocket[Any, ToWorker], depth: int, *, sends_results: bool = True
+    worker: StepWorker, socket: PairSocket[Any, ToWorker], depth: int, *, sends_results: bool = True
 ) -> None:
     """`depth`: plans that the engine keeps in flight."""
-    waiter = Waiter([line])
+    waiter = Waiter([socket])
     in_flight = 0
     may_idle, is_quiet = True, False
     plan_is_due = 0.0
     while True:
         if in_flight and worker.has_result():
-            _finish_step(worker, line, sends_results)
+            _finish_step(worker, socket, sends_results)
             in_flight -= 1
             plan_is_due = time.monotonic() + PLAN_DUE_S
-        # A plan that has arrived is launched before the running one's result is awaited.
-        message = line.receive()
+        # Launch a plan that has arrived before waiting for the running one's result.
+        message = socket.receive()
         if isinstance(message, WorkerCall):
-            line.send(_answer(worker, message, lambda progress: _tell(line, progress)))
+            socket.send(_answer(worker, message, lambda progress: _send_progress(socket, progress)))
             may_idle = may_idle or message.name == WAKE_UP
         elif isinstance(message, GrammarMasks):
             worker.mask(message)
@@ -167,28 +167,29 @@ def _serve(
             plan_is_due = time.monotonic() + PLAN_DUE_S
         elif in_flight and not worker.lacks_masks:
             if in_flight < depth and time.monotonic() < plan_is_due:
-                # Who waits for the device now would launch the next plan when it has run dry.
-                time.sleep(GLANCE_S)
+                # Waiting for the device now would delay the next launch until the device is idle.
+                time.sleep(POLL_S)
                 continue
-            _finish_step(worker, line, sends_results)
+            _finish_step(worker, socket, sends_results)
             in_flight -= 1
             plan_is_due = time.monotonic() + PLAN_DUE_S
         elif may_idle and is_quiet:
             warmed = worker.idle()
             if warmed is not None:
-                line.send(warmed)
+                socket.send(warmed)
             may_idle = warmed is not None
         else:
-            # Between two steps of a request, and before its masks, there is no time to prepare
-            # anything.
+            # No warm-up between two steps of a request, or before its masks.
             waiter.wait(IDLE_S if may_idle else None)
             is_quiet = not in_flight
 
 
-def _finish_step(worker: StepWorker, line: PairSocket[Any, ToWorker], sends_results: bool) -> None:
+def _finish_step(
+    worker: StepWorker, socket: PairSocket[Any, ToWorker], sends_results: bool
+) -> None:
     result = worker.collect()
     if sends_results:
-        line.send(result)
+        socket.send(result)
 
 
 def _answer(
@@ -204,5 +205,5 @@ def _answer(
         return WorkerAnswer(error=str(error))
 
 
-def _tell(line: PairSocket[Any, ToWorker], progress: WarmupProgress) -> None:
-    line.send(progress)
+def _send_progress(socket: PairSocket[Any, ToWorker], progress: WarmupProgress) -> None:
+    socket.send(progress)

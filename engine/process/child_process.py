@@ -18,17 +18,17 @@ from typing import Any
 import msgspec
 
 PARENT_DIED = 3
-"""Exit code of a child whose parent is gone."""
+"""Exit code of a child whose parent died."""
 STOP = signal.SIGUSR1
-"""How a parent stops a child that obeys it. Not SIGTERM: service managers send that to every
-process of a service at once, and a child that left then would take running requests with it."""
+"""The signal by which a parent stops a child. Not SIGTERM: service managers send that to every
+process of a service at once, and a child that exited then would lose running requests."""
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""What a child that obeys its parent does not heed."""
+"""Signals that only the parent handles."""
 
 _LENGTH = struct.Struct("<Q")
 
 # Run by -c rather than by -m: the current directory must not come first in the path (a user's
-# config.py would win there), and signals are the parent's affair from the first moment.
+# config.py would win there), and the signals must be ignored from the first moment.
 _BOOT = (
     "import signal, sys; [signal.signal(number, signal.SIG_IGN) for number in {ignored}]; "
     "sys.path[:] = [p for p in sys.path if p]; "
@@ -38,8 +38,8 @@ _BOOT = (
 
 
 def python_command(module: str, ignored: Sequence[signal.Signals] = IGNORED_SIGNALS) -> list[str]:
-    """The command that runs `main()` of one of our modules in a new interpreter, which does not
-    heed the signals in `ignored` until it says otherwise."""
+    """The command that runs `main()` of one of our modules in a new interpreter, which ignores the
+    signals in `ignored` until it sets handlers."""
     root = str(Path(__file__).resolve().parents[2])
     numbers = [int(one) for one in ignored]
     return [sys.executable, "-c", _BOOT.format(module=module, ignored=numbers), root]
@@ -55,12 +55,12 @@ def describe_exit(code: int) -> str:
 
 
 class Terminated(BaseException):
-    """The parent says stop: at the next instruction, wherever that is."""
+    """The parent sent STOP: raised in the main thread, at any instruction."""
 
 
 class ChildProcess:
-    """The parent's end. When the child ends by itself, `on_exit` is called once, on a thread of its
-    own, with a sentence that says how; not when `close` came first."""
+    """The parent's view of a child. When the child ends by itself, `on_exit` is called once, on
+    another thread, with a description of its end; not after `stop` or `close`."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class ChildProcess:
         on_exit: Callable[[str], None] | None = None,
         stop_signal: signal.Signals = STOP,
     ) -> None:
-        """Start `command` and hand it `orders` (anything msgspec can encode). `name` is for
+        """Start `command` and send it `orders` (anything msgspec can encode). `name` is for error
         messages. `environment` is all of the child's variables; None: a copy of ours."""
         self._name = name
         self._stop_signal = stop_signal
@@ -82,15 +82,15 @@ class ChildProcess:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
         self.pid = self._process.pid
         payload = msgspec.msgpack.encode(orders)
-        # A child that is already dead is reported by the watcher, like any other death.
+        # If the child is already dead, the watcher reports it.
         with contextlib.suppress(BrokenPipeError):
             os.write(self._stdin, _LENGTH.pack(len(payload)) + payload)
         self._watcher = threading.Thread(target=self._watch, name=f"watch-{self.pid}", daemon=True)
         self._watcher.start()
 
     def poll(self) -> int | None:
-        """The exit code (negative: the signal), or None while it runs. `sentinel` is a descriptor
-        that turns readable at the same moment."""
+        """The exit code (negative: the signal), or None while it runs. The descriptor `sentinel`
+        becomes readable at the same moment."""
         return self._process.poll()
 
     def stop(self) -> None:
@@ -133,59 +133,59 @@ class ChildProcess:
 
 
 def read_orders(kind: Any) -> Any:
-    """The child's end: take the orders from stdin. Exits when the parent dies while writing."""
+    """In the child: read the orders from stdin. Exits if the parent dies while writing."""
     length = _LENGTH.unpack(_read_exactly(_LENGTH.size))[0]
     return msgspec.msgpack.decode(_read_exactly(length), type=kind)
 
 
 def exit_with_parent(clean_up: Callable[[], None] = lambda: None) -> None:
-    """The child's end: from now on, leave at once when the parent is gone, after `clean_up`.
+    """In the child: from now on, exit at once when the parent dies, after `clean_up`.
 
-    Takes stdin away from the rest of the process.
+    Replaces stdin by /dev/null for the rest of the process.
     """
-    lifeline = os.dup(0)
+    parent_pipe = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
 
-    def hold() -> None:
-        while os.read(lifeline, 64):
+    def wait_for_parent() -> None:
+        while os.read(parent_pipe, 64):
             pass
         clean_up()
         os._exit(PARENT_DIED)
 
-    threading.Thread(target=hold, name="lifeline", daemon=True).start()
+    threading.Thread(target=wait_for_parent, name="parent", daemon=True).start()
 
 
 def install_stop_handler() -> None:
-    """The child's end: STOP raises Terminated, once, in the main thread, which must be the caller;
-    Ctrl-C and SIGTERM are the parent's affair."""
-    heard = threading.Event()
+    """In the child: STOP raises Terminated, once, in the main thread, which must be the caller;
+    SIGINT and SIGTERM are ignored, since the parent handles them."""
+    has_raised = threading.Event()
     main_thread = threading.get_ident()
-    told, tell = os.pipe()
-    os.set_blocking(tell, False)
+    wakeup_read, wakeup_write = os.pipe()
+    os.set_blocking(wakeup_write, False)
 
     def terminate(*_: Any) -> None:
-        if not heard.is_set():
-            heard.set()
+        if not has_raised.is_set():
+            has_raised.set()
             raise Terminated
 
-    def nudge() -> None:
-        # Python runs handlers in the main thread, which sleeps on if the signal went to another
-        # thread, or came just before it fell asleep.
-        os.read(told, 1)
-        while not heard.wait(0.05):
+    def repeat_signal() -> None:
+        # Python runs handlers in the main thread, which is not woken if another thread received the
+        # signal, or if it arrived just before a blocking call.
+        os.read(wakeup_read, 1)
+        while not has_raised.wait(0.05):
             signal.pthread_kill(main_thread, STOP)
 
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(STOP, terminate)
-    signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
-    threading.Thread(target=nudge, name="stop", daemon=True).start()
+    signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
+    threading.Thread(target=repeat_signal, name="stop", daemon=True).start()
 
 
 def ignore_stop_signal() -> None:
-    """The child's end: it is already leaving, STOP changes nothing any more."""
+    """In the child: it is exiting already, so ignore STOP."""
     signal.signal(STOP, signal.SIG_IGN)
 
 

@@ -1,4 +1,4 @@
-"""The engine process: one thread reads sockets, the main one runs the loop."""
+"""The engine process: one thread receives messages, the main thread runs the loop."""
 
 import logging
 import os
@@ -32,30 +32,30 @@ CONFIG_ERROR_EXIT = 2
 """The exit code for a ConfigError."""
 
 LINGER_S = 1.0
-"""How long last words may take to leave."""
+"""How long the last messages may take to be sent."""
 
 MakeExecutor = Callable[[EngineConfig, str, Callable[[str], None]], Executor]
 
 
 class EngineOrders(msgspec.Struct, frozen=True):
-    """What an engine process is told at start."""
+    """The arguments of an engine process."""
 
     config: EngineConfig
     directory: str
     num_front_ends: int
     token: str
-    """What front-ends ask of whoever connects to them."""
+    """What front ends require of a peer that connects."""
     engine: int = 0
     log_level: str = "info"
 
 
 def front_end_endpoint(directory: str, index: int) -> str:
-    """Where front-end `index` waits for its engines."""
+    """Where front end `index` listens for its engines."""
     return endpoint(directory, f"fe{index}.sock")
 
 
 def engine_command() -> list[str]:
-    """How to start this file as a process."""
+    """The command that runs this file as a process."""
     return python_command("engine.process.engine_process")
 
 
@@ -65,27 +65,27 @@ def main() -> None:
 
 
 def run(orders: EngineOrders, make_executor: MakeExecutor) -> int:
-    """Serve until told to stop; the exit code. Every front-end hears Failed before the end."""
-    # If the parent cannot clean up any more, nobody else will.
+    """Serve until stopped; the exit code. Sends Failed to every front end at the end."""
+    # If the parent died, it cannot remove the directory.
     exit_with_parent(lambda: shutil.rmtree(orders.directory, ignore_errors=True))
     try:
         install_stop_handler()
         return _serve(orders, make_executor)
     except Terminated:
-        # Before there was anything to end.
+        # Stopped before anything was started.
         return 0
 
 
 def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
     setup_log("engine", rank=orders.engine, level=orders.log_level)
-    wires = ZmqContext(orders.token)
-    output = MessageSender(orders, wires)
+    context = ZmqContext(orders.token)
+    output = MessageSender(orders, context)
     loop = EngineLoop(
         orders.config, output.put, num_front_ends=orders.num_front_ends, engine=orders.engine
     )
-    source = MessageReceiver(orders, wires, loop)
+    receiver = MessageReceiver(orders, context, loop)
     output.on_error = loop.stop
-    source.start()
+    receiver.start()
     executor: Executor | None = None
     code, message = 0, "the engine was told to stop"
     try:
@@ -104,93 +104,93 @@ def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
         finally:
             ignore_stop_signal()
     except Terminated:
-        # Also when it came while a failure was being told: that failure's code stands.
+        # If it came while a failure was handled, the failure's exit code stands.
         pass
     if code:
         logger.error("%s", message)
     output.put(None, Failed(orders.engine, message, is_config=code == CONFIG_ERROR_EXIT))
     output.close()
-    source.close()
+    receiver.close()
     if executor is not None:
         executor.close()
-    wires.close()
+    context.close()
     return code
 
 
 class MessageSender:
-    """Encodes and sends at once, on whichever thread has something to say, one at a time: a thread
-    of its own would wait until the next step computes, and take that one's core. A send never
-    waits; a front-end that does not read ends the engine."""
+    """Encodes and sends at once, on the calling thread, one message at a time: a thread for it
+    would wait until the next step computes, and take a core from it. A send never waits; a front
+    end that does not read ends the engine."""
 
-    def __init__(self, orders: EngineOrders, wires: ZmqContext) -> None:
-        self._lines: list[PairSocket[FromEngine, ToEngine]] = [
-            wires.connect_dealer(
+    def __init__(self, orders: EngineOrders, context: ZmqContext) -> None:
+        self._sockets: list[PairSocket[FromEngine, ToEngine]] = [
+            context.connect_dealer(
                 front_end_endpoint(orders.directory, index), f"{orders.engine}.out", ToEngine
             )
             for index in range(orders.num_front_ends)
         ]
-        # Whom a signal interrupts with the lock in hand has a last word to say.
+        # Reentrant: the main thread, interrupted by STOP with the lock, sends Failed.
         self._lock = threading.RLock()
         self.on_error: Callable[[BaseException], None] = lambda error: None
-        """Told why a message could not be sent, on the thread that had it."""
+        """Called when a message could not be sent, on the sending thread."""
 
     def put(self, front_end: int | None, message: FromEngine) -> None:
-        """Send to one front-end, or to all (None). Any thread."""
+        """Send to one front end, or to all (None). May be called from any thread."""
         try:
             with self._lock:
-                to = range(len(self._lines)) if front_end is None else (front_end,)
+                to = range(len(self._sockets)) if front_end is None else (front_end,)
                 for index in to:
-                    if not self._lines[index].send(message):
+                    if not self._sockets[index].send(message):
                         raise EngineDied(f"front-end {index} left {HIGH_WATER} messages unread")
         except Exception as error:
             self.on_error(error)
 
     def close(self) -> None:
-        """Hang up; what was put has LINGER_S to leave."""
+        """Disconnect; unsent messages have LINGER_S to be sent."""
         with self._lock:
-            for line in self._lines:
-                line.close(LINGER_S)
+            for socket in self._sockets:
+                socket.close(LINGER_S)
 
 
 class MessageReceiver:
-    """The thread that receives, decodes and hashes. It says Hello on the lines it listens on."""
+    """The thread that receives, decodes and hashes. It sends Hello on its sockets."""
 
-    def __init__(self, orders: EngineOrders, wires: ZmqContext, loop: EngineLoop) -> None:
+    def __init__(self, orders: EngineOrders, context: ZmqContext, loop: EngineLoop) -> None:
         self._orders = orders
-        self._wires = wires
+        self._context = context
         self._loop = loop
-        self._end, self._end_signal = os.pipe()
+        self._end_read, self._end_write = os.pipe()
         self._thread = threading.Thread(target=self._run, name="input", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
-        os.close(self._end_signal)
+        os.close(self._end_write)
         self._thread.join(LINGER_S)
 
     def _run(self) -> None:
-        lines: list[PairSocket[FromEngine, ToEngine]] = [
-            self._wires.connect_dealer(
+        sockets: list[PairSocket[FromEngine, ToEngine]] = [
+            self._context.connect_dealer(
                 front_end_endpoint(self._orders.directory, index),
                 f"{self._orders.engine}.in",
                 ToEngine,
             )
             for index in range(self._orders.num_front_ends)
         ]
-        for line in lines:
-            line.send(Hello(self._orders.engine, os.getpid()))
+        for socket in sockets:
+            socket.send(Hello(self._orders.engine, os.getpid()))
         try:
-            self._listen(lines)
+            self._listen(sockets)
         except Exception as error:
             self._loop.stop(error)
         finally:
-            for line in lines:
-                line.close()
+            for socket in sockets:
+                socket.close()
 
-    def _listen(self, lines: list[PairSocket[FromEngine, ToEngine]]) -> None:
-        waiter = Waiter(lines, [self._end])
-        while self._end not in waiter.wait():
-            for index, line in enumerate(lines):
-                while (message := line.receive()) is not None:
+    def _listen(self, sockets: list[PairSocket[FromEngine, ToEngine]]) -> None:
+        waiter = Waiter(sockets, [self._end_read])
+        while self._end_read not in waiter.wait():
+            for index, socket in enumerate(sockets):
+                while (message := socket.receive()) is not None:
                     self._loop.receive(index, message)

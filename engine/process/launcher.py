@@ -1,4 +1,4 @@
-"""Starts engine processes, watches them, stops them. Knows what they are told, not what they do."""
+"""Launcher: starts engine processes, watches them, stops them."""
 
 from collections.abc import Callable, Sequence
 
@@ -22,7 +22,7 @@ __all__ = [
 
 
 class EngineProcess:
-    """An engine in a process of its own, which dies with this one."""
+    """An engine process, which ends with this process."""
 
     def __init__(self, child: ChildProcess) -> None:
         self._child = child
@@ -36,7 +36,7 @@ class EngineProcess:
         return self._child.poll()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Say stop, wait for `timeout_s`, SIGKILL. Returns when it is gone; safe to call twice."""
+        """Stop it, wait for `timeout_s`, SIGKILL. Returns when it is gone; safe to call twice."""
         self._child.close(timeout_s)
 
 
@@ -50,13 +50,13 @@ def launch(
     log_level: str = "info",
     command: Sequence[str] | None = None,
 ) -> EngineProcess:
-    """Start an engine that will connect to `front_end_endpoint(directory, i)` of each front-end
-    and present `token` there.
+    """Start an engine that connects to `front_end_endpoint(directory, i)` of each front end and
+    presents `token` there.
 
-    `on_exit(sentence)` is called on a thread when it ends without `close`. `command` replaces the
-    engine's own entry. Raises ConfigError for an execution mode that cannot be.
+    `on_exit(description)` is called on another thread when it ends without `close`. `command`
+    replaces the engine's entry. Raises ConfigError for an execution mode that is not possible.
     """
-    # Found out here, where the caller listens; the engine decides again, and says why.
+    # Checked here so that the caller gets the error; the engine decides again, and logs why.
     hpu_environment(config)
     child = ChildProcess(
         "the engine",
