@@ -1,5 +1,5 @@
-"""Routes for developers: profiles, what the server was told, prefixes, sleep. They are there on a
-server that has keys and was told to have them, see ServerConfig."""
+"""Development routes: profiles, settings, prefix cache, sleep. Only with --enable-dev-endpoints and
+API keys, see ServerConfig."""
 
 import asyncio
 from functools import partial
@@ -24,7 +24,7 @@ TAGS = (WEIGHTS, KV_CACHE)
 
 
 def development_routes(state: AppState) -> APIRouter:
-    """The routes, over `state`; none unless they were asked for."""
+    """The routes; none unless they are enabled."""
     router = APIRouter(tags=["Development"])
     if state.config.enable_dev_endpoints:
         _add_profile(router, state)
@@ -37,7 +37,7 @@ def _add_profile(router: APIRouter, state: AppState) -> None:
     @router.post(
         "/start_profile",
         operation_id="start_profile",
-        summary="Begin a trace of every step, in a file of the worker's choosing",
+        summary="Start a trace of all steps, in a file that the worker names",
         responses=ANSWERS,
     )
     async def start_profile() -> Response:
@@ -46,7 +46,7 @@ def _add_profile(router: APIRouter, state: AppState) -> None:
     @router.post(
         "/stop_profile",
         operation_id="stop_profile",
-        summary="End the trace and name its file",
+        summary="Stop the trace; returns its file",
         responses=ANSWERS,
     )
     async def stop_profile() -> Response:
@@ -58,18 +58,18 @@ def _add_facts(router: APIRouter, state: AppState) -> None:
         "/server_info",
         operation_id="server_info",
         summary="The settings in force, as text or as an object",
-        openapi_extra=_queries(config_format=FORMATS),
+        openapi_extra=_query_parameters(config_format=FORMATS),
         responses=ANSWERS,
     )
     async def server_info(request: Request) -> Response:
-        form = _word(request, "config_format", FORMATS)
+        form = _choice(request, "config_format", FORMATS)
         shown = shown_settings(state)
         return json_response({"vllm_config": as_text(shown) if form == "text" else shown})
 
     @router.post(
         "/reset_prefix_cache",
         operation_id="reset_prefix_cache",
-        summary="Forget every prompt's prefix; running requests keep their own",
+        summary="Clear the prefix cache; running requests keep their blocks",
         responses=ANSWERS,
     )
     async def reset_prefix_cache(request: Request) -> Response:
@@ -86,22 +86,22 @@ def _add_sleep(router: APIRouter, state: AppState) -> None:
     @post(
         "/sleep",
         operation_id="sleep",
-        summary="Give the device's memory back; answers when that is done",
-        openapi_extra=_queries(level=LEVELS, mode=MODES),
+        summary="Free the device memory; returns when that is done",
+        openapi_extra=_query_parameters(level=LEVELS, mode=MODES),
     )
     async def sleep(request: Request) -> Response:
-        level, mode = _word(request, "level", LEVELS), _word(request, "mode", MODES)
-        now = await state.client.control(SLEEP, level=int(level), mode=mode)
-        while now == FALLING_ASLEEP and not await request.is_disconnected():
+        level, mode = _choice(request, "level", LEVELS), _choice(request, "mode", MODES)
+        sleep_state = await state.client.control(SLEEP, level=int(level), mode=mode)
+        while sleep_state == FALLING_ASLEEP and not await request.is_disconnected():
             await asyncio.sleep(POLL_S)
-            now = await state.client.control("sleep_state")
+            sleep_state = await state.client.control("sleep_state")
         return json_response({})
 
     @post(
         "/wake_up",
         operation_id="wake_up",
-        summary="Take memory and requests again; with tags, only the memory that they name",
-        openapi_extra=_queries(tags=TAGS),
+        summary="Allocate memory and accept requests again; with tags, allocate only these",
+        openapi_extra=_query_parameters(tags=TAGS),
     )
     async def wake_up(request: Request) -> Response:
         tags = request.query_params.getlist("tags")
@@ -114,19 +114,19 @@ def _add_sleep(router: APIRouter, state: AppState) -> None:
         return json_response({})
 
 
-def _word(request: Request, name: str, known: tuple[str, ...]) -> str:
-    """The query's `name`, the first of those `known` if it has none. Raises UserError."""
-    word = request.query_params.get(name, known[0])
-    if word not in known:
-        raise UserError(f"{name} is {word[:40]!r}, it must be {' or '.join(known)}", param=name)
-    return word
+def _choice(request: Request, name: str, choices: tuple[str, ...]) -> str:
+    """The query parameter `name`; by default the first of `choices`. Raises UserError."""
+    value = request.query_params.get(name, choices[0])
+    if value not in choices:
+        raise UserError(f"{name} is {value[:40]!r}, it must be {' or '.join(choices)}", param=name)
+    return value
 
 
-def _queries(**known: tuple[str, ...]) -> dict[str, Any]:
-    """The description of a route's queries, each with the words that it may be."""
+def _query_parameters(**choices: tuple[str, ...]) -> dict[str, Any]:
+    """The OpenAPI description of query parameters, each with its choices."""
     return {
         "parameters": [
-            {"name": name, "in": "query", "schema": {"type": "string", "enum": list(words)}}
-            for name, words in known.items()
+            {"name": name, "in": "query", "schema": {"type": "string", "enum": list(values)}}
+            for name, values in choices.items()
         ]
     }

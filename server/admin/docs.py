@@ -1,4 +1,4 @@
-"""GET /docs and its files: the API in a browser, from this server alone. Knows no other route."""
+"""GET /docs and its files: Swagger UI without files from other hosts."""
 
 from importlib.resources import files
 
@@ -15,7 +15,7 @@ CACHE_S = 86_400
 
 
 def docs_routes(title: str) -> APIRouter:
-    """The page and what it loads. Addresses are relative, so that a path before ours is kept."""
+    """The page and its files. URLs are relative, so that a reverse proxy may add a path prefix."""
     router = APIRouter(include_in_schema=False)
     folder = files("fastapi_offline") / "static"
 

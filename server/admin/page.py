@@ -1,6 +1,6 @@
-"""GET / and its files: what this server is doing, in a browser, and a box to talk to its model.
+"""GET / and its files: the status page, with a chat box.
 
-The page is open to everyone; what it shows it asks for with a key, if the server has keys.
+The page needs no API key, but the data that it requests does, if the server has keys.
 """
 
 import asyncio
@@ -26,16 +26,16 @@ HEADERS = {
     ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    # A newer server's page must not meet an older one's script.
+    # A new server's page must not use an older server's script.
     "cache-control": "no-cache",
 }
-PATIENCE_S = 1.0
-"""How long an engine that is busy may take to tell its launches; the rest is told without."""
+SHAPES_TIMEOUT_S = 1.0
+"""Time for a busy engine to report its launches; after it the page shows the rest without them."""
 
 
 def page_routes(state: AppState) -> APIRouter:
-    """The page, its files, and the figures that it asks for; none if it is switched off. Addresses
-    in it are relative, so that a path before ours is kept."""
+    """The page, its files and its data; none if it is disabled. URLs in it are relative, so that a
+    reverse proxy may add a path prefix."""
     router = APIRouter(include_in_schema=False)
     if not state.config.enable_page:
         return router
@@ -45,9 +45,9 @@ def page_routes(state: AppState) -> APIRouter:
 
     @router.get("/page/state")
     async def get_state() -> Response:
-        answer = json_response(page_state(state) | {"shapes": await _shapes(state)})
-        answer.headers["cache-control"] = "no-store"
-        return answer
+        response = json_response(page_state(state) | {"shapes": await _shapes(state)})
+        response.headers["cache-control"] = "no-store"
+        return response
 
     return router
 
@@ -59,15 +59,15 @@ def _serve_file(router: APIRouter, path: str, content: bytes, kind: str) -> None
 
 
 async def _shapes(state: AppState) -> Any:
-    """engine.stats.StepStats.shapes; None when the engine does not tell."""
+    """The engine's StepStats.shapes; None if it does not respond in time."""
     try:
-        return await asyncio.wait_for(state.client.control("shapes"), PATIENCE_S)
+        return await asyncio.wait_for(state.client.control("shapes"), SHAPES_TIMEOUT_S)
     except (GaudiserveError, asyncio.TimeoutError):
         return None
 
 
 def page_state(state: AppState) -> dict[str, Any]:
-    """All figures that a front-end knows itself."""
+    """The data of the page that this API server has itself."""
     stats, ready = state.client.stats, state.client.ready
     compiled = sum(n for name, n in stats.compilations.items() if name.endswith(".serving"))
     return {

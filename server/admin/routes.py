@@ -1,4 +1,4 @@
-"""Probes, version and metrics: what operators, routers and Prometheus ask for."""
+"""Probes, version, load and metrics, for operators, routers and Prometheus."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ from server.http.state import DRAINING_RETRY_S, STARTING_RETRY_S, AppState
 
 
 def admin_routes(state: AppState) -> APIRouter:
-    """The routes, over `state`."""
+    """The routes."""
     router = APIRouter(tags=["Operations"])
     _add_probes(router, state)
     _add_facts(router, state)
@@ -28,7 +28,7 @@ def _add_probes(router: APIRouter, state: AppState) -> None:
     @get(
         "/health",
         operation_id="health",
-        summary="Whether the process works; fails when the engine is gone",
+        summary="Liveness; fails when the engine has died",
     )
     async def get_health() -> Response:
         return _health(state)
@@ -44,7 +44,7 @@ def _add_probes(router: APIRouter, state: AppState) -> None:
     @get(
         "/ready",
         operation_id="ready",
-        summary="Whether requests are taken: loaded, warmed up, not draining",
+        summary="Readiness: loaded, warmed up, not draining",
     )
     async def get_ready() -> Response:
         return _readiness(state)
@@ -64,7 +64,7 @@ def _add_facts(router: APIRouter, state: AppState) -> None:
     @get(
         "/load",
         operation_id="load",
-        summary="Sequences that run or wait in the engine, of all front-ends",
+        summary="Sequences that run or wait in the engine, of all API servers",
     )
     async def get_load() -> Response:
         stats = state.client.stats
@@ -73,8 +73,8 @@ def _add_facts(router: APIRouter, state: AppState) -> None:
     @router.get(
         "/metrics",
         operation_id="metrics",
-        summary="Prometheus metrics, as OpenMetrics if asked",
-        # Or application/json would be described beside what is sent.
+        summary="Prometheus metrics, as OpenMetrics if requested",
+        # Otherwise OpenAPI also lists application/json.
         response_class=PlainTextResponse,
         responses=PAGE_OF_METRICS,
     )
@@ -92,10 +92,10 @@ def _health(state: AppState) -> Response:
 def _readiness(state: AppState) -> Response:
     if not state.is_ready:
         return _not_ready(state).response()
-    later = state.client.progress
-    if later is None or later.stage != LATER or later.done >= later.total:
+    progress = state.client.progress
+    if progress is None or progress.stage != LATER or progress.done >= progress.total:
         return json_response({"status": "ready"})
-    warmup = {"done": later.done, "total": later.total}
+    warmup = {"done": progress.done, "total": progress.total}
     return json_response({"status": "ready", "warmup": warmup})
 
 
@@ -111,5 +111,5 @@ def _not_ready(state: AppState) -> Fault:
     return Fault(503, message, "server_error", headers={"Retry-After": str(retry_s)})
 
 
-def _engine_gone(why: str) -> Fault:
-    return Fault(503, f"The engine is gone: {why}.", "server_error")
+def _engine_gone(reason: str) -> Fault:
+    return Fault(503, f"The engine is gone: {reason}.", "server_error")

@@ -1,5 +1,5 @@
-"""What a server tells of its settings: numbers, switches and known words. Never keys, paths, or
-anything else that its operator wrote."""
+"""The settings that /server_info shows: numbers, switches and enumerated values. Never keys, paths,
+or other text from the operator."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -7,16 +7,16 @@ from typing import Any
 
 from server.http.state import AppState
 
-WORDS = {
+ENUMERATED = {
     *("device", "dtype", "executor", "logprobs_mode", "runner", "convert", "policy", "strategy"),
     *("mode", "on_unwarmed_shape", "prompt_order", "decode_order", "card", "generation_config"),
     *("tool_call_parser", "reasoning_parser", "log_level"),
 }
-"""Settings whose values are one of a few words; no other text is told."""
+"""Settings with enumerated text values; no other text is shown."""
 
 
 def shown_settings(state: AppState) -> dict[str, Any]:
-    """The settings in force, with what the engine found out at start."""
+    """The settings in force, with the values that the engine determined at start."""
     shown: dict[str, Any] = {"version": state.version}
     ready = state.client.ready
     if ready is not None:
@@ -51,7 +51,7 @@ def _shown(config: Any) -> dict[str, Any]:
         if is_dataclass(value):
             shown[field.name] = _shown(value)
         elif isinstance(value, str):
-            if field.name in WORDS:
+            if field.name in ENUMERATED:
                 shown[field.name] = value
         elif value is None or isinstance(value, bool | int | float):
             shown[field.name] = value

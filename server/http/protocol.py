@@ -1,5 +1,5 @@
-"""uvicorn's HTTP/1.1 protocol with bounds: on headers, on the time a request may take to arrive, on
-pipelined requests and on connections. Clients that half-close get their answers."""
+"""uvicorn's HTTP/1.1 protocol with limits on headers, on the time until a request has arrived, on
+pipelined requests and on connections. Clients that half-close get their responses."""
 
 import asyncio
 import contextlib
@@ -27,28 +27,28 @@ from server.http.errors import Fault
 logger = logging.getLogger(__name__)
 
 MIN_BODY_BYTES_PER_S = 1024
-"""A body that arrives slower than this has `body_timeout_s` in all."""
+"""A slower body has `body_timeout_s` in total."""
 MAX_FRAMING_PER_BODY_BYTE = 16
-"""Chunk sizes and extensions that a chunked body may have for each of its bytes; the smallest
-chunk, of one byte, needs 5."""
+"""Bytes of chunk sizes and extensions per byte of a chunked body; the smallest chunk, of one byte,
+needs 5."""
 MAX_PIPELINED = 16
-"""Requests that may wait on one connection for the answer before them. One read may hold 14,000."""
+"""Requests that wait on one connection for an earlier response. One read can hold 14,000."""
 LINGER_S = 2.0
-"""For how long the rest of a refused request is read and dropped. A socket that is closed with
-unread data is reset, and the client may lose the answer."""
+"""Time for which the rest of a rejected request is read and dropped. A socket that is closed with
+unread data is reset, and the client may lose the response."""
 PROBE_S = 0.1
 MAX_PROBES = 3
 FULL_WARNING_S = 10.0
-"""Seconds between two warnings that all connections are taken."""
+"""Seconds between two warnings that the connection limit is reached."""
 
 _TCP_CLOSE = 7
-"""TCP_CLOSE of Linux's tcp_states.h: what a reset connection is in."""
+"""TCP_CLOSE in Linux's tcp_states.h: the state of a reset connection."""
 _STATUS_LINE_START = b"HTTP/1.1 "
 
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """What one connection may send, and how many there may be."""
+    """Limits of a connection, and their number."""
 
     max_header_bytes: int
     max_header_count: int
@@ -71,34 +71,34 @@ class HttpConfig(uvicorn.Config):
     """uvicorn's settings, and the limits of HttpProtocol."""
 
     def __init__(self, app: ASGIApp, limits: HttpLimits, **settings: Any) -> None:
-        # Addresses are taken from proxies by server/http/trusted_proxies.py.
+        # server/http/trusted_proxies.py handles forwarding headers.
         super().__init__(app, http=HttpProtocol, ws="none", proxy_headers=False, **settings)
         self.limits = limits
         self.warned_full_s = -math.inf
 
 
-class _Refused(Exception):
-    """Raised in the parser's callbacks, which stops the parser."""
+class _Rejected(Exception):
+    """Raised in the parser's callbacks: stops the parser."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.fault = Fault(status, message)
 
 
-class _Reading(Enum):
+class _ReadState(Enum):
     """What the next byte from the client belongs to."""
 
-    NOTHING = 0
-    """No request has begun."""
+    IDLE = 0
+    """Between requests."""
     HEADERS = 1
     BODY = 2
     DROPPED = 3
-    """A request that was refused, or that comes behind one."""
+    """A rejected request, or anything after it."""
 
 
-class _BegunStatusLine:
-    """Stands in for the transport of a response of which the first bytes were sent as probes, and
-    removes them from what the response writes."""
+class _PartialStatusLine:
+    """Transport of a response whose first bytes were already sent as probes: removes them from what
+    the response writes."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -120,8 +120,7 @@ class _BegunStatusLine:
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. `expire` must be called when `deadline_s` of the event loop's clock is
-    over."""
+    """One connection. `expire` must be called when the event loop's clock passes `deadline_s`."""
 
     def __init__(
         self,
@@ -134,20 +133,20 @@ class HttpProtocol(HttpToolsProtocol):
         self.deadline_s = math.inf
         self._http_config = config
         self._limits = config.limits
-        self._reading = _Reading.NOTHING
+        self._read_state = _ReadState.IDLE
         self._responding: RequestResponseCycle | None = None
-        """The oldest request without a complete response; `cycle` is the newest. It may be complete
-        too."""
-        self._num_begun = 0
-        """Requests of this connection so far."""
+        """The oldest request without a complete response, unless all are complete; `cycle` is the
+        newest request."""
+        self._num_started = 0
+        """Requests that this connection has started."""
         self._max_header_count = config.limits.max_header_count
         self._num_body_bytes = 0
         self._num_read_bytes = 0
-        """Of the read that is being parsed."""
+        """Size of the read that is being parsed."""
         self._num_fed_bytes = 0
-        """In the headers: bytes so far, complete lines or not. In the body: those of data and
-        framing. Reads that hold another request too are left out."""
-        self._body_began_s = 0.0
+        """In the headers: bytes so far, complete lines or not. In the body: bytes of data and
+        framing. Without reads that also contain another request."""
+        self._body_started_s = 0.0
         self._is_half_closed = False
         self._num_probes = 0
 
@@ -156,66 +155,66 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
         if len(self.connections) > self._limits.max_connections:
-            self._refuse_connection()
+            self._reject_connection()
             return
         self.deadline_s = self.loop.time() + self._limits.header_timeout_s
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        # uvicorn tells only the newest request.
+        # uvicorn notifies only the newest request.
         self.pipeline.clear()
-        if self._is_responding():
+        if self._has_pending_response():
             assert self._responding is not None
             self._responding.disconnected = True
             self._responding.message_event.set()
 
     def data_received(self, data: bytes) -> None:
-        if self._reading is _Reading.DROPPED:
+        if self._read_state is _ReadState.DROPPED:
             return
         self._unset_keepalive_if_required()
-        read_before, num_begun_before = self._reading, self._num_begun
+        state_before, num_started_before = self._read_state, self._num_started
         num_body_bytes_before = self._num_body_bytes
         self._num_read_bytes = len(data)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            # There is no protocol to upgrade to: the request is answered as HTTP/1.1. What follows
-            # it in this read was not parsed.
+            # No upgrade is supported: the request is handled as HTTP/1.1. The rest of this read was
+            # not parsed.
             if upgrade.args[0] < len(data):
                 self._drop_input()
         except httptools.HttpParserError as error:
             reason = error.__context__
-            if isinstance(reason, _Refused):
-                self._refuse(reason.fault)
+            if isinstance(reason, _Rejected):
+                self._reject(reason.fault)
             else:
-                self._refuse(Fault(400, "Invalid HTTP request received."))
+                self._reject(Fault(400, "Invalid HTTP request received."))
             return
-        reading = self._reading
-        if reading is _Reading.NOTHING:
-            # Empty lines before a request stop uvicorn's timer for idle connections.
-            if self._num_begun == num_begun_before and self.deadline_s == math.inf:
+        read_state = self._read_state
+        if read_state is _ReadState.IDLE:
+            # Empty lines before a request stop uvicorn's idle timer.
+            if self._num_started == num_started_before and self.deadline_s == math.inf:
                 self.deadline_s = self.loop.time() + self._limits.header_timeout_s
             return
-        num_begun = self._num_begun - num_begun_before
-        if num_begun == 0 or (num_begun == 1 and read_before is _Reading.NOTHING):
+        num_started = self._num_started - num_started_before
+        if num_started == 0 or (num_started == 1 and state_before is _ReadState.IDLE):
             self._num_fed_bytes += len(data)
-        if reading is _Reading.HEADERS:
+        if read_state is _ReadState.HEADERS:
             if self.deadline_s == math.inf:
                 self.deadline_s = self.loop.time() + self._limits.header_timeout_s
             if self._num_fed_bytes > self._limits.max_header_bytes:
-                self._refuse(Fault(431, _too_many_bytes("headers", self._limits)))
-        elif reading is _Reading.BODY:
-            if not self._has_sane_framing():
+                self._reject(Fault(431, _too_many_bytes("headers", self._limits)))
+        elif read_state is _ReadState.BODY:
+            if not self._check_framing():
                 return
-            if num_begun or read_before is not _Reading.BODY:
-                self._body_began_s = self.loop.time()
+            if num_started or state_before is not _ReadState.BODY:
+                self._body_started_s = self.loop.time()
                 self._set_body_deadline()
             elif self._num_body_bytes > num_body_bytes_before:
                 self._set_body_deadline()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether the connection stays open: only for responses to complete requests."""
-        if self._reading is _Reading.BODY or not self._is_responding():
+        """Returns whether the connection stays open: only for responses to complete requests."""
+        if self._read_state is _ReadState.BODY or not self._has_pending_response():
             return False
         self._drop_input()
         self._is_half_closed = True
@@ -226,24 +225,24 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._reading = _Reading.HEADERS
-        if self._num_begun:
-            # The first one's runs since the connection was made.
+        self._read_state = _ReadState.HEADERS
+        if self._num_started:
+            # The deadline of the first request runs since the connection was made.
             self.deadline_s = math.inf
-        self._num_begun += 1
+        self._num_started += 1
         self._num_fed_bytes = 0
         self._num_body_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         self.url += url
         if len(self.url) > self._limits.max_header_bytes:
-            raise _Refused(414, _too_many_bytes("URL", self._limits))
+            raise _Rejected(414, _too_many_bytes("URL", self._limits))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # As uvicorn's, which is not called: this runs some 20 times a request.
+        # Like uvicorn's, which is not called: this runs some 20 times per request.
         headers = self.headers
         if len(headers) == self._max_header_count:
-            raise _Refused(
+            raise _Rejected(
                 431,
                 f"The request has at least {len(headers) + 1} headers, at most "
                 f"{self._max_header_count} are allowed.",
@@ -257,12 +256,12 @@ class HttpProtocol(HttpToolsProtocol):
         num_header_bytes = 0
         if self._num_fed_bytes + self._num_read_bytes > self._limits.max_header_bytes:
             num_header_bytes = len(self.url)
-            # With the colon, the space and the line end of each.
+            # With the colon, space and line end of each header.
             num_header_bytes += sum(len(name) + len(value) + 4 for name, value in self.headers)
             if num_header_bytes > self._limits.max_header_bytes:
-                raise _Refused(431, _too_many_bytes("headers", self._limits))
+                raise _Rejected(431, _too_many_bytes("headers", self._limits))
         if len(self.pipeline) >= MAX_PIPELINED:
-            raise _Refused(
+            raise _Rejected(
                 400,
                 f"{len(self.pipeline) + 1} requests would wait on this connection, at most "
                 f"{MAX_PIPELINED} may.",
@@ -270,14 +269,14 @@ class HttpProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             self._check_upgrade()
         super().on_headers_complete()
-        self._reading = _Reading.BODY
-        # What is fed counts for the body from here on, and this read holds headers too.
+        self._read_state = _ReadState.BODY
+        # From here on the counter is that of the body, and this read also contains headers.
         self._num_fed_bytes = -num_header_bytes
-        # Trailers are no headers: a proxy in front did not check them. They are dropped.
+        # Trailers are dropped, not treated as headers: a proxy in front did not check them.
         self.headers = []
         if self.scope["http_version"] != "1.1":
             self.cycle.send = _without_chunks(self.cycle)  # type: ignore[method-assign, assignment]
-        if not self._is_responding():
+        if not self._has_pending_response():
             self._responding = self.cycle
 
     def on_body(self, body: bytes) -> None:
@@ -286,10 +285,10 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._reading = _Reading.NOTHING
+        self._read_state = _ReadState.IDLE
         self.deadline_s = math.inf
         if self.cycle.response_complete:
-            # Its timer for idle connections ended when the rest of the body came.
+            # uvicorn's idle timer was stopped when the rest of the body came.
             self.deadline_s = self.loop.time() + self.timeout_keep_alive
 
     # Calls from a response, and from the server
@@ -301,22 +300,22 @@ class HttpProtocol(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         super().shutdown()
-        if self._reading is _Reading.DROPPED and not self._is_responding():
+        if self._read_state is _ReadState.DROPPED and not self._has_pending_response():
             self.transport.abort()
 
     def expire(self) -> None:
-        """End what took too long."""
+        """Handle a passed deadline."""
         if self._is_half_closed:
             self._probe()
-        elif self.transport.is_closing() or self._reading is _Reading.DROPPED:
+        elif self.transport.is_closing() or self._read_state is _ReadState.DROPPED:
             self.transport.abort()
-        elif self._reading is _Reading.BODY:
+        elif self._read_state is _ReadState.BODY:
             self._expire_body()
-        elif self._is_responding():
-            # The client waits for this response before it sends more.
+        elif self._has_pending_response():
+            # The client waits for a response before it sends more.
             self.deadline_s = self.loop.time() + self._limits.header_timeout_s
-        elif self._reading is _Reading.HEADERS:
-            self._refuse(
+        elif self._read_state is _ReadState.HEADERS:
+            self._reject(
                 Fault(
                     408,
                     "The headers of the request were not complete after "
@@ -330,74 +329,75 @@ class HttpProtocol(HttpToolsProtocol):
         now_s = self.loop.time()
         cycle = self.cycle
         if self.flow.read_paused or cycle.waiting_for_100_continue or cycle is not self._responding:
-            # It is we who do not read.
-            self._body_began_s = now_s
+            # This side does not read.
+            self._body_started_s = now_s
             self.deadline_s = now_s + self._limits.body_timeout_s
             return
-        self._refuse(
+        self._reject(
             Fault(
                 408,
-                f"After {now_s - self._body_began_s:.1f} s, {self._num_body_bytes} bytes of the "
+                f"After {now_s - self._body_started_s:.1f} s, {self._num_body_bytes} bytes of the "
                 "body have arrived; the client must send some every "
                 f"{self._limits.body_timeout_s:g} s, and after that time at least "
                 f"{MIN_BODY_BYTES_PER_S} a second.",
             )
         )
 
-    def _is_responding(self) -> bool:
+    def _has_pending_response(self) -> bool:
         return self._responding is not None and not self._responding.response_complete
 
     def _check_upgrade(self) -> None:
-        """Refuse an offer to upgrade on a request with a body: httptools takes that body for the
+        """Reject an upgrade offer on a request with a body: httptools would parse the body as the
         next request."""
         headers = dict(self.headers)
         if b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0":
-            offered = headers.get(b"upgrade", b"")[:40].decode("latin-1")
-            raise _Refused(
+            protocol = headers.get(b"upgrade", b"")[:40].decode("latin-1")
+            raise _Rejected(
                 400,
-                f"The request has a body and offers an upgrade to {offered!r}; send it as HTTP/1.1 "
-                "without that offer.",
+                f"The request has a body and offers an upgrade to {protocol!r}; send it as "
+                "HTTP/1.1 without that offer.",
             )
 
-    def _has_sane_framing(self) -> bool:
+    def _check_framing(self) -> bool:
         num_framing = self._num_fed_bytes - self._num_body_bytes
-        most = self._limits.max_header_bytes + MAX_FRAMING_PER_BODY_BYTE * self._num_body_bytes
-        if num_framing > most:
-            self._refuse(
+        max_framing = self._limits.max_header_bytes
+        max_framing += MAX_FRAMING_PER_BODY_BYTE * self._num_body_bytes
+        if num_framing > max_framing:
+            self._reject(
                 Fault(
                     400,
                     f"The body has {num_framing} bytes of chunk headers for "
-                    f"{self._num_body_bytes} bytes of data, at most {most} are allowed.",
+                    f"{self._num_body_bytes} bytes of data, at most {max_framing} are allowed.",
                 )
             )
-        return num_framing <= most
+        return num_framing <= max_framing
 
     def _set_body_deadline(self) -> None:
         earned_s = self._num_body_bytes / MIN_BODY_BYTES_PER_S
-        since_s = min(self.loop.time(), self._body_began_s + earned_s)
+        since_s = min(self.loop.time(), self._body_started_s + earned_s)
         self.deadline_s = since_s + self._limits.body_timeout_s
 
-    def _refuse(self, fault: Fault) -> None:
-        """Answer with `fault`, and drop what else the client sends. Responses to requests before
-        this one are completed first, and then nobody is told."""
-        logger.info("refused a request from %s: %s", self._peer(), fault.message)
+    def _reject(self, fault: Fault) -> None:
+        """Respond with `fault`, and drop further input. If responses to earlier requests are due,
+        these are completed instead, and `fault` is not sent."""
+        logger.info("rejected a request from %s: %s", self._peer(), fault.message)
         if self.transport.is_closing():
             return
-        is_read_for = self.cycle if self._reading is _Reading.BODY else None
-        if is_read_for is None and self._is_responding():
+        reading_cycle = self.cycle if self._read_state is _ReadState.BODY else None
+        if reading_cycle is None and self._has_pending_response():
             self._drop_input()
             return
-        if is_read_for is not None and (
-            is_read_for.response_started or is_read_for is not self._responding
+        if reading_cycle is not None and (
+            reading_cycle.response_started or reading_cycle is not self._responding
         ):
-            # Too late for another status, or too early.
+            # The response has started, or an earlier one is due: no status can be sent.
             self.transport.abort()
             return
-        if is_read_for is not None:
-            # Its handler waits for the body, and must not answer too.
-            is_read_for.disconnected = True
-            is_read_for.message_event.set()
-        self._reading = _Reading.DROPPED
+        if reading_cycle is not None:
+            # Its handler waits for the body, and must not respond too.
+            reading_cycle.disconnected = True
+            reading_cycle.message_event.set()
+        self._read_state = _ReadState.DROPPED
         self.deadline_s = self.loop.time() + LINGER_S
         self._unset_keepalive_if_required()
         self.transport.write(_response(fault, self.server_state.default_headers))
@@ -405,36 +405,37 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.write_eof()
         self.flow.resume_reading()
 
-    def _refuse_connection(self) -> None:
-        most = self._limits.max_connections
+    def _reject_connection(self) -> None:
+        max_connections = self._limits.max_connections
         now_s = self.loop.time()
         if now_s - self._http_config.warned_full_s > FULL_WARNING_S:
             self._http_config.warned_full_s = now_s
             logger.warning(
                 "%d connections are open, at most %d may be: new ones get 503",
                 len(self.connections) - 1,
-                most,
+                max_connections,
             )
-        message = f"{len(self.connections) - 1} connections are open, at most {most} may be."
+        message = (
+            f"{len(self.connections) - 1} connections are open, at most {max_connections} may be."
+        )
         fault = Fault(503, message, "server_overloaded", headers={"Retry-After": "1"})
-        self._reading = _Reading.DROPPED
+        self._read_state = _ReadState.DROPPED
         self.transport.write(_response(fault, self.server_state.default_headers))
         self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(Fault(400, msg))
+        self._reject(Fault(400, msg))
 
     def _drop_input(self) -> None:
-        """Read no further request; the connection ends after the responses that are due."""
-        self._reading = _Reading.DROPPED
+        """Accept no further request; close the connection after the responses that are due."""
+        self._read_state = _ReadState.DROPPED
         self.deadline_s = math.inf
         self.cycle.keep_alive = False
 
     def _probe(self) -> None:
-        """Find out whether the client closed its socket or only its sending side, which look the
-        same from here. The system of a closed socket answers data with a reset; so the response
-        begins with bytes that do not depend on it: those of its status line, or a leading zero of
-        its next chunk's size."""
+        """Determine whether the client has closed its socket or only its sending side: both look
+        the same here, but a closed socket answers data with a reset. So send bytes of the response
+        that are known in advance: of its status line, or a leading zero of its next chunk size."""
         responding = self._responding
         if responding is None or responding.response_complete:
             self.deadline_s = math.inf
@@ -450,8 +451,8 @@ class HttpProtocol(HttpToolsProtocol):
             if responding.chunked_encoding and responding.scope["method"] != "HEAD":
                 self.transport.write(b"0")
             return
-        if not isinstance(responding.transport, _BegunStatusLine):
-            responding.transport = _BegunStatusLine(self.transport)  # type: ignore[assignment]
+        if not isinstance(responding.transport, _PartialStatusLine):
+            responding.transport = _PartialStatusLine(self.transport)  # type: ignore[assignment]
         responding.transport.send_byte()  # type: ignore[attr-defined]
 
     def _is_reset(self) -> bool:
@@ -486,8 +487,7 @@ def _response(fault: Fault, default_headers: list[tuple[bytes, bytes]]) -> bytes
 
 
 def _without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
-    """`cycle.send` for clients older than HTTP/1.1: a body without content-length ends with the
-    connection."""
+    """`cycle.send` for HTTP/1.0 clients: a body without content-length ends with the connection."""
     send = cycle.send
     ends_with_connection = False
 
@@ -500,7 +500,7 @@ def _without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[No
                 ends_with_connection = True
                 cycle.chunked_encoding = False
         elif ends_with_connection:
-            # uvicorn counts what is left of a declared length.
+            # uvicorn checks the body against the declared length.
             cycle.expected_content_length = len(message.get("body", b""))
         await send(cast(Any, message))
 
