@@ -117,7 +117,7 @@ class BeamSearchGeneration:
         cache_salt: str = "",
         param: str = "messages",
         name: str = "",
-        shown: frozenset[int] = frozenset(),
+        visible_special_ids: frozenset[int] = frozenset(),
     ) -> None:
         """Check the request and send the first step. Arguments and exceptions are those of
         `Pipeline.start`; `params.n` is the beam width. Of `params` only the end tokens, the length
@@ -135,7 +135,7 @@ class BeamSearchGeneration:
         ]
         self._pipeline = pipeline
         self._prompts = prompts
-        self._shown = shown
+        self._visible_special_ids = visible_special_ids
         self._prompt_bytes = [np.asarray(p.token_ids, dtype="<u4").tobytes() for p in prompts]
         self._add_request = partial(
             pipeline.client.add, priority=priority, cache_salt=cache_salt, name=name
@@ -245,7 +245,9 @@ class BeamSearchGeneration:
     def _delta(self, index: int, prompt: Prompt, beam: Beam) -> Delta:
         """A finished beam as the only delta of a choice."""
         params = self._params.replace(logprobs=None, prompt_logprobs=None)
-        sequence = Sequence(index, prompt, params, self._pipeline.tokenizer, self._shown)
+        sequence = Sequence(
+            index, prompt, params, self._pipeline.tokenizer, self._visible_special_ids
+        )
         last = beam.tokens[-1]
         finish = Finish(0, "length")
         if beam.is_finished:

@@ -214,12 +214,12 @@ def start_job(
     if body.use_beam_search:
         penalty = 1.0 if body.length_penalty is None else body.length_penalty
         start = partial(BeamSearchGeneration, state.generation_pipeline(), length_penalty=penalty)
-    shown = frozenset() if parsers is None else parsers.marker_token_ids
+    visible_special_ids = frozenset() if parsers is None else parsers.marker_token_ids
     tracker = start_tracked(
         state,
         request,
         body,
-        partial(start, prompts, params, param=param, shown=shown),
+        partial(start, prompts, params, param=param, visible_special_ids=visible_special_ids),
         model=model,
         num_prompt_tokens=num_tokens,
         num_sequences=num_sequences,

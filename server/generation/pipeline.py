@@ -53,13 +53,13 @@ class Pipeline:
         cache_salt: str = "",
         param: str = "messages",
         name: str = "",
-        shown: frozenset[int] = frozenset(),
+        visible_special_ids: frozenset[int] = frozenset(),
     ) -> "Generation":
         """Check the request and send its `len(prompts) * params.n` sequences, without waiting.
 
         `param` is the field that errors about the prompt name, `name` the request's id in logs;
-        `shown` are special tokens that always appear in the text. Raises UserError, Overloaded or
-        EngineDied; then nothing remains in the engine.
+        `visible_special_ids` are special tokens that always appear in the text. Raises UserError,
+        Overloaded or EngineDied; then nothing remains in the engine.
         """
         params, limits = self.checked(prompts, params, param)
         generation = Generation(self.client, prompts, params.n)
@@ -74,7 +74,7 @@ class Pipeline:
                             tokens, sampling, priority=priority, cache_salt=cache_salt, name=name
                         )
                     index = prompt_index * params.n + choice
-                    sequence = Sequence(index, prompt, params, self.tokenizer, shown)
+                    sequence = Sequence(index, prompt, params, self.tokenizer, visible_special_ids)
                     generation.open(sequence, queue)
         except BaseException:
             generation.abort()

@@ -35,9 +35,9 @@ class Sequence:
         prompt: Prompt,
         params: SamplingParams,
         tokenizer: Tokenizer | None,
-        shown: frozenset[int] = frozenset(),
+        visible_special_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """`shown` are special tokens that always appear in the text, whatever `params` say."""
+        """`visible_special_ids` are special tokens that always appear in the text."""
         self.index = index
         self.num_prompt_tokens = len(prompt.token_ids)
         self.num_cached_tokens = 0
@@ -60,7 +60,7 @@ class Sequence:
                 prompt.token_ids,
                 params.skip_special_tokens,
                 params.spaces_between_special_tokens,
-                shown,
+                visible_special_ids,
             )
         self._matcher = None
         if params.stop:

@@ -52,14 +52,14 @@ def _entries(kind: type, max_length: int) -> Callable[[object], object]:
     def check(value: object) -> object:
         if isinstance(value, list):
             _check_length(value, max_length)
-            for index, one in enumerate(value):
-                if type(one) not in kinds:
-                    raise _invalid_entry(index, one, kind)
+            for index, entry in enumerate(value):
+                if type(entry) not in kinds:
+                    raise _invalid_entry(index, entry, kind)
         elif isinstance(value, dict):
             _check_length(value, max_length)
-            for key, one in value.items():
-                if type(one) not in kinds:
-                    raise _invalid_entry(repr(key[:_SHOWN]), one, kind)
+            for key, entry in value.items():
+                if type(entry) not in kinds:
+                    raise _invalid_entry(repr(key[:_SHOWN]), entry, kind)
         return value
 
     return check
@@ -75,14 +75,14 @@ def _integers(max_length: int, *, is_only_check: bool = False) -> Callable[[obje
             return value
         _check_length(value, max_length)
         converted = value
-        for index, one in enumerate(value):
-            if type(one) is not int or not -(2**63) <= one < 2**63:
-                one = whole(one)
-                if type(one) is not int:
-                    raise _invalid_entry(index, one, int)
+        for index, entry in enumerate(value):
+            if type(entry) is not int or not -(2**63) <= entry < 2**63:
+                entry = whole(entry)
+                if type(entry) is not int:
+                    raise _invalid_entry(index, entry, int)
                 if converted is value:
                     converted = value.copy()
-                converted[index] = one
+                converted[index] = entry
         return converted
 
     return check

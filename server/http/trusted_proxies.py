@@ -22,7 +22,7 @@ class TrustedProxies:
         self._networks = [
             ipaddress.ip_network(word, strict=False) for word in words if word and word != "*"
         ]
-        # Cached by host: there are few proxies, and each request asks.
+        # Cached by host: there are few proxies, and each request needs it.
         self._cache: dict[str, bool] = {}
 
     def apply(self, scope: Scope) -> None:

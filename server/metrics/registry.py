@@ -40,13 +40,13 @@ _encode_plain: Callable[..., bytes] = generate_latest
 _encode_open: Callable[..., bytes] = openmetrics.generate_latest
 
 
-def counts_up_to(most: int) -> list[float]:
-    """1, 2, 5, 10, ... up to `most`."""
+def counts_up_to(maximum: int) -> list[float]:
+    """1, 2, 5, 10, ... up to `maximum`."""
     steps: list[float] = []
     power = 1
     while True:
         for digit in (1, 2, 5):
-            if digit * power > most:
+            if digit * power > maximum:
                 return steps or [1.0]
             steps.append(float(digit * power))
         power *= 10
@@ -84,6 +84,7 @@ class Metrics:
             http_labels,
             HTTP_S,
         )
+        self._http_series: dict[tuple[str, ...], tuple[Counter, Histogram]] = {}
         self._sizes: dict[str, Histogram] = {}
 
     def _add_counters(self) -> None:
@@ -142,8 +143,8 @@ class Metrics:
             ("request_params_n", "n of a request."),
             ("request_params_max_tokens", "max_tokens of a request."),
         ):
-            most = 128 if name == "request_params_n" else max_model_len
-            self._sizes[name] = self._histogram(f"vllm:{name}", text, counts_up_to(most))
+            largest = 128 if name == "request_params_n" else max_model_len
+            self._sizes[name] = self._histogram(f"vllm:{name}", text, counts_up_to(largest))
 
     def prompt_processed(self, num_tokens: int, num_cached: int) -> None:
         """Count a request's prompt tokens, and how many of them were cached: once, whatever its n.
@@ -179,8 +180,13 @@ class Metrics:
     def http_answered(self, route: str, method: str, status: int, seconds: float) -> None:
         """Count a response that has ended. `route` is a template, to bound the label set."""
         labels = (route, method if method in METHODS else "OTHER", str(status))
-        self._http_requests.labels(*labels).inc()
-        self._http_seconds.labels(*labels).observe(seconds)
+        series = self._http_series.get(labels)
+        if series is None:
+            series = self._http_requests.labels(*labels), self._http_seconds.labels(*labels)
+            self._http_series[labels] = series
+        count, duration = series
+        count.inc()
+        duration.observe(seconds)
 
     def publish(self) -> None:
         """Let the other API servers, if any, see the present counts. Raises OSError."""

@@ -311,18 +311,18 @@ class LLM:
         self.close()
 
     def _params(
-        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
     ) -> list[SamplingParams]:
-        if given is None:
-            given = self._defaults
-        if isinstance(given, SamplingParams):
-            return [given] * count
-        if len(given) != count:
+        if params is None:
+            params = self._defaults
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
             raise UserError(
-                f"{count} prompts came with {len(given)} sampling_params, give one or as many",
+                f"{count} prompts came with {len(params)} sampling_params, give one or as many",
                 param="sampling_params",
             )
-        return list(given)
+        return list(params)
 
     async def _prompt(
         self, text: str | None, ids: list[int] | None, special: bool, params: SamplingParams

@@ -61,11 +61,11 @@ class OfflinePooling:
         return [
             PoolingRequestOutput(
                 str(next(self._ids)),
-                PoolingOutput(rows if one.params.task == TOKEN_EMBED else rows[0]),
-                one.token_ids,
+                PoolingOutput(rows if item.params.task == TOKEN_EMBED else rows[0]),
+                item.token_ids,
                 cached,
             )
-            for one, rows, cached in zip(inputs, vectors, pooling.cached_tokens, strict=True)
+            for item, rows, cached in zip(inputs, vectors, pooling.cached_tokens, strict=True)
         ]
 
     async def score(self, pairs: TextPairs, *, use_tqdm: bool) -> list[ScoringRequestOutput]:
@@ -104,8 +104,8 @@ class OfflinePooling:
     ) -> list[PoolingInput]:
         if not prompts:
             return []
-        for one in set(params):
-            self._processor.check(one)
+        for distinct in set(params):
+            self._processor.check(distinct)
         options = InputOptions(params[0], param="prompts", truncate=truncate)
         texts = [text for text, ids, _ in prompts if ids is None and text is not None]
         lists = [ids for _, ids, _ in prompts if ids is not None]
@@ -125,10 +125,10 @@ class OfflinePooling:
             return inputs
         return [
             PoolingInput(
-                one.token_ids,
-                msgspec.structs.replace(param, num_skipped=one.params.num_skipped),
+                item.token_ids,
+                msgspec.structs.replace(param, num_skipped=item.params.num_skipped),
             )
-            for one, param in zip(inputs, params, strict=True)
+            for item, param in zip(inputs, params, strict=True)
         ]
 
 
@@ -138,12 +138,12 @@ def embedding_outputs(
     """Convert outputs of the task embed."""
     return [
         EmbeddingRequestOutput(
-            one.request_id,
-            EmbeddingOutput(one.outputs.data.tolist()),
-            one.prompt_token_ids,
-            one.num_cached_tokens,
+            output.request_id,
+            EmbeddingOutput(output.outputs.data.tolist()),
+            output.prompt_token_ids,
+            output.num_cached_tokens,
         )
-        for one in outputs
+        for output in outputs
     ]
 
 
@@ -153,12 +153,12 @@ def classification_outputs(
     """Convert outputs of the task classify."""
     return [
         ClassificationRequestOutput(
-            one.request_id,
-            ClassificationOutput(one.outputs.data.tolist()),
-            one.prompt_token_ids,
-            one.num_cached_tokens,
+            output.request_id,
+            ClassificationOutput(output.outputs.data.tolist()),
+            output.prompt_token_ids,
+            output.num_cached_tokens,
         )
-        for one in outputs
+        for output in outputs
     ]
 
 
@@ -180,4 +180,4 @@ def _task_params(params: Params, task: str, count: int) -> list[PoolingParams]:
             f"{count} prompts came with {len(params)} pooling_params, give one or as many",
             param="pooling_params",
         )
-    return [msgspec.structs.replace(one, task=task) for one in params]
+    return [msgspec.structs.replace(param, task=task) for param in params]

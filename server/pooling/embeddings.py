@@ -100,7 +100,7 @@ def embedding_routes(state: AppState) -> APIRouter:
         job = await _start(state, request, body, params, id_prefix="classify-")
         vectors = await collect_vectors(job, request)
         labels = state.input_processor().facts.labels
-        data = [_class_entry(index, one, labels) for index, one in enumerate(vectors)]
+        data = [_class_entry(index, item, labels) for index, item in enumerate(vectors)]
         return json_response(job.list_body(data))
 
     return router
@@ -177,18 +177,20 @@ async def _process_inputs(
     processor = state.input_processor()
     inputs = await asyncio.to_thread(body.inputs) if body.is_big else body.inputs()
     if state.config.enable_log_requests:
-        for one in inputs:
-            log_prompt(record_of(request.scope), one if isinstance(one, str) else repr(one))
+        for item in inputs:
+            log_prompt(record_of(request.scope), item if isinstance(item, str) else repr(item))
     options = dataclasses.replace(
         options,
         is_list=body.is_listed,
         special=body.add_special_tokens is not False,
         prompt_name=body.prompt_name,
     )
-    texts = [one for one in inputs if isinstance(one, str)]
+    texts = [item for item in inputs if isinstance(item, str)]
     if texts:
         return await processor.texts(texts, options)
-    return await processor.token_lists([one for one in inputs if not isinstance(one, str)], options)
+    return await processor.token_lists(
+        [item for item in inputs if not isinstance(item, str)], options
+    )
 
 
 async def _vectors(
@@ -208,9 +210,9 @@ async def _vectors(
             {
                 "index": index,
                 "object": kind,
-                field: encode_vectors(one if all_rows else one[0], encoding_format),
+                field: encode_vectors(item if all_rows else item[0], encoding_format),
             }
-            for index, one in enumerate(vectors)
+            for index, item in enumerate(vectors)
         ]
 
     return json_response(job.list_body(await run_off_loop(vectors, encoded)))

@@ -114,7 +114,7 @@ class InputProcessor:
         params = inputs[0].params
         rows = len(inputs)
         if params.task == TOKEN_EMBED:
-            rows = sum(len(one.token_ids) for one in inputs)
+            rows = sum(len(item.token_ids) for item in inputs)
         count = rows * (params.dimensions or self._width(params))
         if count > MAX_NUMBERS:
             raise UserError(

@@ -58,7 +58,7 @@ def start_pooling(
         body,
         partial(PoolingStream, state.client, inputs),
         model=model,
-        num_prompt_tokens=sum(len(one.token_ids) for one in inputs),
+        num_prompt_tokens=sum(len(item.token_ids) for item in inputs),
         num_sequences=len(inputs),
     )
     return PoolingJob(state=state, id=request_id_of(body, id_prefix), model=model, tracker=tracker)
@@ -77,7 +77,7 @@ async def _collect_vectors(job: PoolingJob) -> list[Vectors]:
 
 async def run_off_loop(vectors: list[Vectors], call: Callable[[], T]) -> T:
     """The result of `call`, which processes `vectors`; on a thread if they are large."""
-    if sum(one.size for one in vectors) <= MAX_INLINE_NUMBERS:
+    if sum(item.size for item in vectors) <= MAX_INLINE_NUMBERS:
         return call()
     return await asyncio.to_thread(call)
 

@@ -79,7 +79,7 @@ class PoolingStream:
         """Tokens of all inputs; after an abort, of those that had finished."""
         if self._is_aborted:
             return sum(len(self._inputs[index].token_ids) for index in self._vectors)
-        return sum(len(one.token_ids) for one in self._inputs)
+        return sum(len(item.token_ids) for item in self._inputs)
 
     @property
     def num_inputs(self) -> int:
@@ -131,15 +131,15 @@ class PoolingStream:
         """Send inputs up to `max_concurrent`. If the engine's queue is full, wait until inputs of
         this request that are in it finish; fail only if there are none."""
         while self._unsent and len(self._queues) < self._max_concurrent:
-            index, one = self._unsent[0]
-            tokens = np.asarray(one.token_ids, dtype="<u4").tobytes()
+            index, item = self._unsent[0]
+            tokens = np.asarray(item.token_ids, dtype="<u4").tobytes()
             try:
                 queue = self._client.add(
                     tokens,
                     priority=self._priority,
                     cache_salt=self._cache_salt,
                     name=self._name,
-                    pooling=one.params,
+                    pooling=item.params,
                 )
             except Overloaded:
                 if not self._queues:

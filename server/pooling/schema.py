@@ -112,13 +112,13 @@ class _Prompts(Body):
         """Whether there are so many token ids that checking them takes over a millisecond."""
         if not self.is_listed:
             return most_ids(self.input) > MANY_IDS
-        return sum(len(one) for one in self.input if isinstance(one, list)) > MANY_IDS
+        return sum(len(item) for item in self.input if isinstance(item, list)) > MANY_IDS
 
     def inputs(self) -> Texts | TokenLists:
         """The inputs, all texts or all token ids. Raises UserError."""
         inputs = given_prompts(self.input, "input", MAX_INPUTS)
-        for index, one in enumerate(inputs):
-            if one == "":
+        for index, item in enumerate(inputs):
+            if item == "":
                 where = f"input[{index}]" if self.is_listed else "input"
                 raise UserError(f"{where} is an empty string", param="input")
         return inputs
@@ -268,8 +268,8 @@ def texts_of(given: Any, name: str) -> list[str]:
     if len(texts) > MAX_INPUTS:
         raise UserError(f"{name} has {len(texts)} texts, it may have {MAX_INPUTS}", param=name)
     return [
-        _text(one, f"{name}[{index}]" if isinstance(given, list) else name, name)
-        for index, one in enumerate(texts)
+        _text(item, f"{name}[{index}]" if isinstance(given, list) else name, name)
+        for index, item in enumerate(texts)
     ]
 
 

@@ -80,7 +80,7 @@ async def pair_inputs(processor: InputProcessor, pairs: TextPairs) -> list[Pooli
 def pair_scores(facts: PoolingFacts, vectors: list[Vectors], num_firsts: int) -> list[float]:
     """One score per pair, from the results of `pair_inputs` with `num_firsts` first texts."""
     if scoring_task(facts) == SCORE:
-        return [float(one[0, 0]) for one in vectors]
+        return [float(vector[0, 0]) for vector in vectors]
     rows = np.concatenate(vectors)
     return similarities(facts.similarity, rows[:num_firsts], rows[num_firsts:])
 

@@ -14,15 +14,15 @@ RESERVED = 128
 def raise_limit() -> None:
     """Raise the soft limit to the hard one or MAX_OPEN_FILES; child processes inherit it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    target = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= target:
         return
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
     except (OSError, ValueError) as error:
-        logger.warning("the limit of open files stays %d, not %d: %s", soft, wanted, error)
+        logger.warning("the limit of open files stays %d, not %d: %s", soft, target, error)
         return
-    logger.info("the limit of open files was raised from %d to %d", soft, wanted)
+    logger.info("the limit of open files was raised from %d to %d", soft, target)
 
 
 def max_connections() -> int:
@@ -35,15 +35,15 @@ def max_connections() -> int:
 
 def warn_if_low(max_queued_requests: int, max_num_seqs: int) -> None:
     """Warn if connections run out before the queue is full."""
-    wanted = max_queued_requests + max_num_seqs
-    most = max_connections()
-    if most < wanted:
+    num_needed = max_queued_requests + max_num_seqs
+    num_possible = max_connections()
+    if num_possible < num_needed:
         logger.warning(
             "the limit of open files allows %d connections, but --max-queued-requests %d and "
             "--max-num-seqs %d need %d: raise it to %d (ulimit -n, LimitNOFILE=, --ulimit nofile=)",
-            most,
+            num_possible,
             max_queued_requests,
             max_num_seqs,
-            wanted,
-            wanted + RESERVED,
+            num_needed,
+            num_needed + RESERVED,
         )

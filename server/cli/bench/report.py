@@ -53,13 +53,15 @@ class Report:
 
 def summarise(outcomes: Sequence[Outcome]) -> Report:
     """The report of `outcomes`; the duration is from the first start to the last end."""
-    completed = [one for one in outcomes if one.failure is None]
-    failures = Counter(one.failure for one in outcomes if one.failure is not None)
+    completed = [outcome for outcome in outcomes if outcome.failure is None]
+    failures = Counter(outcome.failure for outcome in outcomes if outcome.failure is not None)
     duration_s = 0.0
     if outcomes:
-        duration_s = max(one.ended for one in outcomes) - min(one.started for one in outcomes)
-    prompt_tokens = sum(one.prompt_tokens for one in completed)
-    output_tokens = sum(one.output_tokens for one in completed)
+        duration_s = max(outcome.ended for outcome in outcomes) - min(
+            outcome.started for outcome in outcomes
+        )
+    prompt_tokens = sum(outcome.prompt_tokens for outcome in completed)
+    output_tokens = sum(outcome.output_tokens for outcome in completed)
     per_s = 1 / duration_s if duration_s > 0 else 0.0
     return Report(
         completed=len(completed),
@@ -70,22 +72,22 @@ def summarise(outcomes: Sequence[Outcome]) -> Report:
         requests_per_s=len(completed) * per_s,
         output_tokens_per_s=output_tokens * per_s,
         total_tokens_per_s=(prompt_tokens + output_tokens) * per_s,
-        ttft_ms=Distribution.of([one.arrivals[0] - one.started for one in completed]),
+        ttft_ms=Distribution.of([outcome.arrivals[0] - outcome.started for outcome in completed]),
         itl_ms=Distribution.of(
             [
                 later - earlier
-                for one in completed
-                for earlier, later in zip(one.arrivals, one.arrivals[1:], strict=False)
+                for outcome in completed
+                for earlier, later in zip(outcome.arrivals, outcome.arrivals[1:], strict=False)
             ]
         ),
         tpot_ms=Distribution.of(
             [
-                (one.arrivals[-1] - one.arrivals[0]) / (one.output_tokens - 1)
-                for one in completed
-                if one.output_tokens > 1
+                (outcome.arrivals[-1] - outcome.arrivals[0]) / (outcome.output_tokens - 1)
+                for outcome in completed
+                if outcome.output_tokens > 1
             ]
         ),
-        e2e_ms=Distribution.of([one.ended - one.started for one in completed]),
+        e2e_ms=Distribution.of([outcome.ended - outcome.started for outcome in completed]),
     )
 
 
