@@ -129,7 +129,7 @@ class BeamSearchGeneration:
         check_length_penalty(length_penalty)
         check_comparable(ready.logprobs_mode, "use_beam_search")
         _check_params(params, len(end_ids), ready.vocab_size)
-        self._params, output_limits = pipeline.checked(prompts, params, param)
+        self._params, output_limits = pipeline.check_request(prompts, params, param)
         self._searches = [
             BeamSearch(params.n, limit, end_ids, length_penalty) for limit in output_limits
         ]

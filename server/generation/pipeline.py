@@ -61,7 +61,7 @@ class Pipeline:
         `visible_special_ids` are special tokens that always appear in the text. Raises UserError,
         Overloaded or EngineDied; then nothing remains in the engine.
         """
-        params, limits = self.checked(prompts, params, param)
+        params, limits = self.check_request(prompts, params, param)
         generation = Generation(self.client, prompts, params.n)
         try:
             for prompt_index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
@@ -101,7 +101,7 @@ class Pipeline:
                 param="model",
             )
 
-    def checked(
+    def check_request(
         self, prompts: list[Prompt], params: SamplingParams, param: str
     ) -> tuple[SamplingParams, list[int]]:
         """`params` with bad words as token ids, and the output limit of each prompt. Raises like

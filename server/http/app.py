@@ -12,7 +12,7 @@ from server.admin.page import page_routes
 from server.admin.routes import admin_routes
 from server.anthropic.errors import refusal
 from server.anthropic.routes import messages_routes
-from server.http.errors import fault_of, problem_of
+from server.http.errors import fault_of, user_error_from_problems
 from server.http.middleware import (
     REQUEST_ID,
     AuthMiddleware,
@@ -83,7 +83,7 @@ async def _answer_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     # The first element of loc is only "query" or "path".
     problems = [{**problem, "loc": problem["loc"][1:]} for problem in error.errors()]
-    return refusal(fault_of(problem_of(problems)), request.url.path)
+    return refusal(fault_of(user_error_from_problems(problems)), request.url.path)
 
 
 class _NoResponse(Response):

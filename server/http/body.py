@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from config.errors import Overloaded, UserError
 from config.malloc import trim_memory
-from server.http.errors import ClientGone, RequestTooLarge, UnsupportedMediaType, problem_with
+from server.http.errors import ClientGone, RequestTooLarge, UnsupportedMediaType, user_error_from
 from server.http.json_decoder import PIECE_BYTES, decode_json
 from server.openai.schema.generation import Body
 
@@ -116,16 +116,16 @@ class BodyReader:
 async def parse(kind: type[B], body: ReceivedBody) -> B:
     """Validate a body as `kind`; a large one on a thread. Raises UserError."""
     if body.num_bytes <= MANY_BYTES:
-        return checked(kind, body.fields)
-    return await asyncio.to_thread(checked, kind, body.fields)
+        return validate_fields(kind, body.fields)
+    return await asyncio.to_thread(validate_fields, kind, body.fields)
 
 
-def checked(kind: type[B], fields: dict[str, Any]) -> B:
+def validate_fields(kind: type[B], fields: dict[str, Any]) -> B:
     """Validate `fields` as `kind`. Raises UserError."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise problem_with(error) from None
+        raise user_error_from(error) from None
     except RecursionError:
         raise UserError("the body is nested too deeply") from None
 

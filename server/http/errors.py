@@ -128,13 +128,13 @@ def _http_fault(error: HTTPException) -> Fault:
     return Fault(error.status_code, str(error.detail), kind, headers=headers)
 
 
-def problem_with(error: ValidationError) -> UserError:
+def user_error_from(error: ValidationError) -> UserError:
     """pydantic's first few problems as one UserError, whose param is that of the first."""
-    return problem_of(error.errors(include_url=False, include_context=False))
+    return user_error_from_problems(error.errors(include_url=False, include_context=False))
 
 
-def problem_of(problems: Sequence[Any]) -> UserError:
-    """Like `problem_with`, from pydantic's list of problems."""
+def user_error_from_problems(problems: Sequence[Any]) -> UserError:
+    """Like `user_error_from`, from pydantic's list of problems."""
     texts = [_problem(one) for one in problems[:MAX_PROBLEMS]]
     location = problems[0]["loc"]
     return UserError("; ".join(texts), param=str(location[0]) if location else None)

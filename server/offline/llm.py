@@ -37,7 +37,7 @@ from server.offline.outputs import (
 )
 from server.offline.pooling import OfflinePooling, Params, classification_outputs, embedding_outputs
 from server.offline.prompts import PromptInput, as_conversation_list, as_prompt_list, parse_prompt
-from server.pooling.inputs import make_input_processor, not_a_pooling_model
+from server.pooling.inputs import InputOptions, make_input_processor, not_a_pooling_model
 from server.pooling.scores import TextPairs
 from server.text.chat_template import ChatTemplate, read_template
 from server.text.messages import Message
@@ -269,8 +269,7 @@ class LLM:
             [data_1] if isinstance(data_1, str) else list(data_1),
             [data_2] if isinstance(data_2, str) else list(data_2),
             ("data_1", "data_2"),
-            normalize=None if pooling_params is None else pooling_params.normalize,
-            truncate=truncate_prompt_tokens,
+            InputOptions(pooling_params or PoolingParams(), truncate=truncate_prompt_tokens),
         )
         return self._background.run(self._require_pooling().score(pairs, use_tqdm=use_tqdm))
 

@@ -6,11 +6,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from config.params.pooling import PoolingParams
 from server.http.access_log import log_prompt, record_of
 from server.http.body import json_response, parse
 from server.http.disconnect import CancelOnDisconnect
 from server.http.openapi import ANSWERS, takes
 from server.http.state import AppState
+from server.pooling.inputs import InputOptions
 from server.pooling.job import PoolingJob, collect_vectors, run_off_loop, start_pooling
 from server.pooling.schema import RerankBody, ScoreBody
 from server.pooling.scores import TextPairs, pair_inputs, pair_scores
@@ -84,11 +86,13 @@ async def _scores(
         firsts,
         seconds,
         names,
-        normalize=body.normalizes,
-        truncate=body.truncate_prompt_tokens,
-        keep_end=body.truncation_side == "left",
-        max_first_tokens=body.max_tokens_per_query or None,
-        max_second_tokens=body.max_tokens_per_doc or None,
+        InputOptions(
+            PoolingParams(normalize=body.normalizes),
+            truncate=body.truncate_prompt_tokens,
+            keep_end=body.truncation_side == "left",
+            max_first_tokens=body.max_tokens_per_query or None,
+            max_second_tokens=body.max_tokens_per_doc or None,
+        ),
     )
     with CancelOnDisconnect(request.receive):
         inputs = await pair_inputs(processor, pairs)

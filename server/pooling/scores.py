@@ -1,6 +1,6 @@
 """Scores of pairs of texts, by a cross-encoder or by the similarity of two embeddings."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -22,11 +22,8 @@ class TextPairs:
     seconds: list[str]
     names: tuple[str, str] = ("text_1", "text_2")
     """The fields of the first and second texts, for errors."""
-    normalize: bool | None = None
-    truncate: int | None = None
-    keep_end: bool = False
-    max_first_tokens: int | None = None
-    max_second_tokens: int | None = None
+    options: InputOptions = field(default_factory=lambda: InputOptions(PoolingParams()))
+    """Of `params` only `normalize` is used."""
 
     def __post_init__(self) -> None:
         """Raises UserError unless there are as many first texts as second ones, or one."""
@@ -51,14 +48,12 @@ async def pair_inputs(processor: InputProcessor, pairs: TextPairs) -> list[Pooli
     """Inputs for the engine: all pairs, or each text once. Raises UserError."""
     task = scoring_task(processor.facts)
     first, second = pairs.names
-    options = InputOptions(
-        PoolingParams(task=task, normalize=pairs.normalize if task == SCORE else None),
+    normalize = pairs.options.params.normalize if task == SCORE else None
+    options = replace(
+        pairs.options,
+        params=PoolingParams(task=task, normalize=normalize),
         param=second,
         is_list=len(pairs.seconds) > 1,
-        truncate=pairs.truncate,
-        keep_end=pairs.keep_end,
-        max_first_tokens=pairs.max_first_tokens,
-        max_second_tokens=pairs.max_second_tokens,
     )
     if task == SCORE:
         firsts = pairs.firsts * len(pairs.seconds) if len(pairs.firsts) == 1 else pairs.firsts
@@ -69,7 +64,7 @@ async def pair_inputs(processor: InputProcessor, pairs: TextPairs) -> list[Pooli
         options, param=first, is_list=len(pairs.firsts) > 1, max_second_tokens=None
     )
     second_options = replace(
-        options, max_first_tokens=pairs.max_second_tokens, max_second_tokens=None
+        options, max_first_tokens=options.max_second_tokens, max_second_tokens=None
     )
     return [
         *await processor.texts(pairs.firsts, first_options),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from config.errors import NotFound, UserError
-from server.http.body import MANY_BYTES, checked
+from server.http.body import MANY_BYTES, validate_fields
 from server.openai.responses.items import Item, is_reference, number_in, read_items
 from server.openai.responses.messages import messages_of
 from server.openai.responses.schema import ResponseBody
@@ -108,7 +108,7 @@ def _resolve(
         raise UserError("input has no message, it must have at least 1", param="input")
     with as_response_fields():
         fields = {**body.chat_fields, "messages": messages, "request_id": number}
-        return ResponseRequest(checked(ChatBody, fields), history)
+        return ResponseRequest(validate_fields(ChatBody, fields), history)
 
 
 def _with_references(store: ResponseStore, items: list[Item], owner: str) -> list[Item]:
