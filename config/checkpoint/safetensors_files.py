@@ -64,7 +64,7 @@ def _indexed(index: Path) -> list[Path]:
         file = index.parent / name
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise ConfigError(
-                f"{index} names {shown(name)}, it must be a safetensors file beside it"
+                f"{index} names {shown(name)}, it must be a safetensors file in its folder"
             )
         if not file.is_file():
             raise ConfigError(f"{index} names {shown(name)[1:-1]}, which is not there")

@@ -134,9 +134,9 @@ FLAGS: tuple[Flag, ...] = tuple(sorted(_flags(), key=lambda flag: GROUPS.index(f
 
 FILE_FLAGS: Mapping[str, str] = {
     "config": "YAML file with any of these settings; flags and variables win over it",
-    "api-key-file": "File with one key a line, beside those of --api-key",
+    "api-key-file": "File with one API key per line, in addition to --api-key",
 }
-"""Settings that name a file to read; they have no field of their own."""
+"""Flags that name a file to read; they have no field."""
 
 ACCEPTED: Mapping[str, tuple[str, str]] = {
     "tensor-parallel-size": ("1", "one device runs the model in this version"),
@@ -152,7 +152,7 @@ ACCEPTED: Mapping[str, tuple[str, str]] = {
     "disable-log-stats": ("true", "there is no periodic line to switch on; see /metrics"),
     "trust-remote-code": ("false", "code that lies in a checkpoint is never run"),
 }
-"""Flags of other servers' start scripts: the one value that is true here, and why."""
+"""Flags of other servers' start scripts: the only supported value, and why."""
 
 ABSENT = frozenset(
     (
@@ -162,4 +162,4 @@ ABSENT = frozenset(
         *("ssl-keyfile", "ssl-certfile", "root-path"),
     )
 )
-"""Flags that people bring along from vLLM: the nearest of ours would be a wrong hint."""
+"""Flags of vLLM without a counterpart here, for which the most similar name is no help."""

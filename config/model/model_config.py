@@ -153,7 +153,7 @@ def _architecture(fields: Fields) -> str:
         )
     if "text_config" in fields.raw:
         raise ConfigError(
-            f"{fields.file} describes a {names[0]} with parts beside its text model, "
+            f"{fields.file} describes a {names[0]} with more than a text model, "
             "which is not supported"
         )
     return names[0]

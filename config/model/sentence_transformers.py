@@ -112,7 +112,9 @@ def _modules(file: Path) -> list[tuple[str, str]]:
         kind = str(fields.get("type", str, "")).rsplit(".", 1)[-1]
         subfolder = str(fields.get("path", str, ""))
         if Path(subfolder).is_absolute() or ".." in Path(subfolder).parts:
-            raise ConfigError(f"{file} names the folder {shown(subfolder)}, it must lie beside it")
+            raise ConfigError(
+                f"{file} names the folder {shown(subfolder)}, it must be in the same folder"
+            )
         kinds.append((kind, subfolder))
     names = [kind for kind, _ in kinds]
     behind = [name for name in names[1:] if name != "Dropout"]
@@ -126,8 +128,8 @@ def _modules(file: Path) -> list[tuple[str, str]]:
         )
     if kinds[0][1]:
         raise ConfigError(
-            f"{file} keeps the Transformer in {shown(kinds[0][1])}, it must lie beside the file "
-            "itself"
+            f"{file} keeps the Transformer in {shown(kinds[0][1])}, it must be in the "
+            "folder of the file"
         )
     return kinds[1:]
 
@@ -163,7 +165,7 @@ def _dense(folder: Path) -> DenseConfig:
     ]
     if not known or odd:
         what = f"{odd[0]} {shown(fields.raw[odd[0]])}" if odd else f"the activation {shown(name)}"
-        raise ConfigError(f"{fields.file} asks for {what}, which is not built here")
+        raise ConfigError(f"{fields.file} has {what}, which is not supported")
     return DenseConfig(
         str(folder),
         fields.count("in_features"),

@@ -101,10 +101,10 @@ def diagnose(machine: Machine, config: EngineConfig, cache_folder: str) -> Diagn
     )
 
 
-def _device(machine: Machine, asked: str) -> tuple[str, str]:
+def _device(machine: Machine, requested: str) -> tuple[str, str]:
     """(device, reason): the device that a worker would choose."""
-    if asked != "auto":
-        return asked, "it was asked for"
+    if requested != "auto":
+        return requested, "it was requested"
     if has_runtime(machine):
         return "hpu", f"{RUNTIME} is installed"
     return "cpu", f"{RUNTIME} is not installed, and a GPU has to be named"

@@ -109,22 +109,22 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
 
 
 def _max_model_len(facts: ModelConfig, config: EngineConfig) -> int:
-    asked = config.max_model_len
-    if asked is not None and asked > facts.max_position:
+    requested = config.max_model_len
+    if requested is not None and requested > facts.max_position:
         raise ConfigError(
-            f"max-model-len is {asked}, the checkpoint was made for {facts.max_position}"
+            f"max-model-len is {requested}, the checkpoint was made for {facts.max_position}"
         )
-    return asked or facts.max_position
+    return requested or facts.max_position
 
 
-def _lengths(asked: Sequence[int], max_model_len: int) -> tuple[int, ...]:
-    for length in asked:
+def _lengths(requested: Sequence[int], max_model_len: int) -> tuple[int, ...]:
+    for length in requested:
         if not 1 <= length <= max_model_len:
             raise ConfigError(
                 f"a length is {length}, it must be between 1 and max-model-len, {max_model_len}"
             )
     shorter = [length for length in LENGTHS if length < max_model_len]
-    return tuple(asked) or (*shorter, max_model_len)
+    return tuple(requested) or (*shorter, max_model_len)
 
 
 def _table(config: EngineConfig, card: CardPlan) -> BucketTable:

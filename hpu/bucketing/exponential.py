@@ -10,10 +10,10 @@ from config.buckets import BucketConfig
 from hpu.bucketing.limits import BucketLimits, Shape, Shapes
 
 Axis = tuple[int, int, int, int]
-"""(min, step, max, most points)"""
+"""(min, step, max, maximum number of points)"""
 
 LONG_CONTEXT = 8192
-"""From here on the context axis ends where a whole chunk still follows."""
+"""From this max_model_len on, the context axis leaves room for a whole chunk."""
 
 
 def exponential_buckets(limits: BucketLimits) -> Shapes:
@@ -57,11 +57,10 @@ def exponential_v3_buckets(config: BucketConfig, limits: BucketLimits) -> Shapes
 def exponential_points(
     low: int, step: int, high: int, limit: int, *, fill: bool, exact_last: bool = False
 ) -> list[int]:
-    """At most `limit` points from `low` to `high`, each in the same ratio to the one before.
+    """At most `limit` points from `low` to `high`, in a constant ratio.
 
-    Points are rounded up to multiples of `step`; with `fill` a point that exists already gives way
-    to the nearest unused multiple, so that few are lost. The last is `high`, rounded up unless
-    `exact_last`.
+    Points are rounded up to multiples of `step`; with `fill` a duplicate is replaced by the nearest
+    unused multiple. The last point is `high`, rounded up unless `exact_last`.
     """
     last = high if exact_last else step * math.ceil(high / step)
     if limit <= 1 or low >= high:
@@ -90,18 +89,18 @@ def num_points(high: int) -> int:
 def exponential_prompts(
     max_batch: int, block_size: int, budget: int, max_len: int, *, contexts: bool
 ) -> list[Shape]:
-    """Prompt buckets whose tokens, cached context counted, stay within `budget`.
+    """Prompt buckets whose tokens, cached context included, are within `budget`.
 
-    With `contexts`, every number of cached blocks that a query leaves room for in `max_len`.
+    With `contexts`: every number of cached blocks that fits into `max_len` with the query.
     """
     batches = exponential_points(1, 1, max_batch, num_points(max_batch), fill=True)
     queries = exponential_points(block_size, block_size, max_len, num_points(max_len), fill=True)
     shapes = []
     for batch, query in itertools.product(batches, queries):
-        most = max((max_len - query) // block_size, 0) if contexts else 0
+        max_context = max((max_len - query) // block_size, 0) if contexts else 0
         shapes += [
             (batch, query, blocks)
-            for blocks in range(most + 1)
+            for blocks in range(max_context + 1)
             if batch * (query + blocks * block_size) <= budget
         ]
     return sorted(shapes)
@@ -124,7 +123,7 @@ def exponential_decodes(
 
 
 def axis_points(axis: Axis) -> list[int]:
-    """The points of one exponential axis; the last is exactly its max."""
+    """The points of one exponential axis; the last is its max."""
     low, step, high, limit = axis
     if limit <= 1:
         return [high]
@@ -149,10 +148,9 @@ def v3_decode_axes(
     max_batch: int, block_size: int, max_len: int, num_blocks: int, *, contiguous: bool
 ) -> tuple[Axis, Axis, Axis]:
     """(batch, query, blocks) of decodes. Requests may share blocks unless the cache is
-    `contiguous`:
-    then up to three times the blocks that exist are referred to."""
-    most = math.ceil(max_len / block_size) * max_batch
-    blocks = min(num_blocks if contiguous else 3 * num_blocks, most)
+    `contiguous`: with sharing, a decode refers to up to three times the number of blocks."""
+    full = math.ceil(max_len / block_size) * max_batch
+    blocks = min(num_blocks if contiguous else 3 * num_blocks, full)
     return (
         (1, 2, max_batch, num_points(max_batch)),
         (1, 1, 1, 1),
@@ -169,10 +167,10 @@ def v3_prompts(
     query_min: int | None = None,
     context_max: int | None = None,
 ) -> list[Shape]:
-    """Prompt buckets within `budget`, cached context not counted.
+    """Prompt buckets within `budget`, without the cached context.
 
-    Long contexts get, beside the axis, the most that each query leaves room for, unless that
-    reaches `context_max`.
+    Long contexts have an additional point per query: the largest context that fits with it, if
+    below `context_max`.
     """
     batch_axis, query_axis, context_axis = v3_prompt_axes(
         max_batch, block_size, budget, max_len, query_min=query_min
@@ -194,8 +192,8 @@ def v3_prompts(
 def v3_decodes(
     max_batch: int, block_size: int, max_len: int, num_blocks: int, *, contiguous: bool
 ) -> list[Shape]:
-    """Decode buckets. Without a contiguous cache none has fewer blocks than rows, or more than its
-    rows can hold."""
+    """Decode buckets. Unless the cache is `contiguous`, the number of blocks is at least the batch,
+    and at most what the batch can have."""
     batch_axis, _, block_axis = v3_decode_axes(
         max_batch, block_size, max_len, num_blocks, contiguous=contiguous
     )
@@ -203,10 +201,10 @@ def v3_decodes(
     if contiguous:
         blocks = sorted({*blocks, num_blocks})
         return [(batch, 1, count) for batch, count in itertools.product(batches, blocks)]
-    a_row = math.ceil(max_len / block_size)
+    per_seq = math.ceil(max_len / block_size)
     return sorted(
         {
-            (batch, 1, min(count, batch * a_row))
+            (batch, 1, min(count, batch * per_seq))
             for batch, count in itertools.product(batches, blocks)
             if batch <= count
         }

@@ -21,10 +21,10 @@ def read_bucket_file(path: str) -> Shapes:
 
 
 def parse_buckets(text: str, name: str = "bucket file") -> Shapes:
-    """(prompt, decode) shapes of a text with one `(batch, query, blocks)` a line.
+    """(prompt, decode) shapes of a text with lines of `(batch, query, blocks)`.
 
-    Each of the three is a number, a list, or range(start, end[, step]) with the end excluded; a
-    line stands for all combinations. A query of 1 makes a decode bucket. `#` starts a comment.
+    Each of the three is a number, a list, or range(start, end[, step]) without the end; a line
+    means all combinations. A query of 1 is a decode bucket. `#` starts a comment.
     """
     prompts: dict[Shape, None] = {}
     decodes: dict[Shape, None] = {}
@@ -35,7 +35,7 @@ def parse_buckets(text: str, name: str = "bucket file") -> Shapes:
         try:
             axes = _parse_line(line)
         except (SyntaxError, ValueError) as error:
-            # Python would name a line of its own, the only one that it was shown.
+            # Python's message has the line number of this one line.
             reason = error.msg if isinstance(error, SyntaxError) else error
             raise ConfigError(f"{name}, line {number}: {line!r}: {reason}") from None
         for batch, query, blocks in itertools.product(*axes):

@@ -30,8 +30,8 @@ def linear_buckets(config: BucketConfig, limits: BucketLimits) -> Shapes:
 def linear_points(low: int, step: int, high: int) -> list[int]:
     """`low` doubled while below `step`, then every multiple of `step` up to `high`.
 
-    A `low` of 0 puts 0 in front of the points from `step`. Rule and examples: the bucketing chapter
-    of Gaudi's vLLM guide.
+    With a `low` of 0: 0, then the points from `step`. Rule and examples: the bucketing chapter of
+    Gaudi's vLLM guide.
     """
     if low == 0:
         return [0, *linear_points(step, step, high)]
@@ -41,7 +41,7 @@ def linear_points(low: int, step: int, high: int) -> list[int]:
 
 
 def linear_axis(given: Range, low: int, step: int, high: int) -> list[int]:
-    """`linear_points` with what the user gave in place of the strategy's own numbers."""
+    """`linear_points` with the user's limits in place of the defaults."""
     low = low if given.min is None else given.min
     step = step if given.step is None else given.step
     high = high if given.max is None else given.max

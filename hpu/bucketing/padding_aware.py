@@ -12,12 +12,12 @@ PAD_PERCENT = 25
 def padding_aware_buckets(config: BucketConfig, limits: BucketLimits) -> Shapes:
     """Prompt and decode buckets: every combination of the points of the axes."""
     block, budget = limits.block_size, limits.max_query
-    a_chunk = math.ceil(limits.max_num_batched_tokens / block)
+    chunk_blocks = math.ceil(limits.max_num_batched_tokens / block)
     prompts = list(
         itertools.product(
             _padding_axis(config.prompt_batch, 1, 1, limits.max_prefill_batch),
             _padding_axis(config.prompt_query, block, block, budget),
-            _padding_axis(config.prompt_context, 0, 2, limits.blocks_per_seq, pad_max=a_chunk),
+            _padding_axis(config.prompt_context, 0, 2, limits.blocks_per_seq, pad_max=chunk_blocks),
         )
     )
     decodes = [
@@ -31,29 +31,29 @@ def padding_aware_buckets(config: BucketConfig, limits: BucketLimits) -> Shapes:
 
 
 def padding_points(low: int, step: int, high: int, pad_max: int, pad_percent: int) -> list[int]:
-    """`low` doubled past `step`, then the fewest multiples of `step` between which the padding
-    stays within `pad_max` and within `pad_percent` of the bucket.
+    """`low` doubled up to `step`, then the fewest multiples of `step` with a padding of at most
+    `pad_max`, and at most `pad_percent` of the bucket.
 
-    Every multiple of `pad_max` is kept too. Ends with `high`.
+    Multiples of `pad_max` are always included. The last point is `high`.
     """
     points = [low]
     while points[-1] < step and points[-1] < high:
         points.append(max(1, points[-1] * 2))
     points = [point for point in points if point <= high]
-    kept = points[-1]
-    for current in range(step * (kept // step + 1), high + 1, step):
+    last = points[-1]
+    for current in range(step * (last // step + 1), high + 1, step):
         after = current + step
-        padding = after - kept - 1
+        padding = after - last - 1
         if padding * 100 > pad_percent * after or padding > pad_max or current % pad_max == 0:
             points.append(current)
-            kept = current
+            last = current
     return points if points[-1] == high else [*points, high]
 
 
 def _padding_axis(
     given: Range, low: int, step: int, high: int, *, pad_max: int | None = None
 ) -> list[int]:
-    """`padding_points` with what the user gave; `pad_max` None: a quarter of the axis."""
+    """`padding_points` with the user's limits; `pad_max` None: a quarter of the axis."""
     low = low if given.min is None else given.min
     step = step if given.step is None else given.step
     high = high if given.max is None else given.max

@@ -94,7 +94,7 @@ def _modules(machine: Machine, cards: tuple[Card, ...], num_cards: int) -> list[
             )
         ]
     if len(modules) < num_cards:
-        what = f"{MODULES} names {len(modules)} modules, {num_cards} cards are asked for"
+        what = f"{MODULES} names {len(modules)} modules, {num_cards} cards are needed"
         return [Finding(ERROR, MODULES, what, f"name {num_cards} modules")]
     groups = {2: PAIRS, 4: QUADS}.get(num_cards, ())
     used = tuple(sorted(modules[:num_cards]))

@@ -132,7 +132,7 @@ def _cards_in_use(
         return []
     needed = num_cards if rank is None else 1
     if len(cards) < needed:
-        what = f"{len(cards)} cards are to be seen, {needed} are asked for"
+        what = f"{len(cards)} cards are visible, {needed} are needed"
         return [Finding(ERROR, "cards", what, IN_CONTAINER)]
     if len(free) < needed:
         what = f"{len(free)} of {len(cards)} cards are free, {needed} needed: {'; '.join(in_use)}"

@@ -61,7 +61,8 @@ class Api:
             raise RuntimeError(f"device index {index} of {len(modules)} visible modules")
         if acquisition.is_acquired and index not in (0, acquisition.index):
             raise RuntimeError(
-                f"one device per process: index {acquisition.index} is held, {index} was asked"
+                f"one device per process: index {acquisition.index} is acquired, {index} was "
+                "requested"
             )
         if not acquisition.is_acquired:
             acquisition.index = index

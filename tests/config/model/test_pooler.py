@@ -138,14 +138,14 @@ def test_modules_that_are_not_built_here_are_refused(
         chosen(folder)
 
 
-def test_a_module_may_not_lie_elsewhere(tmp_path: Path) -> None:
+def test_a_module_outside_the_folder_is_refused(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "model", "BertModel")
     write_modules(folder, "Transformer", "Pooling")
     listed = json.loads((folder / "modules.json").read_text())
     listed[1]["path"] = "../secret"
     write_json(folder / "modules.json", listed)
 
-    with pytest.raises(ConfigError, match=r"'\.\./secret', it must lie beside it"):
+    with pytest.raises(ConfigError, match=r"'\.\./secret', it must be in the folder"):
         chosen(folder)
 
 

@@ -156,8 +156,8 @@ def test_a_torn_file_is_named(folder: Path) -> None:
     ("index", "message"),
     [
         ({"weight_map": {"a": "gone.safetensors"}}, "names gone.safetensors, which is not there"),
-        ({"weight_map": {"a": "../x.safetensors"}}, "it must be a safetensors file beside it"),
-        ({"weight_map": {"a": "x.bin"}}, "it must be a safetensors file beside it"),
+        ({"weight_map": {"a": "../x.safetensors"}}, "it must be a safetensors file in its folder"),
+        ({"weight_map": {"a": "x.bin"}}, "it must be a safetensors file in its folder"),
         ({}, "is not an index of safetensors files"),
     ],
 )
