@@ -1,8 +1,8 @@
-"""What an engine and its workers say to each other. Columns of plain values; knows no tensors.
+"""Messages between an engine and its workers: columns of plain values, no tensors.
 
-A worker keeps each live sequence in a row, so a plan carries only what changed. Everything in a
-plan applies in this order: freed rows, moved blocks, new rows, grown blocks, launches one after the
-other.
+A worker keeps the state of each live request at its `req_index`, so a plan carries only changes.
+They apply in this order: freed requests, moved blocks, new requests, bitmasks, grown blocks,
+launches one after the other.
 """
 
 import msgspec
@@ -19,7 +19,7 @@ TOKENS_PER_WORD = 32
 
 
 class RequestSampling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
-    """What the sampler must know of one row. The engine draws the seed that a caller left out."""
+    """Sampling parameters of one request. The engine draws the seed if the caller gave none."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -31,107 +31,106 @@ class RequestSampling(msgspec.Struct, frozen=True, array_like=True, omit_default
     repetition_penalty: float = 1.0
     min_tokens: int = 0
     end_token_ids: tuple[int, ...] = ()
-    """Tokens barred while fewer than `min_tokens` were generated (end tokens, stop_token_ids)."""
+    """Tokens banned while fewer than `min_tokens` were generated (end tokens, stop_token_ids)."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     num_logprobs: int = -1
-    """-1: none; k: the chosen token and the k most likely."""
+    """-1: none; k: of the sampled token and of the k most likely."""
     num_prompt_logprobs: int = -1
     masked: bool = False
-    """Whether every plan that samples the row brings the tokens that may come next."""
+    """Whether every plan that samples the request brings a grammar bitmask for it."""
 
 
 class NewRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """A sequence that enters `row`, afresh or after a preemption."""
+    """A request that starts at `req_index`, new or after a preemption."""
 
     req_index: int
     tokens: memoryview
-    """uint32, little-endian: the prompt, and after a preemption what was generated since."""
+    """uint32, little-endian: the prompt, and after a preemption the generated tokens."""
     num_prompt_tokens: int
     num_computed_tokens: int
-    """Tokens whose keys and values already lie in `blocks` (a prefix hit)."""
+    """Tokens whose keys and values are already in `blocks` (a prefix hit)."""
     blocks: list[int]
     sampling: RequestSampling
 
 
 class Text(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What a pooling model reads at once, and what is wanted of it."""
+    """One input of a pooling model, and which vectors it gets."""
 
     tokens: memoryview
     """uint32, little-endian."""
     by_token: bool = False
-    """Whether a vector for each token is wanted, rather than one for all."""
+    """A vector for each token instead of one for all."""
     normalizes: bool = False
-    """Vectors of length 1; of a model with a head, numbers between 0 and 1."""
+    """Vectors of length 1; for a model with a head, numbers between 0 and 1."""
     dimensions: int = 0
-    """Numbers of each vector that are wanted, cut before it is normalised; 0: all."""
+    """Dimensions of each vector, cut before it is normalised; 0: all."""
     num_first: int = 0
-    """Tokens of type 0; those behind have type 1. 0: all have type 0."""
+    """Tokens of type 0; the following ones have type 1. 0: all have type 0."""
     num_skipped: int = 0
-    """Tokens at the front that are read and not pooled."""
+    """Tokens at the front that are not pooled."""
 
 
 class Launch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """One forward pass in one bucket. Requests keep their order; a result's tokens follow it.
+    """One forward pass in one bucket. Results are in the order of `req_indices`.
 
-    A prefill row takes `counts[i]` further tokens of its known ones and samples when none is left
-    (`samples[i]`). A decode row takes the one token it sampled last, and always samples: its
-    `counts` and `samples` stay empty. Of a pooling model every launch is a prefill, and `rows` are
-    places among the plan's `texts`; nothing samples.
+    A request of a prefill computes its next `query_lens[i]` tokens, and samples if these are its
+    last (`samples[i]`). A request of a decode computes the token that it sampled last, and always
+    samples: `query_lens` and `samples` are empty. For a pooling model every launch is a prefill,
+    `req_indices` are indices into the plan's `texts`, and nothing samples.
     """
 
     phase: int
     bucket: tuple[int, int, int]
-    """(batch, query, blocks): for a prefill, blocks of cached context a row; for a decode, query is
-    1 and blocks is the total over all rows, or, where the worker reads its cache as one slice, one
-    more than the highest block of any row."""
+    """(batch, query, blocks). Prefill: blocks of cached context a request. Decode: query is 1, and
+    blocks is the total over all requests, or, where the worker reads its cache as one slice, the
+    highest block of any request plus 1."""
     req_indices: list[int]
     query_lens: list[int] = []
     samples: list[bool] = []
 
 
 class StepPlan(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=1):
-    """One step. Gets exactly one StepResult, in order."""
+    """One step. Each plan gets exactly one StepResult, in order."""
 
     step: int
     launches: list[Launch]
     new_requests: list[NewRequest] = []
     grown_requests: list[int] = []
     grown_blocks: list[int] = []
-    """grown_requests[i] is lent block grown_blocks[i], at the end of its table."""
+    """Block grown_blocks[i] is appended to the block table of grown_requests[i]."""
     freed_requests: list[int] = []
     moved_from: list[int] = []
     moved_to: list[int] = []
-    """Block moved_from[i] lies at moved_to[i] from now on, for whichever row names it. All move at
-    once, and no row names a block of moved_to before."""
+    """Block moved_from[i] is copied to moved_to[i], which replaces it in every block table. All
+    move at once; no block table has a block of moved_to before."""
     masked_requests: list[int] = []
-    """The masked rows that sample in this plan, and whose last token was known when it was made."""
+    """Requests with a grammar that sample in this plan, and whose last token is known."""
     masks: memoryview = NO_MASKS
-    """One bit a token, set where it may come next: int32 little-endian, (masked_requests,
-    words)."""
+    """(masked_requests, words) int32 little-endian: one bit a token, set if it may come next."""
     deferred_requests: list[int] = []
-    """The other masked rows that sample in it. A launch with one of them runs forward at once and
-    samples when `GrammarMasks` has come: behind this plan, before the next one."""
+    """The other requests with a grammar that sample in this plan. A launch with one of them runs
+    its forward pass at once and samples when `GrammarMasks` comes, before the next plan."""
     texts: list[Text] = []
-    """For a pooling model, and nothing else is: what the launches read, whole."""
+    """For a pooling model: whole inputs of the launches; requests and blocks are empty then."""
 
 
 class GrammarMasks(msgspec.Struct, array_like=True, gc=False, tag=9):
-    """Behind a plan with late rows, once the result of the plan before is known: exactly one.
+    """Exactly one after each plan with deferred requests, once the result before it is known.
 
-    A late row that is not named has ended meanwhile, and what it samples is thrown away.
+    A deferred request that is not named has finished, and its sample is dropped.
     """
 
     step: int
     """The plan's."""
     req_indices: list[int]
     masks: memoryview
-    """As in StepPlan: (rows, words)."""
+    """(req_indices, words), as in StepPlan."""
 
 
 class Logprobs(msgspec.Struct, array_like=True, gc=False):
-    """Log-probabilities for `len(ranks)/4` positions, chosen token first, then the `k` most likely.
+    """Log-probabilities of `len(ranks) / 4` positions: the sampled token, then the `k` most likely.
 
     `ids` is int32 and `values` float32, both (positions, k + 1) and little-endian; `ranks` is int32
     (positions,): 1 for the most likely token. Values are log-softmax of the raw logits.
@@ -144,7 +143,7 @@ class Logprobs(msgspec.Struct, array_like=True, gc=False):
 
 
 class StepResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=2):
-    """What a step produced, in the plan's order.
+    """The results of a step, in the plan's order.
 
     `tokens` holds the tokens of each sampling request, `token_counts[i]` for the i-th; -1 marks
     logits that were not finite.
@@ -153,46 +152,46 @@ class StepResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     step: int
     tokens: list[int]
     logprobs: list[tuple[int, Logprobs]] = []
-    """(index into tokens, one position) for the rows that asked."""
+    """(index into tokens, one position) of requests with logprobs."""
     prompt_logprobs: list[tuple[int, Logprobs]] = []
-    """(row, positions of this chunk) for the rows that asked: the log-probability of each prompt
-    token that follows a position of the chunk."""
+    """(req_index, positions of this chunk) of requests with prompt logprobs: of each prompt token
+    that follows a position of the chunk."""
     seconds: list[float] = []
-    """One a launch, on the device, sampling included."""
+    """Device time of each launch, sampling included."""
     host_s: float = 0.0
     counters: dict[str, float] = {}
-    """Changed counters of the worker (see engine/core/stats.py)."""
+    """The worker's counters that changed (see engine/core/stats.py)."""
     vectors: list[tuple[int, memoryview]] = []
-    """Of a pooling model, in the order of the launches' texts: (rows, float32 little-endian); a
-    number of rows of -1 says that its vectors were not numbers."""
+    """Of a pooling model, in the order of the launches' texts: (number of vectors, float32
+    little-endian); -1 vectors if they were not finite."""
     token_counts: list[int] = []
     """Tokens of each sampling request, in the order of `tokens`; empty when each has exactly one.
     Last, so that an empty column takes no byte on the wire."""
 
 
 class WorkerFailed(msgspec.Struct, array_like=True, gc=False, tag=3):
-    """The worker cannot go on; it exits after this."""
+    """The worker failed and exits after this."""
 
     message: str
     is_config: bool = False
-    """A setting is to blame: a ConfigError."""
+    """Caused by a setting: a ConfigError."""
 
 
 class WarmupProgress(msgspec.Struct, array_like=True, gc=False, tag=4):
-    """Where start-up stands: `stage` is load, warmup."""
+    """Progress of start-up; `stage` is load or warmup."""
 
     stage: str
     done: int
     total: int
     left_s: float = 0.0
-    """Expected; 0 where nobody knows."""
+    """Estimate; 0 if unknown."""
 
 
 class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
-    """What the worker found out while it started."""
+    """The worker is ready: facts of its model, memory and buckets."""
 
     num_blocks: int
-    """Blocks an engine may lend: 0 .. num_blocks - 1. The pad block lies beyond them."""
+    """KV blocks 0 .. num_blocks - 1; the pad block comes after them."""
     block_size: int
     max_model_len: int
     vocab_size: int
@@ -210,22 +209,20 @@ class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
     bucket_limits: BucketLimits
     """With `buckets`, all that the engine needs to rebuild the worker's bucket table."""
     num_later: int = 0
-    """Buckets that are prepared between steps; each time a `Warmed` says so."""
+    """Buckets that are prepared between steps, each announced by a `Warmed`."""
     driver: str = ""
     software: str = ""
     """Versions of the device's driver and runtime."""
     counters: dict[str, float] = {}
-    """As in StepResult: what warm-up counted."""
+    """As in StepResult, after the warm-up."""
     contiguous: bool = False
-    """Whether a decode's blocks are all blocks up to the highest of its rows."""
-    max_tokens_per_step: int = 1
-    """The most tokens that a StepResult brings for one request: 1 + draft tokens."""
+    """Whether a decode reads all blocks up to the highest one of its requests."""
     pooling: PoolingFacts | None = None
-    """Set when the model gives vectors: there are no blocks then, and no decodes."""
+    """Set for a pooling model: it has no KV blocks and no decodes."""
 
 
 class Warmed(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=8):
-    """What an idle worker prepared after it was ready."""
+    """A bucket that an idle worker prepared after it was ready."""
 
     buckets: list[tuple[int, int, int, int]]
     """As in WorkerReady; empty when a bucket could not be prepared."""
@@ -241,19 +238,18 @@ SLEEP, WAKE_WEIGHTS, WAKE_UP = "sleep", "wake_weights", "wake_up"
 
 
 class WorkerCall(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=6):
-    """Something asked beside the plans. Gets one WorkerAnswer, which may overtake the results of
-    plans in flight; only WAKE_UP that succeeds gets a WorkerReady, as a start does, with progress
-    before it."""
+    """A call beside the plans. Gets one WorkerAnswer, which may overtake the results of plans in
+    flight; but a successful WAKE_UP gets progress and a WorkerReady, as a start does."""
 
     name: str
-    """One of PROFILE_CALLS, or with no plan in flight SLEEP (give back memory), WAKE_WEIGHTS (have
-    the weights on the device again) or WAKE_UP (be as before)."""
+    """One of PROFILE_CALLS; or, with no plan in flight, SLEEP (free memory), WAKE_WEIGHTS (load the
+    weights again) or WAKE_UP (load and build everything again)."""
     level: int = 0
-    """Of SLEEP: 1 keeps the weights in host memory, 2 drops them."""
+    """For SLEEP: 1 keeps the weights in host memory, 2 drops them."""
 
 
 class WorkerAnswer(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=7):
-    """A value, or an error: the caller's own when `is_refusal`, with a word to match on."""
+    """A value or an error; `is_refusal` if the caller caused it, with a `code` to match on."""
 
     value: str = ""
     error: str | None = None

@@ -1,11 +1,12 @@
-"""Counters: numbers a worker keeps for its operator, by name. What can be told from a plan alone
-(bucket lookups, padding) the engine counts.
+"""Counters: a worker's metrics by name. Bucket lookups and padding are counted by the engine.
 
-compilations.{prefill,decode}.{warmup,serving}  captured graphs, by when they were captured; where
-                                                none are, what the device's runtime compiled
-compile_seconds.{warmup,serving}                time that took
-graphs, graph_bytes                             graphs kept, and the memory they hold (gauges)
-recompilations, cpu_fallbacks                   after warm-up, as the device's runtime counts them
+
+
+compilations.{prefill,decode}.{warmup,serving}  captured graphs; without captures, compilations of
+                                                the device's runtime
+compile_seconds.{warmup,serving}                their time
+graphs, graph_bytes                             captured graphs and their memory (gauges)
+recompilations, cpu_fallbacks                   after warm-up, counted by the device's runtime
 recipe_hits, recipe_misses                      its cache of compiled recipes, since the start
 """
 
@@ -13,12 +14,12 @@ from hpu.protocol import PREFILL
 
 
 def phase_name(phase: int) -> str:
-    """The word for a launch's phase in a counter's name."""
+    """Name of a phase in counters and logs."""
     return "prefill" if phase == PREFILL else "decode"
 
 
 class Counters:
-    """Totals since start, and which of them changed since they were last read."""
+    """Totals since the start, and which of them changed since the last read."""
 
     def __init__(self) -> None:
         self._totals: dict[str, float] = {}

@@ -1,5 +1,5 @@
-"""Diagnostics: what a device's runtime counted during a step (compilations, operations that ran on
-the host, its cache of recipes), as counters and log lines. Knows no runtime."""
+"""Diagnostics: what the device's runtime counts in each step (compilations, operations on the host,
+recipe cache), as counters and log lines."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ RecipeCache = Callable[[], tuple[int, int]]
 
 @runtime_checkable
 class CountsWork(Protocol):
-    """A back end whose runtime counts what a server should not do. Totals since the start."""
+    """A back end whose runtime counts compilations and fallbacks. Totals since the start."""
 
     def compilations(self) -> int: ...
 
@@ -39,10 +39,10 @@ class CountsRecipes(Protocol):
 
 
 class Diagnostics:
-    """Looks at the runtime's totals after each step. With one plan ahead, what the step behind it
-    caused may be told with this one: launches are compiled when they are made.
+    """Reads the runtime's totals after each step.
 
-    None of the callables waits for the device.
+    Launches are compiled when they are submitted: with one plan ahead, the next step's compilations
+    may count for this one. None of the callables waits for the device.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class Diagnostics:
         recipe_cache: RecipeCache | None = None,
         counts_by_phase: bool = False,
     ) -> None:
-        """`counts_by_phase`: nobody captures graphs, so that compilations are told by phase from
-        here; those of a step with both phases are put down to its first launch."""
+        """`counts_by_phase`: count compilations by phase, since no graphs are captured; those of a
+        step with both phases count for the phase of its first launch."""
         self._counts_by_phase = counts_by_phase
         self._config = config
         self._counters = counters
@@ -69,34 +69,34 @@ class Diagnostics:
         self.reset()
 
     def reset(self) -> None:
-        """What was compiled until now was meant to be."""
+        """Ignore everything that was compiled until now."""
         self._known_compilations = self._compilations()
         self._known_seconds = self._compile_seconds()
         self._known_fallbacks = dict(self._cpu_fallbacks())
         self._count_recipes()
 
     def warmed_up(self, phase: int) -> None:
-        """A bucket of this phase was prepared."""
+        """Count the compilations of a bucket of this phase that was prepared."""
         self._count_phase(phase, "warmup", self._compilations() - self._known_compilations)
         self.reset()
 
-    def collected(self, pending: AsyncStepOutput) -> None:
-        """A step is done: count and log what happened since the one before it."""
+    def collected(self, output: AsyncStepOutput) -> None:
+        """Count and log what happened since the last step."""
         total = self._compilations()
         compiled, self._known_compilations = total - self._known_compilations, total
         fallbacks = dict(self._cpu_fallbacks())
-        found = {
+        new_fallbacks = {
             name: count - self._known_fallbacks.get(name, 0)
             for name, count in fallbacks.items()
             if count > self._known_fallbacks.get(name, 0)
         }
         self._known_fallbacks = fallbacks
         self._counters.add("recompilations", compiled)
-        self._counters.add("cpu_fallbacks", sum(found.values()))
-        if pending.launches and pending.launches[0].launch is not None:
-            self._count_phase(pending.launches[0].launch.phase, "serving", compiled)
+        self._counters.add("cpu_fallbacks", sum(new_fallbacks.values()))
+        if output.launches and output.launches[0].launch is not None:
+            self._count_phase(output.launches[0].launch.phase, "serving", compiled)
         self._count_recipes()
-        self._log(pending, compiled, found)
+        self._log(output, compiled, new_fallbacks)
 
     def _count_phase(self, phase: int, stage: str, compiled: int) -> None:
         if self._counts_by_phase and compiled:
@@ -113,34 +113,34 @@ class Diagnostics:
         self._counters.add("recipe_misses", misses - self._recipes[1])
         self._recipes = (hits, misses)
 
-    def _log(self, pending: AsyncStepOutput, compiled: int, fallbacks: Mapping[str, int]) -> None:
+    def _log(self, output: AsyncStepOutput, compiled: int, fallbacks: Mapping[str, int]) -> None:
         config = self._config
         if config.log_graph_compilation_all or (config.log_graph_compilation and compiled):
             logger.log(
                 logging.WARNING if compiled else logging.INFO,
                 "Step %d compiled %d graphs: %s",
-                pending.step,
+                output.step,
                 compiled,
-                _launches(pending),
+                _launches(output),
             )
         if config.log_cpu_fallbacks_all or (config.log_cpu_fallbacks and fallbacks):
             logger.log(
                 logging.WARNING if fallbacks else logging.INFO,
                 "Step %d ran %d operations on the host%s: %s",
-                pending.step,
+                output.step,
                 sum(fallbacks.values()),
                 f" ({', '.join(f'{name} {n}' for name, n in sorted(fallbacks.items()))})"
                 if fallbacks
                 else "",
-                _launches(pending),
+                _launches(output),
             )
 
 
 def diagnostics_of(
     backend: Backend, config: ExecutionConfig, counters: Counters, *, captures: bool
 ) -> Diagnostics | None:
-    """For a back end whose runtime counts; None for others. `captures`: graphs are captured, and
-    counted by those who do."""
+    """Diagnostics of a back end whose runtime counts; None for others. With `captures`, GraphCache
+    counts compilations by phase."""
     if not isinstance(backend, CountsWork):
         return None
     return Diagnostics(
@@ -154,8 +154,9 @@ def diagnostics_of(
     )
 
 
-def _launches(pending: AsyncStepOutput) -> str:
-    asked = [launch.launch for launch in pending.launches if launch.launch is not None]
+def _launches(output: AsyncStepOutput) -> str:
+    launches = [one.launch for one in output.launches if one.launch is not None]
     return ", ".join(
-        f"{phase_name(one.phase)} {one.bucket} with {len(one.req_indices)} rows" for one in asked
+        f"{phase_name(launch.phase)} {launch.bucket} with {len(launch.req_indices)} requests"
+        for launch in launches
     )

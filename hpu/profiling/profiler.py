@@ -1,5 +1,5 @@
-"""Profiler: what every step did, as a Chrome trace that Perfetto opens. Reads device times only of
-steps that are done, so it never waits; knows no model and no request."""
+"""Profiler: a Chrome trace of the steps, for Perfetto. Reads device times only of steps that are
+done, so it never waits."""
 
 import logging
 import os
@@ -20,29 +20,28 @@ from hpu.runner.async_output import AsyncLaunchOutput, AsyncStepOutput
 logger = logging.getLogger(__name__)
 
 MAX_EVENTS = 200_000
-"""Events in one trace, some 60 MB; a step takes four, and two for each of its launches; two
-more where sampling waited for masks."""
+"""Events of one trace, about 60 MB: four a step, two a launch, two more for deferred sampling."""
 
 STEPS, DEVICE, HOST = 1, 2, 3
 TRACKS = {STEPS: "steps", DEVICE: "device", HOST: "host"}
-"""One line of the picture each. StepRunner and launches lie where the device ran them."""
+"""Thread names of the trace; steps and launches are placed at their device times."""
 
 _encode = msgspec.json.Encoder().encode
 
 
 class Moment(NamedTuple):
-    """A point of the device's queue, and where it lies on the host's clock, in seconds."""
+    """A point of the device's queue, and its time on the host's clock in seconds."""
 
     event: Event
     seconds: float
 
 
 class Trace:
-    """The events of some steps, kept encoded in memory until `end` writes them.
+    """The events of some steps, encoded in memory until `end` writes them.
 
-    The file holds valid JSON from the first moment: an empty trace until then. Ends by itself after
-    `max_events` events, or after step `last` (counted from 0, its own first; steps before `first`
-    are left out).
+    The file is valid JSON from the beginning: an empty trace at first. Ends by itself after
+    `max_events` events, or after step `last`, counted from the trace's first step 0; steps before
+    `first` are left out.
     """
 
     def __init__(
@@ -67,38 +66,38 @@ class Trace:
         self._events: list[bytes] = []
         self._num_steps = 0
         self._submitted: dict[int, tuple[int, float, float]] = {}
-        """By step: its number in this trace, and when its submission began and ended. Holds what
-        is in flight."""
-        self._masked: dict[int, tuple[float, float]] = {}
-        """In the same way, when masks came behind it."""
+        """Of each step in flight: its number in this trace, and when its submission began and
+        ended."""
+        self._deferred: dict[int, tuple[float, float]] = {}
+        """Of each step in flight with deferred sampling: when that was launched."""
         self._write()
 
-    def submitted(self, pending: AsyncStepOutput, begun_s: float) -> None:
-        """A step was launched; the call for it came at `begun_s` (perf_counter)."""
+    def submitted(self, output: AsyncStepOutput, begun_s: float) -> None:
+        """Record a step that was launched from `begun_s` (perf_counter) until now."""
         if not self.is_over:
             times = (self._num_steps, begun_s, time.perf_counter())
-            self._submitted[pending.step] = times
+            self._submitted[output.step] = times
             self._num_steps += 1
 
-    def masked(self, pending: AsyncStepOutput, begun_s: float) -> None:
-        """The rest of a step was launched; the call for it came at `begun_s`."""
-        if pending.step in self._submitted:
-            self._masked[pending.step] = begun_s, time.perf_counter()
+    def sampled_deferred(self, output: AsyncStepOutput, begun_s: float) -> None:
+        """Record deferred sampling that was launched from `begun_s` until now."""
+        if output.step in self._submitted:
+            self._deferred[output.step] = begun_s, time.perf_counter()
 
-    def collected(self, pending: AsyncStepOutput, seconds: list[float], begun_s: float) -> None:
-        """A step is done: device `seconds` of each launch, and when its results began to be
-        read. StepRunner that were launched before the trace began are left out."""
-        noted = self._submitted.pop(pending.step, None)
-        masked = self._masked.pop(pending.step, None)
-        if noted is None or self.is_over:
+    def collected(self, output: AsyncStepOutput, seconds: list[float], begun_s: float) -> None:
+        """Record a step that is done: device `seconds` of each launch, and the start of reading its
+        results. Steps that were launched before the trace began are left out."""
+        submitted = self._submitted.pop(output.step, None)
+        deferred = self._deferred.pop(output.step, None)
+        if submitted is None or self.is_over:
             return
-        number, submit_s, submitted_s = noted
+        number, submit_s, submitted_s = submitted
         if number >= self._first:
-            step = {"step": pending.step}
+            step = {"step": output.step}
             self._span(HOST, "submit", submit_s, submitted_s - submit_s, step)
-            if masked is not None:
-                self._span(HOST, "mask", masked[0], _length(masked), step)
-            self._launches(pending, seconds)
+            if deferred is not None:
+                self._span(HOST, "mask", deferred[0], _length(deferred), step)
+            self._launches(output, seconds)
             self._span(HOST, "collect", begun_s, time.perf_counter() - begun_s, step)
         if self._last is not None and number >= self._last:
             self.end_quietly(f"step {self._last} was its last")
@@ -106,28 +105,28 @@ class Trace:
             self.end_quietly(f"it holds {len(self._events)} events, at most {self._max_events}")
 
     def end(self) -> str:
-        """Write the file and take nothing more; gives its path. Raises OSError."""
+        """Write the file and stop recording; returns its path. Raises OSError."""
         if not self.is_over:
             self.is_over = True
             self._write()
             self._events.clear()
             self._submitted.clear()
-            self._masked.clear()
+            self._deferred.clear()
         return self.path
 
     def end_quietly(self, reason: str) -> None:
-        """The same where a file that cannot be written must not end the worker."""
+        """`end`, but log an OSError instead of ending the worker."""
         try:
             logger.info("The trace %s ends: %s", self.end(), reason)
         except OSError as error:
             logger.error("the trace %s cannot be written: %s", self.path, error)
 
-    def _launches(self, pending: AsyncStepOutput, seconds: list[float]) -> None:
+    def _launches(self, output: AsyncStepOutput, seconds: list[float]) -> None:
         spans: list[tuple[float, float]] = []
         real = padding = 0
-        for launch, device_s in zip(pending.launches, seconds, strict=True):
+        for launch, device_s in zip(output.launches, seconds, strict=True):
             name, arguments = _described(launch)
-            arguments |= {"step": pending.step, "device_ms": _milli(device_s)}
+            arguments |= {"step": output.step, "device_ms": _milli(device_s)}
             self._span(
                 HOST, f"fill {name}", launch.fill_span_s[0], _length(launch.fill_span_s), arguments
             )
@@ -138,22 +137,22 @@ class Trace:
                 name = f"sample {name}"
             real += arguments["tokens"]
             padding += arguments["padding"]
-        if not spans or pending.end is None:
+        if not spans or output.end is None:
             return
-        # Launches that waited for masks ran last, wherever the plan has them.
+        # Deferred launches ran last, whatever their index in the plan.
         begin_s, stop_s = min(spans)[0], max(stop for _, stop in spans)
-        # The next step is placed from this one's end: a difference of long ago loses digits.
-        elapsed_s = pending.end.seconds_since(self._anchor.event)
-        self._anchor = Moment(pending.end, self._anchor.seconds + elapsed_s)
+        # Place the next step relative to this one: long differences lose digits.
+        elapsed_s = output.end.seconds_since(self._anchor.event)
+        self._anchor = Moment(output.end, self._anchor.seconds + elapsed_s)
         arguments = {
-            "step": pending.step,
-            "launches": len(pending.launches),
+            "step": output.step,
+            "launches": len(output.launches),
             "tokens": real,
             "padding": padding,
-            "host_ms": _milli(pending.host_s),
+            "host_ms": _milli(output.host_s),
             "device_ms": _milli(sum(seconds)),
         }
-        self._span(STEPS, f"step {pending.step}", begin_s, stop_s - begin_s, arguments)
+        self._span(STEPS, f"step {output.step}", begin_s, stop_s - begin_s, arguments)
         self._add(
             name="tokens",
             ph="C",
@@ -172,7 +171,7 @@ class Trace:
         self._events.append(_encode({"pid": 0, **event}))
 
     def _write(self) -> None:
-        """Replaces the file at once, so that a reader never finds a part of it."""
+        """Replace the file atomically."""
         head = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": self._device}}]
         for track, name in TRACKS.items():
             head.append(
@@ -187,13 +186,13 @@ class Trace:
 
 
 class TracedRunner(Protocol):
-    """What notes its steps in a trace while there is one: `hpu.runner.ModelRunner`."""
+    """A runner that records its steps while `trace` is set: `StepRunner`."""
 
     trace: Trace | None
 
 
 class Profiler:
-    """Begins and ends traces of one runner: one at a time."""
+    """Begins and ends traces of one runner, one at a time."""
 
     def __init__(
         self,
@@ -212,13 +211,12 @@ class Profiler:
         self._num_traces = 0
 
     def begin_with_server(self) -> None:
-        """The trace that the configuration asks for. Raises ConfigError when its file cannot be
-        written."""
+        """Begin the configured trace. Raises ConfigError when its file cannot be written."""
         if self._config.profiler is None:
             return
         path = self._config.profiler
         try:
-            self._begin(self._own_path() if path == "auto" else path)
+            self._begin(self._default_path() if path == "auto" else path)
         except OSError as error:
             raise ConfigError(f"the trace cannot be written to {path}: {error}") from None
 
@@ -244,7 +242,7 @@ class Profiler:
         trace = self._runner.trace
         if trace is not None and not trace.is_over:
             raise UserError("a profile is already running", code="profile_running")
-        return self._begin(self._own_path())
+        return self._begin(self._default_path())
 
     def _stop(self) -> str:
         trace, self._runner.trace = self._runner.trace, None
@@ -265,15 +263,15 @@ class Profiler:
         logger.info("Profiling into %s", path)
         return path
 
-    def _own_path(self) -> str:
+    def _default_path(self) -> str:
         stamp = time.strftime("%Y%m%d-%H%M%S")
         return str(self._folder / f"trace-{stamp}-{os.getpid()}-{self._num_traces}.json")
 
 
 def _described(launch: AsyncLaunchOutput) -> tuple[str, dict[str, Any]]:
-    """A launch's name, and what it computed: decode (8, 1, 64), 6 of 8 tokens real."""
+    """Name and arguments of a launch: decode (8, 1, 64), 6 of 8 tokens real."""
     plan = launch.launch
-    assert plan is not None, "a launch of a plan keeps what was asked"
+    assert plan is not None, "a warm-up has no trace"
     batch, query, _ = plan.bucket
     tokens = sum(plan.query_lens) if plan.phase == PREFILL else len(plan.req_indices)
     return f"{phase_name(plan.phase)} {plan.bucket}", {

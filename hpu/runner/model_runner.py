@@ -118,7 +118,7 @@ class ModelRunner(StepRunner):
         output.deferred.clear()
         output.end = self._backend.event()
         if self.trace is not None:
-            self.trace.masked(output, start)
+            self.trace.sampled_deferred(output, start)
 
     @property
     def dummy_req_index(self) -> int:

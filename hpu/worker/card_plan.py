@@ -1,5 +1,4 @@
-"""CardPlan: how a model would lie in one card's memory, and what would make it fit. Numbers only:
-no device, no weights."""
+"""CardPlan: how a model fits a card's memory, and what would make it fit. Pure arithmetic."""
 
 import math
 from collections.abc import Iterator
@@ -18,12 +17,12 @@ from hpu.model_loader.size_estimate import (
 from hpu.worker.memory import MemoryPlan, num_blocks, plan_memory
 
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
-"""That one box of eight cards can form."""
+"""Sizes that a machine of eight cards can form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardWish:
-    """What is to run, and on which cards."""
+    """The model's settings and the cards."""
 
     device: str
     num_cards: int
@@ -38,26 +37,26 @@ class CardWish:
     utilization: float
     graph_reserved: float
     num_blocks: int | None = None
-    """As told; None: what fits."""
+    """As configured; None: as many as fit."""
     kv_bytes: int | None = None
-    """Of one card's KV cache, as told; None: what is left."""
+    """KV cache of one card, as configured; None: what is left."""
     card_bytes: int | None = None
     """Memory of a card; None: the generation's."""
 
 
 @dataclass(frozen=True, slots=True)
 class CardPlan:
-    """Bytes on each card, and the blocks that come of them."""
+    """Bytes on each card, and the KV blocks that fit."""
 
     wish: CardWish
     card_bytes: int
     weight_bytes: int
     activation_bytes: int
     parts: MemoryPlan
-    """Of what is free after the weights and the widest launch."""
+    """Split of what is free after the weights and the largest launch."""
     block_bytes: int
     num_blocks: int
-    """To lend; the pad block comes on top."""
+    """Without the pad block."""
 
     @property
     def free_bytes(self) -> int:
@@ -70,18 +69,19 @@ class CardPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the weights, one full context and what was told fit."""
+        """Whether the weights, one full context and the configured blocks fit."""
         if self.num_blocks < self.context_blocks:
             return False
         return (self.num_blocks + 1) * self.block_bytes <= self.free_bytes
 
     def sequences(self, num_tokens: int) -> int:
-        """Sequences of `num_tokens` that the cache holds at once, whatever the schedule allows."""
+        """Sequences of `num_tokens` that the cache holds, without the scheduler's limits."""
         return self.num_blocks // math.ceil(num_tokens / self.wish.block_size)
 
 
 def plan_card(facts: ModelConfig, wish: CardWish) -> CardPlan:
-    """The documented split. ConfigError when the model cannot be divided or is not supported."""
+    """Apply the documented memory split. Raises ConfigError when the model cannot be sharded or is
+    not supported."""
     check_split(facts, wish.num_cards)
     card = wish.card_bytes or generation(wish.device).usable_bytes
     weights = weight_bytes(
@@ -117,27 +117,27 @@ def plan_card(facts: ModelConfig, wish: CardWish) -> CardPlan:
 
 
 def changes(facts: ModelConfig, plan: CardPlan) -> list[str]:
-    """What would make a plan that does not fit fit, one sentence each, with the numbers."""
-    found = [*_smaller_demands(plan), *_more_room(facts, plan)]
-    return found or ["no setting here makes it fit: a smaller model would"]
+    """Changes that would make the plan fit, one sentence each, with the numbers."""
+    suggestions = [*_smaller_demands(plan), *_more_memory(facts, plan)]
+    return suggestions or ["no setting here makes it fit: a smaller model would"]
 
 
 def _smaller_demands(plan: CardPlan) -> Iterator[str]:
-    """On the same cards."""
+    """Changes on the same cards."""
     wish, needed = plan.wish, (plan.context_blocks + 1) * plan.block_bytes
     free = plan.free_bytes
     if plan.num_blocks >= plan.context_blocks:
         most = max(0, free // plan.block_bytes - 1)
-        asked = "--num-gpu-blocks-override" if wish.num_blocks else "--kv-cache-memory-bytes"
+        flag = "--num-gpu-blocks-override" if wish.num_blocks else "--kv-cache-memory-bytes"
         yield (
-            f"lower {asked}: {plan.num_blocks} blocks take "
+            f"lower {flag}: {plan.num_blocks} blocks take "
             f"{(plan.num_blocks + 1) * plan.block_bytes / GIB:.2f} GiB, {max(0, free) / GIB:.2f} "
             f"GiB are free, which is {most} blocks"
         )
         return
-    holds = plan.num_blocks * wish.block_size
-    if holds:
-        yield f"--max-model-len {holds}: that is what {plan.num_blocks} blocks hold"
+    capacity = plan.num_blocks * wish.block_size
+    if capacity:
+        yield f"--max-model-len {capacity}: that is what {plan.num_blocks} blocks hold"
     if wish.num_blocks is not None or wish.kv_bytes is not None or free <= needed:
         return
     share = math.ceil(100 * needed / (free * (1 - wish.graph_reserved))) / 100
@@ -151,8 +151,8 @@ def _smaller_demands(plan: CardPlan) -> Iterator[str]:
         yield f"--graph-reserved-mem {reserve:g}: graphs then get {reserve:.0%} of what is usable"
 
 
-def _more_room(facts: ModelConfig, plan: CardPlan) -> Iterator[str]:
-    """On more cards, or on others."""
+def _more_memory(facts: ModelConfig, plan: CardPlan) -> Iterator[str]:
+    """More cards, or other cards."""
     wish = replace(plan.wish, num_blocks=None, kv_bytes=None)
     for count in TENSOR_PARALLEL_SIZES:
         if count > wish.num_cards and (text := _fitting(facts, replace(wish, num_cards=count))):
@@ -166,7 +166,7 @@ def _more_room(facts: ModelConfig, plan: CardPlan) -> Iterator[str]:
 
 
 def _fitting(facts: ModelConfig, wish: CardWish) -> str | None:
-    """What a plan that fits says; None for one that does not, or cannot be."""
+    """A summary of a plan that fits; None if it does not fit or is not possible."""
     try:
         plan = plan_card(facts, wish)
     except ConfigError:

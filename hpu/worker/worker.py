@@ -121,7 +121,7 @@ class Worker:
             self.wake_weights()
             return ""
         if self._profiler is None:
-            raise UserError(f"{name} was asked of a worker that sleeps")
+            raise UserError(f"{name} was called while the worker sleeps")
         return self._profiler.call(name)
 
     def sleep(self, level: int) -> None:

@@ -75,8 +75,8 @@ def test_a_step_that_compiled_or_fell_back_is_logged_with_its_shapes(
     diagnostics.collected(step(7))
 
     assert [record.getMessage() for record in caplog.records] == [
-        "Step 7 compiled 2 graphs: decode (8, 1, 64) with 3 rows",
-        "Step 7 ran 1 operations on the host (aten::nonzero 1): decode (8, 1, 64) with 3 rows",
+        "Step 7 compiled 2 graphs: decode (8, 1, 64) with 3 requests",
+        "Step 7 ran 1 operations on the host (aten::nonzero 1): decode (8, 1, 64) with 3 requests",
     ]
 
 
@@ -89,8 +89,8 @@ def test_every_step_is_logged_when_asked(caplog: pytest.LogCaptureFixture) -> No
     diagnostics.collected(step(8))
 
     assert [record.getMessage() for record in caplog.records] == [
-        "Step 8 compiled 0 graphs: decode (8, 1, 64) with 3 rows",
-        "Step 8 ran 0 operations on the host: decode (8, 1, 64) with 3 rows",
+        "Step 8 compiled 0 graphs: decode (8, 1, 64) with 3 requests",
+        "Step 8 ran 0 operations on the host: decode (8, 1, 64) with 3 requests",
     ]
 
 

@@ -120,7 +120,7 @@ def test_a_launch_that_waited_for_masks_has_a_gap_and_its_step_reaches_over_all(
     pending.end = late.end
 
     trace.submitted(pending, 100.0)
-    trace.masked(pending, 100.0)
+    trace.sampled_deferred(pending, 100.0)
     trace.collected(pending, seconds, 100.0)
 
     events = events_of(trace.end())
