@@ -1,8 +1,8 @@
-"""Calls in disposable processes: third-party code that crashes, hangs or grows ends only its call.
+"""Runs calls in isolated processes: native code that crashes, hangs or grows ends only its call.
 
 A fork server imports a module and prepares its state once. Each call runs in a fork of it, within
-limits of processor time, wall time, address space and stack; the fork ends with the call, so what
-it allocated is gone as well. A call costs the fork (4 ms from a process of 120 MiB) beside itself.
+limits of processor time, wall time, address space and stack; the fork ends with the call and frees
+its memory. The fork costs 4 ms from a process of 120 MiB.
 """
 
 import contextlib
@@ -31,33 +31,33 @@ MAX_STARTS = 3
 START_TIMEOUT_S = 60.0
 """How long a fork server may take to prepare its state."""
 CLOSE_S = 0.5
-"""How long one that is closed may take to end by itself."""
+"""How long a closed fork server may take to end by itself."""
 GRACE_S = 1.0
-"""How much longer than its wall time a call may take to report."""
+"""How much longer than its wall time a call may take to report its end."""
 
 _FRAME = struct.Struct("<cQ")
 _RESULT, _FAILED, _EXITED, _READY = b"R", b"F", b"X", b"S"
 
 Call = Callable[[bytes], bytes]
-"""What runs in a fork."""
+"""The function that runs in a fork."""
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Of one call. Processor and wall time end it by a signal, also inside native code."""
+    """Limits of one call. Processor and wall time end it by a signal, also inside native code."""
 
     cpu_s: float
     wall_s: float
     memory_bytes: int
-    """Address space beyond what the fork server has."""
+    """Address space beyond that of the fork server."""
     stack_bytes: int
 
 
 class CallKilled(Exception):
-    """The process of a call ended before it gave a result: it crashed or met a limit."""
+    """The process of a call ended without a result: it crashed or met a limit."""
 
 
 class CallBroken(Exception):
-    """The call raised an exception that it should not raise."""
+    """The call raised an unexpected exception."""
 
 
 class _Orders(msgspec.Struct, frozen=True):
@@ -67,8 +67,8 @@ class _Orders(msgspec.Struct, frozen=True):
 
 
 class ForkServer:
-    """Runs calls of one module. Safe to use from any thread; starts when first needed, and again
-    when it is lost. `module` has `prepare(setup: bytes) -> Call`, which runs once."""
+    """Runs calls of one module. Thread-safe; starts when first needed, and again after it died.
+    `module` has `prepare(setup: bytes) -> Call`, which runs once."""
 
     def __init__(self, module: str, setup: bytes, limits: Limits) -> None:
         self._orders = _Orders(module, setup, limits)
@@ -80,32 +80,32 @@ class ForkServer:
 
     @property
     def pid(self) -> int | None:
-        """Of the fork server, once it was started."""
+        """The fork server's process, once it was started."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start without waiting for the state to be prepared; nothing happens if it runs."""
+        """Start it if it does not run, without waiting for `prepare`."""
         with self._lock:
             self._connect()
 
     def call(self, payload: bytes) -> bytes:
-        """The result of the call. Blocks. Raises CallKilled, CallBroken, and EngineDied when no
-        fork server can be had."""
+        """Run the call in a fork and return its result. Blocks. Raises CallKilled, CallBroken, and
+        EngineDied when no fork server can be started."""
         for _ in range(MAX_STARTS):
             ours, theirs = socket.socketpair()
             with ours:
                 with theirs:
-                    if not self._hand_over(theirs):
+                    if not self._send_channel(theirs):
                         continue
                 ours.settimeout(START_TIMEOUT_S)
                 with contextlib.suppress(ConnectionError, TimeoutError):
-                    # The fork says that it begins: until then the state may be in preparation.
+                    # The fork reports that it runs: before, `prepare` may still be running.
                     if _receive_frame(ours) == (_READY, b""):
                         return self._result_of(ours, payload)
         raise EngineDied("the process that isolates third-party code cannot be started")
 
     def close(self) -> None:
-        """End it and all calls in it; safe to call twice."""
+        """End the fork server and all its calls; safe to call twice."""
         with self._lock:
             self._is_closed = True
             if self._control is not None:
@@ -113,13 +113,13 @@ class ForkServer:
                 self._control = None
             process, self._process = self._process, None
         if process is not None:
-            # It ends the calls in it and then itself, unless it still prepares.
+            # It ends its calls and then itself, unless `prepare` is still running.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(CLOSE_S)
             process.kill()
             process.wait()
 
-    def _hand_over(self, channel: socket.socket) -> bool:
+    def _send_channel(self, channel: socket.socket) -> bool:
         with self._lock:
             control = self._connect()
             try:
@@ -198,38 +198,38 @@ def main() -> None:
     if not data:
         return
     orders = msgspec.msgpack.decode(data, type=_Orders)
-    # The parent closes the control channel to end this process, and a kernel closes it for it.
+    # The parent closes the control channel to end this process; the kernel does if the parent dies.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     call = importlib.import_module(orders.module).prepare(orders.setup)
-    # Forks share these objects' pages as long as the collector does not touch them.
+    # Forks share these objects' pages as long as the garbage collector does not write to them.
     gc.collect()
     gc.freeze()
     _Server(control, call, orders.limits).run()
 
 
 class _Server:
-    """The loop of a fork server: forks for each channel that comes, reports how forks end."""
+    """The loop of a fork server: forks for each channel it receives, reports how forks end."""
 
     def __init__(self, control: socket.socket, call: Call, limits: Limits) -> None:
         self._control = control
         self._call = call
         self._limits = limits
         self._calls: dict[int, socket.socket] = {}
-        self._ended, tell = os.pipe()
+        self._ended, wakeup_write = os.pipe()
         os.set_blocking(self._ended, False)
-        os.set_blocking(tell, False)
+        os.set_blocking(wakeup_write, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
 
     def run(self) -> None:
-        """Until the parent closes the control channel."""
+        """Serve until the parent closes the control channel."""
         while True:
             poll = select.poll()
             poll.register(self._control, select.POLLIN)
             poll.register(self._ended, select.POLLIN)
             for channel in self._calls.values():
-                # Nothing but the hang-up: what the parent writes is for the fork.
+                # Only hang-ups: the fork reads what the parent writes.
                 poll.register(channel, 0)
             ready = dict(poll.poll())
             if self._ended in ready:
@@ -281,7 +281,7 @@ class _Server:
             self._control.close()
             for other in self._calls.values():
                 other.close()
-            # A library's last words are written by whoever made it crash.
+            # Discard output of the library, which the client that made it crash could control.
             nothing = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nothing, 1)
             os.dup2(nothing, 2)
@@ -301,13 +301,13 @@ def _answer(channel: socket.socket, call: Call, payload: bytes) -> int:
         _report(channel, _RESULT, call(payload))
     except MemoryError:
         return _OUT_OF_MEMORY
-    except Exception as error:  # the border of this process: the parent hears of it
+    except Exception as error:  # the border of this process: reported to the parent
         _report(channel, _FAILED, f"{type(error).__name__}: {error}".encode()[:4096])
     return 0
 
 
 def _on_stack(stack_bytes: int, work: Callable[[], int]) -> int:
-    """What `work` gives, on a thread with a stack of this size."""
+    """Run `work` on a thread with a stack of this size; its return value."""
     codes: list[int] = []
     threading.stack_size(stack_bytes)
     thread = threading.Thread(target=lambda: codes.append(work()))
@@ -327,8 +327,8 @@ def _limit(limits: Limits) -> None:
 
 
 def _environment(given: Mapping[str, str]) -> dict[str, str]:
-    """One thread in each library: a fork has none of its parent's other threads. One heap: what is
-    free in the parent's serves the call, which runs on a thread."""
+    """One thread in each library: a fork has none of its parent's other threads. One malloc arena:
+    the call's thread can then use the memory that is free in the parent's heap."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
     return {
         **given,
@@ -339,7 +339,7 @@ def _environment(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def _report(channel: socket.socket, kind: bytes, data: bytes = b"") -> None:
-    # The parent may have given up.
+    # The parent may have closed the channel.
     with contextlib.suppress(OSError):
         channel.sendall(_FRAME.pack(kind, len(data)) + data)
 

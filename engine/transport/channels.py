@@ -1,5 +1,7 @@
-"""Typed channels over ZeroMQ: lines between two threads, switchboards for asyncio, private sockets.
-The only file that knows zmq; it knows no message by name."""
+"""Typed channels over ZeroMQ: PairSocket for one thread, RouterSocket for asyncio.
+
+The only file that imports zmq.
+"""
 
 import asyncio
 import hmac
@@ -25,44 +27,44 @@ Sent = TypeVar("Sent")
 Received = TypeVar("Received")
 
 HIGH_WATER = 8192
-"""Messages a channel holds for a peer that does not read, on each side. At one message a step that
-is minutes of silence, so a full channel means a hung peer: `send` says so, nothing is dropped."""
+"""Messages that each side queues for a peer that does not read. At one message a step that is
+minutes, so a full queue means a hung peer: `send` reports it, nothing is dropped."""
 
 MAX_PATH_BYTES = 107
-"""What a Unix socket address holds, on Linux."""
+"""Of a Unix socket address, on Linux."""
 
 MAX_MESSAGE_BYTES = 2**30
-"""What a listening socket takes as one message: far more than a plan or a result has, far less than
-a peer can announce."""
+"""Of one message to a listening socket: far more than a plan or a result has, far less than a peer
+can announce."""
 
 HANDSHAKE_TIMEOUT_MS = 5000
-"""A connection that has not presented the token by then is closed. One of ours that a busy machine
-held up for so long connects again."""
+"""A connection that has not presented the token by then is closed. One of ours that was delayed for
+so long by a busy machine reconnects."""
 
 _USER = b"gaudiserve"
-"""PLAIN wants a user name beside the password."""
+"""PLAIN requires a user name beside the password."""
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-"""Where libzmq asks whether a peer may come in (ZeroMQ RFC 27)."""
+"""Where libzmq sends authentication requests (ZeroMQ RFC 27)."""
 
 _EVENT = struct.Struct("=HI")
-"""The first frame of a monitor's message: what happened, and to which descriptor."""
+"""The first frame of a monitor's message: event and descriptor."""
 
-_MESSAGES_A_TURN = 64
-"""Read in one go before other callbacks of the event loop get their turn."""
+_MESSAGES_PER_CALLBACK = 64
+"""Messages read before other callbacks of the event loop run."""
 
 
 class SocketDirectory(OwnedDirectory):
-    """A directory of sockets that only this user can enter; gone when closed, or at exit. What a
-    killed daemon left is removed when the next one makes its own."""
+    """A directory of sockets that only this user can enter; removed when closed, or at exit. A
+    killed daemon's is removed when the next one creates its own."""
 
     def __init__(self, parent: str | None = None) -> None:
-        """Make it below `parent` (None: the directory for temporary files)."""
+        """Create it below `parent` (None: the directory for temporary files)."""
         super().__init__("gaudiserve-", parent)
 
 
 def new_token() -> str:
-    """A token that only those have to whom a launcher gives it, over their standard input."""
+    """A random token; a launcher gives it to its processes over their standard input."""
     return secrets.token_hex(32)
 
 
@@ -79,7 +81,7 @@ def endpoint(directory: str, name: str) -> str:
 
 
 class PairSocket(Generic[Sent, Received]):
-    """A channel to one peer. For one thread, or one at a time."""
+    """A channel to one peer. Not thread-safe."""
 
     def __init__(self, socket: "zmq.Socket[bytes]", received: Any) -> None:
         self._socket = socket
@@ -99,7 +101,7 @@ class PairSocket(Generic[Sent, Received]):
         return True
 
     def receive(self) -> Received | None:
-        """The next message, or None if there is none now. Binary fields are views of its frame."""
+        """The next message, or None if there is none. Binary fields are views of its frame."""
         try:
             frame = self._socket.recv(zmq.NOBLOCK)
         except zmq.Again:
@@ -107,22 +109,22 @@ class PairSocket(Generic[Sent, Received]):
         return self._decode(frame)
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Hang up; what was sent has `linger_s` to leave (ZmqContext.close waits for it)."""
+        """Disconnect; unsent messages have `linger_s` to leave (ZmqContext.close waits)."""
         self._socket.close(linger=round(linger_s * 1000))
 
 
 class Waiter:
-    """Sleeps until a line has a message or a file descriptor is readable."""
+    """Waits until a socket has a message or a file descriptor is readable."""
 
-    def __init__(self, lines: Sequence[PairSocket[Any, Any]], fds: Sequence[int] = ()) -> None:
+    def __init__(self, sockets: Sequence[PairSocket[Any, Any]], fds: Sequence[int] = ()) -> None:
         self._poller = zmq.Poller()
-        for line in lines:
-            self._poller.register(line._socket, zmq.POLLIN)
+        for socket in sockets:
+            self._poller.register(socket._socket, zmq.POLLIN)
         for fd in fds:
             self._poller.register(fd, zmq.POLLIN)
 
     def wait(self, timeout_s: float | None = None) -> set[int]:
-        """Sleep, at most `timeout_s`. The descriptors that are readable, or at their end."""
+        """Wait, at most `timeout_s`. Returns the descriptors that are readable or closed."""
         ready = self._poller.poll(None if timeout_s is None else round(timeout_s * 1000))
         return {source for source, _ in ready if isinstance(source, int)}
 
@@ -130,8 +132,8 @@ class Waiter:
 class RouterSocket(Generic[Sent, Received]):
     """A channel to many peers, served by callbacks on an asyncio loop.
 
-    ZeroMQ's descriptor tells of edges, not levels, and a send may swallow an edge. So a callback
-    reads until nothing is left, and every send looks again.
+    ZeroMQ's descriptor is edge-triggered, and a send may consume an edge. So a callback reads until
+    nothing is left, and every send checks again.
     """
 
     def __init__(
@@ -146,33 +148,33 @@ class RouterSocket(Generic[Sent, Received]):
         self._monitor = _monitor(socket, socket.context, zmq.EVENT_DISCONNECTED)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connections: dict[bytes, int] = {}
-        """The descriptor over which each peer's messages come."""
+        """The descriptor of each peer's connection."""
         self._on_message: Callable[[bytes, Received], None]
-        self._on_hangup: Callable[[], None]
+        self._on_disconnect: Callable[[], None]
         self._on_rejected: Callable[[], None]
         self._drain_is_due = False
 
     def listen(
         self,
         on_message: Callable[[bytes, Received], None],
-        on_hangup: Callable[[], None],
+        on_disconnect: Callable[[], None],
         on_rejected: Callable[[], None] = lambda: None,
     ) -> None:
-        """Call back on the running loop: for each message with its peer, when a peer that has sent
-        one hung up, when any other connection ended (it had no token, or said nothing)."""
+        """Call back on the running loop: for each message with its peer; when a peer that has sent
+        one disconnected; when any other connection ended (without token, or without a message)."""
         self._on_message = on_message
-        self._on_hangup = on_hangup
+        self._on_disconnect = on_disconnect
         self._on_rejected = on_rejected
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(_number(self._socket, zmq.FD), self._drain)
         self._loop.add_reader(_number(self._monitor, zmq.FD), self._watch_connections)
-        # A descriptor stays silent until its socket was once found empty.
-        self._look_again()
+        # A descriptor does not signal until its socket was once read until empty.
+        self._schedule_drain()
         self._watch_connections()
 
     def send(self, peer: bytes, message: Sent) -> bool:
         """Send without waiting; False when `peer` is gone or has left HIGH_WATER messages unread.
-        What cannot be encoded raises TypeError or ValueError, and nothing is sent."""
+        Raises TypeError or ValueError for what cannot be encoded."""
         frame = self._encode(message)
         try:
             self._socket.send_multipart((peer, frame), zmq.NOBLOCK)
@@ -181,11 +183,11 @@ class RouterSocket(Generic[Sent, Received]):
                 raise
             return False
         finally:
-            self._look_again()
+            self._schedule_drain()
         return True
 
     def close(self) -> None:
-        """Hang up; safe to call twice. What was sent and not yet taken is dropped."""
+        """Disconnect; safe to call twice. Unsent messages are dropped."""
         if self._socket.closed:
             return
         if self._loop is not None:
@@ -195,7 +197,7 @@ class RouterSocket(Generic[Sent, Received]):
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
 
-    def _look_again(self) -> None:
+    def _schedule_drain(self) -> None:
         if self._loop is None or self._drain_is_due:
             return
         if _number(self._socket, zmq.EVENTS) & zmq.POLLIN:
@@ -205,7 +207,7 @@ class RouterSocket(Generic[Sent, Received]):
     def _drain(self) -> None:
         self._drain_is_due = False
         try:
-            for _ in range(_MESSAGES_A_TURN):
+            for _ in range(_MESSAGES_PER_CALLBACK):
                 if self._socket.closed:
                     return
                 try:
@@ -214,7 +216,7 @@ class RouterSocket(Generic[Sent, Received]):
                     return
                 peer, frame = source.bytes, self._socket.recv(zmq.NOBLOCK)
                 if peer not in self._connections:
-                    # Stale news first: an earlier connection may have had the same descriptor.
+                    # Stale events first: an earlier connection may have had the same descriptor.
                     self._drain_monitor()
                     self._connections[peer] = int(source.get(zmq.SRCFD))
                     if len(self._connections) == self._num_peers:
@@ -222,11 +224,11 @@ class RouterSocket(Generic[Sent, Received]):
                 self._on_message(peer, self._decode(frame))
         finally:
             if not self._socket.closed:
-                self._look_again()
+                self._schedule_drain()
 
     def _watch_connections(self) -> None:
         """A part of the news; strangers that come and go must not keep the loop from its work."""
-        if self._drain_monitor(_MESSAGES_A_TURN) and self._loop is not None:
+        if self._drain_monitor(_MESSAGES_PER_CALLBACK) and self._loop is not None:
             self._loop.call_soon(self._watch_connections)
 
     def _drain_monitor(self, most: float = math.inf) -> bool:
@@ -239,7 +241,7 @@ class RouterSocket(Generic[Sent, Received]):
             peers = [peer for peer, fd in self._connections.items() if fd == descriptor]
             for peer in peers:
                 del self._connections[peer]
-            (self._on_hangup if peers else self._on_rejected)()
+            (self._on_disconnect if peers else self._on_rejected)()
             most -= 1
         return most <= 0
 
@@ -251,7 +253,7 @@ class ZmqContext:
     def __init__(self, token: str) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._token = token.encode()
-        self._doorkeeper: _Authenticator | None = None
+        self._authenticator: _Authenticator | None = None
         self._path: str | None = None
 
     def bind_pair(self, endpoint: str, received: Any) -> PairSocket[Any, Any]:
@@ -263,13 +265,13 @@ class ZmqContext:
         return PairSocket(socket, received)
 
     def connect_pair(self, endpoint: str, received: Any) -> PairSocket[Any, Any]:
-        """Open the child's end of a step channel."""
+        """Open the worker's end of a step channel."""
         socket = self._socket(zmq.PAIR)
         self._connect(socket, endpoint)
         return PairSocket(socket, received)
 
     def connect_dealer(self, endpoint: str, name: str, received: Any) -> PairSocket[Any, Any]:
-        """Open a line to a switchboard, which will know it as `name`."""
+        """Connect to a router, which identifies this socket as `name`."""
         socket = self._socket(zmq.DEALER)
         socket.setsockopt(zmq.ROUTING_ID, name.encode())
         socket.setsockopt(zmq.RECONNECT_IVL, 10)
@@ -279,32 +281,31 @@ class ZmqContext:
     def bind_router(
         self, endpoint: str, received: Any, *, num_peers: int = 0
     ) -> RouterSocket[Any, Any]:
-        """Open a switchboard, which stops accepting when it has heard from `num_peers` peers (0:
-        never). Raises ConfigError when the address cannot be taken."""
+        """Open a router, which stops accepting when `num_peers` peers have sent a message (0:
+        never). Raises ConfigError when it cannot listen on the address."""
         socket = self._socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._listen(socket, endpoint, counts=False)
         return RouterSocket(socket, received, num_peers, self.stop_accepting)
 
     def stop_accepting(self) -> None:
-        """Let nobody connect from now on; safe to call twice. Connections that exist go on, so all
-        of ours must.
+        """Accept no connections from now on; safe to call twice. Existing connections continue.
 
-        By removing the file: to unbind a ZeroMQ socket ends its connections. While a process
-        serves, a stranger must not even be accepted: libzmq aborts the process that accepts
-        one when no descriptor is left.
+        Removes the socket's file, since unbinding a ZeroMQ socket ends its connections. A serving
+        process must not even accept a stranger: libzmq aborts the process if it has no descriptor
+        left to accept with.
         """
         if self._path is not None:
             Path(self._path).unlink(missing_ok=True)
             self._path = None
 
     def close(self) -> None:
-        """Wait until closed lines have lingered. Every channel must be closed before."""
+        """Wait until closed sockets have lingered. Every channel must be closed before."""
         self._context.term()
 
     def _socket(self, kind: int) -> "zmq.Socket[bytes]":
         socket = self._context.socket(kind)
-        # Who wants to linger says so when closing; a socket that was lost must not hold up exit.
+        # Lingering is requested at close; a socket that was never closed must not delay the exit.
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
         socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
@@ -317,12 +318,12 @@ class ZmqContext:
         socket.connect(endpoint)
 
     def _listen(self, socket: "zmq.Socket[bytes]", endpoint: str, *, counts: bool) -> None:
-        assert self._doorkeeper is None, "these wires listen already"
+        assert self._authenticator is None, "this context listens already"
         socket.setsockopt(zmq.PLAIN_SERVER, 1)
         socket.setsockopt(zmq.ZAP_DOMAIN, _USER)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._doorkeeper = _Authenticator(
+        self._authenticator = _Authenticator(
             self._context, self._token, rejection_warning(endpoint), socket if counts else None
         )
         _bind(socket, endpoint)
@@ -330,11 +331,11 @@ class ZmqContext:
 
 
 class _Authenticator:
-    """Lets peers in that present the token; libzmq closes the connections of all others before one
-    of their frames is read. Also counts those of a socket that nobody else monitors.
+    """Admits peers that present the token; libzmq closes all other connections before it reads one
+    of their frames. Also counts the rejected connections of a socket without another monitor.
 
-    A thread of its own, since the one that owns the socket may be waiting for a device. It wakes
-    for handshakes only, and ends with the context.
+    A separate thread, since the socket's thread may be waiting for a device. It wakes for
+    handshakes only, and ends with the context.
     """
 
     def __init__(
@@ -346,7 +347,7 @@ class _Authenticator:
     ) -> None:
         self._token = token
         self._rejected = rejected
-        # Shadowed: the thread closes its own sockets, and Context.destroy must leave them to it.
+        # A shadow context: the thread closes its own sockets, and Context.destroy must not.
         shadow: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
         self._requests = shadow.socket(zmq.ROUTER)
         self._requests.bind(_ZAP_ENDPOINT)
@@ -377,14 +378,14 @@ class _Authenticator:
                 self._monitor.close(linger=0)
 
     def _answer(self) -> None:
-        asker, _, version, request, *_, mechanism, _, password = self._requests.recv_multipart()
-        is_right = mechanism == b"PLAIN" and hmac.compare_digest(password, self._token)
-        status = b"200" if is_right else b"400"
-        self._requests.send_multipart([asker, b"", version, request, status, b"", _USER, b""])
+        identity, _, version, request, *_, mechanism, _, password = self._requests.recv_multipart()
+        is_admitted = mechanism == b"PLAIN" and hmac.compare_digest(password, self._token)
+        status = b"200" if is_admitted else b"400"
+        self._requests.send_multipart([identity, b"", version, request, status, b"", _USER, b""])
 
     def _count(self, event: int, value: int) -> None:
-        """An admission does not say whose. So a connection that ends counts as rejected while as
-        many as were admitted are still open."""
+        """Events do not say whether an ended connection had been admitted. So it counts as rejected
+        as long as there are as many open connections as admitted ones."""
         if event == zmq.EVENT_ACCEPTED:
             self._num_open += 1
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -398,7 +399,7 @@ class _Authenticator:
 
 
 def rejection_warning(endpoint: str) -> LimitedWarning:
-    """Counts the connections to `endpoint` that were rejected, and warns of them."""
+    """A warning that counts the rejected connections to `endpoint`."""
     text = f"{endpoint}: %d connections closed so far that did not present the launcher's token"
     return LimitedWarning(logger, text)
 
@@ -414,10 +415,10 @@ def _bind(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
 def _monitor(
     socket: "zmq.Socket[bytes]", context: "zmq.Context[Any]", events: int
 ) -> "zmq.Socket[bytes]":
-    """Where the news of the socket's connections comes out."""
+    """The socket that receives the events of `socket`'s connections."""
     address = f"inproc://monitor-{id(socket)}"
     monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR)
-    # Without a bound: libzmq's own thread, which moves all messages, would wait for who reads here.
+    # No high-water mark: libzmq's I/O thread would block until the events are read.
     monitor.setsockopt(zmq.RCVHWM, 0)
     monitor.setsockopt(zmq.LINGER, 0)
     socket.monitor(address, events)

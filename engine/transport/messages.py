@@ -1,7 +1,7 @@
-"""What server and engine say to each other. Tagged structs of plain columns; no behaviour.
+"""Messages between server and engine: tagged structs of plain columns.
 
 Prompts and log-probabilities are binary fields that decode to views of the received frame, so they
-are never copied into Python objects on the way.
+are never copied into Python objects.
 """
 
 from typing import Any
@@ -17,16 +17,16 @@ FRONT_END_SHIFT = 48
 
 
 COMPILE_GRAMMAR = "compile_grammar"
-"""Control with a `spec`, a GrammarSpec as a list: refused when it cannot be compiled."""
+"""Control with a `spec`, a GrammarSpec as a list; an error when it cannot be compiled."""
 
 
 SLEEP, WAKE_UP = "sleep", "wake_up"
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
-"""What wakes up: the tags of WAKE_UP."""
+"""The tags of WAKE_UP: the memory to restore."""
 
 AWAKE, FALLING_ASLEEP = "awake", "falling_asleep"
 ASLEEP = ("weights_offloaded", "discard_all")
-"""Levels 1 and 2, in the words of vLLM's metric."""
+"""Levels 1 and 2, as in vLLM's metric."""
 
 
 class AddRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=1):
@@ -41,25 +41,24 @@ class AddRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     cache_salt: str = ""
     adapter: str = ""
     name: str = ""
-    """What its caller's log calls it."""
+    """The request's name in logs."""
     pooling: PoolingParams | None = None
-    """Makes it a request for vectors instead of tokens; `sampling` then says nothing."""
+    """Makes it a request for vectors instead of tokens; `sampling` is then ignored."""
     is_continuation: bool = False
-    """It goes on with what was let in before (a beam with one token more): it stands at the head of
-    the line."""
+    """It continues a request that was accepted before (a beam with one more token): it is scheduled
+    before all waiting requests."""
 
 
 class Abort(msgspec.Struct, array_like=True, gc=False, tag=2):
-    """Forget these; unknown keys are ignored. Nothing more is sent for them."""
+    """Abort these requests; unknown keys are ignored. Nothing more is sent for them."""
 
     keys: list[int]
 
 
 class Control(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=3):
-    """A call answered by one Reply. Names: reset_prefix_cache, ping, start_profile and
-    stop_profile (each answers with the name of the trace's file), shapes (of launches, see
-    engine.stats.StepStats.shapes), SLEEP and WAKE_UP (see engine/core/engine_core.py), and
-    COMPILE_GRAMMAR."""
+    """A call that gets one Reply. Names: reset_prefix_cache, ping, start_profile and stop_profile
+    (the value is the name of the trace file), shapes (of launches, see StepStats.shapes), SLEEP and
+    WAKE_UP (see engine/core/engine_core.py), and COMPILE_GRAMMAR."""
 
     call: int
     name: str
@@ -70,7 +69,7 @@ ToEngine = AddRequest | Abort | Control
 
 
 class Finish(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """The last word on a key. Seconds are spent waiting, in prefill, and in decode."""
+    """The last message about a key. Times are those in the queue, in prefill and in decode."""
 
     key: int
     reason: str
@@ -83,14 +82,14 @@ class Finish(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     decode_s: float = 0.0
     num_preemptions: int = 0
     param: str | None = None
-    """The caller's own setting that `error` is about, empty for the request as a whole; None when
-    the fault is ours."""
+    """The caller's parameter that `error` is about, empty for the request as a whole; None for an
+    internal error."""
     is_retryable: bool = False
-    """`error` says that the engine sleeps: later the same request may be taken."""
+    """The engine sleeps: the same request may succeed later."""
 
 
 class EngineStats(msgspec.Struct, omit_defaults=True, gc=False):
-    """One engine's gauges, and counters since the start. Sent with steps, and on change."""
+    """One engine's gauges, and its counters since the start. Sent with steps, and on change."""
 
     running: int = 0
     waiting: int = 0
@@ -98,7 +97,7 @@ class EngineStats(msgspec.Struct, omit_defaults=True, gc=False):
     blocks_used: int = 0
     blocks_total: int = 0
     sleep: str = AWAKE
-    """AWAKE, FALLING_ASLEEP (nothing new is taken, what is open may end) or one of ASLEEP."""
+    """AWAKE, FALLING_ASLEEP (new requests are rejected, open ones may finish) or one of ASLEEP."""
     preemptions: int = 0
     steps: int = 0
     lookups: dict[str, int] = {}
@@ -109,7 +108,7 @@ class EngineStats(msgspec.Struct, omit_defaults=True, gc=False):
     compilations: dict[str, int] = {}
     """'prefill.warmup', 'decode.serving', ...: counts."""
     compile_seconds: dict[str, float] = {}
-    """'warmup', 'serving': what all of its compilations took."""
+    """'warmup', 'serving': total time of their compilations."""
     recompilations: int = 0
     """After warm-up, as the device's runtime counts them; 0 where it does not."""
     cpu_fallbacks: int = 0
@@ -125,11 +124,11 @@ class EngineStats(msgspec.Struct, omit_defaults=True, gc=False):
 
 
 class StepOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=4):
-    """Everything one step produced for one front-end, in columns."""
+    """Everything that one step produced for one front end, in columns."""
 
     step: int
     started: list[int] = []
-    """Keys that left the waiting line."""
+    """Keys scheduled for the first time."""
     started_cached: list[int] = []
     """Their prompt tokens found in the prefix cache."""
     keys: list[int] = []
@@ -141,7 +140,7 @@ class StepOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     prompt_logprobs: list[tuple[int, Logprobs]] = []
     """(key, positions): prompt tokens 1 .. in chunks, all before the key's first token."""
     vectors: list[tuple[int, int, memoryview]] = []
-    """(key, rows, float32 little-endian): all that a pooling request asked for; it ends with the
+    """(key, rows, float32 little-endian): the result of a pooling request, whose Finish is in the
     same message."""
     finished: list[Finish] = []
     stats: EngineStats | None = None
@@ -154,37 +153,37 @@ class Reply(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=5
     value: Any = None
     error: str | None = None
     is_refusal: bool = False
-    """The error is the caller's own."""
+    """The error is a UserError."""
     code: str | None = None
-    """A word for a refusal that clients may match on."""
+    """The UserError's code, which clients may match on."""
     is_overload: bool = False
-    """There is no room now; the same call may succeed later."""
+    """The error is Overloaded: the same call may succeed later."""
 
 
 class Hello(msgspec.Struct, array_like=True, gc=False, tag=6):
-    """First word of an engine to a front-end."""
+    """The first message of an engine to a front end."""
 
     engine: int
     pid: int
 
 
 LATER = "later"
-"""Stage of the progress that comes after Ready: buckets that are prepared between requests."""
+"""Stage of the progress after Ready: buckets that are warmed up while the engine is idle."""
 
 
 class Progress(msgspec.Struct, array_like=True, gc=False, tag=7):
-    """Where start-up stands."""
+    """Progress of the start-up."""
 
     engine: int
     stage: str
     done: int
     total: int
     left_s: float = 0.0
-    """Expected; 0 where nobody knows."""
+    """Expected; 0 if unknown."""
 
 
 class Ready(msgspec.Struct, array_like=True, gc=False, tag=8):
-    """The engine takes requests."""
+    """The engine accepts requests."""
 
     engine: int
     num_blocks: int
@@ -210,12 +209,12 @@ class Ready(msgspec.Struct, array_like=True, gc=False, tag=8):
 
 
 class Failed(msgspec.Struct, array_like=True, gc=False, tag=9):
-    """The engine is gone; every open request gets this."""
+    """The engine is gone; every open request ends with EngineDied."""
 
     engine: int
     message: str
     is_config: bool = False
-    """A setting is to blame: a ConfigError."""
+    """It is a ConfigError."""
 
 
 FromEngine = StepOutput | Reply | Hello | Progress | Ready | Failed
