@@ -1,4 +1,4 @@
-"""Sleep, settings and prefixes over HTTP: what is asked of the engine, and what is never told."""
+"""Sleep, settings and prefix cache over HTTP: calls to the engine, and hidden settings."""
 
 from typing import Any
 

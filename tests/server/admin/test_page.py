@@ -1,4 +1,4 @@
-"""The page at /: open to everyone, its figures only with a key, and no text in them."""
+"""The status page: public files, data only with a key, and no request texts in it."""
 
 import json
 

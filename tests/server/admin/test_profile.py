@@ -1,4 +1,4 @@
-"""The routes for developers: off by default, behind a key, refusals in OpenAI's shape."""
+"""The development routes: off by default, behind a key, errors in OpenAI's format."""
 
 from typing import Any
 

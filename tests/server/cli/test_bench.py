@@ -1,4 +1,4 @@
-"""server/bench: the load client against an event server whose times and counts are known."""
+"""`gaudiserve bench serve` against an event server with known times and counts."""
 
 import asyncio
 import itertools

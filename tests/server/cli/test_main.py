@@ -1,4 +1,4 @@
-"""server/cli/main.py as a user meets it: words, exit statuses, and nothing heavy imported."""
+"""server/cli/main.py: output, exit statuses, and that no heavy module is imported."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""`gaudiserve plan` and `gaudiserve doctor` as a user meets them."""
+"""`gaudiserve plan` and `gaudiserve doctor`: output and exit statuses."""
 
 import json
 import re

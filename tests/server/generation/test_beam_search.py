@@ -1,4 +1,4 @@
-"""Beam search over HTTP: what is answered, what is refused, and that nothing is left behind."""
+"""Beam search over HTTP: results, rejected requests, and that nothing remains in the engine."""
 
 import asyncio
 import contextlib

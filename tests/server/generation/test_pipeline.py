@@ -1,4 +1,4 @@
-"""The text pipeline over a scripted engine: what it refuses, gives, and leaves behind."""
+"""The generation pipeline over a scripted engine: checks, deltas, and aborts."""
 
 import asyncio
 from typing import Any

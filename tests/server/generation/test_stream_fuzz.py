@@ -1,4 +1,4 @@
-"""Whatever a model says, a stream is made of events of one line each, and says it all."""
+"""Streams of arbitrary model output: each event is one line, and the text is complete."""
 
 import asyncio
 import json

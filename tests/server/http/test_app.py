@@ -1,4 +1,4 @@
-"""The other routes, the OpenAPI description, and what a front-end must never import."""
+"""The other routes, the OpenAPI schema, and modules that an API server must never import."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""Which API key a request has: the owner of what it leaves on the server."""
+"""API keys: which requests pass, and the owner of each key."""
 
 import hashlib
 from typing import Any

@@ -1,4 +1,4 @@
-"""The error table of the HTTP contract: every refusal has the right status and the four keys."""
+"""Errors: every rejection has the right status and the four fields of OpenAI's error object."""
 
 import json
 from typing import Any

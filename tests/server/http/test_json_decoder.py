@@ -1,4 +1,4 @@
-"""Big JSON bodies: decoded in pieces, they are what they would be in one, and bounded."""
+"""Large JSON bodies: decoding in pieces gives the same values as in one call, and is bounded."""
 
 import json
 import random

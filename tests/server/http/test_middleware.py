@@ -1,4 +1,4 @@
-"""Keys, cross-origin rules, request ids and log lines: what every exchange passes through."""
+"""Middleware: API keys, CORS, request ids and log lines."""
 
 import logging
 

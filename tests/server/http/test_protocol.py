@@ -1,4 +1,4 @@
-"""server/http/protocol.py against raw sockets: what attackers send, and clients that half-close."""
+"""server/http/protocol.py against raw sockets: attacks, and clients that half-close."""
 
 import asyncio
 import json

@@ -1,5 +1,5 @@
 """Streams to the byte: frames, headers, first and last chunks, errors after the first byte, pings,
-and hang-ups."""
+and disconnects."""
 
 import asyncio
 import contextlib
@@ -230,8 +230,8 @@ async def test_a_stream_that_is_cut_by_a_shutdown_says_so() -> None:
 
         async def cut() -> None:
             assert await eventually(lambda: len(rig.state.active_requests) == 2, 10)
-            for serving in list(rig.state.active_requests):
-                serving.cancel("The server is shutting down.")
+            for tracker in list(rig.state.active_requests):
+                tracker.cancel("The server is shutting down.")
 
         stream, whole, _ = await asyncio.gather(
             rig.complete(stream=True, max_tokens=4000), rig.complete(max_tokens=4000), cut()

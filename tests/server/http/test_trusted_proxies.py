@@ -1,4 +1,4 @@
-"""server/http/trusted_proxies.py: whose forwarding headers are believed, and what of them."""
+"""server/http/trusted_proxies.py: which proxies are trusted, and which addresses are accepted."""
 
 import logging
 from typing import Any

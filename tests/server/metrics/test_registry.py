@@ -1,4 +1,4 @@
-"""Metrics: names, labels and numbers of section 16, both text forms, and the cost of a scrape."""
+"""Metrics: names, labels and values, both text formats, and the time of a scrape."""
 
 import time
 

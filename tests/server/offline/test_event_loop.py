@@ -1,4 +1,4 @@
-"""A loop on its own thread: blocking calls, Ctrl-C, and an end that leaves nothing."""
+"""An event loop on its own thread: synchronous calls, Ctrl-C, and shutdown."""
 
 import asyncio
 import os

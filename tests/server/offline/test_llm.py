@@ -1,4 +1,4 @@
-"""LLM from Python, on a tiny real model: results, mistakes, and an end that leaves nothing."""
+"""LLM on a tiny real model: results, wrong arguments, and shutdown."""
 
 import asyncio
 import gc

@@ -1,5 +1,4 @@
-"""Vectors, classes and scores offline, over an engine whose vectors tell which tokens they are
-of."""
+"""Offline vectors, classes and scores, over an engine whose vectors identify their tokens."""
 
 from typing import Any
 
@@ -22,9 +21,9 @@ QUIET: dict[str, Any] = {"truncate": None, "use_tqdm": False}
 
 def offline(facts: PoolingFacts = EMBEDDER) -> tuple[OfflinePooling, PoolingClient]:
     client = PoolingClient(facts, vocab_size=VOCAB_SIZE)
-    reader = make_input_processor(client.ready, TOKENIZER)
-    assert reader is not None
-    return OfflinePooling(client, reader, max_concurrent=2), client
+    processor = make_input_processor(client.ready, TOKENIZER)
+    assert processor is not None
+    return OfflinePooling(client, processor, max_concurrent=2), client
 
 
 def vector(text: str, params: PoolingParams = EMBED, facts: PoolingFacts = EMBEDDER) -> Any:

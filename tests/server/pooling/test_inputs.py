@@ -29,14 +29,14 @@ def encoder(*, typed: bool = True) -> Encoder:
     return made
 
 
-def reader(facts: PoolingFacts = EMBEDDER, *, max_model_len: int = 8) -> InputProcessor:
+def processor(facts: PoolingFacts = EMBEDDER, *, max_model_len: int = 8) -> InputProcessor:
     tokenizer = Tokenizer(TextFiles(encoder(), {}, None))
     vocab_size = tokenizer.vocab_size
     return InputProcessor(tokenizer, facts, vocab_size=vocab_size, max_model_len=max_model_len)
 
 
-def read(texts: list[Text], made: InputProcessor, **asked: Any) -> list[PoolingInput]:
-    return asyncio.run(made.texts(texts, InputOptions(EMBED, **asked)))
+def process(texts: list[Text], target: InputProcessor, **options: Any) -> list[PoolingInput]:
+    return asyncio.run(target.texts(texts, InputOptions(EMBED, **options)))
 
 
 @pytest.mark.parametrize("typed", [True, False])
@@ -83,14 +83,14 @@ def test_a_long_input_is_named_by_its_place_over_all_batches() -> None:
     texts: list[Text] = ["hello " * 4] * 3_000 + ["hello " * 9]
 
     with pytest.raises(PromptTooLong, match=r"8 tokens\. .* 11 tokens in input\[3000\]") as refusal:
-        read(texts, reader())
+        process(texts, processor())
 
     assert (refusal.value.param, refusal.value.code) == ("input", "context_length_exceeded")
 
 
 def test_special_tokens_alone_do_not_make_an_input() -> None:
     with pytest.raises(UserError, match=r"is 2, and 2 special tokens .* at least 3") as refusal:
-        read(["hello world"], reader(), truncate=2)
+        process(["hello world"], processor(), truncate=2)
 
     assert refusal.value.param == "truncate_prompt_tokens"
 
@@ -111,14 +111,14 @@ def test_the_model_s_own_prompt_goes_before_a_text_and_may_be_left_out_of_the_po
     cls, sep = (made.token_to_id(token) for token in ("<s>", "</s>"))
     hello, world, dot = (made.token_to_id(word) for word in ("hello", "world", "."))
 
-    (prompted,) = read(["."], reader(PROMPTED))
-    (bare,) = read(["."], reader(PROMPTED), prompt_name="none")
+    (prompted,) = process(["."], processor(PROMPTED))
+    (bare,) = process(["."], processor(PROMPTED), prompt_name="none")
 
     assert prompted.token_ids == [cls, hello, world, dot, sep]
     assert prompted.params.num_skipped == 3
     assert (bare.token_ids, bare.params) == ([cls, dot, sep], EMBED)
     with pytest.raises(UserError, match="'passage', this model has query, none"):
-        read(["."], reader(PROMPTED), prompt_name="passage")
+        process(["."], processor(PROMPTED), prompt_name="passage")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_the_model_s_own_prompt_goes_before_a_text_and_may_be_left_out_of_the_po
 )
 def test_token_ids_are_checked(lists: list[list[int]], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        asyncio.run(reader().token_lists(lists, InputOptions(EMBED)))
+        asyncio.run(processor().token_lists(lists, InputOptions(EMBED)))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_vectors_are_cut_only_where_the_model_was_made_for_it(dimensions, asked,
     params = PoolingParams(task="embed", dimensions=asked)
 
     if words is None:
-        reader(facts).check(params)
+        processor(facts).check(params)
     else:
         with pytest.raises(UserError, match=words):
-            reader(facts).check(params)
+            processor(facts).check(params)

@@ -1,4 +1,4 @@
-"""The routes of pooling models, over an engine whose vectors tell which tokens they are of."""
+"""The pooling routes, over an engine whose vectors identify their tokens."""
 
 import asyncio
 import base64
@@ -358,8 +358,8 @@ async def test_a_server_that_shuts_down_says_so_to_who_still_waits() -> None:
     async with in_memory(engine) as rig:
         asking = asyncio.ensure_future(embed(rig, ["a", "b"]))
         await sent(engine, 2)
-        for serving in list(rig.state.active_requests):
-            serving.cancel("The server is shutting down.")
+        for tracker in list(rig.state.active_requests):
+            tracker.cancel("The server is shutting down.")
         found = error(await asking, 503)
 
     assert found["message"] == "The server is shutting down."
@@ -374,8 +374,8 @@ async def test_a_request_that_is_cut_counts_the_tokens_of_what_was_done() -> Non
         await sent(engine, 2)
         engine.boxes[0].say(finish="stop", vectors=np.ones((1, 8), "<f4"))
         await asyncio.sleep(0.05)
-        for serving in list(rig.state.active_requests):
-            serving.cancel("The server is shutting down.")
+        for tracker in list(rig.state.active_requests):
+            tracker.cancel("The server is shutting down.")
         error(await asking, 503)
 
         assert await rig.metric("vllm:prompt_tokens_total") == len(ids("hello"))

@@ -1,4 +1,4 @@
-"""How alike two vectors are."""
+"""Similarities of vectors."""
 
 import numpy as np
 import pytest

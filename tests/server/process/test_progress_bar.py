@@ -1,4 +1,4 @@
-"""How far start-up is, in words, and how often it is said."""
+"""Start-up progress as text and as a bar, and its rate limit."""
 
 import pytest
 from http_rig import in_memory
