@@ -217,6 +217,8 @@ class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
     """As in StepResult, after the warm-up."""
     contiguous: bool = False
     """Whether a decode reads all blocks up to the highest one of its requests."""
+    max_tokens_per_step: int = 1
+    """Maximum number of tokens of one request in a StepResult: 1 + draft tokens."""
     pooling: PoolingFacts | None = None
     """Set for a pooling model: it has no KV blocks and no decodes."""
 

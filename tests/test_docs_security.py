@@ -58,8 +58,8 @@ def isolation(limits: compilation.Limits) -> str:
         f"| grammar | {grammar_bounds.MAX_RULES:,} rules, {grammar_bounds.MAX_RULE_DEPTH} on a "
         f"path, {grammar_bounds.MAX_EXPRESSIONS:,} expressions",
         f"| grammars that wait to be compiled | {compilation.MAX_PENDING}, then 503",
-        f"| cached grammars | {compilation.MAX_KEPT + compilation.MAX_PENDING}, and "
-        f"{compilation.MAX_KEPT_BYTES // MIB} MiB",
+        f"| cached grammars | {compilation.MAX_CACHED + compilation.MAX_PENDING}, and "
+        f"{compilation.MAX_CACHED_BYTES // MIB} MiB",
         f"| prompt rendered by a template | {renderer.MAX_CHARACTERS // MIB} Mi characters",
         f"| stored responses | {DEFAULTS.responses_store_max_count:,}, "
         f"{DEFAULTS.responses_store_max_bytes // MIB} MiB, one day",
