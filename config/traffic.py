@@ -27,10 +27,10 @@ class Lengths:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, least in (("prompt_tokens", 1), ("output_tokens", 0), ("cached_tokens", 0)):
+        for name, minimum in (("prompt_tokens", 1), ("output_tokens", 0), ("cached_tokens", 0)):
             value = getattr(self, name)
-            if not least <= value <= MAX_TOKENS:
-                raise ConfigError(f"{name} is {value}, it must be {least} to {MAX_TOKENS}")
+            if not minimum <= value <= MAX_TOKENS:
+                raise ConfigError(f"{name} is {value}, it must be {minimum} to {MAX_TOKENS}")
         if self.cached_tokens >= self.prompt_tokens:
             raise ConfigError(
                 f"cached_tokens is {self.cached_tokens}, it must be below prompt_tokens, which is "

@@ -150,7 +150,7 @@ class _Reader:
             raise ValueError(f"it is of version {version}, which is none of 2 and 3")
         num_tensors = self._count("tensors", MAX_TENSORS)
         num_keys = self._count("keys", MAX_KEYS)
-        # The least that each takes: lengths, types and offsets.
+        # The minimum size of each: lengths, types and offsets.
         self._check_room("keys", num_keys, 13)
         metadata: dict[str, Any] = {}
         for _ in range(num_keys):
@@ -179,10 +179,10 @@ class _Reader:
         size = struct.calcsize(f"<{code}")
         return struct.unpack(f"{self._order}{code}", self._take(size, "a number"))[0]
 
-    def _count(self, what: str, most: int) -> int:
+    def _count(self, what: str, maximum: int) -> int:
         count = int(self._number("Q"))
-        if count > most:
-            raise ValueError(f"it says that it has {count} {what}, at most {most} are read")
+        if count > maximum:
+            raise ValueError(f"it says that it has {count} {what}, at most {maximum} are read")
         return count
 
     def _check_room(self, what: str, count: int, least_bytes: int) -> None:

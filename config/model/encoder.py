@@ -48,7 +48,7 @@ def encoder_fields(architecture: str, fields: Fields) -> Json | None:
         "hidden_act": fields.get("hidden_act", str, "gelu"),
         "encoder": EncoderConfig(
             family,
-            fields.number("layer_norm_eps", 1e-12, above=0.0, most=1.0),
+            fields.number("layer_norm_eps", 1e-12, above=0.0, maximum=1.0),
             fields.count("type_vocab_size", 2),
             first,
         ),

@@ -79,35 +79,38 @@ class Fields:
             )
         return value
 
-    def count(self, name: str, default: int | None = None, *, most: int = MAX_COUNT) -> int:
-        """An integer from 1 to `most`; required without a default."""
-        value = self.count_or_none(name, most=most)
+    def count(self, name: str, default: int | None = None, *, maximum: int = MAX_COUNT) -> int:
+        """An integer from 1 to `maximum`; required without a default."""
+        value = self.count_or_none(name, maximum=maximum)
         if value is None:
             value = default
         if value is None:
             raise ConfigError(f"{self.file} has no {name}")
         return value
 
-    def count_or_none(self, name: str, *, most: int = MAX_COUNT) -> int | None:
-        """An integer from 1 to `most`, if present."""
+    def count_or_none(self, name: str, *, maximum: int = MAX_COUNT) -> int | None:
+        """An integer from 1 to `maximum`, if present."""
         value = self.get(name, int, None)
         if value is None:
             return None
         if value < 1:
             raise ConfigError(f"{name} in {self.file} is {shown(value)}, it must be at least 1")
-        if value > most:
-            raise ConfigError(f"{name} in {self.file} is {shown(value)}, it must be at most {most}")
+        if value > maximum:
+            raise ConfigError(
+                f"{name} in {self.file} is {shown(value)}, it must be at most {maximum}"
+            )
         return int(value)
 
     def number_or_none(
         self,
         name: str,
         *,
-        least: float = -math.inf,
+        minimum: float = -math.inf,
         above: float = -math.inf,
-        most: float = math.inf,
+        maximum: float = math.inf,
     ) -> float | None:
-        """A finite number of at least `least`, above `above` and at most `most`, if present."""
+        """A finite number of at least `minimum`, above `above` and at most `maximum`, if
+        present."""
         value = self.raw.get(name)
         if value is None:
             return None
@@ -116,18 +119,22 @@ class Fields:
             raise ConfigError(
                 f"{name} in {self.file} is {shown(value)}, it must be a number that is finite"
             )
-        if number < least:
-            raise ConfigError(f"{name} in {self.file} is {number:g}, it must be at least {least:g}")
+        if number < minimum:
+            raise ConfigError(
+                f"{name} in {self.file} is {number:g}, it must be at least {minimum:g}"
+            )
         if number <= above:
             raise ConfigError(f"{name} in {self.file} is {number:g}, it must be above {above:g}")
-        if number > most:
-            raise ConfigError(f"{name} in {self.file} is {number:g}, it must be at most {most:g}")
+        if number > maximum:
+            raise ConfigError(
+                f"{name} in {self.file} is {number:g}, it must be at most {maximum:g}"
+            )
         return number
 
     def number(
-        self, name: str, default: float, *, above: float = -math.inf, most: float = math.inf
+        self, name: str, default: float, *, above: float = -math.inf, maximum: float = math.inf
     ) -> float:
-        value = self.number_or_none(name, above=above, most=most)
+        value = self.number_or_none(name, above=above, maximum=maximum)
         return default if value is None else value
 
     def numbers(self, name: str, *, above: float = -math.inf) -> tuple[float, ...]:

@@ -134,15 +134,15 @@ def model_config_of(path: str, fields: Fields, generation: Fields) -> ModelConfi
 
 def check_limits(facts: ModelConfig) -> None:
     """Raise ConfigError for sizes above those of any model, if there are no tensors to compare."""
-    for name, value, most in (
+    for name, value, maximum in (
         ("layers", facts.num_layers, MAX_LAYERS),
         ("tokens in its vocabulary", facts.vocab_size, MAX_VOCAB),
         ("hidden features", facts.hidden_size, MAX_WIDTH),
         ("inner features", facts.intermediate_size, MAX_WIDTH),
         ("features in its query heads", facts.num_heads * facts.head_dim, MAX_WIDTH),
     ):
-        if value > most:
-            raise ConfigError(f"{facts.path} has {value} {name}, at most {most} are built")
+        if value > maximum:
+            raise ConfigError(f"{facts.path} has {value} {name}, at most {maximum} are built")
 
 
 def _architecture(fields: Fields) -> str:
@@ -208,7 +208,7 @@ def _sizes(fields: Fields) -> Json:
 
 def _positions(fields: Fields) -> Json:
     """Context length, rotary embedding and sliding window."""
-    max_position = fields.count("max_position_embeddings", most=MAX_POSITION)
+    max_position = fields.count("max_position_embeddings", maximum=MAX_POSITION)
     theta, partial, scaling = _rope(fields, max_position)
     window, window_layers = _windows(fields, fields.count("num_hidden_layers"))
     return {
@@ -225,7 +225,7 @@ def _layers(fields: Fields) -> Json:
     """Norms, biases, activation and multipliers of the layers."""
     attention_bias = fields.get("attention_bias", bool, False)
     return {
-        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6, above=0.0, most=1.0),
+        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6, above=0.0, maximum=1.0),
         "tie_word_embeddings": fields.get("tie_word_embeddings", bool, False),
         "is_causal": fields.get("is_causal", bool, True),
         "attention_bias": attention_bias,
@@ -251,7 +251,7 @@ def _dtype(fields: Fields, default: str) -> str:
 
 def _windows(fields: Fields, num_layers: int) -> tuple[int | None, tuple[bool, ...]]:
     """(window, per layer whether it applies): from layer_types, or max_window_layers, or all."""
-    window = fields.count_or_none("sliding_window", most=MAX_POSITION)
+    window = fields.count_or_none("sliding_window", maximum=MAX_POSITION)
     if window is None or not fields.get("use_sliding_window", bool, True):
         return None, ()
     # Checked here because the result has an entry per layer.
@@ -283,7 +283,7 @@ def _rope(fields: Fields, max_position: int) -> tuple[float, float, RopeScaling 
             f"rope_parameters in {fields.file} differ from layer to layer, which is not supported"
         )
     rope = Fields(raw, fields.file)
-    bounds: dict[str, float] = {"above": 1.0, "most": MAX_THETA}
+    bounds: dict[str, float] = {"above": 1.0, "maximum": MAX_THETA}
     theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0, **bounds), **bounds)
     partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     if not 0 < partial <= 1:
@@ -301,9 +301,9 @@ def _rope(fields: Fields, max_position: int) -> tuple[float, float, RopeScaling 
 
 def _scaling(rope: Fields, fields: Fields, kind: str, max_position: int) -> RopeScaling:
     name = "original_max_position_embeddings"
-    original = rope.count_or_none(name, most=MAX_POSITION)
-    original = original or fields.count_or_none(name, most=MAX_POSITION)
-    factor = rope.number_or_none("factor", most=MAX_POSITION)
+    original = rope.count_or_none(name, maximum=MAX_POSITION)
+    original = original or fields.count_or_none(name, maximum=MAX_POSITION)
+    factor = rope.number_or_none("factor", maximum=MAX_POSITION)
     if factor is None:
         # The published longrope and some yarn checkpoints do not have it.
         factor = max_position / original if original else 1.0
@@ -324,11 +324,11 @@ def _scaling(rope: Fields, fields: Fields, kind: str, max_position: int) -> Rope
         original_max_position=original,
         low_freq_factor=low,
         high_freq_factor=high,
-        beta_fast=rope.number_or_none("beta_fast", least=0.0) or 32.0,
-        beta_slow=rope.number_or_none("beta_slow", least=0.0) or 1.0,
+        beta_fast=rope.number_or_none("beta_fast", minimum=0.0) or 32.0,
+        beta_slow=rope.number_or_none("beta_slow", minimum=0.0) or 1.0,
         attention_factor=rope.number_or_none("attention_factor", above=0.0),
-        mscale=rope.number_or_none("mscale", least=0.0),
-        mscale_all_dim=rope.number_or_none("mscale_all_dim", least=0.0),
+        mscale=rope.number_or_none("mscale", minimum=0.0),
+        mscale_all_dim=rope.number_or_none("mscale_all_dim", minimum=0.0),
         truncate=rope.get("truncate", bool, True),
         short_factor=rope.numbers("short_factor", above=0.0),
         long_factor=rope.numbers("long_factor", above=0.0),
@@ -353,5 +353,7 @@ def _token_ids(value: object, file: Path, vocab_size: int) -> tuple[int, ...]:
 
 
 def _generation_defaults(generation: Fields) -> dict[str, float]:
-    values = {name: generation.number_or_none(name, most=MAX_TOP_K) for name in GENERATION_FIELDS}
+    values = {
+        name: generation.number_or_none(name, maximum=MAX_TOP_K) for name in GENERATION_FIELDS
+    }
     return {name: value for name, value in values.items() if value is not None}

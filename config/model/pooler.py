@@ -145,7 +145,7 @@ def _classifier(model: ModelConfig, options: Fields) -> PoolerConfig:
 def _labels(fields: Fields) -> tuple[str, ...]:
     names = fields.get("id2label", dict, {})
     if not names:
-        count = fields.count("num_labels", 2, most=MAX_LABELS)
+        count = fields.count("num_labels", 2, maximum=MAX_LABELS)
         return tuple(f"LABEL_{index}" for index in range(count))
     try:
         return tuple(str(names[str(index)]) for index in range(len(names)))

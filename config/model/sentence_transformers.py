@@ -86,8 +86,8 @@ def read_sentence_config(folder: str) -> SentenceConfig | None:
         includes_prompt=pooling.get("include_prompt", bool, True),
         dense=tuple(_dense(path / subfolder) for kind, subfolder in kinds if kind == "Dense"),
         normalizes=any(kind == "Normalize" for kind, _ in kinds),
-        max_tokens=lengths.count_or_none("max_seq_length", most=NO_LIMIT)
-        or tokenizer.count_or_none("model_max_length", most=NO_LIMIT),
+        max_tokens=lengths.count_or_none("max_seq_length", maximum=NO_LIMIT)
+        or tokenizer.count_or_none("model_max_length", maximum=NO_LIMIT),
         lowers_case=lengths.get("do_lower_case", bool, False),
         similarity=_similarity(settings),
         default_prompt=default,
@@ -113,7 +113,7 @@ def _modules(file: Path) -> list[tuple[str, str]]:
         subfolder = str(fields.get("path", str, ""))
         if Path(subfolder).is_absolute() or ".." in Path(subfolder).parts:
             raise ConfigError(
-                f"{file} names the folder {shown(subfolder)}, it must be in the same folder"
+                f"{file} names the folder {shown(subfolder)}, it must be in the folder of the file"
             )
         kinds.append((kind, subfolder))
     names = [kind for kind, _ in kinds]

@@ -80,6 +80,6 @@ class PoolingFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Whether texts are converted to lower case before tokenization."""
 
 
-def _at_least(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UserError(f"{name} is {value!r}, it must be at least {least}", param=name)
+def _at_least(name: str, value: int, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise UserError(f"{name} is {value!r}, it must be at least {minimum}", param=name)
