@@ -342,7 +342,7 @@ def test_the_example_config_file_is_read(tmp_path: Path) -> None:
 def test_the_readme_has_an_example_of_each_kind() -> None:
     text = "\n".join(example for name, _, example in EXAMPLES if name == "README")
 
-    for word in ("curl", "OpenAI(", "stream=True", "LLM(", "/metrics"):
+    for word in ("curl", "OpenAI(", "stream=True", "tools=", "LLM(", "/metrics"):
         assert word in text
 
 
