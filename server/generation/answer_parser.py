@@ -372,8 +372,8 @@ class AssistantMessage:
     def _all(self, kind: str) -> str:
         return "".join(piece.text for piece in self.parts if piece.kind == kind)
 
-    def to_dict(self, echo: str, *, thinks: bool, shows_thinking: bool) -> dict[str, Any]:
-        """The `message` object. `thinks`: the server parses reasoning."""
+    def to_dict(self, echo: str, *, has_reasoning: bool, shows_reasoning: bool) -> dict[str, Any]:
+        """The `message` object. `has_reasoning`: the server parses reasoning."""
         thought = self._all("reasoning")
         text = echo + self._all("text")
         calls = [(piece.call, piece.text) for piece in self.parts if piece.call is not None]
@@ -383,7 +383,7 @@ class AssistantMessage:
             "content": None if is_silent else text,
             "refusal": None,
         }
-        if thinks and shows_thinking:
+        if has_reasoning and shows_reasoning:
             made["reasoning"] = made["reasoning_content"] = thought or None
         if calls:
             made["tool_calls"] = [
@@ -397,14 +397,14 @@ class AssistantMessage:
         return made
 
 
-def chat_deltas(events: list[ParserEvent], *, shows_thinking: bool) -> list[dict[str, Any]]:
+def chat_deltas(events: list[ParserEvent], *, shows_reasoning: bool) -> list[dict[str, Any]]:
     """The `delta` objects of `events`, one each."""
     made: list[dict[str, Any]] = []
     for event in events:
         if isinstance(event, TextDelta):
             made.append({"content": event.text})
         elif isinstance(event, ReasoningDelta):
-            if shows_thinking:
+            if shows_reasoning:
                 made.append({"reasoning": event.text, "reasoning_content": event.text})
         elif isinstance(event, ToolCallStart):
             function = {"name": event.name, "arguments": ""}

@@ -88,7 +88,7 @@ class Job(RunningRequest[GenerationStream]):
     def usage(self) -> dict[str, Any]:
         """The usage object of the tokens so far."""
         thinking = 0 if self.parsers is None else self.parsers.num_reasoning_tokens
-        return usage_of(self.generation, num_thinking_tokens=thinking)
+        return usage_of(self.generation, num_reasoning_tokens=thinking)
 
     def envelope(self, kind: str) -> Envelope:
         return Envelope(kind, self.id, self.created, self.model, self.state.fingerprint)

@@ -61,11 +61,13 @@ def _free_text(
     parser_config: ParserConfig, tokenizer: Tokenizer, body: ChatBody, prompt: str
 ) -> AnswerFormat:
     """Free text and optional calls; calls of strict functions are constrained to their schemas."""
-    tools = None if body.shown_tools is None else tool_schemas(body.shown_tools)
-    parsers = parser_config.make_parsers(tokenizer, prompt, tools, body.max_calls, body.begun_text)
+    tools = None if body.visible_tools is None else tool_schemas(body.visible_tools)
+    parsers = parser_config.make_parsers(
+        tokenizer, prompt, tools, body.max_calls, body.continued_text
+    )
     budget = body.thinking_token_budget
     param, grammar = "thinking_token_budget", GrammarSpec(FREE)
-    if any(tool["function"].get("strict") for tool in body.shown_tools or ()):
+    if any(tool["function"].get("strict") for tool in body.visible_tools or ()):
         calls = _call_grammar(parser_config, body)
         param, grammar = "tools", spec_of_tags("tools", calls.part())
         if calls.whole is not None:
@@ -75,7 +77,7 @@ def _free_text(
         return AnswerFormat(param, None, parsers)
     reasoning = parser_config.reasoning_spec(
         prompt,
-        body.begun_text,
+        body.continued_text,
         is_wanted=True,
         skips_blanks=grammar.kind != FREE,
         is_free=grammar.kind == FREE,
@@ -98,19 +100,19 @@ def _constrained(
     """A grammar for the answer, or calls instead of it if the model may choose."""
     skips_blanks = grammar.kind in _NO_LEADING_WHITESPACE
     call_reader: ToolCallReader | None = None
-    if body.must_call:
+    if body.requires_call:
         call_reader = forced_call_reader(body.forced_name)
-    elif body.shown_tools is not None:
+    elif body.visible_tools is not None:
         call_reader = parser_config.tool_call_format
         grammar = _or_calls(parser_config, body, param, grammar)
     reasoning = parser_config.reasoning_spec(
-        prompt, body.begun_text, is_wanted=body.wants_thinking, skips_blanks=skips_blanks
+        prompt, body.continued_text, is_wanted=body.wants_reasoning, skips_blanks=skips_blanks
     )
     parsers = parser_config.make_constrained_parsers(
         tokenizer,
         reasoning,
         call_reader,
-        tool_schemas(body.shown_tools or []),
+        tool_schemas(body.visible_tools or []),
         max_calls=body.max_calls,
         is_named=body.forced_name is not None,
     )
@@ -133,7 +135,7 @@ def _after_reasoning(reasoning: ThinkingSpec | None, grammar: GrammarSpec) -> Gr
 
 def _call_grammar(parser_config: ParserConfig, body: ChatBody) -> ToolCallGrammar:
     """The grammar of the calls that the model may choose to make."""
-    functions = [tool["function"] for tool in body.shown_tools or ()]
+    functions = [tool["function"] for tool in body.visible_tools or ()]
     return parser_config.tool_call_grammar(
         {
             one["name"]: object_schema(one.get("parameters")) if one.get("strict") else None

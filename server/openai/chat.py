@@ -34,7 +34,7 @@ def chat_routes(state: AppState) -> APIRouter:
         echo = body.last_text if body.echo else ""
         if body.stream:
             shows = body.include_reasoning is not False
-            return stream_response(job, ChatChunks(job, echo, shows_thinking=shows))
+            return stream_response(job, ChatChunks(job, echo, shows_reasoning=shows))
         return json_response(_whole(job, await collect_choices(job, request), echo))
 
     @router.post(
@@ -82,8 +82,8 @@ def _choice(job: Job, index: int, choice: ChoiceOutput, echo: str) -> dict[str, 
         assert isinstance(job.body, ChatBody)
         message = choice.message.to_dict(
             echo,
-            thinks=job.parsers.has_reasoning,
-            shows_thinking=job.body.include_reasoning is not False,
+            has_reasoning=job.parsers.has_reasoning,
+            shows_reasoning=job.body.include_reasoning is not False,
         )
     fields: dict[str, Any] = {
         "index": index,

@@ -31,7 +31,7 @@ async def render(state: AppState, body: ChatPromptBody) -> str:
     controls = state.text_tokenizer("messages").controls
     return await template.render(
         body.messages,
-        tools=body.shown_tools,
+        tools=body.visible_tools,
         documents=body.documents,
         add_generation_prompt=body.adds_generation_prompt,
         continue_final_message=bool(body.continue_final_message),

@@ -12,7 +12,9 @@ Choice = dict[str, Any]
 
 
 def usage_of(
-    generation: GenerationStream, num_output_tokens: int | None = None, num_thinking_tokens: int = 0
+    generation: GenerationStream,
+    num_output_tokens: int | None = None,
+    num_reasoning_tokens: int = 0,
 ) -> dict[str, Any]:
     """The usage object so far."""
     output = generation.num_output_tokens if num_output_tokens is None else num_output_tokens
@@ -22,7 +24,7 @@ def usage_of(
         "completion_tokens": output,
         "total_tokens": prompt + output,
         "prompt_tokens_details": {"cached_tokens": generation.num_cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": num_thinking_tokens},
+        "completion_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
     }
 
 

@@ -21,9 +21,9 @@ from server.openai.choices import (
 class ChatChunks:
     """Chunks of /v1/chat/completions. The first chunk of a choice has the role."""
 
-    def __init__(self, job: Job, echo: str = "", *, shows_thinking: bool = True) -> None:
+    def __init__(self, job: Job, echo: str = "", *, shows_reasoning: bool = True) -> None:
         self._job = job
-        self._shows_thinking = shows_thinking
+        self._shows_thinking = shows_reasoning
         self._echo = echo
         self._envelope = job.envelope("chat.completion.chunk")
         self._started: set[int] = set()
@@ -55,7 +55,7 @@ class ChatChunks:
 
     def _parsed(self, delta: Delta, parser: ChoiceParser) -> bytes:
         """A chunk for each event of `delta`, and one for the end."""
-        payloads = chat_deltas(parser.parse(delta), shows_thinking=self._shows_thinking)
+        payloads = chat_deltas(parser.parse(delta), shows_reasoning=self._shows_thinking)
         if delta.finish_reason is not None:
             payloads.append({})
         elif not payloads and (delta.logprobs or self._has_ids):

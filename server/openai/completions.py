@@ -35,7 +35,7 @@ from server.openai.choices import (
 from server.openai.chunks import CompletionChunks, echo_logprobs
 from server.openai.schema.completions import CompletionBody
 
-MANY_IDS = 10_000
+INLINE_IDS = 10_000
 """Token ids of a prompt that are checked on the event loop: a millisecond."""
 
 
@@ -108,7 +108,7 @@ async def _prompts(state: AppState, body: CompletionBody, params: SamplingParams
     if keep is None and longest > state.max_model_len:
         # Before a look at each of millions of ids.
         raise PromptTooLong(longest, body.limit, state.max_model_len, param="prompt")
-    given = await asyncio.to_thread(body.prompts) if body.num_ids > MANY_IDS else body.prompts()
+    given = await asyncio.to_thread(body.prompts) if body.num_ids > INLINE_IDS else body.prompts()
     # Before the work of tokenizing thousands of texts that can never be taken.
     check_admission(state, body, len(given) * params.n, "prompt")
 

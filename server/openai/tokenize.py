@@ -16,7 +16,7 @@ from server.openai.schema.tokenize import DetokenizeBody, TokenizeChatBody, Toke
 from server.text.tokenizer import Tokenizer
 from server.text.tokenizer_files import NAMED_TOKENS
 
-MANY_IDS = 10_000
+INLINE_IDS = 10_000
 """Tokens that are decoded on the event loop, in a millisecond."""
 
 
@@ -46,7 +46,7 @@ def tokenize_routes(state: AppState) -> APIRouter:
             text, special = body.prompt, body.add_special_tokens is not False
             param = "prompt"
         ids = await encode_for_counting(state, text, special=special, param=param)
-        if len(ids) <= MANY_IDS:
+        if len(ids) <= INLINE_IDS:
             return _tokenized(state, body, ids)
         return await asyncio.to_thread(_tokenized, state, body, ids)
 
@@ -67,7 +67,7 @@ def tokenize_routes(state: AppState) -> APIRouter:
             raise UserError(
                 f"tokens has {len(body.tokens)} ids, it may have {most}", param="tokens"
             )
-        if len(body.tokens) <= MANY_IDS:
+        if len(body.tokens) <= INLINE_IDS:
             text = _text_of(tokenizer, body.tokens)
         else:
             text = await asyncio.to_thread(_text_of, tokenizer, body.tokens)

@@ -106,7 +106,7 @@ class ChatPromptBody(Body):
         return _text_of(self.messages[-1])
 
     @property
-    def shown_tools(self) -> list[Any] | None:
+    def visible_tools(self) -> list[Any] | None:
         """The tools that the model sees: none with tool_choice none."""
         return None if self.tool_choice == "none" else self.tools
 
@@ -163,7 +163,7 @@ class ChatBody(ChatPromptBody, GenerationBody):
     def check(self) -> None:
         super().check()
         check_tools(self.tools, self.tool_choice)
-        if self.must_call and (constraint := super().constraint) is not None:
+        if self.requires_call and (constraint := super().constraint) is not None:
             raise UserError(
                 f"{constraint[0]} cannot be combined with a tool_choice that requires a call: its "
                 f"arguments are the answer; leave out {constraint[0]}, or set tool_choice to auto",
@@ -193,17 +193,17 @@ class ChatBody(ChatPromptBody, GenerationBody):
     @property
     def constraint(self) -> tuple[str, GrammarSpec] | None:
         """As in GenerationBody; for tool_choice required or named, the grammar of the calls."""
-        if self.shown_tools is not None:
+        if self.visible_tools is not None:
             parallel = self.parallel_tool_calls is not False
-            forced = forced_schema(self.shown_tools, self.tool_choice, is_parallel=parallel)
+            forced = forced_schema(self.visible_tools, self.tool_choice, is_parallel=parallel)
             if forced is not None:
                 return "tools", spec_of_schema("tools", forced)
         return super().constraint
 
     @property
-    def must_call(self) -> bool:
+    def requires_call(self) -> bool:
         """Whether tool_choice requires a call."""
-        return self.shown_tools is not None and self.tool_choice not in (None, "auto")
+        return self.visible_tools is not None and self.tool_choice not in (None, "auto")
 
     @property
     def max_calls(self) -> int | None:
@@ -211,12 +211,12 @@ class ChatBody(ChatPromptBody, GenerationBody):
         return 1 if self.parallel_tool_calls is False else None
 
     @property
-    def begun_text(self) -> str | None:
+    def continued_text(self) -> str | None:
         """The text that the answer continues, with continue_final_message."""
         return self.last_text if self.continue_final_message else None
 
     @property
-    def wants_thinking(self) -> bool:
+    def wants_reasoning(self) -> bool:
         """Whether reasoning is not disabled."""
         variables = self.template_variables
         return all(variables.get(name) is not False for name in ("enable_thinking", "thinking"))
