@@ -154,29 +154,10 @@ class CpuBackend:
         self._logits_cost = sum(costs[one] for one in linears if isinstance(one, ParallelLMHead))
         self._token_cost = sum(costs.values()) - self._logits_cost
         dtype = linears[0].dtype
-        if not can_pack(dtype, linears[0].device):
-            logger.info("Weights are not packed: there is no packed product for %s here", dtype)
-            return model
-        for module in model.modules():
-            if isinstance(module, RMSNorm):
-                module.use_kernel(MirroredRMSNorm(module.weight))
-        for linear in linears:
-            linear.use_kernel(self._pack(linear))
-        if self._library is not None and isinstance(model, Decoder) and model.lm_head is not None:
-            return CompiledDecoder(model, self._library)
+        if can_pack(dtype, linears[0].device):
+            return use_cpu_kernels(model, self._library)
+        logger.info("Weights are not packed: there is no packed product for %s here", dtype)
         return model
-
-    def _pack(self, linear: LinearBase) -> Kernel:
-        bias, quantized = linear.applied_bias, linear.quantized_weight
-        if quantized is not None:
-            if self._library is not None and has_kernel(quantized):
-                return PackedLinear(self._library, quantized, bias)
-            return quantized_linear(quantized, bias)
-        assert linear.weight is not None
-        weight = linear.weight.detach()
-        if self._library is not None and has_kernel(weight):
-            return PackedLinear(self._library, weight, bias)
-        return packed_linear(weight, bias)
 
     def expect(self, num_tokens: int, num_rows: int) -> None:
         num_weights = self._token_cost + self._logits_cost
@@ -199,3 +180,29 @@ class CpuBackend:
 
     def close(self) -> None:
         return
+
+
+def use_cpu_kernels(model: nn.Module, library: Library | None) -> nn.Module:
+    """Give the layers of a loaded bfloat16 model packed products and norms: those of `library`, or
+    torch's where it has none. Returns the model to run, a CompiledDecoder of a dense decoder."""
+    for module in list(model.modules()):
+        if isinstance(module, RMSNorm):
+            module.use_kernel(MirroredRMSNorm(module.weight))
+        elif isinstance(module, LinearBase):
+            module.use_kernel(_pack(module, library))
+    if library is not None and isinstance(model, Decoder) and model.lm_head is not None:
+        return CompiledDecoder(model, library)
+    return model
+
+
+def _pack(linear: LinearBase, library: Library | None) -> Kernel:
+    bias, quantized = linear.applied_bias, linear.quantized_weight
+    if quantized is not None:
+        if library is not None and has_kernel(quantized):
+            return PackedLinear(library, quantized, bias)
+        return quantized_linear(quantized, bias)
+    assert linear.weight is not None
+    weight = linear.weight.detach()
+    if library is not None and has_kernel(weight):
+        return PackedLinear(library, weight, bias)
+    return packed_linear(weight, bias)

@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 
 from config.model.model_config import read_model_config
-from hpu.backends.cpu import CpuBackend
 from hpu.layers.metadata import DecodeAttentionInputs, PrefillAttentionInputs
 from hpu.model_loader.loader import load_weights
 from hpu.models.base import CausalLM
 from hpu.models.decoder import Decoder
 from hpu.models.registry import build_model
-from hpu.native.library import Library
 
 
 def load_decoder(
@@ -29,15 +27,6 @@ def load_decoder(
     )
     load_weights(model, str(folder), on_progress=lambda done, total: None)
     return model
-
-
-def prepared(model: Decoder, library: Library | None) -> CausalLM:
-    """The model as the CPU back end runs it: on the kernels of `library`, or on torch's own."""
-    backend = CpuBackend(torch.get_num_threads())
-    backend._library = library
-    found = backend.prepare(model)
-    assert isinstance(found, CausalLM)
-    return found
 
 
 class PagedHarness:

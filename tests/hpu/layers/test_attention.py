@@ -1,4 +1,4 @@
-"""Attention ops against softmax attention written out, and what padding may not do."""
+"""Attention ops against plain softmax attention, and the effect of padding."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_the_fused_kernel_and_the_plain_one_agree(kv_heads: int, causal: bool) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_row_that_sees_nothing_is_finite_and_weighs_nothing(dtype: torch.dtype) -> None:
+def test_a_row_without_visible_keys_is_finite_and_has_no_weight(dtype: torch.dtype) -> None:
     query, key, value = (_random(1, 2, 3, 16, seed=seed).to(dtype) for seed in range(3))
     nothing = torch.full((1, 1, 1, 3), MASKED)
 
@@ -47,7 +47,7 @@ def test_a_row_that_sees_nothing_is_finite_and_weighs_nothing(dtype: torch.dtype
     )
 
 
-def test_attention_over_two_halves_joins_to_that_over_both() -> None:
+def test_attention_over_two_halves_merges_to_that_over_both() -> None:
     query, key, value = _random(2, 4, 5, 16), _random(2, 2, 8, 16), _random(2, 2, 8, 16, seed=2)
 
     whole, _ = attend(query, key, value, scale=0.25)
@@ -78,7 +78,7 @@ def _decode(query: Tensor, blocks: Tensor, groups: list[int], usage: list[int]) 
     )
 
 
-def test_each_row_attends_to_its_own_blocks_and_no_more_slots_than_are_used() -> None:
+def test_each_sequence_attends_to_the_used_slots_of_its_blocks() -> None:
     query, blocks = _random(2, 4, 16), _random(3, 2, 4, 2, 16, seed=1)
 
     found = _decode(query, blocks, [0, 0, 1], [4, 2, 3])
@@ -98,7 +98,7 @@ def test_each_row_attends_to_its_own_blocks_and_no_more_slots_than_are_used() ->
     torch.testing.assert_close(found, torch.cat((first, second))[:, :, 0], rtol=1e-5, atol=1e-5)
 
 
-def test_rows_with_very_different_scores_keep_their_own_scale() -> None:
+def test_sequences_with_very_different_scores_keep_their_scale() -> None:
     query, blocks = _random(2, 4, 16), _random(4, 2, 4, 2, 16, seed=1)
     query[0] *= 1000
 

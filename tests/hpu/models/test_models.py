@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from paged_harness import PagedHarness, load_decoder, prepared
+from paged_harness import PagedHarness, load_decoder
 from releases import transformers_before
 from tiny_models import FAMILIES, make_tiny
 from torch import Tensor
@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from config.errors import ConfigError
 from config.model.model_config import ModelConfig
+from hpu.backends.cpu import CpuBackend, use_cpu_kernels
 from hpu.models.decoder import Decoder
 from hpu.models.registry import build_model
 from hpu.ops.cpu import can_pack
@@ -215,7 +216,7 @@ def test_padding_changes_nothing_and_is_finite(windowed: Path) -> None:
 
 
 @torch.inference_mode()
-def test_a_row_does_not_feel_its_neighbours(windowed: Path) -> None:
+def test_other_requests_change_nothing(windowed: Path) -> None:
     prompts = {0: list(range(10, 31)), 1: list(range(50, 57)), 2: [9]}
     together = PagedHarness(load_decoder(windowed))
     together.prefill(prompts)
@@ -234,7 +235,7 @@ def test_packed_bfloat16_weights_give_the_logits_of_unpacked_ones(tmp_path: Path
     plain = load_decoder(folder, dtype=torch.bfloat16)
     if not can_pack(plain.dtype, plain.device):
         pytest.skip("this CPU has no packed product")
-    packed = prepared(load_decoder(folder, dtype=torch.bfloat16), None)
+    packed = use_cpu_kernels(load_decoder(folder, dtype=torch.bfloat16), None)
 
     rigs = [PagedHarness(plain), PagedHarness(packed)]
     expected, found = (rig.prefill(prompt)[0] for rig in rigs)
@@ -251,11 +252,11 @@ def test_packed_bfloat16_weights_give_the_logits_of_unpacked_ones(tmp_path: Path
 def test_float32_weights_are_left_as_they_are(windowed: Path) -> None:
     model = load_decoder(windowed)
 
-    assert prepared(model, None) is model
+    assert CpuBackend(torch.get_num_threads()).prepare(model) is model
     assert model.lm_head.weight is not None
 
 
-def test_an_unknown_architecture_is_named_with_those_we_have() -> None:
+def test_an_unknown_architecture_is_named_with_the_known_ones() -> None:
     config = ModelConfig("somewhere", "GPT2LMHeadModel", 8, 8, 8, 1, 1, 1, 8, 8)
 
     with pytest.raises(ConfigError, match="GPT2LMHeadModel, supported are LlamaForCausalLM"):

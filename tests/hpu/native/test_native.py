@@ -1,16 +1,16 @@
-"""The compiled kernels of the CPU against torch's own operators, which they must equal up to the
-rounding of bfloat16."""
+"""The CPU's compiled kernels against torch's operators, equal up to the rounding of bfloat16."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from paged_harness import PagedHarness, load_decoder, prepared
+from paged_harness import PagedHarness, load_decoder
 from tiny_models import make_tiny
 from torch import Tensor
 from worker_rig import WorkerRig
 
+from hpu.backends.cpu import use_cpu_kernels
 from hpu.models.base import CausalLM
 from hpu.native import library as library_module
 from hpu.native.library import Library, PackedLinear, open_library
@@ -26,7 +26,7 @@ HEADS = {"head_dim": 32, "hidden_size": 128, "num_attention_heads": 4}
 def packed(folder: Path, library: Library | None) -> CausalLM:
     """On the kernels of `library`; None: not packed."""
     model = load_decoder(folder, dtype=torch.bfloat16)
-    return model if library is None else prepared(model, library)
+    return model if library is None else use_cpu_kernels(model, library)
 
 
 def decoded(model: CausalLM, **padding: int) -> Tensor:
@@ -51,7 +51,7 @@ def decoded(model: CausalLM, **padding: int) -> Tensor:
         ("phi3", {**HEADS, "hidden_size": 256, "head_dim": 64}),
     ],
 )
-def test_a_decode_is_as_near_to_float32_as_torchs_own(
+def test_a_decode_is_as_accurate_as_torchs(
     family: str, overrides: dict[str, Any], library: Library, tmp_path: Path
 ) -> None:
     folder = make_tiny(family, tmp_path, **overrides)
@@ -63,13 +63,13 @@ def test_a_decode_is_as_near_to_float32_as_torchs_own(
 
     assert model.is_compiled
     error = (found - exact).square().mean().sqrt()
-    assert error < 1.5 * own + 1e-3, f"{error} is not near {own}"
+    assert error < 1.5 * own + 1e-3, f"error {error}, of torch's operators {own}"
     assert error < 0.1 * exact.std()
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
-def test_a_prompt_in_chunks_is_as_near_to_float32_as_torchs_own(
+def test_a_prefill_in_chunks_is_as_accurate_as_torchs(
     family: str, library: Library, tmp_path: Path
 ) -> None:
     folder = make_tiny(family, tmp_path, **HEADS)
@@ -100,7 +100,7 @@ def test_a_prompt_in_chunks_is_as_near_to_float32_as_torchs_own(
         ("mistral", {**HEADS, "sliding_window": 170}),
     ],
 )
-def test_long_prompts_and_their_second_chunks_are_as_near_to_float32(
+def test_long_prefills_and_their_second_chunks_are_as_accurate_as_torchs(
     family: str, overrides: dict[str, Any], library: Library, tmp_path: Path
 ) -> None:
     folder = make_tiny(family, tmp_path, **overrides)
@@ -124,7 +124,7 @@ def test_long_prompts_and_their_second_chunks_are_as_near_to_float32(
 
 
 @torch.inference_mode()
-def test_prompts_are_laid_out_some_at_a_time_to_the_same_end(
+def test_prompts_are_processed_in_groups_with_the_same_result(
     library: Library, tmp_path: Path
 ) -> None:
     folder = make_tiny("llama", tmp_path, head_dim=256, num_attention_heads=4)
@@ -145,7 +145,7 @@ def test_prompts_are_laid_out_some_at_a_time_to_the_same_end(
 
 
 @torch.inference_mode()
-def test_padding_neighbours_and_threads_change_no_bit(library: Library, tmp_path: Path) -> None:
+def test_padding_and_other_requests_change_no_bit(library: Library, tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path, **HEADS)
     together = decoded(packed(folder, library))
 
@@ -159,7 +159,7 @@ def test_padding_neighbours_and_threads_change_no_bit(library: Library, tmp_path
 
 
 @torch.inference_mode()
-def test_a_row_that_is_not_a_number_stays_alone(library: Library, tmp_path: Path) -> None:
+def test_nan_in_one_request_does_not_reach_others(library: Library, tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path, **HEADS)
     expected = decoded(packed(folder, library))[:3]
     harness = PagedHarness(packed(folder, library))
@@ -199,7 +199,7 @@ def test_a_product_is_that_of_the_weight(
 @torch.inference_mode()
 @pytest.mark.parametrize("rows", [1, 6, 7, 16, 33, 100])
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (112, 64), (2048, 34)])
-def test_the_best_output_is_the_first_of_the_largest(
+def test_argmax_is_the_first_of_the_largest(
     outputs: int, inputs: int, rows: int, library: Library
 ) -> None:
     generator = torch.Generator().manual_seed(rows)
@@ -216,14 +216,14 @@ def test_the_best_output_is_the_first_of_the_largest(
 
 
 @torch.inference_mode()
-def test_a_best_output_that_is_no_finite_number_is_none(library: Library) -> None:
+def test_argmax_of_a_row_that_is_not_finite_is_negative(library: Library) -> None:
     weight = torch.randn(64, 32).bfloat16()
     hidden = torch.randn(5, 32).bfloat16()
     bias = torch.zeros(64).bfloat16()
     hidden[1, 3] = torch.nan
     hidden[3] = -torch.inf
     found = PackedLinear(library, weight, None).argmax(hidden)
-    assert [place < 0 for place in found.tolist()] == [False, True, False, True, False]
+    assert [index < 0 for index in found.tolist()] == [False, True, False, True, False]
 
     bias[17] = torch.inf
     assert PackedLinear(library, weight, bias).argmax(hidden[:1]).tolist() == [-1]
@@ -235,7 +235,7 @@ def test_a_best_output_that_is_no_finite_number_is_none(library: Library) -> Non
 
 @torch.inference_mode()
 @pytest.mark.parametrize("family", ["llama", "granite"])
-def test_a_model_knows_its_best_tokens_unless_it_divides_its_logits(
+def test_a_model_has_argmax_unless_it_divides_its_logits(
     family: str, library: Library, tmp_path: Path
 ) -> None:
     folder = make_tiny(family, tmp_path, **HEADS)
@@ -252,7 +252,7 @@ def test_a_model_knows_its_best_tokens_unless_it_divides_its_logits(
         assert torch.equal(found, model.logits(hidden).argmax(1))
 
 
-def test_a_greedy_row_says_the_same_whether_all_its_logits_are_made_or_not(
+def test_a_greedy_request_gets_the_same_tokens_with_and_without_logits(
     built: Library, kernel_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_tiny("llama", tmp_path / "model", **HEADS)
@@ -275,7 +275,7 @@ def test_a_greedy_row_says_the_same_whether_all_its_logits_are_made_or_not(
     assert said[0] == said[1]
 
 
-def test_a_shape_without_a_kernel_runs_on_torch(built: Library, tmp_path: Path) -> None:
+def test_sizes_without_a_kernel_run_on_torch(built: Library, tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path)
 
     model = packed(folder, built)
@@ -294,7 +294,7 @@ def test_a_second_start_compiles_nothing(built: Library, kernel_folder: Path) ->
     assert [path.stat().st_mtime_ns for path in kernel_folder.iterdir()] == [made]
 
 
-def test_without_a_compiler_or_with_a_broken_one_torch_does_all(
+def test_without_a_working_compiler_torchs_operators_are_used(
     built: Library,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""Weights in few bits: how they are rounded, the products with them, and those of a GGUF file."""
+"""Quantized weights: rounding, products, and the blocks of a GGUF file."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
-from paged_harness import PagedHarness, prepared
+from paged_harness import PagedHarness
 from tiny_gguf import family_weights, write_gguf
 from tiny_models import make_tiny
 
@@ -15,6 +15,7 @@ from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.model.model_config import read_model_config
 from config.startup_checks import check_checkpoint
+from hpu.backends.cpu import use_cpu_kernels
 from hpu.layers.linear import LinearBase
 from hpu.model_loader.loader import load_weights
 from hpu.models.decoder import Decoder
@@ -51,17 +52,17 @@ def test_products_are_those_of_the_dequantized_weight(kind: str, library: Librar
     for rows in FEW_AND_MANY_ROWS:
         x = torch.randn(rows, SIZE).bfloat16()
 
-        wanted = x.float() @ exact.T
+        expected = x.float() @ exact.T
 
-        assert torch.allclose(ours(x).float(), wanted, rtol=0.01, atol=0.01 * wanted.std())
+        assert torch.allclose(ours(x).float(), expected, rtol=0.01, atol=0.01 * expected.std())
         sums = ours.multiply_float32(x)
         assert torch.equal(sums.bfloat16(), ours(x))
         assert torch.equal(ours.argmax(x), sums.argmax(1))
-        assert torch.allclose(torchs(x).float(), wanted, rtol=0.02, atol=0.02 * wanted.std())
+        assert torch.allclose(torchs(x).float(), expected, rtol=0.02, atol=0.02 * expected.std())
 
 
 @pytest.mark.parametrize("kind", ["int4", "Q8_0"])
-def test_many_rows_meet_the_weight_rounded_to_bfloat16_to_the_bit(
+def test_products_of_many_rows_equal_those_of_the_bfloat16_weight(
     kind: str, library: Library
 ) -> None:
     weight, x = weight_of(kind), torch.randn(40, SIZE).bfloat16()
@@ -81,7 +82,7 @@ def test_a_bias_is_added(library: Library) -> None:
     assert torch.allclose(torchs, biased, rtol=0.02, atol=0.2)
 
 
-def test_rounding_is_off_by_half_a_step_at_most() -> None:
+def test_rounding_errs_by_half_a_step_at_most() -> None:
     weight = torch.randn(OUT, SIZE)
     weight[0] = 0
     weight[1, :GROUP_SIZE] = 3
@@ -97,13 +98,13 @@ def test_rounding_is_off_by_half_a_step_at_most() -> None:
     assert four.num_bytes == OUT * (SIZE // 2 + 4 * SIZE // GROUP_SIZE)
 
 
-def test_matrices_of_other_kinds_are_not_put_together() -> None:
+def test_weights_of_different_kinds_are_not_concatenated() -> None:
     assert concatenate([weight_of("int8"), weight_of("int4")]) is None
     both = concatenate([weight_of("int4"), weight_of("int4")])
     assert both is not None and both.values.shape == (2 * OUT, SIZE)
 
 
-def test_a_shape_without_whole_panels_is_left_to_torch() -> None:
+def test_a_shape_without_whole_panels_has_no_kernel() -> None:
     assert kind_of(quantize_int8(torch.randn(20, 64))) is None
 
 
@@ -131,41 +132,41 @@ def gguf(tmp_path: Path) -> str:
     return resolve(str(source), cache_dir=str(tmp_path), progress=False, keep_blocks=True)
 
 
-def test_a_gguf_files_own_bits_are_kept_and_mean_the_same(gguf: str) -> None:
+def test_the_blocks_of_a_gguf_file_are_the_weight(gguf: str) -> None:
     model = loaded(gguf, "gguf")
     linears = [module for module in model.modules() if isinstance(module, LinearBase)]
     weights = {linear: linear.weight for linear in linears}
 
     num_bytes = process_weights(model, "gguf")
 
-    kept = [linear for linear in linears if linear.quantized_weight is not None]
+    quantized = [linear for linear in linears if linear.quantized_weight is not None]
     # Of both layers the qkv, output and gate with up; not `down`, in five bits; and the head.
-    assert len(kept) == 2 * 3 + 1
-    assert {linear.quantized_weight.bits for linear in kept} == {4, 8}
-    assert num_bytes == sum(linear.quantized_weight.num_bytes for linear in kept)
-    for linear in kept:
+    assert len(quantized) == 2 * 3 + 1
+    assert {linear.quantized_weight.bits for linear in quantized} == {4, 8}
+    assert num_bytes == sum(linear.quantized_weight.num_bytes for linear in quantized)
+    for linear in quantized:
         assert torch.equal(linear.quantized_weight.dequantize(torch.bfloat16), weights[linear])
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("kernels", ["ours", "torch"])
 @pytest.mark.parametrize("bits", ["int8", "int4"])
-def test_a_decoder_runs_on_few_bits(
+def test_a_decoder_runs_on_quantized_weights(
     bits: str, kernels: str, built: Library, tmp_path: Path
 ) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "vocab_size": 320}
     folder = str(make_tiny("llama", tmp_path, num_attention_heads=4, **sizes))
-    exact, quantized = prepared(loaded(folder), None), loaded(folder, bits)
+    exact, quantized = use_cpu_kernels(loaded(folder), None), loaded(folder, bits)
     process_weights(quantized, bits)
 
-    model = prepared(quantized, built if kernels == "ours" else None)
+    model = use_cpu_kernels(quantized, built if kernels == "ours" else None)
 
     prompt = {0: list(range(10, 40)), 1: [5, 6, 7]}
-    found, wanted = (PagedHarness(model).prefill(prompt) for model in (model, exact))
+    found, expected = (PagedHarness(model).prefill(prompt) for model in (model, exact))
     for row in prompt:
-        error = (found[row].float() - wanted[row].float()).square().mean().sqrt()
+        error = (found[row].float() - expected[row].float()).square().mean().sqrt()
         # Of random weights, which are the hardest to round, 4 bits lose a tenth in each product.
-        assert 0 < error < {"int8": 0.06, "int4": 0.5}[bits] * wanted[row].float().std()
+        assert 0 < error < {"int8": 0.06, "int4": 0.5}[bits] * expected[row].float().std()
 
 
 @pytest.mark.parametrize(
@@ -176,7 +177,7 @@ def test_a_decoder_runs_on_few_bits(
         ({"quantization": "int8", "device": "hpu"}, "is int8 and device is hpu"),
     ],
 )
-def test_what_does_not_go_together_is_refused(settings: dict[str, str], message: str) -> None:
+def test_conflicting_settings_are_refused(settings: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig("model", **settings)  # type: ignore[arg-type]
 
