@@ -64,7 +64,7 @@ class WorkerProcess:
         self._is_accepting = True
 
     def receive(self) -> FromWorker | None:
-        """The next message, if there is one. Behind the first one, nobody else may connect."""
+        """The next message, if there is one. Behind the first one, no other peer may connect."""
         message = self.socket.receive()
         if message is not None and self._is_accepting:
             self._context.stop_accepting()
@@ -94,7 +94,8 @@ class MultiprocExecutor:
     """One process for each worker. All methods belong to one thread.
 
     Every worker gets every message; the worker `output_rank` sends the results. The first death is
-    reported at once: to whoever waits for a message, and by `on_death`, called on another thread.
+    reported at once: to the caller that waits for a message, and by `on_death`, called on another
+    thread.
     """
 
     def __init__(

@@ -258,8 +258,8 @@ class ZmqContext:
 
     def bind_pair(self, endpoint: str, received: Any) -> PairSocket[Any, Any]:
         """Open the parent's end of a step channel; `received` is the union it decodes. The child
-        speaks first: until it does there is nobody to send to. Raises ConfigError when the address
-        cannot be taken."""
+        must send the first message: before, there is no peer to send to. Raises ConfigError when it
+        cannot listen on the address."""
         socket = self._socket(zmq.PAIR)
         self._listen(socket, endpoint, counts=True)
         return PairSocket(socket, received)
