@@ -32,12 +32,12 @@ from hpu.backends.base import Backend
 from hpu.backends.cuda import CudaBackend, CudaGraph
 from hpu.backends.gaudi import GaudiBackend, HpuGraph
 from hpu.backends.select import select_backend
+from hpu.emulator.api.wrap import GraphedFunction
 from hpu.emulator.card.device import Device
 from hpu.emulator.card.graphs import HPUGraph
 from hpu.emulator.card.recipes import Recipes
 from hpu.emulator.card.streams import CardEvent
 from hpu.emulator.card.work_queue import WorkQueue
-from hpu.emulator.vendor.wrap import GraphedFunction
 from hpu.models.decoder import Decoder
 from hpu.runner.async_output import AsyncStepOutput
 from hpu.runner.batch_state import BatchState

@@ -15,6 +15,9 @@ import torch
 from torch.library import Library
 
 from config.errors import ConfigError
+from hpu.emulator.api import collectives
+from hpu.emulator.api.compiled import patched_compile
+from hpu.emulator.api.modules import ROOT, PackageFinder, bind_to_torch, make_modules
 from hpu.emulator.card.counters import Counters
 from hpu.emulator.card.device import Device
 from hpu.emulator.card.memory import Memory
@@ -22,9 +25,6 @@ from hpu.emulator.card.rules import UNDECOMPOSED
 from hpu.emulator.card.tensor import DEVICE, is_hpu, with_index
 from hpu.emulator.ops.kernels import define_ops
 from hpu.emulator.settings import EmulatorConfig, RuntimeVariables
-from hpu.emulator.vendor import collectives
-from hpu.emulator.vendor.compiled import patched_compile
-from hpu.emulator.vendor.modules import ROOT, PackageFinder, bind_to_torch, make_modules
 
 
 class Emulator:

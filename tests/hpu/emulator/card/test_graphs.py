@@ -9,8 +9,8 @@ import torch
 from emulated import emulated
 from torch import Tensor, nn
 
+from hpu.emulator.api.wrap import graph_key
 from hpu.emulator.settings import Misuse
-from hpu.emulator.vendor.wrap import graph_key
 
 
 class Cached(nn.Module):

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hpu.emulator.api.wrap import GraphedFunction, make_graphed, wrap_module
 from hpu.emulator.card import graphs
 from hpu.emulator.card.device import Device
 from hpu.emulator.card.streams import CardEvent, CardStream
-from hpu.emulator.vendor.wrap import GraphedFunction, make_graphed, wrap_module
 
 
 class Api:

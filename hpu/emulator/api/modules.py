@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from hpu.emulator.api import collectives, hlml, metrics, torch_hpu
+from hpu.emulator.api import hpex as fused
 from hpu.emulator.card.device import Device
-from hpu.emulator.vendor import collectives, hlml, metrics, torch_hpu
-from hpu.emulator.vendor import hpex as fused
 
 logger = logging.getLogger(__name__)
 
