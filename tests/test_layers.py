@@ -49,6 +49,18 @@ RESERVED = {
 }
 """Modules, and the only ones of ours that may import them or what lies below them."""
 
+INSIDE_HPU = {
+    "hpu.ops": ("hpu.ops", "hpu.quantization"),
+    "hpu.layers": ("hpu.layers", "hpu.ops", "hpu.quantization", "hpu.distributed"),
+    "hpu.model_loader": ("hpu.model_loader", "hpu.distributed"),
+    "hpu.models": (
+        *("hpu.models", "hpu.layers", "hpu.ops", "hpu.quantization"),
+        *("hpu.distributed", "hpu.model_loader"),
+    ),
+}
+"""Models, and what they are made of, know no back end, no kernel library, no runner: these parts of
+hpu/ may import only such others of it."""
+
 ONLY_IN = {
     "habana_frameworks": ("hpu.backends.gaudi", "hpu.ops", "hpu.emulator"),
     "zmq": ("engine.transport.channels",),
@@ -169,6 +181,17 @@ def test_imports_point_downwards_or_sideways() -> None:
         allowed = (*MAY_IMPORT[module.partition(".")[0]], *EXCEPTIONS.get(module, ()))
         reserved = (may for root, may in RESERVED.items() if is_below(target, (root,)))
         if not is_below(target, allowed) or not all(is_below(module, may) for may in reserved):
+            wrong.append(f"{FILES[module].relative_to(ROOT)}:{found.line} imports {target}")
+
+    assert wrong == []
+
+
+def test_models_know_no_back_end_and_no_kernel_library() -> None:
+    wrong = []
+    for module, found, target in ours():
+        part = ".".join(module.split(".")[:2])
+        allowed = INSIDE_HPU.get(part)
+        if allowed and target.startswith("hpu.") and not is_below(target, allowed):
             wrong.append(f"{FILES[module].relative_to(ROOT)}:{found.line} imports {target}")
 
     assert wrong == []

@@ -11,11 +11,11 @@ from config.model.model_config import ModelConfig
 from config.model.pooler import PoolerConfig
 from hpu.layers.linear import LinearBase
 from hpu.model_loader.loader import load_weights
+from hpu.model_loader.offloaded_weights import OffloadedWeights, restore
 from hpu.models.decoder import Decoder
 from hpu.models.encoder import Encoder
 from hpu.models.pooler import Pooler
 from hpu.models.registry import build_body
-from hpu.worker.offloaded_weights import OffloadedWeights, restore
 
 
 @dataclass(frozen=True, slots=True)

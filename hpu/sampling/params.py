@@ -1,5 +1,6 @@
 """Sampling parameters of all requests as host columns, and the stages that a launch needs."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,9 +28,11 @@ class Stages(NamedTuple):
     top_k: bool = False
     top_p: bool = False
     bias: bool = False
-    """Some request has logit_bias or allowed_token_ids."""
+    """Some request has a row in the table of biases: allowed_token_ids, or logit_bias."""
     banned: bool = False
     """Some request has fewer than min_tokens tokens."""
+    logit_bias: bool = False
+    """Some request has logit_bias that is no row of that table: only with exact shapes."""
     counts: bool = False
     """Some request has a penalty."""
     few_words: bool = False
@@ -85,6 +88,8 @@ class TableRows(NamedTuple):
     last_tokens: Any
 
 
+TokenValues = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
+
 _DEFAULTS = Params()
 _STAGE = {name: index for index, name in enumerate(Stages._fields)}
 _PARAM = {name: index for index, name in enumerate(Params._fields)}
@@ -95,9 +100,13 @@ class SamplingColumns:
     """Sampling parameters of `max_num_reqs` requests, one entry for each req_index. Entry
     `max_num_reqs` stands for padding and keeps the defaults."""
 
-    def __init__(self, max_num_reqs: int, vocab_size: int) -> None:
+    def __init__(self, max_num_reqs: int, vocab_size: int, *, static_shapes: bool) -> None:
         self._max_num_reqs = max_num_reqs
         self._vocab_size = vocab_size
+        self._static_shapes = static_shapes
+        self._logit_bias: dict[int, TokenValues] = {}
+        """By req_index, where it is no row of a table; likewise for min_tokens."""
+        self._end_tokens: dict[int, TokenValues] = {}
         self._stages = np.zeros((len(Stages._fields), max_num_reqs + 1), dtype=np.bool_)
         self._params = np.empty((len(Params._fields), max_num_reqs + 1), dtype=np.float32)
         self._params[:] = np.array(_DEFAULTS)[:, None]
@@ -117,14 +126,18 @@ class SamplingColumns:
         top_k = sampling.top_k if 0 < sampling.top_k < self._vocab_size else 0
         banned = bool(sampling.end_token_ids) and sampling.min_tokens > num_generated
         words, few = bool(sampling.bad_words), _has_few_words(sampling)
+        has_bias_row = sampling.allowed_token_ids is not None or (
+            self._static_shapes and bool(sampling.logit_bias)
+        )
         stages = Stages(
             draw=not greedy,
             temperature=not greedy and sampling.temperature != 1,
             min_p=not greedy and sampling.min_p > 0,
             top_k=not greedy and top_k > 0,
             top_p=not greedy and sampling.top_p < 1,
-            bias=bool(sampling.logit_bias) or sampling.allowed_token_ids is not None,
+            bias=has_bias_row,
             banned=banned,
+            logit_bias=bool(sampling.logit_bias) and not has_bias_row,
             counts=has_penalties(sampling),
             few_words=words and few,
             many_words=words and not few,
@@ -132,6 +145,11 @@ class SamplingColumns:
             grammar=sampling.masked,
         )
         self._stages[:, req_index] = stages
+        if stages.logit_bias:
+            self._logit_bias[req_index] = token_values(*zip(*sampling.logit_bias, strict=True))
+        if banned and not self._static_shapes:
+            ends = sampling.end_token_ids
+            self._end_tokens[req_index] = token_values(ends, [-np.inf] * len(ends))
         penalties = _DEFAULTS._replace(
             repetition=sampling.repetition_penalty,
             frequency=sampling.frequency_penalty,
@@ -165,6 +183,8 @@ class SamplingColumns:
         self._params[:, req_index] = _DEFAULTS
         self._min_tokens[req_index] = 0
         self._not_argmax.discard(req_index)
+        self._logit_bias.pop(req_index, None)
+        self._end_tokens.pop(req_index, None)
 
     def need_no_stage(self, req_indices: list[int]) -> bool:
         """Whether the argmax of the raw logits is all that the requests ask for."""
@@ -199,6 +219,17 @@ class SamplingColumns:
                 uses = self._stages[_STAGE[name], req_indices]
             out[column, : len(req_indices)] = np.where(uses, req_indices, self._max_num_reqs)
 
+    def token_biases(self, req_indices: npt.NDArray[np.int64]) -> TokenValues:
+        """What is added to single logits with exact shapes: positions in the flattened (B, V)
+        scores, and values; call `stages` for the same requests first."""
+        found = []
+        for stage, biases in (("logit_bias", self._logit_bias), ("banned", self._end_tokens)):
+            for row in np.flatnonzero(self._stages[_STAGE[stage], req_indices]).tolist():
+                tokens, values = biases[int(req_indices[row])]
+                found.append((tokens + row * self._vocab_size, values))
+        positions, added = zip(*found, strict=True)
+        return np.concatenate(positions), np.concatenate(added)
+
     def advance(self, req_indices: npt.NDArray[np.int64]) -> None:
         """Count one more generated token for each request."""
         self._num_generated[req_indices] += 1
@@ -215,6 +246,11 @@ class SamplingColumns:
         """The largest number of bad words, and the length of the longest."""
         count, length = self._words[:, req_indices].max(axis=1).tolist()
         return count, length
+
+
+def token_values(tokens: Sequence[int], values: Sequence[float]) -> TokenValues:
+    """Both as arrays."""
+    return np.array(tokens, dtype=np.int64), np.array(values, dtype=np.float32)
 
 
 def has_penalties(sampling: RequestSampling) -> bool:

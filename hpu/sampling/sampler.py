@@ -81,7 +81,7 @@ class Sampler:
             is_wide = not static_shapes and backend.index_dtype == torch.int64
             sum_dtype = torch.float64 if is_wide else torch.float32
         self._sum_dtype = sum_dtype
-        self._columns = SamplingColumns(max_num_reqs, vocab_size)
+        self._columns = SamplingColumns(max_num_reqs, vocab_size, static_shapes=static_shapes)
         self._tables = SamplingTables(backend, max_num_reqs, vocab_size, preallocates=static_shapes)
         self._bitmasks = GrammarBitmasks(max_num_reqs, vocab_size)
         self._inputs_by_width: dict[int, _LaunchInputs] = {}
@@ -134,9 +134,10 @@ class Sampler:
         stages = self._stages(req_indices, indices)
         inputs = self._inputs(logits.shape[0])
         pinned = self._upload(inputs, indices, stages)
+        token_biases = self._token_biases(indices, stages, pinned)
         # What came before belongs to the bucket, not to the first stage.
         self._backend.mark()
-        scores = self._scores(logits, inputs, indices, stages)
+        scores = self._scores(logits, inputs, indices, stages, token_biases)
         weights = None
         if stages.draw:
             tokens, weights = self._draw(scores, inputs, indices, stages)
@@ -153,7 +154,7 @@ class Sampler:
         self._columns.advance(indices)
         self._append(tokens, inputs.table_rows, stages)
         logprobs = self._logprobs(logits, tokens, indices) if stages.logprobs else None
-        return SamplerOutput(tokens, logprobs, pinned)
+        return SamplerOutput(tokens, logprobs, tuple(pinned))
 
     def _stages(self, req_indices: list[int], indices: npt.NDArray[np.int64]) -> Stages:
         if self._columns.need_no_stage(req_indices):
@@ -180,7 +181,7 @@ class Sampler:
 
     def _upload(
         self, inputs: "_LaunchInputs", indices: npt.NDArray[np.int64], stages: Stages
-    ) -> tuple[Tensor, ...]:
+    ) -> list[Tensor]:
         """Upload what the stages read; returns the host tensors that the device reads."""
         pinned, self._pinned = self._pinned, []
         if stages.draw or stages.tables:
@@ -199,7 +200,23 @@ class Sampler:
             words = self._grammar_words(len(inputs.random))
             self._bitmasks.write(indices, words.host())
             words.upload(pinned)
-        return tuple(pinned)
+        return pinned
+
+    def _token_biases(
+        self, indices: npt.NDArray[np.int64], stages: Stages, pinned: list[Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
+        """(N,) positions in the flattened scores and (N,) values to add there: with exact shapes
+        much less work than a table row a request."""
+        if self._static_shapes or not (stages.logit_bias or stages.banned):
+            return None
+        positions, values = map(torch.from_numpy, self._columns.token_biases(indices))
+        if self._backend.shares_host_memory:
+            return positions, values
+        uploaded = [self._backend.zeros((len(host),), host.dtype) for host in (positions, values)]
+        for device, host in zip(uploaded, (positions, values), strict=True):
+            self._backend.upload(device, host)
+        pinned += (positions, values)
+        return uploaded[0], uploaded[1]
 
     def _argmax(self, scores: Tensor) -> filters.Argmax:
         if self._static_shapes:
@@ -212,12 +229,13 @@ class Sampler:
         inputs: "_LaunchInputs",
         indices: npt.NDArray[np.int64],
         stages: Stages,
+        token_biases: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
         """(B, V) after every stage that works on logits; temperature comes later.
 
         Masks add -inf instead of overwriting, so that NaN stays NaN.
         """
-        if not (stages.draw or stages.tables or stages.words or stages.grammar):
+        if not any(stages._replace(logprobs=False)):
             return logits
         tables, rows = self._tables, inputs.table_rows
         # A stage of its own, so that all others see one dtype.
@@ -236,8 +254,11 @@ class Sampler:
                 self._backend.mark()
         if stages.bias:
             scores = tables["bias"].index_select(0, rows.bias).add_(scores)
-        if stages.banned:
+        if stages.banned and self._static_shapes:
             scores = _minus_inf(tables["banned"].index_select(0, rows.banned)).add_(scores)
+        if token_biases is not None:
+            scores = scores.clone() if scores is logits else scores
+            scores.view(-1).index_add_(0, *token_biases)
         if stages.counts:
             counts = tables["counts"].index_select(0, rows.counts)
             scores = _penalized(scores, counts, inputs.params)

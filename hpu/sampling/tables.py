@@ -67,7 +67,7 @@ class SamplingTables:
     """Tables of `max_num_reqs` requests. A token is stored as its id plus 1; 0 means none.
 
     bias         (R, V) float32, added to logits; -inf where a token is not allowed
-    banned       (R, V) bool: tokens that may not come before min_tokens
+    banned       (R, V) bool: tokens that may not come before min_tokens; only if preallocated
     counts       (R, V) float32: how often a token was generated, plus 0.5 if the prompt has it
     few_words    (R, W, L + 1) bad words, right-aligned; a 0 before the last token matches anything,
                  a 0 in its place means no word
@@ -83,6 +83,7 @@ class SamplingTables:
         self._backend = backend
         self._max_num_reqs = max_num_reqs
         self._vocab_size = vocab_size
+        self._has_banned = preallocates
         self._shapes = _shapes(vocab_size, backend.index_dtype)
         self._tables: dict[str, _Table] = {}
         if preallocates:
@@ -110,7 +111,7 @@ class SamplingTables:
         rows: dict[str, npt.NDArray[Any]] = {}
         if stages.bias:
             rows["bias"] = self._bias(sampling)
-        if stages.banned:
+        if stages.banned and self._has_banned:
             rows["banned"] = np.zeros(self._vocab_size, dtype=np.bool_)
             rows["banned"][list(sampling.end_token_ids)] = True
         if stages.counts:

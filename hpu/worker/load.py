@@ -22,6 +22,7 @@ from hpu.backends.host import usable_memory
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.bucketing.limits import BucketLimits
 from hpu.model_loader.loader import load_weights
+from hpu.model_loader.offloaded_weights import OffloadedWeights, restore
 from hpu.model_loader.size_estimate import rotary_peak_bytes
 from hpu.models.base import CausalLM
 from hpu.models.pooling import PoolingModel, load_pooling_model
@@ -30,7 +31,6 @@ from hpu.protocol import WarmupProgress
 from hpu.quantization.registry import process_weights, select_quantization
 from hpu.runner.kv_cache import reads_contiguously
 from hpu.worker.memory import GIB
-from hpu.worker.offloaded_weights import OffloadedWeights, restore
 
 logger = logging.getLogger(__name__)
 
