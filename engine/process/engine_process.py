@@ -141,7 +141,7 @@ class MessageSender:
                 to = range(len(self._sockets)) if front_end is None else (front_end,)
                 for index in to:
                     if not self._sockets[index].send(message):
-                        raise EngineDied(f"front-end {index} left {HIGH_WATER} messages unread")
+                        raise EngineDied(f"front end {index} left {HIGH_WATER} messages unread")
         except Exception as error:
             self.on_error(error)
 

@@ -13,7 +13,7 @@ from config.params.sampling import SamplingParams
 from hpu.protocol import Logprobs as Logprobs
 
 FRONT_END_SHIFT = 48
-"""A key is (front-end index << 48) | serial number."""
+"""A key is (front end index << 48) | serial number."""
 
 
 COMPILE_GRAMMAR = "compile_grammar"

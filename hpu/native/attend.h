@@ -1,5 +1,4 @@
-// Attention of one token over the cached blocks of its sequence, as they lie. Knows no layers beyond
-// their caches. Part of decode.cpp.
+// Paged attention of one new token per sequence over its cached blocks. Part of decode.cpp.
 
 #pragma once
 
@@ -9,18 +8,18 @@ namespace {
 
 constexpr int HEADS_AT_ONCE = 4;
 
-// A row's blocks in the list.
+// The blocks of one request in the block list.
 struct Span {
   int64_t begin = 0, end = 0;
 };
 
-// One row, and the key head that some of its query heads share.
+// One request and one key head, which a group of query heads shares.
 struct Place {
   int64_t row, kv;
   Span span;
 };
 
-// What a row sees of a block: `count` slots from the first of `keys` and `values` on.
+// The visible part of a block: `count` slots from the first of `keys` and `values`.
 struct Part {
   const bf16 *keys, *values;
   int64_t count;
@@ -38,12 +37,12 @@ inline Part part_of(const Model& m, const Layer& layer, const Step& s, const Pla
   return {layer.keys + from, layer.values + from, s.usage[block] - first};
 }
 
-// Scores of part after part lie behind each other, each part's from a multiple of 16 on.
+// Scores of the parts are contiguous; each part starts at a multiple of 16.
 inline int64_t rounded_up(int64_t count) {
   return (count + 15) / 16 * 16;
 }
 
-// WORDS times 32 numbers of one query by those of up to 16 keys.
+// Dot products of WORDS * 32 numbers of one query with up to 16 keys.
 template <int WORDS>
 inline __m512 score(const bf16* query, const bf16* keys, int64_t stride, int64_t count) {
   __m512bh q[WORDS];
@@ -70,7 +69,7 @@ inline __m512 score(const bf16* query, const bf16* keys, int64_t stride, int64_t
 }
 
 #ifdef __AMX_BF16__
-// Queries as a product's weight: `heads` outputs in one panel, the rest of it zero.
+// Queries packed as the weight of a product: `heads` outputs in one panel, zero-padded.
 void lay_out(const bf16* queries, int64_t heads, int64_t size, bf16* panel) {
   std::memset(panel, 0, size * PANEL * sizeof(bf16));
   for (int64_t d = 0; d < size; d += 2)
@@ -78,7 +77,7 @@ void lay_out(const bf16* queries, int64_t heads, int64_t size, bf16* panel) {
       std::memcpy(panel + d * PANEL + 2 * g, queries + g * size + d, 2 * sizeof(bf16));
 }
 
-// Scores of 16 keys for all heads of the panel, `room` apart.
+// Scores of 16 keys for all heads of the panel, with stride `room`.
 inline void score_tile(const bf16* panel, int64_t heads, const bf16* keys, int64_t stride,
                        int64_t size, float* scores, int64_t room) {
   alignas(64) float sums[16 * 16];
@@ -96,7 +95,7 @@ inline void score_tile(const bf16* panel, int64_t heads, const bf16* keys, int64
 }
 #endif
 
-// What a thread needs before it scores keys, and gives back after: tiles of 16 rows.
+// The tile configuration of a thread that scores keys: tiles of 16 rows; released afterwards.
 inline void begin_scores() {
 #ifdef __AMX_BF16__
   if (has_tiles) configure(16, 16);
@@ -109,8 +108,8 @@ inline void end_scores() {
 #endif
 }
 
-// Means of WORDS times 32 numbers of the values from `d` on, for HEADS heads: `powers` (heads, room),
-// and by head what they are multiplied by.
+// Weighted sums of WORDS * 32 numbers of the values from `d`, for HEADS heads: `powers` (heads, room)
+// and one factor per head.
 template <int HEADS, int WORDS>
 void mean(const Model& m, const Layer& layer, const Step& s, const Place& at, int64_t d,
           const float* powers, int64_t room, const float* shares, bf16* out) {
@@ -123,7 +122,7 @@ void mean(const Model& m, const Layer& layer, const Step& s, const Place& at, in
     const Part part = part_of(m, layer, s, at, b);
     for (int64_t i = 0; i < part.count; ++i)
       for (int w = 0; w < WORDS; ++w) {
-        // Two numbers in each 32 bits: the first is their lower half, the second their upper.
+        // Each 32-bit word holds two numbers: the first in the lower half, the second in the upper.
         const __m512i pairs = _mm512_loadu_si512(part.values + i * stride + d + w * 32);
         const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
         const __m512 odd = _mm512_castsi512_ps(
@@ -157,7 +156,7 @@ void means(const Model& m, const Layer& layer, const Step& s, const Place& at, c
   if (d < m.head_dim) mean<HEADS, 1>(m, layer, s, at, d, powers, room, shares, out);
 }
 
-// One head's scores to powers of two; their sum.
+// Replaces the scores of one head with powers of two; returns their sum.
 float weigh(float* scores, int64_t count, float scale, __m512 top) {
   const __m512 by = _mm512_set1_ps(scale);
   const __m512 base = _mm512_set1_ps(_mm512_reduce_max_ps(top) * scale);
@@ -170,14 +169,14 @@ float weigh(float* scores, int64_t count, float scale, __m512 top) {
   return _mm512_reduce_add_ps(sum);
 }
 
-// Asks for what will be read soon: a block lies anywhere, and each slot of it holds other heads too.
+// Prefetches: blocks are scattered, and each slot holds the other heads too.
 inline void ask_for(const bf16* from, int64_t stride, int64_t count, int64_t size) {
   for (int64_t i = 0; i < count; ++i)
     for (int64_t d = 0; d < size; d += 32)
       _mm_prefetch((const char*)(from + i * stride + d), _MM_HINT_T0);
 }
 
-// The query heads that share the place's key head, over the row's blocks.
+// All query heads of one key head, over the request's blocks.
 void attend(const Model& m, const Layer& layer, const Step& s, const Place& at, const bf16* queries,
             bf16* out) {
   const int64_t size = m.head_dim, group = m.heads / m.kv_heads, stride = m.kv_heads * size;
@@ -187,7 +186,7 @@ void attend(const Model& m, const Layer& layer, const Step& s, const Place& at, 
   alignas(64) bf16 panel[MOST_HEAD * PANEL];
 #ifdef __AMX_BF16__
   if (has_tiles) lay_out(queries, group, size, panel);
-  // A tile's load does not tell the compiler what it reads.
+  // The tile-load intrinsic does not tell the compiler which memory it reads.
   asm volatile("" ::"r"(panel) : "memory");
 #endif
   __m512 top[MOST_GROUP];
@@ -220,7 +219,7 @@ void attend(const Model& m, const Layer& layer, const Step& s, const Place& at, 
       }
     }
   }
-  // A padded row holds no block: it gets zeros.
+  // A padded request has no block: its output is zero.
   if (n == 0) return void(std::memset(out, 0, group * size * sizeof(bf16)));
   float shares[MOST_GROUP];
   for (int64_t g = 0; g < group; ++g)

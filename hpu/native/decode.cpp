@@ -1,8 +1,8 @@
 // Decode steps and matrix products of the CPU back end in bfloat16, for AVX-512 with BF16, and for
-// AMX where it is there. Knows no tensors: pointers come from hpu/native/library.py.
+// AMX where available. hpu/native/library.py passes the pointers.
 //
-// What torch does in some six hundred operators a step is one call here, in one parallel region.
-// What lies in memory between two operations is bfloat16, as on the torch path; sums are float32.
+// A step that takes torch some six hundred operators is one call here, in one parallel region.
+// Activations in memory are bfloat16, as on the torch path; sums are float32.
 
 #include "attend.h"
 #include "prompt.h"
@@ -24,7 +24,7 @@ void rms_norm(const bf16* x, const bf16* weight, bf16* out, int64_t size, float 
   }
 }
 
-// Norms one head and turns it to its position.
+// Normalises one head and applies the rotary embedding.
 void turn(const Model& m, const Layer& layer, const Step& s, int64_t row, int64_t head, bf16* x) {
   if (layer.head_norm) {
     alignas(64) bf16 normed[MOST_HEAD];
@@ -44,7 +44,7 @@ void turn(const Model& m, const Layer& layer, const Step& s, int64_t row, int64_
   std::memcpy(x, turned, m.rotated * sizeof(bf16));
 }
 
-// One key head of one row: turns it and the queries that share it, and files key and value.
+// One key head of one row: rotates it and its query heads, and writes key and value to the cache.
 void file_group(const Model& m, const Layer& layer, const Step& s, int64_t row, int64_t kv,
                 bf16* heads) {
   const int64_t size = m.head_dim, group = m.heads / m.kv_heads;
@@ -56,9 +56,9 @@ void file_group(const Model& m, const Layer& layer, const Step& s, int64_t row, 
   std::memcpy(layer.values + place, key + m.kv_heads * size, size * sizeof(bf16));
 }
 
-// What follows is called by all threads of a region.
+// The following functions are called by all threads of a parallel region.
 
-// The embedded tokens, which the residual stream begins with.
+// Token embeddings, the start of the residual stream.
 void embed(const Model& m, const Step& s) {
 #pragma omp for
   for (int64_t r = 0; r < s.rows; ++r) {
@@ -85,7 +85,7 @@ void project(const Model& m, const Layer& layer, const Step& s, bf16* heads) {
 #pragma omp barrier
 }
 
-// The output of the attention, and then that of the MLP, added to the residual stream.
+// Adds the outputs of the attention and of the MLP to the residual stream.
 void add(const Model& m, const Layer& layer, const Step& s, const bf16* attended, bf16* inside) {
   const End total{nullptr, s.total, m.multiplier};
   multiply(layer.out, attended, s.rows, total);
@@ -115,8 +115,8 @@ std::vector<Span> spans_of(const Step& s) {
 
 extern "C" {
 
-// Whether products run in tiles from now on: if they are wanted, and this machine has them, which
-// the operating system is asked to let this process use.
+// Enables products in tiles if requested and available (asks the operating system for permission);
+// returns whether they are used.
 int64_t use_tiles(int64_t wanted) {
   has_tiles = false;
 #ifdef __AMX_BF16__
@@ -125,7 +125,7 @@ int64_t use_tiles(int64_t wanted) {
   return has_tiles;
 }
 
-// (outputs, inputs) to panels; outputs a multiple of 16, inputs even.
+// Packs (outputs, inputs) into panels; outputs is a multiple of 16, inputs is even.
 void pack(const bf16* weight, int64_t outputs, int64_t inputs, bf16* packed, int64_t threads) {
   const int64_t pairs = inputs / 2;
 #pragma omp parallel for num_threads(threads)
@@ -142,14 +142,14 @@ void multiply_all(const Product* by, const bf16* x, int64_t rows, bf16* out, int
   multiply(*by, x, rows, End{out});
 }
 
-// As `multiply_all`, but the sums stay as they are.
+// Like `multiply_all`, without rounding the sums.
 void exact_all(const Product* by, const bf16* x, int64_t rows, float* out, int64_t threads) {
 #pragma omp parallel num_threads(threads)
   multiply(*by, x, rows, End{nullptr, nullptr, 0, false, nullptr, out});
 }
 
-// As `exact_all`, but of each row only the place of its greatest output, the first of several;
-// -1 where that is no finite number.
+// Like `exact_all`, but returns only the index of each row's maximum (the first of equal ones), -1
+// where it is not finite.
 void best_of_all(const Product* by, const bf16* x, int64_t rows, int64_t* places, int64_t threads) {
   static thread_local Scratch kept;
   Best* all = kept.room<Best>(rows * threads);
@@ -170,7 +170,7 @@ void best_of_all(const Product* by, const bf16* x, int64_t rows, int64_t* places
   }
 }
 
-// One token a row through all layers and the last norm, into step->hidden.
+// Decode: one token per row through all layers and the last norm, into step->hidden.
 void decode(const Model* model, const Step* step, int64_t threads) {
   const Model& m = *model;
   Step s = *step;
@@ -203,7 +203,7 @@ void decode(const Model* model, const Step* step, int64_t threads) {
   }
 }
 
-// The tokens of prompts, the step's rows, through all layers and the last norm, into step->hidden.
+// Prefill: the prompts' tokens, one per row, through all layers and the last norm, into step->hidden.
 void prompt(const Model* model, const Step* step, const Prompts* prompts, int64_t threads) {
   const Model& m = *model;
   Step s = *step;

@@ -1,8 +1,8 @@
-// A model and a step as hpu/native/decoder.py describes them: pointers and sizes. Part of decode.cpp.
+// Structs of hpu/native/decoder.py: pointers and sizes of a model and a step. Part of decode.cpp.
 
 #pragma once
 
-#include "narrow.h"
+#include "quantized.h"
 
 extern "C" {
 
@@ -11,7 +11,7 @@ struct Layer {
   const bf16 *attention_norm, *mlp_norm;
   const bf16* head_norm;  // (heads + kv_heads, head_dim), or none
   bf16 *keys, *values;    // (blocks * block_size, kv_heads, head_dim)
-  int64_t window;         // tokens that a query sees, itself included; 0: all
+  int64_t window;         // sliding window in tokens, the query included; 0: none
 };
 
 struct Model {
@@ -22,16 +22,16 @@ struct Model {
   float eps, scale, multiplier, embedding_multiplier;
 };
 
-// As hpu/layers/context.py has it. The residual stream, total (rows, hidden), is laid out by the call;
-// hidden, its norm in the end, is for the caller.
+// Attention inputs as in hpu/layers/metadata.py. The call allocates the residual stream, total (rows,
+// hidden); hidden receives its final norm.
 struct Step {
   int64_t rows, blocks;
   const int64_t *tokens, *positions, *slots, *block_list, *groups, *starts, *usage;
   bf16 *hidden, *total;
 };
 
-// Of prompts, right-padded, whose tokens are the rows of a step and whose cached blocks its list: as
-// hpu/layers/context.py has it.
+// Right-padded prompts: their tokens are the rows of a step, their cached blocks its block list, as in
+// hpu/layers/metadata.py.
 struct Prompts {
   int64_t batch, length, context;  // prompts, new tokens and cached blocks of each
   const int64_t *query_lens, *context_lens;

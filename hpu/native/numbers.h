@@ -15,15 +15,15 @@ using bf16 = uint16_t;
 
 namespace {
 
-// Memory that is kept from one use to the next. It begins where a line of the cache does: from any
-// other place each row of a tile would be read from two lines.
+// Memory that is reused between calls, aligned to a cache line: otherwise each row of a tile would
+// span two lines.
 class Scratch {
  public:
   Scratch() = default;
   Scratch(const Scratch&) = delete;
   ~Scratch() { std::free(start_); }
 
-  // Room for `count` numbers, of which nothing is known.
+  // Memory for `count` uninitialised numbers.
   template <typename T>
   T* room(int64_t count) {
     const int64_t bytes = (count * int64_t(sizeof(T)) + 63) / 64 * 64;
@@ -51,7 +51,8 @@ inline void store(bf16* to, __m512 value) {
 }
 
 inline __m512 exponential(__m512 x) {
-  // 2^(x / ln 2): a polynomial of the fraction, to some 2 ulp of float32; the order of max keeps NaN.
+  // e^x as 2^(x / ln 2): a polynomial of the fraction, within about 2 ulp of float32; the order of the
+  // operands of max keeps NaN.
   const __m512 t = _mm512_mul_ps(_mm512_max_ps(_mm512_set1_ps(-87.0f), x), _mm512_set1_ps(1.44269504f));
   const __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT);
   const __m512 f = _mm512_sub_ps(t, whole);
@@ -76,9 +77,9 @@ inline __m512 gate(__m512 x, __m512 up) {
   return _mm512_mul_ps(_mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1), grown)), up);
 }
 
-constexpr float TO_POWERS = 1.44269504f;  // of e to those of two
+constexpr float TO_POWERS = 1.44269504f;  // log2(e): turns exponents of e into exponents of 2
 
-// 2^x: a polynomial of the fraction, to some 3e-6 of the value, which bfloat16 then rounds to 2e-3.
+// 2^x: a polynomial of the fraction with a relative error of about 3e-6; bfloat16 then rounds to 2e-3.
 inline __m512 power(__m512 x) {
   const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
   __m512 p = _mm512_set1_ps(1.353416605e-2f);
@@ -89,7 +90,7 @@ inline __m512 power(__m512 x) {
   return _mm512_scalef_ps(p, x);
 }
 
-// The numbers of each of 16 vectors joined to one: by a sum, or the greatest.
+// Reduces each of 16 vectors to one number: the sum or the maximum.
 template <typename Join>
 inline __m512 joined(const __m512* of, Join join) {
   __m512 by_four[4];

@@ -1,4 +1,4 @@
-"""Quantized weights in the layout that hpu/native/narrow.h reads."""
+"""Quantized weights in the layout that hpu/native/quantized.h reads."""
 
 import torch
 from torch import Tensor

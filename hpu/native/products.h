@@ -1,8 +1,9 @@
 // Matrix products of the CPU back end: x W^T for weights in bfloat16, with dot products (AVX512-BF16)
-// or tiles (AMX). Knows no models. Part of decode.cpp.
+// or tiles (AMX). Part of decode.cpp.
 //
-// Weights lie in panels of 16 outputs, two inputs side by side, as dot products and tiles read them.
-// Each part is asked for ahead: the processor by itself does so too late, and stops where a page ends.
+// Weights are stored in panels of 16 outputs with pairs of inputs adjacent, as dot products and tiles
+// read them. Panels are prefetched in software: the hardware prefetcher starts too late and stops at
+// page boundaries.
 
 #pragma once
 
@@ -12,13 +13,13 @@
 
 #include "numbers.h"
 
-// How a weight lies in memory. Of the narrow kinds hpu/native/quantized.py makes the panels; a group
-// is 32 inputs, its numbers are float16.
+// Layout of a weight. hpu/native/panels.py packs the quantized kinds; a group is 32 inputs, its scale
+// and minimum are float16.
 enum Kind : int64_t {
-  WIDE,          // bfloat16
+  BFLOAT16,
   INT8_ROWS,     // value * scale of the output
   INT8_GROUPS,   // value * scale of the group
-  INT4_GROUPS,   // value * scale of the group + least of the group
+  INT4_GROUPS,   // value * scale of the group + minimum of the group
 };
 
 struct Product {
@@ -33,11 +34,11 @@ namespace {
 constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
 constexpr int PANEL = 16;
 constexpr int TILE_INPUTS = 32;
-constexpr int64_t CHUNK = 1 << 20;  // bytes of weights that stay in the second cache
-constexpr int64_t AHEAD = 1024;     // bytes of a panel that are asked for before they are needed
+constexpr int64_t CHUNK = 1 << 20;  // bytes of weights that fit into the L2 cache
+constexpr int64_t AHEAD = 1024;     // prefetch distance within a panel, in bytes
 
-// The greatest number of a row so far, in each lane of a panel, and the panel it is from: the first of
-// several. Once a lane is no number it stays so.
+// Running maximum of a row in each lane of a panel, and the panel it came from (the first of equal
+// ones). NaN stays NaN.
 struct alignas(64) Best {
   float values[PANEL];
   int32_t panels[PANEL];
@@ -55,18 +56,18 @@ struct alignas(64) Best {
   }
 };
 
-// What becomes of a row's sums.
+// Where the sums of a row go.
 struct End {
-  bf16* out = nullptr;    // (rows, outputs): they are rounded
-  bf16* total = nullptr;  // (rows, outputs), or else: alpha times them is added
+  bf16* out = nullptr;    // (rows, outputs), rounded to bfloat16
+  bf16* total = nullptr;  // (rows, outputs), or else: alpha * sums is added
   float alpha = 0;
   bool gated = false;     // out is (rows, outputs / 2): silu(first half) * second half
-  Best* best = nullptr;   // (rows), or else: the greatest is kept, of what would have been in exact
-  float* exact = nullptr;  // (rows, outputs), or else: they are not rounded
+  Best* best = nullptr;   // (rows), or else: the maximum of what `exact` would hold
+  float* exact = nullptr;  // (rows, outputs), or else: unrounded
 };
 
-// Panels that one thread is asked for: `first` to `last`, of a gated product those of the first half
-// and their partners in the second.
+// Panels of one thread: `first` to `last`; of a gated product those of the first half and their
+// partners in the second half.
 struct Range {
   int64_t first, last;
 };
@@ -78,7 +79,7 @@ inline Range share_of(const Product& by, bool gated) {
   return {panels * mine / threads, panels * (mine + 1) / threads};
 }
 
-// Where the range's panels lie, and how far behind each its partner.
+// Address of the range's panels, and the distance of each to its partner.
 struct Panels {
   const bf16* first;
   int64_t partner;
@@ -88,9 +89,9 @@ inline Panels panels_of(const Product& by, Range range) {
   return {by.weight + range.first * by.inputs * PANEL, by.outputs / 2 * by.inputs};
 }
 
-// Asks for the beginning of this thread's share, which is multiplied as soon as others have come so far.
+// Prefetches the start of this thread's share, which is multiplied after the next barrier.
 inline void expect(const Product& by, bool gated) {
-  if (by.kind != WIDE) return;
+  if (by.kind != BFLOAT16) return;
   const int64_t panel = by.inputs * PANEL;
   const Panels from = panels_of(by, share_of(by, gated));
   const int64_t far = gated ? from.partner : 2 * panel;
@@ -99,7 +100,7 @@ inline void expect(const Product& by, bool gated) {
       _mm_prefetch((const char*)at + byte, _MM_HINT_T1);
 }
 
-// How many panels to take at once of those left, `most` at best, and by how many that goes forward.
+// How many of the remaining panels to multiply at once, at most `most`, and the step.
 struct Width {
   int wide, step;
 };
@@ -116,7 +117,7 @@ inline __m512 sum_of(const Product& by, const float* from, int64_t at) {
   return by.bias ? _mm512_add_ps(sum, load(by.bias + at)) : sum;
 }
 
-// One row's sums of `wide` panels from `panel` on, which lie `apart`.
+// The sums of one row and `wide` panels from `panel`, with stride `apart`.
 inline void finish(const Product& by, const End& end, const float* sums, int64_t apart, int64_t row,
                    int64_t panel, int wide) {
   const int64_t at = panel * PANEL;
@@ -158,7 +159,7 @@ inline void finish(const Product& by, const End& end, const float* sums, int64_t
   }
 }
 
-// ROWS rows times PANELS panels of 16 outputs, the second half of them `far` behind the first.
+// ROWS rows times PANELS panels of 16 outputs; the second half is `far` bytes after the first.
 template <int ROWS, int PANELS>
 inline void dots(const bf16* x, int64_t stride, const bf16* weight, int64_t panel, int64_t far,
                  int64_t pairs, float* sums) {
@@ -223,18 +224,18 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// Sums in tiles 0 to 3, rows of x in 4 and 5, weights in 6 and 7.
+// Tiles 0 to 3 hold sums, 4 and 5 rows of x, 6 and 7 weights.
 void configure(int first, int second) {
   TileConfig config;
   const int rows[8] = {first, first, second, second, first, second, 16, 16};
   for (int t = 0; t < 8; ++t) config.bytes[t] = 64, config.rows[t] = rows[t];
-  // GCC takes the intrinsic for one that reads eight bytes, and may leave out what is stored behind.
+  // GCC believes that the intrinsic reads eight bytes, and may drop stores to the rest.
   asm volatile("" ::"r"(&config) : "memory");
   _tile_loadconfig(&config);
 }
 
-// Sums of a block of rows that are not finished yet. That is done between the next block's tiles,
-// which take so long that it costs nothing there.
+// Unfinished sums of a block of rows. They are finished between the tile operations of the next block,
+// whose latency hides the work.
 struct Unfinished {
   const Product* by;
   const End* end;
@@ -252,13 +253,13 @@ struct Unfinished {
   }
 };
 
-// Asks for the tile of a panel that is read a step later.
+// Prefetches the tile of a panel that the next step reads.
 inline void ask_for_tile(const bf16* from) {
   for (int i = 0; i < 16; ++i)
     _mm_prefetch((const char*)(from + i * TILE_INPUTS), _MM_HINT_T0);
 }
 
-// Up to 16 rows times 4 panels. `next`: where the panels after them begin.
+// Up to 16 rows times 4 panels. `next`: address of the panels after them.
 void tiles_by_four(const bf16* a, int64_t stride, const bf16* w, int64_t panel, int64_t far,
                    int64_t steps, const bf16* next, Unfinished& before) {
   const int each = (32 + steps - 1) / steps;
@@ -332,7 +333,7 @@ void multiply_tiles(const Product& by, const Panels& from, const bf16* x, int64_
                     const End& end, Range range) {
   const int64_t panel = by.inputs * PANEL, steps = by.inputs / TILE_INPUTS;
   const int64_t stride = by.inputs * sizeof(bf16);
-  // So many panels stay in the second cache while the rows pass by.
+  // This many panels stay in the L2 cache while all rows are multiplied.
   const int64_t bytes = panel * sizeof(bf16) * (end.gated ? 2 : 1);
   const int64_t most = std::max<int64_t>(4, CHUNK / bytes / 4 * 4);
   Unfinished before{&by, &end};

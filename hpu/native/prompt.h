@@ -1,9 +1,8 @@
-// Attention of prompts: new tokens over the cached ones of their sequence and over each other, by
-// blocks of keys with a running softmax (FlashAttention, arXiv 2205.14135). Knows no layers beyond
-// their caches. Part of decode.cpp.
+// Attention of prompts: new tokens over the cached tokens of their sequence and over each other, in
+// blocks of keys with an online softmax (FlashAttention, arXiv 2205.14135). Part of decode.cpp.
 //
-// Keys and values, the new ones included, are read from the cache where they lie and laid out once as
-// the panels of a product, so that scores and means are the same products as those of weights.
+// Keys and values, new ones included, are read from the cache and packed once as panels of a product,
+// so that scores and weighted sums use the same kernels as weights.
 
 #pragma once
 
@@ -12,11 +11,11 @@
 namespace {
 
 constexpr int QUERIES = 32;  // rows of a block of scores
-constexpr int KEYS = 128;    // columns of it
-constexpr int PART = 256;    // tokens that one thread lays out for all
+constexpr int KEYS = 128;    // columns of a block of scores
+constexpr int PART = 256;    // tokens that one thread packs for all threads
 
-// What one key head of a prompt reads of a layer's cache, laid out: `span` keys in panels of 16 keys,
-// then their values in panels of 16 numbers.
+// The packed cache of one key head of a prompt: `span` keys in panels of 16 keys, then their values in
+// panels of 16 numbers.
 struct Laid {
   int64_t span;
   bf16* keys;
@@ -28,15 +27,14 @@ inline int64_t tokens_of(const Prompts& of, int64_t prompt) {
   return of.context_lens[prompt] + of.query_lens[prompt];
 }
 
-constexpr int ROWS = 32;  // keys and values that are laid out at a time
+constexpr int ROWS = 32;  // keys and values packed at a time
 
-// Where they lie.
+// Their addresses.
 struct Sources {
   const bf16 *keys[ROWS], *values[ROWS];
 };
 
-// Finds those of a prompt's tokens from `begin` on, and asks for them; zeros stand for what is behind
-// the last.
+// Finds and prefetches the keys or values of a prompt's tokens from `begin`; zeros after the last one.
 void find(const Model& m, const Layer& layer, const Step& s, const Prompts& of, int64_t prompt,
           int64_t kv, int64_t begin, Sources& found) {
   alignas(64) static const bf16 nothing[MOST_HEAD] = {};
@@ -81,7 +79,7 @@ void lay_out(const Model& m, const Sources& from, int64_t begin, const Laid& lai
     }
 }
 
-// A prompt's tokens from `begin` to `end`, of one key head.
+// Packs the tokens `begin` to `end` of a prompt, for one key head.
 void lay_out(const Model& m, const Layer& layer, const Step& s, const Prompts& of, int64_t prompt,
              int64_t kv, int64_t begin, int64_t end, const Laid& laid) {
   Sources both[2];
@@ -92,7 +90,7 @@ void lay_out(const Model& m, const Layer& layer, const Step& s, const Prompts& o
   }
 }
 
-// Sums of up to 32 rows times two panels, `far` apart, to `out` of width `apart`, or added to it.
+// Sums of up to 32 rows times two panels, `far` apart, stored to or added to `out` with stride `apart`.
 void product(const bf16* x, int64_t stride, int64_t rows, const bf16* w, int64_t far, int64_t inputs,
              float* out, int64_t apart, bool adds) {
 #ifdef __AMX_BF16__
@@ -140,15 +138,15 @@ void product(const bf16* x, int64_t stride, int64_t rows, const bf16* w, int64_t
   }
 }
 
-// Rows of a softmax so far: each row's greatest score, in powers of two, and the sums of its powers
-// by place.
+// State of the online softmax: the maximum score of each row, in powers of two, and the sums of its
+// powers by lane.
 struct Rows {
   alignas(64) float top[QUERIES];
   alignas(64) float sums[QUERIES * 16];
 };
 
-// Columns that each of the rows sees: up to `end`, which grows by one a row, and from `begin` on, which
-// does so too, or all.
+// Columns that each row attends to: up to `end`, which grows by one per row, from `begin`, which also
+// grows, or from 0.
 struct Seen {
   int64_t begin, end;
 };
@@ -159,8 +157,8 @@ inline __mmask16 mask_of(int64_t i, const Seen& of, int64_t r) {
   return ((1 << high) - 1) & ~((1 << low) - 1);
 }
 
-// Scores of 16 rows from `first` on, `width` columns, to powers in bfloat16, zero where nothing is
-// seen. `shares` is by how much what each row has gathered counts from now on; which rows' is not 1.
+// Replaces the scores of 16 rows from `first`, `width` columns, with powers in bfloat16, zero where
+// masked. `shares` rescales the sums so far of each row; returns the rows whose share is not 1.
 template <bool ALL>
 inline __mmask16 weigh(const float* scores, const Seen& of, int64_t first, int64_t width, float scale,
                        Rows& rows, bf16* powers, float* shares) {
@@ -177,7 +175,7 @@ inline __mmask16 weigh(const float* scores, const Seen& of, int64_t first, int64
   const __m512 greatest = joined(tops, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); });
   const __m512 by = _mm512_set1_ps(scale), before = _mm512_load_ps(rows.top + first);
   const __m512 now = _mm512_max_ps(_mm512_mul_ps(greatest, by), before);
-  // A row that has seen nothing yet: all its powers are zero, and so is what it has gathered.
+  // A row without any visible key so far: all its powers and sums are zero.
   const __mmask16 some = _mm512_cmp_ps_mask(now, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ);
   alignas(64) float bases[16];
   _mm512_store_ps(bases, _mm512_maskz_mov_ps(some, now));
@@ -201,7 +199,7 @@ inline __mmask16 weigh(const float* scores, const Seen& of, int64_t first, int64
   return moved;
 }
 
-// Up to 32 new tokens of a prompt from `begin` on, for one query head, over all they see.
+// Up to 32 new tokens of a prompt from `begin`, for one query head, over all visible keys.
 void attend_block(const Model& m, const Layer& layer, const Prompts& of, const Laid& laid,
                   int64_t prompt, int64_t head, int64_t begin, const bf16* heads, bf16* out) {
   const int64_t size = m.head_dim, all = (m.heads + 2 * m.kv_heads) * size, query = m.heads * size;
@@ -215,7 +213,7 @@ void attend_block(const Model& m, const Layer& layer, const Prompts& of, const L
 #endif
   const bf16* x = heads + (prompt * of.length + begin) * all + head * size;
   const bf16 *keys = laid.keys, *values = laid.values(size);
-  const int64_t own = of.context_lens[prompt] + begin;  // place of the first row
+  const int64_t own = of.context_lens[prompt] + begin;  // position of the first row
   const int64_t first = layer.window ? std::max<int64_t>(0, own - layer.window + 1) / 32 * 32 : 0;
   const float scale = m.scale * TO_POWERS;
   alignas(64) float scores[QUERIES * KEYS], means[QUERIES * MOST_HEAD];
@@ -238,7 +236,7 @@ void attend_block(const Model& m, const Layer& layer, const Prompts& of, const L
         _mm512_store_ps(mean, _mm512_mul_ps(_mm512_load_ps(mean), _mm512_set1_ps(shares[i / size])));
       }
     }
-    // A tile's load does not tell the compiler what it reads.
+    // The tile-load intrinsic does not tell the compiler which memory it reads.
     asm volatile("" ::"r"(powers), "r"(means) : "memory");
     for (int64_t d = 0; d < size; d += 32)
       product(powers, KEYS, count, values + d * laid.span + k * PANEL, laid.span * PANEL, width,
@@ -254,15 +252,15 @@ void attend_block(const Model& m, const Layer& layer, const Prompts& of, const L
   }
 }
 
-// All new tokens of all prompts: `heads` (tokens, heads + 2 * kv_heads, head_dim), turned and filed,
-// to `out` (tokens, heads * head_dim). Called by all threads; `kept` is one for all.
+// All new tokens of all prompts: `heads` (tokens, heads + 2 * kv_heads, head_dim), rotated and written
+// to the cache, to `out` (tokens, heads * head_dim). Called by all threads; they share `kept`.
 void attend_prompts(const Model& m, const Layer& layer, const Step& s, const Prompts& of,
                     const bf16* heads, bf16* out, Scratch& kept) {
   const int64_t span = (of.context * m.block_size + of.length + 31) / 32 * 32;
   const int64_t each = 2 * span * m.head_dim, group = m.heads / m.kv_heads;
   const int64_t blocks = (of.length + QUERIES - 1) / QUERIES, parts = (span + PART - 1) / PART;
   if (of.batch * m.kv_heads >= 2 * omp_get_num_threads()) {
-    // Enough to do for all with a key head each, whose panels then stay in its own cache.
+    // Enough work for one key head per thread, whose panels then stay in its core's cache.
     thread_local Scratch own;
     const Laid laid{span, own.room<bf16>(each)};
 #pragma omp for schedule(dynamic)
@@ -284,7 +282,7 @@ void attend_prompts(const Model& m, const Layer& layer, const Step& s, const Pro
     const int64_t end = std::min<int64_t>(begin + PART, tokens_of(of, prompt));
     lay_out(m, layer, s, of, prompt, at % m.kv_heads, begin, end, {span, all + at * each});
   }
-  // The longest first: what is left at the end is short.
+  // Longest first, for balance: the last pieces of work are short.
 #pragma omp for schedule(dynamic)
   for (int64_t i = 0; i < of.batch * m.heads * blocks; ++i) {
     const int64_t head = i % m.heads, prompt = i / m.heads % of.batch;

@@ -33,7 +33,7 @@ MAX_REASON = 300
 CONVERT_TIMEOUT_S = 300
 _POLL_S = 0.05
 
-# Run in a process of its own: the conversion may import torch, which a front-end never does.
+# Runs in a child process: the conversion may import torch, which an API server never does.
 _CONVERT = """
 import sys
 from transformers import AutoTokenizer

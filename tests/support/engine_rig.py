@@ -22,7 +22,7 @@ TOKEN = "the launcher's"
 
 
 class EngineRig:
-    """One front-end and one engine, in a directory of their own."""
+    """One front end and one engine, in a directory of their own."""
 
     def __init__(self, client: ZmqClient, engine: EngineProcess, directory: str) -> None:
         self.client = client
@@ -91,11 +91,11 @@ def asking(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
 
 
-async def read_all(mailbox: RequestOutputQueue) -> tuple[list[int], Finish]:
+async def read_all(queue: RequestOutputQueue) -> tuple[list[int], Finish]:
     """Every token until the finish."""
     tokens: list[int] = []
     while True:
-        update = await mailbox.get()
+        update = await queue.get()
         tokens += update.tokens
         if update.finish is not None:
             return tokens, update.finish

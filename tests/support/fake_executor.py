@@ -222,7 +222,7 @@ class FakeExecutor:
 
     def _lend(self, row: Row, block: int) -> None:
         assert 0 <= block < self.ready.num_blocks, f"block {block} of {self.ready.num_blocks}"
-        assert block not in row.blocks, f"block {block} is lent twice to one row"
+        assert block not in row.blocks, f"block {block} is allocated twice to one request"
         row.blocks.append(block)
 
     def _read(self, row: Row) -> None:

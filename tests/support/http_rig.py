@@ -1,4 +1,4 @@
-"""A front-end over an engine that answers from a script: in memory, or on a real port."""
+"""An API server over an engine that answers from a script: in memory, or on a real port."""
 
 import asyncio
 import contextlib
@@ -98,7 +98,7 @@ class TalkingClient(ScriptedClient):
 
 @dataclass
 class Rig:
-    """A front-end and who talks to it."""
+    """An API server and who talks to it."""
 
     state: AppState
     client: ScriptedClient

@@ -111,7 +111,7 @@ class LiveServer:
         raise AssertionError(f"not ready after {timeout_s} s: {self.text()}")
 
     def ask(self, path: str, body: object = None) -> httpx.Response:
-        """GET, or POST with a body, over a connection of its own: any of the front-ends may get
+        """GET, or POST with a body, over a connection of its own: any of the API servers may get
         it."""
         method = "GET" if body is None else "POST"
         # Unverified: to read the machine's certificates takes longer than the answer.

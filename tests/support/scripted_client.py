@@ -60,7 +60,7 @@ def columns(rows: list[tuple[list[int], list[float], int]]) -> Logprobs:
 
 @dataclass
 class ScriptedBox:
-    """One sequence that was sent, and the mailbox it is answered through."""
+    """One sequence that was sent, and its output queue."""
 
     key: int
     prompt: list[int]

@@ -112,7 +112,7 @@ class Delivered:
 
 
 class Ledger:
-    """Takes messages as a front-end would, and fails on anything late, doubled or unknown."""
+    """Takes messages as a front end would, and fails on anything late, doubled or unknown."""
 
     def __init__(self) -> None:
         self.requests: dict[int, Delivered] = {}
@@ -155,7 +155,7 @@ class Ledger:
             self._live(key).logprob_ids.append(ids[0])
         place = 0
         for key, count in zip(message.keys, message.counts or [1] * len(message.keys), strict=True):
-            assert key >> 48 == front_end, f"key {key:#x} went to front-end {front_end}"
+            assert key >> 48 == front_end, f"key {key:#x} went to front end {front_end}"
             request = self._live(key)
             assert request.num_started == 1, f"key {key} has tokens before it started"
             request.tokens.extend(message.tokens[place : place + count])
@@ -210,7 +210,7 @@ class SlowPool:
         return self.names.index(name) if name in self.names else None
 
     def forget(self) -> None:
-        """What was filed is lent after what never was, in the order of its return."""
+        """Cached blocks are allocated after those never cached, in the order of release."""
         plain = [block for block in self._given_back if self.names[block] is None]
         filed = [block for block in self._given_back if self.names[block] is not None]
         self._given_back = plain + filed

@@ -80,7 +80,7 @@ class WorkerRig:
         self.worker = Worker(config)
         self.ready = self.worker.start(self.progress.append)
         self.rows: dict[int, _Row] = {}
-        # Not the order in memory, and the last one returned is the first one lent.
+        # Not the order in memory, and the block released last is allocated first.
         self._free = [(block * 37) % num_blocks for block in range(num_blocks)]
         self._held: dict[int, int] = dict.fromkeys(range(num_blocks), 0)
         self._steps = steps

@@ -1,4 +1,4 @@
-"""ZmqClient and its mailboxes, before a scripted engine on real sockets."""
+"""ZmqClient and its request output queues, with a scripted engine on real sockets."""
 
 import asyncio
 import contextlib
@@ -49,16 +49,16 @@ class ScriptedEngine:
 
 
 @pytest.fixture
-def wires() -> Iterator[ZmqContext]:
+def zmq_context() -> Iterator[ZmqContext]:
     """The scripted engine's channels."""
-    wires = ZmqContext("token")
-    yield wires
-    wires._context.destroy(linger=0)
+    zmq_context = ZmqContext("token")
+    yield zmq_context
+    zmq_context._context.destroy(linger=0)
 
 
 @contextlib.asynccontextmanager
 async def pair(
-    wires: ZmqContext,
+    zmq_context: ZmqContext,
     folder: Path,
     *,
     index: int = 0,
@@ -75,7 +75,7 @@ async def pair(
         max_queued_prompt_tokens=max_tokens,
     )
     await client.start()
-    line = wires.connect_dealer(address, "0.in", ToEngine)
+    line = zmq_context.connect_dealer(address, "0.in", ToEngine)
     engine = ScriptedEngine(line)
     engine.says(Hello(0, 1))
     engine.says(READY)
@@ -93,9 +93,9 @@ async def settle() -> None:
 
 
 async def test_a_request_goes_down_with_its_front_end_in_the_key(
-    wires: ZmqContext, tmp_path: Path
+    zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
-    async with pair(wires, tmp_path, index=3) as (client, engine):
+    async with pair(zmq_context, tmp_path, index=3) as (client, engine):
         box = client.add(prompt_of(7, 8), asking(5), priority=2, cache_salt="s")
 
         message = await engine.hears()
@@ -105,8 +105,8 @@ async def test_a_request_goes_down_with_its_front_end_in_the_key(
     assert (message.sampling, message.priority, message.cache_salt) == (asking(5), 2, "s")
 
 
-async def test_what_is_not_read_is_merged(wires: ZmqContext, tmp_path: Path) -> None:
-    async with pair(wires, tmp_path) as (client, engine):
+async def test_what_is_not_read_is_merged(zmq_context: ZmqContext, tmp_path: Path) -> None:
+    async with pair(zmq_context, tmp_path) as (client, engine):
         box, other = (client.add(prompt_of(1), asking(5)) for _ in range(2))
         key = box.key
         engine.says(StepOutput(1, started=[key], started_cached=[4]))
@@ -124,9 +124,9 @@ async def test_what_is_not_read_is_merged(wires: ZmqContext, tmp_path: Path) -> 
 
 
 async def test_the_line_has_two_limits_and_says_both_numbers(
-    wires: ZmqContext, tmp_path: Path
+    zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
-    async with pair(wires, tmp_path, max_requests=2, max_tokens=10) as (client, engine):
+    async with pair(zmq_context, tmp_path, max_requests=2, max_tokens=10) as (client, engine):
         first = client.add(prompt_of(*range(6)), asking(5))
         with pytest.raises(Overloaded, match=r"6 prompt tokens .* has 5, and at most 10"):
             client.add(prompt_of(*range(5)), asking(5))
@@ -143,10 +143,10 @@ async def test_the_line_has_two_limits_and_says_both_numbers(
     assert (caught.value.retry_after_s, caught.value.type) == (1, "server_overloaded")
 
 
-async def test_an_aborted_mailbox_ends_at_once_and_what_comes_later_is_dropped(
-    wires: ZmqContext, tmp_path: Path
+async def test_an_aborted_queue_ends_at_once_and_what_comes_later_is_dropped(
+    zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
-    async with pair(wires, tmp_path) as (client, engine):
+    async with pair(zmq_context, tmp_path) as (client, engine):
         box = client.add(prompt_of(1), asking(5))
         await engine.hears()
 
@@ -162,9 +162,9 @@ async def test_an_aborted_mailbox_ends_at_once_and_what_comes_later_is_dropped(
 
 
 async def test_aborts_at_any_moment_give_every_place_in_the_line_back(
-    wires: ZmqContext, tmp_path: Path
+    zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
-    async with pair(wires, tmp_path, max_requests=1) as (client, engine):
+    async with pair(zmq_context, tmp_path, max_requests=1) as (client, engine):
         waiting = client.add(prompt_of(1), asking(5))
         client.abort([waiting.key])
         running = client.add(prompt_of(1), asking(5))
@@ -183,10 +183,10 @@ async def test_aborts_at_any_moment_give_every_place_in_the_line_back(
         assert last.key > done.key
 
 
-async def test_failed_ends_every_mailbox_and_closes_the_door(
-    wires: ZmqContext, tmp_path: Path
+async def test_failed_ends_every_queue_and_rejects_new_requests(
+    zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
-    async with pair(wires, tmp_path) as (client, engine):
+    async with pair(zmq_context, tmp_path) as (client, engine):
         boxes = [client.add(prompt_of(1), asking(5)) for _ in range(3)]
         readers = [asyncio.ensure_future(box.get()) for box in boxes]
         call = asyncio.ensure_future(client.control("ping"))
@@ -203,9 +203,9 @@ async def test_failed_ends_every_mailbox_and_closes_the_door(
 
 
 async def test_a_request_that_cannot_be_encoded_is_the_callers_fault(
-    wires: ZmqContext, tmp_path: Path
+    zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
-    async with pair(wires, tmp_path, max_requests=1) as (client, engine):
+    async with pair(zmq_context, tmp_path, max_requests=1) as (client, engine):
         with pytest.raises(UserError, match="cannot be encoded"):
             client.add(prompt_of(1), SamplingParams(), cache_salt="\ud800")
 
@@ -214,9 +214,9 @@ async def test_a_request_that_cannot_be_encoded_is_the_callers_fault(
         assert isinstance(await engine.hears(), AddRequest)
 
 
-async def test_every_sample_of_the_stats_is_seen(wires: ZmqContext, tmp_path: Path) -> None:
+async def test_every_sample_of_the_stats_is_seen(zmq_context: ZmqContext, tmp_path: Path) -> None:
     seen: list[int] = []
-    async with pair(wires, tmp_path) as (client, engine):
+    async with pair(zmq_context, tmp_path) as (client, engine):
         client.on_stats(lambda stats: seen.extend(stats.step_tokens))
         for step in range(3):
             engine.says(StepOutput(step, stats=EngineStats(running=step, step_tokens=[step])))
@@ -227,8 +227,8 @@ async def test_every_sample_of_the_stats_is_seen(wires: ZmqContext, tmp_path: Pa
     assert (running, seen) == (2, [0, 1, 2])
 
 
-async def test_closing_ends_open_mailboxes(wires: ZmqContext, tmp_path: Path) -> None:
-    async with pair(wires, tmp_path) as (client, _):
+async def test_closing_ends_open_queues(zmq_context: ZmqContext, tmp_path: Path) -> None:
+    async with pair(zmq_context, tmp_path) as (client, _):
         box = client.add(prompt_of(1), asking(5))
 
         await client.close()
@@ -258,11 +258,11 @@ async def test_an_abort_reaches_a_real_engine_and_frees_its_row() -> None:
 
 
 async def test_a_pooling_request_is_answered_by_its_vectors_and_its_end_at_once(
-    wires: ZmqContext, tmp_path: Path
+    zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
     asked = PoolingParams(task="embed", dimensions=2, num_first=1)
     data = array("f", [0.5, -0.25]).tobytes()
-    async with pair(wires, tmp_path) as (client, engine):
+    async with pair(zmq_context, tmp_path) as (client, engine):
         box = client.add(prompt_of(1, 2, 3), pooling=asked)
         heard = await engine.hears()
         vectors = [(box.key, 1, memoryview(data))]

@@ -17,10 +17,10 @@ PER_THREAD = 200
 
 
 @pytest.fixture
-def wires() -> Iterator[ZmqContext]:
-    wires = ZmqContext("token")
-    yield wires
-    wires.close()
+def zmq_context() -> Iterator[ZmqContext]:
+    zmq_context = ZmqContext("token")
+    yield zmq_context
+    zmq_context.close()
 
 
 def orders(folder: Path) -> EngineOrders:
@@ -28,9 +28,9 @@ def orders(folder: Path) -> EngineOrders:
 
 
 async def test_what_many_threads_say_arrives_whole_and_in_each_ones_order(
-    wires: ZmqContext, tmp_path: Path
+    zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
-    board = wires.bind_router(front_end_endpoint(str(tmp_path), 0), FromEngine)
+    board = zmq_context.bind_router(front_end_endpoint(str(tmp_path), 0), FromEngine)
     heard: list[int] = []
     all_heard = asyncio.Event()
 
@@ -41,7 +41,7 @@ async def test_what_many_threads_say_arrives_whole_and_in_each_ones_order(
 
     starts = [1000 * number for number in range(4)]
     board.listen(hear, lambda: None)
-    output = MessageSender(orders(tmp_path), wires)
+    output = MessageSender(orders(tmp_path), zmq_context)
 
     def say(first: int) -> None:
         for call in range(first, first + PER_THREAD):
@@ -62,9 +62,9 @@ async def test_what_many_threads_say_arrives_whole_and_in_each_ones_order(
 
 
 def test_a_front_end_that_does_not_read_ends_the_engine_with_the_number(
-    wires: ZmqContext, tmp_path: Path
+    zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
-    output = MessageSender(orders(tmp_path), wires)
+    output = MessageSender(orders(tmp_path), zmq_context)
     errors: list[BaseException] = []
     output.on_error = errors.append
 

@@ -1,4 +1,4 @@
-"""engine/core/output_processor.py: ends, reasons and messages, seen by the front-ends of a real
+"""engine/core/output_processor.py: ends, reasons and messages, as the front ends of a real
 core."""
 
 import pytest

@@ -54,9 +54,9 @@ def test_a_plan_that_comes_while_another_runs_is_launched_before_that_one_is_don
 ) -> None:
     monkeypatch.setattr(child, "PLAN_DUE_S", 60.0)
     address = endpoint(str(tmp_path_factory.mktemp("s")), "w")
-    wires, device = ZmqContext("token"), HeldDevice()
-    engine = wires.bind_pair(address, FromWorker)
-    thread = threading.Thread(target=_work, args=(wires, address, device))
+    zmq_context, device = ZmqContext("token"), HeldDevice()
+    engine = zmq_context.bind_pair(address, FromWorker)
+    thread = threading.Thread(target=_work, args=(zmq_context, address, device))
     thread.start()
     assert isinstance(_next(engine), WarmupProgress)
     engine.send(StepPlan(0, []))
@@ -76,15 +76,15 @@ def test_a_plan_that_comes_while_another_runs_is_launched_before_that_one_is_don
     engine.send(StepPlan(LAST, []))
     thread.join(10)
     engine.close()
-    wires.close()
+    zmq_context.close()
 
     assert launched == [0, 1, 2]
     assert steps == [1, 2]
     assert not thread.is_alive()
 
 
-def _work(wires: ZmqContext, address: str, device: HeldDevice) -> None:
-    line = wires.connect_pair(address, ToWorker)
+def _work(zmq_context: ZmqContext, address: str, device: HeldDevice) -> None:
+    line = zmq_context.connect_pair(address, ToWorker)
     line.send(WarmupProgress("warmup", 1, 1))
     worker: Any = device
     with contextlib.suppress(Ended):

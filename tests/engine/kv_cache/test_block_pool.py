@@ -1,4 +1,4 @@
-"""engine/kv_cache/block_pool.py: lending, sharing, filing and evicting blocks."""
+"""engine/kv_cache/block_pool.py: allocating, sharing, caching and evicting blocks."""
 
 from collections.abc import Callable
 
@@ -22,16 +22,16 @@ def test_tail_given_first_is_evicted_first() -> None:
     assert pool.get_cached_block(bytes([first])) == first
 
 
-def test_blocks_without_a_hash_are_lent_before_filed_ones() -> None:
+def test_blocks_without_a_hash_are_allocated_before_filed_ones() -> None:
     pool = BlockPool(size=3)
     filed, plain, _ = pool.allocate(3)
     pool.cache_block(filed, b"filed")
     pool.free([filed])
     pool.free([plain])
 
-    lent = pool.allocate(1)
+    allocated = pool.allocate(1)
 
-    assert lent == [plain]
+    assert allocated == [plain]
     assert pool.get_cached_block(b"filed") == filed
 
 

@@ -1,4 +1,4 @@
-"""Engine processes: started, watched, stopped; and what a front-end has to load for it."""
+"""Engine processes: started, watched, stopped; and what an API server imports for it."""
 
 import os
 import re

@@ -89,8 +89,8 @@ def test_blocks_are_lent_only_as_they_are_needed() -> None:
 
     # Three chunks (8, 8, 4) in blocks of 4, then one block at a time; the last token needs no slot.
     assert used == [2, 4, 5, 6, 6, 6, 6, 0]
-    lent = [len(new.blocks) for plan in rig.plans for new in plan.new_requests]
-    assert sum(lent) + sum(len(plan.grown_blocks) for plan in rig.plans) == 7
+    allocated = [len(new.blocks) for plan in rig.plans for new in plan.new_requests]
+    assert sum(allocated) + sum(len(plan.grown_blocks) for plan in rig.plans) == 7
 
 
 def test_the_newest_gives_way_and_goes_on_where_it_was() -> None:

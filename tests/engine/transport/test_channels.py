@@ -26,10 +26,10 @@ from hpu.protocol import (
 
 
 @pytest.fixture
-def wires() -> Iterator[ZmqContext]:
-    wires = ZmqContext("token")
-    yield wires
-    wires._context.destroy(linger=0)
+def zmq_context() -> Iterator[ZmqContext]:
+    zmq_context = ZmqContext("token")
+    yield zmq_context
+    zmq_context._context.destroy(linger=0)
 
 
 def test_a_directory_is_private_and_goes_with_all_that_is_in_it() -> None:
@@ -53,17 +53,17 @@ def test_a_path_that_no_socket_can_have_is_refused_with_both_numbers(tmp_path: P
     assert endpoint("/" + "x" * 97, "fe0.sock").endswith("xx/fe0.sock")
 
 
-def test_an_address_that_is_no_directory_is_refused(wires: ZmqContext) -> None:
+def test_an_address_that_is_no_directory_is_refused(zmq_context: ZmqContext) -> None:
     with pytest.raises(ConfigError, match="cannot listen on"):
-        wires.bind_pair(endpoint("/nowhere/at/all", "w0.sock"), FromWorker)
+        zmq_context.bind_pair(endpoint("/nowhere/at/all", "w0.sock"), FromWorker)
 
 
 def test_plans_and_results_cross_a_pair_in_order_and_whole(
-    wires: ZmqContext, tmp_path: Path
+    zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
     address = endpoint(str(tmp_path), "w0.sock")
-    engine = wires.bind_pair(address, FromWorker)
-    worker = wires.connect_pair(address, ToWorker)
+    engine = zmq_context.bind_pair(address, FromWorker)
+    worker = zmq_context.connect_pair(address, ToWorker)
     row = NewRequest(3, memoryview(b"\1\0\0\0\2\0\0\0"), 2, 0, [5], RequestSampling(seed=9))
 
     worker.send(WarmupProgress("load", 0, 1))
@@ -89,13 +89,13 @@ def test_plans_and_results_cross_a_pair_in_order_and_whole(
     worker.close()
 
 
-def test_a_full_channel_says_so_and_loses_nothing(wires: ZmqContext, tmp_path: Path) -> None:
+def test_a_full_channel_says_so_and_loses_nothing(zmq_context: ZmqContext, tmp_path: Path) -> None:
     address = endpoint(str(tmp_path), "w0.sock")
-    sender = wires.connect_pair(address, ToWorker)
+    sender = zmq_context.connect_pair(address, ToWorker)
     sent = 0
     while sender.send(Reply(sent)):
         sent += 1
-    receiver = wires.bind_pair(address, FromEngine)
+    receiver = zmq_context.bind_pair(address, FromEngine)
     calls = []
     while len(calls) < sent:
         Waiter([receiver]).wait(5)
@@ -109,8 +109,10 @@ def test_a_full_channel_says_so_and_loses_nothing(wires: ZmqContext, tmp_path: P
     receiver.close()
 
 
-def test_waiting_ends_with_the_time_or_with_a_descriptor(wires: ZmqContext, tmp_path: Path) -> None:
-    line = wires.bind_pair(endpoint(str(tmp_path), "w0.sock"), FromWorker)
+def test_waiting_ends_with_the_time_or_with_a_descriptor(
+    zmq_context: ZmqContext, tmp_path: Path
+) -> None:
+    line = zmq_context.bind_pair(endpoint(str(tmp_path), "w0.sock"), FromWorker)
     end, signal = os.pipe()
     waiter = Waiter([line], [end])
 
@@ -128,15 +130,15 @@ def test_waiting_ends_with_the_time_or_with_a_descriptor(wires: ZmqContext, tmp_
 
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
 def test_no_edge_is_missed_when_both_sides_talk_at_once(
-    loop_factory: type[asyncio.AbstractEventLoop], wires: ZmqContext, tmp_path: Path
+    loop_factory: type[asyncio.AbstractEventLoop], zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
     """Each send may swallow the edge of a message that came in: 3000 rounds would hang on one."""
     address = endpoint(str(tmp_path), "fe0.sock")
     rounds = 3000
 
     async def talk() -> list[int]:
-        board = wires.bind_router(address, FromEngine)
-        line = wires.connect_dealer(address, "0.in", ToEngine)
+        board = zmq_context.bind_router(address, FromEngine)
+        line = zmq_context.connect_dealer(address, "0.in", ToEngine)
         heard: list[int] = []
         greeted, done = asyncio.Event(), asyncio.Event()
 
@@ -170,13 +172,13 @@ def test_no_edge_is_missed_when_both_sides_talk_at_once(
 
 
 async def test_sending_to_nobody_is_told_and_a_hangup_is_heard(
-    wires: ZmqContext, tmp_path: Path
+    zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
     address = endpoint(str(tmp_path), "fe0.sock")
-    board = wires.bind_router(address, FromEngine)
+    board = zmq_context.bind_router(address, FromEngine)
     greeted, hung_up = asyncio.Event(), asyncio.Event()
     board.listen(lambda peer, message: greeted.set(), hung_up.set)
-    line = wires.connect_dealer(address, "0.in", ToEngine)
+    line = zmq_context.connect_dealer(address, "0.in", ToEngine)
     line.send(Hello(0, 1))
     await asyncio.wait_for(greeted.wait(), 5)
 

@@ -40,19 +40,19 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def wires() -> Iterator[ZmqContext]:
+def zmq_context() -> Iterator[ZmqContext]:
     """The channels of a peer that has the token."""
-    wires = ZmqContext(TOKEN)
-    yield wires
-    wires._context.destroy(linger=0)
+    zmq_context = ZmqContext(TOKEN)
+    yield zmq_context
+    zmq_context._context.destroy(linger=0)
 
 
 @pytest.fixture
 def listening() -> Iterator[ZmqContext]:
     """Those of the process that strangers connect to."""
-    wires = ZmqContext(TOKEN)
-    yield wires
-    wires._context.destroy(linger=0)
+    zmq_context = ZmqContext(TOKEN)
+    yield zmq_context
+    zmq_context._context.destroy(linger=0)
 
 
 @pytest.mark.parametrize("executor", ["inline", "processes"])
@@ -99,7 +99,7 @@ async def test_nobody_can_connect_to_a_serving_engine(executor: str) -> None:
 
 
 async def test_strangers_beside_an_engine_that_is_connected_disturb_no_request(
-    wires: ZmqContext, tmp_path: Path
+    zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
     address, path = endpoint(str(tmp_path), "fe0.sock"), tmp_path / "fe0.sock"
     client = ZmqClient(
@@ -108,7 +108,7 @@ async def test_strangers_beside_an_engine_that_is_connected_disturb_no_request(
     await client.start()
     rejected = counting(client.on_rejected_peer)
     # An engine that has said nothing on its second line yet: the socket still accepts.
-    line = wires.connect_dealer(address, "0.in", ToEngine)
+    line = zmq_context.connect_dealer(address, "0.in", ToEngine)
     line.send(Hello(0, 1))
     line.send(READY)
     await asyncio.wait_for(client.wait_ready(), 5)
@@ -133,7 +133,7 @@ async def test_strangers_beside_an_engine_that_is_connected_disturb_no_request(
 
 
 async def test_the_engines_end_is_told_from_a_strangers(
-    wires: ZmqContext, listening: ZmqContext, tmp_path: Path
+    zmq_context: ZmqContext, listening: ZmqContext, tmp_path: Path
 ) -> None:
     address = endpoint(str(tmp_path), "fe0.sock")
     board = listening.bind_router(address, FromEngine)
@@ -143,7 +143,7 @@ async def test_the_engines_end_is_told_from_a_strangers(
         lambda: events.append("hangup"),
         lambda: events.append("rejected"),
     )
-    line = wires.connect_dealer(address, "0.in", ToEngine)
+    line = zmq_context.connect_dealer(address, "0.in", ToEngine)
     line.send(Hello(0, 1))
     assert await eventually(lambda: events == ["0.in"], 5)
 
@@ -159,7 +159,7 @@ async def test_the_engines_end_is_told_from_a_strangers(
 
 
 async def test_a_descriptor_that_a_stranger_had_before_is_the_engines_now(
-    wires: ZmqContext, listening: ZmqContext, tmp_path: Path
+    zmq_context: ZmqContext, listening: ZmqContext, tmp_path: Path
 ) -> None:
     address, path = endpoint(str(tmp_path), "fe0.sock"), tmp_path / "fe0.sock"
     board = listening.bind_router(address, FromEngine)
@@ -178,7 +178,7 @@ async def test_a_descriptor_that_a_stranger_had_before_is_the_engines_now(
     for stranger in strangers:
         stranger.shutdown(socket.SHUT_RDWR)
     threading.Event().wait(0.1)
-    line = wires.connect_dealer(address, "0.in", ToEngine)
+    line = zmq_context.connect_dealer(address, "0.in", ToEngine)
     line.send(Hello(0, 1))
     threading.Event().wait(0.2)
     is_one_of_theirs = len(theirs) == 21 and descriptors_of(path) < theirs
@@ -208,7 +208,7 @@ def _target(link: Path) -> str:
 
 
 async def test_thousands_of_strangers_while_the_loop_stands_still_hold_nobody_up(
-    wires: ZmqContext, listening: ZmqContext, tmp_path: Path
+    zmq_context: ZmqContext, listening: ZmqContext, tmp_path: Path
 ) -> None:
     """ZeroMQ's own thread would wait for who reads the news, and move no messages meanwhile."""
     address, path = endpoint(str(tmp_path), "fe0.sock"), tmp_path / "fe0.sock"
@@ -218,7 +218,7 @@ async def test_thousands_of_strangers_while_the_loop_stands_still_hold_nobody_up
     crowd.start()
     crowd.join(5)
     has_passed = not crowd.is_alive()
-    line = wires.connect_dealer(address, "0.in", ToEngine)
+    line = zmq_context.connect_dealer(address, "0.in", ToEngine)
     line.send(Hello(0, 1))
     greeted = asyncio.Event()
     rejections: list[None] = []
@@ -237,7 +237,7 @@ async def test_thousands_of_strangers_while_the_loop_stands_still_hold_nobody_up
 
 @pytest.mark.parametrize("stay_open", [True, False])
 def test_a_stranger_that_is_first_does_not_take_the_workers_place(
-    wires: ZmqContext,
+    zmq_context: ZmqContext,
     listening: ZmqContext,
     tmp_path: Path,
     stay_open: bool,
@@ -249,12 +249,12 @@ def test_a_stranger_that_is_first_does_not_take_the_workers_place(
 
     with all_strangers(path, zmq.PAIR, b""):
         if stay_open:
-            worker = wires.connect_pair(address, ToWorker)
+            worker = zmq_context.connect_pair(address, ToWorker)
             worker.send(WarmupProgress("load", 0, 1))
             Waiter([engine]).wait(5)
             first = engine.receive()
     if not stay_open:
-        worker = wires.connect_pair(address, ToWorker)
+        worker = zmq_context.connect_pair(address, ToWorker)
         worker.send(WarmupProgress("load", 0, 1))
         Waiter([engine]).wait(5)
         first = engine.receive()

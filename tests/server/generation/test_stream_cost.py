@@ -29,7 +29,7 @@ MOST_OF_A_REQUEST = 8
 
 @pytest.fixture(autouse=True)
 def collector() -> Iterator[None]:
-    """As a front-end sets it: what other tests have left is not looked through meanwhile."""
+    """As an API server sets it: what other tests have left is not looked through meanwhile."""
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(GC_OBJECTS)

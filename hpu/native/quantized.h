@@ -1,5 +1,5 @@
-// Products with weights of fewer bits: for few rows as they are, for more made bfloat16 a part at a
-// time. Knows no models. Part of decode.cpp.
+// Products with quantized weights: few rows use the quantized values directly; for more rows, panels
+// are dequantized to bfloat16 first. Part of decode.cpp.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace {
 
-// The whole numbers of INT4_GROUPS in bfloat16, twice: a lookup takes five bits of which four count.
+// The integers of INT4_GROUPS in bfloat16, twice: the lookup uses five bits, of which four matter.
 inline __m512i whole_numbers() {
   alignas(64) static const bf16 numbers[32] = {
       0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120,
@@ -24,15 +24,14 @@ inline __m512 bytes(const uint8_t* from) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
 }
 
-// Bytes of a group of one panel: its numbers, then its values.
+// Bytes of one group of a panel: its scales and minima, then its values.
 constexpr int64_t GROUP = 32;
 constexpr int64_t group_bytes(int64_t kind) {
   return kind == INT4_GROUPS ? 64 + PANEL * GROUP / 2
                              : (kind == INT8_GROUPS ? 32 : 0) + PANEL * GROUP;
 }
 
-// Pairs of inputs 4q to 4q + 3 of a group, the first and the second of each: whole numbers, which
-// bfloat16 has too.
+// Pairs of the inputs 4q to 4q + 3 of a group: integers, which bfloat16 represents exactly.
 template <int KIND>
 inline void four_pairs(const uint8_t* group, int q, __m512* first, __m512* second) {
   if constexpr (KIND == INT4_GROUPS) {
@@ -50,15 +49,15 @@ inline void four_pairs(const uint8_t* group, int q, __m512* first, __m512* secon
   }
 }
 
-// Rows of x for narrow weights, from one input on: as they are and in float32, `inputs` apart.
+// Rows of x for quantized weights, from one input on: bfloat16 and float32, with stride `inputs`.
 struct Rows32 {
   const bf16* x;
   const float* full;
   int64_t inputs;
 };
 
-// Sums of one group of each panel, from input `at` on. Four bits are looked up as pairs of bfloat16,
-// and multiplied as such; eight bits become float32 sooner.
+// Sums of one group of each panel, from input `at`. 4-bit values are looked up as bfloat16 pairs and
+// multiplied as such; 8-bit values convert to float32 faster.
 template <int KIND, int ROWS, int PANELS>
 inline void sum_groups(const uint8_t* const* groups, const Rows32& rows, int64_t at,
                        __m512 (*sums)[ROWS]) {
@@ -93,9 +92,9 @@ inline void sum_groups(const uint8_t* const* groups, const Rows32& rows, int64_t
     }
 }
 
-// As `dots`, from narrow weights, for few rows; `of_x` (rows, groups) holds the sums of x.
+// Like `dots`, with quantized weights and few rows; `of_x` (rows, groups) holds the sums of x.
 template <int KIND, int ROWS, int PANELS>
-void narrow_dots(const Rows32& rows, const uint8_t* weight, int64_t far, const float* of_x,
+void quantized_dots(const Rows32& rows, const uint8_t* weight, int64_t far, const float* of_x,
                  float* sums) {
   constexpr int NEAR = PANELS > 1 ? PANELS / 2 : 1;
   const int64_t groups = rows.inputs / GROUP, panel = groups * group_bytes(KIND);
@@ -106,7 +105,7 @@ void narrow_dots(const Rows32& rows, const uint8_t* weight, int64_t far, const f
     const uint8_t* from[PANELS];
     for (int p = 0; p < PANELS; ++p)
       from[p] = weight + p % NEAR * panel + p / NEAR * far + g * group_bytes(KIND);
-    // Four bits are bound by arithmetic, and gain nothing.
+    // 4-bit products are compute-bound: prefetching gains nothing.
     if constexpr (KIND != INT4_GROUPS)
       for (int p = 0; p < PANELS; ++p)
         for (int64_t b = 0; b < group_bytes(KIND); b += 64)
@@ -129,20 +128,20 @@ void narrow_dots(const Rows32& rows, const uint8_t* weight, int64_t far, const f
 }
 
 template <int KIND, int PANELS>
-void narrow_dots_of(int64_t count, const Rows32& rows, const uint8_t* w, int64_t far,
+void quantized_dots_of(int64_t count, const Rows32& rows, const uint8_t* w, int64_t far,
                     const float* of_x, float* sums) {
   switch (count) {
-    case 1: return narrow_dots<KIND, 1, PANELS>(rows, w, far, of_x, sums);
-    case 2: return narrow_dots<KIND, 2, PANELS>(rows, w, far, of_x, sums);
-    case 3: return narrow_dots<KIND, 3, PANELS>(rows, w, far, of_x, sums);
-    default: return narrow_dots<KIND, 4, PANELS>(rows, w, far, of_x, sums);
+    case 1: return quantized_dots<KIND, 1, PANELS>(rows, w, far, of_x, sums);
+    case 2: return quantized_dots<KIND, 2, PANELS>(rows, w, far, of_x, sums);
+    case 3: return quantized_dots<KIND, 3, PANELS>(rows, w, far, of_x, sums);
+    default: return quantized_dots<KIND, 4, PANELS>(rows, w, far, of_x, sums);
   }
 }
 
-constexpr int64_t NARROW_ROWS = 4;  // rows up to which narrow weights are multiplied as they are
+constexpr int64_t FEW_ROWS = 4;  // up to this many rows the quantized values are multiplied directly
 
 template <int KIND>
-void multiply_narrow(const Product& by, const bf16* x, int64_t rows, const End& end, Range range) {
+void multiply_quantized(const Product& by, const bf16* x, int64_t rows, const End& end, Range range) {
   const int64_t groups = by.inputs / GROUP, panel = groups * group_bytes(KIND);
   thread_local Scratch kept, summed;
   float *full = kept.room<float>(rows * by.inputs), *of_x = summed.room<float>(rows * groups);
@@ -156,17 +155,17 @@ void multiply_narrow(const Product& by, const bf16* x, int64_t rows, const End& 
     const auto [wide, step] = width_of(range.last - p, end, 4);
     const int64_t far = (end.gated ? by.outputs / PANEL / 2 : wide / 2) * panel;
     const uint8_t* w = (const uint8_t*)by.weight + p * panel;
-    alignas(64) float sums[NARROW_ROWS * 4 * 16];
-    const auto kernel = wide == 4   ? narrow_dots_of<KIND, 4>
-                        : wide == 2 ? narrow_dots_of<KIND, 2>
-                                    : narrow_dots_of<KIND, 1>;
+    alignas(64) float sums[FEW_ROWS * 4 * 16];
+    const auto kernel = wide == 4   ? quantized_dots_of<KIND, 4>
+                        : wide == 2 ? quantized_dots_of<KIND, 2>
+                                    : quantized_dots_of<KIND, 1>;
     kernel(rows, {x, full, by.inputs}, w, far, of_x, sums);
     for (int64_t r = 0; r < rows; ++r) finish(by, end, sums + r * wide * 16, 16, r, p, wide);
     p += step;
   }
 }
 
-// Panels of narrow weights in bfloat16: of INT8_ROWS the values, which `finish` scales.
+// Dequantizes panels to bfloat16; INT8_ROWS keeps the unscaled values, which `finish` scales.
 template <int KIND>
 void widen(const Product& by, int64_t first, int64_t last, bf16* out) {
   const int64_t groups = by.inputs / GROUP;
@@ -184,7 +183,7 @@ void widen(const Product& by, int64_t first, int64_t last, bf16* out) {
       four_pairs<KIND>(group, q, a, b);
       for (int t = 0; t < 4; ++t, out += 2 * PANEL) {
         if constexpr (KIND != INT8_ROWS) {
-          // The products are exact: a value of 8 bits times one of 11.
+          // The product is exact: 8 significant bits times 11.
           a[t] = _mm512_fmadd_ps(a[t], scale, least);
           b[t] = _mm512_fmadd_ps(b[t], scale, least);
         }
@@ -198,7 +197,7 @@ void widen(const Product& by, int64_t first, int64_t last, bf16* out) {
 template <int KIND>
 void multiply_quantized(const Product& by, const bf16* x, int64_t rows, const End& end,
                         Range range) {
-  if (rows <= NARROW_ROWS) return multiply_narrow<KIND>(by, x, rows, end, range);
+  if (rows <= FEW_ROWS) return multiply_quantized<KIND>(by, x, rows, end, range);
   const int64_t panel = by.inputs * PANEL, half = by.outputs / PANEL / 2;
   const int64_t times = end.gated ? 2 : 1;
   const int64_t most = std::max<int64_t>(4, CHUNK / 2 / (panel * sizeof(bf16) * times) / 4 * 4);
@@ -212,7 +211,7 @@ void multiply_quantized(const Product& by, const bf16* x, int64_t rows, const En
   }
 }
 
-// This thread's share of x (rows, inputs) times `by`.
+// This thread's share of the product of x (rows, inputs) and `by`.
 void multiply(const Product& by, const bf16* x, int64_t rows, const End& end) {
   const Range range = share_of(by, end.gated);
   switch (by.kind) {
