@@ -36,8 +36,8 @@ class PagedHarness:
         self.model = model
         self.block_size = block_size
         self.pad_block = num_blocks
-        # Slots that were never written would ruin any sum, and blocks are not allocated in the order
-        # of memory.
+        # Slots that were never written would ruin any sum. Blocks are not allocated in the order of
+        # memory.
         self.caches = [
             (torch.full(keys, 1e4, dtype=model.dtype), torch.full(values, 1e4, dtype=model.dtype))
             for keys, values in model.cache_shapes(num_blocks + 1, block_size)
