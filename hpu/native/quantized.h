@@ -141,7 +141,7 @@ void quantized_dots_of(int64_t count, const Rows32& rows, const uint8_t* w, int6
 constexpr int64_t FEW_ROWS = 4;  // up to this many rows the quantized values are multiplied directly
 
 template <int KIND>
-void multiply_quantized(const Product& by, const bf16* x, int64_t rows, const End& end, Range range) {
+void multiply_few_rows(const Product& by, const bf16* x, int64_t rows, const End& end, Range range) {
   const int64_t groups = by.inputs / GROUP, panel = groups * group_bytes(KIND);
   thread_local Scratch kept, summed;
   float *full = kept.room<float>(rows * by.inputs), *of_x = summed.room<float>(rows * groups);
@@ -197,7 +197,7 @@ void widen(const Product& by, int64_t first, int64_t last, bf16* out) {
 template <int KIND>
 void multiply_quantized(const Product& by, const bf16* x, int64_t rows, const End& end,
                         Range range) {
-  if (rows <= FEW_ROWS) return multiply_quantized<KIND>(by, x, rows, end, range);
+  if (rows <= FEW_ROWS) return multiply_few_rows<KIND>(by, x, rows, end, range);
   const int64_t panel = by.inputs * PANEL, half = by.outputs / PANEL / 2;
   const int64_t times = end.gated ? 2 : 1;
   const int64_t most = std::max<int64_t>(4, CHUNK / 2 / (panel * sizeof(bf16) * times) / 4 * 4);

@@ -148,11 +148,15 @@ def test_a_limited_warning_is_logged_once_a_minute_with_the_number(
     assert warning.count == 6
 
 
-def test_libraries_that_reset_their_levels_tell_of_no_more_than_warnings(
-    capsys: pytest.CaptureFixture[str],
+def test_libraries_that_reset_their_levels_log_no_less_than_warnings(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log.setup("engine", level="debug")
-    logging.getLogger("torch").setLevel(logging.NOTSET)
+    # As an import of torch leaves its logger if it is interrupted.
+    torch_logger = logging.getLogger("torch")
+    monkeypatch.setattr(torch_logger, "propagate", True)
+    monkeypatch.setattr(torch_logger, "handlers", [])
+    torch_logger.setLevel(logging.NOTSET)
 
     logging.getLogger("torch._subclasses.fake_tensor").info("FakeTensor cache stats:")
     logging.getLogger("torch._subclasses.fake_tensor").warning("seen")

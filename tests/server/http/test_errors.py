@@ -54,7 +54,7 @@ CHAT_FIELDS = [
     ("response_format", {}),
     ("response_format", "text"),
     ("tools", []),
-    ("tools", [{"type": "function", "function": {"name": "f"}}]),
+    ("tools", [{"type": "function", "function": {}}]),
     ("tool_choice", "required"),
     ("tool_choice", {"type": "function", "function": {"name": "f"}}),
     ("functions", [{"name": "f"}]),
