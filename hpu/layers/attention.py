@@ -15,8 +15,8 @@ from hpu.layers.attention_base import KVCacheSpec
 from hpu.layers.linear import QKVParallelLinear, RowParallelLinear
 from hpu.layers.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
 from hpu.layers.norm import QKNorm
-from hpu.ops.attention import attend, merge_attention, paged_decode
-from hpu.ops.kernels import Kernels
+from hpu.ops.attention import PlainAttention
+from hpu.ops.kernels import AttentionImpl, Kernels, KVCacheOps
 from hpu.ops.rope import Rotation, rotate
 
 
@@ -52,6 +52,7 @@ class SelfAttention(nn.Module):
         self.o_proj = o_proj
         self.qk_norm = nn.Identity() if qk_norm is None else qk_norm
         self.attn = PagedAttention(shape, qkv_proj.dtype, window)
+        self._kernels: Kernels | None = None
         self._splits_qkv = False
         self._zeroes_non_finite = False
 
@@ -64,7 +65,8 @@ class SelfAttention(nn.Module):
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool) -> None:
         """Run on fused kernels from now on; with `split_qkv` as three projections."""
-        self.attn.kernels = kernels
+        self._kernels = kernels
+        self.attn.impl = kernels.make_attention()
         self._splits_qkv = split_qkv
 
     def zero_non_finite(self) -> None:
@@ -85,7 +87,7 @@ class SelfAttention(nn.Module):
             query_key, value = _finite(query_key), _finite(value)
         query_key = self.qk_norm(query_key)
         if rotation is not None:
-            query_key = rotate(query_key, rotation, self.attn.kernels)
+            query_key = rotate(query_key, rotation, self._kernels)
         query, key = query_key.split_with_sizes([shape.num_heads, shape.num_kv_heads], dim=2)
         out = self.attn(query, key, value, metadata)
         return self.o_proj(out.reshape(batch, length, shape.query_size))  # type: ignore[no-any-return]
@@ -111,7 +113,8 @@ class PagedAttention(nn.Module):
     def __init__(self, shape: HeadShape, dtype: torch.dtype, window: int | None) -> None:
         super().__init__()
         self.kv_cache_spec = KVCacheSpec(shape.num_kv_heads, shape.head_dim, dtype, window)
-        self.kernels: Kernels | None = None
+        self.impl: AttentionImpl = PlainAttention()
+        """Replaced where the device has kernels of its own, by a module on Gaudi."""
         self._scale = shape.scale
         self._mask_index = int(window is not None)
         """Into the metadata's masks."""
@@ -135,8 +138,8 @@ class PagedAttention(nn.Module):
         """`query` (B, Q, heads, D), `key` and `value` (B, Q, kv_heads, D); the output is (B, Q,
         heads, D), for a decode (B, heads, D)."""
         if metadata.slot_mapping is not None:
-            self._keys.index_copy_(0, metadata.slot_mapping, key.flatten(0, 1))
-            self._values.index_copy_(0, metadata.slot_mapping, value.flatten(0, 1))
+            self.impl.k_cache(key.flatten(0, 1), self._keys, metadata.slot_mapping)
+            self.impl.v_cache(value.flatten(0, 1), self._values, metadata.slot_mapping)
         if isinstance(metadata, DecodeMetadata):
             return self._decode(query.flatten(0, 1), metadata)
         return self._prefill(query, key, value, metadata)
@@ -144,23 +147,11 @@ class PagedAttention(nn.Module):
     def _decode(self, query: Tensor, metadata: DecodeMetadata) -> Tensor:
         mask = metadata.masks[self._mask_index]
         assert mask is not None
-        keys = _read_blocks(self._by_block(self._keys), metadata)
-        values = _read_blocks(self._by_block(self._values), metadata)
-        if self.kernels is not None:
-            return self.kernels.paged_decode(
-                query,
-                keys,
-                values,
-                groups=metadata.groups,
-                rows=metadata.rows,
-                mapping=metadata.mapping,
-                mask=mask,
-                scale=self._scale,
-            )
-        return paged_decode(
+        return self.impl.paged_decode(
             query,
-            keys,
-            values,
+            self._read(self.impl.k_cache, self._keys, metadata),
+            self._read(self.impl.v_cache, self._values, metadata),
+            groups=metadata.groups,
             rows=metadata.rows,
             mapping=metadata.mapping,
             mask=mask,
@@ -170,46 +161,20 @@ class PagedAttention(nn.Module):
     def _prefill(
         self, query: Tensor, key: Tensor, value: Tensor, metadata: PrefillMetadata
     ) -> Tensor:
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        if self.kernels is not None:
-            return self._fused_prefill(self.kernels, query, key, value, metadata)
-        mask, scale = metadata.new_masks[self._mask_index], self._scale
-        out, log_sum = attend(query, key, value, scale=scale, mask=mask, causal=mask is None)
-        context_mask = metadata.context_masks[self._mask_index]
-        if context_mask is not None:
-            # Two attentions merged, not one over [cached, new]: the new tokens keep the kernel's
-            # causal shortcut, and the cached ones need no mask of Q rows.
-            context_out, context_log_sum = attend(
-                query,
-                self._context(self._keys, metadata.block_list, query.shape[0]),
-                self._context(self._values, metadata.block_list, query.shape[0]),
-                scale=scale,
-                mask=context_mask,
-            )
-            out = merge_attention(out, log_sum, context_out, context_log_sum)
-        return out.transpose(1, 2)
-
-    def _fused_prefill(
-        self,
-        kernels: Kernels,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        metadata: PrefillMetadata,
-    ) -> Tensor:
-        """One attention over [cached, new], which fused kernels need."""
+        context, batch = None, query.shape[0]
         if metadata.block_list.shape[0]:
-            batch = query.shape[0]
-            key = torch.cat((self._context(self._keys, metadata.block_list, batch), key), dim=2)
-            value = torch.cat(
-                (self._context(self._values, metadata.block_list, batch), value), dim=2
+            context = (
+                self._read_context(self.impl.k_cache, self._keys, metadata.block_list, batch),
+                self._read_context(self.impl.v_cache, self._values, metadata.block_list, batch),
             )
-        out = kernels.prompt_attention(
-            query,
-            key,
-            value,
+        out = self.impl.prompt_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            context,
             lengths=metadata.query_lens,
-            mask=metadata.joint_masks[self._mask_index],
+            mask=metadata.masks[self._mask_index],
+            context_mask=metadata.context_masks[self._mask_index],
             scale=self._scale,
         )
         return out.transpose(1, 2)
@@ -218,17 +183,19 @@ class PagedAttention(nn.Module):
         """(blocks, block_size, kv_heads, head_dim)."""
         return cache.view(-1, self._block_size, *cache.shape[1:])
 
-    def _context(self, cache: Tensor, block_list: Tensor, batch: int) -> Tensor:
+    def _read(self, ops: KVCacheOps, cache: Tensor, metadata: DecodeMetadata) -> Tensor:
+        """(N, block_size, kv_heads, head_dim): the blocks of a decode."""
+        blocks = self._by_block(cache)
+        if metadata.block_list is None:
+            blocks = blocks[: metadata.groups.shape[0]]
+        return ops.fetch_from_cache(blocks, metadata.block_list)
+
+    def _read_context(
+        self, ops: KVCacheOps, cache: Tensor, block_list: Tensor, batch: int
+    ) -> Tensor:
         """(B, kv_heads, C * block_size, head_dim) of the cached context."""
-        blocks = self._by_block(cache).index_select(0, block_list)
+        blocks = ops.fetch_from_cache(self._by_block(cache), block_list)
         return blocks.view(batch, -1, *cache.shape[1:]).transpose(1, 2)
-
-
-def _read_blocks(cache: Tensor, metadata: DecodeMetadata) -> Tensor:
-    """(N, block_size, kv_heads, head_dim): the blocks of a decode."""
-    if metadata.block_list is None:
-        return cache[: metadata.groups.shape[0]]
-    return cache.index_select(0, metadata.block_list)
 
 
 def _finite(x: Tensor) -> Tensor:

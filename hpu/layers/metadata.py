@@ -80,14 +80,11 @@ class PrefillMetadata(NamedTuple):
     """(B): at least 1."""
     block_list: Tensor
     """(B * C); empty without cached context."""
-    new_masks: Masks
-    """Over the new tokens, (1, 1, Q, Q), or (B, 1, 1, Q) without causality; None: plainly
-    causal."""
+    masks: Masks
+    """Over the new tokens, (1, 1, Q, Q), or (B, 1, 1, Q) without causality; for fused kernels over
+    cached and new tokens, (B or 1, 1, Q, S), in the model's dtype. None: plainly causal."""
     context_masks: Masks
-    """Over the cached tokens, (B, 1, 1 or Q, C * block_size)."""
-    joint_masks: Masks
-    """For fused kernels, instead of the two above: over cached and new tokens, (B or 1, 1, Q, S),
-    in the model's dtype; None: plainly causal."""
+    """Over the cached tokens, (B, 1, 1 or Q, C * block_size); for fused kernels None."""
 
 
 class DecodeMetadata(NamedTuple):
@@ -169,16 +166,15 @@ def build_text_metadata(
         slot_mapping=None,
         query_lens=inputs.lengths.clamp_min(1),
         block_list=inputs.positions.new_empty(0),
-        new_masks=masks,
+        masks=masks,
         context_masks=(None, None),
-        joint_masks=(None, None),
     )
     if fused is None:
         return metadata
     # A fused kernel needs one row of the mask for each query.
     full = None if masks[0] is None else masks[0].expand(batch, 1, length, length).to(fused)
     windowed = None if masks[1] is None else masks[1].to(fused)
-    return metadata._replace(joint_masks=(full, windowed))
+    return metadata._replace(masks=(full, windowed))
 
 
 def _join_masks(
@@ -195,13 +191,14 @@ def _join_masks(
         wide = cached.expand(batch, 1, length, cached.shape[-1])
         return torch.cat((wide, new.expand(batch, 1, length, length)), dim=-1).to(dtype)
 
-    kinds = zip(metadata.new_masks, metadata.context_masks, strict=True)
+    kinds = zip(metadata.masks, metadata.context_masks, strict=True)
     full, windowed = (join(new, cached) for new, cached in kinds)
     return metadata._replace(
-        joint_masks=(
+        masks=(
             full if windows.any_full else None,
             windowed if windows.any_windowed else None,
-        )
+        ),
+        context_masks=(None, None),
     )
 
 
@@ -230,9 +227,8 @@ def _prefill_metadata(
         slot_mapping=inputs.slot_mapping,
         query_lens=inputs.query_lens.clamp_min(1),
         block_list=inputs.block_list,
-        new_masks=(None, windowed),
+        masks=(None, windowed),
         context_masks=(context_full, context_windowed),
-        joint_masks=(None, None),
     )
 
 

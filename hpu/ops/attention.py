@@ -1,5 +1,5 @@
 """Attention over tensors: softmax attention with its log-sum-exp, merging of two such results, and
-flat paged decode.
+flat paged decode; PlainAttention is made of them.
 
 Masks are additive float32, MASKED where a key is not visible. MASKED is finite, so that a row
 without a visible key gives finite numbers of weight 0 instead of NaN.
@@ -162,3 +162,72 @@ def paged_decode(
     # A padding row has no block, so its sum and its total are 0: avoid 0 / 0.
     sums = sums.clamp_min(1e-30).unsqueeze(-1)
     return (total.view(batch, heads, size) / sums).to(query.dtype)
+
+
+def prepend_context(
+    key: Tensor, value: Tensor, context: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """Keys and values (B, kv_heads, C + Q, D), for kernels that run over cached and new ones at
+    once."""
+    if context is None:
+        return key, value
+    return torch.cat((context[0], key), dim=2), torch.cat((context[1], value), dim=2)
+
+
+class PlainKVCacheOps:
+    """KVCacheOps as plain operations."""
+
+    def __call__(self, input: Tensor, cache: Tensor, slot_mapping: Tensor) -> Tensor:
+        return cache.index_copy_(0, slot_mapping, input)
+
+    def fetch_from_cache(self, cache: Tensor, blocks: Tensor | None) -> Tensor:
+        return cache if blocks is None else cache.index_select(0, blocks)
+
+
+class PlainAttention:
+    """AttentionImpl as plain operations, for any device."""
+
+    def __init__(self) -> None:
+        self.k_cache = self.v_cache = PlainKVCacheOps()
+
+    def prompt_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        context: tuple[Tensor, Tensor] | None = None,
+        *,
+        lengths: Tensor,
+        mask: Tensor | None,
+        context_mask: Tensor | None = None,
+        scale: float,
+    ) -> Tensor:
+        out, log_sum = attend(query, key, value, scale=scale, mask=mask, causal=mask is None)
+        if context is None:
+            return out
+        # Two attentions merged, not one over [cached, new]: the new tokens keep the kernel's
+        # causal shortcut, and the cached ones need no mask of Q rows.
+        cached = attend(query, *context, scale=scale, mask=context_mask)
+        return merge_attention(out, log_sum, *cached)
+
+    def paged_decode(
+        self,
+        query: Tensor,
+        key_blocks: Tensor,
+        value_blocks: Tensor,
+        *,
+        groups: Tensor,
+        rows: Tensor,
+        mapping: Tensor,
+        mask: Tensor,
+        scale: float,
+    ) -> Tensor:
+        return paged_decode(
+            query,
+            key_blocks,
+            value_blocks,
+            rows=rows,
+            mapping=mapping.float(),
+            mask=mask,
+            scale=scale,
+        )

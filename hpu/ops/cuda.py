@@ -5,8 +5,34 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hpu.ops.attention import paged_decode
+from hpu.ops.attention import PlainAttention, prepend_context
 from hpu.ops.norm import rms_norm
+
+
+class CudaAttention(PlainAttention):
+    """Prompts on torch's fused kernels."""
+
+    def prompt_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        context: tuple[Tensor, Tensor] | None = None,
+        *,
+        lengths: Tensor,
+        mask: Tensor | None,
+        context_mask: Tensor | None = None,
+        scale: float,
+    ) -> Tensor:
+        key, value = prepend_context(key, value, context)
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1:
+            # Not all kernels that torch may choose support fewer key heads than query heads.
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        # Padding tokens come after all real ones, so causality hides them.
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale
+        )
 
 
 class CudaKernels:
@@ -19,43 +45,5 @@ class CudaKernels:
         low, high = heads.chunk(2, dim=-1)
         return torch.addcmul(heads * cos, torch.cat((-high, low), dim=-1), sin)
 
-    def prompt_attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        lengths: Tensor,
-        mask: Tensor | None,
-        scale: float,
-    ) -> Tensor:
-        groups = query.shape[1] // key.shape[1]
-        if groups > 1:
-            # Not all kernels that torch may choose support fewer key heads than query heads.
-            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        # Padding tokens come after all real ones, so causality hides them.
-        return functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale
-        )
-
-    def paged_decode(
-        self,
-        query: Tensor,
-        key_blocks: Tensor,
-        value_blocks: Tensor,
-        *,
-        groups: Tensor,
-        rows: Tensor,
-        mapping: Tensor,
-        mask: Tensor,
-        scale: float,
-    ) -> Tensor:
-        return paged_decode(
-            query,
-            key_blocks,
-            value_blocks,
-            rows=rows,
-            mapping=mapping.float(),
-            mask=mask,
-            scale=scale,
-        )
+    def make_attention(self) -> CudaAttention:
+        return CudaAttention()

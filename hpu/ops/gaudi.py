@@ -14,9 +14,10 @@ from habana_frameworks.torch.hpex.kernels import (
     apply_rotary_pos_emb,
 )
 from habana_frameworks.torch.hpex.normalization import FusedRMSNorm
-from torch import Tensor
+from torch import Tensor, nn
 
-from hpu.ops.attention import MASKED, attend_unfused
+from hpu.ops.attention import MASKED, causal_mask, prepend_context
+from hpu.ops.gaudi_modules import B2BMatmul, Matmul, ModuleFusedSDPA, Softmax, VLLMKVCache
 
 
 class GaudiKernels:
@@ -46,22 +47,49 @@ class GaudiKernels:
         )
         return rotated.view(batch, query, *rotated.shape[1:])
 
+    def make_attention(self) -> "GaudiAttention":
+        return GaudiAttention(fused_sdpa=self._fused_sdpa, fused_blocks=self._fused_blocks)
+
+
+class GaudiAttention(nn.Module):
+    """AttentionImpl whose operators are modules, for the FP8 compressor. All of them exist in every
+    layer, because a calibration file lists them all.
+
+    The scale is multiplied into the query in front of a Matmul, as in the vendor's plug-in: on the
+    scores it would change the range that the file gives for the query.
+    """
+
+    def __init__(self, *, fused_sdpa: bool, fused_blocks: bool) -> None:
+        super().__init__()
+        self._fused_sdpa = fused_sdpa
+        self._fused_blocks = fused_blocks
+        self.matmul_qk = Matmul()
+        self.softmax = Softmax()
+        self.matmul_av = Matmul()
+        self.batch2block_matmul = B2BMatmul()
+        self.block2batch_matmul = B2BMatmul()
+        self.k_cache = VLLMKVCache()
+        self.v_cache = VLLMKVCache(is_v_cache=True)
+        self.fused_scaled_dot_product_attention = ModuleFusedSDPA(FusedSDPA)
+
     def prompt_attention(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        context: tuple[Tensor, Tensor] | None = None,
         *,
         lengths: Tensor,
         mask: Tensor | None,
+        context_mask: Tensor | None = None,
         scale: float,
     ) -> Tensor:
+        key, value = prepend_context(key, value, context)
         if not self._fused_sdpa:
-            out, _ = attend_unfused(query, key, value, scale=scale, mask=mask, causal=mask is None)
-            return out
+            return self._unfused_attention(query * scale, key, value, mask)
         # valid_seq_len counts only with is_causal and no mask; recomputing saves memory.
         is_causal = mask is None
-        fused: Tensor = FusedSDPA.apply(
+        fused: Tensor = self.fused_scaled_dot_product_attention(
             query,
             key,
             value,
@@ -75,6 +103,21 @@ class GaudiKernels:
             "right",
         )
         return fused
+
+    def _unfused_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """As matrix products and a softmax; `query` is already scaled."""
+        batch, heads, length, size = query.shape
+        kv_heads = key.shape[1]
+        folded = query.reshape(batch, kv_heads, heads // kv_heads, length, size).flatten(2, 3)
+        scores = self.matmul_qk(folded, key.transpose(-1, -2)).float()
+        if mask is None:
+            mask = causal_mask(length, None, query.device)
+        scores = scores.view(batch, kv_heads, -1, length, key.shape[2]) + mask.unsqueeze(2)
+        weights = self.softmax(scores, dim=-1).to(value.dtype).flatten(2, 3)
+        out: Tensor = self.matmul_av(weights, value)
+        return out.view(batch, heads, length, size)
 
     def paged_decode(
         self,
@@ -92,11 +135,11 @@ class GaudiKernels:
         count, kv_heads = key_blocks.shape[0], key_blocks.shape[2]
         # batch2block: each block gets the query of its sequence. Exact, since a column of the
         # mapping has a single 1; padding blocks get zeros.
-        per_block = mapping.t() @ (query * scale).view(batch, heads * size)
+        per_block = self.batch2block_matmul(mapping.t(), (query * scale).view(batch, heads * size))
         folded = per_block.view(count, kv_heads, heads // kv_heads, 1, size)
         keys = key_blocks.permute(0, 2, 3, 1).unsqueeze(2)
         values = value_blocks.transpose(1, 2).unsqueeze(2)
-        scores = folded @ keys
+        scores = self.matmul_qk(folded, keys)
         bias = mask.view(count, 1, 1, 1, -1).to(scores.dtype)
         if self._fused_blocks:
             weights, highest, sums = torch.ops.hpu.block_softmax(scores, bias, groups)
@@ -111,15 +154,18 @@ class GaudiKernels:
             block_weights = _block_weights(
                 highest.view(count, heads), sums.view(count, heads), rows, mapping
             ).view(highest.shape)
-        weighted = (weights.to(values.dtype) @ values) * block_weights
+        weighted = self.matmul_av(weights.to(values.dtype), values) * block_weights
         # block2batch: the sum over each sequence's blocks.
-        out: Tensor = mapping @ weighted.to(mapping.dtype).view(count, heads * size)
+        out: Tensor = self.block2batch_matmul(
+            mapping, weighted.to(mapping.dtype).view(count, heads * size)
+        )
         return out.view(batch, heads, size)
 
 
 def _block_weights(highest: Tensor, sums: Tensor, rows: Tensor, mapping: Tensor) -> Tensor:
     """Weight of each block's softmax in that of its sequence: (N, heads) float32, from the blocks'
-    maxima and sums, each (N, heads) float32."""
+    maxima and sums, each (N, heads) float32. Its products are not left to the FP8 compressor: they
+    add up the divisors of the softmax."""
     batch, heads = mapping.shape[0], highest.shape[1]
     top = torch.full((batch, heads), MASKED, dtype=torch.float32, device=highest.device)
     # Padding has row 0 and a maximum of MASKED, which raises no maximum.

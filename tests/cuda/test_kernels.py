@@ -1,4 +1,4 @@
-"""CudaKernels on a GPU: prompt attention compared with plain products, in every dtype and captured,
+"""CudaAttention on a GPU: prompts compared with plain products, in every dtype and captured,
 with memory linear in the prompt length.
 
 Run by `make test-cuda`.
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hpu.backends.cuda import CudaBackend
 from hpu.ops.attention import attend_unfused, causal_mask
-from hpu.ops.cuda import CudaKernels
+from hpu.ops.cuda import CudaAttention
 
 pytestmark = [
     pytest.mark.cuda,
@@ -50,7 +50,7 @@ def test_prompt_attention_equals_plain_products(
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         lengths = torch.full((2,), 50, device=query.device)
-        return CudaKernels().prompt_attention(
+        return CudaAttention().prompt_attention(
             query, key, value, lengths=lengths, mask=mask, scale=0.125
         )
 
@@ -76,7 +76,7 @@ def test_prompt_attention_uses_memory_linear_in_the_prompt(
     before = backend.peak_memory()
 
     with torch.inference_mode():
-        CudaKernels().prompt_attention(query, key, value, lengths=lengths, mask=mask, scale=0.125)
+        CudaAttention().prompt_attention(query, key, value, lengths=lengths, mask=mask, scale=0.125)
 
     # The scores of all heads alone would be 4 GiB in float32; a mask may be copied once.
     assert backend.peak_memory() - before < 512 * 1024**2
