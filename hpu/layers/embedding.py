@@ -5,9 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
-from hpu.layers.linear import LinearBase
-from hpu.quantization.base import LinearMethod
-from hpu.quantization.unquantized import UNQUANTIZED
+from hpu.layers.linear import ColumnParallelLinear
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -46,29 +44,9 @@ class VocabParallelEmbedding(nn.Module):
         return self._group.all_reduce(hidden.masked_fill(is_outside.unsqueeze(-1), 0))
 
 
-class ParallelLMHead(LinearBase):
-    """Hidden states to logits. Its weight may be that of the embedding."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        vocab_size: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        method: LinearMethod = UNQUANTIZED,
-        group: ProcessGroup = SINGLE,
-    ) -> None:
-        super().__init__(
-            hidden_size,
-            vocab_size // group.size,
-            bias=False,
-            dtype=dtype,
-            device=device,
-            method=method,
-        )
-        self._group = group
+class ParallelLMHead(ColumnParallelLinear):
+    """Hidden states to logits, without a bias. Its weight may be that of the embedding."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(M, hidden) to (M, vocab), on every rank."""
-        return self._group.all_gather(super().forward(x))
+        return self.group.all_gather(super().forward(x))

@@ -2,6 +2,7 @@
 ranks of a process group; with a group of one rank sharding costs nothing."""
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,31 +20,39 @@ Kernel = Callable[[Tensor], Tensor]
 class LinearBase(nn.Module):
     """One rank's shard. `weight` (out, in) and `bias` (out) are allocated, not filled."""
 
+    shard_dim: ClassVar[int | None] = None
+    """The dimension of the weight that the ranks divide; None: each has the whole."""
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
     def __init__(
         self,
         in_features: int,
-        out_features: int,
+        out_features: int | list[int],
         *,
-        bias: bool,
+        bias: bool = False,
         dtype: torch.dtype,
         device: torch.device,
         method: LinearMethod = UNQUANTIZED,
+        group: ProcessGroup = SINGLE,
     ) -> None:
+        """`in_features` and `out_features`, a list where several layers with the same input are
+        one, are those of the whole. A size that is divided must be a multiple of the group's."""
         super().__init__()
-        self.in_features = in_features
-        self.out_features = out_features
+        sizes = [out_features] if isinstance(out_features, int) else out_features
+        self.in_features = in_features // (group.size if self.shard_dim == 1 else 1)
+        self.output_sizes = [size // (group.size if self.shard_dim == 0 else 1) for size in sizes]
+        self.out_features = sum(self.output_sizes)
         self.dtype = dtype
         self.device = device
         self.method = method
+        self.group = group
         self.quantized_weight: QuantizedWeight | None = None
         self._kernel: Kernel | None = None
-        method.create_weights(self, in_features, out_features)
+        method.create_weights(self, self.in_features, self.out_features)
         self.bias = None
         if bias:
-            empty = torch.empty(out_features, dtype=dtype, device=device)
+            empty = torch.empty(self.out_features, dtype=dtype, device=device)
             self.bias = nn.Parameter(empty, requires_grad=False)
 
     @property
@@ -74,53 +83,14 @@ class ReplicatedLinear(LinearBase):
 
 
 class ColumnParallelLinear(LinearBase):
-    """Outputs divided among the ranks. `in_features` and `out_features` are those of the whole."""
+    """Outputs divided among the ranks."""
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        method: LinearMethod = UNQUANTIZED,
-        group: ProcessGroup = SINGLE,
-    ) -> None:
-        super().__init__(
-            in_features,
-            out_features // group.size,
-            bias=bias,
-            dtype=dtype,
-            device=device,
-            method=method,
-        )
+    shard_dim = 0
 
 
-class MergedColumnParallelLinear(LinearBase):
-    """Several column-parallel layers with the same input as one: each of `output_sizes`, which are
-    those of the whole, is divided among the ranks."""
-
-    def __init__(
-        self,
-        in_features: int,
-        output_sizes: list[int],
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        method: LinearMethod = UNQUANTIZED,
-        group: ProcessGroup = SINGLE,
-    ) -> None:
-        self.output_sizes = [size // group.size for size in output_sizes]
-        super().__init__(
-            in_features,
-            sum(self.output_sizes),
-            bias=bias,
-            dtype=dtype,
-            device=device,
-            method=method,
-        )
+class MergedColumnParallelLinear(ColumnParallelLinear):
+    """Several column-parallel layers with the same input as one: each is divided among the
+    ranks."""
 
     def forward_split(self, x: Tensor) -> list[Tensor]:
         """`forward` as one matrix product for each of the outputs: (..., in) to (..., size) each.
@@ -136,62 +106,24 @@ class MergedColumnParallelLinear(LinearBase):
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
-    """Queries, keys and values as one. The numbers of heads, which are those of the whole, must be
-    multiples of the group's size."""
+    """Queries, keys and values as one. The numbers of heads must be multiples of the group's
+    size."""
 
-    def __init__(
-        self,
-        in_features: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        method: LinearMethod = UNQUANTIZED,
-        group: ProcessGroup = SINGLE,
-    ) -> None:
-        kv_size = num_kv_heads * head_dim
-        super().__init__(
-            in_features,
-            [num_heads * head_dim, kv_size, kv_size],
-            bias=bias,
-            dtype=dtype,
-            device=device,
-            method=method,
-            group=group,
-        )
+    @staticmethod
+    def sizes(num_heads: int, num_kv_heads: int, head_dim: int) -> list[int]:
+        """`out_features` of the whole."""
+        return [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
 
 
 class RowParallelLinear(LinearBase):
     """Inputs divided among the ranks; the outputs are summed over them, the bias added once."""
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        method: LinearMethod = UNQUANTIZED,
-        group: ProcessGroup = SINGLE,
-    ) -> None:
-        super().__init__(
-            in_features // group.size,
-            out_features,
-            bias=bias,
-            dtype=dtype,
-            device=device,
-            method=method,
-        )
-        self._group = group
+    shard_dim = 1
 
     @property
     def applied_bias(self) -> Tensor | None:
-        return self.bias if self._group.rank == 0 else None
+        return self.bias if self.group.rank == 0 else None
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
-        return out if self._group.size == 1 else self._group.all_reduce(out)
+        return out if self.group.size == 1 else self.group.all_reduce(out)

@@ -190,9 +190,7 @@ class Decoder(CausalLM):
             shape,
             qkv_proj=QKVParallelLinear(
                 config.hidden_size,
-                config.num_heads,
-                config.num_kv_heads,
-                config.head_dim,
+                QKVParallelLinear.sizes(config.num_heads, config.num_kv_heads, config.head_dim),
                 bias=spec.qkv_bias,
                 **self._options(f"{path}.qkv_proj", config.hidden_size),
             ),

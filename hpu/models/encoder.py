@@ -87,7 +87,9 @@ class Encoder(nn.Module):
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         attention = SelfAttention(
             HeadShape(heads, kv_heads, head_dim, head_dim**-0.5),
-            qkv_proj=QKVParallelLinear(hidden, heads, kv_heads, head_dim, **options),
+            qkv_proj=QKVParallelLinear(
+                hidden, QKVParallelLinear.sizes(heads, kv_heads, head_dim), **options
+            ),
             o_proj=RowParallelLinear(hidden, hidden, **options),
         )
         return EncoderLayer(
