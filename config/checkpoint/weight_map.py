@@ -4,6 +4,7 @@ Declared once, without torch: for the loader, the size estimate and the check of
 shapes.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,11 +28,32 @@ class WeightSpec(NamedTuple):
     """Of a parameter that merges several outputs along its first dimension: their sizes."""
     outputs: tuple[int, ...] = ()
     """Which of `output_sizes` the tensor holds."""
+    num_heads: tuple[int, ...] = ()
+    """Heads of each output, where they consist of heads: of fewer heads than ranks, each is on
+    several ranks."""
     shard_dim: int | None = None
     """The dimension of the parameter that tensor parallelism divides; None: every rank holds the
     whole."""
     repeats: int | None = None
     """How often the tensor is repeated along a new first dimension; None: there is none."""
+
+    def num_shards(self, output: int, num_ranks: int) -> int:
+        """How many different shards of `output` there are on so many ranks, in the order of the
+        ranks."""
+        return min(num_ranks, self.num_heads[output]) if self.num_heads else num_ranks
+
+    def num_elements(self, num_ranks: int = 1) -> int:
+        """Of the parameter, those that the tensor fills on each of so many ranks."""
+        total = math.prod(self.shape) * (self.repeats or 1)
+        if self.shard_dim is None:
+            return total
+        if not self.outputs:
+            return total // num_ranks
+        row = total // sum(self.output_sizes[output] for output in self.outputs)
+        return sum(
+            row * self.output_sizes[output] // self.num_shards(output, num_ranks)
+            for output in self.outputs
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +129,7 @@ def _linear(
     columns: _Axis,
     *,
     has_bias: bool,
+    num_heads: tuple[int, ...] = (),
     fused: bool = False,
     fused_fields: str = "",
 ) -> Iterator[WeightSpec]:
@@ -119,11 +142,13 @@ def _linear(
     if fused:
         parts = {parameter: (_Axis(sum(sizes), fused_fields), tuple(range(len(sizes))))}
     for name, (rows, outputs) in parts.items():
-        weight = _matrix(f"{name}.weight", rows, columns, shard_dim=0)
-        yield weight._replace(parameter=f"{parameter}.weight", output_sizes=sizes, outputs=outputs)
+        specs = [_matrix(f"{name}.weight", rows, columns)._replace(parameter=f"{parameter}.weight")]
         if has_bias:
-            bias = WeightSpec(f"{name}.bias", (rows.size,), f"{parameter}.bias", shard_dim=0)
-            yield bias._replace(output_sizes=sizes, outputs=outputs)
+            specs.append(WeightSpec(f"{name}.bias", (rows.size,), f"{parameter}.bias"))
+        for spec in specs:
+            yield spec._replace(
+                output_sizes=sizes, outputs=outputs, num_heads=num_heads, shard_dim=0
+            )
 
 
 def _row_linear(
@@ -178,6 +203,7 @@ def _decoder_layer(config: ModelConfig, spec: DecoderSpec, hidden: _Axis) -> Ite
         {f"{attention}.{n}_proj": axis for n, axis in (("q", query), ("k", key), ("v", key))},
         hidden,
         has_bias=spec.qkv_bias,
+        num_heads=(heads, kv_heads, kv_heads),
         fused=spec.fused_weights,
         fused_fields=f"({query.fields} + 2 * {key.fields})",
     )
@@ -198,6 +224,7 @@ def _decoder_layer(config: ModelConfig, spec: DecoderSpec, hidden: _Axis) -> Ite
                 f"{attention}.qk_norm.weight",
                 output_sizes=(heads, kv_heads),
                 outputs=(index,),
+                num_heads=(heads, kv_heads),
                 shard_dim=0,
                 repeats=count,
             )

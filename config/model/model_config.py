@@ -95,6 +95,11 @@ class ModelConfig:
     """temperature, top_p, top_k, min_p, repetition_penalty of generation_config.json, if
     present."""
 
+    def kv_heads_per_rank(self, num_ranks: int) -> int:
+        """KV heads on each of so many tensor-parallel ranks. Of fewer heads than ranks, each is on
+        several ranks."""
+        return max(1, self.num_kv_heads // num_ranks)
+
 
 def read_model_config(path: str) -> ModelConfig:
     """Read config.json and generation_config.json in folder `path`.

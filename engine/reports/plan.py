@@ -169,7 +169,7 @@ def as_text(plan: Plan) -> str:
 
 def _head(plan: Plan) -> list[str]:
     card, target = plan.card, plan.target
-    parameters = count_parameters(plan.facts).total
+    parameters = count_parameters(plan.facts)
     title, wish = generation(target.device).title, card.wish
     cards = f"{target.num_cards} cards" if target.num_cards > 1 else "1 card"
     return [
@@ -257,7 +257,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     return {
         "model": plan.facts.path,
         "architecture": plan.facts.architecture,
-        "parameters": count_parameters(plan.facts).total,
+        "parameters": count_parameters(plan.facts),
         "dtype": plan.dtype,
         "device": plan.target.device,
         "tensor_parallel_size": plan.target.num_cards,

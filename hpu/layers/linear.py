@@ -106,13 +106,14 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
-    """Queries, keys and values as one. The numbers of heads must be multiples of the group's
-    size."""
+    """Queries, keys and values as one."""
 
     @staticmethod
-    def sizes(num_heads: int, num_kv_heads: int, head_dim: int) -> list[int]:
-        """`out_features` of the whole."""
-        return [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
+    def sizes(num_heads: int, num_kv_heads: int, head_dim: int, num_ranks: int = 1) -> list[int]:
+        """`out_features` of the whole, over all ranks: of fewer KV heads than ranks, each is there
+        several times."""
+        kv_size = max(num_kv_heads, num_ranks) * head_dim
+        return [num_heads * head_dim, kv_size, kv_size]
 
 
 class RowParallelLinear(LinearBase):

@@ -112,17 +112,24 @@ def _fill(parameter: Tensor, spec: WeightSpec, tensor: Tensor, group: ProcessGro
         if spec.repeats is not None:
             tensor = tensor.expand(spec.repeats, *tensor.shape)
         if not spec.output_sizes:
-            parameter.copy_(_shard(tensor, spec.shard_dim, group))
+            parameter.copy_(_shard(tensor, spec.shard_dim, group.size, group))
             return
         # A tensor with several outputs is cut at their full sizes first, then each one is sharded.
         sizes = [spec.output_sizes[output] for output in spec.outputs]
-        targets = parameter.split_with_sizes([size // group.size for size in spec.output_sizes])
+        num_shards = [spec.num_shards(i, group.size) for i in range(len(spec.output_sizes))]
+        targets = parameter.split_with_sizes(
+            [size // count for size, count in zip(spec.output_sizes, num_shards, strict=True)]
+        )
         for output, part in zip(spec.outputs, tensor.split_with_sizes(sizes), strict=True):
-            targets[output].copy_(_shard(part, spec.shard_dim, group))
+            targets[output].copy_(_shard(part, spec.shard_dim, num_shards[output], group))
 
 
-def _shard(tensor: Tensor, dim: int | None, group: ProcessGroup) -> Tensor:
-    return tensor if dim is None or group.size == 1 else tensor.chunk(group.size, dim)[group.rank]
+def _shard(tensor: Tensor, dim: int | None, num_shards: int, group: ProcessGroup) -> Tensor:
+    """This rank's shard of `tensor` along `dim`. Of fewer shards than ranks, adjacent ranks have
+    the same."""
+    if dim is None:
+        return tensor
+    return tensor.chunk(num_shards, dim)[group.rank * num_shards // group.size]
 
 
 def _format_shape(shape: tuple[int, ...]) -> str:

@@ -122,7 +122,7 @@ class Decoder(CausalLM):
         self.weight_map: WeightMap = decoder_weight_map(config, spec, has_head=has_head)
         self.shape = HeadShape(
             config.num_heads // group.size,
-            config.num_kv_heads // group.size,
+            config.kv_heads_per_rank(group.size),
             config.head_dim,
             spec.attention_scale or config.head_dim**-0.5,
         )
@@ -190,7 +190,9 @@ class Decoder(CausalLM):
             shape,
             qkv_proj=QKVParallelLinear(
                 config.hidden_size,
-                QKVParallelLinear.sizes(config.num_heads, config.num_kv_heads, config.head_dim),
+                QKVParallelLinear.sizes(
+                    config.num_heads, config.num_kv_heads, config.head_dim, self._group.size
+                ),
                 bias=spec.qkv_bias,
                 **self._options(f"{path}.qkv_proj", config.hidden_size),
             ),

@@ -5,6 +5,7 @@ import torch
 from config.model.architectures import decoder_spec
 from config.model.model_config import ModelConfig
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
+from hpu.model_loader.size_estimate import check_split
 from hpu.models.decoder import Decoder
 from hpu.models.encoder import Encoder
 from hpu.quantization.base import QuantizationScheme
@@ -35,8 +36,9 @@ def build_model(
 
     `max_model_len`: tokens of the longest sequence that will be served (None: the checkpoint's
     own); it sizes the rotary table, and some rope scalings depend on it. ConfigError for an
-    architecture that is not supported.
+    architecture that is not supported, or for sizes that the group cannot divide.
     """
+    check_split(config, group.size)
     length = config.max_position if max_model_len is None else max_model_len
     return Decoder(
         config,

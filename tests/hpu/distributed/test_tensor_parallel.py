@@ -1,7 +1,8 @@
-"""A decoder divided between two ranks over gloo gives the logits of the whole one."""
+"""A decoder divided among ranks over gloo gives the logits of the whole one."""
 
 import multiprocessing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,20 +10,27 @@ from paged_harness import PagedHarness, load_decoder
 from tiny_models import make_tiny
 from torch import Tensor
 
+from config.errors import ConfigError
 from config.model.model_config import read_model_config
 from hpu.distributed.process_groups import ProcessGroup, Ranks, join, leave
 from hpu.model_loader.loader import load_weights
-from hpu.model_loader.size_estimate import count_parameters
+from hpu.model_loader.size_estimate import count_parameters, kv_block_bytes
 from hpu.models.decoder import Decoder
 from hpu.models.registry import build_model
 
 PROMPTS = {0: list(range(10, 31)), 1: [40, 41]}
-FAMILIES = {
-    "llama": {"attention_bias": True, "mlp_bias": True},
-    "qwen3": {"tie_word_embeddings": True},
-    "granite": {},
-    "phi3": {},
+CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "llama": (2, "llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen3": (2, "qwen3", {"tie_word_embeddings": True}),
+    "granite": (2, "granite", {}),
+    "phi3": (2, "phi3", {}),
+    # Fewer KV heads than ranks.
+    "qwen3, one KV head": (2, "qwen3", {"num_key_value_heads": 1}),
+    "phi3, one KV head": (2, "phi3", {"num_key_value_heads": 1}),
+    "llama, two KV heads": (4, "llama", {"num_key_value_heads": 2, "attention_bias": True}),
+    "qwen3, one KV head on four": (4, "qwen3", {"num_key_value_heads": 1}),
 }
+"""Number of ranks, family, and what differs from its tiny model of 4 heads on 2 KV heads."""
 
 
 def logits_of(model: Decoder) -> Tensor:
@@ -34,50 +42,70 @@ def logits_of(model: Decoder) -> Tensor:
     return torch.cat([*prefill, *(row.unsqueeze(0) for row in decode)])
 
 
-def run_rank(folder: Path, rank: int) -> None:
+def run_rank(folder: Path, size: int, rank: int) -> None:
     torch.set_num_threads(1)
-    group = join("gloo", Ranks(2, rank, f"file://{folder}/store", timeout_s=60))
-    for family in FAMILIES:
-        config = read_model_config(str(folder / family))
-        device = torch.device("cpu")
-        model = build_model(config, dtype=torch.float32, device=device, group=group)
-        load_weights(model, str(folder / family), on_progress=lambda done, total: None, group=group)
-        torch.save(logits_of(model), folder / f"{family}-{rank}")
+    group = join("gloo", Ranks(size, rank, f"file://{folder}/store-{size}", timeout_s=60))
+    for name, (num_ranks, _, _) in CASES.items():
+        if num_ranks == size:
+            config = read_model_config(str(folder / name))
+            device = torch.device("cpu")
+            model = build_model(config, dtype=torch.float32, device=device, group=group)
+            load_weights(
+                model, str(folder / name), on_progress=lambda done, total: None, group=group
+            )
+            torch.save(logits_of(model), folder / f"{name}-{rank}")
     leave()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of each family, and the logits that two ranks gave."""
+    """A checkpoint of each case, and the logits that its ranks gave."""
     folder = tmp_path_factory.mktemp("ranks")
-    for family, overrides in FAMILIES.items():
-        make_tiny(family, folder / family, **overrides)
+    for name, (_, family, overrides) in CASES.items():
+        make_tiny(family, folder / name, **overrides)
     context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=run_rank, args=(folder, rank)) for rank in (0, 1)]
-    for child in ranks:
-        child.start()
-    for child in ranks:
-        child.join(120)
-    assert [child.exitcode for child in ranks] == [0, 0]
+    for size in (2, 4):
+        ranks = [
+            context.Process(target=run_rank, args=(folder, size, rank)) for rank in range(size)
+        ]
+        for child in ranks:
+            child.start()
+        for child in ranks:
+            child.join(120)
+        assert [child.exitcode for child in ranks] == [0] * size
     return folder
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_two_ranks_give_the_logits_of_one(family: str, folder: Path) -> None:
-    expected = logits_of(load_decoder(folder / family))
+@pytest.mark.parametrize("name", CASES)
+def test_all_ranks_give_the_logits_of_one(name: str, folder: Path) -> None:
+    expected = logits_of(load_decoder(folder / name))
 
-    found = [torch.load(folder / f"{family}-{rank}") for rank in (0, 1)]
+    found = [torch.load(folder / f"{name}-{rank}") for rank in range(CASES[name][0])]
 
     assert expected.std() > 0.1
-    assert torch.equal(found[0], found[1])
+    for logits in found:
+        assert torch.equal(logits, found[0])
     torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_rank_holds_the_parameters_that_the_estimate_gives_it(family: str, folder: Path) -> None:
-    config, group = read_model_config(str(folder / family)), ProcessGroup(range(2), rank=1)
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_holds_the_parameters_and_caches_that_the_estimate_gives_it(
+    name: str, folder: Path
+) -> None:
+    config, size = read_model_config(str(folder / name)), CASES[name][0]
+    group = ProcessGroup(range(size), rank=1)
 
     shard = build_model(config, dtype=torch.float32, device=torch.device("meta"), group=group)
 
-    count = count_parameters(config)
-    assert sum(p.numel() for p in shard.parameters()) == count.sharded // 2 + count.whole
+    assert sum(p.numel() for p in shard.parameters()) == count_parameters(config, size)
+    caches = [shape for pair in shard.cache_shapes(1, 16) for shape in pair]
+    assert {heads for _, heads, _ in caches} == {max(1, config.num_kv_heads // size)}
+    held = sum(torch.Size(shape).numel() for shape in caches) * 4
+    assert held == kv_block_bytes(config, num_cards=size, width=4, block_size=16)
+
+
+def test_a_model_that_the_ranks_cannot_divide_is_refused_with_both_numbers(folder: Path) -> None:
+    config, group = read_model_config(str(folder / "llama")), ProcessGroup(range(3))
+
+    with pytest.raises(ConfigError, match=r"has 2 KV heads, and .* on 3 cards"):
+        build_model(config, dtype=torch.float32, device=torch.device("meta"), group=group)

@@ -50,7 +50,7 @@ def test_the_parameters_are_those_of_the_real_decoder(
 
     model = build_model(facts, dtype=torch.float32, device=torch.device("cpu"))
 
-    assert count_parameters(facts).total == sum(p.numel() for p in model.parameters())
+    assert count_parameters(facts) == sum(p.numel() for p in model.parameters())
     held = sum(t.numel() for t in (*model.parameters(), *model.buffers()))
     assert weight_bytes(facts, num_cards=1, width=4, length=512) == held * 4
     assert kv_block_bytes(facts, num_cards=1, width=4, block_size=16) == block_bytes(
@@ -64,7 +64,7 @@ def test_a_checkpoint_on_disk_is_sized_as_it_was_saved(tmp_path: Path) -> None:
     facts = read_model_config(str(folder))
 
     model = build_model(facts, dtype=torch.float32, device=torch.device("cpu"))
-    assert count_parameters(facts).total == sum(p.numel() for p in model.parameters())
+    assert count_parameters(facts) == sum(p.numel() for p in model.parameters())
 
 
 def test_an_8b_model_has_the_published_sizes() -> None:
@@ -74,16 +74,22 @@ def test_an_8b_model_has_the_published_sizes() -> None:
 
     parameters = count_parameters(facts)
 
-    assert parameters.total == 8_030_261_248
+    assert parameters == 8_030_261_248
     assert kv_block_bytes(facts, num_cards=1, width=2, block_size=128) == 16 << 20
     assert kv_block_bytes(facts, num_cards=8, width=2, block_size=128) == 2 << 20
+    # The 8 KV heads are on two cards each.
+    assert kv_block_bytes(facts, num_cards=16, width=2, block_size=128) == 2 << 20
+
+
+HEADS_12_3 = {"num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 16}
 
 
 @pytest.mark.parametrize(
     ("num_cards", "overrides", "words"),
     [
         (8, {}, "has 4 query heads, and 8"),
-        (4, {}, "has 2 key heads, and 4"),
+        (2, HEADS_12_3, "has 3 KV heads, and 2"),
+        (4, HEADS_12_3, "has 3 KV heads, and they cannot be repeated evenly on 4 cards"),
         (2, {"vocab_size": 321}, "has 321 tokens in the vocabulary, and 2"),
         (2, {"intermediate_size": 129}, "has 129 inner features, and 2"),
     ],

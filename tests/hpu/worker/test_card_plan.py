@@ -130,5 +130,5 @@ def test_nothing_helps_a_model_that_no_box_holds() -> None:
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ConfigError, match="8 key heads, and 16"):
-        plan_card(SMALL, wish(num_cards=16))
+    with pytest.raises(ConfigError, match=r"8 KV heads, and they cannot be .* on 12 cards"):
+        plan_card(SMALL, wish(num_cards=12))
