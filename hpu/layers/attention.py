@@ -16,7 +16,7 @@ from hpu.layers.linear import QKVParallelLinear, RowParallelLinear
 from hpu.layers.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
 from hpu.layers.norm import QKNorm
 from hpu.ops.attention import PlainAttention
-from hpu.ops.kernels import AttentionImpl, Kernels, KVCacheOps
+from hpu.ops.kernels import AttentionImpl, DecodeOperands, Kernels, KVCacheOps, PromptOperands
 from hpu.ops.rope import Rotation, rotate
 
 
@@ -147,16 +147,16 @@ class PagedAttention(nn.Module):
     def _decode(self, query: Tensor, metadata: DecodeMetadata) -> Tensor:
         mask = metadata.masks[self._mask_index]
         assert mask is not None
-        return self.impl.paged_decode(
+        operands = DecodeOperands(
             query,
             self._read(self.impl.k_cache, self._keys, metadata),
             self._read(self.impl.v_cache, self._values, metadata),
-            groups=metadata.groups,
-            rows=metadata.rows,
-            mapping=metadata.mapping,
-            mask=mask,
-            scale=self._scale,
+            metadata.groups,
+            metadata.rows,
+            metadata.mapping,
+            mask,
         )
+        return self.impl.paged_decode(operands, self._scale)
 
     def _prefill(
         self, query: Tensor, key: Tensor, value: Tensor, metadata: PrefillMetadata
@@ -167,17 +167,16 @@ class PagedAttention(nn.Module):
                 self._read_context(self.impl.k_cache, self._keys, metadata.block_list, batch),
                 self._read_context(self.impl.v_cache, self._values, metadata.block_list, batch),
             )
-        out = self.impl.prompt_attention(
+        operands = PromptOperands(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
+            metadata.query_lens,
+            metadata.masks[self._mask_index],
             context,
-            lengths=metadata.query_lens,
-            mask=metadata.masks[self._mask_index],
-            context_mask=metadata.context_masks[self._mask_index],
-            scale=self._scale,
+            metadata.context_masks[self._mask_index],
         )
-        return out.transpose(1, 2)
+        return self.impl.prompt_attention(operands, self._scale).transpose(1, 2)
 
     def _by_block(self, cache: Tensor) -> Tensor:
         """(blocks, block_size, kv_heads, head_dim)."""

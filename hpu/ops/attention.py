@@ -10,6 +10,8 @@ import functools
 import torch
 from torch import Tensor
 
+from hpu.ops.kernels import DecodeOperands, PromptOperands
+
 MASKED = -1e30
 
 
@@ -164,16 +166,6 @@ def paged_decode(
     return (total.view(batch, heads, size) / sums).to(query.dtype)
 
 
-def prepend_context(
-    key: Tensor, value: Tensor, context: tuple[Tensor, Tensor] | None
-) -> tuple[Tensor, Tensor]:
-    """Keys and values (B, kv_heads, C + Q, D), for kernels that run over cached and new ones at
-    once."""
-    if context is None:
-        return key, value
-    return torch.cat((context[0], key), dim=2), torch.cat((context[1], value), dim=2)
-
-
 class PlainKVCacheOps:
     """KVCacheOps as plain operations."""
 
@@ -190,44 +182,25 @@ class PlainAttention:
     def __init__(self) -> None:
         self.k_cache = self.v_cache = PlainKVCacheOps()
 
-    def prompt_attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        context: tuple[Tensor, Tensor] | None = None,
-        *,
-        lengths: Tensor,
-        mask: Tensor | None,
-        context_mask: Tensor | None = None,
-        scale: float,
-    ) -> Tensor:
-        out, log_sum = attend(query, key, value, scale=scale, mask=mask, causal=mask is None)
-        if context is None:
+    def prompt_attention(self, operands: PromptOperands, scale: float) -> Tensor:
+        query, mask = operands.query, operands.mask
+        out, log_sum = attend(
+            query, operands.key, operands.value, scale=scale, mask=mask, causal=mask is None
+        )
+        if operands.context is None:
             return out
         # Two attentions merged, not one over [cached, new]: the new tokens keep the kernel's
         # causal shortcut, and the cached ones need no mask of Q rows.
-        cached = attend(query, *context, scale=scale, mask=context_mask)
+        cached = attend(query, *operands.context, scale=scale, mask=operands.context_mask)
         return merge_attention(out, log_sum, *cached)
 
-    def paged_decode(
-        self,
-        query: Tensor,
-        key_blocks: Tensor,
-        value_blocks: Tensor,
-        *,
-        groups: Tensor,
-        rows: Tensor,
-        mapping: Tensor,
-        mask: Tensor,
-        scale: float,
-    ) -> Tensor:
+    def paged_decode(self, operands: DecodeOperands, scale: float) -> Tensor:
         return paged_decode(
-            query,
-            key_blocks,
-            value_blocks,
-            rows=rows,
-            mapping=mapping.float(),
-            mask=mask,
+            operands.query,
+            operands.keys,
+            operands.values,
+            rows=operands.rows,
+            mapping=operands.mapping.float(),
+            mask=operands.mask,
             scale=scale,
         )

@@ -5,26 +5,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hpu.ops.attention import PlainAttention, prepend_context
+from hpu.ops.attention import PlainAttention
+from hpu.ops.kernels import PromptOperands
 from hpu.ops.norm import rms_norm
 
 
 class CudaAttention(PlainAttention):
     """Prompts on torch's fused kernels."""
 
-    def prompt_attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        context: tuple[Tensor, Tensor] | None = None,
-        *,
-        lengths: Tensor,
-        mask: Tensor | None,
-        context_mask: Tensor | None = None,
-        scale: float,
-    ) -> Tensor:
-        key, value = prepend_context(key, value, context)
+    def prompt_attention(self, operands: PromptOperands, scale: float) -> Tensor:
+        query, mask = operands.query, operands.mask
+        key, value = operands.joined()
         groups = query.shape[1] // key.shape[1]
         if groups > 1:
             # Not all kernels that torch may choose support fewer key heads than query heads.

@@ -16,8 +16,9 @@ from habana_frameworks.torch.hpex.kernels import (
 from habana_frameworks.torch.hpex.normalization import FusedRMSNorm
 from torch import Tensor, nn
 
-from hpu.ops.attention import MASKED, causal_mask, prepend_context
+from hpu.ops.attention import MASKED, causal_mask
 from hpu.ops.gaudi_modules import B2BMatmul, Matmul, ModuleFusedSDPA, Softmax, VLLMKVCache
+from hpu.ops.kernels import DecodeOperands, PromptOperands
 
 
 class GaudiKernels:
@@ -72,19 +73,9 @@ class GaudiAttention(nn.Module):
         self.v_cache = VLLMKVCache(is_v_cache=True)
         self.fused_scaled_dot_product_attention = ModuleFusedSDPA(FusedSDPA)
 
-    def prompt_attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        context: tuple[Tensor, Tensor] | None = None,
-        *,
-        lengths: Tensor,
-        mask: Tensor | None,
-        context_mask: Tensor | None = None,
-        scale: float,
-    ) -> Tensor:
-        key, value = prepend_context(key, value, context)
+    def prompt_attention(self, operands: PromptOperands, scale: float) -> Tensor:
+        query, mask = operands.query, operands.mask
+        key, value = operands.joined()
         if not self._fused_sdpa:
             return self._unfused_attention(query * scale, key, value, mask)
         # valid_seq_len counts only with is_causal and no mask; recomputing saves memory.
@@ -99,7 +90,7 @@ class GaudiAttention(nn.Module):
             scale,
             "None",
             True,
-            lengths if is_causal else None,
+            operands.lengths if is_causal else None,
             "right",
         )
         return fused
@@ -119,18 +110,8 @@ class GaudiAttention(nn.Module):
         out: Tensor = self.matmul_av(weights, value)
         return out.view(batch, heads, length, size)
 
-    def paged_decode(
-        self,
-        query: Tensor,
-        key_blocks: Tensor,
-        value_blocks: Tensor,
-        *,
-        groups: Tensor,
-        rows: Tensor,
-        mapping: Tensor,
-        mask: Tensor,
-        scale: float,
-    ) -> Tensor:
+    def paged_decode(self, operands: DecodeOperands, scale: float) -> Tensor:
+        query, key_blocks, value_blocks, groups, rows, mapping, mask = operands
         batch, heads, size = query.shape
         count, kv_heads = key_blocks.shape[0], key_blocks.shape[2]
         # batch2block: each block gets the query of its sequence. Exact, since a column of the

@@ -1,8 +1,9 @@
 """Kernels: a device's fused operations. The back end gives them to the model (`use_kernels`);
 without them it runs on torch's plain operations."""
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -20,6 +21,54 @@ class KVCacheOps(Protocol):
         ...
 
 
+class PromptOperands(NamedTuple):
+    """Attention of `Q` new tokens over themselves and `C` cached ones. Masks are additive."""
+
+    query: Tensor
+    """(B, heads, Q, D)"""
+    key: Tensor
+    """(B, kv_heads, Q, D)"""
+    value: Tensor
+    """As `key`."""
+    lengths: Tensor
+    """(B): new tokens of each row, padding excluded, at least 1; the output behind them is any
+    finite number."""
+    mask: Tensor | None
+    """Over the new tokens, for a fused kernel over cached and new tokens, (B or 1, 1, Q, C + Q).
+    None: causal, for a fused kernel without context."""
+    context: tuple[Tensor, Tensor] | None = None
+    """Cached keys and values, (B, kv_heads, C, D) each."""
+    context_mask: Tensor | None = None
+    """(B, 1, 1 or Q, C), but not for a fused kernel."""
+
+    def joined(self) -> tuple[Tensor, Tensor]:
+        """Cached and new keys, and values: (B, kv_heads, C + Q, D) each."""
+        if self.context is None:
+            return self.key, self.value
+        keys, values = self.context
+        return torch.cat((keys, self.key), dim=2), torch.cat((values, self.value), dim=2)
+
+
+class DecodeOperands(NamedTuple):
+    """Attention of one token of each sequence over a flat list of all sequences' blocks."""
+
+    query: Tensor
+    """(B, heads, D)"""
+    keys: Tensor
+    """(N, block_size, kv_heads, D)"""
+    values: Tensor
+    """As `keys`."""
+    groups: Tensor
+    """(N): batch index of each block, -1 for padding."""
+    rows: Tensor
+    """(N) int64: batch index of each block, any for padding."""
+    mapping: Tensor
+    """(B, N) float32, for a fused kernel in the query's dtype: 1 where the block belongs to the
+    batch index."""
+    mask: Tensor
+    """(N, 1, 1, block_size), additive: all MASKED for padding."""
+
+
 class AttentionImpl(Protocol):
     """One layer's attention on a device. It runs in static shapes, and may be captured."""
 
@@ -29,42 +78,12 @@ class AttentionImpl(Protocol):
     @property
     def v_cache(self) -> KVCacheOps: ...
 
-    def prompt_attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        context: tuple[Tensor, Tensor] | None = None,
-        *,
-        lengths: Tensor,
-        mask: Tensor | None,
-        context_mask: Tensor | None = None,
-        scale: float,
-    ) -> Tensor:
-        """Attention of new tokens: `query` (B, heads, Q, D) over `context`, cached keys and values
-        (B, kv_heads, C, D) each, and over `key` and `value` (B, kv_heads, Q, D): (B, heads, Q, D).
-
-        Masks are additive. Without `mask` there is no context, and attention is causal over the
-        first `lengths` (B) tokens of each row, at least 1; the output behind them is any finite
-        number. A fused kernel gets one `mask` (B or 1, 1, Q, C + Q). Plain operations get `mask`
-        over the new tokens, None for causality, and `context_mask` (B, 1, 1 or Q, C).
-        """
+    def prompt_attention(self, operands: PromptOperands, scale: float) -> Tensor:
+        """(B, heads, Q, D)"""
         ...
 
-    def paged_decode(
-        self,
-        query: Tensor,
-        key_blocks: Tensor,
-        value_blocks: Tensor,
-        *,
-        groups: Tensor,
-        rows: Tensor,
-        mapping: Tensor,
-        mask: Tensor,
-        scale: float,
-    ) -> Tensor:
-        """As hpu.ops.attention.paged_decode, with `groups` (N) that are -1 for padding; a fused
-        kernel gets `mapping` in the query's dtype."""
+    def paged_decode(self, operands: DecodeOperands, scale: float) -> Tensor:
+        """(B, heads, D)"""
         ...
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from hpu.backends.cuda import CudaBackend
 from hpu.ops.attention import attend_unfused, causal_mask
 from hpu.ops.cuda import CudaAttention
+from hpu.ops.kernels import PromptOperands
 
 pytestmark = [
     pytest.mark.cuda,
@@ -51,7 +52,7 @@ def test_prompt_attention_equals_plain_products(
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         lengths = torch.full((2,), 50, device=query.device)
         return CudaAttention().prompt_attention(
-            query, key, value, lengths=lengths, mask=mask, scale=0.125
+            PromptOperands(query, key, value, lengths, mask), 0.125
         )
 
     with torch.inference_mode():
@@ -76,7 +77,7 @@ def test_prompt_attention_uses_memory_linear_in_the_prompt(
     before = backend.peak_memory()
 
     with torch.inference_mode():
-        CudaAttention().prompt_attention(query, key, value, lengths=lengths, mask=mask, scale=0.125)
+        CudaAttention().prompt_attention(PromptOperands(query, key, value, lengths, mask), 0.125)
 
     # The scores of all heads alone would be 4 GiB in float32; a mask may be copied once.
     assert backend.peak_memory() - before < 512 * 1024**2
