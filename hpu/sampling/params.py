@@ -93,7 +93,7 @@ TokenValues = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
 _DEFAULTS = Params()
 _STAGE = {name: index for index, name in enumerate(Stages._fields)}
 _PARAM = {name: index for index, name in enumerate(Params._fields)}
-_WORD_STAGES = [_STAGE["few_words"], _STAGE["many_words"]]
+_TABLE_STAGES = [_STAGE[name] for name in TableRows._fields if name in _STAGE]
 
 
 class SamplingColumns:
@@ -211,13 +211,12 @@ class SamplingColumns:
 
     def write_table_rows(self, req_indices: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
         """Fill `out` (len(TableRows), B); call `stages` for the same requests first."""
+        *tables, last_tokens = out
+        uses = self._stages[_TABLE_STAGES][:, req_indices]
         out[:] = self._max_num_reqs
-        for column, name in enumerate(TableRows._fields):
-            if name == "last_tokens":
-                uses = self._stages[_WORD_STAGES][:, req_indices].any(axis=0)
-            else:
-                uses = self._stages[_STAGE[name], req_indices]
-            out[column, : len(req_indices)] = np.where(uses, req_indices, self._max_num_reqs)
+        out[: len(tables), : len(req_indices)] = np.where(uses, req_indices, self._max_num_reqs)
+        # The neutral row has the largest number.
+        np.minimum(tables[-2], tables[-1], out=last_tokens)
 
     def token_biases(self, req_indices: npt.NDArray[np.int64]) -> TokenValues:
         """What is added to single logits with exact shapes: positions in the flattened (B, V)

@@ -250,14 +250,18 @@ class Sampler:
             if getattr(stages, name):
                 words = self._bad_words(name, indices).index_select(0, getattr(rows, name))
                 last_tokens = tables["last_tokens"].index_select(0, rows.last_tokens)
-                scores = _without_bad_words(scores, words, last_tokens)
+                ends, bans = _bad_word_ends(words, last_tokens)
+                if self._static_shapes:
+                    scores = scores.scatter_add(1, ends, bans)
+                else:
+                    scores = _writable(scores, logits).scatter_add_(1, ends, bans)
                 self._backend.mark()
         if stages.bias:
             scores = tables["bias"].index_select(0, rows.bias).add_(scores)
         if stages.banned and self._static_shapes:
             scores = _minus_inf(tables["banned"].index_select(0, rows.banned)).add_(scores)
         if token_biases is not None:
-            scores = scores.clone() if scores is logits else scores
+            scores = _writable(scores, logits)
             scores.view(-1).index_add_(0, *token_biases)
         if stages.counts:
             counts = tables["counts"].index_select(0, rows.counts)
@@ -443,13 +447,18 @@ def _minus_inf(banned: Tensor) -> Tensor:
     return torch.where(banned, float("-inf"), zero)
 
 
-def _without_bad_words(scores: Tensor, words: Tensor, last_tokens: Tensor) -> Tensor:
-    """Scores (B, V) with every token banned that would complete one of `words` (B, W, L + 1) after
-    `last_tokens` (B, N >= L)."""
+def _writable(scores: Tensor, logits: Tensor) -> Tensor:
+    """A copy of `scores` if they still are the caller's logits."""
+    return scores.clone() if scores is logits else scores
+
+
+def _bad_word_ends(words: Tensor, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, W) the last token of each of `words` (B, W, L + 1), and -inf where it would complete the
+    word after `last_tokens` (B, N >= L), else 0."""
     prefixes, ends = words[:, :, :-1], words[:, :, -1]
     recent = last_tokens[:, -prefixes.shape[2] :].unsqueeze(1)
     completes = ((prefixes == recent) | (prefixes == 0)).all(-1) & (ends > 0)
-    return scores.scatter_add(1, (ends - 1).clamp(min=0), _minus_inf(completes))
+    return (ends - 1).clamp(min=0), _minus_inf(completes)
 
 
 def _penalized(scores: Tensor, counts: Tensor, params: Params) -> Tensor:
