@@ -32,10 +32,10 @@ EXCEPTIONS = {
     # A template that a request brings is rendered in the disposable process that grammars use.
     "server.text.chat_template": ("engine.process.isolation",),
     "server.text.isolated_template": ("engine.process.isolation",),
-    "engine.reports.doctor": ("hpu.backends.host", "hpu.backends.gaudi_devices", "hpu.doctor"),
+    "engine.reports.doctor": ("hpu.host", "hpu.gaudi_devices", "hpu.doctor"),
     "engine.reports.plan": (
         "hpu.worker.card_plan",
-        "hpu.backends.gaudi_devices",
+        "hpu.gaudi_devices",
         "hpu.model_loader.size_estimate",
     ),
     "engine.executors.inproc": ("hpu.worker.worker",),

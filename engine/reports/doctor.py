@@ -12,12 +12,12 @@ from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.execution import ModeChoice, choose_mode
 from config.version import VERSION
-from hpu.backends.gaudi_devices import GIB
-from hpu.backends.host import has_fast_bfloat16, usable_cores, usable_memory
 from hpu.doctor.cards import Card
 from hpu.doctor.machine import ERROR, OK, WARN, Finding, Machine
 from hpu.doctor.preflight import Preflight, has_sign_of_gaudi, preflight
 from hpu.doctor.software import RUNTIME, has_runtime, is_vendor_torch
+from hpu.gaudi_devices import GIB
+from hpu.host import has_fast_bfloat16, usable_cores, usable_memory
 
 PACKAGES = (
     "torch",

@@ -10,8 +10,8 @@ from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.model.model_config import ModelConfig
 from engine.reports.buckets import BLOCK_SIZE, SECONDS_PER_GRAPH, planned_table
-from hpu.backends.gaudi_devices import GIB, generation
 from hpu.bucketing.bucket_table import BucketTable
+from hpu.gaudi_devices import GIB, generation
 from hpu.model_loader.size_estimate import count_parameters
 from hpu.protocol import PREFILL
 from hpu.worker.card_plan import CardPlan, CardWish, changes, plan_card

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from config.malloc import retain_freed_memory
-from hpu.backends.host import has_fast_bfloat16, usable_cores, usable_memory
+from hpu.host import has_fast_bfloat16, usable_cores, usable_memory
 from hpu.layers.embedding import ParallelLMHead
 from hpu.layers.linear import Kernel, LinearBase
 from hpu.layers.norm import RMSNorm

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from config.errors import ConfigError
 from config.execution import HPU_GRAPHS, LAZY, TORCH_COMPILE, ExecutionConfig, ModeChoice
 from hpu.backends.gaudi_copies import HostCopies
-from hpu.backends.gaudi_devices import GENERATIONS, GIB, has_kernel, release_of
 from hpu.backends.gaudi_group import GaudiGroup
 from hpu.distributed.process_groups import Ranks
 from hpu.doctor.machine import distribution_version
 from hpu.doctor.software import RUNTIME_DISTRIBUTION
+from hpu.gaudi_devices import GENERATIONS, GIB, has_kernel, release_of
 from hpu.ops.kernels import Kernels
 
 logger = logging.getLogger(__name__)

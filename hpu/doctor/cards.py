@@ -7,8 +7,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from hpu.backends.gaudi_devices import GENERATIONS, PCI_VENDOR
 from hpu.doctor.machine import Machine
+from hpu.gaudi_devices import GENERATIONS, PCI_VENDOR
 
 NODES = (("dev/accel", "accel", "accel"), ("dev", "hl", "habanalabs"))
 """(folder, prefix of the name, class below sys/class) of newer and of older drivers."""

@@ -1,10 +1,10 @@
 """Checks of the runtime's environment variables and of the host's memory. Sets nothing."""
 
-from hpu.backends.gaudi_devices import GIB, NUM_MODULES, PAIRS, QUADS
-from hpu.backends.host import usable_memory
 from hpu.doctor.cards import Card
 from hpu.doctor.machine import ERROR, OK, WARN, Finding, Machine
 from hpu.doctor.software import is_vendor_torch
+from hpu.gaudi_devices import GIB, NUM_MODULES, PAIRS, QUADS
+from hpu.host import usable_memory
 
 MODULES = "HABANA_VISIBLE_MODULES"
 DEVICES = "HABANA_VISIBLE_DEVICES"

@@ -4,7 +4,6 @@ no device and imports nothing of the vendor."""
 from typing import NamedTuple
 
 from config.errors import ConfigError
-from hpu.backends.gaudi_devices import KERNELS, has_kernel
 from hpu.doctor.cards import Card, Cards, find_cards
 from hpu.doctor.environment import environment_findings, host_findings, visible_modules
 from hpu.doctor.machine import ERROR, OK, WARN, Finding, Machine
@@ -14,6 +13,7 @@ from hpu.doctor.software import (
     runtime_release,
     software_findings,
 )
+from hpu.gaudi_devices import KERNELS, has_kernel
 
 IN_CONTAINER = "in a container: --runtime=habana -e HABANA_VISIBLE_DEVICES=all"
 

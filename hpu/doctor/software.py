@@ -1,13 +1,13 @@
 """Checks of the installed software: the vendor's packages, torch, Python, the driver. Reads
 metadata and the kernel's files."""
 
-from hpu.backends.gaudi_devices import (
+from hpu.doctor.machine import ERROR, OK, WARN, Finding, Machine
+from hpu.gaudi_devices import (
     PYTHONS,
     Release,
     release_of,
     torch_of_release,
 )
-from hpu.doctor.machine import ERROR, OK, WARN, Finding, Machine
 
 RUNTIME = "habana_frameworks"
 RUNTIME_DISTRIBUTION = "habana-torch-plugin"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from config.errors import ConfigError, GaudiserveError
-from hpu.backends.gaudi_devices import GENERATIONS
+from hpu.gaudi_devices import GENERATIONS
 
 
 class Misuse(GaudiserveError):

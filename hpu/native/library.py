@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from config.loading.env import cache_home
-from hpu.backends.host import cpu_flags
+from hpu.host import cpu_flags
 from hpu.native.pages import HugePages
 from hpu.native.panels import INT8_ROWS, PANEL, kind_of, to_panels
 from hpu.quantization.quantized_weight import QuantizedWeight

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from config.errors import ConfigError
 from config.model.model_config import ModelConfig
-from hpu.backends.gaudi_devices import GENERATIONS, GIB, generation
+from hpu.gaudi_devices import GENERATIONS, GIB, generation
 from hpu.model_loader.size_estimate import (
     activation_bytes,
     check_split,

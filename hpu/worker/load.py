@@ -18,9 +18,9 @@ from config.model.model_config import ModelConfig
 from config.model.pooler import PoolerConfig
 from config.startup_checks import choose_context
 from hpu.backends.base import Backend
-from hpu.backends.host import usable_memory
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.bucketing.limits import BucketLimits
+from hpu.host import usable_memory
 from hpu.model_loader.loader import load_weights
 from hpu.model_loader.offloaded_weights import OffloadedWeights, restore
 from hpu.model_loader.size_estimate import rotary_peak_bytes

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpu.backends.host import cpu_flags
+from hpu.host import cpu_flags
 from hpu.native import library as module
 from hpu.native.library import COMPILERS, NEEDED, Library, open_library
 

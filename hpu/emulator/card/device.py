@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hpu.backends.gaudi_devices import GENERATIONS
 from hpu.emulator.card import rules
 from hpu.emulator.card.acquisition import Acquisition
 from hpu.emulator.card.counters import Counters
@@ -26,6 +25,7 @@ from hpu.emulator.card.tensor import (
 )
 from hpu.emulator.card.work_queue import WorkQueue, fill_with_garbage
 from hpu.emulator.settings import EmulatorConfig, RuntimeVariables
+from hpu.gaudi_devices import GENERATIONS
 
 OVERWRITES = ("aten::copy_", "aten::fill_", "aten::zero_")
 

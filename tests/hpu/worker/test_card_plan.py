@@ -7,7 +7,7 @@ import pytest
 
 from config.errors import ConfigError
 from config.model.model_config import ModelConfig
-from hpu.backends.gaudi_devices import GIB
+from hpu.gaudi_devices import GIB
 from hpu.worker.card_plan import CardWish, changes, plan_card
 
 SMALL = ModelConfig(

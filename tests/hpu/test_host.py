@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from hpu.backends.host import has_fast_bfloat16, usable_cores, usable_memory
+from hpu.host import has_fast_bfloat16, usable_cores, usable_memory
 
 GIB = 1024**3
 

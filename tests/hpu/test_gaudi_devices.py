@@ -3,7 +3,8 @@
 import pytest
 
 from config.errors import ConfigError
-from hpu.backends.gaudi_devices import (
+from hpu.emulator.settings import EmulatorConfig
+from hpu.gaudi_devices import (
     FP8_RESCALE,
     GENERATIONS,
     generation,
@@ -11,7 +12,6 @@ from hpu.backends.gaudi_devices import (
     release_of,
     torch_of_release,
 )
-from hpu.emulator.settings import EmulatorConfig
 
 
 def test_the_generations_differ_in_memory_fp8_range_and_scales() -> None:
