@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from config.buckets import BucketConfig
 from config.traffic import Lengths, read_traffic
 from hpu.bucketing.bucket_table import BucketTable
-from hpu.bucketing.limits import BucketLimits
+from hpu.protocol import BucketLimits
 
 LIMITS = BucketLimits(
     block_size=128,

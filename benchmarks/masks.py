@@ -25,8 +25,7 @@ from engine.core.engine_core import EngineCore
 from engine.structured_output.grammar import Grammar, Vocabulary
 from engine.transport.messages import AddRequest
 from hpu.bucketing.bucket_table import BucketTable
-from hpu.bucketing.limits import BucketLimits
-from hpu.protocol import DECODE, GrammarMasks, StepPlan, StepResult, WorkerReady
+from hpu.protocol import DECODE, BucketLimits, GrammarMasks, StepPlan, StepResult, WorkerReady
 
 FORM = GrammarSpec(
     "json",

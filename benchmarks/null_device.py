@@ -19,9 +19,9 @@ from engine.process.child_process import read_orders
 from engine.process.engine_process import EngineOrders
 from engine.process.engine_process import run as run_engine
 from hpu.bucketing.bucket_table import BucketTable
-from hpu.bucketing.limits import BucketLimits
 from hpu.protocol import (
     DECODE,
+    BucketLimits,
     GrammarMasks,
     StepPlan,
     StepResult,

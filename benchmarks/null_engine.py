@@ -20,8 +20,7 @@ from config.model.model_config import read_model_config
 from engine.executors.base import Executor
 from engine.process.child_process import read_orders
 from engine.process.engine_process import EngineOrders, run
-from hpu.bucketing.limits import BucketLimits
-from hpu.protocol import WorkerReady
+from hpu.protocol import BucketLimits, WorkerReady
 from server.cli import main as cli
 from server.process import supervisor
 

@@ -5,14 +5,22 @@ They apply in this order: freed requests, moved blocks, new requests, bitmasks, 
 launches one after the other.
 """
 
+import math
+from dataclasses import dataclass
+
 import msgspec
 
+from config.engine import SchedulerConfig
 from config.params.pooling import PoolingFacts
-from hpu.bucketing.limits import BucketLimits
 
 PREFILL = 0
 DECODE = 1
 
+Shape = tuple[int, int, int]
+"""(batch, query, blocks)"""
+
+Bucket = tuple[int, int, int, int]
+"""(phase, batch, query, blocks)"""
 
 NO_MASKS = memoryview(b"")
 TOKENS_PER_WORD = 32
@@ -82,7 +90,7 @@ class Launch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """
 
     phase: int
-    bucket: tuple[int, int, int]
+    bucket: Shape
     """(batch, query, blocks). Prefill: blocks of cached context a request. Decode: query is 1, and
     blocks is the total over all requests, or, where the worker reads its cache as one slice, the
     highest block of any request plus 1."""
@@ -187,6 +195,54 @@ class WarmupProgress(msgspec.Struct, array_like=True, gc=False, tag=4):
     """Estimate; 0 if unknown."""
 
 
+@dataclass(frozen=True, slots=True)
+class BucketLimits:
+    """The sizes of scheduler, model and KV cache that limit every shape."""
+
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_prefill_batch: int
+    num_blocks: int
+    prefix_caching: bool
+    is_pooling: bool = False
+    """Pooling models compute whole texts without a KV cache: no decodes, no context blocks."""
+
+    @classmethod
+    def for_pooling(
+        cls, schedule: SchedulerConfig, *, block_size: int, max_model_len: int
+    ) -> "BucketLimits":
+        """Limits of a pooling model; `block_size` is only the step between query lengths."""
+        return cls(
+            block_size=block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=schedule.max_num_seqs,
+            max_num_batched_tokens=schedule.max_num_batched_tokens,
+            max_prefill_batch=schedule.prefill_batch(is_pooling=True),
+            # No cache is allocated; some strategies compute decode shapes that are then dropped.
+            num_blocks=schedule.max_num_seqs * math.ceil(max_model_len / block_size),
+            prefix_caching=False,
+            is_pooling=True,
+        )
+
+    @property
+    def max_query(self) -> int:
+        """New tokens of one sequence in one launch."""
+        return min(self.max_num_batched_tokens, self.max_model_len)
+
+    @property
+    def blocks_per_seq(self) -> int:
+        """Blocks of a full context."""
+        return math.ceil(self.max_model_len / self.block_size)
+
+    @property
+    def max_decode_blocks(self) -> int:
+        """Block references of one decode; a shared block counts once for each sequence."""
+        full = self.max_num_seqs * self.blocks_per_seq
+        return full if self.prefix_caching else min(full, self.num_blocks)
+
+
 class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
     """The worker is ready: facts of its model, memory and buckets."""
 
@@ -196,8 +252,8 @@ class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    buckets: list[tuple[int, int, int, int]]
-    """(phase, batch, query, blocks) prepared; empty when the table is exact."""
+    buckets: list[Bucket]
+    """Those prepared; empty when the table is exact."""
     device: str
     dtype: str
     weight_bytes: int
@@ -226,7 +282,7 @@ class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
 class Warmed(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=8):
     """A bucket that an idle worker prepared after it was ready."""
 
-    buckets: list[tuple[int, int, int, int]]
+    buckets: list[Bucket]
     """As in WorkerReady; empty when a bucket could not be prepared."""
     num_later: int
     """Buckets still to come."""

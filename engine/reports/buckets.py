@@ -10,8 +10,7 @@ from config.errors import ConfigError
 from config.traffic import Lengths
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.bucketing.fitted import Padding
-from hpu.bucketing.limits import BucketLimits
-from hpu.protocol import DECODE, PREFILL
+from hpu.protocol import DECODE, PREFILL, BucketLimits
 
 MAX_MODEL_LEN = 4096
 BLOCK_SIZE = 128

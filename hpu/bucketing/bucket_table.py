@@ -11,10 +11,9 @@ from config.errors import ConfigError
 from config.traffic import Lengths
 from hpu.bucketing.cost import launch_cost, launch_overhead
 from hpu.bucketing.fitted import Padding, padding_of
-from hpu.bucketing.limits import BucketLimits, Shape
 from hpu.bucketing.select import generate_buckets
 from hpu.bucketing.traffic import launches_of
-from hpu.protocol import DECODE, PREFILL
+from hpu.protocol import DECODE, PREFILL, Bucket, BucketLimits, Shape
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ class BucketTable:
         """Whether a prepared bucket wins over a cheaper one that a fallback created."""
         self._shapes = {PREFILL: sorted(set(prompts)), DECODE: sorted(set(decodes))}
         self._prepared = {phase: set(shapes) for phase, shapes in self._shapes.items()}
-        self._lookups: dict[tuple[int, int, int, int], Lookup] = {}
+        self._lookups: dict[Bucket, Lookup] = {}
         if not exact:
             for phase in self.phases:
                 if not self._shapes[phase]:
@@ -78,9 +77,7 @@ class BucketTable:
         )
 
     @classmethod
-    def of_buckets(
-        cls, buckets: list[tuple[int, int, int, int]], limits: BucketLimits
-    ) -> "BucketTable":
+    def of_buckets(cls, buckets: list[Bucket], limits: BucketLimits) -> "BucketTable":
         """The table of these (phase, batch, query, blocks); an exact one of none."""
         shapes: dict[int, list[Shape]] = {PREFILL: [], DECODE: []}
         for phase, batch, query, blocks in buckets:
@@ -88,7 +85,7 @@ class BucketTable:
         return cls(shapes[PREFILL], shapes[DECODE], limits, exact=not buckets)
 
     @property
-    def buckets(self) -> list[tuple[int, int, int, int]]:
+    def buckets(self) -> list[Bucket]:
         """(phase, batch, query, blocks) of all prepared buckets."""
         return [
             (phase, *shape)
@@ -97,14 +94,14 @@ class BucketTable:
         ]
 
     @property
-    def reachable(self) -> list[tuple[int, int, int, int]]:
+    def reachable(self) -> list[Bucket]:
         """`buckets` without those that no launch takes: a smaller number of blocks already holds
         the longest contexts that the batch can have."""
         limits = self.limits
         if not limits.prefix_caching:
             # A decode may then read a slice of the cache, however few blocks its sequences have.
             return self.buckets
-        reachable: list[tuple[int, int, int, int]] = []
+        reachable: list[Bucket] = []
         complete: set[tuple[int, int, int]] = set()
         for bucket in self.buckets:  # sorted: blocks ascending within the same batch and query
             phase, batch, query, blocks = bucket
@@ -116,7 +113,7 @@ class BucketTable:
                 complete.add((phase, batch, query))
         return reachable
 
-    def restrict(self, buckets: list[tuple[int, int, int, int]]) -> None:
+    def restrict(self, buckets: list[Bucket]) -> None:
         """Replace the prepared buckets by `buckets`."""
         for phase in self._shapes:
             shapes = {(b, q, n) for bucket_phase, b, q, n in buckets if bucket_phase == phase}
@@ -124,7 +121,7 @@ class BucketTable:
             self._shapes[phase] = sorted(shapes)
         self._lookups.clear()
 
-    def add(self, buckets: list[tuple[int, int, int, int]]) -> None:
+    def add(self, buckets: list[Bucket]) -> None:
         """Add prepared buckets."""
         for phase, *sizes in buckets:
             shape = (sizes[0], sizes[1], sizes[2])

@@ -5,7 +5,10 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hpu.protocol import PREFILL
+from hpu.protocol import PREFILL, Shape
+
+Shapes = tuple[list[Shape], list[Shape]]
+"""Prompt shapes, decode shapes."""
 
 Numbers = TypeVar("Numbers", int, NDArray[np.int64])
 

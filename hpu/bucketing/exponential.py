@@ -7,7 +7,8 @@ import itertools
 import math
 
 from config.buckets import BucketConfig
-from hpu.bucketing.limits import BucketLimits, Shape, Shapes
+from hpu.bucketing.cost import Shapes
+from hpu.protocol import BucketLimits, Shape
 
 Axis = tuple[int, int, int, int]
 """(min, step, max, maximum number of points)"""

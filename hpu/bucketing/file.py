@@ -6,7 +6,8 @@ import math
 from pathlib import Path
 
 from config.errors import ConfigError
-from hpu.bucketing.limits import Shape, Shapes
+from hpu.bucketing.cost import Shapes
+from hpu.protocol import Shape
 
 MAX_RANGE_VALUES = 10_000
 

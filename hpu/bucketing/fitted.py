@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpu.bucketing.cost import launch_cost, launch_overhead
-from hpu.bucketing.limits import BucketLimits, Shape
 from hpu.bucketing.traffic import Launches
-from hpu.protocol import DECODE, PREFILL
+from hpu.protocol import DECODE, PREFILL, Bucket, BucketLimits, Shape
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -31,7 +30,7 @@ MAX_SWAPS = 64
 class Padding(NamedTuple):
     """How a traffic uses one bucket."""
 
-    bucket: tuple[int, int, int, int]
+    bucket: Bucket
     share: float
     """Fraction of all launches."""
     exact_cost: float
@@ -99,9 +98,7 @@ def fit(
 _PHASES = (PREFILL, DECODE)
 
 
-def padding_of(
-    launches: Launches, buckets: list[tuple[int, int, int, int]], limits: BucketLimits
-) -> list[Padding]:
+def padding_of(launches: Launches, buckets: list[Bucket], limits: BucketLimits) -> list[Padding]:
     """How `launches` use each of `buckets`, unused ones included. A batch of prompts larger than
     every bucket takes several launches; a launch that fits nowhere counts without padding."""
     shapes, weights = _arrays(launches)
@@ -132,7 +129,7 @@ def _round_up(value: int, unit: int) -> int:
     return unit * math.ceil(value / unit)
 
 
-def _grid(shapes: Ints, weights: Floats, limits: BucketLimits) -> list[tuple[int, int, int, int]]:
+def _grid(shapes: Ints, weights: Floats, limits: BucketLimits) -> list[Bucket]:
     """Every combination of the best boundaries of the axes that fits the token budget."""
     grid = []
     budget = _round_up(limits.max_num_batched_tokens, limits.block_size)
@@ -264,7 +261,7 @@ def _swap(
 def _tighten(
     buckets: Ints,
     shapes: Ints,
-    required: tuple[tuple[int, int, int, int], ...],
+    required: tuple[Bucket, ...],
     limits: BucketLimits,
 ) -> Ints:
     """Shrink each bucket to the largest launch in it, except the required ones. The padded cost

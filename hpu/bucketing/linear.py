@@ -4,7 +4,8 @@ import itertools
 import math
 
 from config.buckets import BucketConfig, Range
-from hpu.bucketing.limits import BucketLimits, Shapes
+from hpu.bucketing.cost import Shapes
+from hpu.protocol import BucketLimits
 
 
 def linear_buckets(config: BucketConfig, limits: BucketLimits) -> Shapes:

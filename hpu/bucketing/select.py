@@ -4,13 +4,14 @@ import logging
 
 from config.buckets import BucketConfig, Range
 from config.traffic import read_traffic
+from hpu.bucketing.cost import Shapes
 from hpu.bucketing.exponential import exponential_buckets, exponential_v3_buckets
 from hpu.bucketing.file import read_bucket_file
 from hpu.bucketing.fitted import fit
-from hpu.bucketing.limits import BucketLimits, Shapes
 from hpu.bucketing.linear import linear_buckets
 from hpu.bucketing.padding_aware import padding_aware_buckets
 from hpu.bucketing.traffic import launches_of, with_rare
+from hpu.protocol import BucketLimits
 
 logger = logging.getLogger(__name__)
 

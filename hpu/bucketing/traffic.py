@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 from config.traffic import Lengths
 from hpu.bucketing.cost import LAUNCH_TOKENS, launch_cost
-from hpu.bucketing.limits import BucketLimits
-from hpu.protocol import DECODE, PREFILL
+from hpu.protocol import DECODE, PREFILL, Bucket, BucketLimits
 
-Launches = dict[tuple[int, int, int, int], float]
+Launches = dict[Bucket, float]
 """(phase, batch, query, blocks) before padding -> how often."""
 
 SAMPLE = 512
@@ -36,7 +35,7 @@ def launches_of(traffic: list[Lengths], limits: BucketLimits) -> Launches:
     """
     requests = [_clipped(one, limits.max_model_len) for one in _sample(traffic)]
     loads = sorted({round(limits.max_num_seqs ** (i / (LOADS - 1))) for i in range(LOADS)})
-    total: Counter[tuple[int, int, int, int]] = Counter()
+    total: Counter[Bucket] = Counter()
     for load in loads:
         launches = _run(requests, load, limits)
         cost = sum(
@@ -87,12 +86,10 @@ def _clipped(one: Lengths, max_model_len: int) -> Lengths:
     return Lengths(prompt, min(one.output_tokens, max_model_len - prompt), cached)
 
 
-def _run(
-    requests: list[Lengths], load: int, limits: BucketLimits
-) -> Counter[tuple[int, int, int, int]]:
+def _run(requests: list[Lengths], load: int, limits: BucketLimits) -> Counter[Bucket]:
     """Launches of all requests with `load` of them at a time. A step decodes all running requests,
     and computes as many prompt tokens as the budget leaves."""
-    launches: Counter[tuple[int, int, int, int]] = Counter()
+    launches: Counter[Bucket] = Counter()
     size = limits.block_size
     waiting = requests[::-1]
     prompts: list[tuple[Lengths, int]] = []
@@ -118,7 +115,7 @@ def _run(
 def _prefill(
     prompts: list[tuple[Lengths, int]],
     running: list[_Running],
-    launches: Counter[tuple[int, int, int, int]],
+    launches: Counter[Bucket],
     limits: BucketLimits,
 ) -> list[tuple[Lengths, int]]:
     """Count one step's chunks in `launches` and append finished prompts to `running`. Returns the
@@ -140,9 +137,9 @@ def _prefill(
     return left
 
 
-def _merged(chunks: list[tuple[int, int]], limits: BucketLimits) -> list[tuple[int, int, int, int]]:
+def _merged(chunks: list[tuple[int, int]], limits: BucketLimits) -> list[Bucket]:
     """Merge chunks of similar length while the padding costs less than another launch."""
-    launches: list[tuple[int, int, int, int]] = []
+    launches: list[Bucket] = []
     for query, blocks in chunks:
         if launches:
             _, batch, shorter, context = launches[-1]

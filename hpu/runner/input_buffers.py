@@ -13,12 +13,9 @@ from torch import Tensor
 
 from hpu.backends.base import Backend, Event
 from hpu.layers.metadata import AttentionInputs, DecodeAttentionInputs, PrefillAttentionInputs
-from hpu.protocol import PREFILL
+from hpu.protocol import PREFILL, Bucket
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.int64] | np.dtype[np.int32]]
-
-Bucket = tuple[int, int, int, int]
-"""(phase, batch, query, blocks)"""
 
 A = TypeVar("A")
 Buffers = TypeVar("Buffers", bound="BaseInputBuffers[Any]")

@@ -15,7 +15,15 @@ from torch import Tensor
 from config.params.sampling import MAX_LOGPROBS
 from hpu.backends.base import Backend
 from hpu.profiling.counters import Counters
-from hpu.protocol import PREFILL, GrammarMasks, Launch, RequestSampling, StepPlan, StepResult
+from hpu.protocol import (
+    PREFILL,
+    Bucket,
+    GrammarMasks,
+    Launch,
+    RequestSampling,
+    StepPlan,
+    StepResult,
+)
 from hpu.runner.async_output import (
     AsyncLaunchOutput,
     AsyncLogprobs,
@@ -25,7 +33,7 @@ from hpu.runner.async_output import (
 )
 from hpu.runner.batch_state import BatchState, Tokens
 from hpu.runner.graph_cache import GraphCache
-from hpu.runner.input_buffers import Bucket, InputBufferPool, InputBuffers, PrefillArrays
+from hpu.runner.input_buffers import InputBufferPool, InputBuffers, PrefillArrays
 from hpu.runner.kv_cache import KVCache
 from hpu.runner.step_runner import StepRunner
 from hpu.sampling.logprobs import prompt_logprobs

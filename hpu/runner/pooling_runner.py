@@ -11,10 +11,10 @@ from hpu.backends.base import Backend
 from hpu.layers.metadata import TextAttentionInputs
 from hpu.models.pooler import Pooler, PoolingInputs
 from hpu.profiling.counters import Counters
-from hpu.protocol import Launch, RequestSampling, StepPlan, Text
+from hpu.protocol import Bucket, Launch, RequestSampling, StepPlan, Text
 from hpu.runner.async_output import AsyncLaunchOutput, AsyncStepOutput, AsyncVectors
 from hpu.runner.graph_cache import GraphCache
-from hpu.runner.input_buffers import Array, BaseInputBuffers, Bucket, InputBufferPool
+from hpu.runner.input_buffers import Array, BaseInputBuffers, InputBufferPool
 from hpu.runner.step_runner import StepRunner
 from hpu.sampling.sampler import GREEDY
 

@@ -6,9 +6,8 @@ from hpu.backends.base import Backend
 from hpu.profiling.counters import Counters
 from hpu.profiling.diagnostics import Diagnostics
 from hpu.profiling.profiler import Trace
-from hpu.protocol import RequestSampling, StepPlan, StepResult
+from hpu.protocol import Bucket, RequestSampling, StepPlan, StepResult
 from hpu.runner.async_output import AsyncStepOutput
-from hpu.runner.input_buffers import Bucket
 
 
 class StepRunner:

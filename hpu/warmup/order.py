@@ -7,13 +7,10 @@ from config.errors import ConfigError
 from config.traffic import Lengths
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.bucketing.cost import launch_cost
-from hpu.protocol import DECODE, PREFILL
+from hpu.protocol import DECODE, PREFILL, Bucket
 
 Cell = tuple[int, int]
 """(batch, length): tokens of a prompt, blocks of a decode."""
-
-Bucket = tuple[int, int, int, int]
-"""(phase, batch, query, blocks)"""
 
 CAPTURE_ORDERS = ("min_tokens", "max_bs")
 

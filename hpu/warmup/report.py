@@ -6,12 +6,10 @@ from config.engine import CacheConfig
 from config.execution import WarmupConfig
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.profiling.counters import phase_name
-from hpu.protocol import DECODE, PREFILL
+from hpu.protocol import DECODE, PREFILL, Bucket
 from hpu.worker.memory import GIB, FreeMemory, KVCacheDemand, MemorySplit, split_graphs
 
 logger = logging.getLogger(__name__)
-
-Bucket = tuple[int, int, int, int]
 
 MAX_LISTED = 12
 """Most buckets that a log line lists; the rest is counted."""

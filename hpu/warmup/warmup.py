@@ -11,9 +11,9 @@ from config.execution import WarmupConfig
 from config.traffic import read_traffic
 from hpu.backends.base import Backend
 from hpu.bucketing.bucket_table import BucketTable
-from hpu.protocol import DECODE, PREFILL, RequestSampling, WarmupProgress
+from hpu.protocol import DECODE, PREFILL, Bucket, RequestSampling, WarmupProgress
 from hpu.runner.graph_cache import GraphCache
-from hpu.runner.input_buffers import Bucket, InputBufferPool
+from hpu.runner.input_buffers import InputBufferPool
 from hpu.runner.step_runner import StepRunner
 from hpu.sampling.sampler import GREEDY
 from hpu.warmup import report

@@ -10,6 +10,7 @@ from hpu.model_loader.size_estimate import activation_bytes
 from hpu.models.base import CausalLM
 from hpu.models.pooling import PoolingModel
 from hpu.profiling.counters import Counters
+from hpu.protocol import Bucket
 from hpu.runner.batch_state import BatchState
 from hpu.runner.graph_cache import GraphCache
 from hpu.runner.input_buffers import InputBufferPool, InputBuffers
@@ -155,7 +156,7 @@ def measure_memory(loaded: LoadedModel, sampler: Sampler | None) -> FreeMemory:
     return FreeMemory(backend.memory()[0], reserve)
 
 
-def _largest_buckets(loaded: LoadedModel) -> list[tuple[int, int, int, int]]:
+def _largest_buckets(loaded: LoadedModel) -> list[Bucket]:
     if loaded.pooler is not None:
         return largest_buckets(loaded.bucket_table(0), 0)
     max_blocks = max(2, loaded.backend.memory()[0] // _demand(loaded).block_bytes)

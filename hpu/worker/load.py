@@ -19,7 +19,6 @@ from config.model.pooler import PoolerConfig
 from config.startup_checks import choose_context
 from hpu.backends.base import Backend
 from hpu.bucketing.bucket_table import BucketTable
-from hpu.bucketing.limits import BucketLimits
 from hpu.host import usable_memory
 from hpu.model_loader.loader import load_weights
 from hpu.model_loader.offloaded_weights import OffloadedWeights, restore
@@ -27,7 +26,7 @@ from hpu.model_loader.size_estimate import rotary_peak_bytes
 from hpu.models.base import CausalLM
 from hpu.models.pooling import PoolingModel, load_pooling_model
 from hpu.models.registry import build_model
-from hpu.protocol import WarmupProgress
+from hpu.protocol import BucketLimits, WarmupProgress
 from hpu.quantization.registry import process_weights, select_quantization
 from hpu.runner.kv_cache import reads_contiguously
 from hpu.worker.memory import GIB

@@ -5,8 +5,7 @@ import gc
 from config.errors import ConfigError
 from hpu.backends.base import Backend
 from hpu.bucketing.bucket_table import BucketTable
-from hpu.protocol import DECODE, PREFILL
-from hpu.runner.input_buffers import Bucket
+from hpu.protocol import DECODE, PREFILL, Bucket
 from hpu.runner.step_runner import StepRunner
 from hpu.worker.memory import GIB
 

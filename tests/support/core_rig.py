@@ -15,8 +15,7 @@ from engine.kv_cache.prefix_hashes import block_hashes
 from engine.structured_output.grammar import Grammar
 from engine.transport.messages import AddRequest, StepOutput
 from hpu.bucketing.bucket_table import BucketTable
-from hpu.bucketing.limits import BucketLimits
-from hpu.protocol import PREFILL, StepPlan
+from hpu.protocol import PREFILL, BucketLimits, StepPlan
 
 MAX_TURNS = 5000
 

@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hpu.bucketing.bucket_table import BucketTable
-from hpu.bucketing.limits import BucketLimits
 from hpu.protocol import (
     PREFILL,
     SLEEP,
+    BucketLimits,
     GrammarMasks,
     Launch,
     Logprobs,

@@ -19,8 +19,15 @@ from engine.core.engine_core import EngineCore
 from engine.core.loop import make_table
 from engine.transport.messages import AddRequest, Finish
 from hpu.bucketing.bucket_table import BucketTable
-from hpu.bucketing.limits import BucketLimits
-from hpu.protocol import PREFILL, StepPlan, StepResult, Warmed, WarmupProgress, WorkerReady
+from hpu.protocol import (
+    PREFILL,
+    BucketLimits,
+    StepPlan,
+    StepResult,
+    Warmed,
+    WarmupProgress,
+    WorkerReady,
+)
 
 FACTS = PoolingFacts(
     tasks=("embed", "token_embed"), width=3, token_width=3, normalizes=True, dimensions=(2,)

@@ -15,8 +15,7 @@ from engine.core.stats import StepStats
 from engine.scheduling.launch_packer import Chunk, LaunchPacker
 from engine.transport.messages import AddRequest
 from hpu.bucketing.bucket_table import BucketTable
-from hpu.bucketing.limits import BucketLimits
-from hpu.protocol import DECODE, PREFILL, Launch
+from hpu.protocol import DECODE, PREFILL, BucketLimits, Launch
 
 LIMITS = ModelLimits(max_model_len=2048, vocab_size=100, eos_ids=frozenset())
 MAX_BATCH = 4

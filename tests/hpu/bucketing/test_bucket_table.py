@@ -29,10 +29,9 @@ from hpu.bucketing.exponential import (
     v3_prompts,
 )
 from hpu.bucketing.file import parse_buckets
-from hpu.bucketing.limits import BucketLimits
 from hpu.bucketing.linear import linear_points
 from hpu.bucketing.padding_aware import padding_points
-from hpu.protocol import DECODE, PREFILL
+from hpu.protocol import DECODE, PREFILL, BucketLimits
 
 VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "buckets.json").read_text())[
     "vectors"

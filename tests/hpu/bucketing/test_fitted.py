@@ -11,9 +11,8 @@ from config.buckets import BucketConfig
 from config.traffic import Lengths
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.bucketing.fitted import best_boundaries, fit, padding_of
-from hpu.bucketing.limits import BucketLimits
 from hpu.bucketing.traffic import Launches, launches_of
-from hpu.protocol import DECODE, PREFILL
+from hpu.protocol import DECODE, PREFILL, BucketLimits
 
 LIMITS = BucketLimits(
     block_size=16,

@@ -11,8 +11,7 @@ from config.buckets import BucketConfig
 from config.errors import ConfigError
 from config.traffic import Lengths
 from hpu.bucketing.bucket_table import HIT, BucketTable
-from hpu.bucketing.limits import BucketLimits
-from hpu.protocol import DECODE, PREFILL
+from hpu.protocol import DECODE, PREFILL, BucketLimits
 from hpu.warmup.order import (
     CaptureBudget,
     capture_order,
