@@ -1,4 +1,4 @@
-"""Order of buckets: of warm-up, of graph capture, and which are remaining out when memory is short.
+"""Order of buckets: of warm-up, of graph capture, and which are left out when memory is short.
 Pure."""
 
 from collections.abc import Sequence
@@ -8,9 +8,6 @@ from config.traffic import Lengths
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.bucketing.cost import launch_cost
 from hpu.protocol import DECODE, PREFILL, Bucket
-
-Cell = tuple[int, int]
-"""(batch, length): tokens of a prompt, blocks of a decode."""
 
 CAPTURE_ORDERS = ("min_tokens", "max_bs")
 
@@ -83,29 +80,31 @@ def _largest(buckets: list[Bucket]) -> list[Bucket]:
     return [one for one in buckets if not any(fits(one, other) for other in buckets)]
 
 
-def capture_order(cells: Sequence[Cell], strategy: str) -> list[Cell]:
-    """`min_tokens`: by work, then by length. `max_bs`: by falling batch, then by length."""
-    return sorted(cells, key=lambda cell: _priority_key(cell, strategy))
-
-
-def cell_of(bucket: Bucket, block_size: int) -> Cell:
-    """The bucket's (batch, length); cached context counts as tokens."""
-    phase, batch, query, blocks = bucket
-    return (batch, query + blocks * block_size if phase == PREFILL else blocks)
-
-
 def order_buckets(buckets: Sequence[Bucket], strategy: str, block_size: int) -> list[Bucket]:
-    """`capture_order` of buckets; those with equal cells by shape."""
-    return sorted(buckets, key=lambda b: (_priority_key(cell_of(b, block_size), strategy), b))
+    """The order of captures. `min_tokens`: by work, then by length. `max_bs`: by falling batch,
+    then by length. Equal ones by shape."""
+    if strategy not in CAPTURE_ORDERS:
+        raise ConfigError(f"capture order {strategy!r} is not one of {', '.join(CAPTURE_ORDERS)}")
+
+    def priority_key(bucket: Bucket) -> tuple[int, int]:
+        batch, length = bucket[1], _length(bucket, block_size)
+        return (batch * length, length) if strategy == "min_tokens" else (-batch, length)
+
+    return sorted(buckets, key=lambda bucket: (*priority_key(bucket), bucket))
 
 
-def _priority_key(cell: Cell, strategy: str) -> tuple[int, ...]:
-    batch, length = cell
-    if strategy == "min_tokens":
-        return (batch * length, length, batch)
-    if strategy == "max_bs":
-        return (-batch, length)
-    raise ConfigError(f"capture order {strategy!r} is not one of {', '.join(CAPTURE_ORDERS)}")
+def _length(bucket: Bucket, block_size: int) -> int:
+    """Tokens of a prompt, cached context included; blocks of a decode."""
+    phase, _, query, blocks = bucket
+    return query + blocks * block_size if phase == PREFILL else blocks
+
+
+def split_graphs(graphs: float, prompt_ratio: float) -> tuple[float, float]:
+    """(prompt, decode) parts of the graphs' memory."""
+    if not 0 <= prompt_ratio <= 1:
+        raise ConfigError(f"graph_prompt_ratio is {prompt_ratio}, it must be between 0 and 1")
+    prompt = graphs * prompt_ratio
+    return prompt, graphs - prompt
 
 
 class CaptureBudget:
@@ -115,19 +114,20 @@ class CaptureBudget:
     What remains in the end goes to the other phase.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, block_size: int) -> None:
         self.remaining_bytes = budget_bytes
+        self._block_size = block_size
         self._tokens = 0
         self._bytes = 0
 
-    def fits(self, cell: Cell) -> bool:
-        """Whether to capture `cell`."""
-        batch, length = cell
-        expected = self._bytes * batch * length / self._tokens if self._tokens else 0.0
+    def fits(self, bucket: Bucket) -> bool:
+        """Whether to capture `bucket`."""
+        tokens = bucket[1] * _length(bucket, self._block_size)
+        expected = self._bytes * tokens / self._tokens if self._tokens else 0.0
         return self.remaining_bytes > 0 and expected <= self.remaining_bytes
 
-    def record(self, cell: Cell, taken_bytes: int) -> None:
+    def record(self, bucket: Bucket, taken_bytes: int) -> None:
         """Count a capture of `taken_bytes`."""
-        self._tokens += cell[0] * cell[1]
+        self._tokens += bucket[1] * _length(bucket, self._block_size)
         self._bytes += taken_bytes
         self.remaining_bytes -= taken_bytes

@@ -1,59 +1,17 @@
-"""Log lines of a worker's start: memory, buckets, warm-up steps, graphs."""
+"""Log lines of a warm-up: buckets, steps, graphs."""
 
 import logging
 
-from config.engine import CacheConfig
 from config.execution import WarmupConfig
 from hpu.bucketing.bucket_table import BucketTable
+from hpu.gaudi_devices import GIB
 from hpu.profiling.counters import phase_name
 from hpu.protocol import DECODE, PREFILL, Bucket
-from hpu.worker.memory import GIB, FreeMemory, KVCacheDemand, MemorySplit, split_graphs
 
 logger = logging.getLogger(__name__)
 
 MAX_LISTED = 12
 """Most buckets that a log line lists; the rest is counted."""
-
-
-def log_memory(
-    split: MemorySplit, cache: CacheConfig, memory: FreeMemory, warmup: WarmupConfig
-) -> None:
-    """The memory split of a device with its own memory."""
-    logger.info(
-        "Memory: %.2f GiB free after loading, less %.2f GiB for the largest launch (%s); %.2f GiB "
-        "of the rest usable (gpu-memory-utilization %g)",
-        memory.free / GIB,
-        memory.reserve / GIB,
-        "measured" if memory.is_measured else "estimated",
-        split.usable_bytes / GIB,
-        cache.gpu_memory_utilization,
-    )
-    if split.graph_bytes:
-        prompt, decode = split_graphs(
-            split.graph_bytes / GIB, prompt_ratio=warmup.graph_prompt_ratio
-        )
-        logger.info(
-            "Graphs: %.2f GiB reserved (graph-reserved-mem %g), %.2f GiB for prompts "
-            "(graph-prompt-ratio %g) and %.2f GiB for decodes",
-            split.graph_bytes / GIB,
-            warmup.graph_memory_fraction,
-            prompt,
-            warmup.graph_prompt_ratio,
-            decode,
-        )
-
-
-def log_cache(split: MemorySplit, cache: CacheConfig, demand: KVCacheDemand) -> None:
-    """Size and capacity of the KV cache."""
-    logger.info(
-        "KV cache: %d blocks of %d tokens%s, %.2f GiB: %.1f sequences of %d tokens at once",
-        split.num_blocks,
-        demand.block_size,
-        "" if cache.num_blocks is None else " as configured",
-        (split.num_blocks + 1) * demand.block_bytes / GIB,
-        split.num_blocks / demand.context_blocks,
-        demand.max_model_len,
-    )
 
 
 def log_buckets(table: BucketTable, strategy: str) -> None:

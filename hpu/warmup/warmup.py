@@ -11,14 +11,20 @@ from config.execution import WarmupConfig
 from config.traffic import read_traffic
 from hpu.backends.base import Backend
 from hpu.bucketing.bucket_table import BucketTable
+from hpu.gaudi_devices import GIB
 from hpu.protocol import DECODE, PREFILL, Bucket, RequestSampling, WarmupProgress
 from hpu.runner.graph_cache import GraphCache
 from hpu.runner.input_buffers import InputBufferPool
 from hpu.runner.step_runner import StepRunner
 from hpu.sampling.sampler import GREEDY
 from hpu.warmup import report
-from hpu.warmup.order import CaptureBudget, cell_of, largest_first, order_buckets, split_buckets
-from hpu.worker.memory import GIB, split_graphs
+from hpu.warmup.order import (
+    CaptureBudget,
+    largest_first,
+    order_buckets,
+    split_buckets,
+    split_graphs,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +59,11 @@ class Warmup:
         self._backend = backend
         self._config = config
         self._block_size = block_size
-        prompt, decode = split_graphs(graphs.budget_bytes, prompt_ratio=config.graph_prompt_ratio)
-        self._budgets = {PREFILL: CaptureBudget(int(prompt)), DECODE: CaptureBudget(int(decode))}
+        prompt, decode = split_graphs(graphs.budget_bytes, config.graph_prompt_ratio)
+        self._budgets = {
+            PREFILL: CaptureBudget(int(prompt), block_size),
+            DECODE: CaptureBudget(int(decode), block_size),
+        }
         self._full: set[int] = set()
         """Phases in which a capture filled the device's memory."""
         self._widths: set[int] = set()
@@ -252,7 +261,7 @@ class Warmup:
             if taken is None:
                 left_out.append(bucket)
                 continue
-            self._budgets[phase].record(cell_of(bucket, self._block_size), taken)
+            self._budgets[phase].record(bucket, taken)
             captured.append(bucket)
             if progress is not None:
                 free, _ = self._backend.memory()
@@ -264,13 +273,12 @@ class Warmup:
         """Whether the phase's budget holds another graph; with `is_pooled`, it may use up the
         other phase's."""
         budget = self._budgets[bucket[0]]
-        cell = cell_of(bucket, self._block_size)
-        if budget.fits(cell) or not is_pooled:
-            return budget.fits(cell)
+        if budget.fits(bucket) or not is_pooled:
+            return budget.fits(bucket)
         other = self._budgets[DECODE if bucket[0] == PREFILL else PREFILL]
         budget.remaining_bytes += max(0, other.remaining_bytes)
         other.remaining_bytes = min(0, other.remaining_bytes)
-        return budget.fits(cell)
+        return budget.fits(bucket)
 
     def _run_once(self, bucket: Bucket, sampling: RequestSampling) -> bool:
         """Run a bucket with one request of this sampling; False when memory is full."""

@@ -6,6 +6,9 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+from config.engine import CacheConfig
+from config.execution import WarmupConfig
+from hpu.gaudi_devices import GIB
 from hpu.model_loader.size_estimate import activation_bytes
 from hpu.models.base import CausalLM
 from hpu.models.pooling import PoolingModel
@@ -20,7 +23,7 @@ from hpu.runner.pooling_runner import PoolingInputBuffers, PoolingRunner
 from hpu.runner.step_runner import StepRunner
 from hpu.sampling.logprobs import LogprobsMode
 from hpu.sampling.sampler import Sampler
-from hpu.warmup import report
+from hpu.warmup.order import split_graphs
 from hpu.worker.load import LoadedModel
 from hpu.worker.memory import (
     FreeMemory,
@@ -205,6 +208,45 @@ def _split(loaded: LoadedModel, memory: FreeMemory, num_blocks: int | None) -> M
         graph_memory_fraction=config.warmup.graph_memory_fraction if loaded.captures else 0.0,
     )
     if not backend.shares_host_memory:
-        report.log_memory(split, cache, memory, config.warmup)
-    report.log_cache(split, cache, demand)
+        _log_memory(split, cache, memory, config.warmup)
+    _log_cache(split, cache, demand)
     return split
+
+
+def _log_memory(
+    split: MemorySplit, cache: CacheConfig, memory: FreeMemory, warmup: WarmupConfig
+) -> None:
+    """The memory split of a device with its own memory."""
+    logger.info(
+        "Memory: %.2f GiB free after loading, less %.2f GiB for the largest launch (%s); %.2f GiB "
+        "of the rest usable (gpu-memory-utilization %g)",
+        memory.free / GIB,
+        memory.reserve / GIB,
+        "measured" if memory.is_measured else "estimated",
+        split.usable_bytes / GIB,
+        cache.gpu_memory_utilization,
+    )
+    if split.graph_bytes:
+        prompt, decode = split_graphs(split.graph_bytes / GIB, warmup.graph_prompt_ratio)
+        logger.info(
+            "Graphs: %.2f GiB reserved (graph-reserved-mem %g), %.2f GiB for prompts "
+            "(graph-prompt-ratio %g) and %.2f GiB for decodes",
+            split.graph_bytes / GIB,
+            warmup.graph_memory_fraction,
+            prompt,
+            warmup.graph_prompt_ratio,
+            decode,
+        )
+
+
+def _log_cache(split: MemorySplit, cache: CacheConfig, demand: KVCacheDemand) -> None:
+    """Size and capacity of the KV cache."""
+    logger.info(
+        "KV cache: %d blocks of %d tokens%s, %.2f GiB: %.1f sequences of %d tokens at once",
+        split.num_blocks,
+        demand.block_size,
+        "" if cache.num_blocks is None else " as configured",
+        (split.num_blocks + 1) * demand.block_bytes / GIB,
+        split.num_blocks / demand.context_blocks,
+        demand.max_model_len,
+    )

@@ -19,6 +19,7 @@ from config.model.pooler import PoolerConfig
 from config.startup_checks import choose_context
 from hpu.backends.base import Backend
 from hpu.bucketing.bucket_table import BucketTable
+from hpu.gaudi_devices import GIB
 from hpu.host import usable_memory
 from hpu.model_loader.loader import load_weights
 from hpu.model_loader.offloaded_weights import OffloadedWeights, restore
@@ -29,7 +30,6 @@ from hpu.models.registry import build_model
 from hpu.protocol import BucketLimits, WarmupProgress
 from hpu.quantization.registry import process_weights, select_quantization
 from hpu.runner.kv_cache import reads_contiguously
-from hpu.worker.memory import GIB
 
 logger = logging.getLogger(__name__)
 

@@ -9,14 +9,10 @@ from typing import NamedTuple
 
 from config.engine import CacheConfig
 from config.errors import ConfigError
-
-GIB = 1024**3
+from hpu.gaudi_devices import GIB
 
 GRAPH_MEMORY_FRACTION = 0.1
 """Share of the usable memory for graphs (VLLM_GRAPH_RESERVED_MEM)."""
-
-PROMPT_RATIO = 0.3
-"""Share of the graphs' memory for prompts (VLLM_GRAPH_PROMPT_RATIO)."""
 
 SHARED_MEMORY_FRACTION = 0.25
 """Share of the host's free memory for KV blocks of a device that uses host memory."""
@@ -42,13 +38,6 @@ def plan_memory(
     usable = free * utilization
     graphs = usable * graph_memory_fraction
     return MemoryPlan(usable, graphs, usable - graphs, free - usable)
-
-
-def split_graphs(graphs: float, *, prompt_ratio: float = PROMPT_RATIO) -> tuple[float, float]:
-    """(prompt, decode) parts of the graphs' memory."""
-    _check_share("prompt_ratio", prompt_ratio)
-    prompt = graphs * prompt_ratio
-    return prompt, graphs - prompt
 
 
 def num_blocks(kv_bytes: float, block_bytes: int) -> int:

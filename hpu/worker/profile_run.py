@@ -5,9 +5,9 @@ import gc
 from config.errors import ConfigError
 from hpu.backends.base import Backend
 from hpu.bucketing.bucket_table import BucketTable
+from hpu.gaudi_devices import GIB
 from hpu.protocol import DECODE, PREFILL, Bucket
 from hpu.runner.step_runner import StepRunner
-from hpu.worker.memory import GIB
 
 
 def measure_launches(runner: StepRunner, backend: Backend, buckets: list[Bucket]) -> int:

@@ -16,6 +16,7 @@ from config.model.model_config import ModelConfig, read_model_config
 from config.model.pooler import choose_pooler
 from hpu.backends.base import Backend
 from hpu.backends.select import select_backend
+from hpu.gaudi_devices import GIB
 from hpu.model_loader.offloaded_weights import OffloadedWeights, offload
 from hpu.profiling.counters import Counters
 from hpu.profiling.diagnostics import diagnostics_of
@@ -37,7 +38,6 @@ from hpu.warmup import report
 from hpu.warmup.warmup import Warmup
 from hpu.worker.build import Components, build
 from hpu.worker.load import LoadedModel, dtype_name, load
-from hpu.worker.memory import GIB
 
 logger = logging.getLogger(__name__)
 

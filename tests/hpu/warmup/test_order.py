@@ -14,10 +14,10 @@ from hpu.bucketing.bucket_table import HIT, BucketTable
 from hpu.protocol import DECODE, PREFILL, BucketLimits
 from hpu.warmup.order import (
     CaptureBudget,
-    capture_order,
     largest_first,
     order_buckets,
     split_buckets,
+    split_graphs,
 )
 
 VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "buckets.json").read_text())[
@@ -111,34 +111,43 @@ def test_where_a_decode_reads_a_slice_of_the_cache_every_length_is_needed() -> N
 )
 def test_the_order_equals_the_published_one(vector: dict[str, Any]) -> None:
     given = vector["params"]
-    cells = [tuple(cell) for cell in given["cells"]]
+    buckets = [(DECODE, batch, 1, length) for batch, length in given["cells"]]
 
-    order = capture_order(cells[::-1], given["strategy"])
+    order = order_buckets(buckets[::-1], given["strategy"], block_size=1)
 
-    assert [list(cell) for cell in order[: given.get("head")]] == vector["expected"]
+    assert [[batch, n] for _, batch, _, n in order[: given.get("head")]] == vector["expected"]
 
 
 def test_an_unknown_order_names_those_there_are() -> None:
     with pytest.raises(ConfigError, match="min_tokens, max_bs"):
-        capture_order([(1, 1)], "largest")
+        order_buckets([(DECODE, 1, 1, 1)], "largest", block_size=1)
+
+
+@pytest.mark.parametrize("vector", [v for v in VECTORS if v["func"] == "graph_split"])
+def test_graphs_are_split_as_published(vector: dict[str, Any]) -> None:
+    given = vector["params"]
+
+    parts = split_graphs(given["pool"], given["prompt_ratio"])
+
+    assert [round(part, given["digits"]) for part in parts] == vector["expected"]
 
 
 def test_a_bucket_expected_to_be_too_large_is_left_out_and_a_smaller_one_still_tried() -> None:
-    budget = CaptureBudget(1000)
+    budget = CaptureBudget(1000, block_size=1)
 
-    tried = [budget.fits((1, 100))]
-    budget.record((1, 100), 400)
-    tried += [budget.fits((1, 200)), budget.fits((1, 150))]
-    budget.record((1, 150), 500)
+    tried = [budget.fits((DECODE, 1, 1, 100))]
+    budget.record((DECODE, 1, 1, 100), 400)
+    tried += [budget.fits((DECODE, 1, 1, 200)), budget.fits((DECODE, 1, 1, 150))]
+    budget.record((DECODE, 1, 1, 150), 500)
 
     assert tried == [True, False, True]
     assert budget.remaining_bytes == 100
 
 
 def test_nothing_is_captured_beyond_the_budget() -> None:
-    budget = CaptureBudget(0)
+    budget = CaptureBudget(0, block_size=1)
 
-    assert not budget.fits((1, 1))
+    assert not budget.fits((DECODE, 1, 1, 1))
 
 
 def test_cached_context_counts_as_tokens_and_buckets_of_one_size_go_by_shape() -> None:

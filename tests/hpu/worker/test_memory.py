@@ -8,14 +8,13 @@ import pytest
 
 from config.engine import CacheConfig
 from config.errors import ConfigError
+from hpu.gaudi_devices import GIB
 from hpu.worker.memory import (
-    GIB,
     FreeMemory,
     KVCacheDemand,
     MemorySplit,
     num_blocks,
     plan_memory,
-    split_graphs,
     split_memory,
 )
 
@@ -131,15 +130,6 @@ def test_the_split_equals_the_published_one(vector: dict[str, Any]) -> None:
 
     rounded = {name: round(value, given["digits"]) for name, value in plan._asdict().items()}
     assert rounded == vector["expected"]
-
-
-@pytest.mark.parametrize("vector", [v for v in VECTORS if v["func"] == "graph_split"])
-def test_graphs_are_split_as_published(vector: dict[str, Any]) -> None:
-    given = vector["params"]
-
-    parts = split_graphs(given["pool"], prompt_ratio=given["prompt_ratio"])
-
-    assert [round(part, given["digits"]) for part in parts] == vector["expected"]
 
 
 def test_blocks_of_an_8b_model_in_the_guides_cache() -> None:
