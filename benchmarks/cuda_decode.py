@@ -28,10 +28,10 @@ from hpu.backends.cpu import CpuBackend
 from hpu.backends.cuda import CudaBackend, missing_cuda
 from hpu.models.decoder import Decoder
 from hpu.models.registry import build_model
-from hpu.profiling.counters import Counters
 from hpu.protocol import DECODE, PREFILL, Launch, NewRequest, RequestSampling, StepPlan, StepResult
 from hpu.runner.async_output import AsyncStepOutput
 from hpu.runner.batch_state import BatchState
+from hpu.runner.counters import Counters
 from hpu.runner.graph_cache import GraphCache
 from hpu.runner.input_buffers import InputBufferPool, InputBuffers
 from hpu.runner.kv_cache import KVCache, block_bytes
@@ -136,12 +136,12 @@ class Decoding:
         blocks_a_row = -(-(context + num_steps + 1) // block_size)
         num_blocks = num_rows * blocks_a_row
         vocab_size, length = model.config.vocab_size, model.config.max_position
-        counters, input_buffers = Counters(), InputBufferPool(backend, InputBuffers)
+        input_buffers = InputBufferPool(backend, InputBuffers)
         # The same choice as in hpu/worker/build.py.
         static_shapes = captures or backend.compiles
         sampler = Sampler(num_rows, vocab_size, backend, static_shapes=static_shapes)
         self._graphs = GraphCache(
-            model.forward, backend, counters, captures=captures, budget_bytes=GIB * 1024
+            model.forward, backend, Counters(), captures=captures, budget_bytes=GIB * 1024
         )
         # The first decode captures the graph.
         self._graphs.on_demand = True
@@ -155,7 +155,6 @@ class Decoding:
             ),
             self._graphs,
             input_buffers,
-            counters,
             vocab_size=vocab_size,
             pads=True,
         )
@@ -176,12 +175,16 @@ class Decoding:
             )
             cached = -(-(context - 1) // block_size)
             launch = Launch(PREFILL, (1, 1, cached), [row], [1], [True])
-            self._runner.collect(self._submit([launch], [new]))
+            self._collect(self._submit([launch], [new]))
 
     def _submit(self, launches: list[Launch], new_requests: list[NewRequest]) -> AsyncStepOutput:
         plan = StepPlan(self._step, launches, new_requests)
         self._step += 1
         return self._runner.submit(plan)
+
+    def _collect(self, output: AsyncStepOutput) -> StepResult:
+        output.wait()
+        return self._runner.collect(output)
 
     @property
     def is_captured(self) -> bool:
@@ -194,9 +197,9 @@ class Decoding:
         waiting = self._submit([launch], [])
         for _ in range(count - 1):
             following = self._submit([launch], [])
-            yield self._runner.collect(waiting)
+            yield self._collect(waiting)
             waiting = following
-        yield self._runner.collect(waiting)
+        yield self._collect(waiting)
 
 
 def measure(decoding: Decoding, num_steps: int) -> tuple[float, float]:

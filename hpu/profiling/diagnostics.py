@@ -2,23 +2,20 @@
 recipe cache), as counters and log lines."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 from config.execution import ExecutionConfig
-from hpu.backends.base import Backend
-from hpu.profiling.counters import Counters, phase_name
 from hpu.runner.async_output import AsyncStepOutput
+from hpu.runner.counters import Counters, phase_name
 
 logger = logging.getLogger(__name__)
-
-RecipeCache = Callable[[], tuple[int, int]]
-"""(hits, misses) since the process began."""
 
 
 @runtime_checkable
 class CountsWork(Protocol):
-    """A back end whose runtime counts compilations and fallbacks. Totals since the start."""
+    """A back end whose runtime counts compilations and fallbacks. Totals since the start; reading
+    them does not wait for the device."""
 
     def compilations(self) -> int: ...
 
@@ -28,13 +25,8 @@ class CountsWork(Protocol):
         """By operation."""
         ...
 
-
-@runtime_checkable
-class CountsRecipes(Protocol):
-    """A back end with a cache of compiled recipes."""
-
     def recipe_cache(self) -> tuple[int, int]:
-        """(hits, misses) since the start."""
+        """(hits, misses) of the cache of compiled recipes."""
         ...
 
 
@@ -42,49 +34,44 @@ class Diagnostics:
     """Reads the runtime's totals after each step.
 
     Launches are compiled when they are submitted: with one plan ahead, the next step's compilations
-    may count for this one. None of the callables waits for the device.
+    may count for this one.
     """
 
     def __init__(
         self,
+        runtime: CountsWork,
         config: ExecutionConfig,
         counters: Counters,
         *,
-        compilations: Callable[[], int],
-        compile_seconds: Callable[[], float],
-        cpu_fallbacks: Callable[[], Mapping[str, int]],
-        recipe_cache: RecipeCache | None = None,
-        counts_by_phase: bool = False,
+        counts_by_phase: bool,
     ) -> None:
-        """`counts_by_phase`: count compilations by phase, since no graphs are captured; those of a
-        step with both phases count for the phase of its first launch."""
-        self._counts_by_phase = counts_by_phase
+        """`counts_by_phase`: count compilations by phase, since GraphCache captures no graphs that
+        it would count; those of a step with both phases count for the phase of its first
+        launch."""
+        self._runtime = runtime
         self._config = config
         self._counters = counters
-        self._compilations = compilations
-        self._compile_seconds = compile_seconds
-        self._cpu_fallbacks = cpu_fallbacks
-        self._recipe_cache = recipe_cache
+        self._counts_by_phase = counts_by_phase
         self._recipes = (0, 0)
         self.reset()
 
     def reset(self) -> None:
         """Ignore everything that was compiled until now."""
-        self._known_compilations = self._compilations()
-        self._known_seconds = self._compile_seconds()
-        self._known_fallbacks = dict(self._cpu_fallbacks())
+        self._known_compilations = self._runtime.compilations()
+        self._known_seconds = self._runtime.compile_seconds()
+        self._known_fallbacks = dict(self._runtime.cpu_fallbacks())
         self._count_recipes()
 
     def warmed_up(self, phase: int) -> None:
         """Count the compilations of a bucket of this phase that was prepared."""
-        self._count_phase(phase, "warmup", self._compilations() - self._known_compilations)
+        self._count_phase(phase, "warmup", self._runtime.compilations() - self._known_compilations)
         self.reset()
 
     def collected(self, output: AsyncStepOutput) -> None:
         """Count and log what happened since the last step."""
-        total = self._compilations()
+        total = self._runtime.compilations()
         compiled, self._known_compilations = total - self._known_compilations, total
-        fallbacks = dict(self._cpu_fallbacks())
+        fallbacks = dict(self._runtime.cpu_fallbacks())
         new_fallbacks = {
             name: count - self._known_fallbacks.get(name, 0)
             for name, count in fallbacks.items()
@@ -100,15 +87,13 @@ class Diagnostics:
 
     def _count_phase(self, phase: int, stage: str, compiled: int) -> None:
         if self._counts_by_phase and compiled:
-            seconds = self._compile_seconds()
+            seconds = self._runtime.compile_seconds()
             self._counters.add(f"compilations.{phase_name(phase)}.{stage}", compiled)
             self._counters.add(f"compile_seconds.{stage}", seconds - self._known_seconds)
             self._known_seconds = seconds
 
     def _count_recipes(self) -> None:
-        if self._recipe_cache is None:
-            return
-        hits, misses = self._recipe_cache()
+        hits, misses = self._runtime.recipe_cache()
         self._counters.add("recipe_hits", hits - self._recipes[0])
         self._counters.add("recipe_misses", misses - self._recipes[1])
         self._recipes = (hits, misses)
@@ -134,24 +119,6 @@ class Diagnostics:
                 else "",
                 _launches(output),
             )
-
-
-def diagnostics_of(
-    backend: Backend, config: ExecutionConfig, counters: Counters, *, captures: bool
-) -> Diagnostics | None:
-    """Diagnostics of a back end whose runtime counts; None for others. With `captures`, GraphCache
-    counts compilations by phase."""
-    if not isinstance(backend, CountsWork):
-        return None
-    return Diagnostics(
-        config,
-        counters,
-        compilations=backend.compilations,
-        compile_seconds=backend.compile_seconds,
-        cpu_fallbacks=backend.cpu_fallbacks,
-        recipe_cache=backend.recipe_cache if isinstance(backend, CountsRecipes) else None,
-        counts_by_phase=not captures,
-    )
 
 
 def _launches(output: AsyncStepOutput) -> str:

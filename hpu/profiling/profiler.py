@@ -5,7 +5,7 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -13,9 +13,9 @@ from config.errors import ConfigError, RequestFailed, UserError
 from config.execution import ExecutionConfig
 from config.loading.env import cache_home
 from hpu.backends.base import Backend, Event
-from hpu.profiling.counters import phase_name
 from hpu.protocol import PREFILL, START_PROFILE, STOP_PROFILE
 from hpu.runner.async_output import AsyncLaunchOutput, AsyncStepOutput
+from hpu.runner.counters import phase_name
 
 logger = logging.getLogger(__name__)
 
@@ -185,25 +185,19 @@ class Trace:
         os.replace(part, self.path)
 
 
-class TracedRunner(Protocol):
-    """A runner that records its steps while `trace` is set: `StepRunner`."""
-
-    trace: Trace | None
-
-
 class Profiler:
-    """Begins and ends traces of one runner, one at a time."""
+    """Begins and ends traces of one worker, one at a time."""
 
     def __init__(
         self,
-        runner: TracedRunner,
         backend: Backend,
         config: ExecutionConfig,
         cache_dir: str | None,
         *,
         max_events: int = MAX_EVENTS,
     ) -> None:
-        self._runner = runner
+        self.trace: Trace | None = None
+        """Records steps while it is set; changed between steps."""
         self._backend = backend
         self._config = config
         self._folder = Path(cache_dir or cache_home()) / "traces"
@@ -234,18 +228,18 @@ class Profiler:
 
     def close(self) -> None:
         """Write the running trace, if any."""
-        trace, self._runner.trace = self._runner.trace, None
+        trace, self.trace = self.trace, None
         if trace is not None and not trace.is_over:
             trace.end_quietly("the worker stops")
 
     def _start(self) -> str:
-        trace = self._runner.trace
+        trace = self.trace
         if trace is not None and not trace.is_over:
             raise UserError("a profile is already running", code="profile_running")
         return self._begin(self._default_path())
 
     def _stop(self) -> str:
-        trace, self._runner.trace = self._runner.trace, None
+        trace, self.trace = self.trace, None
         if trace is None:
             raise UserError("no profile is running", code="profile_not_running")
         return trace.end()
@@ -256,7 +250,7 @@ class Profiler:
         moment = Moment(now, time.perf_counter())
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         first, last = self._config.profiled_steps
-        self._runner.trace = Trace(
+        self.trace = Trace(
             path, self._backend.name, moment, first=first, last=last, max_events=self._max_events
         )
         self._num_traces += 1

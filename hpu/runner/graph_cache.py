@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hpu.backends.base import Backend, Graph
 from hpu.layers.metadata import AttentionInputs
-from hpu.profiling.counters import Counters, phase_name
 from hpu.protocol import Bucket
+from hpu.runner.counters import Counters, phase_name
 from hpu.runner.input_buffers import BaseInputBuffers
 
 logger = logging.getLogger(__name__)

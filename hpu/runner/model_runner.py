@@ -14,7 +14,6 @@ from torch import Tensor
 
 from config.params.sampling import MAX_LOGPROBS
 from hpu.backends.base import Backend
-from hpu.profiling.counters import Counters
 from hpu.protocol import (
     PREFILL,
     Bucket,
@@ -68,12 +67,11 @@ class ModelRunner(StepRunner):
         cache: KVCache,
         graphs: GraphCache,
         input_buffers: InputBufferPool[InputBuffers],
-        counters: Counters,
         *,
         vocab_size: int,
         pads: bool,
     ) -> None:
-        super().__init__(backend, counters)
+        super().__init__(backend)
         self._model = model
         self._batch_state = batch_state
         self._sampler = sampler
@@ -125,8 +123,6 @@ class ModelRunner(StepRunner):
         output.deferred_forward = None
         output.deferred.clear()
         output.end = self._backend.event()
-        if self.trace is not None:
-            self.trace.sampled_deferred(output, start)
 
     @property
     def dummy_req_index(self) -> int:
@@ -160,8 +156,6 @@ class ModelRunner(StepRunner):
             slices = self._prompt_slices(hidden, 0, bucket[2], target, MAX_LOGPROBS, output)
             forward.launch.prompt_logprobs.append(AsyncPromptLogprobs(0, MAX_LOGPROBS, slices))
         self._backend.synchronize()
-        if self.diagnostics is not None:
-            self.diagnostics.warmed_up(bucket[0])
 
     def _on_result(self, output: AsyncStepOutput, result: StepResult) -> None:
         if -1 in result.tokens:

@@ -10,7 +10,6 @@ import numpy as np
 from hpu.backends.base import Backend
 from hpu.layers.metadata import TextAttentionInputs
 from hpu.models.pooler import Pooler, PoolingInputs
-from hpu.profiling.counters import Counters
 from hpu.protocol import Bucket, Launch, RequestSampling, StepPlan, Text
 from hpu.runner.async_output import AsyncLaunchOutput, AsyncStepOutput, AsyncVectors
 from hpu.runner.graph_cache import GraphCache
@@ -103,9 +102,8 @@ class PoolingRunner(StepRunner):
         backend: Backend,
         graphs: GraphCache,
         input_buffers: InputBufferPool[PoolingInputBuffers],
-        counters: Counters,
     ) -> None:
-        super().__init__(backend, counters)
+        super().__init__(backend)
         self._pooler = pooler
         facts = pooler.config.facts
         self._width = max(facts.width, facts.token_width)
@@ -123,8 +121,6 @@ class PoolingRunner(StepRunner):
         inputs.upload()
         self._pool(inputs, pooled=True, per_token=self._has_token_vectors)
         self._backend.synchronize()
-        if self.diagnostics is not None:
-            self.diagnostics.warmed_up(bucket[0])
 
     @property
     def _has_token_vectors(self) -> bool:

@@ -5,8 +5,8 @@ import logging
 from config.execution import WarmupConfig
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.gaudi_devices import GIB
-from hpu.profiling.counters import phase_name
 from hpu.protocol import DECODE, PREFILL, Bucket
+from hpu.runner.counters import phase_name
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ from config.traffic import read_traffic
 from hpu.backends.base import Backend
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.gaudi_devices import GIB
+from hpu.profiling.diagnostics import Diagnostics
 from hpu.protocol import DECODE, PREFILL, Bucket, RequestSampling, WarmupProgress
 from hpu.runner.graph_cache import GraphCache
 from hpu.runner.input_buffers import InputBufferPool
@@ -52,8 +53,10 @@ class Warmup:
         backend: Backend,
         config: WarmupConfig,
         block_size: int,
+        diagnostics: Diagnostics | None = None,
     ) -> None:
         self._runner = runner
+        self._diagnostics = diagnostics
         self._graphs = graphs
         self._input_buffers = input_buffers
         self._backend = backend
@@ -290,6 +293,8 @@ class Warmup:
             if not self._backend.is_out_of_memory(error):
                 raise
             return False
+        if self._diagnostics is not None:
+            self._diagnostics.warmed_up(bucket[0])
         return True
 
 

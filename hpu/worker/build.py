@@ -12,9 +12,9 @@ from hpu.gaudi_devices import GIB
 from hpu.model_loader.size_estimate import activation_bytes
 from hpu.models.base import CausalLM
 from hpu.models.pooling import PoolingModel
-from hpu.profiling.counters import Counters
 from hpu.protocol import Bucket
 from hpu.runner.batch_state import BatchState
+from hpu.runner.counters import Counters
 from hpu.runner.graph_cache import GraphCache
 from hpu.runner.input_buffers import InputBufferPool, InputBuffers
 from hpu.runner.kv_cache import KVCache, block_bytes
@@ -104,7 +104,7 @@ def make_runner(
     graphs = GraphCache(body, backend, counters, captures=captures, budget_bytes=graph_bytes)
     if isinstance(model, PoolingModel):
         texts = InputBufferPool(backend, PoolingInputBuffers)
-        pooling_runner = PoolingRunner(model.pooler, backend, graphs, texts, counters)
+        pooling_runner = PoolingRunner(model.pooler, backend, graphs, texts)
         return Components(pooling_runner, graphs, texts, None)
     assert sampler is not None, "a generating model samples"
     cache = KVCache(
@@ -126,7 +126,6 @@ def make_runner(
         cache,
         graphs,
         buffers,
-        counters,
         vocab_size=loaded.facts.vocab_size,
         pads=loaded.pads,
     )

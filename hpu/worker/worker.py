@@ -18,9 +18,8 @@ from hpu.backends.base import Backend
 from hpu.backends.select import select_backend
 from hpu.gaudi_devices import GIB
 from hpu.model_loader.offloaded_weights import OffloadedWeights, offload
-from hpu.profiling.counters import Counters
-from hpu.profiling.diagnostics import diagnostics_of
-from hpu.profiling.profiler import Profiler
+from hpu.profiling.diagnostics import CountsWork, Diagnostics
+from hpu.profiling.profiler import Profiler, Trace
 from hpu.protocol import (
     SLEEP,
     WAKE_WEIGHTS,
@@ -32,6 +31,7 @@ from hpu.protocol import (
     WorkerReady,
 )
 from hpu.runner.async_output import AsyncStepOutput
+from hpu.runner.counters import Counters
 from hpu.runner.model_runner import ModelRunner
 from hpu.runner.step_runner import StepRunner
 from hpu.warmup import report
@@ -64,6 +64,8 @@ class Worker:
         """Of the KV cache; the same after each wake-up."""
         self._runner: StepRunner | None = None
         self._profiler: Profiler | None = None
+        self._diagnostics: Diagnostics | None = None
+        """Set where the device's runtime counts what it does."""
         self._warmup: Warmup | None = None
         self._counters = Counters()
         self._in_flight: deque[AsyncStepOutput] = deque()
@@ -86,15 +88,26 @@ class Worker:
         """Apply and launch a plan; does not wait for the device (a CPU runs the plan at once)."""
         assert self._runner is not None, "submit before start"
         assert not (self._in_flight and self._in_flight[-1].deferred), "submit before mask"
+        start = time.perf_counter()
         with torch.inference_mode():
-            self._in_flight.append(self._runner.submit(plan))
+            output = self._runner.submit(plan)
+        self._in_flight.append(output)
+        if (trace := self._trace) is not None:
+            trace.submitted(output, start)
 
     def mask(self, masks: GrammarMasks) -> None:
         """Set the bitmasks of the newest plan's deferred requests and launch their sampling; does
         not wait for the device."""
         assert isinstance(self._runner, ModelRunner) and self._in_flight, "mask without a plan"
+        start, output = time.perf_counter(), self._in_flight[-1]
         with torch.inference_mode():
-            self._runner.sample_deferred(self._in_flight[-1], masks)
+            self._runner.sample_deferred(output, masks)
+        if (trace := self._trace) is not None:
+            trace.sampled_deferred(output, start)
+
+    @property
+    def _trace(self) -> Trace | None:
+        return None if self._profiler is None else self._profiler.trace
 
     @property
     def lacks_masks(self) -> bool:
@@ -109,8 +122,17 @@ class Worker:
         """Wait for the oldest plan in flight and return its result."""
         assert self._runner is not None and self._in_flight, "collect without a plan"
         assert not self.lacks_masks, "collect before mask"
+        output = self._in_flight.popleft()
         with torch.inference_mode():
-            return self._runner.collect(self._in_flight.popleft())
+            output.wait()
+            start = time.perf_counter()
+            result = self._runner.collect(output)
+        if self._diagnostics is not None:
+            self._diagnostics.collected(output)
+        result.counters = self._counters.take_changed()
+        if (trace := self._trace) is not None:
+            trace.collected(output, result.seconds, start)
+        return result
 
     def call(self, name: str, level: int = 0) -> str:
         """Answer a WorkerCall other than WAKE_UP. Raises UserError or RequestFailed."""
@@ -248,22 +270,31 @@ class Worker:
         runner, graphs, cache = components.runner, components.graphs, components.cache
         self._runner = runner
         self._num_blocks = None if cache is None else cache.num_blocks
-        diagnostics = diagnostics_of(backend, config.execution, counters, captures=graphs.captures)
-        runner.diagnostics = diagnostics
+        self._diagnostics = None
+        if isinstance(backend, CountsWork):
+            self._diagnostics = Diagnostics(
+                backend, config.execution, counters, counts_by_phase=not graphs.captures
+            )
         if cache is not None and backend.compiles:
             cache.warm_scrub()
         if cache is not None and loaded.contiguous:
             cache.warm_moves()
         warmup = Warmup(
-            runner, graphs, components.input_buffers, backend, config.warmup, loaded.block_size
+            runner,
+            graphs,
+            components.input_buffers,
+            backend,
+            config.warmup,
+            loaded.block_size,
+            self._diagnostics,
         )
         self._warmup = warmup
         start = time.perf_counter()
         prepared = warmup.start(table, on_progress)
         warmup_s = time.perf_counter() - start
-        if diagnostics is not None:
-            diagnostics.reset()
-        self._profiler = Profiler(runner, backend, config.execution, config.cache_dir)
+        if self._diagnostics is not None:
+            self._diagnostics.reset()
+        self._profiler = Profiler(backend, config.execution, config.cache_dir)
         return WorkerReady(
             num_blocks=components.num_blocks,
             block_size=loaded.block_size,

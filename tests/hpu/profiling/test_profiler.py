@@ -34,12 +34,6 @@ class PlannedEvent:
         return self.moment_s - earlier.moment_s
 
 
-class Traced:
-    """A runner's place for a trace."""
-
-    trace: Trace | None = None
-
-
 def events_of(path: str | Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = json.loads(Path(path).read_text())["traceEvents"]
     return found
@@ -206,8 +200,7 @@ def test_a_worker_told_to_stop_leaves_every_step_with_one_plan_ahead(
 
 
 def test_profiles_begin_and_end_on_demand_one_at_a_time(tmp_path: Path) -> None:
-    runner = Traced()
-    profiler = Profiler(runner, CpuBackend(1), ExecutionConfig(), str(tmp_path))
+    profiler = Profiler(CpuBackend(1), ExecutionConfig(), str(tmp_path))
 
     with pytest.raises(UserError, match="no profile is running"):
         profiler.call(STOP_PROFILE)
@@ -220,7 +213,7 @@ def test_profiles_begin_and_end_on_demand_one_at_a_time(tmp_path: Path) -> None:
 
     assert path == written and Path(path).parent == tmp_path / "traces"
     assert again != path and spans(events_of(again), STEPS) == []
-    assert runner.trace is None
+    assert profiler.trace is None
 
 
 def test_a_file_that_cannot_be_written_is_told_at_start(tmp_path: Path) -> None:
@@ -228,4 +221,4 @@ def test_a_file_that_cannot_be_written_is_told_at_start(tmp_path: Path) -> None:
     config = ExecutionConfig(profiler=str(tmp_path / "file" / "trace.json"))
 
     with pytest.raises(ConfigError, match="cannot be written"):
-        Profiler(Traced(), CpuBackend(1), config, None).begin_with_server()
+        Profiler(CpuBackend(1), config, None).begin_with_server()

@@ -6,8 +6,8 @@ from captured_card import GRAPH_BYTES, CapturedCard
 from torch import Tensor
 
 from hpu.layers.metadata import AttentionInputs
-from hpu.profiling.counters import Counters
 from hpu.protocol import DECODE, PREFILL
+from hpu.runner.counters import Counters
 from hpu.runner.graph_cache import GraphCache
 from hpu.runner.input_buffers import InputBuffers
 

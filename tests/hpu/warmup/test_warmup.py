@@ -14,8 +14,8 @@ from config.errors import ConfigError
 from config.execution import WarmupConfig
 from config.model.model_config import read_model_config
 from hpu.models.decoder import Decoder
-from hpu.profiling.counters import Counters
 from hpu.protocol import DECODE, PREFILL, WarmupProgress
+from hpu.runner.counters import Counters
 from hpu.runner.graph_cache import GraphCache
 from hpu.runner.model_runner import ModelRunner
 from hpu.sampling.sampler import GREEDY

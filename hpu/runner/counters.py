@@ -1,7 +1,5 @@
 """Counters: a worker's metrics by name. Bucket lookups and padding are counted by the engine.
 
-
-
 compilations.{prefill,decode}.{warmup,serving}  captured graphs; without captures, compilations of
                                                 the device's runtime
 compile_seconds.{warmup,serving}                their time
