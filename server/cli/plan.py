@@ -3,10 +3,10 @@
 import json
 import math
 
+from config.checkpoint.facts import model_facts
 from config.errors import ConfigError
 from config.loading.parser import Parser, server_parser
 from config.loading.sources import load
-from config.model.facts import model_facts
 from engine.reports.buckets import SECONDS_PER_GRAPH
 from engine.reports.plan import KV_WIDTHS, Target, as_json, as_text, make_plan
 

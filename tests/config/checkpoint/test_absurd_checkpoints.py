@@ -22,11 +22,11 @@ from tiny_encoders import ENCODERS, make_pooling
 from tiny_gguf import write_gguf
 from tiny_models import FAMILIES, make_tiny
 
+from config.checkpoint.facts import model_facts
 from config.checkpoint.gguf_metadata import open_gguf
 from config.checkpoint.resolve import resolve
 from config.engine import EngineConfig
 from config.errors import ConfigError
-from config.model.facts import model_facts
 from config.startup_checks import check_checkpoint
 from server.text.tokenizer_files import read_text_files
 
