@@ -65,7 +65,7 @@ WATCHED: tuple[tuple[type, str, str], ...] = (
     *(
         (backend, name, CALLS)
         for backend in (GaudiBackend, CudaBackend)
-        for name in ("upload", "event", "mark", "to_host")
+        for name in ("upload", "event", "mark_step", "to_host")
     ),
     (Decoder, "logits", SAMPLING),
     (Sampler, "sample", SAMPLING),

@@ -1,10 +1,12 @@
 """Backend: the interface of a device. Everything above uses devices only through it."""
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from hpu.ops.kernels import Kernels
 
 
 class Event(Protocol):
@@ -32,8 +34,19 @@ class Graph(Protocol):
         ...
 
 
+@runtime_checkable
+class FusibleModel(Protocol):
+    """A model that can run on fused kernels."""
+
+    @property
+    def layers(self) -> Iterable[nn.Module]: ...
+
+    def use_kernels(self, kernels: Kernels, *, split_qkv: bool = False) -> None: ...
+
+
 class Backend(Protocol):
-    """One device of one kind, owned by this process. Not thread-safe.
+    """One device of one kind, owned by this process. Not thread-safe. A back end inherits the calls
+    that mean nothing to it: those without a result do nothing here.
 
     A device runs work in the order of submission, `upload` included; only the copies of `to_host`
     may run concurrently with later work.
@@ -74,7 +87,7 @@ class Backend(Protocol):
 
     def reset_peak(self) -> None:
         """Restart the measurement of `peak_memory`."""
-        ...
+        return
 
     def is_out_of_memory(self, error: Exception) -> bool:
         """Whether `error`, raised by work on the device, says that its memory is full. The device
@@ -83,11 +96,11 @@ class Backend(Protocol):
 
     def synchronize(self) -> None:
         """Wait for all work."""
-        ...
+        return
 
-    def mark(self) -> None:
-        """End the recipe, on a device that collects operations into recipes (mark_step)."""
-        ...
+    def mark_step(self) -> None:
+        """End the recipe, on a device that collects operations into recipes."""
+        return
 
     def event(self) -> Event:
         """A point after all work submitted so far."""
@@ -120,23 +133,23 @@ class Backend(Protocol):
         """
         ...
 
-    def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
+    def prepare(self, model: nn.Module) -> nn.Module:
         """Prepare a loaded model for this device: fused kernels, packed weights, compiled layers.
         Returns the model to run: `model` itself, or a faster one with the same interface."""
         ...
 
     def expect(self, num_tokens: int, num_rows: int) -> None:
         """A hint: the next forward pass has `num_tokens` and samples at most `num_rows` rows."""
-        ...
+        return
 
     def end_warmup(self) -> None:
         """Warm-up is over: from now on nothing should compile."""
-        ...
+        return
 
     def begin_warmup(self) -> None:
         """Free all captured graphs, which are not replayed again; another warm-up follows."""
-        ...
+        return
 
     def close(self) -> None:
         """Release the device."""
-        ...
+        return

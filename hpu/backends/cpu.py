@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from config.malloc import retain_freed_memory
+from hpu.backends.base import Backend
 from hpu.host import has_fast_bfloat16, usable_cores, usable_memory
 from hpu.layers.embedding import ParallelLMHead
 from hpu.layers.linear import Kernel, LinearBase
@@ -69,7 +70,7 @@ class CallGraph:
         return self._function(*self._inputs)
 
 
-class CpuBackend:
+class CpuBackend(Backend):
     """The CPU with `num_threads` compute threads (None: one for each usable core). `kernels`: the
     folder of the compiled kernels, which are built if they are missing; None: torch's own operators
     are used."""
@@ -109,17 +110,8 @@ class CpuBackend:
     def peak_memory(self) -> None:
         return None
 
-    def reset_peak(self) -> None:
-        return
-
     def is_out_of_memory(self, error: Exception) -> bool:
         return isinstance(error, MemoryError)
-
-    def synchronize(self) -> None:
-        return
-
-    def mark(self) -> None:
-        return
 
     def event(self) -> CpuEvent:
         return CpuEvent()
@@ -177,9 +169,6 @@ class CpuBackend:
 
     def begin_warmup(self) -> None:
         retain_freed_memory(0)
-
-    def close(self) -> None:
-        return
 
 
 def use_cpu_kernels(model: nn.Module, library: Library | None) -> nn.Module:

@@ -3,14 +3,14 @@ capture and replay. It is used only if it is named."""
 
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from config.errors import ConfigError
+from hpu.backends.base import Backend, FusibleModel
 from hpu.ops.cuda import CudaKernels
-from hpu.ops.kernels import Kernels
 
 logger = logging.getLogger(__name__)
 
@@ -22,13 +22,6 @@ WARM_RUNS = 2
 which is not allowed in a capture; the second checks that nothing of the kind is left."""
 
 GIB = 1024**3
-
-
-@runtime_checkable
-class _Fuses(Protocol):
-    """A model that can run on fused kernels."""
-
-    def use_kernels(self, kernels: Kernels) -> None: ...
 
 
 class CudaEvent:
@@ -63,7 +56,7 @@ class CudaGraph:
         return self._outputs
 
 
-class CudaBackend:
+class CudaBackend(Backend):
     """The first GPU that CUDA shows this process (CUDA_VISIBLE_DEVICES chooses another).
 
     All work runs on the current stream, in the order of submission; only captures and the runs
@@ -138,9 +131,6 @@ class CudaBackend:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
-    def mark(self) -> None:
-        return
-
     def event(self) -> CudaEvent:
         return CudaEvent(torch.cuda.current_stream(self.device))
 
@@ -178,18 +168,9 @@ class CudaBackend:
         return CudaGraph(graph, inputs, outputs)
 
     def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
-        if isinstance(model, _Fuses):
+        if isinstance(model, FusibleModel):
             model.use_kernels(CudaKernels())
         return model
-
-    def expect(self, num_tokens: int, num_rows: int) -> None:
-        return
-
-    def end_warmup(self) -> None:
-        return
-
-    def begin_warmup(self) -> None:
-        return
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)

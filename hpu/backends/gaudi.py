@@ -8,13 +8,14 @@ Segments end with launches: at events, and around a captured graph.
 import importlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from config.errors import ConfigError
 from config.execution import HPU_GRAPHS, LAZY, TORCH_COMPILE, ExecutionConfig, ModeChoice
+from hpu.backends.base import Backend, FusibleModel
 from hpu.backends.gaudi_copies import HostCopies
 from hpu.backends.gaudi_group import GaudiGroup
 from hpu.distributed.process_groups import Ranks
@@ -41,16 +42,6 @@ OUT_OF_MEMORY = (
 )
 """Parts of the runtime's error texts when the card's memory is full, in lower case. The runtime has
 no error type for it, and the second and third text may have other causes."""
-
-
-@runtime_checkable
-class _Fuses(Protocol):
-    """A model that can run on fused kernels."""
-
-    @property
-    def layers(self) -> Iterable[nn.Module]: ...
-
-    def use_kernels(self, kernels: Kernels, *, split_qkv: bool = False) -> None: ...
 
 
 class GaudiEvent:
@@ -116,7 +107,7 @@ def _regions(model: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-class GaudiBackend:
+class GaudiBackend(Backend):
     """One card of this process; the runtime gives each process at most one.
 
     `choice` is the mode; the runtime's variables are already set for it. `driver` is the driver's
@@ -238,11 +229,11 @@ class GaudiBackend:
         self._hpu.synchronize()
         self._copies.release_all()
 
-    def mark(self) -> None:
+    def mark_step(self) -> None:
         self._htcore.mark_step()
 
     def event(self) -> GaudiEvent:
-        self.mark()
+        self.mark_step()
         return GaudiEvent(self._hpu.Event(enable_timing=True), self._copies)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -254,7 +245,7 @@ class GaudiBackend:
 
     def to_host(self, tensor: Tensor) -> Tensor:
         # Launch the work that produces the tensor before another stream waits for it.
-        self.mark()
+        self.mark_step()
         return self._copies.start(tensor)
 
     def upload(self, target: Tensor, source: Tensor) -> None:
@@ -274,11 +265,10 @@ class GaudiBackend:
     def prepare(self, model: nn.Module) -> nn.Module:
         self._htcore.mark_step()
         self._hpu.synchronize()
-        if isinstance(model, _Fuses):
-            fusing = cast(_Fuses, model)
-            fusing.use_kernels(self._kernels, split_qkv=self._execution.split_qkv)
+        if isinstance(model, FusibleModel):
+            model.use_kernels(self._kernels, split_qkv=self._execution.split_qkv)
             if self._mode in (HPU_GRAPHS, LAZY):
-                self._mark_layers(fusing.layers)
+                self._mark_layers(model.layers)
         if self._mode == TORCH_COMPILE:
             self._compile(model)
         return model
@@ -344,9 +334,6 @@ class GaudiBackend:
         except self._metrics.MetricNotFound:
             return 0, 0
         return int(found.get("TotalHit", 0)), int(found.get("TotalMiss", 0))
-
-    def expect(self, num_tokens: int, num_rows: int) -> None:
-        return
 
     def close(self) -> None:
         self._free_graphs()

@@ -144,7 +144,7 @@ class KVCache:
             by_block.index_copy_(0, new, contents)
             by_block.index_copy_(0, old, torch.zeros_like(contents))
             # One recipe for each cache: all are equal, and need the memory of one.
-            self._backend.mark()
+            self._backend.mark_step()
 
     def warm_scrub(self) -> None:
         """Compile `scrub`."""
@@ -164,4 +164,4 @@ class KVCache:
                 by_block = cache.view(self.num_blocks + 1, -1)
                 clean = torch.nan_to_num(by_block.index_select(0, index), 0.0, 0.0, 0.0)
                 by_block.index_copy_(0, index, clean)
-                self._backend.mark()
+                self._backend.mark_step()

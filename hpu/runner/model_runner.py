@@ -227,7 +227,7 @@ class ModelRunner(StepRunner):
         hidden = self._graphs.run(inputs, req_indices)
         hidden = hidden.reshape(-1, hidden.shape[-1])
         # On a lazy device the recipe ends here, whatever the launch does with the output.
-        self._backend.mark()
+        self._backend.mark_step()
         argmax = logits = None
         if sampling:
             last_hidden = self._last_hidden(hidden, inputs, len(sampling))
@@ -318,7 +318,7 @@ class ModelRunner(StepRunner):
             width = most if self._pads else len(part)
             columns = np.minimum(np.arange(width), len(part) - 1)
             # On a lazy device, keep what came before out of this slice's recipe.
-            self._backend.mark()
+            self._backend.mark_step()
             positions = self._upload(first + start + columns, output)
             target_ids = self._upload(part[columns], output)
             logits = self._model.logits(hidden.index_select(0, positions))

@@ -168,12 +168,12 @@ class PoolingRunner(StepRunner):
         """Run the uploaded inputs, and start the copies of the requested vectors."""
         hidden = self._graphs.run(inputs, text_indices)
         # On a lazy device, a recipe ends here and after each sort of vectors.
-        self._backend.mark()
+        self._backend.mark_step()
         done = AsyncVectors()
         if pooled:
             done.pooled = self._backend.to_host(self._pooler(hidden, inputs.pooling))
-            self._backend.mark()
+            self._backend.mark_step()
         if per_token:
             done.per_token = self._backend.to_host(self._pooler.by_token(hidden, inputs.pooling))
-            self._backend.mark()
+            self._backend.mark_step()
         return done

@@ -136,21 +136,21 @@ class Sampler:
         pinned = self._upload(inputs, indices, stages)
         token_biases = self._token_biases(indices, stages, pinned)
         # What came before belongs to the bucket, not to the first stage.
-        self._backend.mark()
+        self._backend.mark_step()
         scores = self._scores(logits, inputs, indices, stages, token_biases)
         weights = None
         if stages.draw:
             tokens, weights = self._draw(scores, inputs, indices, stages)
         else:
             tokens = self._finite(self._argmax(scores))
-        self._backend.mark()
+        self._backend.mark_step()
         if self._mode.is_processed and (stages.logprobs or self._static_shapes):
             # With static shapes always, so that the stages before keep the same tensors.
             logits = scores.float()
-            self._backend.mark()
+            self._backend.mark_step()
             if weights is not None:
                 logits = _drawn_from(logits, weights, inputs.params)
-                self._backend.mark()
+                self._backend.mark_step()
         self._columns.advance(indices)
         self._append(tokens, inputs.table_rows, stages)
         logprobs = self._logprobs(logits, tokens, indices) if stages.logprobs else None
@@ -240,12 +240,12 @@ class Sampler:
         tables, rows = self._tables, inputs.table_rows
         # A stage of its own, so that all others see one dtype.
         scores = logits.float()
-        self._backend.mark()
+        self._backend.mark_step()
         if stages.grammar:
             words = self._grammar_words(len(scores)).device.view(len(scores), -1, 1)
             banned = (words & self._bits) == 0
             scores = _minus_inf(banned.view(len(scores), -1)[:, : scores.shape[1]]).add_(scores)
-            self._backend.mark()
+            self._backend.mark_step()
         for name in ("few_words", "many_words"):
             if getattr(stages, name):
                 words = self._bad_words(name, indices).index_select(0, getattr(rows, name))
@@ -255,7 +255,7 @@ class Sampler:
                     scores = scores.scatter_add(1, ends, bans)
                 else:
                     scores = _writable(scores, logits).scatter_add_(1, ends, bans)
-                self._backend.mark()
+                self._backend.mark_step()
         if stages.bias:
             scores = tables["bias"].index_select(0, rows.bias).add_(scores)
         if stages.banned and self._static_shapes:
@@ -267,7 +267,7 @@ class Sampler:
             counts = tables["counts"].index_select(0, rows.counts)
             scores = _penalized(scores, counts, inputs.params)
         if stages.tables:
-            self._backend.mark()
+            self._backend.mark_step()
         return scores
 
     def _bad_words(self, name: str, indices: npt.NDArray[np.int64]) -> Tensor:
@@ -298,11 +298,11 @@ class Sampler:
             threshold = filters.min_p_threshold(weights, best.tokens, params.min_p)
             threshold = threshold.clamp(min=filters.TINY)
         greedy = params.greedy > 0.5
-        self._backend.mark()
+        self._backend.mark_step()
         if stages.top_k:
             kth = self._top_k_threshold(weights, params.top_k, indices)
             threshold = kth if threshold is None else torch.maximum(threshold, kth)
-            self._backend.mark()
+            self._backend.mark_step()
         if stages.top_p:
             least = filters.TINY
             if threshold is not None:
@@ -314,7 +314,7 @@ class Sampler:
             greedy = greedy | ((weights.gather(1, best.tokens) >= mass) & has_top_p)
             nucleus = torch.where(has_top_p, self._nucleus(weights, mass), 0.0)
             threshold = nucleus.clamp(min=least)
-            self._backend.mark()
+            self._backend.mark_step()
         if threshold is not None:
             weights = filters.cut(weights, threshold)
         drawn = filters.draw(weights, inputs.random).unsqueeze(1)
@@ -351,20 +351,20 @@ class Sampler:
                 # Adds 0 for requests without counts: the neutral row stays neutral.
                 one = ((tokens >= 0) & (rows.counts < len(counts) - 1)).float()
                 counts.index_put_((rows.counts, tokens.clamp(min=0)), one, accumulate=True)
-            self._backend.mark()
+            self._backend.mark_step()
         if stages.words:
             table = self._tables["last_tokens"]
             last_tokens = table.index_select(0, rows.last_tokens)[:, 1:]
             last_tokens = torch.cat((last_tokens, (tokens + 1).unsqueeze(1)), dim=1)
             table.index_copy_(0, rows.last_tokens, last_tokens)
-            self._backend.mark()
+            self._backend.mark_step()
 
     def _logprobs(
         self, logits: Tensor, tokens: Tensor, indices: npt.NDArray[np.int64]
     ) -> TopLogprobs:
         k = MAX_LOGPROBS if self._static_shapes else self._columns.max_logprobs(indices)
         logprobs = top_logprobs(logits, tokens, k, normalises=not self._mode.is_logits)
-        self._backend.mark()
+        self._backend.mark_step()
         return logprobs
 
 
@@ -423,7 +423,7 @@ def _word_bits(backend: Backend) -> Tensor:
     host = backend.host_tensor(TOKENS_PER_WORD, torch.int32)
     host.numpy()[:] = (1 << np.arange(TOKENS_PER_WORD)).astype(np.uint32).view(np.int32)
     backend.upload(bits, host)
-    backend.mark()
+    backend.mark_step()
     # The upload reads `host`.
     backend.synchronize()
     return bits

@@ -59,7 +59,7 @@ class _Table:
         # The index is a tensor: as a constant it would make each row another operation.
         self.tensor.index_copy_(0, self._index, self._row)
         # A recipe of its own: the same one however many requests a step adds.
-        self._backend.mark()
+        self._backend.mark_step()
         return [host, index]
 
 
