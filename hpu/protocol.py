@@ -24,6 +24,9 @@ Bucket = tuple[int, int, int, int]
 
 NO_MASKS = memoryview(b"")
 TOKENS_PER_WORD = 32
+"""Of a bitmask."""
+TOKEN_BYTES = 4
+"""Of tokens in a message: uint32, little-endian."""
 
 
 class RequestSampling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
@@ -168,7 +171,7 @@ class StepResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     """Device time of each launch, sampling included."""
     host_s: float = 0.0
     counters: dict[str, float] = {}
-    """The worker's counters that changed (see engine/core/stats.py)."""
+    """The worker's counters that changed (see engine/stats.py)."""
     vectors: list[tuple[int, memoryview]] = []
     """Of a pooling model, in the order of the launches' texts: (number of vectors, float32
     little-endian); -1 vectors if they were not finite."""

@@ -9,7 +9,6 @@ from config.errors import EngineDied, Overloaded, RequestFailed, UserError
 from config.params.pooling import PoolingParams
 from config.params.sampling import SamplingParams
 from engine.client.output_queue import OutputRouter, RequestOutputQueue
-from engine.kv_cache.prefix_hashes import TOKEN_BYTES
 from engine.transport.channels import HIGH_WATER
 from engine.transport.messages import (
     SLEEP,
@@ -26,6 +25,7 @@ from engine.transport.messages import (
     StepOutput,
     ToEngine,
 )
+from hpu.protocol import TOKEN_BYTES
 
 CONTROL_TIMEOUT_S = 30.0
 SLOW_CONTROLS_S = {SLEEP: 600.0, WAKE_UP: 7200.0}

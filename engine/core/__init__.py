@@ -1,4 +1,4 @@
-"""EngineCore: one step after the other, and the state of each request.
+"""EngineCore: one step after the other.
 
 The loop feeds it from an inbox and sends its messages.
 """

@@ -3,10 +3,10 @@
 import numpy as np
 
 from config.params.sampling import SamplingParams
-from engine.core.request import ModelLimits
 from engine.kv_cache.manager import KVCacheManager
-from engine.kv_cache.prefix_hashes import TOKEN_BYTES
+from engine.request import ModelLimits
 from engine.transport.messages import AddRequest
+from hpu.protocol import TOKEN_BYTES
 
 
 def num_prompt_tokens(message: AddRequest) -> int:

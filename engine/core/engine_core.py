@@ -10,15 +10,15 @@ from config.engine import EngineConfig
 from config.errors import UserError
 from engine.core.admission import admission_error, num_prompt_tokens
 from engine.core.output_processor import OutputProcessor
-from engine.core.request import NO_ALLOWED_TOKEN, ModelLimits, Request
 from engine.core.sleep_state import SleepState
-from engine.core.stats import PHASES, StepStats
 from engine.executors.base import Executor
 from engine.kv_cache.manager import KVCacheManager
+from engine.request import NO_ALLOWED_TOKEN, ModelLimits, Request
 from engine.scheduling.grammar_masks import deferred_masks
 from engine.scheduling.launch_packer import LaunchPacker
 from engine.scheduling.pooling_scheduler import PoolingScheduler, pooling_refusal
 from engine.scheduling.scheduler import Scheduler, SchedulerOutput
+from engine.stats import PHASES, StepStats
 from engine.structured_output.grammar import Grammar
 from engine.transport.messages import (
     AWAKE,

@@ -5,8 +5,8 @@ from itertools import accumulate, repeat
 
 import msgspec
 
-from engine.core.request import FINISHED, Request
 from engine.kv_cache.manager import KVCacheManager
+from engine.request import FINISHED, Request
 from engine.scheduling.scheduler import SchedulerOutput
 from engine.transport.messages import FRONT_END_SHIFT, EngineStats, Finish, StepOutput
 from hpu.protocol import Logprobs, StepResult

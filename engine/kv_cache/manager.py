@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from engine.core.request import NEVER, Request
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.prefix_hashes import chain, root_hash
+from engine.request import NEVER, Request
 
 MAX_MOVES = 512
 """Of blocks in one step."""

@@ -2,7 +2,7 @@
 
 from hashlib import sha256
 
-TOKEN_BYTES = 4
+from hpu.protocol import TOKEN_BYTES
 
 
 def root_hash(salt: str, adapter: str) -> bytes:

@@ -1,6 +1,6 @@
 """Grammar masks of a plan: those that travel with it, and those that follow it."""
 
-from engine.core.request import FINISHED, Request
+from engine.request import FINISHED, Request
 from hpu.protocol import GrammarMasks, StepPlan
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from engine.core.request import Request
-from engine.core.stats import PHASES, StepStats
+from engine.request import Request
+from engine.stats import PHASES, StepStats
 from hpu.bucketing.bucket_table import BucketTable, Lookup
 from hpu.protocol import DECODE, PREFILL, Launch
 

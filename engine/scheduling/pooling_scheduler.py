@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from config.engine import SchedulerConfig
 from config.params.pooling import EMBED, TOKEN_EMBED, PoolingFacts, PoolingParams
-from engine.core.request import FINISHED, RUNNING, WAITING, Request
+from engine.request import FINISHED, RUNNING, WAITING, Request
 from engine.scheduling.launch_packer import Chunk, LaunchPacker
 from engine.scheduling.scheduler import SchedulerOutput
 from engine.scheduling.waiting_queue import WaitingQueue

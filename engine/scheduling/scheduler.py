@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from config.engine import SchedulerConfig
-from engine.core.request import FINISHED, PREEMPTED, RUNNING, WAITING, Request
-from engine.core.stats import StepStats
 from engine.kv_cache.manager import KVCacheManager
+from engine.request import FINISHED, PREEMPTED, RUNNING, WAITING, Request
 from engine.scheduling.grammar_masks import add_masks
 from engine.scheduling.launch_packer import Chunk, LaunchPacker
 from engine.scheduling.waiting_queue import WaitingQueue
+from engine.stats import StepStats
 from hpu.protocol import DECODE, PREFILL, NewRequest, StepPlan
 
 _priority_key = attrgetter("priority_key")

@@ -2,7 +2,7 @@
 
 import heapq
 
-from engine.core.request import Request
+from engine.request import Request
 
 MIN_COMPACTION = 64
 

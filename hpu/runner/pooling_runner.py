@@ -10,14 +10,12 @@ import numpy as np
 from hpu.backends.base import Backend
 from hpu.layers.metadata import TextAttentionInputs
 from hpu.models.pooler import Pooler, PoolingInputs
-from hpu.protocol import Bucket, Launch, RequestSampling, StepPlan, Text
+from hpu.protocol import TOKEN_BYTES, Bucket, Launch, RequestSampling, StepPlan, Text
 from hpu.runner.async_output import AsyncLaunchOutput, AsyncStepOutput, AsyncVectors
 from hpu.runner.graph_cache import GraphCache
 from hpu.runner.input_buffers import Array, BaseInputBuffers, InputBufferPool
 from hpu.runner.step_runner import StepRunner
 from hpu.sampling.sampler import GREEDY
-
-TOKEN_BYTES = 4
 
 
 class PoolingArrays(NamedTuple):

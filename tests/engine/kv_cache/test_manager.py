@@ -4,9 +4,9 @@ import pytest
 from slow_model import raw
 
 from config.params.sampling import SamplingParams
-from engine.core.request import NEVER, ModelLimits, Request
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.prefix_hashes import block_hashes
+from engine.request import NEVER, ModelLimits, Request
 from engine.transport.messages import AddRequest
 
 LIMITS = ModelLimits(max_model_len=100, vocab_size=100, eos_ids=frozenset())

@@ -10,9 +10,9 @@ from slow_model import raw
 from config.buckets import BucketConfig
 from config.engine import SchedulerConfig
 from config.params.sampling import SamplingParams
-from engine.core.request import ModelLimits, Request
-from engine.core.stats import StepStats
+from engine.request import ModelLimits, Request
 from engine.scheduling.launch_packer import Chunk, LaunchPacker
+from engine.stats import StepStats
 from engine.transport.messages import AddRequest
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.protocol import DECODE, PREFILL, BucketLimits, Launch

@@ -5,7 +5,7 @@ import time
 from slow_model import raw
 
 from config.params.sampling import SamplingParams
-from engine.core.request import ModelLimits, Request
+from engine.request import ModelLimits, Request
 from engine.scheduling.waiting_queue import WaitingQueue
 from engine.transport.messages import AddRequest
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import msgspec
 
 from config.params.sampling import SamplingParams
-from engine.kv_cache.prefix_hashes import TOKEN_BYTES
 from engine.structured_output.grammar import Grammar, Guide
 from engine.transport.messages import FRONT_END_SHIFT, AddRequest
-from hpu.protocol import RequestSampling
+from hpu.protocol import TOKEN_BYTES, RequestSampling
 
 WAITING, RUNNING, PREEMPTED, FINISHED = range(4)
 """PREEMPTED: with a plan still in flight; WAITING again afterwards. FINISHED: also aborted or

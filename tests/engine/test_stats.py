@@ -1,8 +1,8 @@
-"""engine/core/stats.py: counters and snapshots."""
+"""engine/stats.py: counters and snapshots."""
 
 from typing import Any
 
-from engine.core.stats import MAX_SAMPLES, StepStats
+from engine.stats import MAX_SAMPLES, StepStats
 from engine.transport.messages import EngineStats
 from hpu.protocol import DECODE, PREFILL
 

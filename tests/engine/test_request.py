@@ -1,10 +1,10 @@
-"""engine/core/request.py: what a request is told and what it remembers."""
+"""engine/request.py: what a request is told and what it remembers."""
 
 import pytest
 from slow_model import raw
 
 from config.params.sampling import SamplingParams
-from engine.core.request import ModelLimits, Request
+from engine.request import ModelLimits, Request
 from engine.transport.messages import AddRequest
 
 LIMITS = ModelLimits(max_model_len=20, vocab_size=50, eos_ids=frozenset({2}))
