@@ -6,9 +6,9 @@ import asyncio
 from benchmarks.host_rig import make_config
 from benchmarks.null_device import null_engine_command
 from config.params.sampling import SamplingParams
+from engine.client.launcher import launch
 from engine.client.zmq import ZmqClient
-from engine.process.engine_process import front_end_endpoint
-from engine.process.launcher import launch
+from engine.core.engine_process import front_end_endpoint
 from engine.transport.channels import SocketDirectory, new_token
 from engine.transport.messages import EngineStats
 

@@ -12,12 +12,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config.engine import EngineConfig
+from engine.core.engine_process import EngineOrders
+from engine.core.engine_process import run as run_engine
 from engine.executors import worker_main as child
 from engine.executors.base import Executor
 from engine.executors.multiproc import MultiprocExecutor
 from engine.process.child_process import read_orders
-from engine.process.engine_process import EngineOrders
-from engine.process.engine_process import run as run_engine
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.protocol import (
     DECODE,

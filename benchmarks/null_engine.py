@@ -17,9 +17,9 @@ from tokenizers import Tokenizer
 from benchmarks.null_device import NullDevice
 from config.engine import EngineConfig
 from config.model.model_config import read_model_config
+from engine.core.engine_process import EngineOrders, run
 from engine.executors.base import Executor
 from engine.process.child_process import read_orders
-from engine.process.engine_process import EngineOrders, run
 from hpu.protocol import BucketLimits, WorkerReady
 from server.cli import main as cli
 from server.process import supervisor

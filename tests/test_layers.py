@@ -28,7 +28,6 @@ EXCEPTIONS = {
     "server.cli.buckets": ("engine.reports.buckets",),
     "server.cli.doctor": ("engine.reports.doctor",),
     "server.cli.plan": ("engine.reports.buckets", "engine.reports.plan"),
-    "server.process.supervisor": ("engine.process.launcher",),
     # A template that a request brings is rendered in the disposable process that grammars use.
     "server.text.chat_template": ("engine.process.isolation",),
     "server.text.isolated_template": ("engine.process.isolation",),
@@ -86,7 +85,7 @@ ONLY_IN = {
 SPAWNED = (
     "engine.executors.select",
     "engine.executors.worker_main",
-    "engine.process.engine_process",
+    "engine.core.engine_process",
     "hpu.backends.select",
     "server.cli.main",
 )

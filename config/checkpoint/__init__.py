@@ -1,4 +1,5 @@
 """From a model's name to a local folder: hub, GGUF conversion, the demo model.
 
-Also compares the tensors with config.json before torch is imported.
+Also compares the tensors with config.json before torch is imported, and reads what a model is
+without its weights.
 """

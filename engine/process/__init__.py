@@ -1,1 +1,1 @@
-"""Operating-system processes: the engine's own, its launcher, child processes, isolation."""
+"""Operating-system processes: children that end with their parent, and isolated calls."""

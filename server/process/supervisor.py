@@ -24,7 +24,7 @@ from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.log import setup as setup_log
 from config.server import ServerConfig
-from engine.process.launcher import (
+from engine.client.launcher import (
     ChildProcess,
     EngineProcess,
     SocketDirectory,

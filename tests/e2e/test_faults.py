@@ -94,7 +94,7 @@ def test_a_killed_worker_ends_the_server(tiny_model: str, tmp_path: Path) -> Non
         assert len(family) >= 2
 
         os.kill(
-            workers_of(live.find("engine.process.engine_process"))[-1],
+            workers_of(live.find("engine.core.engine_process"))[-1],
             signal.SIGKILL,
         )
 

@@ -12,12 +12,12 @@ from fake_executor import FakeExecutor, worker_ready
 from config.engine import EngineConfig
 from config.errors import ConfigError, RequestFailed, UserError
 from config.owned_directory import LOCK
+from engine.core.engine_process import EngineOrders
+from engine.core.engine_process import run as run_engine
 from engine.executors import worker_main as child
 from engine.executors.base import Executor
 from engine.executors.multiproc import MultiprocExecutor
 from engine.process.child_process import read_orders
-from engine.process.engine_process import EngineOrders
-from engine.process.engine_process import run as run_engine
 from hpu.protocol import (
     SLEEP,
     WAKE_WEIGHTS,

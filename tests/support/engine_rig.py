@@ -11,10 +11,10 @@ from counting_worker import counting_command
 from config.engine import EngineConfig, SchedulerConfig
 from config.params.sampling import SamplingParams
 from engine.client.base import EngineClient
+from engine.client.launcher import EngineProcess, launch
 from engine.client.output_queue import RequestOutputQueue
 from engine.client.zmq import ZmqClient
-from engine.process.engine_process import front_end_endpoint
-from engine.process.launcher import EngineProcess, launch
+from engine.core.engine_process import front_end_endpoint
 from engine.transport.channels import SocketDirectory
 from engine.transport.messages import Finish
 

@@ -73,7 +73,7 @@ import sys, time
 sys.path[:0] = [{root!r}, {root!r} + "/tests/support"]
 from counting_worker import counting_command
 from engine_rig import counting_config
-from engine.process.launcher import launch
+from engine.client.launcher import launch
 from engine.transport.channels import SocketDirectory
 directory = SocketDirectory()
 command = counting_command("engine")

@@ -9,7 +9,7 @@ import pytest
 
 from config.engine import EngineConfig
 from config.errors import EngineDied
-from engine.process.engine_process import EngineOrders, MessageSender, front_end_endpoint
+from engine.core.engine_process import EngineOrders, MessageSender, front_end_endpoint
 from engine.transport.channels import HIGH_WATER, ZmqContext
 from engine.transport.messages import FromEngine, Reply
 

@@ -116,7 +116,7 @@ def test_the_death_of_one_ends_all(daemon: LiveServer, victim: str) -> None:
     pid = (
         api_servers(daemon)[1]
         if victim == "API server"
-        else daemon.find("engine.process.engine_process")
+        else daemon.find("engine.core.engine_process")
     )
     endings: list[str] = []
     readers = [Thread(target=read_to_the_end, args=(daemon, endings)) for _ in range(ROUNDS)]

@@ -14,8 +14,8 @@ from counting_worker import ROOT, counting_command
 from engine_rig import counting_config
 from live import alive
 
+from engine.client.launcher import EngineProcess, launch
 from engine.process.child_process import STOP, ChildProcess, describe_exit, python_command
-from engine.process.launcher import EngineProcess, launch
 
 
 def launched(directory: Path, endings: list[str], died: threading.Event) -> EngineProcess:
@@ -107,7 +107,7 @@ def test_a_users_own_config_module_is_not_taken_for_ours(tmp_path: Path) -> None
 
 
 def test_a_front_end_loads_no_torch() -> None:
-    code = "import engine.client.zmq, engine.process.launcher, sys; print('torch' in sys.modules)"
+    code = "import engine.client.zmq, engine.client.launcher, sys; print('torch' in sys.modules)"
 
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60

@@ -56,7 +56,7 @@ def front_end_endpoint(directory: str, index: int) -> str:
 
 def engine_command() -> list[str]:
     """The command that runs this file as a process."""
-    return python_command("engine.process.engine_process")
+    return python_command("engine.core.engine_process")
 
 
 def main() -> None:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 from config.engine import EngineConfig
 from config.loading.env import environment, hpu_environment, runtime_environment
+from engine.core.engine_process import EngineOrders, engine_command, front_end_endpoint
 from engine.process.child_process import ChildProcess, exit_with_parent, python_command, read_orders
-from engine.process.engine_process import EngineOrders, engine_command, front_end_endpoint
 from engine.transport.channels import SocketDirectory, new_token
 
 __all__ = [
