@@ -1,11 +1,11 @@
-"""EngineClient: the protocol by which a front end asks for tokens, and what its kinds share."""
+"""EngineClient: how a front end asks for tokens; what its kinds share."""
 
 import asyncio
 import itertools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-from config.errors import EngineDied, Overloaded, RequestFailed, UserError
+from config.errors import ConfigError, EngineDied, Overloaded, RequestFailed, UserError
 from config.params.pooling import PoolingParams
 from config.params.sampling import SamplingParams
 from engine.client.output_queue import OutputRouter, RequestOutputQueue
@@ -35,28 +35,48 @@ NO_SAMPLING = SamplingParams()
 """Of a request that samples nothing."""
 
 
-class EngineClient(Protocol):
-    """The same calls whether the engine is a process or lives in this one."""
+class EngineClient:
+    """The same calls whether the engine is a process or lives in this one. A subclass implements
+    `start`, `close` and `_send`, and passes the engine's messages to `_receive`."""
 
-    @property
-    def ready(self) -> Ready | None:
+    def __init__(
+        self, index: int, *, max_queued_requests: int, max_queued_prompt_tokens: int
+    ) -> None:
+        self.ready: Ready | None = None
         """What the engine reported when it had started; None until it takes requests."""
-        ...
-
-    @property
-    def progress(self) -> Progress | None:
+        self.progress: Progress | None = None
         """Progress of the start-up."""
-        ...
-
-    @property
-    def failure(self) -> str | None:
+        self.failure: str | None = None
         """Why the engine is gone; None while it runs."""
-        ...
-
-    @property
-    def stats(self) -> EngineStats:
+        self.is_misconfigured = False
+        """Whether the engine failed with a ConfigError."""
+        self.stats = EngineStats()
         """The latest gauges and counters."""
-        ...
+        self._on_stats: Callable[[EngineStats], None] | None = None
+        self._settled = asyncio.Event()
+        """Set when the engine is ready or has failed."""
+        self._router = OutputRouter(
+            index, max_requests=max_queued_requests, max_prompt_tokens=max_queued_prompt_tokens
+        )
+        self._unsent_aborts: list[int] = []
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._call_numbers = itertools.count(1)
+
+    async def start(self) -> None:
+        """Start or await the engine; `wait_ready` waits for the end of its start-up."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Disconnect. Open queues end with EngineDied. Safe to call twice."""
+        raise NotImplementedError
+
+    def _send(self, message: ToEngine) -> bool:
+        """Send without waiting; False when the engine cannot take a message now."""
+        raise NotImplementedError
+
+    def on_stats(self, observe: Callable[[EngineStats], None] | None) -> None:
+        """Call `observe` with every EngineStats that arrives: each sample is sent only once."""
+        self._on_stats = observe
 
     def add(
         self,
@@ -72,83 +92,9 @@ class EngineClient(Protocol):
         """Send one sequence (`sampling.n` is ignored); `name` is for the engine's log. With
         `pooling` the answer is vectors, and `sampling` is ignored. A continuation of a sequence
         that was accepted before is exempt from the limits on waiting requests and scheduled next.
-        Raises Overloaded when too many wait or the engine is not ready, EngineDied when it is gone.
-        Does not wait."""
-        ...
-
-    def abort(self, keys: list[int]) -> None:
-        """Abort these requests; safe for unknown or finished keys, at any moment. Their queues end
-        with a Finish of reason abort."""
-        ...
-
-    async def control(self, name: str, **arguments: Any) -> Any:
-        """Call the engine and wait for its answer."""
-        ...
-
-    async def wait_ready(self) -> Ready:
-        """Wait for start-up to end. Raises EngineDied when it fails, ConfigError if a setting is
-        to blame."""
-        ...
-
-    async def close(self) -> None:
-        """Disconnect. Open queues end with EngineDied."""
-        ...
-
-
-class QueueClient:
-    """What all EngineClients share. A subclass implements `_send`, which returns False when the
-    engine cannot take a message now, and passes the engine's messages to `_receive`."""
-
-    def __init__(
-        self, index: int, *, max_queued_requests: int, max_queued_prompt_tokens: int
-    ) -> None:
-        self._router = OutputRouter(
-            index, max_requests=max_queued_requests, max_prompt_tokens=max_queued_prompt_tokens
-        )
-        self._unsent_aborts: list[int] = []
-        self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._call_numbers = itertools.count(1)
-
-    def _send(self, message: ToEngine) -> bool:
-        raise NotImplementedError
-
-    @property
-    def ready(self) -> Ready | None:
-        return self._router.ready
-
-    @property
-    def progress(self) -> Progress | None:
-        return self._router.progress
-
-    @property
-    def failure(self) -> str | None:
-        return self._router.failure
-
-    @property
-    def stats(self) -> EngineStats:
-        return self._router.stats
-
-    @property
-    def is_misconfigured(self) -> bool:
-        """Whether the engine failed with a ConfigError."""
-        return self._router.is_config
-
-    def on_stats(self, observe: Callable[[EngineStats], None] | None) -> None:
-        """Call `observe` with every EngineStats that arrives: each sample is sent only once."""
-        self._router.on_stats = observe
-
-    def add(
-        self,
-        prompt: bytes | memoryview,
-        sampling: SamplingParams = NO_SAMPLING,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-        name: str = "",
-        pooling: PoolingParams | None = None,
-        is_continuation: bool = False,
-    ) -> RequestOutputQueue:
-        """See EngineClient.add. Raises UserError for what cannot be encoded."""
+        Raises Overloaded when too many wait or the engine is not ready, EngineDied when it is gone,
+        UserError for what cannot be encoded. Does not wait."""
+        self._check_ready()
         tokens = memoryview(prompt).cast("B")
         queue = self._router.open(tokens.nbytes // TOKEN_BYTES, is_continuation=is_continuation)
         try:
@@ -172,14 +118,17 @@ class QueueClient:
         return queue
 
     def abort(self, keys: list[int]) -> None:
+        """Abort these requests; safe for unknown or finished keys, at any moment. Their queues end
+        with a Finish of reason abort."""
         self._unsent_aborts += self._router.abort(keys)
         self._send_aborts()
 
     async def control(self, name: str, **arguments: Any) -> Any:
-        """See EngineClient.control. Raises UserError when the engine refuses, RequestFailed when it
-        fails or does not answer within CONTROL_TIMEOUT_S (or SLOW_CONTROLS_S), Overloaded before it
-        is ready or when it has no room, EngineDied when it is gone."""
-        self._router.check_ready()
+        """Call the engine and wait for its answer. Raises UserError when the engine refuses,
+        RequestFailed when it fails or does not answer within CONTROL_TIMEOUT_S (or
+        SLOW_CONTROLS_S), Overloaded before it is ready or when it has no room, EngineDied when it
+        is gone."""
+        self._check_ready()
         timeout_s = SLOW_CONTROLS_S.get(name, CONTROL_TIMEOUT_S)
         call = next(self._call_numbers)
         answer = self._calls[call] = asyncio.get_running_loop().create_future()
@@ -194,12 +143,22 @@ class QueueClient:
             del self._calls[call]
 
     async def wait_ready(self) -> Ready:
-        return await self._router.wait_ready()
+        """Wait for start-up to end. Raises EngineDied when it fails, ConfigError if a setting is
+        to blame."""
+        await self._settled.wait()
+        if self.failure is not None and self.is_misconfigured:
+            raise ConfigError(self.failure)
+        if self.failure is not None or self.ready is None:
+            raise EngineDied(self.failure)
+        return self.ready
 
     def fail(self, message: str, *, is_config: bool = False) -> None:
         """The engine is gone. To be called on the loop's thread by whoever watches the process.
-        `is_config`: a setting is to blame."""
-        self._router.fail(message, is_config=is_config)
+        `is_config`: a setting is to blame. Only the first call counts."""
+        if self.failure is None:
+            self.failure, self.is_misconfigured = message, is_config
+            self._router.fail(message)
+            self._settled.set()
         for answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(EngineDied(message))
@@ -207,16 +166,34 @@ class QueueClient:
     def _receive(self, message: FromEngine) -> None:
         if isinstance(message, StepOutput):
             self._router.deliver(message)
+            if message.stats is not None:
+                self.stats = message.stats
+                if self._on_stats is not None:
+                    self._on_stats(message.stats)
             if self._unsent_aborts:
                 self._send_aborts()
         elif isinstance(message, Reply):
             self._answer(message)
         elif isinstance(message, Progress):
-            self._router.progress = message
+            self.progress = message
         elif isinstance(message, Ready):
-            self._router.become_ready(message)
+            self.ready = message
+            self._settled.set()
         elif isinstance(message, Failed):
             self.fail(message.message, is_config=message.is_config)
+
+    def _check_ready(self) -> None:
+        """Raise EngineDied if the engine failed, Overloaded, with its progress, if it starts."""
+        if self.failure is not None:
+            raise EngineDied(self.failure)
+        if self.ready is None:
+            stage = self.progress
+            doing = f" ({stage.stage}: {stage.done} of {stage.total})" if stage else ""
+            raise Overloaded(
+                f"The engine is starting{doing}, it takes no requests yet.",
+                retry_after_s=5,
+                type="server_error",
+            )
 
     def _send_aborts(self) -> None:
         # Aborts must not be lost: those that cannot be sent now follow the engine's next message.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from config.engine import EngineConfig
 from config.errors import ConfigError, EngineDied
-from engine.client.base import QueueClient
+from engine.client.base import EngineClient
 from engine.core.loop import EngineLoop
 from engine.executors.base import Executor
 from engine.executors.select import make_executor
@@ -21,7 +21,7 @@ class Closed(Exception):
     """The client was closed: the reason with which the loop is stopped."""
 
 
-class InprocClient(QueueClient):
+class InprocClient(EngineClient):
     """An EngineClient without a process. Belongs to one asyncio loop.
 
     Prompt tokens are not limited: offline, a whole data set is added at once.

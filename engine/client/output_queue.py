@@ -2,19 +2,11 @@
 
 import asyncio
 import itertools
-from collections.abc import Callable
 
 import msgspec
 
-from config.errors import ConfigError, EngineDied, Overloaded
-from engine.transport.messages import (
-    FRONT_END_SHIFT,
-    EngineStats,
-    Finish,
-    Progress,
-    Ready,
-    StepOutput,
-)
+from config.errors import EngineDied, Overloaded
+from engine.transport.messages import FRONT_END_SHIFT, Finish, StepOutput
 from hpu.protocol import Logprobs
 
 
@@ -78,23 +70,12 @@ class RequestOutputQueue:
 
 
 class OutputRouter:
-    """The output queues of one front end, its limits on waiting requests, and the engine's state.
+    """The output queues of one front end, and its limits on waiting requests.
 
-    A request waits from `open` until it is scheduled, gains a token or finishes. After `fail` no
-    queue is open any more.
+    A request waits from `open` until it is scheduled, gains a token or finishes.
     """
 
     def __init__(self, index: int, *, max_requests: int, max_prompt_tokens: int) -> None:
-        self.ready: Ready | None = None
-        self.progress: Progress | None = None
-        self.failure: str | None = None
-        self.is_config = False
-        """Whether the failure is a ConfigError."""
-        self.stats = EngineStats()
-        self.on_stats: Callable[[EngineStats], None] | None = None
-        """Called with every EngineStats, so that no sample in it is missed."""
-        self.settled = asyncio.Event()
-        """Set when the engine is ready or has failed."""
         self._queues: dict[int, RequestOutputQueue] = {}
         self._keys = itertools.count(index << FRONT_END_SHIFT)
         self._max_requests = max_requests
@@ -102,23 +83,9 @@ class OutputRouter:
         self._num_waiting = 0
         self._num_waiting_tokens = 0
 
-    def check_ready(self) -> None:
-        """Raise EngineDied if the engine failed, Overloaded, with its progress, if it starts."""
-        if self.failure is not None:
-            raise EngineDied(self.failure)
-        if self.ready is None:
-            stage = self.progress
-            doing = f" ({stage.stage}: {stage.done} of {stage.total})" if stage else ""
-            raise Overloaded(
-                f"The engine is starting{doing}, it takes no requests yet.",
-                retry_after_s=5,
-                type="server_error",
-            )
-
     def open(self, num_prompt_tokens: int, *, is_continuation: bool = False) -> RequestOutputQueue:
-        """The queue of a new request. Raises what `check_ready` does, and Overloaded when too many
-        requests or tokens wait, unless it continues a request that was accepted before."""
-        self.check_ready()
+        """The queue of a new request. Raises Overloaded when too many requests or tokens wait,
+        unless it continues a request that was accepted before."""
         if self._num_waiting >= self._max_requests and not is_continuation:
             raise Overloaded(
                 f"{self._num_waiting} requests are waiting, and at most {self._max_requests} may."
@@ -163,10 +130,6 @@ class OutputRouter:
         for finish in output.finished:
             if (queue := self._close(finish.key)) is not None:
                 queue.unread().finish = finish
-        if output.stats is not None:
-            self.stats = output.stats
-            if self.on_stats is not None:
-                self.on_stats(output.stats)
 
     def abort(self, keys: list[int]) -> list[int]:
         """Finish these queues with reason abort; the keys of those that were open."""
@@ -179,31 +142,12 @@ class OutputRouter:
         """Undo `open` for a request that could not be sent."""
         self._close(key)
 
-    def fail(self, message: str, *, is_config: bool = False) -> None:
-        """End every queue with EngineDied. Only the first call counts."""
-        if self.failure is not None:
-            return
-        self.failure, self.is_config = message, is_config
+    def fail(self, message: str) -> None:
+        """End every queue with EngineDied."""
         queues, self._queues = list(self._queues.values()), {}
         for queue in queues:
             self._leave_waiting(queue)
             queue.fail(message)
-        self.settled.set()
-
-    def become_ready(self, ready: Ready) -> None:
-        """Accept requests from now on."""
-        self.ready = ready
-        self.settled.set()
-
-    async def wait_ready(self) -> Ready:
-        """Wait for start-up to end. Raises EngineDied when it fails, ConfigError if a setting is
-        to blame."""
-        await self.settled.wait()
-        if self.failure is not None and self.is_config:
-            raise ConfigError(self.failure)
-        if self.failure is not None or self.ready is None:
-            raise EngineDied(self.failure)
-        return self.ready
 
     def _close(self, key: int) -> RequestOutputQueue | None:
         queue = self._queues.pop(key, None)

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from engine.client.base import QueueClient
+from engine.client.base import EngineClient
 from engine.transport.channels import RouterSocket, ZmqContext, rejection_warning
 from engine.transport.messages import FromEngine, Hello, Ready, ToEngine
 
@@ -14,7 +14,7 @@ DISCONNECT_GRACE_S = 0.3
 """How long a better reason (the exit code) may take to arrive once the engine has disconnected."""
 
 
-class ZmqClient(QueueClient):
+class ZmqClient(EngineClient):
     """An EngineClient over a request channel. Belongs to one asyncio loop."""
 
     def __init__(
