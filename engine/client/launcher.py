@@ -10,7 +10,6 @@ from engine.transport.channels import SocketDirectory, new_token
 
 __all__ = [
     "ChildProcess",
-    "EngineProcess",
     "SocketDirectory",
     "exit_with_parent",
     "front_end_endpoint",
@@ -19,25 +18,6 @@ __all__ = [
     "python_command",
     "read_orders",
 ]
-
-
-class EngineProcess:
-    """An engine process, which ends with this process."""
-
-    def __init__(self, child: ChildProcess) -> None:
-        self._child = child
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid
-
-    def poll(self) -> int | None:
-        """The exit code (negative: the signal), or None while it runs."""
-        return self._child.poll()
-
-    def close(self, timeout_s: float = 10.0) -> None:
-        """Stop it, wait for `timeout_s`, SIGKILL. Returns when it is gone; safe to call twice."""
-        self._child.close(timeout_s)
 
 
 def launch(
@@ -49,20 +29,19 @@ def launch(
     on_exit: Callable[[str], None] | None = None,
     log_level: str = "info",
     command: Sequence[str] | None = None,
-) -> EngineProcess:
-    """Start an engine that connects to `front_end_endpoint(directory, i)` of each front end and
-    presents `token` there.
+) -> ChildProcess:
+    """Start an engine process, which ends with this one. It connects to
+    `front_end_endpoint(directory, i)` of each front end and presents `token` there.
 
     `on_exit(description)` is called on another thread when it ends without `close`. `command`
     replaces the engine's entry. Raises ConfigError for an execution mode that is not possible.
     """
     # Checked here so that the caller gets the error; the engine decides again, and logs why.
     hpu_environment(config)
-    child = ChildProcess(
+    return ChildProcess(
         "the engine",
         command or engine_command(),
         EngineOrders(config, directory, num_front_ends, token, log_level=log_level),
         environment={**environment(), **runtime_environment(config)},
         on_exit=on_exit,
     )
-    return EngineProcess(child)

@@ -26,7 +26,6 @@ from config.log import setup as setup_log
 from config.server import ServerConfig
 from engine.client.launcher import (
     ChildProcess,
-    EngineProcess,
     SocketDirectory,
     exit_with_parent,
     front_end_endpoint,
@@ -140,7 +139,7 @@ def _serve_in_process(
     listener: socket.socket,
     download: ModelDownload,
 ) -> int:
-    engines: list[EngineProcess] = []
+    engines: list[ChildProcess] = []
 
     async def run() -> int:
         loop = asyncio.get_running_loop()
@@ -200,7 +199,7 @@ class Supervisor:
         self._token = token
         self._download_path = str(Path(directory, "checkpoint.json"))
         self._created = int(time.time())
-        self._engines: list[EngineProcess] = []
+        self._engines: list[ChildProcess] = []
         # Bounded: one event per signal, one per child that exits, one for the checkpoint.
         self._events: SimpleQueue[str | signal.Signals | DownloadProgress | Exception] = (
             SimpleQueue()

@@ -11,10 +11,11 @@ from counting_worker import counting_command
 from config.engine import EngineConfig, SchedulerConfig
 from config.params.sampling import SamplingParams
 from engine.client.base import EngineClient
-from engine.client.launcher import EngineProcess, launch
+from engine.client.launcher import launch
 from engine.client.output_queue import RequestOutputQueue
 from engine.client.zmq import ZmqClient
 from engine.core.engine_process import front_end_endpoint
+from engine.process.child_process import ChildProcess
 from engine.transport.channels import SocketDirectory
 from engine.transport.messages import Finish
 
@@ -24,7 +25,7 @@ TOKEN = "the launcher's"
 class EngineRig:
     """One front end and one engine, in a directory of their own."""
 
-    def __init__(self, client: ZmqClient, engine: EngineProcess, directory: str) -> None:
+    def __init__(self, client: ZmqClient, engine: ChildProcess, directory: str) -> None:
         self.client = client
         self.engine = engine
         self.directory = directory

@@ -14,11 +14,11 @@ from counting_worker import ROOT, counting_command
 from engine_rig import counting_config
 from live import alive
 
-from engine.client.launcher import EngineProcess, launch
+from engine.client.launcher import launch
 from engine.process.child_process import STOP, ChildProcess, describe_exit, python_command
 
 
-def launched(directory: Path, endings: list[str], died: threading.Event) -> EngineProcess:
+def launched(directory: Path, endings: list[str], died: threading.Event) -> ChildProcess:
     def on_exit(sentence: str) -> None:
         endings.append(sentence)
         died.set()
