@@ -151,12 +151,6 @@ class EngineCore:
         self._front_ends.add(front_end)
         self._has_output = True
 
-    def remove_front_end(self, front_end: int) -> None:
-        """Abort all requests of a front end, and send it nothing more."""
-        self.abort([key for key in self._requests if key >> FRONT_END_SHIFT == front_end])
-        self._front_ends.discard(front_end)
-        self._outputs.remove_front_end(front_end)
-
     def add_request(
         self, message: AddRequest, hashes: list[bytes], grammar: Grammar | None = None
     ) -> None:
@@ -405,15 +399,6 @@ class EngineCore:
             sleep=self._sleep_state.state,
             with_samples=with_samples,
         )
-
-    def fail(self, message: str) -> list[tuple[int, StepOutput]]:
-        """The executor is gone: finish every request with this error, and drop the plans in flight.
-        No request or step may follow."""
-        now = self._clock()
-        for request in self._requests.values():
-            self._outputs.finish(request, "error", now, error=message)
-        self._requests.clear()
-        return self._take_messages()
 
     def check(self) -> None:
         """Raise AssertionError unless every block and every index belongs to an unfinished or

@@ -286,10 +286,6 @@ class OutputProcessor:
             message.stats = stats
         return list(messages.items())
 
-    def remove_front_end(self, front_end: int) -> None:
-        """Drop the unsent message to a front end that disconnected."""
-        self._messages.pop(front_end, None)
-
 
 def _num_accepted(request: Request, tokens: list[int]) -> int:
     """How many of a step's tokens a request accepts: up to the one that ends it, or its limit."""

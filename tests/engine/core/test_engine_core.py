@@ -213,18 +213,6 @@ def test_a_reset_prefix_cache_finds_nothing_of_before() -> None:
     assert [rig.ledger.requests[key].num_cached for key in range(3)] == [0, 16, 0]
 
 
-def test_a_failed_executor_ends_every_open_request_with_its_words() -> None:
-    rig = CoreRig(rows=2)
-    for key in range(4):
-        rig.add(key, [key], **LONG)
-    rig.run(turns=3)
-
-    rig.ledger.take(rig.core.fail("the worker is gone"))
-
-    assert [rig.error(key) for key in range(4)] == ["the worker is gone"] * 4
-    assert rig.core.num_requests == 0
-
-
 def test_stats_go_to_every_front_end_even_to_one_without_requests() -> None:
     rig = CoreRig(depth=1)
     rig.core.add_front_end(1)
@@ -254,26 +242,6 @@ def test_an_abort_alone_is_enough_to_send_new_gauges() -> None:
 
     assert last is not None
     assert (last.running, last.waiting, last.blocks_used) == (0, 0, 0)
-
-
-def test_a_front_end_that_is_gone_leaves_nothing_behind() -> None:
-    rig = CoreRig(rows=2)
-    gone = [(1 << 48) | serial for serial in range(3)]
-    for key in gone:
-        rig.add(key, [1, 2], **LONG)
-    rig.add(0, [3], max_tokens=4, ignore_eos=True)
-    rig.run(turns=3)
-
-    rig.core.remove_front_end(1)
-    for key in gone:
-        rig.ledger.abort(key)
-    messages = []
-    while rig.core.has_work:
-        messages += rig.turn()
-
-    assert {front_end for front_end, _ in messages} == {0}
-    rig.check_output(0)
-    assert rig.core.stats().blocks_used == 0
 
 
 # Invariants of the architecture, by number.
