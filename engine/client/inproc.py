@@ -1,20 +1,17 @@
 """InprocClient: an EngineClient whose engine is a thread of this process."""
 
 import asyncio
-import logging
 import threading
 from collections.abc import Callable
 
 from config.engine import EngineConfig
-from config.errors import ConfigError, EngineDied
+from config.errors import EngineDied
 from engine.client.base import EngineClient
-from engine.core.loop import EngineLoop
+from engine.core.loop import EngineLoop, describe_failure
 from engine.executors.base import Executor
 from engine.executors.select import make_executor
 from engine.transport.channels import SocketDirectory
 from engine.transport.messages import Failed, FromEngine, ToEngine
-
-logger = logging.getLogger(__name__)
 
 
 class Closed(Exception):
@@ -71,7 +68,6 @@ class InprocClient(EngineClient):
 
     def _run(self) -> None:
         executor: Executor | None = None
-        is_config = False
         directory = SocketDirectory()
         try:
             executor = self._make_executor(
@@ -81,16 +77,11 @@ class InprocClient(EngineClient):
             )
             self._engine.run(executor)
         except Closed:
-            message = "the client was closed"
-        except ConfigError as error:
-            message, is_config = str(error), True
-        except EngineDied as error:
-            message = str(error)
+            failed = Failed(0, "the client was closed")
         except Exception as error:
-            logger.exception("the engine cannot go on")
-            message = f"{type(error).__name__}: {error}"
+            failed = describe_failure(error)
         finally:
             if executor is not None:
                 executor.close()
             directory.close()
-        self._emit(None, Failed(0, message, is_config))
+        self._emit(None, failed)

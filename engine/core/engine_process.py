@@ -10,18 +10,17 @@ from collections.abc import Callable
 import msgspec
 
 from config.engine import EngineConfig
-from config.errors import ConfigError, EngineDied
+from config.errors import EngineDied
 from config.log import setup as setup_log
-from engine.core.loop import EngineLoop
+from engine.core.loop import EngineLoop, describe_failure
 from engine.executors.base import Executor
 from engine.executors.select import make_executor
 from engine.process.child_process import (
     Terminated,
-    exit_with_parent,
     ignore_stop_signal,
-    install_stop_handler,
     python_command,
     read_orders,
+    run_child,
 )
 from engine.transport.channels import HIGH_WATER, PairSocket, Waiter, ZmqContext, endpoint
 from engine.transport.messages import Failed, FromEngine, Hello, ToEngine
@@ -66,14 +65,11 @@ def main() -> None:
 
 def run(orders: EngineOrders, make_executor: MakeExecutor) -> int:
     """Serve until stopped; the exit code. Sends Failed to every front end at the end."""
-    # If the parent died, it cannot remove the directory.
-    exit_with_parent(lambda: shutil.rmtree(orders.directory, ignore_errors=True))
-    try:
-        install_stop_handler()
-        return _serve(orders, make_executor)
-    except Terminated:
-        # Stopped before anything was started.
-        return 0
+    return run_child(
+        lambda: _serve(orders, make_executor),
+        # If the parent died, it cannot remove the directory.
+        clean_up=lambda: shutil.rmtree(orders.directory, ignore_errors=True),
+    )
 
 
 def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
@@ -87,28 +83,24 @@ def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
     output.on_error = loop.stop
     receiver.start()
     executor: Executor | None = None
-    code, message = 0, "the engine was told to stop"
+    code, failed = 0, Failed(orders.engine, "the engine was told to stop")
     try:
         try:
             executor = make_executor(
                 orders.config, orders.directory, lambda message: loop.stop(EngineDied(message))
             )
             loop.run(executor, freeze_garbage=True)
-        except ConfigError as error:
-            code, message = CONFIG_ERROR_EXIT, str(error)
-        except EngineDied as error:
-            code, message = 1, str(error)
         except Exception as error:
-            code, message = 1, f"{type(error).__name__}: {error}"
-            logger.exception("the engine cannot go on")
+            failed = describe_failure(error, orders.engine)
+            code = CONFIG_ERROR_EXIT if failed.is_config else 1
         finally:
             ignore_stop_signal()
     except Terminated:
         # If it came while a failure was handled, the failure's exit code stands.
         pass
     if code:
-        logger.error("%s", message)
-    output.put(None, Failed(orders.engine, message, is_config=code == CONFIG_ERROR_EXIT))
+        logger.error("%s", failed.message)
+    output.put(None, failed)
     output.close()
     receiver.close()
     if executor is not None:

@@ -1,6 +1,7 @@
 """EngineLoop: takes messages from an inbox, steps the core, emits its messages."""
 
 import gc
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from queue import Empty, SimpleQueue
 import msgspec
 
 from config.engine import EngineConfig
-from config.errors import Overloaded, RequestFailed, UserError
+from config.errors import ConfigError, EngineDied, Overloaded, RequestFailed, UserError
 from config.params.structured_output import GrammarSpec
 from engine.core.engine_core import EngineCore
 from engine.executors.base import IDLE_S, Executor
@@ -24,6 +25,7 @@ from engine.transport.messages import (
     Abort,
     AddRequest,
     Control,
+    Failed,
     Finish,
     FromEngine,
     Progress,
@@ -34,6 +36,8 @@ from engine.transport.messages import (
 )
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.protocol import WarmupProgress, WorkerReady
+
+logger = logging.getLogger(__name__)
 
 Entry = tuple[int, ToEngine, list[bytes], Grammar | None] | BaseException
 
@@ -231,6 +235,15 @@ class EngineLoop:
             for other, tokens in core.take_outputs():
                 self._emit(other, tokens)
             self._emit(front_end, reply)
+
+
+def describe_failure(error: Exception, engine: int = 0) -> Failed:
+    """The message with which an engine ends that raised `error`; a bug is logged."""
+    message = str(error)
+    if not isinstance(error, (ConfigError, EngineDied)):
+        message = f"{type(error).__name__}: {error}"
+        logger.error("the engine cannot go on", exc_info=error)
+    return Failed(engine, message, is_config=isinstance(error, ConfigError))
 
 
 def make_table(config: EngineConfig, worker: WorkerReady) -> BucketTable:

@@ -17,11 +17,10 @@ from config.log import setup as setup_log
 from engine.executors.base import IDLE_S
 from engine.process.child_process import (
     Terminated,
-    exit_with_parent,
     ignore_stop_signal,
-    install_stop_handler,
     python_command,
     read_orders,
+    run_child,
 )
 from engine.transport.channels import PairSocket, Waiter, ZmqContext
 from hpu.protocol import (
@@ -102,13 +101,7 @@ def main() -> None:
 
 def run(orders: WorkerOrders, make_worker: Callable[[EngineConfig], StepWorker]) -> int:
     """Work until stopped; the exit code. A failure sends WorkerFailed last."""
-    exit_with_parent()
-    try:
-        install_stop_handler()
-        return _work(orders, make_worker)
-    except Terminated:
-        # Stopped before anything was started.
-        return 0
+    return run_child(lambda: _work(orders, make_worker))
 
 
 def _work(orders: WorkerOrders, make_worker: Callable[[EngineConfig], StepWorker]) -> int:

@@ -189,6 +189,18 @@ def ignore_stop_signal() -> None:
     signal.signal(STOP, signal.SIG_IGN)
 
 
+def run_child(work: Callable[[], int], clean_up: Callable[[], None] = lambda: None) -> int:
+    """In the child: `work`, which handles Terminated, and its exit code. The process exits at once
+    when the parent dies, after `clean_up`."""
+    exit_with_parent(clean_up)
+    try:
+        install_stop_handler()
+        return work()
+    except Terminated:
+        # Stopped before anything was started.
+        return 0
+
+
 def _read_exactly(length: int) -> bytes:
     data = b""
     while len(data) < length:
