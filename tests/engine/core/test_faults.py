@@ -59,7 +59,7 @@ async def test_a_worker_that_dies_while_nobody_asks_ends_the_engine() -> None:
 
 async def test_a_front_end_that_nobody_told_hears_of_the_death_by_itself() -> None:
     async with engine_rig("step_s=0.01") as rig:
-        rig.engine._child._on_exit = None
+        rig.engine._on_exit = None
         (box,) = await streaming(rig, 1)
 
         os.kill(rig.engine.pid, signal.SIGKILL)
