@@ -1,5 +1,9 @@
 """StepStats: counters of the engine, and their snapshot for front ends."""
 
+from typing import Any
+
+import msgspec
+
 from engine.transport.messages import EngineStats
 
 COMPILATIONS = "compilations."
@@ -8,6 +12,7 @@ COMPILATIONS = "compilations."
 the runtime, `recompilations`, `cpu_fallbacks` and `recipe_<hits|misses>`. Others are ignored."""
 COMPILE_SECONDS = "compile_seconds."
 
+COUNTERS = ("recompilations", "cpu_fallbacks", "graphs", "graph_bytes")
 RECIPES = {"recipe_hits": "hit", "recipe_misses": "miss"}
 
 MAX_SAMPLES = 4096
@@ -26,20 +31,8 @@ class StepStats:
     """Counts since the start, and samples since the last snapshot."""
 
     def __init__(self, *, graph_bytes: int = 0) -> None:
-        self.preemptions = 0
-        self.steps = 0
-        self.graphs = 0
-        self.recompilations = 0
-        self.cpu_fallbacks = 0
-        self._recipes: dict[str, int] = {}
-        self.graph_bytes = graph_bytes
-        self._lookups: dict[str, int] = {}
-        self._useful: dict[str, int] = {}
-        self._padding: dict[str, int] = {}
-        self._compilations: dict[str, int] = {}
-        self._compile_seconds: dict[str, float] = {}
-        self._step_tokens: list[int] = []
-        self._step_seconds: list[tuple[int, float]] = []
+        self.counts = EngineStats(graph_bytes=graph_bytes)
+        """All but the gauges of the scheduler."""
         self._shapes: dict[tuple[str, tuple[int, int, int]], list[int]] = {}
 
     def count_launch(
@@ -50,45 +43,41 @@ class StepStats:
         name, key = f"{phase}.{result}", (phase, shape)
         if key not in self._shapes and len(self._shapes) >= MAX_SHAPES:
             key = (phase, OTHERS)
-        counts = self._shapes.setdefault(key, [0, 0, 0, 0])
+        sums = self._shapes.setdefault(key, [0, 0, 0, 0])
         for index, count in enumerate((1, result == "hit", useful, padded - useful)):
-            counts[index] += count
-        self._lookups[name] = self._lookups.get(name, 0) + 1
-        self._useful[phase] = self._useful.get(phase, 0) + useful
-        self._padding[phase] = self._padding.get(phase, 0) + padded - useful
+            sums[index] += count
+        counts = self.counts
+        counts.lookups[name] = counts.lookups.get(name, 0) + 1
+        counts.useful_tokens[phase] = counts.useful_tokens.get(phase, 0) + useful
+        counts.padding_tokens[phase] = counts.padding_tokens.get(phase, 0) + padded - useful
 
     def count_refusal(self, phase: str) -> None:
         """Count a sequence that was rejected because its launch would have to be compiled."""
         name = f"{phase}.refused"
-        self._lookups[name] = self._lookups.get(name, 0) + 1
+        self.counts.lookups[name] = self.counts.lookups.get(name, 0) + 1
 
     def count_step(self, num_tokens: int, phases: list[int], seconds: list[float]) -> None:
         """Count a collected step: its tokens without padding, and each launch's phase and time."""
-        self.steps += 1
-        if len(self._step_tokens) >= MAX_SAMPLES:
-            self._step_tokens.clear()
-        if len(self._step_seconds) >= MAX_SAMPLES:
-            self._step_seconds.clear()
-        self._step_tokens.append(num_tokens)
-        self._step_seconds.extend(zip(phases, seconds, strict=False))
+        counts = self.counts
+        counts.steps += 1
+        if len(counts.step_tokens) >= MAX_SAMPLES:
+            counts.step_tokens.clear()
+        if len(counts.step_seconds) >= MAX_SAMPLES:
+            counts.step_seconds.clear()
+        counts.step_tokens.append(num_tokens)
+        counts.step_seconds.extend(zip(phases, seconds, strict=False))
 
     def update_counters(self, counters: dict[str, float]) -> None:
         """Take over the worker's changed counters."""
         for name, value in counters.items():
             if name.startswith(COMPILATIONS):
-                self._compilations[name[len(COMPILATIONS) :]] = int(value)
+                self.counts.compilations[name[len(COMPILATIONS) :]] = int(value)
             elif name.startswith(COMPILE_SECONDS):
-                self._compile_seconds[name[len(COMPILE_SECONDS) :]] = value
-            elif name == "recompilations":
-                self.recompilations = int(value)
-            elif name == "cpu_fallbacks":
-                self.cpu_fallbacks = int(value)
+                self.counts.compile_seconds[name[len(COMPILE_SECONDS) :]] = value
             elif name in RECIPES:
-                self._recipes[RECIPES[name]] = int(value)
-            elif name == "graphs":
-                self.graphs = int(value)
-            elif name == "graph_bytes":
-                self.graph_bytes = int(value)
+                self.counts.recipes[RECIPES[name]] = int(value)
+            elif name in COUNTERS:
+                setattr(self.counts, name, int(value))
 
     @property
     def shapes(self) -> list[tuple[str, int, int, int, int, int, int, int]]:
@@ -102,43 +91,24 @@ class StepStats:
     @property
     def num_compiled(self) -> int:
         """Compilations after warm-up, as the worker or the device's runtime counts them."""
-        by_worker = sum(n for name, n in self._compilations.items() if name.endswith(".serving"))
-        return max(by_worker, self.recompilations)
+        compilations = self.counts.compilations
+        by_worker = sum(n for name, n in compilations.items() if name.endswith(".serving"))
+        return max(by_worker, self.counts.recompilations)
 
-    def snapshot(
-        self,
-        *,
-        running: int,
-        waiting: int,
-        waiting_prompt_tokens: int,
-        blocks_used: int,
-        blocks_total: int,
-        sleep: str,
-        with_samples: bool,
-    ) -> EngineStats:
-        """A copy, since another thread may encode it while the engine counts on. With
-        `with_samples`, it takes the samples."""
-        stats = EngineStats(
-            running=running,
-            waiting=waiting,
-            waiting_prompt_tokens=waiting_prompt_tokens,
-            blocks_used=blocks_used,
-            blocks_total=blocks_total,
-            sleep=sleep,
-            preemptions=self.preemptions,
-            steps=self.steps,
-            lookups=self._lookups.copy(),
-            useful_tokens=self._useful.copy(),
-            padding_tokens=self._padding.copy(),
-            compilations=self._compilations.copy(),
-            compile_seconds=self._compile_seconds.copy(),
-            recompilations=self.recompilations,
-            cpu_fallbacks=self.cpu_fallbacks,
-            recipes=self._recipes.copy(),
-            graphs=self.graphs,
-            graph_bytes=self.graph_bytes,
+    def snapshot(self, *, with_samples: bool, **gauges: Any) -> EngineStats:
+        """A copy, with the scheduler's gauges, since another thread may encode it while the engine
+        counts on. With `with_samples`, it takes the samples."""
+        counts = self.counts
+        stats = msgspec.structs.replace(
+            counts,
+            lookups=counts.lookups.copy(),
+            useful_tokens=counts.useful_tokens.copy(),
+            padding_tokens=counts.padding_tokens.copy(),
+            compilations=counts.compilations.copy(),
+            compile_seconds=counts.compile_seconds.copy(),
+            recipes=counts.recipes.copy(),
+            **gauges,
         )
-        if with_samples:
-            stats.step_tokens, self._step_tokens = self._step_tokens, []
-            stats.step_seconds, self._step_seconds = self._step_seconds, []
+        taken = counts if with_samples else stats
+        taken.step_tokens, taken.step_seconds = [], []
         return stats

@@ -274,7 +274,8 @@ class EngineCore:
         self._sleep_state.sleep()
         self._scheduler.reset()
         self._kv.reset_prefix_cache(())
-        self._stats.graphs = self._stats.graph_bytes = self.num_later = 0
+        self._stats.update_counters({"graphs": 0, "graph_bytes": 0})
+        self.num_later = 0
         self._has_output = True
 
     def _wake_up(self, tags: Sequence[str] = ()) -> str:

@@ -315,7 +315,7 @@ class Scheduler:
         running.pop()
         request.state = PREEMPTED
         request.num_preemptions += 1
-        self._stats.preemptions += 1
+        self._stats.counts.preemptions += 1
         self._remove(request)
 
     def _remove(self, request: Request) -> None:
