@@ -36,7 +36,8 @@ def read_json(file: Path) -> Json:
 
 
 def read_any_json(file: Path) -> Any:
-    """The JSON value in `file`. ConfigError if it cannot be read or exceeds MAX_JSON_BYTES."""
+    """The JSON value in `file`. ConfigError if it cannot be read, is not JSON in UTF-8, or
+    exceeds MAX_JSON_BYTES."""
     try:
         with file.open("rb") as opened:
             # One more byte, so that a file that grows meanwhile is refused too.
@@ -47,19 +48,14 @@ def read_any_json(file: Path) -> Any:
         raise ConfigError(
             f"{file} has {file.stat().st_size} bytes, at most {MAX_JSON_BYTES} are read"
         )
-    return parse_json(data, str(file))
-
-
-def parse_json(data: bytes, name: str) -> Any:
-    """The JSON value in `data`. ConfigError with `name` if it is not JSON in UTF-8."""
     try:
         return json.loads(data.decode("utf-8"))
     except RecursionError:
         raise ConfigError(
-            f"{name} cannot be read as JSON: its values are nested too deeply"
+            f"{file} cannot be read as JSON: its values are nested too deeply"
         ) from None
     except ValueError as error:
-        raise ConfigError(f"{name} cannot be read as JSON: {error}") from error
+        raise ConfigError(f"{file} cannot be read as JSON: {error}") from error
 
 
 class Fields:

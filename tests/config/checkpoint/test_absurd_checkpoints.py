@@ -195,23 +195,23 @@ ATTACKS: dict[str, tuple[Spoil, str]] = {
     ),
     "deep header": (
         partial(_write, name=WEIGHTS, data=len(DEEP).to_bytes(8, "little") + DEEP),
-        "the header of .* nested too deeply",
+        "is not a whole safetensors file: .* invalid JSON in header",
     ),
     "shape": (
         partial(_header, change=lambda entry: entry.update(shape=[2**62, 2**62])),
-        "has 81920 bytes, its shape .* takes 85070591730234615865843651857942052864",
+        "is not a whole safetensors file: .* overflow computing buffer size from shape",
     ),
     "dtype": (
         partial(_header, change=lambda entry: entry.update(dtype="X9")),
-        "has the dtype 'X9', known are F4,",
+        "is not a whole safetensors file: .* unknown variant `X9`, expected one of `BOOL`, ",
     ),
     "overlap": (
         partial(_header, change=lambda entry: _moved(entry, 4)),
-        r"begins at byte \d+, 'model.embed_tokens.weight' ends at \d+",
+        "is not a whole safetensors file: .* invalid offset for tensor `model.*`",
     ),
     "offset": (
         partial(_header, change=lambda entry: _moved(entry, 10**15)),
-        r"'model.embed_tokens.weight' ends at byte 10000\d+, there are \d+",
+        "is not a whole safetensors file: .* invalid offset for tensor `model",
     ),
     "temperature": (
         partial(_write, name="generation_config.json", data=b'{"temperature": NaN}'),
