@@ -123,8 +123,8 @@ def _measure(
         for seed, workload in enumerate(loads):
             result.runs.append(_load(name, server.port, workload, [f"--seed={seed}", *extra]))
     for workload in workloads:
-        rates = [run["rate"] for run in result.runs if run["workload"] == workload.name]
-        result.output_tokens_s[workload.name] = statistics.median(rates)  # type: ignore[type-var]
+        rates = [float(str(run["rate"])) for run in result.runs if run["workload"] == workload.name]
+        result.output_tokens_s[workload.name] = statistics.median(rates)
     return result
 
 

@@ -26,8 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from cuda_decode import SHAPES, device_name, open_device
-
+from benchmarks.cuda_decode import SHAPES, device_name, open_device
 from config.params.sampling import SamplingParams
 from gaudiserve import LLM
 
@@ -57,7 +56,8 @@ def write_checkpoint(options: argparse.Namespace, folder: str) -> None:
         eos_token_id=None,
     )
     with torch.device(options.device):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype))
+        auto: Any = AutoModelForCausalLM
+        model = auto.from_config(config, dtype=getattr(torch, options.dtype))
     model.save_pretrained(folder, max_shard_size="4GB")
 
 
@@ -102,9 +102,8 @@ def continuous(options: argparse.Namespace, count: int) -> Iterator[Generate]:
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     model = load_transformers(options)
-    generation_config = GenerationConfig(
-        max_new_tokens=options.output, do_sample=False, eos_token_id=-1
-    )
+    make_config: Any = GenerationConfig
+    generation_config = make_config(max_new_tokens=options.output, do_sample=False, eos_token_id=-1)
     # On a GPU transformers sizes its cache; on a CPU it would use most of the memory.
     blocks = None if options.device == "cuda" else 64
     batching = ContinuousBatchingConfig(num_blocks=blocks)
@@ -139,7 +138,7 @@ def generate(options: argparse.Namespace, count: int) -> Iterator[Generate]:
             )
         if options.device == "cuda":
             torch.cuda.synchronize()
-        return out.numel() - input_ids.numel()
+        return int(out.numel() - input_ids.numel())
 
     yield generate
 

@@ -23,9 +23,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-from front_load import Server, Stream, ask, closed_loop, read_streams, usage_of
-from machine import machine
-from started import started
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.front_load import Server, Stream, ask, closed_loop, read_streams, usage_of
+from benchmarks.machine import machine
+from benchmarks.started import started
 
 Row = dict[str, object]
 CHAT = "/v1/chat/completions"

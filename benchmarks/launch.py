@@ -24,7 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.cuda_decode import SHAPES, Decoding, random_model
-from benchmarks.host import machine
+from benchmarks.machine import machine
 from benchmarks.stopwatch import Stopwatch
 from config.engine import EngineConfig
 from config.errors import ConfigError

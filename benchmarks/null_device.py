@@ -30,6 +30,7 @@ from hpu.protocol import (
     WorkerReady,
 )
 
+Bucket = tuple[int, int, int, int]
 VOCAB_SIZE, END_TOKEN, TOKEN = 50_000, 2, 7
 
 
@@ -79,11 +80,20 @@ class NullDevice:
             time.sleep(left)
         return result
 
-    def call(self, name: str) -> str:
+    mask = submit_masks
+    """As a worker's."""
+
+    def call(self, name: str, level: int = 0) -> str:
         return name
 
-    def warm_up_next(self) -> None:
+    def wake_up(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
+        return self._ready
+
+    def idle(self) -> Warmed | None:
         return None
+
+    def warm_up_next(self) -> bool:
+        return False
 
     def take_warmed(self) -> list[Warmed]:
         return []
@@ -115,9 +125,29 @@ def null_ready(config: EngineConfig) -> WorkerReady:
         prefix_caching=cache.enable_prefix_caching,
     )
     buckets = BucketTable.make(config.buckets, limits).buckets
+    return empty_ready(limits, VOCAB_SIZE, (END_TOKEN,), buckets)
+
+
+def empty_ready(
+    limits: BucketLimits, vocab_size: int, eos_token_ids: tuple[int, ...], buckets: list[Bucket]
+) -> WorkerReady:
+    """WorkerReady of a device without memory, for a cache and context of `limits`."""
     return WorkerReady(
-        *(cache.num_blocks, cache.block_size, longest, VOCAB_SIZE, (END_TOKEN,), buckets),
-        *("null", "none", 0, 0, 0, 0, 0.0, 0.0, limits),
+        num_blocks=limits.num_blocks,
+        block_size=limits.block_size,
+        max_model_len=limits.max_model_len,
+        vocab_size=vocab_size,
+        eos_token_ids=eos_token_ids,
+        buckets=buckets,
+        device="null",
+        dtype="none",
+        weight_bytes=0,
+        kv_bytes=0,
+        graph_bytes=0,
+        total_bytes=0,
+        load_s=0.0,
+        warmup_s=0.0,
+        bucket_limits=limits,
     )
 
 

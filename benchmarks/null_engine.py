@@ -14,13 +14,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tokenizers import Tokenizer
 
-from benchmarks.null_device import NullDevice
+from benchmarks.null_device import NullDevice, empty_ready
 from config.engine import EngineConfig
 from config.model.model_config import read_model_config
+from engine.client.launcher import launch
 from engine.core.engine_process import EngineOrders, run
 from engine.executors.base import Executor
 from engine.process.child_process import read_orders
-from hpu.protocol import BucketLimits, WorkerReady
+from hpu.protocol import BucketLimits
 from server.cli import main as cli
 from server.process import supervisor
 
@@ -49,10 +50,7 @@ def make_null_executor(
         num_blocks=num_blocks,
         prefix_caching=config.cache.enable_prefix_caching,
     )
-    ready = WorkerReady(
-        *(num_blocks, BLOCK_SIZE, longest, facts.vocab_size),
-        *(facts.eos_token_ids, [], "clock", "none", 0, 0, 0, 0, 0.0, 0.0, limits),
-    )
+    ready = empty_ready(limits, facts.vocab_size, facts.eos_token_ids, [])
     tokenizer = Tokenizer.from_file(str(Path(config.model, "tokenizer.json")))
     tokens = tokenizer.encode(SENTENCE, add_special_tokens=False).ids
     return NullDevice(config, step_s, tokens=tokens, ready=ready)
@@ -68,7 +66,7 @@ def main() -> int:
         return run(read_orders(EngineOrders), partial(make_null_executor, arguments.step_ms / 1e3))
     # The unchanged server, except for the command that starts its engine.
     command = [sys.executable, __file__, "--engine", f"--step-ms={arguments.step_ms}"]
-    supervisor.launch = partial(supervisor.launch, command=command)
+    supervisor.launch = partial(launch, command=command)  # type: ignore[attr-defined] # replaced
     return cli.main(["serve", *arguments.flags])
 
 

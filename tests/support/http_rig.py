@@ -6,7 +6,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import text_folders
@@ -14,6 +14,7 @@ from scripted_client import ScriptedBox, ScriptedClient, columns, ready
 from starlette.types import ASGIApp
 
 from config.server import ServerConfig
+from engine.client.base import EngineClient
 from server.http.app import create_app
 from server.http.state import AppState
 from server.metrics.registry import Metrics
@@ -123,11 +124,15 @@ class Rig:
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 
-def make_state(client: ScriptedClient, *, tokenizer: Tokenizer | None = TOKENIZER, **config: Any):  # type: ignore[no-untyped-def]
+def make_state(
+    client: ScriptedClient, *, tokenizer: Tokenizer | None = TOKENIZER, **config: Any
+) -> AppState:
     config.setdefault("served_model_names", ("demo", "org/demo"))
     settings = ServerConfig(**config)
     names = settings.served_model_names
-    state = AppState(settings, client, Metrics(client, names[0]), "0.1.0", names, root=names[0])
+    scripted = cast(EngineClient, client)
+    metrics = Metrics(scripted, names[0])
+    state = AppState(settings, scripted, metrics, "0.1.0", names, root=names[0])
     if client.ready is not None:
         generic_tools = settings.tool_template == "auto"
         source = settings.chat_template or TEMPLATE

@@ -42,7 +42,9 @@ def read(make: Callable[[], Parser], pieces: Iterable[str], *, is_cut: bool = Fa
     parser = make()
     events: list[ParserEvent] = [event for piece in pieces for event in parser.feed(piece)]
     events += parser.finish(is_cut=is_cut)
-    thought, text, calls, broken = "", "", [], []
+    thought, text = "", ""
+    calls: list[list[Any]] = []
+    broken = []
     for event in events:
         if isinstance(event, TextDelta):
             text += event.text

@@ -22,6 +22,7 @@ from hpu.bucketing.bucket_table import BucketTable
 from hpu.protocol import (
     PREFILL,
     BucketLimits,
+    GrammarMasks,
     StepPlan,
     StepResult,
     Warmed,
@@ -79,6 +80,15 @@ class PoolingExecutor:
                 found = (-1, b"") if tokens[-1] == 13 else (len(rows), data)
                 result.vectors.append((found[0], memoryview(found[1])))
         return result
+
+    def submit_masks(self, masks: GrammarMasks) -> None:
+        raise AssertionError("a pooling model has no grammars")
+
+    def call(self, name: str, level: int = 0) -> str:
+        raise AssertionError(f"{name} was called")
+
+    def wake_up(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
+        raise AssertionError("it never slept")
 
     def warm_up_next(self) -> bool:
         return False

@@ -11,7 +11,7 @@ Row = npt.NDArray[np.float64]
 
 def scores(logits: Row, asked: RequestSampling, prompt: list[int], generated: list[int]) -> Row:
     """Logits after masks and penalties."""
-    scores = logits.copy()
+    scores: Row = logits.copy()
     if asked.allowed_token_ids is not None:
         for token in range(len(scores)):
             if token not in asked.allowed_token_ids:
@@ -37,7 +37,7 @@ def scores(logits: Row, asked: RequestSampling, prompt: list[int], generated: li
 
 def probabilities(scores: Row, asked: RequestSampling) -> Row:
     """What a random row draws from: ties at an edge are kept."""
-    weights = np.exp((scores - scores.max()) / max(asked.temperature, 1e-30))
+    weights: Row = np.exp((scores - scores.max()) / max(asked.temperature, 1e-30))
     weights /= weights.sum()
     weights[weights < asked.min_p * weights.max()] = 0
     if 0 < asked.top_k < len(weights):

@@ -1,5 +1,6 @@
 """Small GGUF files with random weights, one for each family."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,11 @@ def write_gguf(
     writer.add_rope_freq_base(50000.0)
     writer.add_rope_dimension_count(HEAD_DIM)
     for name, value in (settings or {}).items():
-        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+        add: dict[type, Callable[[str, Any], None]] = {
+            str: writer.add_string,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+        }
         add[type(value)](f"{architecture}.{name}", value)
     if tokenizer == "gpt2":
         _add_byte_level(writer, pre)
