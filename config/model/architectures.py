@@ -4,7 +4,7 @@ The models, the weight map and the size estimate are built from it; it imports n
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from config.errors import ConfigError
@@ -79,11 +79,8 @@ def _qwen3(config: ModelConfig) -> DecoderSpec:
 
 def _granite(config: ModelConfig) -> DecoderSpec:
     """Granite 3: a Llama with four multipliers."""
-    return DecoderSpec(
-        layers=_layers(config),
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_out_bias,
-        mlp_bias=config.mlp_bias,
+    return replace(
+        _llama(config),
         attention_scale=config.attention_multiplier,
         embedding_multiplier=config.embedding_multiplier,
         residual_multiplier=config.residual_multiplier,

@@ -86,17 +86,7 @@ def choose_pooler(config: EngineConfig, model: ModelConfig) -> PoolerConfig | No
 
 
 def _embedder(model: ModelConfig, options: Fields, sentence: SentenceConfig | None) -> PoolerConfig:
-    default = SentenceConfig(
-        modes=(CLS if model.encoder else LAST,),
-        includes_prompt=True,
-        dense=(),
-        normalizes=True,
-        max_tokens=None,
-        lowers_case=False,
-        similarity="cosine",
-        default_prompt=None,
-    )
-    found = sentence or default
+    found = sentence or SentenceConfig(modes=(CLS if model.encoder else LAST,))
     mode = _mode_option(options)
     if mode is not None:
         found = replace(found, modes=(mode,))

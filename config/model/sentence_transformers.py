@@ -45,16 +45,16 @@ class DenseConfig:
 
 @dataclass(frozen=True, slots=True)
 class SentenceConfig:
-    """The contents of those files."""
+    """The contents of those files; the defaults are for a checkpoint without them."""
 
     modes: tuple[str, ...]
-    includes_prompt: bool
-    dense: tuple[DenseConfig, ...]
-    normalizes: bool
-    max_tokens: int | None
-    lowers_case: bool
-    similarity: str
-    default_prompt: str | None
+    includes_prompt: bool = True
+    dense: tuple[DenseConfig, ...] = ()
+    normalizes: bool = True
+    max_tokens: int | None = None
+    lowers_case: bool = False
+    similarity: str = "cosine"
+    default_prompt: str | None = None
     prompts: dict[str, str] = field(default_factory=dict)
 
 

@@ -1,7 +1,7 @@
 """SamplingParams: the sampling parameters of one request."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -16,25 +16,6 @@ MAX_BAD_WORD_TOKENS = 64
 """Every row of a batch is padded to the largest number and length of bad words in it."""
 
 _TUPLES = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "bad_words_token_ids")
-_INTEGERS = (
-    "n",
-    "top_k",
-    "seed",
-    "max_tokens",
-    "min_tokens",
-    "logprobs",
-    "prompt_logprobs",
-    "truncate_prompt_tokens",
-    "thinking_token_budget",
-)
-
-_RANGES = (
-    ("temperature", 0, 2),
-    ("min_p", 0, 1),
-    ("presence_penalty", -2, 2),
-    ("frequency_penalty", -2, 2),
-)
-"""(name, minimum, maximum), both included."""
 
 
 def _check(ok: bool, name: str, value: object, allowed: str) -> None:
@@ -96,8 +77,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _check_grammar(self)
         _check_kinds(self)
         _check_bad_words(self)
-        _check_counts(self)
-        _check_shape(self)
+        _check_numbers(self)
         _check_stops(self)
         _check_tokens(self)
 
@@ -132,7 +112,7 @@ def _is_integer(value: object) -> bool:
 
 def _check_kinds(params: SamplingParams) -> None:
     """Offline this is the only check of a caller's values."""
-    for name in _INTEGERS:
+    for name in ("n", "top_k", "min_tokens", *_OPTIONAL):
         value = getattr(params, name)
         _check(value is None or _is_integer(value), name, value, "an integer")
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
@@ -142,40 +122,43 @@ def _check_kinds(params: SamplingParams) -> None:
         _check(isinstance(word, str), "bad_words", word, "made of strings")
 
 
-def _check_counts(params: SamplingParams) -> None:
-    """Numbers of choices, tokens and log-probabilities."""
-    _check(1 <= params.n <= MAX_N, "n", params.n, f"between 1 and {MAX_N}")
+_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("n", lambda n: 1 <= n <= MAX_N, f"between 1 and {MAX_N}"),
+    ("max_tokens", lambda count: count >= 0, "at least 1"),
+    ("min_tokens", lambda count: count >= 0, "at least 0"),
+    ("logprobs", lambda count: 0 <= count <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+    ("prompt_logprobs", lambda count: 0 <= count <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+    ("thinking_token_budget", lambda count: count >= 0, "at least 0"),
+    ("truncate_prompt_tokens", lambda count: count == -1 or count >= 1, "-1, or at least 1"),
+    ("temperature", lambda value: _finite(value) and 0 <= value <= 2, "between 0 and 2"),
+    ("min_p", lambda value: _finite(value) and 0 <= value <= 1, "between 0 and 1"),
+    ("presence_penalty", lambda value: _finite(value) and abs(value) <= 2, "between -2 and 2"),
+    ("frequency_penalty", lambda value: _finite(value) and abs(value) <= 2, "between -2 and 2"),
+    ("top_p", lambda value: _finite(value) and 0 < value <= 1, "greater than 0, and at most 1"),
+    ("top_k", lambda count: count >= -1, "-1 or 0 (off), or at least 1"),
+    ("repetition_penalty", lambda value: _finite(value) and value > 0, "greater than 0"),
+    ("seed", lambda seed: -(2**63) <= seed < 2**63, "a 64-bit integer"),
+)
+"""(name, whether a value is allowed, which are)."""
+_OPTIONAL = (
+    "seed",
+    "max_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+    "thinking_token_budget",
+)
+"""Integers that may be None."""
+
+
+def _check_numbers(params: SamplingParams) -> None:
+    for name, is_allowed, allowed in _RULES:
+        value = getattr(params, name)
+        ok = name in _OPTIONAL if value is None else is_allowed(value)
+        _check(ok, name, value, allowed)
     min_tokens, max_tokens = params.min_tokens, params.max_tokens
-    if max_tokens is not None:
-        _check(max_tokens >= 0, "max_tokens", max_tokens, "at least 1")
-        fits = min_tokens <= max_tokens
-        _check(fits, "min_tokens", min_tokens, f"at most max_tokens, which is {max_tokens}")
-    _check(min_tokens >= 0, "min_tokens", min_tokens, "at least 0")
-    for name in ("logprobs", "prompt_logprobs"):
-        value = getattr(params, name)
-        if value is not None:
-            _check(0 <= value <= MAX_LOGPROBS, name, value, f"between 0 and {MAX_LOGPROBS}")
-    budget = params.thinking_token_budget
-    _check(budget is None or budget >= 0, "thinking_token_budget", budget, "at least 0")
-    truncate = params.truncate_prompt_tokens
-    if truncate is not None:
-        ok = truncate == -1 or truncate >= 1
-        _check(ok, "truncate_prompt_tokens", truncate, "-1, or at least 1")
-
-
-def _check_shape(params: SamplingParams) -> None:
-    """Parameters of the distribution, and the seed."""
-    for name, minimum, maximum in _RANGES:
-        value = getattr(params, name)
-        ok = _finite(value) and minimum <= value <= maximum
-        _check(ok, name, value, f"between {minimum} and {maximum}")
-    top_p, top_k, repetition = params.top_p, params.top_k, params.repetition_penalty
-    _check(_finite(top_p) and 0 < top_p <= 1, "top_p", top_p, "greater than 0, and at most 1")
-    _check(top_k >= -1, "top_k", top_k, "-1 or 0 (off), or at least 1")
-    ok = _finite(repetition) and repetition > 0
-    _check(ok, "repetition_penalty", repetition, "greater than 0")
-    if params.seed is not None:
-        _check(-(2**63) <= params.seed < 2**63, "seed", params.seed, "a 64-bit integer")
+    fits = max_tokens is None or min_tokens <= max_tokens
+    _check(fits, "min_tokens", min_tokens, f"at most max_tokens, which is {max_tokens}")
 
 
 def _check_stops(params: SamplingParams) -> None:

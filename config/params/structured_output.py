@@ -69,11 +69,7 @@ def _is_unset(name: str, value: object) -> bool:
 
 
 def _json(value: object) -> GrammarSpec:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise _bad(f"the JSON schema is a string that is no JSON: {error}") from None
+    value = _parsed("the JSON schema", value)
     if not isinstance(value, (dict, bool)):
         raise _bad(f"the JSON schema is {value!r:.40}, it must be an object")
     return GrammarSpec("json", _to_json(value))
@@ -103,11 +99,7 @@ def _choice(value: object) -> GrammarSpec:
 
 
 def _structural_tag(value: object) -> GrammarSpec:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise _bad(f"structural_tag is a string that is no JSON: {error}") from None
+    value = _parsed("structural_tag", value)
     if not isinstance(value, dict):
         raise _bad(f"structural_tag is {value!r:.40}, it must be an object")
     return GrammarSpec("structural_tag", _to_json(value))
@@ -121,6 +113,16 @@ _SPECS = {
     "choice": _choice,
     "structural_tag": _structural_tag,
 }
+
+
+def _parsed(name: str, value: object) -> object:
+    """`value`, or the JSON in it if it is a string."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise _bad(f"{name} is a string that is no JSON: {error}") from None
 
 
 def _to_json(value: object) -> str:
