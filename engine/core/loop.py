@@ -106,12 +106,7 @@ class EngineLoop:
         def answer(result: Grammar | Exception) -> None:
             reply = Reply(control.call)
             if isinstance(result, Exception):
-                reply = Reply(
-                    control.call,
-                    error=str(result),
-                    is_refusal=isinstance(result, UserError),
-                    is_overload=isinstance(result, Overloaded),
-                )
+                reply = _error_reply(control.call, result)
             self._emit(front_end, reply)
 
         try:
@@ -254,33 +249,28 @@ def make_table(config: EngineConfig, worker: WorkerReady) -> BucketTable:
 
 
 def make_ready(engine: int, worker: WorkerReady, config: EngineConfig) -> Ready:
-    """The Ready message for a worker that is ready."""
+    """The Ready message for a worker that is ready: what has the same name in both, and more."""
+    facts = msgspec.structs.asdict(worker)
     return Ready(
         engine=engine,
-        num_blocks=worker.num_blocks,
-        block_size=worker.block_size,
-        max_model_len=worker.max_model_len,
-        vocab_size=worker.vocab_size,
-        eos_token_ids=worker.eos_token_ids,
         num_buckets=len(worker.buckets),
-        device=worker.device,
-        dtype=worker.dtype,
-        weight_bytes=worker.weight_bytes,
-        kv_bytes=worker.kv_bytes,
-        total_bytes=worker.total_bytes,
-        load_s=worker.load_s,
-        warmup_s=worker.warmup_s,
-        driver=worker.driver,
-        software=worker.software,
         logprobs_mode=config.logprobs_mode,
-        pooling=worker.pooling,
+        **{name: facts[name] for name in Ready.__struct_fields__ if name in facts},
     )
 
 
 def _answer(core: EngineCore, control: Control) -> Reply:
     try:
         return Reply(control.call, core.control(control.name, control.arguments))
-    except UserError as error:
-        return Reply(control.call, error=error.message, is_refusal=True, code=error.code)
-    except RequestFailed as error:
-        return Reply(control.call, error=str(error))
+    except (UserError, RequestFailed) as error:
+        return _error_reply(control.call, error)
+
+
+def _error_reply(call: int, error: Exception) -> Reply:
+    return Reply(
+        call,
+        error=str(error),
+        is_refusal=isinstance(error, UserError),
+        code=error.code if isinstance(error, UserError) else None,
+        is_overload=isinstance(error, Overloaded),
+    )

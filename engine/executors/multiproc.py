@@ -210,14 +210,10 @@ class MultiprocExecutor:
 
     def _ready(self, messages: list[FromWorker]) -> WorkerReady:
         """What the worker `output_rank` reports; the others must have as many blocks."""
-        output: WorkerReady | None = None
+        output = messages[self._workers.index(self._output)]
+        assert isinstance(output, WorkerReady), f"{output} before {self._output.name} was ready"
         for worker, message in zip(self._workers, messages, strict=True):
             assert isinstance(message, WorkerReady), f"{message} before {worker.name} was ready"
-            if worker is self._output:
-                output = message
-        assert output is not None
-        for worker, message in zip(self._workers, messages, strict=True):
-            assert isinstance(message, WorkerReady)
             if message.num_blocks != output.num_blocks:
                 raise EngineDied(
                     f"{worker.name} has {message.num_blocks} KV blocks, "
