@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -174,7 +175,8 @@ def main() -> int:
     step_s: float = arguments.step_s
     if arguments.process == "engine":
         return run_engine(read_orders(EngineOrders), partial(_make_executor, step_s))
-    return child.run(read_orders(child.WorkerOrders), partial(NullDevice, step_s=step_s))
+    make_worker: Any = partial(NullDevice, step_s=step_s)
+    return child.run(read_orders(child.WorkerOrders), make_worker)
 
 
 if __name__ == "__main__":

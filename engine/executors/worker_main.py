@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -26,16 +26,16 @@ from engine.transport.channels import PairSocket, Waiter, ZmqContext
 from hpu.protocol import (
     WAKE_UP,
     GrammarMasks,
-    StepPlan,
-    StepResult,
     ToWorker,
-    Warmed,
     WarmupProgress,
     WorkerAnswer,
     WorkerCall,
     WorkerFailed,
     WorkerReady,
 )
+
+if TYPE_CHECKING:
+    from hpu.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -62,31 +62,6 @@ class WorkerOrders(msgspec.Struct, frozen=True):
     """Of a group of workers, one sends the results of all."""
 
 
-class StepWorker(Protocol):
-    """What this file needs of a worker: `hpu.worker.worker.Worker`."""
-
-    def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady: ...
-
-    def submit(self, plan: StepPlan) -> None: ...
-
-    def mask(self, masks: GrammarMasks) -> None: ...
-
-    @property
-    def lacks_masks(self) -> bool: ...
-
-    def has_result(self) -> bool: ...
-
-    def collect(self) -> StepResult: ...
-
-    def call(self, name: str, level: int) -> str: ...
-
-    def wake_up(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady: ...
-
-    def idle(self) -> Warmed | None: ...
-
-    def close(self) -> None: ...
-
-
 def worker_command() -> list[str]:
     """The command that runs this file as a process."""
     return python_command("engine.executors.worker_main")
@@ -99,12 +74,12 @@ def main() -> None:
     sys.exit(run(read_orders(WorkerOrders), Worker))
 
 
-def run(orders: WorkerOrders, make_worker: Callable[[EngineConfig], StepWorker]) -> int:
+def run(orders: WorkerOrders, make_worker: "Callable[[EngineConfig], Worker]") -> int:
     """Work until stopped; the exit code. A failure sends WorkerFailed last."""
     return run_child(lambda: _work(orders, make_worker))
 
 
-def _work(orders: WorkerOrders, make_worker: Callable[[EngineConfig], StepWorker]) -> int:
+def _work(orders: WorkerOrders, make_worker: "Callable[[EngineConfig], Worker]") -> int:
     setup_log("worker", rank=orders.rank, level=orders.log_level)
     context = ZmqContext(orders.token)
     socket = context.connect_pair(orders.endpoint, ToWorker)
@@ -134,7 +109,7 @@ def _work(orders: WorkerOrders, make_worker: Callable[[EngineConfig], StepWorker
 
 
 def _serve(
-    worker: StepWorker, socket: PairSocket[Any, ToWorker], depth: int, *, sends_results: bool = True
+    worker: "Worker", socket: PairSocket[Any, ToWorker], depth: int, *, sends_results: bool = True
 ) -> None:
     """`depth`: plans that the engine keeps in flight."""
     waiter = Waiter([socket])
@@ -177,16 +152,14 @@ def _serve(
             is_quiet = not in_flight
 
 
-def _finish_step(
-    worker: StepWorker, socket: PairSocket[Any, ToWorker], sends_results: bool
-) -> None:
+def _finish_step(worker: "Worker", socket: PairSocket[Any, ToWorker], sends_results: bool) -> None:
     result = worker.collect()
     if sends_results:
         socket.send(result)
 
 
 def _answer(
-    worker: StepWorker, call: WorkerCall, on_progress: Callable[[WarmupProgress], None]
+    worker: "Worker", call: WorkerCall, on_progress: Callable[[WarmupProgress], None]
 ) -> WorkerAnswer | WorkerReady:
     try:
         if call.name == WAKE_UP:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from fake_executor import FakeExecutor, worker_ready
 
@@ -159,7 +160,8 @@ def engine_main() -> None:
 
 
 def worker_main() -> None:
-    sys.exit(child.run(read_orders(child.WorkerOrders), CountingWorker))
+    make_worker: Any = CountingWorker
+    sys.exit(child.run(read_orders(child.WorkerOrders), make_worker))
 
 
 def sockets_in(directory: str) -> list[str]:

@@ -2,6 +2,7 @@
 card's generation, int4 unpacking, mixture of experts."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -211,24 +212,11 @@ def mixture_of_experts_fused(
     w12: list[Tensor],
     w3: list[Tensor],
     permuted_weights: bool,
-    activation: str,
-    experts_min: int,
-    experts_max: int,
-    chunk_size: int = 0,
-    total_experts: int = 0,
+    *args: Any,
+    **kwargs: Any,
 ) -> Tensor:
     """Like `mixture_of_experts`, with w1 and w2 concatenated in one weight per expert."""
     dim = 0 if permuted_weights else 1
-    halves = [weight.chunk(2, dim) for weight in w12]
-    return mixture_of_experts(
-        hidden_states,
-        expert_routing_table,
-        router_weights,
-        [first for first, _ in halves],
-        [second for _, second in halves],
-        w3,
-        permuted_weights,
-        activation,
-        experts_min,
-        experts_max,
-    )
+    w1, w2 = zip(*(weight.chunk(2, dim) for weight in w12), strict=True)
+    parts = (hidden_states, expert_routing_table, router_weights, list(w1), list(w2), w3)
+    return mixture_of_experts(*parts, permuted_weights, *args, **kwargs)
