@@ -207,6 +207,13 @@ class EmulatorSettings:
     compile_delay_s: float = setting(
         0.0, "Seconds that each compilation takes", name="emulator-compile-delay", minimum=0
     )
+    late_copy_s: float = setting(
+        0.0005,
+        "Largest delay in seconds between the event of a copy to the host and the arrival of its "
+        "bytes",
+        name="emulator-late-copy",
+        minimum=0,
+    )
     is_strict: bool = setting(
         False,
         "Misuse of the device stops the worker instead of being counted",

@@ -33,6 +33,10 @@ SINGLE_RANK = Ranks()
 MAX_SHAPES = 1 << 16
 """More than the buckets of any table times the compiled parts of a layer."""
 
+ASYNCHRONOUS_BYTES = 1 << 20
+"""Copies to the card below this size are staged before the call returns (the bridge's device.cpp
+and stream.cpp)."""
+
 OUT_OF_MEMORY = (
     "workspace allocation of size",
     "graph compile failed",
@@ -58,15 +62,14 @@ class GaudiEvent:
         self._event.synchronize()
         if self._copied is not None:
             self._copied.synchronize()
-        self._copies.release_until(self._number)
+        self._copies.wait_until(self._number)
 
     def done(self) -> bool:
         if not self._event.query():
             return False
         if self._copied is not None and not self._copied.query():
             return False
-        self._copies.release_until(self._number)
-        return True
+        return self._copies.have_arrived(self._number)
 
     def seconds_since(self, earlier: "GaudiEvent") -> float:
         return float(earlier._event.elapsed_time(self._event)) / 1e3
@@ -168,6 +171,9 @@ class GaudiBackend(Backend):
         self._copies = HostCopies(self._hpu)
         self._hpu.manual_seed(seed)
         self._kernels = self._make_kernels()
+        for name in ("graph_compilation", "cpu_fallback"):
+            if self._metrics.metric_global(name) is None:
+                logger.warning("the runtime has no metric %s: it is reported as 0", name)
         logger.info(
             "HPU %s: mode %s, %.1f GiB",
             self._hpu.get_device_name(),
@@ -227,7 +233,7 @@ class GaudiBackend(Backend):
     def synchronize(self) -> None:
         self._htcore.mark_step()
         self._hpu.synchronize()
-        self._copies.release_all()
+        self._copies.wait_all()
 
     def mark_step(self) -> None:
         self._htcore.mark_step()
@@ -249,7 +255,10 @@ class GaudiBackend(Backend):
         return self._copies.start(tensor)
 
     def upload(self, target: Tensor, source: Tensor) -> None:
-        target.copy_(source, non_blocking=True)
+        # From ASYNCHRONOUS_BYTES on a thread of the runtime reads the source later, and an event
+        # recorded now may not include it: wait for such a copy.
+        is_small = source.numel() * source.element_size() < ASYNCHRONOUS_BYTES
+        target.copy_(source, non_blocking=is_small)
 
     def capture(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> HpuGraph:
         """`function` must be the same in every call: the runtime has one cache per function, keyed
@@ -317,23 +326,23 @@ class GaudiBackend(Backend):
             torch.compiler.set_stance("default")
 
     def compilations(self) -> int:
-        return int(dict(self._metrics.metric_global("graph_compilation").stats())["TotalNumber"])
+        return int(self._metric("graph_compilation").get("TotalNumber", 0))
 
     def compile_seconds(self) -> float:
-        found = dict(self._metrics.metric_global("graph_compilation").stats())
-        return float(found["TotalTime"]) / 1e6
+        return float(self._metric("graph_compilation").get("TotalTime", 0)) / 1e6
 
     def cpu_fallbacks(self) -> Mapping[str, int]:
-        found = dict(self._metrics.metric_global("cpu_fallback").stats())
-        return dict(found["FallbackOps"])
+        return dict(self._metric("cpu_fallback").get("FallbackOps", {}))
 
     def recipe_cache(self) -> tuple[int, int]:
         """(hits, misses) since the start; counted only with PT_HPU_ENABLE_CACHE_METRICS."""
-        try:
-            found = dict(self._metrics.metric_global("recipe_cache").stats())
-        except self._metrics.MetricNotFound:
-            return 0, 0
+        found = self._metric("recipe_cache")
         return int(found.get("TotalHit", 0)), int(found.get("TotalMiss", 0))
+
+    def _metric(self, name: str) -> dict[str, Any]:
+        """The runtime's counts since the start; empty if it does not have this metric."""
+        metric = self._metrics.metric_global(name)
+        return {} if metric is None else dict(metric.stats())
 
     def close(self) -> None:
         self._free_graphs()

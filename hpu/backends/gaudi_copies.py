@@ -1,10 +1,37 @@
 """HostCopies: copies to the host on a separate stream, so that a launch does not wait for the copy
 of the previous one's tokens."""
 
+import logging
+import time
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+NOT_ARRIVED = 0x7FA5A5A5
+"""A word that no result contains: as a float a NaN with a payload that no operation gives, as an
+integer more than any token, rank or count."""
+
+POLL_S = 20e-6
+ARRIVAL_TIMEOUT_S = 1.0
+"""After it a copy is made again, blocking."""
+
+
+class _Copy(NamedTuple):
+    """A copy on its way. `source` is not written or freed until it has arrived."""
+
+    source: Tensor
+    target: Tensor
+    words: npt.NDArray[np.int32]
+    """`target` as words of 32 bits."""
+
+    def has_arrived(self) -> bool:
+        return not (self.words == NOT_ARRIVED).any()
 
 
 class HostCopies:
@@ -13,25 +40,34 @@ class HostCopies:
     The stream waits for the default stream's work before the copy; the default stream never waits
     for the copies. So a source must not be written or freed before its copy is done: this class
     references sources until then.
+
+    The host's memory is not pinned, so the bridge copies to a staging buffer, and a thread of the
+    runtime copies from there when the copy's event is done. No event and no synchronize waits for
+    that thread (HabanaAI/gaudi-pytorch-bridge, backend/synapse_helpers/device.cpp and stream.cpp).
+    Hence a target is filled with NOT_ARRIVED before the copy, and polled after the event.
     """
 
     def __init__(self, runtime: Any) -> None:
         self._runtime = runtime
         self._stream = runtime.Stream()
-        self._started: list[Tensor] = []
-        self._recorded: deque[tuple[int, list[Tensor]]] = deque()
-        """(number of the event, sources of the copies before it)."""
+        self._started: list[_Copy] = []
+        self._recorded: deque[tuple[int, list[_Copy]]] = deque()
+        """(number of the event, copies before it)."""
         self._number = 0
         self._event: Any = None
 
     def start(self, source: Tensor) -> Tensor:
-        """Start the copy of `source`, whose computation has been launched, to a new host tensor."""
+        """Start the copy of `source`, whose computation has been launched and whose type has 32 or
+        64 bits, to a new host tensor."""
+        target = torch.empty(source.shape, dtype=source.dtype)
+        words = target.flatten().view(torch.int32).numpy()
+        words.fill(NOT_ARRIVED)
         computed = self._runtime.Event()
         computed.record()
         self._stream.wait_event(computed)
         with self._runtime.stream(self._stream):
-            target = source.to("cpu", non_blocking=True)
-        self._started.append(source)
+            target.copy_(source, non_blocking=True)
+        self._started.append(_Copy(source, target, words))
         return target
 
     def record(self) -> tuple[int, Any]:
@@ -43,12 +79,37 @@ class HostCopies:
             self._started = []
         return self._number, self._event
 
-    def release_until(self, number: int) -> None:
-        """Drop the sources of the copies before event `number`, which is done."""
+    def have_arrived(self, number: int) -> bool:
+        """Whether the copies before event `number`, which is done on the device, are on the host;
+        drops those that are."""
         while self._recorded and self._recorded[0][0] <= number:
+            if not all(copy.has_arrived() for copy in self._recorded[0][1]):
+                return False
             self._recorded.popleft()
+        return True
 
-    def release_all(self) -> None:
-        """Drop all sources: every copy is done."""
-        self._started.clear()
-        self._recorded.clear()
+    def wait_until(self, number: int) -> None:
+        """Wait for the copies before event `number`, which is done on the device."""
+        deadline = time.monotonic() + ARRIVAL_TIMEOUT_S
+        while not self.have_arrived(number):
+            if time.monotonic() > deadline:
+                self._copy_again(self._recorded[0][1])
+                self._recorded.popleft()
+            else:
+                time.sleep(POLL_S)
+
+    def wait_all(self) -> None:
+        """Wait for all copies; all work on the device is done."""
+        if self._started:
+            self.record()
+        self.wait_until(self._number)
+
+    def _copy_again(self, copies: list[_Copy]) -> None:
+        missing = [copy for copy in copies if not copy.has_arrived()]
+        logger.warning(
+            "%d copies to the host have not arrived %.0f s after their event: copying again",
+            len(missing),
+            ARRIVAL_TIMEOUT_S,
+        )
+        for copy in missing:
+            copy.target.copy_(copy.source)

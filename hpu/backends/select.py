@@ -63,6 +63,7 @@ def _emulated(config: EngineConfig) -> Backend:
             memory_bytes=settings.memory_bytes,
             strict=settings.is_strict,
             compile_delay_s=settings.compile_delay_s,
+            late_copy_s=settings.late_copy_s,
         ),
         variables,
     )

@@ -46,6 +46,10 @@ class EmulatorConfig:
     release_delay_s: float = 0.0
     """How long a card stays busy after its release."""
     collective_timeout_s: float = 30.0
+    late_copy_s: float = 0.0
+    """Largest time between the end of an asynchronous copy to the host, as events report it, and
+    the arrival of its bytes: the runtime's own thread writes them, and nothing waits for it."""
+    late_copy_seed: int = 0
     extra_supported: frozenset[str] = frozenset()
     unsupported: frozenset[str] = frozenset()
     """Op names (`aten::sort`) that fall back to the host, in addition to all unlisted ones."""

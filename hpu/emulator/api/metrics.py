@@ -23,8 +23,6 @@ class Metric:
     """Counts since this metric was created or reset."""
 
     def __init__(self, name: str, device: Device, since_start: bool) -> None:
-        if name not in NAMES:
-            raise MetricNotFound(f"metric {name!r} is not one of {', '.join(NAMES)}")
         self._name = name
         self._device = device
         self._compilations = self._time_us = self._num_recipes = 0
@@ -78,15 +76,18 @@ class Metric:
 def make_module(device: Device) -> ModuleType:
     """`habana_frameworks.torch.hpu.metrics`."""
     module = ModuleType("habana_frameworks.torch.hpu.metrics")
-    overall: dict[str, Metric] = {}
+    counts_recipes = device.variables.flag("PT_HPU_ENABLE_CACHE_METRICS")
+    names = [name for name in NAMES if name != "recipe_cache" or counts_recipes]
+    overall = {name: Metric(name, device, since_start=True) for name in names}
 
-    def metric_global(name: str) -> Metric:
-        if name not in overall:
-            overall[name] = Metric(name, device, since_start=True)
-        return overall[name]
+    def metric_global(name: str) -> Metric | None:
+        """None for a metric that is not registered."""
+        return overall.get(name)
 
     @contextmanager
     def metric_localcontext(name: str) -> Iterator[Metric]:
+        if name not in overall:
+            raise MetricNotFound(f"metric {name!r} is not one of {', '.join(overall)}")
         device.close_segment()
         metric = Metric(name, device, since_start=False)
         try:
@@ -95,7 +96,7 @@ def make_module(device: Device) -> ModuleType:
             device.close_segment()
 
     def metrics_dump(file: str | Path, format: str = "json") -> None:
-        table = {name: dict(metric_global(name).stats()) for name in NAMES}
+        table = {name: dict(metric.stats()) for name, metric in overall.items()}
         Path(file).write_text(json.dumps(table, indent=1))
 
     vars(module).update(

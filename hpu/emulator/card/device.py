@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hpu.emulator.card import rules
+from hpu.emulator.card import registry, rules
 from hpu.emulator.card.acquisition import Acquisition
 from hpu.emulator.card.counters import Counters
 from hpu.emulator.card.memory import Memory
@@ -52,7 +52,7 @@ class Device:
         self.acquisition = Acquisition(config, variables)
         self.recipes = Recipes(config, variables, self.counters, self.memory)
         self.segment = Segment(self.recipes)
-        self.queue = WorkQueue()
+        self.queue = WorkQueue(self.counters.misuse, config.late_copy_s, config.late_copy_seed)
         self.clock = WriteClock()
         self.stream_state = StreamState(self.clock, is_default=True)
         """State of the current stream."""
@@ -104,7 +104,7 @@ class Device:
         if rules.waits_for_data(name, args, kwargs):
             self.host_sync(name)
         lazy = self.is_lazy()
-        if not rules.is_supported(name, self.config.extra_supported, self.config.unsupported):
+        if not self._is_supported(func, name, args, kwargs):
             self._fall_back(name)
         _check_devices(name, args, kwargs)
         return self._launch(func, name, args, kwargs, lazy)
@@ -189,7 +189,10 @@ class Device:
                 self.clock.mark_written(out.allocation)
         if self.recording is not None:
             self.recording.add(func, inner_args, inner_kwargs, wrapped)
-        needs_recipe = name not in rules.EMPTY and not _is_upload(name, args)
+        is_upload = _is_upload(name, args)
+        if is_upload and _non_blocking(args, kwargs, 2):
+            self.queue.upload(args[0].host, args[1])
+        needs_recipe = name not in rules.EMPTY and not is_upload
         if needs_recipe and (lazy or self.region_depth or name not in rules.VIEWS):
             self._add_to_segment(name, args, kwargs, wrapped)
         if not lazy and not self.region_depth:
@@ -250,6 +253,12 @@ class Device:
 
         return map_leaves(wrap, result)
 
+    def _is_supported(self, func: Any, name: str, args: Any, kwargs: Any) -> bool:
+        config = self.config
+        if name in config.unsupported or name in config.extra_supported:
+            return name in config.extra_supported
+        return registry.is_supported(func, args, kwargs)
+
     def _fall_back(self, name: str) -> None:
         """The op runs on the host, after everything before it."""
         if self.recording is not None:
@@ -268,10 +277,12 @@ class Device:
     def _host_copy(self, source: HpuTensor, kwargs: dict[str, Any]) -> Tensor:
         dtype = kwargs.get("dtype") or source.dtype
         target = torch.empty(source.shape, dtype=dtype)
+        fill_with_garbage(target)
         return self._to_host(target, source, bool(kwargs.get("non_blocking")))
 
     def _to_host(self, target: Tensor, source: HpuTensor, non_blocking: bool) -> Tensor:
-        """Copy to the host. With `non_blocking` the target holds garbage until the host waits."""
+        """Copy to the host. With `non_blocking` the target keeps its contents (garbage in a new
+        one) until the host has waited."""
         if self.recording is not None or not non_blocking:
             self.host_sync("aten::copy_")
         if self.compile_only():
@@ -285,7 +296,11 @@ class Device:
             self.queue.copy(target, source.host, self.stream_state)
         else:
             is_valid = self.stream_state.deferred_check(source, "aten::copy_", self.counters.misuse)
-            self.queue.copy_deferred(target, source.host, self.stream_state, is_valid)
+            # Not the device tensor itself: it would keep its memory allocated.
+            host = source.host
+            self.queue.copy_deferred(
+                target, self.stream_state, lambda: host if is_valid() else None
+            )
         return target
 
     def compile_only(self) -> bool:

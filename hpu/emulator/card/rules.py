@@ -1,9 +1,5 @@
-"""Rules of single ops: which ops the device supports, which wait for the host, how it handles -1
-indices and wide dtypes. Pure functions of CPU tensors.
-
-No public list says which ops fall back to the host. The list of supported ops is an assumption: the
-ops that the vendor's serving code runs on the device.
-"""
+"""Rules of single ops: which wait for the host, how the device handles -1 indices and wide dtypes.
+Pure functions of CPU tensors. registry.py says which ops the device has."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -39,45 +35,8 @@ VIEWS = _names("""
 EMPTY = _names("empty empty_strided empty_like new_empty new_empty_strided")
 """Ops that allocate without writing."""
 
-SUPPORTED = (
-    VIEWS
-    | HOST_READS
-    | DATA_SHAPED
-    | RANDOM
-    | _names("""
-    empty empty_strided empty_like zeros zeros_like ones ones_like full full_like fill_ fill
-    zero_ new_empty new_zeros new_ones new_full new_empty_strided scalar_tensor arange eye
-    linspace copy_ _to_copy clone contiguous cat stack where masked_fill masked_fill_ copy add
-    sub mul div add_ sub_ mul_ div_ rsub neg neg_ abs abs_ sign square reciprocal reciprocal_
-    rsqrt rsqrt_ sqrt sqrt_ exp exp_ exp2 log log_ log2 log1p expm1 pow pow_ sin sin_ cos cos_
-    tanh tanh_ sigmoid sigmoid_ silu silu_ gelu gelu_ relu relu_ erf leaky_relu elu hardtanh
-    softplus mish floor floor_ ceil ceil_ round round_ trunc trunc_ remainder remainder_ fmod
-    floor_divide floor_divide_ clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ maximum
-    minimum max min amax amin argmax argmin sum mean prod var std var_mean any all cumsum
-    cumsum_ cumprod cummax logsumexp norm linalg_vector_norm eq ne lt le gt ge eq_ ne_ lt_ le_
-    gt_ ge_ logical_and logical_or logical_not logical_xor logical_and_ logical_or_ logical_not_
-    bitwise_and bitwise_or bitwise_not bitwise_xor bitwise_and_ bitwise_or_ bitwise_not_
-    bitwise_xor_ __and__ __or__ __lshift__ __rshift__ bitwise_left_shift bitwise_right_shift
-    isnan isinf isfinite nan_to_num mm bmm matmul addmm baddbmm addmv mv dot linear addcmul
-    addcmul_ addcdiv lerp lerp_ _softmax softmax _log_softmax log_softmax native_layer_norm
-    layer_norm rms_norm _fused_rms_norm native_group_norm embedding index index_select gather
-    scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_copy
-    index_copy_ index_reduce index_reduce_ index_put index_put_ _index_put_impl_ index_add
-    index_add_ index_fill index_fill_ one_hot take_along_dim topk sort argsort searchsorted
-    bucketize tril triu tril_
-    triu_ roll flip repeat constant_pad_nd convolution max_pool2d_with_indices avg_pool2d
-    upsample_nearest2d _adaptive_avg_pool2d masked_scatter masked_scatter_ glu
-    _scaled_dot_product_attention_math set_ resize_ is_same_size _local_scalar_dense lift
-    logical_xor_ xlogy heaviside tan atan atan2 acos asin sinh cosh logit hardsigmoid hardswish
-    log_sigmoid_forward threshold isin _unsafe_index_put
-        _safe_softmax threshold_ scaled_dot_product_attention
-""")
-)
-
 UNDECOMPOSED = ("aten::one_hot", "aten::scaled_dot_product_attention")
 """Composite ops that the device runs as one."""
-
-SUPPORTED_NAMESPACES = ("hpu", "c10d", "_c10d_functional", "prims")
 
 UNSUPPORTED_DTYPES = (torch.float64, torch.complex64, torch.complex128, torch.complex32)
 
@@ -113,13 +72,6 @@ INDEX_RULES = {
 }
 MASKS = (torch.bool, torch.uint8)
 PUTS = ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
-
-
-def is_supported(name: str, extra: frozenset[str], unsupported: frozenset[str]) -> bool:
-    """Whether the device runs the op itself; `name` is `aten::add`."""
-    if name in unsupported:
-        return False
-    return name in SUPPORTED or name in extra or name.partition("::")[0] in SUPPORTED_NAMESPACES
 
 
 def waits_for_data(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -1,46 +1,77 @@
 """Work that the host has submitted and not waited for: copies to the host, errors of kernels."""
 
+import random
+import threading
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Complete = Callable[[], None]
+Read = Callable[[], Tensor | None]
+"""The bytes to copy, when the card copies them; None: the source is gone."""
+
+
+Report = Callable[[str, str, str], None]
+"""Called with (kind, text, op) of a misuse."""
+
+STAGED_BYTES = 1 << 20
+"""Uploads below it are copied to a staging buffer before the call returns."""
+
+
+class Copy(NamedTuple):
+    """A submitted copy to the host."""
+
+    position: int
+    stream: object
+    target: Tensor
+    read: Read
 
 
 class WorkQueue:
     """Submitted work in order, by stream.
 
-    A copy's target holds garbage until the copy is waited for. A kernel's error is raised by the
-    next `synchronize`, not by the call that caused it.
+    A copy reaches its target when the host has waited for it, or, with `late_copy_s`, up to that
+    much later and in two parts: the runtime copies from a staging buffer on a thread of its own,
+    for which neither events nor a synchronize wait. A large asynchronous upload reads its source up
+    to that much later. A kernel's error is raised by the next `synchronize`, not by the call that
+    caused it.
     """
 
-    def __init__(self) -> None:
-        self._copies: deque[tuple[int, object, Complete]] = deque()
+    def __init__(self, report: Report, late_copy_s: float = 0.0, seed: int = 0) -> None:
+        self._report = report
+        self._late_copy_s = late_copy_s
+        self._changed_sources: deque[int] = deque()
+        """Sizes of uploads whose source changed before it was read."""
+        self._random = random.Random(seed)
+        self._copies: deque[Copy] = deque()
         self._errors: list[str] = []
         self._submitted = 0
 
     def copy(self, target: Tensor, source: Tensor, stream: object) -> None:
-        """Copy the present contents of `source` to `target` when the host waits."""
+        """Copy the present contents of `source` to `target`."""
         value = source.clone()
-        self._submit(target, stream, lambda: _write(target, value))
+        self.copy_deferred(target, stream, lambda: value)
 
-    def copy_deferred(
-        self, target: Tensor, source: Tensor, stream: object, is_valid: Callable[[], bool]
-    ) -> None:
-        """Copy `source` to `target` with its contents at the time the host waits, if valid then."""
-
-        def complete() -> None:
-            if is_valid():
-                _write(target, source)
-
-        self._submit(target, stream, complete)
-
-    def _submit(self, target: Tensor, stream: object, complete: Complete) -> None:
-        fill_with_garbage(target)
+    def copy_deferred(self, target: Tensor, stream: object, read: Read) -> None:
+        """Copy to `target` what `read` gives at the time the host waits."""
         self._submitted += 1
-        self._copies.append((self._submitted, stream, complete))
+        self._copies.append(Copy(self._submitted, stream, target, read))
+
+    def upload(self, target: Tensor, source: Tensor) -> None:
+        """An asynchronous upload, whose present contents `target` has already."""
+        size = source.numel() * source.element_size()
+        if size < STAGED_BYTES or not self._late_copy_s:
+            return
+        expected = source.clone()
+
+        def read() -> None:
+            if not torch.equal(source, expected):
+                _write(target, source)
+                self._changed_sources.append(size)
+
+        _later(self._random.uniform(0, self._late_copy_s), read)
 
     def fail(self, text: str) -> None:
         if len(self._errors) < 100:
@@ -52,23 +83,54 @@ class WorkQueue:
 
     def complete_until(self, position: int, stream: object) -> None:
         """Complete the stream's copies up to `position`."""
-        others: deque[tuple[int, object, Complete]] = deque()
-        while self._copies and self._copies[0][0] <= position:
+        self._report_changed_sources()
+        others: deque[Copy] = deque()
+        while self._copies and self._copies[0].position <= position:
             copy = self._copies.popleft()
-            if copy[1] is stream:
-                copy[2]()
+            if copy.stream is stream:
+                self._complete(copy)
             else:
                 others.append(copy)
         self._copies.extendleft(reversed(others))
 
     def complete_all(self) -> None:
         """Complete everything, then raise what went wrong on the device since the last time."""
+        self._report_changed_sources()
         while self._copies:
-            self._copies.popleft()[2]()
+            self._complete(self._copies.popleft())
         if self._errors:
             text, count = self._errors[0], len(self._errors)
             self._errors.clear()
             raise RuntimeError(f"synLaunch failed: {text} ({count} since the last synchronize)")
+
+    def _report_changed_sources(self) -> None:
+        while self._changed_sources:
+            size = self._changed_sources.popleft()
+            text = f"the source of an upload of {size} bytes changed before the runtime read it"
+            self._report("upload_source", text, "aten::copy_")
+
+    def _complete(self, copy: Copy) -> None:
+        value = copy.read()
+        if value is None:
+            return
+        if not self._late_copy_s:
+            _write(copy.target, value)
+            return
+        # The card has copied to the staging buffer; the source may change from now on.
+        staged, target = value.clone(), copy.target
+        half = len(staged) // 2 if staged.dim() else 0
+        moments = sorted(self._random.uniform(0, self._late_copy_s) for _ in range(2))
+        if half:
+            _later(moments[0], lambda: _write(target[:half], staged[:half]))
+            _later(moments[1], lambda: _write(target[half:], staged[half:]))
+        else:
+            _later(moments[1], lambda: _write(target, staged))
+
+
+def _later(delay_s: float, work: Callable[[], None]) -> None:
+    timer = threading.Timer(delay_s, work)
+    timer.daemon = True
+    timer.start()
 
 
 def _write(target: Tensor, value: Tensor) -> None:

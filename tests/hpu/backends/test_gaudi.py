@@ -15,6 +15,7 @@ from config.buckets import BucketConfig, Range
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.execution import EmulatorSettings, ExecutionConfig
+from hpu.backends import gaudi_copies
 from hpu.backends.select import select_backend
 
 TABLE = BucketConfig(
@@ -133,11 +134,64 @@ def test_a_copy_to_the_host_outlives_its_source_and_is_there_at_the_next_event()
     copy = backend.to_host(source)
     del source
     early.wait()
-    assert torch.isnan(copy).all()
+    assert copy.isnan().all()
     backend.zeros((4,), torch.float32)
     backend.event().wait()
 
     assert copy.tolist() == [7.0] * 4
+    backend.close()
+
+
+def test_a_copy_that_arrives_after_its_event_is_waited_for() -> None:
+    backend = select_backend(
+        EngineConfig("m", device="hpu-emulator", emulator=EmulatorSettings(late_copy_s=0.05))
+    )
+    source = torch.arange(64, dtype=torch.int32).to(backend.device)
+
+    for number in range(20):
+        copies = [backend.to_host(source + number), backend.to_host((source + number).float())]
+        event = backend.event()
+        while number % 2 and not event.done():
+            pass
+        event.wait()
+
+        expected = [number + i for i in range(64)]
+        assert copies[0].tolist() == copies[1].tolist() == expected
+
+    copy = backend.to_host(source)
+    backend.synchronize()
+    assert copy.tolist() == list(range(64))
+    backend.close()
+
+
+def test_a_copy_that_never_arrives_is_made_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(gaudi_copies, "ARRIVAL_TIMEOUT_S", 0.05)
+    backend = select_backend(
+        EngineConfig("m", device="hpu-emulator", emulator=EmulatorSettings(late_copy_s=3600.0))
+    )
+
+    copy = backend.to_host(torch.arange(4, dtype=torch.int32).to(backend.device))
+    backend.event().wait()
+
+    assert copy.tolist() == [0, 1, 2, 3]
+    assert "1 copies to the host have not arrived" in caplog.text
+    backend.close()
+
+
+def test_a_large_upload_is_complete_before_its_source_changes() -> None:
+    settings = EmulatorSettings(late_copy_s=0.05, is_strict=True)
+    backend = select_backend(EngineConfig("m", device="hpu-emulator", emulator=settings))
+    host = backend.host_tensor(1 << 18, torch.int32).fill_(7)
+    target = backend.zeros((1 << 18,), torch.int32)
+
+    backend.upload(target, host)
+    backend.event().wait()
+    host.fill_(8)
+    backend.synchronize()
+
+    assert bool((target == 7).all())
     backend.close()
 
 

@@ -1,7 +1,9 @@
 """Each way in which a program can hurt itself on the card, committed by a small program."""
 
+import importlib
 import multiprocessing
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -492,3 +494,71 @@ def test_21_an_event_of_one_stream_says_nothing_of_another() -> None:
         side.record_event().synchronize()
 
         assert copy.tolist() == [1.0, 1.0]
+
+
+def test_22_a_copy_arrives_after_its_event_and_in_two_parts() -> None:
+    with emulated(late_copy_s=0.05, late_copy_seed=3):
+        x = torch.ones(8, device="hpu")
+        target = torch.zeros(8)
+
+        target.copy_(x, non_blocking=True)
+        event = torch.hpu.Event()  # type: ignore[attr-defined]
+        event.record()
+        event.synchronize()
+        torch.hpu.synchronize()  # type: ignore[attr-defined]
+        at_event = target.sum()
+        deadline = time.monotonic() + 10
+        while target.sum() < 8 and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+        assert at_event == 0
+        assert target.tolist() == [1.0] * 8
+        assert x.cpu().tolist() == [1.0] * 8
+
+
+def test_22_the_source_of_a_large_upload_must_not_change_after_the_call() -> None:
+    with emulated(late_copy_s=0.01) as card:
+        for size in (1 << 17, 1 << 18):
+            target = torch.zeros(size, device="hpu", dtype=torch.int32)
+            source = torch.ones(size, dtype=torch.int32)
+
+            target.copy_(source, non_blocking=True)
+            source.fill_(2)
+            time.sleep(0.1)
+            torch.hpu.synchronize()  # type: ignore[attr-defined]
+
+            assert bool((target == (1 if size == 1 << 17 else 2)).all())
+
+        assert card.counters.counts["upload_source"] == 1
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce")
+def test_23_the_bridges_registry_says_what_falls_back() -> None:
+    with emulated() as card:
+        x, index = torch.ones(3, 40, device="hpu"), torch.tensor([0, 2]).to("hpu")
+
+        x.index_reduce(0, index, x[:2], "amax")
+        x.sort(dim=-1)
+        x[:, :37].sort(dim=-1, stable=True)
+        assert not card.counters.fallback_ops
+
+        x.index_reduce(0, index, x[:2], "amin")
+        x.index_reduce(0, index, x[:2], "amax", include_self=False)
+        x.sort(dim=-1, stable=True)
+        x.cummax(dim=-1)
+        assert card.counters.fallback_ops == {"index_reduce": 2, "sort": 1, "cummax": 1}
+
+
+def test_24_a_metric_that_is_not_registered_is_none() -> None:
+    with emulated():
+        metrics = importlib.import_module("habana_frameworks.torch.hpu.metrics")
+
+        assert metrics.metric_global("recipe_cache") is None
+        assert metrics.metric_global("graph_compilation") is not None
+        with pytest.raises(metrics.MetricNotFound), metrics.metric_localcontext("recipe_cache"):
+            pass
+
+    with emulated(variables={"PT_HPU_ENABLE_CACHE_METRICS": "1"}):
+        metrics = importlib.import_module("habana_frameworks.torch.hpu.metrics")
+
+        assert dict(metrics.metric_global("recipe_cache").stats())["TotalHit"] == 0
