@@ -39,13 +39,15 @@ and stream.cpp)."""
 
 OUT_OF_MEMORY = (
     "workspace allocation of size",
-    "graph compile failed",
-    "synlaunch failed",
     "out of memory",
     "allocation failed for size",
 )
-"""Parts of the runtime's error texts when the card's memory is full, in lower case. The runtime has
-no error type for it, and the second and third text may have other causes."""
+"""Parts of the runtime's error texts when the card's memory is full, in lower case; the runtime has
+no error type for it."""
+
+COMPILE_FAILED = "graph compile failed"
+"""Part of the text, in lower case, when the compiler refuses a recipe. Its status, often 26, is
+generic: a limit of the compiler, not necessarily memory."""
 
 
 class GaudiEvent:
@@ -230,6 +232,9 @@ class GaudiBackend(Backend):
         text = str(error).lower()
         return isinstance(error, RuntimeError) and any(word in text for word in OUT_OF_MEMORY)
 
+    def is_compile_failure(self, error: Exception) -> bool:
+        return isinstance(error, RuntimeError) and COMPILE_FAILED in str(error).lower()
+
     def synchronize(self) -> None:
         self._htcore.mark_step()
         self._hpu.synchronize()
@@ -269,7 +274,33 @@ class GaudiBackend(Backend):
             self._function = function
         assert function == self._function, "one function is captured, in many shapes"
         assert self._graphed is not None
-        return HpuGraph(self._graphed, inputs, self._htcore.mark_step)
+        try:
+            return HpuGraph(self._graphed, inputs, self._htcore.mark_step)
+        except RuntimeError:
+            self._leave_dry_run()
+            raise
+
+    def _leave_dry_run(self) -> None:
+        """After a failed capture, make the runtime execute launches again.
+
+        A capture without tensor cache is a dry run, and aborting it does not end that: launches do
+        nothing until a capture succeeds (HabanaAI/gaudi-pytorch-bridge,
+        backend/habana_device/HPUGraph.cpp). Raises ConfigError if they still do nothing then.
+        """
+        self._htcore.mark_step()
+        try:
+            # Not made on the device: that would be a launch.
+            one = torch.ones(1).to(self.device)
+            add = self._hpu.wrap_in_hpu_graph_func(lambda x: x + 1, disable_tensor_cache=True)
+            add(one)
+            found = float((add(one) * 3).cpu())
+        except RuntimeError as error:
+            raise ConfigError(f"no capture succeeds after a failed one: {error}") from error
+        if found != 6:
+            raise ConfigError(
+                "the runtime executes nothing after a failed capture (1 + 1, times 3, gave "
+                f"{found:g}): start again with fewer or smaller buckets"
+            )
 
     def prepare(self, model: nn.Module) -> nn.Module:
         self._htcore.mark_step()

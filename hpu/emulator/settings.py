@@ -34,6 +34,8 @@ class EmulatorConfig:
     """Host time of each compilation."""
     graph_bytes: int = 8 << 20
     """Device memory of one captured graph in addition to its tensors."""
+    max_graph_ops: int | None = None
+    """Most ops of a captured graph, beyond which the compiler fails; None: no limit."""
     workspace_ratio: float = 1.0
     """Workspace of a recipe, as a fraction of the bytes of its largest output."""
     default_lazy: bool = False

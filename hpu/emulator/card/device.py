@@ -57,6 +57,9 @@ class Device:
         self.stream_state = StreamState(self.clock, is_default=True)
         """State of the current stream."""
         self.recording: Recording | None = None
+        self.is_dry_run = False
+        """Nothing is executed: in a capture without tensor cache, and after such a capture has
+        failed until one succeeds."""
         self.region_depth = 0
         """Nesting depth of the regions compiled with hpu_backend."""
         self.is_serving = False
@@ -171,6 +174,14 @@ class Device:
                 rules.wrap_to_int32(out, name, self._report_misuse)
         return result
 
+    def skips_launch(self, op: str) -> bool:
+        """Whether the runtime does not execute a launch, because a capture has failed."""
+        if not self.is_dry_run or self.recording is not None:
+            return False
+        text = "a capture failed, and the process is still in its dry run: nothing is executed"
+        self.counters.misuse("dry_run", text, op)
+        return True
+
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.before_collective is not None:
             self.before_collective(func._schema.name, list(tensors_in((args, kwargs))))
@@ -180,7 +191,12 @@ class Device:
         # A recorded copy from the host keeps its current value: it is baked into the graph.
         is_recording = self.recording is not None
         inner_args, inner_kwargs = _unwrap(args, is_recording), _unwrap(kwargs, is_recording)
-        result = self.kernel(func, inner_args, inner_kwargs)
+        is_upload = _is_upload(name, args)
+        runs = not (is_upload or name in rules.VIEWS or name in rules.EMPTY)
+        if runs and self.skips_launch(name):
+            result = _result_of_nothing(func, inner_args, inner_kwargs)
+        else:
+            result = self.kernel(func, inner_args, inner_kwargs)
         for out in tensors_in(result):
             rules.check_dtype(out, name)
         wrapped = self._wrap(result, args, kwargs)
@@ -189,7 +205,6 @@ class Device:
                 self.clock.mark_written(out.allocation)
         if self.recording is not None:
             self.recording.add(func, inner_args, inner_kwargs, wrapped)
-        is_upload = _is_upload(name, args)
         if is_upload and _non_blocking(args, kwargs, 2):
             self.queue.upload(args[0].host, args[1])
         needs_recipe = name not in rules.EMPTY and not is_upload
@@ -329,6 +344,16 @@ class Device:
         self.counters.misuse(kind, text, op)
         if kind == "index_out_of_range":
             self.queue.fail(f"{op}: {text}")
+
+
+def _result_of_nothing(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an op that is not executed leaves: its target as it was, or garbage."""
+    if func._schema.is_mutable:
+        return kwargs.get("out", args[0] if args else None)
+    result = func(*args, **kwargs)
+    for out in tensors_in(result):
+        fill_with_garbage(out)
+    return result
 
 
 def _is_composite(func: Any, name: str) -> bool:

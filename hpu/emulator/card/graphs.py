@@ -126,18 +126,26 @@ class HPUGraph:
         device.close_segment()
         if device.is_serving:
             device.counters.misuse("capture_after_warmup", "a new graph is captured while serving")
-        self._graph_memory = device.memory.allocate_graph(device.config.graph_bytes)
-        self._is_dry = dry_run
+        self._is_dry = device.is_dry_run = dry_run
         device.recording = self
 
     def capture_end(self) -> None:
+        """Compile the recording. If that fails, the process stays in the capture's dry run."""
         device = self._device
         device.recording = None
         device.close_segment()
+        most = device.config.max_graph_ops
+        if most is not None and len(self._steps) > most:
+            raise RuntimeError(
+                f"Graph compile failed. synStatus=synFail 26 [Generic failure]: {len(self._steps)} "
+                f"nodes, at most {most}"
+            )
+        self._graph_memory = device.memory.allocate(device.config.graph_bytes)
+        device.is_dry_run = False
         device.counters.counts["captures"] += 1
 
     def abort(self) -> None:
-        """End a failed capture and free its memory."""
+        """End a failed capture and free its memory; the process stays in its dry run."""
         self._device.recording = None
         self.reset()
 
@@ -210,6 +218,8 @@ class HPUGraph:
     def replay(self, asynchronous: bool = False) -> None:
         """Run on the present contents of the captured tensors."""
         self._count()
+        if self._device.skips_launch("replay"):
+            return
         if self._is_static:
             self._run_static()
         else:
@@ -226,6 +236,8 @@ class HPUGraph:
     def replayV3(self, tensors: Sequence[Tensor], asynchronous: bool = False) -> None:
         """Run on the caller's tensors instead of the marked inputs."""
         self._count()
+        if self._device.skips_launch("replayV3"):
+            return
         bound: dict[int, Tensor] = {}
         for slot, given in zip(self._input_slots, tensors, strict=True):
             if slot is not None and isinstance(given, HpuTensor):

@@ -45,16 +45,6 @@ class Memory:
         self._add(size)
         return Allocation(self, size)
 
-    def allocate_graph(self, size: int) -> Allocation:
-        """The fixed memory of a captured graph."""
-        if self.in_use + size > self.limit:
-            raise RuntimeError(
-                f"Graph compile failed. 26: synStatus 26, capture needs {size} bytes, "
-                f"{self.limit - self.in_use} of {self.limit} are free"
-            )
-        self._add(size)
-        return Allocation(self, size)
-
     def reserve_workspace(self, size: int) -> None:
         """Grow the shared workspace to `size`; it never shrinks."""
         growth = size - self.workspace

@@ -1,6 +1,7 @@
 """GaudiBackend on the emulated card: the same tokens as on the CPU in each mode, and what it says
 of itself. The file that runs is the one that ships; the card is an imitation."""
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -139,6 +140,34 @@ def test_a_copy_to_the_host_outlives_its_source_and_is_there_at_the_next_event()
     backend.event().wait()
 
     assert copy.tolist() == [7.0] * 4
+    backend.close()
+
+
+def test_launches_run_after_a_failed_capture() -> None:
+    backend = select_backend(
+        EngineConfig("m", device="hpu-emulator", emulator=EmulatorSettings(is_strict=True))
+    )
+    device = torch.hpu.emulated  # type: ignore[attr-defined]
+    device.config = dataclasses.replace(device.config, max_graph_ops=2)
+    x = backend.zeros((4,), torch.float32)
+
+    with pytest.raises(RuntimeError, match="Graph compile failed") as caught:
+        backend.capture(lambda x: ((x + 1) * 2 - 1).abs(), (x,))
+    x.add_(5)
+
+    assert backend.is_compile_failure(caught.value)
+    assert not backend.is_out_of_memory(caught.value)
+    assert x.cpu().tolist() == [5.0] * 4
+    backend.close()
+
+
+def test_a_process_that_executes_nothing_after_a_failed_capture_is_told() -> None:
+    backend = select_backend(EngineConfig("m", device="hpu-emulator"))
+    device = torch.hpu.emulated  # type: ignore[attr-defined]
+    device.config = dataclasses.replace(device.config, max_graph_ops=0)
+
+    with pytest.raises(ConfigError, match="no capture succeeds after a failed one"):
+        backend.capture(lambda x: x + 1, (backend.zeros((4,), torch.float32),))
     backend.close()
 
 

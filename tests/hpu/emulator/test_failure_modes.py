@@ -200,7 +200,7 @@ def test_10_a_capture_beyond_the_card_fails() -> None:
     with emulated(memory_bytes=1 << 20, graph_bytes=1 << 21):
         x = torch.ones(2, device="hpu")
 
-        with pytest.raises(RuntimeError, match=r"Graph compile failed\. 26"):
+        with pytest.raises(RuntimeError, match=r"Allocation failed for size::2097152"):
             wrapped(twice)(x)
 
 
@@ -562,3 +562,20 @@ def test_24_a_metric_that_is_not_registered_is_none() -> None:
         metrics = importlib.import_module("habana_frameworks.torch.hpu.metrics")
 
         assert dict(metrics.metric_global("recipe_cache").stats())["TotalHit"] == 0
+
+
+def test_25_after_a_failed_capture_nothing_runs_until_one_succeeds() -> None:
+    with emulated(max_graph_ops=2) as card:
+        graph = wrapped(lambda x: x * 2 + 1 - 3, disable_tensor_cache=True)
+        x = torch.ones(4, device="hpu")
+
+        with pytest.raises(RuntimeError, match=r"Graph compile failed. synStatus=synFail 26"):
+            graph(x)
+        x.add_(1)
+        assert card.counters.counts["dry_run"] == 1
+
+        small = wrapped(twice, disable_tensor_cache=True)
+        small(x)
+        assert small(x).cpu().tolist() == [2.0] * 4
+        x.add_(1)
+        assert x.cpu().tolist() == [2.0] * 4
