@@ -95,6 +95,8 @@ class KVCache:
         ]
         model.bind_caches(self._layers, block_size)
         self._model = model
+        self._offsets = torch.arange(block_size, dtype=backend.index_dtype).to(backend.device)
+        """(block_size,)"""
         self._moves: dict[int, _BlockLists] = {}
         self._scrubbed = _BlockLists(SCRUB_SIZE, 1, backend)
 
@@ -138,11 +140,11 @@ class KVCache:
 
     def _move_part(self, sources: list[int], targets: list[int], size: int) -> None:
         old, new = self._moves[size].upload(sources, targets, pad_block=self.num_blocks)
+        old, new = self._slots(old), self._slots(new)
         for cache in (cache for pair in self._layers for cache in pair):
-            by_block = cache.view(self.num_blocks + 1, -1)
-            contents = by_block.index_select(0, old)
-            by_block.index_copy_(0, new, contents)
-            by_block.index_copy_(0, old, torch.zeros_like(contents))
+            contents = cache.index_select(0, old)
+            cache.index_copy_(0, new, contents)
+            cache.index_copy_(0, old, torch.zeros_like(contents))
             # One recipe for each cache: all are equal, and need the memory of one.
             self._backend.mark_step()
 
@@ -160,8 +162,13 @@ class KVCache:
         for start in range(0, len(blocks), SCRUB_SIZE):
             part = blocks[start : start + SCRUB_SIZE]
             (index,) = self._scrubbed.upload(part, pad_block=self.num_blocks)
+            slots = self._slots(index)
             for cache in (cache for pair in self._layers for cache in pair):
-                by_block = cache.view(self.num_blocks + 1, -1)
-                clean = torch.nan_to_num(by_block.index_select(0, index), 0.0, 0.0, 0.0)
-                by_block.index_copy_(0, index, clean)
+                clean = torch.nan_to_num(cache.index_select(0, slots), 0.0, 0.0, 0.0)
+                cache.index_copy_(0, slots, clean)
                 self._backend.mark_step()
+
+    def _slots(self, blocks: Tensor) -> Tensor:
+        """(n * block_size,): the slots of `blocks` (n,). Caches are written by slot, as a lazy
+        device copies a whole cache when a view of it is written."""
+        return (blocks.unsqueeze(1) * self.block_size + self._offsets).view(-1)

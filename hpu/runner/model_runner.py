@@ -223,7 +223,9 @@ class ModelRunner(StepRunner):
         start = self._backend.event()
         if inputs.last_token_indices is None:
             # A decode's tokens were sampled on the device; the host may not know them yet.
-            torch.index_select(self._last_tokens, 0, inputs.req_indices, out=inputs.tokens.view(-1))
+            # No `out=`, whose target would have to be a view.
+            last_tokens = self._last_tokens.index_select(0, inputs.req_indices)
+            inputs.tokens.copy_(last_tokens.view(inputs.tokens.shape))
         hidden = self._graphs.run(inputs, req_indices)
         hidden = hidden.reshape(-1, hidden.shape[-1])
         # On a lazy device the recipe ends here, whatever the launch does with the output.

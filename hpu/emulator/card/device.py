@@ -11,7 +11,7 @@ from torch import Tensor
 from hpu.emulator.card import registry, rules
 from hpu.emulator.card.acquisition import Acquisition
 from hpu.emulator.card.counters import Counters
-from hpu.emulator.card.memory import Memory
+from hpu.emulator.card.memory import Allocation, Memory
 from hpu.emulator.card.recipes import Recipes, Segment
 from hpu.emulator.card.streams import StreamState, WriteClock
 from hpu.emulator.card.tensor import (
@@ -70,6 +70,8 @@ class Device:
         self.before_collective: Callable[[str, list[Tensor]], None] | None = None
         """Called before every collective of more than one rank."""
         self._fullgraph = False
+        self._base_versions: list[Allocation] = []
+        """Of the current segment."""
         self.uids = count()
 
     def is_lazy(self) -> bool:
@@ -92,8 +94,7 @@ class Device:
                 return result
         self.acquisition.touch()
         self._check_lifetimes(name, args, kwargs)
-        if self.recording is not None:
-            self._check_view_write(func, name, args)
+        self._check_view_write(func, name, args, kwargs)
         if not self.stream_state.is_default:
             for given in device_tensors((args, kwargs)):
                 self.stream_state.check(given, name, self.counters.misuse)
@@ -114,6 +115,7 @@ class Device:
 
     def close_segment(self) -> None:
         """End the lazy segment, or this part of a compiled region, and launch it."""
+        self._base_versions.clear()
         if self.segment.close() and self.is_serving:
             ops = self.segment.last_ops
             text = f"a new recipe of {len(ops)} ops was compiled while serving"
@@ -199,7 +201,7 @@ class Device:
             result = self.kernel(func, inner_args, inner_kwargs)
         for out in tensors_in(result):
             rules.check_dtype(out, name)
-        wrapped = self._wrap(result, args, kwargs)
+        wrapped = self._wrap(name, result, args, kwargs)
         if name not in rules.VIEWS:
             for out in device_tensors(wrapped):
                 self.clock.mark_written(out.allocation)
@@ -245,7 +247,7 @@ class Device:
             return str(value)
         return type(value).__name__
 
-    def _wrap(self, result: Any, args: Any, kwargs: Any) -> Any:
+    def _wrap(self, name: str, result: Any, args: Any, kwargs: Any) -> Any:
         """CPU results as device tensors: an in-place op returns its argument, a view shares storage
         and lifetime with its base, any other result allocates memory."""
         known = {id(given.host): given for given in device_tensors((args, kwargs))}
@@ -260,7 +262,7 @@ class Device:
             base = storages.get(storage_of(value))
             if base is not None:
                 view = HpuTensor(value, self, base.allocation, base.lifetime)
-                view.is_view = True
+                view.is_view = base.is_view or name not in rules.ALIASES
                 return view
             tensor = self.from_host(value)
             storages[storage_of(value)] = tensor
@@ -331,13 +333,26 @@ class Device:
             elif name not in rules.VIEWS:
                 self.counters.misuse(lifetime.kind, lifetime.text, name)
 
-    def _check_view_write(self, func: Any, name: str, args: Any) -> None:
-        """Report an in-place write through a view during capture, which the runtime rejects."""
-        if not func._schema.is_mutable or not args or name in rules.VIEWS:
+    def _check_view_write(self, func: Any, name: str, args: Any, kwargs: Any) -> None:
+        """An in-place write to a view, which the runtime rejects during capture. In lazy mode it
+        makes a new version of the view's whole base, which lasts until the segment is launched."""
+        if not func._schema.is_mutable or name in rules.VIEWS:
             return
-        target = args[0]
-        if isinstance(target, HpuTensor) and target.is_view:
-            text = f"a view of shape {tuple(target.shape)} is changed in place inside a capture"
+        target = kwargs.get("out", args[0] if args else None)
+        if not (isinstance(target, HpuTensor) and target.is_view and self.is_lazy()):
+            return
+        shape, size = tuple(target.shape), target.allocation.size
+        if self.recording is not None:
+            text = f"a view of shape {shape} is changed in place inside a capture"
+            self.counters.misuse("view_write", text, name)
+            return
+        self._base_versions.append(self.memory.allocate(size))
+        self.counters.counts["base_versions"] += 1
+        if "out" in kwargs:
+            text = f"out= is a view of shape {shape}, which the runtime does not support"
+            self.counters.misuse("view_write", text, name)
+        elif self.is_serving:
+            text = f"a write to a view of shape {shape} copies its whole base of {size} bytes"
             self.counters.misuse("view_write", text, name)
 
     def _report_misuse(self, kind: str, text: str, op: str) -> None:

@@ -32,6 +32,9 @@ VIEWS = _names("""
     view_as lift_fresh movedim swapaxes chunk
 """)
 
+ALIASES = _names("detach alias lift_fresh")
+"""Views that the runtime treats as the tensor itself."""
+
 EMPTY = _names("empty empty_strided empty_like new_empty new_empty_strided")
 """Ops that allocate without writing."""
 

@@ -17,12 +17,14 @@ class _Layers:
 
     def __init__(self) -> None:
         self.caches: list[tuple[Tensor, Tensor]] = []
+        """By block."""
 
     def cache_shapes(self, num_blocks: int, block_size: int) -> list[tuple[Shape, Shape]]:
-        return [((num_blocks, block_size, 2, 3), (num_blocks, block_size, 2, 3))] * 2
+        return [((num_blocks * block_size, 2, 3), (num_blocks * block_size, 2, 3))] * 2
 
     def bind_caches(self, caches: list[tuple[Tensor, Tensor]], block_size: int) -> None:
-        self.caches = caches
+        shape = (-1, block_size, 2, 3)
+        self.caches = [(keys.view(shape), values.view(shape)) for keys, values in caches]
 
 
 def _cache(model: _Layers) -> KVCache:
