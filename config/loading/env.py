@@ -152,13 +152,21 @@ def hpu_environment(config: EngineConfig) -> dict[str, str]:
     device = chosen_device(config.device)
     if device not in ("hpu", "hpu-emulator"):
         return {}
+    is_lazy = hpu_mode(config).is_lazy
     variables = {
-        "PT_HPU_LAZY_MODE": str(int(hpu_mode(config).is_lazy)),
+        "PT_HPU_LAZY_MODE": str(int(is_lazy)),
         # It wraps parameters and `Tensor.to` for training; servers turn it off.
         "PT_HPU_WEIGHT_SHARING": "0",
         # Without it the recipe cache counts neither hits nor misses.
         "PT_HPU_ENABLE_CACHE_METRICS": "1",
     }
+    if is_lazy:
+        # Without it HPU graphs cannot contain collectives.
+        variables["PT_HPU_ENABLE_LAZY_COLLECTIVES"] = "true"
+    else:
+        # As in the vendor's plug-in: one recipe for all FP8 scales, and parallel compilation.
+        variables["RUNTIME_SCALE_PATCHING"] = "1"
+        variables["FUSER_ENABLE_MULTI_THREADED_INVOCATIONS"] = "1"
     recipes = os.path.join(config.cache_dir or cache_home(), "hpu-recipes")
     if device == "hpu" and "," not in recipes:
         # path, delete at start, MB: the next process reuses compiled recipes.

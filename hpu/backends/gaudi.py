@@ -169,6 +169,10 @@ class GaudiBackend(Backend):
             self.group.check(self.device)
         except (ImportError, AssertionError, RuntimeError) as error:
             raise ConfigError(self._explained(error)) from error
+        self._was_disabled = torch._dynamo.config.disable
+        if choice.is_lazy:
+            # As the vendor's plug-in does: torch's tracer does not know lazy tensors.
+            torch._dynamo.config.disable = True
         self.captures = self._mode == HPU_GRAPHS
         self._copies = HostCopies(self._hpu)
         self._hpu.manual_seed(seed)
@@ -326,11 +330,16 @@ class GaudiBackend(Backend):
                 layer.register_forward_hook(mark)
 
     def _compile(self, model: nn.Module) -> None:
-        options = {
+        options: dict[str, Any] = {
             "backend": "hpu_backend",
-            "dynamic": self._execution.compile_dynamic_shapes,
             "fullgraph": self._execution.compile_fullgraph,
         }
+        # As in the vendor's plug-in for vLLM (vllm_gaudi/utils.py): torch may trace with symbolic
+        # shapes, the back end compiles static ones all the same; `dynamic=True` is never passed.
+        if self._execution.compile_dynamic_shapes:
+            options["options"] = {"force_static_compile": True}
+        else:
+            options["dynamic"] = False
         parts: list[nn.Module] = [model]
         if self._execution.regional_compilation:
             parts = list(_regions(model))
@@ -378,6 +387,7 @@ class GaudiBackend(Backend):
     def close(self) -> None:
         self._free_graphs()
         self.group.leave()
+        torch._dynamo.config.disable = self._was_disabled
         self._on_close()
 
     def _explained(self, error: Exception) -> str:

@@ -8,6 +8,7 @@ import torch
 from config.errors import ConfigError
 from hpu.distributed.process_groups import SINGLE, ProcessGroup, Ranks, join, leave
 
+CORE = "habana_frameworks.torch.core"
 MODULE = "habana_frameworks.torch.distributed.hccl"
 
 
@@ -26,7 +27,10 @@ class GaudiGroup:
         hccl.initialize_distributed_hpu(
             world_size=ranks.world_size, rank=ranks.rank, local_rank=ranks.rank
         )
-        self.world = join("hccl", ranks)
+        # The vendor's own engine marks a step before each collective: with lazy collectives the
+        # bridge may otherwise reduce a tensor that is not computed yet (vllm-project/vllm-gaudi,
+        # distributed/device_communicators/hpu_communicator.py).
+        self.world = join("hccl", ranks, importlib.import_module(CORE).mark_step)
 
     def check(self, device: torch.device) -> None:
         """Sum over all ranks, so that a broken group fails here. Raises ConfigError with the two

@@ -3,7 +3,7 @@
 A group of one rank needs no torch.distributed: each of its collectives is a no-op.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -27,20 +27,31 @@ class ProcessGroup:
     """The ranks of one group. All of them must call the same collectives in the same order with the
     same shapes; a rank that does not hangs the group."""
 
-    __slots__ = ("_group", "_ranks", "rank", "size")
+    __slots__ = ("_group", "_mark_step", "_ranks", "rank", "size")
 
-    def __init__(self, ranks: Sequence[int] = (0,), rank: int = 0, group: Any = None) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int] = (0,),
+        rank: int = 0,
+        group: Any = None,
+        mark_step: Callable[[], None] = lambda: None,
+    ) -> None:
         """`ranks`: global rank of each member; `rank`: this process's index in `ranks`; `group`:
-        of torch.distributed, None for the world."""
+        of torch.distributed, None for the world; `mark_step`: called before each collective, on a
+        device that collects operations into recipes."""
         self._ranks = tuple(ranks)
         self._group = group
+        self._mark_step = mark_step
         self.rank = rank
         self.size = len(self._ranks)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, in place; returns `tensor`."""
-        if self.size > 1:
-            dist.all_reduce(tensor, group=self._group)
+        """The sum over all ranks; in place if `tensor` is contiguous. Returns the sum."""
+        if self.size == 1:
+            return tensor
+        tensor = tensor.contiguous()
+        self._mark_step()
+        dist.all_reduce(tensor, group=self._group)
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
@@ -50,7 +61,9 @@ class ProcessGroup:
         # The concatenated output form: the stacked one has trouble under torch.compile on HPU.
         shape = tensor.shape
         gathered = tensor.new_empty((self.size * shape[0], *shape[1:]))
-        dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self._group)
+        tensor = tensor.contiguous()
+        self._mark_step()
+        dist.all_gather_into_tensor(gathered, tensor, group=self._group)
         dim %= tensor.dim()
         return gathered.view(self.size, *shape).movedim(0, dim).flatten(dim, dim + 1)
 
@@ -60,7 +73,9 @@ class ProcessGroup:
         if self.size == 1:
             return tensor
         part = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
-        dist.reduce_scatter_tensor(part, tensor.contiguous(), group=self._group)
+        tensor = tensor.contiguous()
+        self._mark_step()
+        dist.reduce_scatter_tensor(part, tensor, group=self._group)
         return part
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
@@ -69,21 +84,26 @@ class ProcessGroup:
         if self.size == 1:
             return tensor
         received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, tensor.contiguous(), group=self._group)
+        tensor = tensor.contiguous()
+        self._mark_step()
+        dist.all_to_all_single(received, tensor, group=self._group)
         return received
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Overwrite `tensor` on all ranks with that of rank `source` of the group."""
         if self.size > 1:
+            self._mark_step()
             dist.broadcast(tensor, src=self._ranks[source], group=self._group)
         return tensor
 
     def send(self, tensor: Tensor, target: int) -> None:
         """Send `tensor` to rank `target` of the group, which must be another rank."""
+        self._mark_step()
         dist.send(tensor, dst=self._ranks[target], group=self._group)
 
     def recv(self, tensor: Tensor, source: int) -> Tensor:
         """Fill `tensor` with what rank `source` of the group sends."""
+        self._mark_step()
         dist.recv(tensor, src=self._ranks[source], group=self._group)
         return tensor
 
@@ -121,9 +141,9 @@ def group_members(tensor: int, pipeline: int, data: int) -> dict[str, list[list[
     }
 
 
-def join(backend: str, ranks: Ranks) -> ProcessGroup:
-    """Meet the other ranks, over `backend` of torch.distributed; the group of all of them.
-    RuntimeError when they do not come in time."""
+def join(backend: str, ranks: Ranks, mark_step: Callable[[], None] = lambda: None) -> ProcessGroup:
+    """Meet the other ranks, over `backend` of torch.distributed; the group of all of them, which
+    calls `mark_step` before each collective. RuntimeError when they do not come in time."""
     if ranks.world_size == 1:
         return SINGLE
     dist.init_process_group(
@@ -133,10 +153,16 @@ def join(backend: str, ranks: Ranks) -> ProcessGroup:
         world_size=ranks.world_size,
         timeout=timedelta(seconds=ranks.timeout_s),
     )
-    return ProcessGroup(range(ranks.world_size), ranks.rank)
+    return ProcessGroup(range(ranks.world_size), ranks.rank, mark_step=mark_step)
 
 
-def make_groups(*, tensor: int = 1, pipeline: int = 1, data: int = 1) -> ProcessGroups:
+def make_groups(
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    data: int = 1,
+    mark_step: Callable[[], None] = lambda: None,
+) -> ProcessGroups:
     """The groups of this process, after `join`; the three sizes multiply to the world size."""
     if tensor * pipeline * data == 1:
         return ProcessGroups()
@@ -152,7 +178,7 @@ def make_groups(*, tensor: int = 1, pipeline: int = 1, data: int = 1) -> Process
             # Every rank creates every group, in the same order: torch.distributed demands it.
             group = dist.new_group(members) if len(members) > 1 else None
             if rank in members and group is not None:
-                found[kind] = ProcessGroup(members, members.index(rank), group)
+                found[kind] = ProcessGroup(members, members.index(rank), group, mark_step)
     return ProcessGroups(**found)
 
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from config.params.sampling import MAX_LOGPROBS

@@ -77,7 +77,8 @@ def make_module(device: Device) -> ModuleType:
         world_size: int | None = None, rank: int | None = None, local_rank: int | None = None
     ) -> tuple[int, int, int]:
         """(world size, rank, local rank) from arguments or the environment; sets this process's
-        module id if there is more than one rank."""
+        module id if there is more than one rank. A local rank that nobody gives is -1: then the
+        process takes the first free card."""
         if device.acquisition.is_acquired:
             raise RuntimeError("hccl must be initialised before the first touch of the device")
         environment = device.variables.environment
@@ -86,13 +87,13 @@ def make_module(device: Device) -> ModuleType:
         for key, words in RANK_VARIABLES.items():
             value = given[key]
             texts = [environment[word] for word in words if word in environment]
-            fallback = 1 if key == "world_size" else 0
+            fallback = {"world_size": 1, "rank": 0, "local_rank": -1}[key]
             found[key] = value if value is not None else int(texts[0]) if texts else fallback
         environment.setdefault("MASTER_ADDR", "localhost")
         environment.setdefault("MASTER_PORT", "12345")
-        if found["world_size"] > 1:
+        if found["world_size"] > 1 and found["local_rank"] >= 0:
             modules = device.variables.modules()
-            environment["HLS_MODULE_ID"] = str(modules[found["local_rank"] % len(modules)])
+            environment.setdefault("HLS_MODULE_ID", str(modules[found["local_rank"]]))
             environment["ID"] = str(found["rank"])
         return found["world_size"], found["rank"], found["local_rank"]
 

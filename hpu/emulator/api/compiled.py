@@ -50,6 +50,8 @@ def patched_compile(device: Device, original: Callable[..., Any]) -> Callable[..
     def compile(model: Any = None, **options: Any) -> Any:
         if options.get("backend") != "hpu_backend":
             return original(model, **options)
+        if options.get("dynamic"):
+            device.counters.misuse("dynamic_compile", "dynamic=True is not in use on the card")
         fullgraph = bool(options.get("fullgraph", False))
         if model is None:
             return functools.partial(compile_for, device, fullgraph=fullgraph)

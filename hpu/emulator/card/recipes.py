@@ -87,6 +87,10 @@ class Segment:
         """Number of a tensor among those that the segment uses."""
         return self._values.setdefault(identity, len(self._values))
 
+    def has_ops(self) -> bool:
+        """Whether ops have been collected."""
+        return bool(self._ops)
+
     def close(self) -> bool:
         """Launch the collected ops; True if that compiled. An empty segment does nothing."""
         if not self._ops:

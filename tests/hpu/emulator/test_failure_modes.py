@@ -363,6 +363,35 @@ def _rank(store: Path, rank: int) -> None:
     os._exit(3)
 
 
+def test_15_a_lazy_collective_needs_a_mark_before_it(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ranks = [
+        context.Process(target=_unmarked_rank, args=(tmp_path / "store", rank)) for rank in (0, 1)
+    ]
+    for child in ranks:
+        child.start()
+    for child in ranks:
+        child.join(60)
+
+    assert [child.exitcode for child in ranks] == [15, 15]
+
+
+def _unmarked_rank(store: Path, rank: int) -> None:
+    """Exits with 15 if the marked sum is right and the unmarked one is garbage."""
+    with emulated(variables={"PT_HPU_ENABLE_LAZY_COLLECTIVES": "true"}) as card:
+        torch.distributed.init_process_group(
+            "hccl", init_method=f"file://{store}", rank=rank, world_size=2
+        )
+        marked, unmarked = torch.ones(1, device="hpu"), torch.ones(1, device="hpu")
+        mark_step()
+        torch.distributed.all_reduce(marked)
+        is_right = marked.item() == 2.0 and not card.counters.counts["unmarked_collective"]
+        unmarked.add_(1)
+        torch.distributed.all_reduce(unmarked)
+        is_told = card.counters.counts["unmarked_collective"] == 1
+        os._exit(15 if is_right and is_told and bool(unmarked.isnan()) else 1)
+
+
 def test_16_fp8_saturates_where_the_generation_does() -> None:
     largest = {}
     for generation in ("gaudi2", "gaudi3"):
@@ -579,3 +608,25 @@ def test_25_after_a_failed_capture_nothing_runs_until_one_succeeds() -> None:
         assert small(x).cpu().tolist() == [2.0] * 4
         x.add_(1)
         assert x.cpu().tolist() == [2.0] * 4
+
+
+def test_26_a_write_to_a_view_copies_its_base_until_the_segment_is_launched() -> None:
+    size = 1 << 20
+    with emulated(memory_bytes=8 * size) as card:
+        base = torch.zeros(size // 4, device="hpu")
+        mark_step()
+        before = card.memory.in_use
+
+        for part in base.split(size // 16):
+            part.add_(1)
+        held = card.memory.in_use - before
+        mark_step()
+        base.index_copy_(0, torch.tensor([0], dtype=torch.int32).to("hpu"), base[:1].clone())
+        mark_step()
+
+        assert held == 4 * size and card.counters.counts["base_versions"] == 4
+        assert card.memory.in_use - before <= card.memory.workspace
+        card.end_warmup()
+        base[:4].zero_()
+        torch.index_select(base.clone(), 0, torch.tensor([1]).to("hpu"), out=base[:1])
+        assert card.counters.counts["view_write"] == 2
