@@ -1,7 +1,4 @@
-"""The house rules that a reader of one file cannot see: floors, circles, ownership of our names.
-
-Needs nothing but the standard library and pytest, so that an image's build can run it.
-"""
+"""The house rules that a reader of one file cannot see: floors, circles, ownership of our names."""
 
 import ast
 import sys
