@@ -102,7 +102,7 @@ class CountBody(Body):
         "mcp_servers": ([],),
     }
 
-    model: str | None = Field(None, description="A served name; null is the first one.")
+    model: str | None = Field(None, description="A served name; default: the first one.")
     messages: Annotated[Messages, WithJsonSchema(_MESSAGES)]
     system: Annotated[str | Blocks | None, WithJsonSchema(_SYSTEM)] = None
     tools: Annotated[Tools | None, WithJsonSchema(_TOOLS)] = None

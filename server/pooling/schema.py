@@ -47,18 +47,18 @@ class PoolingBody(Body):
 
     unsupported: ClassVar[Unsupported] = UNSUPPORTED
 
-    model: str | None = Field(None, description="A served name; null is the first one.")
+    model: str | None = Field(None, description="A served name; default: the first one.")
     user: str | None = None
     truncate_prompt_tokens: Integer | None = Field(
-        None, description="Cut longer inputs to so many tokens; -1: to what the model takes."
+        None, description="Maximum tokens of an input, which is cut; -1: the model's."
     )
     truncation_side: Literal["left", "right"] | None = Field(
-        None, description="Where a longer input is cut; null is right: its beginning is kept."
+        None, description="The side that is cut off; default right: the beginning is kept."
     )
     use_activation: bool | None = Field(
         None,
-        description="Vectors of length 1; numbers between 0 and 1 for scores and classes. null: as "
-        "the model was made for.",
+        description="Vectors of length 1; numbers between 0 and 1 for scores and classes. null: "
+        "the model's default.",
     )
     normalize: bool | None = Field(None, description="An older name of use_activation.")
     priority: Integer | None = None
@@ -96,10 +96,10 @@ class _Prompts(Body):
 
     input: Annotated[Any, WithJsonSchema(prompts_schema(MAX_INPUTS))]
     add_special_tokens: bool | None = Field(
-        None, description="Whether special tokens are put around a text; null is true."
+        None, description="Whether special tokens are put around a text; default true."
     )
     prompt_name: str | None = Field(
-        None, description="Which of the model's prompts goes before each text; null: its default."
+        None, description="The model's prompt to put before each text; null: its default."
     )
 
     @property
@@ -151,7 +151,7 @@ class PoolBody(EmbeddingBody):
     """Texts or token ids, and the task."""
 
     task: Literal["embed", "token_embed", "classify", "score"] | None = Field(
-        None, description="null: the first of these that the model can."
+        None, description="null: the first of these that the model supports."
     )
 
 
@@ -175,10 +175,10 @@ class PairBody(PoolingBody):
     """Fields of all requests for scores."""
 
     max_tokens_per_query: Integer | None = Field(
-        None, description="Cut longer first texts to so many tokens."
+        None, description="Maximum tokens of a first text, which is cut."
     )
     max_tokens_per_doc: Integer | None = Field(
-        None, description="Cut longer second texts to so many tokens."
+        None, description="Maximum tokens of a second text, which is cut."
     )
 
     def check(self) -> None:
@@ -244,8 +244,12 @@ class RerankBody(PairBody):
 
     query: TextField
     documents: TextsField
-    top_n: Integer | None = Field(None, description="The best so many; null or 0: all.")
-    return_documents: bool | None = Field(None, description="null is true.")
+    top_n: Integer | None = Field(
+        None, description="Number of documents returned, best first; null or 0: all."
+    )
+    return_documents: bool | None = Field(
+        None, description="Whether results contain the documents; default true."
+    )
 
     def check(self) -> None:
         super().check()

@@ -142,9 +142,11 @@ class ResponseBody(GenerationBody):
     input: Annotated[Any, WithJsonSchema(_INPUT)] = None
     instructions: str | None = Field(None, description="Not inherited by the next response.")
     previous_response_id: str | None = None
-    max_output_tokens: Integer | None = Field(None, description="null is the rest of the context.")
-    max_tool_calls: Integer | None = Field(None, description="Of hosted tools: there are none.")
-    top_logprobs: Integer | None = Field(None, description=f"Needs include to hold {WITH_LOGPROBS}")
+    max_output_tokens: Integer | None = Field(None, description="Default: the rest of the context.")
+    max_tool_calls: Integer | None = Field(
+        None, description="For hosted tools, of which there are none."
+    )
+    top_logprobs: Integer | None = Field(None, description=f"Needs include: {WITH_LOGPROBS}.")
     include: Strings | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None

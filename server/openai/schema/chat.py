@@ -143,8 +143,10 @@ class ChatBody(ChatPromptBody, GenerationBody):
         "suffix": ("",),
     }
 
-    max_completion_tokens: Integer | None = Field(None, description="Wins over max_tokens.")
-    max_tokens: Integer | None = Field(None, description="null is the rest of the context.")
+    max_completion_tokens: Integer | None = Field(
+        None, description="Takes precedence over max_tokens."
+    )
+    max_tokens: Integer | None = Field(None, description="Default: the rest of the context.")
     logprobs: bool | None = None
     top_logprobs: Integer | None = None
     parallel_tool_calls: bool | None = None

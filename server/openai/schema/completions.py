@@ -41,10 +41,10 @@ class CompletionBody(GenerationBody):
     }
 
     prompt: Annotated[Any, WithJsonSchema(prompts_schema(MAX_PROMPTS))]
-    max_tokens: Integer | None = Field(None, description=f"null is {DEFAULT_MAX_TOKENS}")
+    max_tokens: Integer | None = Field(None, description=f"Default {DEFAULT_MAX_TOKENS}.")
     logprobs: Integer | None = None
     best_of: Integer | None = Field(
-        None, description="Choices drawn for each prompt, of which the n likeliest are answered."
+        None, description="Choices generated for each prompt; the n most likely ones are returned."
     )
 
     def check(self) -> None:

@@ -15,9 +15,9 @@ _NO_EFFECT = "Accepted without effect."
 SHARED: Mapping[str, str] = {
     # The prompt.
     "messages": "The conversation, at least one message.",
-    "documents": "For the chat template.",
+    "documents": "Variable for the chat template.",
     "add_generation_prompt": "Whether the prompt ends with the start of an answer; default true.",
-    "continue_final_message": "Go on with the last message; not beside add_generation_prompt true.",
+    "continue_final_message": "Continue the last message; not with add_generation_prompt true.",
     "chat_template": "Template of this request; only with `--trust-request-chat-template`.",
     "chat_template_kwargs": "Variables for the chat template.",
     "add_special_tokens": "Whether the tokenizer adds its own, such as a BOS; default false.",
@@ -49,7 +49,7 @@ SHARED: Mapping[str, str] = {
     "logit_bias": "Token id, as a string, to -100 (never) to 100 (always).",
     "bad_words": "Texts that are never generated.",
     "allowed_token_ids": "The only tokens that may be generated.",
-    "length_penalty": "Exponent of the length that a beam's score is divided by; default 1.",
+    "length_penalty": "A beam's score is divided by its length to this power; default 1.",
     # Structured output.
     "response_format": "text, json_object, json_schema or structural_tag.",
     "structured_outputs": "One of json, json_object, regex, choice, grammar, structural_tag.",
@@ -66,9 +66,10 @@ SHARED: Mapping[str, str] = {
     # The answer.
     "stream": "Server-sent events instead of one answer; default false.",
     "stream_options": "Only with stream.",
-    "include_usage": "A last chunk without choices that has the usage.",
-    "continuous_usage_stats": "The usage so far in every chunk; needs include_usage.",
-    "prompt_logprobs": f"0 to {MAX_LOGPROBS}: of each prompt token; not with stream.",
+    "include_usage": "Send a last chunk without choices that has the usage.",
+    "continuous_usage_stats": "Every chunk has the usage so far; needs include_usage.",
+    "prompt_logprobs": f"0 to {MAX_LOGPROBS}: number of most likely tokens to return for each "
+    "prompt token; not with stream.",
     "echo": "Return the prompt (in a chat, the last message) before the answer; default false.",
     "skip_special_tokens": "Leave control tokens out of the text; default true.",
     "spaces_between_special_tokens": "Only for tokenizers that add spaces there; default true.",
@@ -76,7 +77,7 @@ SHARED: Mapping[str, str] = {
     "return_tokens_as_token_ids": "Log-probabilities name tokens as `token_id:5`; default false.",
     "return_token_strs": "Also return the text of each token; default false.",
     # The request itself.
-    "model": "A served name; null is the first one.",
+    "model": "A served name; default: the first one.",
     "priority": "Lower is served first; other than 0 only with `--scheduling-policy priority`.",
     "request_id": f"Part of the answer's id: 1 to {MAX_REQUEST_ID_CHARACTERS} visible characters.",
     "cache_salt": f"Prompts with the same salt share cached blocks: 1 to {MAX_SALT_CHARACTERS} "
@@ -92,7 +93,7 @@ SHARED: Mapping[str, str] = {
     # Vectors and scores.
     "input": f"A text or token ids, or a list of up to {MAX_INPUTS} of either.",
     "encoding_format": "float (the default), or base64: little-endian float32.",
-    "dimensions": "Shorter vectors, where the model was trained for them.",
+    "dimensions": "Length of the vectors, for models that were trained for shorter ones.",
     "task": "null: the first of these that the model supports.",
     # Tokens.
     "tokens": "Token ids.",
@@ -102,11 +103,12 @@ SHARED: Mapping[str, str] = {
 OVERRIDES: Mapping[str, Mapping[str, str]] = {
     "ChatBody": {
         "logprobs": "Log-probabilities of the generated tokens; default false.",
-        "top_logprobs": f"0 to {MAX_LOGPROBS}: so many likeliest tokens too; needs logprobs.",
+        "top_logprobs": f"0 to {MAX_LOGPROBS}: number of most likely tokens per position; needs "
+        "logprobs.",
     },
     "CompletionBody": {
         "add_special_tokens": "Whether a text gets the tokenizer's own; default true.",
-        "logprobs": f"0 to {MAX_LOGPROBS}: so many likeliest tokens of each position.",
+        "logprobs": f"0 to {MAX_LOGPROBS}: number of most likely tokens per position.",
     },
     "ResponseBody": {
         "background": "Return at once and generate in the background; needs store.",
@@ -136,7 +138,7 @@ OVERRIDES: Mapping[str, Mapping[str, str]] = {
     },
     "RerankBody": {
         "documents": "The texts to rank.",
-        "query": "The text that they are ranked by.",
+        "query": "The text that the documents are compared with.",
     },
     "TokenizeTextBody": {
         "add_special_tokens": "Whether the tokenizer adds its own; default true.",

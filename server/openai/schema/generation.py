@@ -87,7 +87,7 @@ class GenerationBody(Body):
 
     unsupported: ClassVar[Unsupported] = UNSUPPORTED
 
-    model: str | None = Field(None, description="A served name; null is the first one.")
+    model: str | None = Field(None, description="A served name; default: the first one.")
     n: Integer | None = None
     temperature: float | None = None
     top_p: float | None = None

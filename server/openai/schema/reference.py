@@ -1,13 +1,12 @@
 """Tables of docs/api.md, generated from the schemas: `python -m server.openai.schema.reference`.
-`python -m server.openai.schema.reference`.
 
 The page's text is written by hand; each table lies between two comments, the first of which names
-the body.
+the body. `beyond` another body leaves out the fields that both have: they are only listed.
 """
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,45 +17,81 @@ from server.openai.schema.field_docs import add_descriptions
 from server.openai.schema.generation import Body
 
 PATH = Path(__file__).parents[3] / "docs" / "api.md"
-TABLES = re.compile(r"(<!-- fields of (\w+) -->\n).*?(<!-- end of fields -->\n)", re.DOTALL)
+TABLES = re.compile(
+    r"(<!-- fields of (\w+)(?: beyond (\w+))? -->\n).*?(<!-- end of fields -->\n)", re.DOTALL
+)
+Rows = dict[str, str]
+"""Table rows by field."""
 
 
 def with_tables(page: str) -> str:
     """The page with every table as the code has it now. Raises KeyError for an unknown body."""
     bodies = {body.__name__: body for body in BODIES}
-    return TABLES.sub(lambda found: f"{found[1]}\n{_fields(bodies[found[2]])}\n{found[3]}", page)
+
+    def table(found: re.Match[str]) -> str:
+        opening, name, base, end = found.groups()
+        text = _fields(bodies[name], bodies[base] if base else None)
+        return f"{opening}\n{text}\n{end}"
+
+    return TABLES.sub(table, page)
 
 
-def _fields(body: type[Body]) -> str:
-    """A table of the body, one of each object that it holds, and what it refuses."""
-    _, made = models_json_schema([(body, "validation")])
-    definitions: dict[str, Any] = made["$defs"]
-    add_descriptions(definitions)
-    own = definitions.pop(body.__name__)
-    parts = [_table_of(own)]
-    for name, definition in definitions.items():
-        if definition.get("properties"):
-            parts.append(f"`{name}`:\n\n{_table_of(definition)}")
+def _fields(body: type[Body], base: type[Body] | None) -> str:
+    """A table of the body's own fields, one of each object that it has, the names of the fields
+    that it shares with `base`, and what it refuses."""
+    own, objects = _rows_of(body)
+    base_rows, base_objects = _rows_of(base) if base else ({}, {})
+    shared = [name for name, row in own.items() if base_rows.get(name) == row]
+    parts = [_table({name: row for name, row in own.items() if name not in shared})]
+    parts += [
+        f"`{name}`:\n\n{_table(rows)}"
+        for name, rows in objects.items()
+        if base_objects.get(name) != rows
+    ]
+    if shared:
+        parts.append(f"As described above: {_listed(shared)}.\n")
     if body.unsupported:
-        names = ", ".join(f"`{name}`" for name in sorted(body.unsupported))
         parts.append(
-            f"Refused with a 400, unless the value is null or asks for nothing: {names}.\n"
+            "Refused with a 400, unless the value is null or asks for nothing: "
+            f"{_listed(sorted(body.unsupported))}.\n"
         )
     return "\n".join(parts)
 
 
-def _table_of(definition: Mapping[str, Any]) -> str:
+def _rows_of(body: type[Body]) -> tuple[Rows, dict[str, Rows]]:
+    """The rows of the body without the fields that it refuses, and those of its objects."""
+    _, made = models_json_schema([(body, "validation")])
+    definitions: dict[str, Any] = made["$defs"]
+    add_descriptions(definitions)
+    tables = {
+        name: _rows(definition)
+        for name, definition in definitions.items()
+        if definition.get("properties")
+    }
+    own = tables.pop(body.__name__)
+    return {name: row for name, row in own.items() if name not in body.unsupported}, tables
+
+
+def _rows(definition: Mapping[str, Any]) -> Rows:
     required = definition.get("required", ())
-    # What must be there comes first.
+    # Required fields come first.
     names = sorted(definition["properties"], key=lambda name: name not in required)
-    rows = ["| field | type | meaning |\n| --- | --- | --- |\n"]
+    rows = {}
     for name in names:
         schema = definition["properties"][name]
         text = (
             f"**Required.** {schema['description']}" if name in required else schema["description"]
         )
-        rows.append(f"| `{name}` | {type_of(schema)} | {text} |\n")
-    return "".join(rows)
+        rows[name] = f"| `{name}` | {type_of(schema)} | {text} |\n"
+    return rows
+
+
+def _table(rows: Rows) -> str:
+    return "| field | type | meaning |\n| --- | --- | --- |\n" + "".join(rows.values())
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def type_of(schema: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from http_rig import in_memory
 
 from server.anthropic.schema import CountBody
 from server.http.openapi import BODIES
+from server.openai.schema.generation import Body
 from server.openai.schema.reference import PATH, TABLES, type_of, with_tables
 from server.pooling.schema import (
     ClassifyBody,
@@ -25,10 +26,23 @@ LIKE_OTHERS = (CountBody, EmbeddingChatBody, PoolBody, PoolChatBody, ClassifyBod
 
 
 def test_the_tables_of_all_bodies_are_what_the_code_says() -> None:
-    named = [name for _, name, _ in TABLES.findall(PAGE)]
+    named = [name for _, name, *_ in TABLES.findall(PAGE)]
 
     assert set(named) == {body.__name__ for body in BODIES if body not in LIKE_OTHERS}
     assert with_tables(PAGE) == PAGE, "run `python -m server.openai.schema.reference`"
+
+
+@pytest.mark.parametrize("body", [one for one in BODIES if one not in LIKE_OTHERS])
+def test_a_section_names_every_field_of_its_body(body: type[Body]) -> None:
+    (section,) = (found[0] for found in TABLES.finditer(PAGE) if found[2] == body.__name__)
+
+    first_table = section.split("\n`")[0]
+    own = re.findall(r"^\| `(\w+)` \|", first_table, re.MULTILINE)
+    lines = re.findall(r"^(?:As described above|Refused).*$", section, re.MULTILINE)
+    listed = re.findall(r"`(\w+)`", "\n".join(lines))
+
+    assert set(body.model_fields) <= {*own, *listed}
+    assert set(own).isdisjoint(listed)
 
 
 async def test_every_route_is_in_the_page() -> None:
