@@ -24,7 +24,11 @@ from server.cli.plan import plan_parser
 ROOT = Path(__file__).parents[1]
 API = ROOT / "docs" / "api.md"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "benchmarks").glob("*.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 MANIFESTS = ("compose.yaml", "compose.local.yaml", "kubernetes.yaml")
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NEXT = re.compile(r"^```(\w+)\n(.*?)^```\n(.*?)(?=^```|\Z)", re.MULTILINE | re.DOTALL)
