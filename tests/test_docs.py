@@ -71,6 +71,35 @@ def test_links_lead_to_files(page: Path) -> None:
     assert missing == []
 
 
+def test_the_index_has_every_page_once() -> None:
+    index = (ROOT / "docs/README.md").read_text(encoding="utf-8")
+
+    linked = re.findall(r"\]\(([^)/#]+\.md)\)", index)
+
+    pages = [page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md"]
+    assert sorted(linked) == sorted(pages)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that a reader of a page can link to, as GitHub forms them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_with_an_anchor_lead_to_a_heading(page: Path) -> None:
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    links = re.findall(r"\]\(([^)#:\s]*)#([^)]+)\)", text)
+
+    missing = [
+        f"{file}#{anchor}"
+        for file, anchor in links
+        if anchor not in anchors(page.parent / file if file else page)
+    ]
+
+    assert missing == []
+
+
 def test_the_files_that_the_pages_name_exist() -> None:
     folders = "benchmarks|config|deploy|docs|engine|hpu|server|tests"
     path = re.compile(rf"(?<![\w/])(?:{folders})/[\w/.-]*[\w/]")
