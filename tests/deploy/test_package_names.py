@@ -1,13 +1,15 @@
 """deploy/package_names.py finds a distribution that owns one of our top-level packages."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "deploy" / "package_names.py"
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "deploy" / "package_names.py"
 
 
 def run(site: Path) -> subprocess.CompletedProcess[str]:
@@ -51,6 +53,20 @@ def test_another_owner_of_a_package_is_named(
     assert done.stderr == (
         "package_names: intruder has a top-level package engine; uninstall intruder\n"
     )
+
+
+def test_every_package_of_the_wheel_is_guarded(tmp_path: Path) -> None:
+    pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (include,) = re.findall(r"^include = \[(.*)\]$", pyproject, re.MULTILINE)
+    packages = re.findall(r'"(\w+)"', include)
+
+    for name in packages:
+        distribution(tmp_path, f"owner_of_{name}", f"{name}\n", f"{name}/__init__.py")
+    told = run(tmp_path).stderr.splitlines()
+
+    assert len(packages) == 4
+    assert len(told) == 4
+    assert all(any(f"package {name};" in line for line in told) for name in packages)
 
 
 def test_a_package_below_the_top_level_is_no_conflict(tmp_path: Path) -> None:
