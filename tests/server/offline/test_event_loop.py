@@ -43,6 +43,7 @@ async def test_it_works_inside_a_running_loop(background: BackgroundLoop) -> Non
     assert background.run(answer()) == 42
 
 
+@pytest.mark.usefixtures("ctrl_c_raises")
 def test_ctrl_c_cancels_the_call_and_waits_until_it_has_cleaned_up(
     background: BackgroundLoop,
 ) -> None:

@@ -203,6 +203,7 @@ async def test_it_works_inside_a_running_loop(llm: LLM) -> None:
     assert output.finished
 
 
+@pytest.mark.usefixtures("ctrl_c_raises")
 def test_ctrl_c_takes_everything_out_of_the_engine(llm: LLM) -> None:
     timer = threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT])
     timer.start()
