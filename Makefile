@@ -4,8 +4,9 @@ PYTHON ?= python3
 PORT ?= 8000
 MODEL ?=
 ARGS ?=
-# For example https://download.pytorch.org/whl/cpu, which has torch without CUDA.
-TORCH_INDEX ?=
+# TORCH_INDEX is an index for torch; empty or `none`: as pip finds it; not given: deploy/torch_build.py
+# chooses.
+TORCH_CHOICE = deploy/torch_build.py $(if $(filter undefined,$(origin TORCH_INDEX)),,--index '$(TORCH_INDEX)')
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,7 +21,7 @@ help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PORT=$(PORT)  MODEL=folder, .gguf file or hub id  ARGS='more flags'"
-	@echo "  PYTHON=$(PYTHON)  TORCH_INDEX=https://download.pytorch.org/whl/cpu for torch without CUDA"
+	@echo "  PYTHON=$(PYTHON)  TORCH_INDEX=URL for another build of torch, none for the one that pip finds"
 
 install: $(VENV)/.installed ## Create .venv with everything for the CPU back end and the tests
 
@@ -33,7 +34,7 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@# A .venv made by install-hpu stays one: the cpu extra would put another torch into it.
 	@if test -f $(VENV)/vendor.txt; then exec $(MAKE) --no-print-directory install-hpu; fi; \
 	echo "Installing gaudiserve and its dependencies into $(VENV); the first time takes some minutes"; \
-	$(PIP) install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --editable '.[cpu,dev]'
+	torch=$$($(BIN)/python $(TORCH_CHOICE)) && $(PIP) install $$torch --editable '.[cpu,dev]'
 	@# Where a compiler is there, the first start has nothing left to compile.
 	@$(BIN)/python -m hpu.native.library
 	@touch $@
@@ -59,8 +60,8 @@ test-slow: $(VENV)/.installed ## The tests that take minutes
 $(CLIENTS)/.installed: pyproject.toml
 	@echo "Installing other makers' clients into $(CLIENTS)"
 	@$(PYTHON) -m venv $(CLIENTS)
-	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install \
-		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --editable '.[clients]'
+	@torch=$$($(CLIENTS)/bin/python $(TORCH_CHOICE)) && \
+	$(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install $$torch --editable '.[clients]'
 	@touch $@
 
 $(NODE_CLIENT)/node_modules: $(NODE_CLIENT)/package-lock.json

@@ -1,0 +1,136 @@
+"""Chooses where pip takes torch from: without an NVIDIA GPU the CPU build, which avoids a download
+of gigabytes of CUDA. Prints the flags for pip, and on stderr one line that says which and why.
+
+Imports only the standard library: it runs before anything is installed.
+"""
+
+import argparse
+import contextlib
+import importlib.metadata
+import re
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable
+from http.client import HTTPException
+from pathlib import Path
+
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+INDEX_TIMEOUT_S = 2.0
+PIP_TIMEOUT_S = 20.0
+GPU_TIMEOUT_S = 10.0
+AS_PIP_FINDS = ("", "none")
+
+
+def choose(
+    version: str,
+    *,
+    index: str | None,
+    installed: str | None,
+    has_gpu: Callable[[], bool],
+    offered: Callable[[], list[str]],
+    answers: Callable[[str], bool],
+) -> tuple[str | None, str]:
+    """(index for pip or None, reason) for torch `version`.
+
+    `index` is the user's own (None: not given; empty or `none`: as pip finds torch), `installed`
+    the version that is there, `offered` the versions that pip finds. Asks no more than it needs.
+    """
+    if installed is not None and installed.partition("+")[0] == version:
+        return None, f"torch {installed} is installed already; for another build: make clean"
+    if index is not None:
+        if index.strip().lower() in AS_PIP_FINDS:
+            return None, f"torch {version} as pip finds it, by TORCH_INDEX"
+        return index, f"torch {version} from {index}, by TORCH_INDEX"
+    if has_gpu():
+        return None, f"torch {version} with CUDA, as pip finds it: there is an NVIDIA GPU"
+    if any(one.startswith(f"{version}+cpu") for one in offered()):
+        return None, f"torch {version}+cpu, as pip finds it: there is no NVIDIA GPU"
+    if answers(CPU_INDEX):
+        return CPU_INDEX, f"torch {version}+cpu from {CPU_INDEX}: there is no NVIDIA GPU"
+    return None, (
+        f"torch {version} as pip finds it, which may be gigabytes with CUDA: {CPU_INDEX} did not "
+        f"answer within {INDEX_TIMEOUT_S:g} s; name another index by TORCH_INDEX=URL"
+    )
+
+
+def pinned(pyproject: str) -> str:
+    """The version of torch in the text of pyproject.toml (Python 3.10 has no TOML reader)."""
+    found = re.search(r'^cpu = \["torch==([\d.]+)"\]', pyproject, re.MULTILINE)
+    assert found is not None, "pyproject.toml pins no torch in its extra `cpu`"
+    return found[1]
+
+
+def has_nvidia_gpu(
+    devices: Path = Path("/dev"), command: tuple[str, ...] = ("nvidia-smi", "-L")
+) -> bool:
+    """Whether the driver shows a GPU: as a device, or (WSL has none) to its own tool."""
+    if any(devices.glob("nvidia[0-9]*")):
+        return True
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=GPU_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0 and "GPU " in done.stdout
+
+
+def offered_versions() -> list[str]:
+    """The versions of torch that pip finds with its own settings; none if it cannot say."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    command += ["--retries", "0", "index", "versions", "torch"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PIP_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return re.findall(r"\d[^\s,()]*", done.stdout)
+
+
+def index_answers(index: str, timeout_s: float = INDEX_TIMEOUT_S) -> bool:
+    """Whether a package index has torch and says so in time."""
+    found: list[bool] = []
+
+    def ask() -> None:
+        request = urllib.request.Request(f"{index}/torch/", method="HEAD")
+        # Any other status than 2xx raises an OSError, and so do networks.
+        with (
+            contextlib.suppress(OSError, HTTPException),
+            urllib.request.urlopen(request, timeout=timeout_s),
+        ):
+            found.append(True)
+
+    # On a thread, because the time limit of urlopen does not hold for name servers and redirects.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(timeout_s)
+    return bool(found)
+
+
+def installed_version() -> str | None:
+    """The version of torch in this environment."""
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def main(arguments: list[str]) -> None:
+    """Print the flags for pip."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--index", help="the user's choice: a URL; empty or none: as pip finds")
+    pyproject = Path(__file__).parents[1] / "pyproject.toml"
+    index, reason = choose(
+        pinned(pyproject.read_text(encoding="utf-8")),
+        index=parser.parse_args(arguments).index,
+        installed=installed_version(),
+        has_gpu=has_nvidia_gpu,
+        offered=offered_versions,
+        answers=index_answers,
+    )
+    print(reason, file=sys.stderr)
+    if index is not None:
+        print("--extra-index-url", index)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
