@@ -116,6 +116,9 @@ class EngineConfig:
         )
     )
     revision: str | None = setting(None, "Branch, tag or commit of a Hugging Face model")
+    download_dir: str | None = setting(
+        None, "Folder for models of the Hugging Face hub; none: the hub's own cache (HF_HOME)"
+    )
     dtype: str = setting(
         "auto",
         "Data type of weights and activations",

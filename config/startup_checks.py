@@ -2,12 +2,14 @@
 against the checkpoint. Imports no torch and opens no device."""
 
 import importlib.metadata
+from dataclasses import replace
 from pathlib import Path
 
 from config.checkpoint.shapes import check_weights
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.loading.env import is_installed
+from config.model.architectures import decoder_spec
 from config.model.model_config import BLOCKS, ModelConfig, read_model_config
 from config.model.pooler import PoolerConfig, choose_pooler
 
@@ -34,8 +36,19 @@ def check_device(device: str) -> None:
 
 def check_checkpoint(config: EngineConfig, folder: str) -> None:
     """Raise ConfigError for a model that cannot be served with `config`."""
+    facts, pooler = check_model_config(config, folder)
+    check_weights(facts, pooler)
+
+
+def check_model_config(
+    config: EngineConfig, folder: str
+) -> tuple[ModelConfig, PoolerConfig | None]:
+    """The same without its weights, which need not be there yet."""
     facts = read_model_config(folder)
     pooler = choose_pooler(config, facts)
+    if facts.encoder is None:
+        # For the name alone: it may say 10^9 layers, which the weights will show to be wrong.
+        decoder_spec(replace(facts, num_layers=0, window_layers=()), has_head=pooler is None)
     choose_context(config, facts, pooler)
     if config.quantization is not None and pooler is not None:
         raise ConfigError(
@@ -46,7 +59,7 @@ def check_checkpoint(config: EngineConfig, folder: str) -> None:
         raise ConfigError(
             f"quantization is gguf, and {folder} was made from no GGUF file: give one as the model"
         )
-    check_weights(facts, pooler)
+    return facts, pooler
 
 
 def choose_context(config: EngineConfig, facts: ModelConfig, pooler: PoolerConfig | None) -> int:

@@ -4,7 +4,11 @@ A file is 8 bytes with the header's length, the header in JSON, and the tensors'
 https://github.com/huggingface/safetensors#format
 """
 
-from collections.abc import Mapping
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -19,6 +23,7 @@ PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 MAX_HEADER_BYTES = 32 * 2**20
 """The library reads up to 100 MB. The header of 90,000 tensors in one file has 12 MB."""
 _LENGTH_BYTES = 8
+_CLASS_NAME = re.compile(r"[A-Z][A-Za-z0-9_]{1,100}")
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Tensor name -> shape."""
@@ -34,13 +39,44 @@ def weight_files(folder: Path) -> list[Path]:
     files = sorted(folder.glob("*.safetensors"))
     if files:
         return files
-    pickled = sorted(file.name for pattern in PICKLED for file in folder.glob(pattern))
-    if pickled:
-        raise ConfigError(
-            f"{folder} holds its weights only as pickles ({pickled[0]}), which can run code when "
-            "they are read; it needs safetensors"
-        )
-    raise ConfigError(f"{folder} holds no safetensors files")
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    raise incomplete(str(folder), sorted(names), folder / "config.json")
+
+
+def incomplete(model: str, names: Sequence[str], config: Path) -> ConfigError:
+    """The error for a model whose files `names` are not a checkpoint in safetensors. Its `config`
+    may be there, and says how to convert pickles."""
+    missing = [] if "config.json" in names else ["config.json"]
+    if not any(name.endswith(".safetensors") for name in names):
+        missing.append("*.safetensors")
+        pickled = [name for name in names if any(fnmatch(name, one) for one in PICKLED)]
+        if pickled:
+            return ConfigError(
+                f"{model} has its weights only as pickles ({pickled[0]}), which can run code when "
+                "they are read and are never read here. If you trust it, convert it and serve the "
+                f"new folder: {_conversion(model, config)}"
+            )
+        gguf = [name for name in names if name.lower().endswith(".gguf")]
+        if gguf:
+            return ConfigError(
+                f"{model} has no {' and no '.join(missing)}, but {gguf[0]}: give the path of one "
+                "GGUF file"
+            )
+    return ConfigError(f"{model} has no {' and no '.join(missing)}")
+
+
+def _conversion(model: str, config: Path) -> str:
+    """A command that writes `model` in safetensors into a new folder of the working directory."""
+    architectures = read_json(config).get("architectures") if config.is_file() else None
+    name = architectures[0] if isinstance(architectures, list) and architectures else None
+    if not isinstance(name, str) or not _CLASS_NAME.fullmatch(name):
+        name = "AutoModelForCausalLM"
+    source, target = json.dumps(model), json.dumps(f"{Path(model).name}-safetensors")
+    code = (
+        f"import transformers as t; [c.from_pretrained({source}).save_pretrained({target}) "
+        f"for c in (t.{name}, t.AutoTokenizer)]"
+    )
+    return f"{shlex.quote(sys.executable)} -c {shlex.quote(code)}"
 
 
 def _indexed(index: Path) -> list[Path]:

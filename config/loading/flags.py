@@ -158,7 +158,7 @@ ABSENT = frozenset(
     (
         *("enable-lora", "lora-modules", "max-loras", "max-lora-rank"),
         *("kv-cache-dtype", "speculative-config", "swap-space", "cpu-offload-gb"),
-        *("tokenizer", "tokenizer-mode", "load-format", "download-dir", "hf-overrides"),
+        *("tokenizer", "tokenizer-mode", "load-format", "hf-overrides"),
         *("ssl-keyfile", "ssl-certfile", "root-path"),
     )
 )

@@ -107,15 +107,17 @@ def _serve(argv: list[str]) -> int:
 def _resolve(engine: EngineConfig, server: ServerConfig, report: Report) -> str:
     """Download and convert the checkpoint; returns its folder."""
     from config.checkpoint.resolve import resolve
-    from config.startup_checks import check_checkpoint
+    from config.startup_checks import check_checkpoint, check_model_config
 
     folder = resolve(
         engine.model,
         revision=engine.revision,
         cache_dir=engine.cache_dir,
+        download_dir=engine.download_dir,
         dtype=engine.dtype,
         keep_blocks=engine.quantization == "gguf",
         report=report,
+        check=partial(check_model_config, engine),
     )
     check_checkpoint(engine, folder)
     if not server.skip_tokenizer_init:

@@ -6,6 +6,7 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +19,7 @@ from config.model.model_config import read_model_config
 from config.params.beam_search import BeamSearchParams
 from config.params.pooling import CLASSIFY, EMBED, PoolingParams
 from config.params.sampling import MAX_LOGPROBS, SamplingParams
-from config.startup_checks import check_checkpoint, check_device
+from config.startup_checks import check_checkpoint, check_device, check_model_config
 from engine.client.inproc import InprocClient
 from server.generation.beam_search import BeamSearchGeneration
 from server.generation.outputs import Prompt
@@ -64,8 +65,10 @@ class LLM:
             engine.model,
             revision=engine.revision,
             cache_dir=engine.cache_dir,
+            download_dir=engine.download_dir,
             dtype=engine.dtype,
             keep_blocks=engine.quantization == "gguf",
+            check=partial(check_model_config, engine),
         )
         check_checkpoint(engine, path)
         self._tokenizer: Tokenizer | None = None

@@ -6,8 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from demo import demo_gguf
+from safetensors.torch import load_file
 from tiny_gguf import write_gguf
+from tiny_models import make_tiny
 
 from config.checkpoint.demo import FILE_BYTES, fetch_demo
 from config.checkpoint.resolve import resolve
@@ -48,9 +51,14 @@ def test_a_gguf_file_becomes_a_folder_in_the_cache_of_its_dtype(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("no_such_thing", "no folder or GGUF file 'no_such_thing'.*'demo'"),
-        ("/no/such/place", "no folder or GGUF file"),
-        ("missing.gguf", "no file missing.gguf"),
+        ("no_such_thing", "no such file or folder: no_such_thing;.*like org/name.*'demo'"),
+        ("/no/such/place", "no such file or folder: /no/such/place$"),
+        ("./nosuch", "no such file or folder: ./nosuch$"),
+        ("../nosuch", "no such file or folder: ../nosuch$"),
+        ("~/nosuch", "no such file or folder: ~/nosuch$"),
+        ("missing.gguf", "no such file or folder: missing.gguf$"),
+        ("models/missing.GGUF", "no such file or folder: models/missing.GGUF$"),
+        ("a/b/c", "no such file or folder: a/b/c;"),
         (__file__, "neither a folder nor a .gguf file"),
     ],
 )
@@ -59,10 +67,29 @@ def test_a_model_that_is_nowhere_is_refused_with_what_would_work(model: str, wor
         resolve(model)
 
 
-def test_a_hub_that_does_not_answer_is_an_error_with_the_model_and_the_reason() -> None:
-    # The suite runs with the hub library told to stay offline.
-    with pytest.raises(ConfigError, match="'some/model' is no local folder, and the hub could not"):
-        resolve("some/model")
+def test_pickles_are_refused_with_a_command_that_converts_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_tiny("llama", tmp_path / "my model")
+    weights = load_file(folder / "model.safetensors")
+    torch.save(weights, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(ConfigError, match=r"only as pickles.*never read here") as refused:
+        resolve("my model")
+    subprocess.run(str(refused.value).split("folder: ")[1], shell=True, check=True, timeout=120)
+
+    converted = Path(resolve("my model-safetensors"))
+    assert load_file(converted / "model.safetensors").keys() == weights.keys()
+    assert (converted / "tokenizer.json").is_file()
+
+
+def test_a_folder_of_gguf_files_is_refused_with_one_of_them(tmp_path: Path) -> None:
+    (tmp_path / "tiny-Q4.gguf").write_bytes(b"")
+
+    with pytest.raises(ConfigError, match=r"tiny-Q4\.gguf: give the path of one GGUF file"):
+        resolve(str(tmp_path))
 
 
 def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,159 @@
+"""Download of a model from the Hugging Face hub: what its configuration refuses is refused before
+its weights are downloaded, and each failure says what to do about it."""
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils.tqdm import tqdm as HubBar
+
+from config.checkpoint.safetensors_files import incomplete
+from config.errors import ConfigError
+from config.progress import Report, unreported
+
+_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
+_FACTS = ("*.json", "tokenizer.model", "*.jinja", "*.tiktoken")
+_WEIGHTS = ("*.safetensors",)
+_EXCLUDED = ("original/*", "onnx/*", "consolidated*")
+
+# With the errors of its HTTP client, which is another one from release to release.
+_ERRORS: tuple[type[Exception], ...] = (
+    *(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)),
+    HFValidationError,
+    OSError,
+)
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether `model` is a name of the hub (org/name). Names that look like a path or a GGUF file
+    are not: a mistyped path must not become a question to the hub."""
+    return _ID.fullmatch(model) is not None and not model.lower().endswith(".gguf")
+
+
+def download_model(
+    model: str,
+    revision: str | None,
+    folder: str | None,
+    *,
+    check: Callable[[str], object],
+    report: Report = unreported,
+) -> Path:
+    """The local folder of a model of the hub, below `folder` (None: the hub's own cache).
+
+    `check` is called with the folder before the weights are downloaded, when it has all other
+    files; it raises ConfigError for a model that cannot be served. ConfigError also if the hub does
+    not give the model, or its weights are in no safetensors file.
+    """
+    report("fetch", 0, 0)
+    path = download_files(model, revision, folder, _FACTS, report)
+    if (path / "config.json").is_file():
+        try:
+            check(str(path))
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(str(path), model)) from error
+        path = download_files(model, revision, folder, (*_FACTS, *_WEIGHTS), report)
+        if any(path.glob("*.safetensors")):
+            return path
+    names: list[str] = []
+    with suppress(*_ERRORS):
+        names = HfApi().list_repo_files(model, revision=revision)
+    raise incomplete(model, sorted(names), path / "config.json")
+
+
+def download_files(
+    model: str,
+    revision: str | None,
+    folder: str | None,
+    patterns: Sequence[str],
+    report: Report = unreported,
+) -> Path:
+    """The local folder with those files of a model that match `patterns`. Without a network, files
+    of an earlier download are used. ConfigError if the hub does not give them."""
+    try:
+        return Path(
+            snapshot_download(
+                model,
+                revision=revision,
+                cache_dir=None if folder is None else Path(folder).expanduser(),
+                allow_patterns=list(patterns),
+                ignore_patterns=list(_EXCLUDED),
+                tqdm_class=_reporting(report),
+            )
+        )
+    except _ERRORS as error:
+        raise ConfigError(_reason(error, model, revision)) from error
+
+
+def _reason(error: Exception, model: str, revision: str | None) -> str:
+    """What a failed download means for the user."""
+    hub = constants.ENDPOINT
+    if isinstance(error, HFValidationError):
+        return f"{model!r} is no name of a model on {hub}: {error}"
+    # The library wraps the failure of a request when the cache cannot replace the answer.
+    cause = error if isinstance(error, HfHubHTTPError) else (error.__cause__ or error)
+    if isinstance(cause, OfflineModeIsEnabled):
+        return (
+            f"{model!r} is no local folder and was not downloaded before, and HF_HUB_OFFLINE "
+            "forbids to download it"
+        )
+    if not isinstance(cause, HfHubHTTPError):
+        return (
+            f"{model!r} is no local folder and could not be downloaded from {hub} "
+            f"({type(cause).__name__}: {_first_line(cause)}); without a network give a folder or a "
+            "GGUF file, behind a proxy set HTTPS_PROXY, for a mirror HF_ENDPOINT"
+        )
+    status = cause.response.status_code
+    if status in (401, 403):
+        is_known = status == 403 or isinstance(cause, GatedRepoError)
+        unknown = "" if is_known else ", or there is no such model"
+        return (
+            f"{model!r} is gated or private: set HF_TOKEN to a token of an account that may read "
+            f"it, see {hub}/{model} (the hub answered {status}{unknown})"
+        )
+    if isinstance(cause, RevisionNotFoundError):
+        return f"{model!r} on {hub} has no revision {revision or constants.DEFAULT_REVISION!r}"
+    if status == 404:
+        return f"{model!r} is no local folder, and {hub} has no model of that name"
+    return (
+        f"{model!r} could not be downloaded, {hub} answered {status} ({_first_line(cause)}); try "
+        "again later, or give a folder"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason")
+
+
+def _reporting(report: Report) -> type[HubBar]:
+    """The hub's own bars, which report what is counted in bytes.
+
+    There are two of those (received, written), of which either may stand still; older versions of
+    the library have none here, but count files.
+    """
+    done = total = 0
+
+    class Reporting(HubBar):
+        def __init__(self, *args: Any, **look: Any) -> None:
+            self._unit_bytes = 1 if look.get("unit") == "B" else 0
+            self._done_bytes = 0
+            super().__init__(*args, **look)  # type: ignore[no-untyped-call] # untyped there
+
+        def update(self, n: float | None = 1) -> bool | None:
+            nonlocal done, total
+            self._done_bytes += int(n or 0) * self._unit_bytes
+            done = max(done, self._done_bytes)
+            total = max(total, int(self.total or 0) * self._unit_bytes)
+            report("fetch", done, total)
+            return super().update(n)
+
+    return Reporting

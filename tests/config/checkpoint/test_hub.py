@@ -1,0 +1,197 @@
+"""Models of the hub: what is downloaded, what is refused before, and what a failure says."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fake_hub import FakeHub, fake_hub
+from live import ROOT
+from tiny_models import make_tiny
+
+from config.loading.sources import load
+
+RESOLVE = """
+import functools, json, sys
+from config.checkpoint.resolve import resolve
+from config.engine import EngineConfig
+from config.errors import ConfigError
+from config.startup_checks import check_model_config
+
+for model in sys.argv[1:]:
+    check = functools.partial(check_model_config, EngineConfig(model))
+    try:
+        result = "folder: " + resolve(model, check=check)
+    except ConfigError as error:
+        result = str(error)
+    print(json.dumps(result))
+"""
+"""Prints the folder or the error of each model."""
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """A model that can be served."""
+    folder = make_tiny("llama", tmp_path_factory.mktemp("models") / "tiny")
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[FakeHub]:
+    with fake_hub(tmp_path / "hub") as made:
+        yield made
+
+
+@pytest.fixture
+def run(hub: FakeHub, tmp_path: Path) -> Run:
+    """Runs Python with that hub, with an empty cache at first. The variables of the hub are read
+    once per process."""
+
+    def run(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+        ours = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+        kept = {name: word for name, word in os.environ.items() if name != "HF_TOKEN"}
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env={**kept, **ours, **variables},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    return run
+
+
+@pytest.fixture
+def outcomes(run: Run) -> Callable[..., list[str]]:
+    """What RESOLVE prints for models."""
+
+    def outcomes(*models: str, **variables: str) -> list[str]:
+        done = run("-c", RESOLVE, *models, **variables)
+        assert done.returncode == 0, done.stderr
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    return outcomes
+
+
+def test_serve_refuses_an_unknown_architecture_before_the_weights_are_downloaded(
+    hub: FakeHub, run: Run, files: dict[str, bytes]
+) -> None:
+    config = {**json.loads(files["config.json"]), "architectures": ["NewForCausalLM"]}
+    hub.add("org/new", {**files, "config.json": json.dumps(config)})
+
+    done = run("-m", "gaudiserve", "serve", "org/new", "--port=0")
+
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(
+        "gaudiserve: org/new is a NewForCausalLM, supported are LlamaForCausalLM"
+    )
+    assert "config.json" in hub.names("org/new")
+    assert "model.safetensors" not in hub.names("org/new")
+
+
+def test_a_model_that_its_files_exclude_is_refused_before_its_weights_are_downloaded(
+    hub: FakeHub, outcomes: Callable[..., list[str]], files: dict[str, bytes]
+) -> None:
+    quantized = {**json.loads(files["config.json"]), "quantization_config": {"quant_method": "awq"}}
+    hub.add("org/awq", {**files, "config.json": json.dumps(quantized)})
+    without = {name: text for name, text in files.items() if name != "model.safetensors"}
+    hub.add("org/pickled", {**without, "pytorch_model.bin": b"never read"})
+    hub.add("org/gguf", {"tiny-Q4.gguf": b"GGUF", "README.md": "tiny"})
+    hub.add("org/adapter", {"adapter_model.safetensors": files["model.safetensors"]})
+
+    awq, pickled, gguf, adapter = outcomes("org/awq", "org/pickled", "org/gguf", "org/adapter")
+
+    assert awq.startswith("org/awq/config.json says that its weights are quantized (awq)")
+    assert pickled.startswith("org/pickled has its weights only as pickles (pytorch_model.bin)")
+    assert "t.LlamaForCausalLM" in pickled and '"org/pickled"' in pickled
+    assert "tiny-Q4.gguf: give the path of one GGUF file" in gguf
+    assert adapter == "org/adapter has no config.json"
+    assert not [name for name in hub.downloaded if not name.endswith(".json")]
+
+
+def test_a_model_is_downloaded_into_the_given_folder_and_served(
+    hub: FakeHub, run: Run, files: dict[str, bytes], tmp_path: Path
+) -> None:
+    hub.add("org/tiny", {**files, "original/consolidated.00.pth": b"", "pytorch_model.bin": b""})
+    folder = tmp_path / "downloads"
+    code = (
+        "from gaudiserve import LLM\n"
+        f"with LLM('org/tiny', download_dir={str(folder)!r}, max_model_len=64) as llm:\n"
+        "    print(len(llm.generate('hi')[0].outputs[0].token_ids))"
+    )
+
+    done = run("-c", code)
+
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 0
+    assert hub.names("org/tiny") == sorted(files)
+    assert [path.name for path in folder.rglob("model.safetensors")] == ["model.safetensors"]
+    assert list((tmp_path / "home").rglob("*.safetensors")) == []
+
+
+def test_the_flag_of_the_folder_has_the_name_of_vllm() -> None:
+    assert load(["m", "--download-dir", "/models"]).engine.download_dir == "/models"
+    assert load(["m"]).engine.download_dir is None
+
+
+def test_a_model_that_asks_for_an_account_is_told_and_a_token_is_used(
+    hub: FakeHub, outcomes: Callable[..., list[str]], files: dict[str, bytes]
+) -> None:
+    hub.add("org/gated", files)
+    hub.add("org/private", files)
+    hub.gated, hub.private = {"org/gated"}, {"org/private"}
+    models = ("org/gated", "org/private")
+
+    anonymous = outcomes(*models)
+    refused = outcomes("org/gated", HF_TOKEN="hf_wrong")
+    granted = outcomes(*models, HF_TOKEN=hub.token)
+
+    for model, outcome in zip(models, anonymous, strict=True):
+        assert outcome.startswith(f"'{model}' is gated or private: set HF_TOKEN")
+        assert f"{hub.url}/{model}" in outcome and "401" in outcome
+    # For a private model the hub answers as for one that does not exist.
+    assert ["there is no such model" in outcome for outcome in anonymous] == [False, True]
+    assert refused[0].startswith("'org/gated' is gated or private") and "403" in refused[0]
+    assert all(outcome.startswith("folder: ") for outcome in granted)
+
+
+def test_what_the_hub_does_not_have_is_told_as_such(
+    hub: FakeHub, run: Run, outcomes: Callable[..., list[str]], files: dict[str, bytes]
+) -> None:
+    hub.add("org/tiny", files)
+    hub.add("org/broken", files)
+    hub.broken = {"org/broken"}
+
+    nosuch, broken, invalid = outcomes("org/nosuch", "org/broken", "org/a--b", HF_TOKEN=hub.token)
+    revision = run("-m", "gaudiserve", "serve", "org/tiny", "--revision=v2", "--port=0")
+
+    assert nosuch == f"'org/nosuch' is no local folder, and {hub.url} has no model of that name"
+    assert f"{hub.url} answered 500" in broken and "try again later" in broken
+    assert invalid.startswith("'org/a--b' is no name of a model")
+    assert revision.returncode == 2
+    assert f"'org/tiny' on {hub.url} has no revision 'v2'" in revision.stderr.splitlines()[-1]
+
+
+def test_without_a_network_what_was_downloaded_before_is_used(
+    hub: FakeHub, outcomes: Callable[..., list[str]], files: dict[str, bytes]
+) -> None:
+    hub.add("org/tiny", files)
+    (first,) = outcomes("org/tiny")
+    models = ("org/tiny", "org/other")
+    nowhere = "http://127.0.0.1:9"
+
+    unreachable = outcomes(*models, HF_ENDPOINT=nowhere)
+    offline = outcomes(*models, HF_HUB_OFFLINE="1")
+
+    assert first.startswith("folder: ")
+    assert unreachable[0] == offline[0] == first
+    assert f"could not be downloaded from {nowhere}" in unreachable[1]
+    assert "HTTPS_PROXY" in unreachable[1]
+    assert "HF_HUB_OFFLINE forbids to download it" in offline[1]
