@@ -3,13 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
 from config.checkpoint.demo import NAMES, fetch_demo
 from config.checkpoint.gguf import check_facts
 from config.checkpoint.gguf_config import model_config
 from config.checkpoint.gguf_metadata import open_gguf
+from config.checkpoint.hub import download_files, is_hub_id
+from config.checkpoint.resolve import no_such_model
 from config.checkpoint.safetensors_files import folder_shapes
 from config.checkpoint.shapes import check_shapes
 from config.errors import ConfigError
@@ -19,7 +18,11 @@ _FILE = "config.json"
 
 
 def model_facts(
-    model: str, *, revision: str | None = None, cache_dir: str | None = None
+    model: str,
+    *,
+    revision: str | None = None,
+    cache_dir: str | None = None,
+    download_dir: str | None = None,
 ) -> ModelConfig:
     """The facts of `model`: a folder, a config.json, a .gguf file, the demo, or a Hugging Face id,
     of which only config.json is fetched. `path` of the result is `model`. Raises ConfigError."""
@@ -28,14 +31,14 @@ def model_facts(
         facts = read_model_config(str(path.parent))
     elif path.is_dir():
         facts = read_model_config(str(path))
-    elif path.suffix.lower() == ".gguf":
+    elif path.suffix.lower() == ".gguf" and path.is_file():
         facts = _of_gguf(path)
     elif path.exists():
         raise ConfigError(f"{path} is neither a folder nor a {_FILE} nor a .gguf file")
-    elif model.count("/") == 1:
-        facts = read_model_config(_fetched(model, revision))
+    elif is_hub_id(model):
+        facts = read_model_config(str(download_files(model, revision, download_dir, (_FILE,))))
     else:
-        raise ConfigError(f"there is no folder {model!r}, and it is no hub id (like org/name)")
+        raise no_such_model(model)
     if path.is_dir() and any(path.glob("*.safetensors")):
         check_shapes(facts, folder_shapes(path), path / _FILE)
     else:
@@ -44,17 +47,5 @@ def model_facts(
 
 
 def _of_gguf(path: Path) -> ModelConfig:
-    if not path.is_file():
-        raise ConfigError(f"there is no file {path}")
     file = open_gguf(path)
     return check_facts(file, model_config(file, "bfloat16"), {})
-
-
-def _fetched(model: str, revision: str | None) -> str:
-    try:
-        return snapshot_download(model, revision=revision, allow_patterns=[_FILE])
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ConfigError(
-            f"{model!r} is no folder here, and the hub could not give its {_FILE} "
-            f"({type(error).__name__}); give a folder or a {_FILE}"
-        ) from error

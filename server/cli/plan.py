@@ -68,7 +68,12 @@ def main(argv: list[str]) -> int:
         lengths=_lengths(args.lengths),
         seconds_per_graph=_above_zero("seconds-per-graph", args.seconds_per_graph),
     )
-    facts = model_facts(engine.model, revision=engine.revision, cache_dir=engine.cache_dir)
+    facts = model_facts(
+        engine.model,
+        revision=engine.revision,
+        cache_dir=engine.cache_dir,
+        download_dir=engine.download_dir,
+    )
     plan = make_plan(facts, engine, target)
     print(json.dumps(as_json(plan), indent=2) if args.json else as_text(plan))
     return 0 if plan.card.fits else 1

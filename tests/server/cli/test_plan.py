@@ -82,9 +82,10 @@ def test_a_wrong_wish_is_one_line_and_status_2(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("nowhere", "there is no folder 'nowhere'"),
+        ("nowhere", "no such file or folder: nowhere; a model of the Hugging Face hub"),
+        ("./nowhere", "no such file or folder: ./nowhere"),
         ("file.txt", "neither a folder nor a config.json nor a .gguf file"),
-        ("none.gguf", "there is no file"),
+        ("none.gguf", "no such file or folder"),
     ],
 )
 def test_a_model_that_is_not_there_is_named(
