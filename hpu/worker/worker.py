@@ -302,7 +302,8 @@ class Worker:
             vocab_size=loaded.facts.vocab_size,
             eos_token_ids=loaded.facts.eos_token_ids,
             buckets=prepared,
-            device=backend.name,
+            # The back end is the one of the cards, and does not know that its card is emulated.
+            device=config.device if config.device == "hpu-emulator" else backend.name,
             dtype=dtype_name(loaded.dtype),
             weight_bytes=loaded.weight_bytes,
             kv_bytes=0 if cache is None else cache.bytes,
