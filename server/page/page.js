@@ -52,6 +52,7 @@ function draw(state) {
     `gaudiserve ${state.version}`, state.device, state.dtype,
     state.max_model_len && `context ${count(state.max_model_len)}`, state.progress,
   ].filter(Boolean).join(" · ");
+  at("emulated").hidden = state.device !== "hpu-emulator";
   at("chat").hidden = state.pools;
   const load = state.load;
   at("running").textContent = count(load.running);

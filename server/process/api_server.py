@@ -26,6 +26,7 @@ from server.http.app import create_app
 from server.http.protocol import HttpConfig, HttpLimits, HttpProtocol
 from server.http.state import AppState
 from server.metrics.registry import Metrics
+from server.process.addresses import base_urls, endpoints_text
 from server.process.model_download import DownloadProgress
 from server.process.open_files import max_connections
 from server.process.peer_proxy import Peers, listen
@@ -50,6 +51,7 @@ INTERRUPT_GRACE_S = 0.1
 """The same after a second SIGINT."""
 UNHEALTHY_S = 0.7
 """Time that /health returns 503 before an API server without an engine exits."""
+EMULATOR = "hpu-emulator"
 KEEP_ALIVE_S = 75
 """Longer than load balancers keep idle connections: they would race with our close."""
 BACKLOG = 2048
@@ -128,6 +130,7 @@ class ApiServer:
         self._stopping = asyncio.Event()
         self._interrupted = asyncio.Event()
         self._started_s = time.monotonic()
+        self._urls = [f"http://{config.host}:{config.port}"]
 
     def stop(self) -> None:
         """Drain, then exit. Call on the event loop's thread."""
@@ -152,8 +155,7 @@ class ApiServer:
             return
         if progress.stage != self._stage:
             self._stage = progress.stage
-            host, port = self.state.config.host, self.state.config.port
-            logger.info("http://%s:%d answers, not ready: %s", host, port, progress.text)
+            logger.info("%s answers, not ready: %s", self._urls[0], progress.text)
         self.state.stage = progress.text
         if progress.folder is not None:
             self._checkpoint.set_result(progress.folder)
@@ -166,6 +168,8 @@ class ApiServer:
         `on_folder` is called when the checkpoint is complete and the engine can be started.
         """
         map_large_blocks()
+        config = self.state.config
+        self._urls = base_urls(config.host, listener.getsockname()[0], config.port)
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self.stop)
         loop.add_signal_handler(signal.SIGINT, self.interrupt)
@@ -220,15 +224,19 @@ class ApiServer:
         # Reference counts free a request's objects; cycles are rare.
         gc.set_threshold(GC_OBJECTS)
         logger.info(
-            "ready after %.1f s: %s on %s (%s), context %d tokens, http://%s:%d/v1",
+            "ready after %.1f s: %s on %s (%s), context %d tokens; %s",
             time.monotonic() - self._started_s,
             self.state.model_names[0],
             ready.device,
             ready.dtype,
             ready.max_model_len,
-            config.host,
-            config.port,
+            endpoints_text(self._urls, has_page=config.enable_page, has_docs=config.enable_docs),
         )
+        if ready.device == EMULATOR:
+            logger.warning(
+                "there is no Gaudi: it is emulated on the CPU, for tests; times and memory of this "
+                "server say nothing about a card"
+            )
 
     async def _watch(self, serving: "asyncio.Task[None]", opening: "asyncio.Task[None]") -> int:
         reporter = ProgressReporter(self._started_s)

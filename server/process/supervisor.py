@@ -34,6 +34,7 @@ from engine.client.launcher import (
     python_command,
     read_orders,
 )
+from server.process.addresses import is_loopback
 from server.process.api_server import (
     BACKLOG,
     FAILED,
@@ -74,7 +75,14 @@ def serve(
     raise_limit()
     warn_if_low(server_config.max_queued_requests, engine_config.scheduler.max_num_seqs)
     listener = bind(server_config.host, server_config.port, shared=count > 1)
-    server_config = dataclasses.replace(server_config, port=listener.getsockname()[1])
+    address, port = listener.getsockname()[:2]
+    if not is_loopback(address) and not server_config.api_keys:
+        logger.warning(
+            "listening on %s without an API key: whoever reaches this machine can use the model; "
+            "set --api-key, or listen on --host 127.0.0.1",
+            server_config.host or address,
+        )
+    server_config = dataclasses.replace(server_config, port=port)
     directory, token = SocketDirectory(), new_token()
     download = ModelDownload(resolve)
     try:

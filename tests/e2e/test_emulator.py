@@ -1,6 +1,7 @@
 """The demo model over HTTP on the emulated card with captured graphs gives the CPU's text."""
 
 import contextlib
+import re
 from pathlib import Path
 
 from demo import demo_gguf
@@ -55,8 +56,14 @@ def test_the_emulated_card_gives_the_same_text_as_the_cpu(tmp_path: Path) -> Non
 
         found = server_answers(on_card)
         metrics = on_card.http.get("/metrics").text
+        page = on_card.http.get("/page/state").json()
 
     assert found == expected
     compiled = [line for line in metrics.splitlines() if 'stage="serving"' in line]
     assert all(line.endswith(" 0.0") for line in compiled), compiled
     assert "hpu_graphs" in metrics
+    # Whoever looks at it is told that there is no card.
+    assert re.search(r'^hpu_info\{.*device="hpu-emulator"', metrics, re.MULTILINE)
+    assert page["device"] == "hpu-emulator"
+    assert " on hpu-emulator (float32)" in on_card.text()
+    assert "there is no Gaudi: it is emulated on the CPU" in on_card.text()

@@ -1,7 +1,8 @@
-"""A server whose checkpoint is still being converted answers 503 and can be stopped."""
+"""A server answers 503 and can be stopped while its checkpoint is converted; its first lines."""
 
 import contextlib
 import fcntl
+import re
 import shutil
 import signal
 import time
@@ -11,8 +12,9 @@ from typing import IO
 
 import httpx
 import pytest
-from live import LiveServer, children_of
+from live import LiveServer, children_of, running
 from tiny_gguf import write_gguf
+from tiny_models import make_tiny
 
 from config.checkpoint.resolve import resolve
 
@@ -107,3 +109,48 @@ def test_a_signal_ends_a_server_that_waits_for_its_checkpoint(
 
         assert live.wait_exit(10) == 0
         assert live.leftovers() == []
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny("llama", tmp_path_factory.mktemp("models") / "tiny"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "host", "is_warned"),
+    [
+        ((), "127.0.0.1", False),
+        (("--host=0.0.0.0",), "localhost", True),
+        (("--host=0.0.0.0", "--api-key=k"), "localhost", False),
+        (("--host=0.0.0.0", "--api-server-count=2"), "localhost", True),
+    ],
+)
+def test_the_first_lines_have_urls_that_answer_and_tell_of_an_open_server(
+    flags: tuple[str, ...], host: str, is_warned: bool, tiny: str, tmp_path: Path
+) -> None:
+    with running(tiny, tmp_path / "log", "--max-model-len=64", *flags) as live:
+        text = live.text()
+        (line, *_) = [line for line in text.splitlines() if " ready after " in line]
+        urls = re.findall(r"http://[^\s,;]+", line)
+        key = {"Authorization": "Bearer k"}
+        answers = [
+            httpx.get(url.replace("/v1", "/v1/models"), headers=key, timeout=20, trust_env=False)
+            for url in urls
+        ]
+
+    assert [url for url in urls if "://localhost:" in url or "://127.0.0.1:" in url] == [
+        f"http://{host}:{live.port}{path}" for path in ("/v1", "/", "/docs")
+    ]
+    assert [answer.status_code for answer in answers] == [200] * len(urls)
+    assert "http://0.0.0.0" not in text
+    warned = [line for line in text.splitlines() if "without an API key" in line]
+    assert len(warned) == is_warned
+    assert all("WARNING" in line and "--api-key" in line for line in warned)
+
+
+def test_the_urls_of_what_is_turned_off_are_not_shown(tiny: str, tmp_path: Path) -> None:
+    flags = ("--max-model-len=64", "--no-enable-page", "--disable-fastapi-docs")
+    with running(tiny, tmp_path / "log", *flags) as live:
+        (line,) = [line for line in live.text().splitlines() if " ready after " in line]
+
+    assert line.endswith(f"context 64 tokens; API http://127.0.0.1:{live.port}/v1")

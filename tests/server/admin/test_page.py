@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 from http_rig import TalkingClient, in_memory
 
 KEY = {"authorization": "Bearer k"}
@@ -58,3 +59,17 @@ async def test_a_server_without_the_page_has_none_of_its_routes() -> None:
         ]
 
         assert statuses == [404] * 4
+
+
+async def test_the_page_has_a_notice_for_an_emulated_card_that_is_hidden_until_it_knows() -> None:
+    async with in_memory() as rig:
+        ready = rig.client.ready
+        assert ready is not None
+        rig.client.ready = msgspec.structs.replace(ready, device="hpu-emulator")
+
+        state = (await rig.http.get("/page/state")).json()
+        page = (await rig.http.get("/")).text
+        script = (await rig.http.get("/page/page.js")).text
+
+        assert '<p id="emulated" class="card notice" hidden>There is no Gaudi' in page
+        assert f'at("emulated").hidden = state.device !== "{state["device"]}";' in script

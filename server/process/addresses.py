@@ -1,0 +1,57 @@
+"""The URLs of a server, from the address that it listens on, and who can reach it."""
+
+import ipaddress
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+
+# Addresses for documentation (RFC 5737, RFC 3849): a route to them is the one to other machines.
+_ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+
+
+def machine_address() -> str | None:
+    """This machine's address towards other machines; None without a network. Sends nothing."""
+    for family, elsewhere in _ELSEWHERE:
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:
+            sock.connect((elsewhere, 9))
+            return str(sock.getsockname()[0])
+    return None
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only programs of this machine reach what listens on the IP `address`."""
+    return _parsed(address).is_loopback
+
+
+def base_urls(
+    host: str, address: str, port: int, own_address: Callable[[], str | None] = machine_address
+) -> list[str]:
+    """URLs by which clients reach a server on `host`, which was bound as the IP `address`: for all
+    interfaces (0.0.0.0, ::) that of this machine, then that for other machines if there is one."""
+    if not _parsed(address).is_unspecified:
+        return [_url(host, port)]
+    own = own_address()
+    return [_url("localhost", port), *([_url(own, port)] if own else [])]
+
+
+def endpoints_text(urls: list[str], *, has_page: bool, has_docs: bool) -> str:
+    """`API http://localhost:8000/v1, page http://localhost:8000/`, and the other addresses."""
+    first, *others = urls
+    shown = [f"API {first}/v1"]
+    if has_page:
+        shown.append(f"page {first}/")
+    if has_docs:
+        shown.append(f"docs {first}/docs")
+    text = ", ".join(shown)
+    return f"{text}; from other machines {' '.join(others)}" if others else text
+
+
+def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    # An IPv6 address may name its interface: fe80::1%eth0.
+    found = ipaddress.ip_address(address.partition("%")[0])
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return mapped or found
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

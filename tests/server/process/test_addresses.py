@@ -1,0 +1,66 @@
+"""The URLs that a server shows."""
+
+import socket
+
+import pytest
+
+from server.process.addresses import base_urls, endpoints_text, is_loopback, machine_address
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "urls"),
+    [
+        ("127.0.0.1", "127.0.0.1", ["http://127.0.0.1:80"]),
+        ("localhost", "127.0.0.1", ["http://localhost:80"]),
+        ("::1", "::1", ["http://[::1]:80"]),
+        ("box.lan", "10.0.0.7", ["http://box.lan:80"]),
+        ("0.0.0.0", "0.0.0.0", ["http://localhost:80", "http://10.0.0.7:80"]),
+        ("::", "::", ["http://localhost:80", "http://10.0.0.7:80"]),
+        ("", "0.0.0.0", ["http://localhost:80", "http://10.0.0.7:80"]),
+    ],
+)
+def test_the_urls_are_ones_that_clients_can_use(host: str, address: str, urls: list[str]) -> None:
+    assert base_urls(host, address, 80, lambda: "10.0.0.7") == urls
+
+
+def test_a_machine_without_a_network_has_localhost_alone() -> None:
+    assert base_urls("0.0.0.0", "0.0.0.0", 80, lambda: None) == ["http://localhost:80"]
+    assert base_urls("::", "::", 80, lambda: "2001:db8::7") == [
+        "http://localhost:80",
+        "http://[2001:db8::7]:80",
+    ]
+
+
+def test_the_machines_own_address_is_one_that_it_can_listen_on() -> None:
+    address = machine_address()
+
+    if address is not None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        socket.create_server((address, 0), family=family).close()
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("::ffff:127.0.0.1", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.7", False),
+        ("fe80::1%eth0", False),
+    ],
+)
+def test_only_loopback_addresses_are_closed_to_other_machines(address: str, expected: bool) -> None:
+    assert is_loopback(address) is expected
+
+
+def test_only_what_is_served_has_a_url() -> None:
+    urls = ["http://localhost:80", "http://10.0.0.7:80"]
+
+    assert endpoints_text(urls, has_page=True, has_docs=True) == (
+        "API http://localhost:80/v1, page http://localhost:80/, docs http://localhost:80/docs; "
+        "from other machines http://10.0.0.7:80"
+    )
+    assert endpoints_text(urls[:1], has_page=False, has_docs=False) == "API http://localhost:80/v1"
