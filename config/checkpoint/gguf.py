@@ -6,9 +6,10 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from config.checkpoint.gguf_config import generation_config, model_config
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 _FORMAT = 1
 """Increased when the result of a conversion changes, so that older copies are not used."""
 _SAMPLE_BYTES = 2**20
+NO_SAMPLING: Mapping[str, float] = MappingProxyType({})
 
 
 def converted(
@@ -34,18 +36,20 @@ def converted(
     *,
     dtype: str = "bfloat16",
     keep_blocks: bool = False,
+    sampling: Mapping[str, float] = NO_SAMPLING,
     progress: bool = True,
     report: Report = unreported,
 ) -> Path:
     """The folder in `cache` with `source` converted; created if it does not exist. With
-    `keep_blocks` it also has the file BLOCKS.
+    `keep_blocks` it also has the file BLOCKS. Its generation_config.json has the defaults of
+    `sampling`, which GGUF files do not have.
 
     An existing folder is complete. Of two processes one converts and the other waits.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}, it must be one of {', '.join(DTYPES)}")
     suffix = "-blocks" if keep_blocks else ""
-    target = cache / "converted" / f"{source.stem}-{dtype}{suffix}-{_fingerprint(source)}"
+    target = cache / "converted" / f"{source.stem}-{dtype}{suffix}-{_fingerprint(source, sampling)}"
     if target.is_dir():
         return target
     report("convert", 0, 0)
@@ -57,17 +61,19 @@ def converted(
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
             try:
-                _convert(source, partial, dtype, keep_blocks, progress, report)
+                _convert(source, partial, dtype, keep_blocks, sampling, progress, report)
                 partial.rename(target)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     return target
 
 
-def _fingerprint(source: Path) -> str:
+def _fingerprint(source: Path, sampling: Mapping[str, float]) -> str:
     """Hash of size, time, and the first and last MiB, without reading the whole file."""
     status = source.stat()
     digest = hashlib.sha256(f"{_FORMAT} {status.st_size} {status.st_mtime_ns}".encode())
+    if sampling:
+        digest.update(json.dumps(dict(sampling), sort_keys=True).encode())
     with source.open("rb") as file:
         digest.update(file.read(_SAMPLE_BYTES))
         file.seek(max(0, status.st_size - _SAMPLE_BYTES))
@@ -91,11 +97,17 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _convert(
-    source: Path, folder: Path, dtype: str, keep_blocks: bool, progress: bool, report: Report
+    source: Path,
+    folder: Path,
+    dtype: str,
+    keep_blocks: bool,
+    sampling: Mapping[str, float],
+    progress: bool,
+    report: Report,
 ) -> None:
     file = open_gguf(source)
     config = model_config(file, dtype)
-    generation = generation_config(file)
+    generation = {**generation_config(file), **sampling}
     # Before gigabytes are written that no worker can load.
     check_facts(file, config, generation)
     _check_room(folder, file.tensors.values(), DTYPES[dtype][1], keep_blocks)

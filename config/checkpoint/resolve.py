@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from config.checkpoint.demo import NAMES, fetch_demo
-from config.checkpoint.gguf import converted
+from config.checkpoint.demo import NAMES, SAMPLING, fetch_demo
+from config.checkpoint.gguf import NO_SAMPLING, converted
 from config.checkpoint.hub import download_model, is_hub_id
 from config.checkpoint.safetensors_files import incomplete
 from config.errors import ConfigError
@@ -34,8 +34,9 @@ def resolve(
     `progress` shows bars, `report` is called with the same progress. ConfigError says what is
     missing or wrong.
     """
+    sampling = NO_SAMPLING
     if model in NAMES:
-        model = fetch_demo(cache_dir, progress, report)
+        model, sampling = fetch_demo(cache_dir, progress, report), SAMPLING
     path = Path(model).expanduser()
     if path.is_dir():
         return _checked(path)
@@ -48,6 +49,7 @@ def resolve(
                 cache,
                 dtype=stored,
                 keep_blocks=keep_blocks,
+                sampling=sampling,
                 progress=progress,
                 report=report,
             )

