@@ -10,7 +10,7 @@ from pydantic_core import from_json
 from server.anthropic.errors import error_object
 from server.generation.answer_parser import MessagePart
 from server.generation.job import Job
-from server.generation.pipeline import Delta
+from server.generation.outputs import Delta
 from server.http.errors import Fault
 from server.http.sse import named_frame
 from server.openai.choices import ChoiceOutput

@@ -6,7 +6,7 @@ last block of the beam, and the engine puts the request at the head of the queue
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -16,7 +16,7 @@ from config.params.beam_search import check_length_penalty
 from config.params.sampling import MAX_LOGPROBS, SamplingParams
 from engine.client.output_queue import Update
 from engine.transport.messages import Finish
-from server.generation.outputs import Delta, PositionLogprobs, Prompt
+from server.generation.outputs import Delta, PositionLogprobs, Prompt, Timing
 from server.generation.pipeline import Generation, Pipeline
 from server.generation.sequence import Sequence
 from server.generation.validation import check_comparable
@@ -150,7 +150,7 @@ class BeamSearchGeneration:
         self._first_step_ended_s: float | None = None
         self._is_over = False
         self.num_output_tokens = 0
-        self.decode_s = 0.0
+        self._decode_s = 0.0
         self._first_step = self._step = self._send_step(params.prompt_logprobs)
 
     @property
@@ -169,14 +169,9 @@ class BeamSearchGeneration:
         return self._first_step.prompt_logprobs
 
     @property
-    def queue_s(self) -> float:
-        """Seconds that the first step waited."""
-        return self._first_step.queue_s
-
-    @property
-    def prefill_s(self) -> float:
-        """Seconds that the first step computed."""
-        return self._first_step.prefill_s
+    def timing(self) -> Timing:
+        """The first step waits and computes the prompt; all others decode."""
+        return replace(self._first_step.timing, decode_s=self._decode_s)
 
     def __aiter__(self) -> "BeamSearchGeneration":
         return self
@@ -191,7 +186,7 @@ class BeamSearchGeneration:
                 raise StopAsyncIteration
             now_s = time.monotonic()
             self._first_step_ended_s = self._first_step_ended_s or now_s
-            self.decode_s = now_s - self._first_step_ended_s
+            self._decode_s = now_s - self._first_step_ended_s
             next_tokens = iter([output.logprobs[0] for output in outputs if output.logprobs])
             for search in self._searches:
                 if search.running:

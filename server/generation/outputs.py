@@ -59,21 +59,48 @@ class Prompt:
 class Output:
     """The complete output of one choice: all of its deltas joined."""
 
-    index: int
-    text: str = ""
+    texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] | None = None
-    cumulative_logprob: float | None = None
-    """Sum over the chosen tokens; None unless log-probabilities were requested."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    num_cached_tokens: int = 0
-    num_prompt_tokens: int = 0
+
+    def add(self, delta: Delta) -> None:
+        """Append the next delta."""
+        self.texts.append(delta.text)
+        self.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            if self.logprobs is None:
+                self.logprobs = []
+            self.logprobs += delta.logprobs
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum over the chosen tokens; None unless log-probabilities were requested."""
+        if self.logprobs is None:
+            return None
+        return sum(position.chosen.logprob for position in self.logprobs)
+
+
+@dataclass(slots=True)
+class Timing:
+    """Seconds that a sequence waited and computed: the engine's own values once it has finished
+    there; before that, and after a stop string, measured here."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
 
 
 class RequestStream(Protocol):
     """The output of one request. Iterate it once: each item is everything new over all choices,
-    at most one delta per choice. Times are those of the slowest choice."""
+    at most one delta per choice."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -91,18 +118,8 @@ class RequestStream(Protocol):
         ...
 
     @property
-    def queue_s(self) -> float:
-        """Seconds until the last choice was scheduled."""
-        ...
-
-    @property
-    def prefill_s(self) -> float:
-        """Seconds in prefill."""
-        ...
-
-    @property
-    def decode_s(self) -> float:
-        """Seconds in decode."""
+    def timing(self) -> Timing:
+        """Of the slowest choice, each value on its own."""
         ...
 
     def __aiter__(self) -> AsyncIterator[list[Delta]]: ...

@@ -12,22 +12,10 @@ from config.server import ServerConfig
 from engine.client.base import EngineClient
 from engine.client.output_queue import RequestOutputQueue, Update
 from engine.transport.messages import Finish, Ready
-from server.generation.outputs import Delta, Output, PositionLogprobs, Prompt, TokenLogprob
+from server.generation.outputs import Delta, Output, PositionLogprobs, Prompt, Timing
 from server.generation.sequence import Sequence
 from server.generation.validation import check_allowed_tokens, check_ids, output_limit
 from server.text.tokenizer import Tokenizer
-
-__all__ = [
-    "Delta",
-    "Generation",
-    "Output",
-    "Pipeline",
-    "PositionLogprobs",
-    "Prompt",
-    "TokenLogprob",
-    "check_finish",
-    "choice_seed",
-]
 
 MAX_BAD_WORDS_CHARACTERS = 5_000
 """bad_words are tokenized on the event loop, twice: a few milliseconds."""
@@ -217,24 +205,14 @@ class Generation:
         return [sequence.prompt_logprobs for sequence in self._sequences[:: self._num_choices]]
 
     @property
-    def queue_s(self) -> float:
-        """Seconds until the last choice was scheduled."""
-        return max(sequence.timing.queue_s for sequence in self._sequences)
-
-    @property
-    def prefill_s(self) -> float:
-        """Seconds in prefill, of the slowest choice."""
-        return max(sequence.timing.prefill_s for sequence in self._sequences)
-
-    @property
-    def decode_s(self) -> float:
-        """Seconds in decode, of the slowest choice."""
-        return max(sequence.timing.decode_s for sequence in self._sequences)
-
-    @property
-    def num_preemptions(self) -> int:
-        """Of all finished choices."""
-        return sum(sequence.num_preemptions for sequence in self._sequences)
+    def timing(self) -> Timing:
+        """Of the slowest choice, each value on its own."""
+        timings = [sequence.timing for sequence in self._sequences]
+        return Timing(
+            max(timing.queue_s for timing in timings),
+            max(timing.prefill_s for timing in timings),
+            max(timing.decode_s for timing in timings),
+        )
 
     def __aiter__(self) -> "Generation":
         return self
@@ -262,20 +240,10 @@ class Generation:
 
     async def collect(self) -> list[Output]:
         """Read to the end; one output per choice, in order."""
-        outputs = [
-            Output(sequence.index, num_prompt_tokens=sequence.num_prompt_tokens)
-            for sequence in self._sequences
-        ]
-        texts: list[list[str]] = [[] for _ in outputs]
+        outputs = [Output() for _ in self._sequences]
         async for deltas in self:
             for delta in deltas:
-                texts[delta.index].append(delta.text)
-                _extend(outputs[delta.index], delta)
-        for output, text, sequence in zip(outputs, texts, self._sequences, strict=True):
-            output.text = "".join(text)
-            output.num_cached_tokens = sequence.num_cached_tokens
-            if output.logprobs is not None:
-                output.cumulative_logprob = sum(entry.chosen.logprob for entry in output.logprobs)
+                outputs[delta.index].add(delta)
         return outputs
 
     def abort(self) -> None:
@@ -377,12 +345,3 @@ def _choice_params(params: SamplingParams, choice: int, limit: int) -> SamplingP
     # Most requests need no change, and a copy would be validated again.
     changes = {name: value for name, value in values.items() if getattr(params, name) != value}
     return params.replace(**changes) if changes else params
-
-
-def _extend(output: Output, delta: Delta) -> None:
-    output.token_ids += delta.token_ids
-    if delta.logprobs is not None:
-        output.logprobs = (output.logprobs or []) + delta.logprobs
-    if delta.finish_reason is not None:
-        output.finish_reason = delta.finish_reason
-        output.stop_reason = delta.stop_reason

@@ -1,29 +1,17 @@
 """The output of one choice: token updates become final text, cut at the stop string."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from config.params.sampling import SamplingParams
 from engine.client.output_queue import Update
 from engine.transport.messages import Finish, Logprobs
-from server.generation.outputs import Delta, PositionLogprobs, Prompt, TokenLogprob
+from server.generation.outputs import Delta, PositionLogprobs, Prompt, Timing, TokenLogprob
 from server.text.detokenizer import make_detokenizer
 from server.text.stop_strings import StopMatcher, Stopped
 from server.text.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0
 """Written for minus infinity, which JSON cannot express."""
-
-
-@dataclass(slots=True)
-class Timing:
-    """Seconds that a sequence waited and computed: the engine's own values once it has finished
-    there; before that, and after a stop string, measured here."""
-
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
 
 
 class Sequence:
@@ -42,7 +30,6 @@ class Sequence:
         self.num_prompt_tokens = len(prompt.token_ids)
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
-        self.num_preemptions = 0
         self.is_finished = False
         self.timing = Timing()
         wants_prompt_logprobs = params.prompt_logprobs is not None and index % params.n == 0
@@ -77,7 +64,6 @@ class Sequence:
         finish = update.finish
         if finish is not None:
             self.is_finished = True
-            self.num_preemptions = finish.num_preemptions
         if self._params.max_tokens == 0:
             return Delta(self.index, finish_reason="length") if finish else None
         if update.tokens:

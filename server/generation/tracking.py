@@ -116,10 +116,11 @@ class RequestTracker(Generic[StreamT]):
         metrics, stream = self._metrics, self.stream
         metrics.prompt_processed(stream.num_prompt_tokens, stream.num_cached_tokens)
         metrics.e2e_latency.observe(self._record.seconds)
-        metrics.queue_time.observe(stream.queue_s)
-        metrics.prefill_time.observe(stream.prefill_s)
-        metrics.decode_time.observe(stream.decode_s)
-        metrics.inference_time.observe(stream.prefill_s + stream.decode_s)
+        timing = stream.timing
+        metrics.queue_time.observe(timing.queue_s)
+        metrics.prefill_time.observe(timing.prefill_s)
+        metrics.decode_time.observe(timing.decode_s)
+        metrics.inference_time.observe(timing.prefill_s + timing.decode_s)
         metrics.observe_size("request_prompt_tokens", stream.num_prompt_tokens)
         if self._params is None:
             return

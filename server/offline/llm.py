@@ -356,7 +356,13 @@ class LLM:
             generation = self._pipeline.start([prompt], params, cache_salt=salt, param="prompt")
             outputs = await generation.collect()
             (prompt_logprobs,) = generation.prompt_logprobs
-            results[index] = request_output(str(first_id + index), prompt, outputs, prompt_logprobs)
+            results[index] = request_output(
+                str(first_id + index),
+                prompt,
+                outputs,
+                prompt_logprobs,
+                generation.num_cached_tokens,
+            )
             num_tokens += generation.num_output_tokens
             rate = num_tokens / max(bar.format_dict["elapsed"], 1e-3)
             bar.set_postfix_str(f"{rate:.1f} output tokens/s", refresh=False)

@@ -164,6 +164,7 @@ def request_output(
     prompt: Prompt,
     outputs: list[Output],
     prompt_logprobs: list[PositionLogprobs | None] | None,
+    num_cached_tokens: int,
 ) -> RequestOutput:
     """Convert a finished request."""
     return RequestOutput(
@@ -175,7 +176,7 @@ def request_output(
         else [None if entry is None else _by_id(entry) for entry in prompt_logprobs],
         outputs=[_completion(index, output) for index, output in enumerate(outputs)],
         finished=True,
-        num_cached_tokens=outputs[0].num_cached_tokens,
+        num_cached_tokens=num_cached_tokens,
     )
 
 

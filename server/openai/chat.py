@@ -88,7 +88,9 @@ def _choice(job: Job, index: int, choice: ChoiceOutput, echo: str) -> dict[str, 
     fields: dict[str, Any] = {
         "index": index,
         "message": message,
-        "logprobs": chat_logprobs(choice.logprobs, job.token_formatter) if has_logprobs else None,
+        "logprobs": chat_logprobs(choice.logprobs or (), job.token_formatter)
+        if has_logprobs
+        else None,
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
     }

@@ -3,10 +3,17 @@
 import codecs
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from server.generation.answer_parser import AssistantMessage, ChoiceParser
-from server.generation.outputs import Delta, GenerationStream, PositionLogprobs, TokenLogprob
+from server.generation.outputs import (
+    Delta,
+    GenerationStream,
+    Output,
+    PositionLogprobs,
+    TokenLogprob,
+)
 
 Choice = dict[str, Any]
 
@@ -172,35 +179,18 @@ def prompt_logprobs_of(
     return result
 
 
-class ChoiceOutput:
+@dataclass(slots=True)
+class ChoiceOutput(Output):
     """One choice of an answer that is not streamed."""
 
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self.token_ids: list[int] = []
-        self.logprobs: list[PositionLogprobs] = []
-        self.finish_reason: str | None = None
-        self.stop_reason: str | int | None = None
-        self.message = AssistantMessage()
-        """The parsed message, if the request has parsers."""
-
-    def add(self, delta: Delta) -> None:
-        self.texts.append(delta.text)
-        self.token_ids += delta.token_ids
-        if delta.logprobs:
-            self.logprobs += delta.logprobs
-        if delta.finish_reason is not None:
-            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+    message: AssistantMessage = field(default_factory=AssistantMessage)
+    """The parsed message, if the request has parsers."""
 
     def add_parsed(self, delta: Delta, parser: ChoiceParser) -> None:
         """Add a delta that must be parsed."""
         self.message.add(parser.parse(delta))
         self.add(delta)
         self.finish_reason = parser.finish_reason(self.finish_reason)
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
 
     @property
     def mean_logprob(self) -> float:

@@ -8,32 +8,24 @@ from typing import Any
 
 from server.generation.answer_parser import ChoiceParser, chat_deltas
 from server.generation.job import Job
-from server.generation.pipeline import Delta
+from server.generation.outputs import Delta
 from server.http.errors import Fault
 from server.http.sse import DONE, frame, json_line, json_text
-from server.openai.choices import (
-    TextLogprobs,
-    chat_logprobs,
-    joined_logprobs,
-)
+from server.openai.choices import TextLogprobs, chat_logprobs, joined_logprobs
 
 
-class ChatChunks:
-    """Chunks of /v1/chat/completions. The first chunk of a choice has the role."""
+class _Chunks:
+    """What the chunks of chat and completions share."""
 
-    def __init__(self, job: Job, echo: str = "", *, shows_reasoning: bool = True) -> None:
+    def __init__(self, job: Job, kind: str) -> None:
         self._job = job
-        self._shows_thinking = shows_reasoning
-        self._echo = echo
-        self._envelope = job.envelope("chat.completion.chunk")
+        self._envelope = job.envelope(kind)
         self._started: set[int] = set()
         self._has_logprobs = job.params.logprobs is not None
         self._has_ids = bool(job.body.return_token_ids)
         self._has_usage = job.body.includes_usage_in_chunks
-        self._token_formatter = job.token_formatter
-
-    def feed(self, deltas: list[Delta]) -> bytes:
-        return b"".join([self._chunk(delta) for delta in deltas])
+        self._is_plain = not (self._has_logprobs or self._has_ids or self._has_usage)
+        """Whether chunks that are not the last have only text."""
 
     def ending(self) -> bytes:
         if not self._job.body.includes_usage:
@@ -43,43 +35,54 @@ class ChatChunks:
     def failing(self, fault: Fault) -> bytes:
         return frame(fault.body()) + DONE
 
+    def _extra(self) -> dict[str, Any]:
+        return {"usage": self._job.usage()} if self._has_usage else {}
+
+
+class ChatChunks(_Chunks):
+    """Chunks of /v1/chat/completions. The first chunk of a choice has the role."""
+
+    def __init__(self, job: Job, echo: str = "", *, shows_reasoning: bool = True) -> None:
+        super().__init__(job, "chat.completion.chunk")
+        self._shows_reasoning = shows_reasoning
+        self._echo = echo
+        self._token_formatter = job.token_formatter
+
+    def feed(self, deltas: list[Delta]) -> bytes:
+        return b"".join([self._chunk(delta) for delta in deltas])
+
     def _chunk(self, delta: Delta) -> bytes:
         begin = b"" if delta.index in self._started else self._begin(delta.index)
         if self._job.parsers is not None:
             return begin + self._parsed(delta, self._job.parsers.parser(delta.index))
-        plain = not (self._has_logprobs or self._has_ids or self._has_usage)
-        if plain and delta.finish_reason is None:
+        if self._is_plain and delta.finish_reason is None:
             return begin + self._text_chunk(delta.index, delta.text) if delta.text else begin
-        shown = delta.text or delta.finish_reason or delta.logprobs or self._has_ids
-        return begin + self._encoded(delta) if shown else begin
+        if delta.text:
+            return begin + self._choice_chunk(delta, {"content": delta.text})
+        if delta.finish_reason is not None:
+            return begin + self._choice_chunk(delta, {})
+        has_tokens = delta.logprobs or self._has_ids
+        return begin + self._choice_chunk(delta, {"content": ""}) if has_tokens else begin
 
     def _parsed(self, delta: Delta, parser: ChoiceParser) -> bytes:
         """A chunk for each event of `delta`, and one for the end."""
-        payloads = chat_deltas(parser.parse(delta), shows_reasoning=self._shows_thinking)
-        if delta.finish_reason is not None:
+        payloads = chat_deltas(parser.parse(delta), shows_reasoning=self._shows_reasoning)
+        finish_reason = parser.finish_reason(delta.finish_reason)
+        if finish_reason is not None:
             payloads.append({})
         elif not payloads and (delta.logprobs or self._has_ids):
             payloads.append({"content": ""})
         frames = []
-        is_plain = not (self._has_logprobs or self._has_ids or self._has_usage)
-        for index, payload in enumerate(payloads):
-            if is_plain and "content" in payload:
+        # Tokens and the end of the choice are told once.
+        rest = Delta(delta.index, token_ids=delta.token_ids, logprobs=delta.logprobs)
+        for payload in payloads:
+            if self._is_plain and "content" in payload:
                 frames.append(self._text_chunk(delta.index, payload["content"]))
                 continue
-            choice: dict[str, Any] = {
-                "index": delta.index,
-                "delta": payload,
-                "logprobs": None,
-                "finish_reason": None,
-            }
-            if index == 0 and delta.logprobs:
-                choice["logprobs"] = chat_logprobs(delta.logprobs, self._token_formatter)
-            if index == len(payloads) - 1 and delta.finish_reason is not None:
-                choice["finish_reason"] = parser.finish_reason(delta.finish_reason)
-                choice["stop_reason"] = delta.stop_reason
-            if self._has_ids:
-                choice["token_ids"] = delta.token_ids if index == 0 else []
-            frames.append(self._envelope.chunk(json_line(choice), self._extra()))
+            if not payload:
+                rest.finish_reason, rest.stop_reason = finish_reason, delta.stop_reason
+            frames.append(self._choice_chunk(rest, payload))
+            rest = Delta(delta.index)
         return b"".join(frames)
 
     def _begin(self, index: int) -> bytes:
@@ -103,10 +106,11 @@ class ChatChunks:
         )
         return self._envelope.chunk(choice, self._extra() if self._has_usage else None)
 
-    def _encoded(self, delta: Delta) -> bytes:
+    def _choice_chunk(self, delta: Delta, payload: dict[str, Any]) -> bytes:
+        """A chunk with `payload`, and all of `delta` but its text."""
         choice: dict[str, Any] = {
             "index": delta.index,
-            "delta": {"content": delta.text} if delta.text or not delta.finish_reason else {},
+            "delta": payload,
             "logprobs": chat_logprobs(delta.logprobs, self._token_formatter)
             if delta.logprobs
             else None,
@@ -118,23 +122,15 @@ class ChatChunks:
             choice["token_ids"] = delta.token_ids
         return self._envelope.chunk(json_line(choice), self._extra())
 
-    def _extra(self) -> dict[str, Any]:
-        return {"usage": self._job.usage()} if self._has_usage else {}
 
-
-class CompletionChunks:
+class CompletionChunks(_Chunks):
     """Chunks of /v1/completions. With echo, the first chunk of a choice has the prompt."""
 
     def __init__(self, job: Job, prompt_texts: list[str] | None, hidden: frozenset[int]) -> None:
         """`prompt_texts`: set with echo. `hidden`: token ids without text."""
-        self._job = job
+        super().__init__(job, "text_completion")
         self._prompt_texts = prompt_texts
-        self._envelope = job.envelope("text_completion")
-        self._has_logprobs = job.params.logprobs is not None
-        self._has_ids = bool(job.body.return_token_ids)
-        self._has_usage = job.body.includes_usage_in_chunks
         num_choices = len(job.prompts) * job.params.n
-        self._started: set[int] = set()
         self._buffered: list[Delta] = []
         """Deltas of choices that must echo prompt log-probabilities, which arrive with the first
         delta of the prompt's first choice."""
@@ -152,14 +148,6 @@ class CompletionChunks:
                 self._buffered.append(delta)
         return b"".join(frames)
 
-    def ending(self) -> bytes:
-        if not self._job.body.includes_usage:
-            return DONE
-        return self._envelope.chunk(b"", {"usage": self._job.usage()}) + DONE
-
-    def failing(self, fault: Fault) -> bytes:
-        return frame(fault.body()) + DONE
-
     def _is_scored(self, prompt_index: int) -> bool:
         """Whether all log-probabilities of a prompt have arrived."""
         positions = self._job.generation.prompt_logprobs[prompt_index] or []
@@ -168,8 +156,8 @@ class CompletionChunks:
     def _chunk(self, delta: Delta) -> bytes:
         is_first = delta.index not in self._started
         self._started.add(delta.index)
-        special = self._has_logprobs or self._has_ids or self._has_usage
-        if special or delta.finish_reason is not None or (is_first and self._prompt_texts):
+        is_echo = is_first and self._prompt_texts
+        if not self._is_plain or delta.finish_reason is not None or is_echo:
             return self._encoded(delta, is_first)
         if not delta.text:
             return b""
@@ -205,8 +193,7 @@ class CompletionChunks:
             choice["token_ids"] = delta.token_ids
             if is_first:
                 choice["prompt_token_ids"] = self._job.prompts[prompt_index].token_ids
-        extra = {"usage": self._job.usage()} if self._has_usage else None
-        return self._envelope.chunk(json_line(choice), extra)
+        return self._envelope.chunk(json_line(choice), self._extra())
 
 
 def echo_logprobs(job: Job, prompt_index: int, writer: TextLogprobs, text: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from server.generation.job import (
     start_job,
     stream_response,
 )
-from server.generation.pipeline import Prompt
+from server.generation.outputs import Prompt
 from server.generation.prompts import encode_prompt, truncate_prompt
 from server.generation.validation import check_comparable
 from server.http.access_log import log_prompt, record_of
@@ -188,4 +188,4 @@ def _logprobs(
 ) -> dict[str, Any]:
     writer = TextLogprobs(job.token_formatter, _hidden(job))
     parts = [] if texts is None else [echo_logprobs(job, prompt_index, writer, texts[prompt_index])]
-    return joined_logprobs([*parts, writer.write(choice.logprobs)])
+    return joined_logprobs([*parts, writer.write(choice.logprobs or ())])

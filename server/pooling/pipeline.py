@@ -10,7 +10,7 @@ from config.errors import Overloaded, RequestFailed
 from config.params.pooling import PoolingParams
 from engine.client.base import EngineClient
 from engine.client.output_queue import RequestOutputQueue, Update
-from server.generation.outputs import Delta
+from server.generation.outputs import Delta, Timing
 from server.generation.pipeline import check_finish
 
 Vectors = npt.NDArray[np.float32]
@@ -62,12 +62,8 @@ class PoolingStream:
         self._is_aborted = False
         self.cached_tokens = [0] * len(inputs)
         """Tokens of each input that were found in the prefix cache."""
-        self.num_preemptions = 0
-        self.queue_s = 0.0
-        """Longest time that an input waited in the engine."""
-        self.prefill_s = 0.0
-        """Seconds of computation for the slowest input."""
-        self.decode_s = 0.0
+        self.timing = Timing()
+        """The longest time that an input waited, and that one was computed."""
         try:
             self._send()
         except BaseException:
@@ -161,6 +157,5 @@ class PoolingStream:
             self._vectors[index] = vectors
         finish = update.finish
         if finish is not None:
-            self.num_preemptions += finish.num_preemptions
-            self.queue_s = max(self.queue_s, finish.queue_s)
-            self.prefill_s = max(self.prefill_s, finish.prefill_s)
+            self.timing.queue_s = max(self.timing.queue_s, finish.queue_s)
+            self.timing.prefill_s = max(self.timing.prefill_s, finish.prefill_s)

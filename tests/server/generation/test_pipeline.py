@@ -12,7 +12,7 @@ from scripted_client import ScriptedClient, columns, ready
 from config.errors import EngineDied, Overloaded, PromptTooLong, RequestFailed, UserError
 from config.params.sampling import SamplingParams
 from config.server import ServerConfig
-from server.generation.outputs import Delta, Prompt
+from server.generation.outputs import Delta, Prompt, Timing
 from server.generation.pipeline import Generation, Pipeline, choice_seed
 from server.text.tokenizer import Tokenizer
 from server.text.tokenizer_files import TextFiles
@@ -53,7 +53,7 @@ async def test_text_comes_as_deltas_and_ends_with_the_reason() -> None:
     assert rest == []
     assert (generation.num_prompt_tokens, generation.num_cached_tokens) == (len(HI.token_ids), 1)
     assert generation.num_output_tokens == len([*ids("he"), *ids("llo"), EOS])
-    assert (generation.queue_s, generation.prefill_s, generation.decode_s) == (0.25, 0.5, 1.0)
+    assert generation.timing == Timing(0.25, 0.5, 1.0)
     assert client.aborted == []
 
 
