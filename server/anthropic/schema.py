@@ -6,57 +6,24 @@ from pydantic import ConfigDict, Field, WithJsonSchema
 
 from config.errors import UserError
 from server.http.body_bounds import Blocks, Messages, Strings, Tools, Variables
-from server.openai.schema.generation import Body, Integer, Unsupported, check_stops
+from server.openai.schema.generation import Body, Integer, Unsupported, check_at_least, check_stops
+from server.openai.schema.json_schema import NULL, OBJECT, TEXT, any_of, array, record, words
 
-_BLOCKS: dict[str, Any] = {
-    "anyOf": [
-        {"type": "string"},
-        {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["type"],
-                "properties": {
-                    "type": {
-                        "type": "string",
-                        "examples": ["text", "tool_use", "tool_result", "thinking"],
-                    },
-                    "text": {"type": "string"},
-                },
-            },
-        },
-    ]
-}
-_MESSAGES = {
-    "type": "array",
-    "minItems": 1,
-    "items": {
-        "type": "object",
-        "required": ["role", "content"],
-        "properties": {
-            "role": {"type": "string", "enum": ["user", "assistant", "system"]},
-            "content": _BLOCKS,
-        },
+_BLOCK = record(
+    {
+        "type": {**TEXT, "examples": ["text", "tool_use", "tool_result", "thinking"]},
+        "text": TEXT,
     },
-}
-_SYSTEM = {"anyOf": [*_BLOCKS["anyOf"], {"type": "null"}]}
-_TOOLS = {
-    "anyOf": [
-        {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["name", "input_schema"],
-                "properties": {
-                    "name": {"type": "string"},
-                    "description": {"type": "string"},
-                    "input_schema": {"type": "object"},
-                },
-            },
-        },
-        {"type": "null"},
-    ]
-}
+    required=["type"],
+)
+_CONTENT = any_of(TEXT, array(_BLOCK))
+_MESSAGE = record(
+    {"role": words("user", "assistant", "system"), "content": _CONTENT},
+    required=["role", "content"],
+)
+_TOOL = record(
+    {"name": TEXT, "description": TEXT, "input_schema": OBJECT}, required=["name", "input_schema"]
+)
 _KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
 
 
@@ -103,9 +70,9 @@ class CountBody(Body):
     }
 
     model: str | None = Field(None, description="A served name; default: the first one.")
-    messages: Annotated[Messages, WithJsonSchema(_MESSAGES)]
-    system: Annotated[str | Blocks | None, WithJsonSchema(_SYSTEM)] = None
-    tools: Annotated[Tools | None, WithJsonSchema(_TOOLS)] = None
+    messages: Annotated[Messages, WithJsonSchema(array(_MESSAGE, minItems=1))]
+    system: Annotated[str | Blocks | None, WithJsonSchema(any_of(_CONTENT, NULL))] = None
+    tools: Annotated[Tools | None, WithJsonSchema(any_of(array(_TOOL), NULL))] = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingChoice | None = None
     output_config: OutputConfig | None = None
@@ -158,10 +125,7 @@ class MessagesBody(CountBody):
 
     def check(self) -> None:
         super().check()
-        if self.max_tokens < 1:
-            raise UserError(
-                f"max_tokens is {self.max_tokens}, it must be at least 1", param="max_tokens"
-            )
+        check_at_least(self, "max_tokens", 1)
         if not all(self.stop_sequences or ()):
             raise UserError("stop_sequences holds an empty string", param="stop_sequences")
         check_stops(self.stop_sequences, "stop_sequences")

@@ -33,7 +33,7 @@ from server.openai.choices import (
     usage_of,
 )
 from server.openai.chunks import CompletionChunks, echo_logprobs
-from server.openai.schema.completions import CompletionBody
+from server.openai.schema.completions import CompletionBody, numbers_of_ids
 
 INLINE_IDS = 10_000
 """Token ids of a prompt that are checked on the event loop: a millisecond."""
@@ -104,11 +104,14 @@ def _params(state: AppState, body: CompletionBody) -> SamplingParams:
 
 
 async def _prompts(state: AppState, body: CompletionBody, params: SamplingParams) -> list[Prompt]:
-    keep, longest = body.truncate_prompt_tokens, body.most_ids
+    keep, numbers_of = body.truncate_prompt_tokens, numbers_of_ids(body.prompt)
+    longest = max(numbers_of, default=0)
     if keep is None and longest > state.max_model_len:
         # Before a look at each of millions of ids.
         raise PromptTooLong(longest, body.limit, state.max_model_len, param="prompt")
-    given = await asyncio.to_thread(body.prompts) if body.num_ids > INLINE_IDS else body.prompts()
+    given = (
+        await asyncio.to_thread(body.prompts) if sum(numbers_of) > INLINE_IDS else body.prompts()
+    )
     # Before the work of tokenizing thousands of texts that can never be taken.
     check_admission(state, body, len(given) * params.n, "prompt")
 

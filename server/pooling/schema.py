@@ -10,7 +10,7 @@ from server.openai.schema.completions import (
     Texts,
     TokenLists,
     given_prompts,
-    most_ids,
+    numbers_of_ids,
     prompts_schema,
 )
 from server.openai.schema.generation import Body, Integer, Unsupported, check_request_id, check_salt
@@ -110,9 +110,7 @@ class _Prompts(Body):
     @property
     def is_big(self) -> bool:
         """Whether there are so many token ids that checking them takes over a millisecond."""
-        if not self.is_listed:
-            return most_ids(self.input) > MANY_IDS
-        return sum(len(item) for item in self.input if isinstance(item, list)) > MANY_IDS
+        return sum(numbers_of_ids(self.input)) > MANY_IDS
 
     def inputs(self) -> Texts | TokenLists:
         """The inputs, all texts or all token ids. Raises UserError."""

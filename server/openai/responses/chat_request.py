@@ -9,7 +9,7 @@ from config.errors import NotFound, UserError
 from server.http.body import MANY_BYTES, validate_fields
 from server.openai.responses.items import Item, is_reference, number_in, read_items
 from server.openai.responses.messages import messages_of
-from server.openai.responses.schema import ResponseBody
+from server.openai.responses.schema import MOVED, ResponseBody
 from server.openai.responses.store import ItemHistory, ResponseStore, StoredResponse
 from server.openai.schema.chat import ChatBody
 
@@ -17,13 +17,9 @@ ID_PREFIX = "resp_"
 _SHOWN = 80
 _FIELD_NAMES = {
     "logprobs": "include",
-    "max_completion_tokens": "max_output_tokens",
-    "max_tokens": "max_output_tokens",
-    "messages": "input",
-    "reasoning_effort": "reasoning",
-    "response_format": "text",
+    **{chat_name: name.partition(".")[0] for chat_name, name in MOVED.items()},
 }
-"""Chat fields and their names in this API."""
+"""Chat fields and the fields of this API that hold them."""
 _MESSAGE_WORDS = (
     ("].function", "]"),
     ("reasoning_effort", "reasoning.effort"),

@@ -7,7 +7,26 @@ from pydantic import ConfigDict, Field, WithJsonSchema, model_validator
 from config.errors import UserError
 from config.params.sampling import MAX_LOGPROBS
 from server.http.body_bounds import Documents, Labels, Strings, Tools, Variables
-from server.openai.schema.generation import UNSUPPORTED, Body, GenerationBody, Integer, Unsupported
+from server.openai.schema.generation import (
+    UNSUPPORTED,
+    Body,
+    GenerationBody,
+    Integer,
+    Unsupported,
+    check_at_least,
+    check_between,
+)
+from server.openai.schema.json_schema import (
+    NULL,
+    OBJECT,
+    TEXT,
+    any_of,
+    array,
+    constant,
+    record,
+    words,
+)
+from server.openai.schema.tools import FUNCTION
 
 WITH_LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (
@@ -22,7 +41,7 @@ INCLUDABLE = (
     "web_search_call.action.sources",
     "web_search_call.results",
 )
-_MOVED = {
+MOVED = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "messages": "input",
@@ -32,71 +51,23 @@ _MOVED = {
 """Chat fields with another name in this API."""
 _SHOWN = 40
 
+_KINDS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+_ITEM = record(
+    {
+        "type": {**any_of(TEXT, NULL), "examples": list(_KINDS)},
+        "role": words("user", "system", "developer", "assistant"),
+        "content": any_of(TEXT, array(OBJECT)),
+    }
+)
 _INPUT = {
-    "anyOf": [
-        {"type": "string"},
-        {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {
-                    "type": {
-                        "anyOf": [{"type": "string"}, {"type": "null"}],
-                        "examples": [
-                            *("message", "function_call", "function_call_output"),
-                            *("reasoning", "item_reference"),
-                        ],
-                    },
-                    "role": {
-                        "type": "string",
-                        "enum": ["user", "system", "developer", "assistant"],
-                    },
-                    "content": {
-                        "anyOf": [
-                            {"type": "string"},
-                            {"type": "array", "items": {"type": "object"}},
-                        ]
-                    },
-                },
-            },
-        },
-        {"type": "null"},
-    ],
+    **any_of(TEXT, array(_ITEM), NULL),
     "description": "A text, or items. May be absent only with previous_response_id.",
 }
-_TOOLS = {
-    "anyOf": [
-        {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["type", "name"],
-                "properties": {
-                    "type": {"type": "string", "const": "function"},
-                    "name": {"type": "string"},
-                    "description": {"type": "string"},
-                    "parameters": {"type": "object"},
-                    "strict": {"type": "boolean"},
-                },
-            },
-        },
-        {"type": "null"},
-    ]
-}
-_TOOL_CHOICE = {
-    "anyOf": [
-        {"type": "string", "enum": ["none", "auto", "required"]},
-        {
-            "type": "object",
-            "required": ["type"],
-            "properties": {
-                "type": {"type": "string", "enum": ["function", "allowed_tools"]},
-                "name": {"type": "string"},
-            },
-        },
-        {"type": "null"},
-    ]
-}
+_TOOL = record({"type": constant("function"), **FUNCTION}, required=["type", "name"])
+_NAMED_CHOICE = record(
+    {"type": words("function", "allowed_tools"), "name": TEXT}, required=["type"]
+)
+_TOOL_CHOICE = any_of(words("none", "auto", "required"), _NAMED_CHOICE, NULL)
 
 
 class ReasoningOptions(Body):
@@ -150,7 +121,7 @@ class ResponseBody(GenerationBody):
     include: Strings | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: Annotated[Tools | None, WithJsonSchema(_TOOLS)] = None
+    tools: Annotated[Tools | None, WithJsonSchema(any_of(array(_TOOL), NULL))] = None
     tool_choice: Annotated[Any, WithJsonSchema(_TOOL_CHOICE)] = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -170,7 +141,7 @@ class ResponseBody(GenerationBody):
     @classmethod
     def _name_the_moved(cls, data: Any) -> Any:
         if isinstance(data, dict):
-            for old, new in _MOVED.items():
+            for old, new in MOVED.items():
                 if data.get(old) is not None:
                     raise UserError(f"{old} is a field of chats, here it is {new}", param=old)
         return data
@@ -179,26 +150,19 @@ class ResponseBody(GenerationBody):
         super().check()
         if not self.input and not isinstance(self.input, str) and not self.previous_response_id:
             raise UserError("input is missing, it must be a text or at least 1 item", param="input")
-        for name in ("max_output_tokens", "max_tool_calls"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name} is {value}, it must be at least 1", param=name)
+        check_at_least(self, "max_output_tokens", 1)
+        check_at_least(self, "max_tool_calls", 1)
         for one in self.include or ():
             if one not in INCLUDABLE:
                 raise UserError(
                     f"include has {one[:_SHOWN]!r}, it may have {', '.join(INCLUDABLE)}",
                     param="include",
                 )
-        if self.top_logprobs is not None:
-            if not 0 <= self.top_logprobs <= MAX_LOGPROBS:
-                raise UserError(
-                    f"top_logprobs is {self.top_logprobs}, it must be between 0 and {MAX_LOGPROBS}",
-                    param="top_logprobs",
-                )
-            if self.top_logprobs and not self.has_logprobs:
-                raise UserError(
-                    f"top_logprobs needs include to hold {WITH_LOGPROBS}", param="top_logprobs"
-                )
+        check_between(self, "top_logprobs", 0, MAX_LOGPROBS)
+        if self.top_logprobs and not self.has_logprobs:
+            raise UserError(
+                f"top_logprobs needs include to hold {WITH_LOGPROBS}", param="top_logprobs"
+            )
         if self.background and self.store is False:
             raise UserError("background needs store to be true", param="background")
 

@@ -9,7 +9,16 @@ from config.errors import UserError
 from config.params.sampling import MAX_LOGPROBS
 from config.params.structured_output import GrammarSpec
 from server.http.body_bounds import MAX_PARTS, Documents, Messages, Strings, Tools, Variables
-from server.openai.schema.generation import UNSUPPORTED, Body, GenerationBody, Integer, Unsupported
+from server.openai.schema.generation import (
+    UNSUPPORTED,
+    Body,
+    GenerationBody,
+    Integer,
+    Unsupported,
+    check_at_least,
+    check_between,
+)
+from server.openai.schema.json_schema import NULL, OBJECT, TEXT, any_of, array, constant, record
 from server.openai.schema.structured import spec_of_schema
 from server.openai.schema.tools import (
     TOOL_CHOICE_SCHEMA,
@@ -26,42 +35,22 @@ TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refu
 MEDIA_PARTS = ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file")
 _NAMES_SHOWN = 40
 
-_MESSAGES = {
-    "type": "array",
-    "minItems": 1,
-    "items": {
-        "type": "object",
-        "required": ["role"],
-        "properties": {
-            "role": {"type": "string", "examples": ["system", "user", "assistant", "tool"]},
-            "content": {
-                "anyOf": [
-                    {"type": "string"},
-                    {
-                        "type": "array",
-                        "items": {
-                            "type": "object",
-                            "properties": {
-                                "type": {"type": "string", "const": "text"},
-                                "text": {"type": "string"},
-                            },
-                        },
-                    },
-                    {"type": "null"},
-                ]
-            },
-            "name": {"type": "string"},
-            "tool_calls": {"type": "array", "items": {"type": "object"}},
-            "tool_call_id": {"type": "string"},
-        },
+_MESSAGE = record(
+    {
+        "role": {**TEXT, "examples": ["system", "user", "assistant", "tool"]},
+        "content": any_of(TEXT, array(record({"type": constant("text"), "text": TEXT})), NULL),
+        "name": TEXT,
+        "tool_calls": array(OBJECT),
+        "tool_call_id": TEXT,
     },
-}
+    required=["role"],
+)
 
 
 class ChatPromptBody(Body):
     """The fields that make the prompt of a chat: shared by chat and /tokenize."""
 
-    messages: Annotated[Messages, WithJsonSchema(_MESSAGES)]
+    messages: Annotated[Messages, WithJsonSchema(array(_MESSAGE, minItems=1))]
     tools: Annotated[Tools | None, WithJsonSchema(TOOLS_SCHEMA)] = None
     tool_choice: Annotated[Any, WithJsonSchema(TOOL_CHOICE_SCHEMA)] = None
     documents: Documents | None = None
@@ -171,24 +160,12 @@ class ChatBody(ChatPromptBody, GenerationBody):
                 f"arguments are the answer; leave out {constraint[0]}, or set tool_choice to auto",
                 param=constraint[0],
             )
-        budget = self.thinking_token_budget
-        if budget is not None and budget < 0:
-            raise UserError(
-                f"thinking_token_budget is {budget}, it must be at least 0",
-                param="thinking_token_budget",
-            )
-        for name in ("max_completion_tokens", "max_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name} is {value}, it must be at least 1", param=name)
-        if self.top_logprobs is not None:
-            if not 0 <= self.top_logprobs <= MAX_LOGPROBS:
-                raise UserError(
-                    f"top_logprobs is {self.top_logprobs}, it must be between 0 and {MAX_LOGPROBS}",
-                    param="top_logprobs",
-                )
-            if not self.logprobs:
-                raise UserError("top_logprobs needs logprobs to be true", param="top_logprobs")
+        check_at_least(self, "thinking_token_budget", 0)
+        check_at_least(self, "max_completion_tokens", 1)
+        check_at_least(self, "max_tokens", 1)
+        check_between(self, "top_logprobs", 0, MAX_LOGPROBS)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise UserError("top_logprobs needs logprobs to be true", param="top_logprobs")
         if self.modalities is not None and self.modalities != ["text"]:
             raise UserError("modalities must be ['text']: only text is made", param="modalities")
 

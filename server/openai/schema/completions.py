@@ -6,26 +6,26 @@ from pydantic import ConfigDict, Field, WithJsonSchema
 
 from config.errors import UserError
 from config.params.sampling import MAX_LOGPROBS, MAX_N
-from server.openai.schema.generation import UNSUPPORTED, GenerationBody, Integer, Unsupported
+from server.openai.schema.generation import (
+    UNSUPPORTED,
+    GenerationBody,
+    Integer,
+    Unsupported,
+    check_between,
+)
+from server.openai.schema.json_schema import TEXT, Schema, any_of, array
 
 Texts = list[str]
 TokenLists = list[list[int]]
 
-_ids = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_IDS = array({"type": "integer", "minimum": 0})
 MAX_PROMPTS = 1024
 DEFAULT_MAX_TOKENS = 16
 
 
-def prompts_schema(most: int) -> dict[str, Any]:
+def prompts_schema(most: int) -> Schema:
     """The JSON schema of a prompt field with at most `most` entries."""
-    return {
-        "anyOf": [
-            {"type": "string"},
-            {"type": "array", "items": {"type": "string"}, "maxItems": most},
-            _ids,
-            {"type": "array", "items": _ids, "maxItems": most},
-        ]
-    }
+    return any_of(TEXT, array(TEXT, maxItems=most), _IDS, array(_IDS, maxItems=most))
 
 
 class CompletionBody(GenerationBody):
@@ -50,11 +50,7 @@ class CompletionBody(GenerationBody):
     def check(self) -> None:
         super().check()
         self._check_best_of()
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise UserError(
-                f"logprobs is {self.logprobs}, it must be between 0 and {MAX_LOGPROBS}",
-                param="logprobs",
-            )
+        check_between(self, "logprobs", 0, MAX_LOGPROBS)
         least = 0 if self.echo else 1
         if self.max_tokens is not None and self.max_tokens < least:
             only = "" if self.echo else " (0 only with echo)"
@@ -92,36 +88,18 @@ class CompletionBody(GenerationBody):
         """How many tokens may be generated for each choice."""
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
-    @property
-    def num_ids(self) -> int:
-        """The token ids of all prompts; nothing is checked."""
-        return num_ids(self.prompt)
-
-    @property
-    def most_ids(self) -> int:
-        """The length of the longest prompt of token ids, if there is one; nothing is checked."""
-        return most_ids(self.prompt)
-
     def prompts(self) -> Texts | TokenLists:
         """The prompts, one or many, all of one kind. Raises UserError."""
         return given_prompts(self.prompt, "prompt", MAX_PROMPTS)
 
 
-def num_ids(given: Any) -> int:
-    """Number of token ids of all entries; nothing is checked."""
+def numbers_of_ids(given: Any) -> list[int]:
+    """Lengths of the lists of token ids; nothing is checked."""
     if not isinstance(given, list) or not given:
-        return 0
+        return []
     if _is_id(given[0]):
-        return len(given)
-    return sum(len(one) for one in given if isinstance(one, list))
-
-
-def most_ids(given: Any) -> int:
-    """Length of the longest list of token ids; nothing is checked."""
-    if not isinstance(given, list) or not given:
-        return 0
-    lists = [given] if _is_id(given[0]) else [one for one in given if isinstance(one, list)]
-    return max(map(len, lists), default=0)
+        return [len(given)]
+    return [len(one) for one in given if isinstance(one, list)]
 
 
 def given_prompts(given: Any, name: str, most: int) -> Texts | TokenLists:

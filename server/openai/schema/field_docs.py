@@ -8,6 +8,7 @@ from config.params.sampling import MAX_LOGPROBS, MAX_N
 from server.openai.responses.schema import WITH_LOGPROBS
 from server.openai.schema.completions import MAX_PROMPTS
 from server.openai.schema.generation import MAX_REQUEST_ID_CHARACTERS, MAX_SALT_CHARACTERS
+from server.openai.schema.structured import FIELDS
 from server.pooling.schema import MAX_INPUTS
 
 _NO_EFFECT = "Accepted without effect."
@@ -53,16 +54,7 @@ SHARED: Mapping[str, str] = {
     # Structured output.
     "response_format": "text, json_object, json_schema or structural_tag.",
     "structured_outputs": "One of json, json_object, regex, choice, grammar, structural_tag.",
-    "guided_json": "As structured_outputs.json.",
-    "guided_json_object": "As structured_outputs.json_object.",
-    "guided_regex": "As structured_outputs.regex.",
-    "guided_choice": "As structured_outputs.choice.",
-    "guided_grammar": "As structured_outputs.grammar.",
-    "json_schema": "As structured_outputs.json.",
-    "regex": "As structured_outputs.regex.",
-    "ebnf": "As structured_outputs.grammar.",
-    "grammar": "As structured_outputs.grammar.",
-    "structural_tag": "As structured_outputs.structural_tag.",
+    **{name: f"As structured_outputs.{kind}." for name, kind in FIELDS.items()},
     # The answer.
     "stream": "Server-sent events instead of one answer; default false.",
     "stream_options": "Only with stream.",

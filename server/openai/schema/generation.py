@@ -12,6 +12,7 @@ from config.errors import UserError
 from config.params.sampling import MAX_LOGPROBS, SamplingParams
 from config.params.structured_output import GrammarSpec
 from server.http.body_bounds import Biases, Strings, TokenIds, Words, whole
+from server.openai.schema.json_schema import TEXT, any_of, array
 from server.openai.schema.structured import FIELDS, spec_of
 
 MAX_SALT_CHARACTERS = 128
@@ -30,9 +31,7 @@ Integer = Annotated[int, BeforeValidator(whole), WithJsonSchema({"type": "intege
 TextOrTexts = Annotated[
     Strings,
     BeforeValidator(_listed),
-    WithJsonSchema(
-        {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
-    ),
+    WithJsonSchema(any_of(TEXT, array(TEXT))),
 ]
 
 Unsupported = Mapping[str, tuple[object, ...]]
@@ -139,19 +138,15 @@ class GenerationBody(Body):
         """Check fields against each other. Raises UserError."""
         if self.stream_options is not None and not self.stream:
             raise UserError("stream_options needs stream to be true", param="stream_options")
-        if self.prompt_logprobs is not None:
-            _between("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
-            if self.stream:
-                raise UserError(
-                    "prompt_logprobs cannot be streamed; set stream to false",
-                    param="prompt_logprobs",
-                )
-        if self.truncate_prompt_tokens is not None and not (
-            self.truncate_prompt_tokens == -1 or self.truncate_prompt_tokens >= 1
-        ):
+        check_between(self, "prompt_logprobs", 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None and self.stream:
             raise UserError(
-                f"truncate_prompt_tokens is {self.truncate_prompt_tokens}, it must be -1, or at "
-                "least 1",
+                "prompt_logprobs cannot be streamed; set stream to false", param="prompt_logprobs"
+            )
+        keep = self.truncate_prompt_tokens
+        if keep is not None and keep != -1 and keep < 1:
+            raise UserError(
+                f"truncate_prompt_tokens is {keep}, it must be -1, or at least 1",
                 param="truncate_prompt_tokens",
             )
         check_stops(self.stop, "stop")
@@ -205,31 +200,23 @@ class GenerationBody(Body):
         )
 
 
-_DIRECT = (
-    "n",
-    "temperature",
-    "top_p",
-    "stop",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "bad_words",
-    "allowed_token_ids",
-)
+_CONVERTED = {"logit_bias", "prompt_logprobs", "structured_outputs", "truncate_prompt_tokens"}
+_DIRECT = set(SamplingParams.__struct_fields__) & set(GenerationBody.model_fields) - _CONVERTED
+"""Fields that are passed on as they are."""
 
 
-def _between(name: str, value: int, least: int, most: int) -> None:
-    if not least <= value <= most:
+def check_between(body: Body, name: str, least: int, most: int) -> None:
+    """Raise UserError for a number outside of the range, which includes both."""
+    value = getattr(body, name)
+    if value is not None and not least <= value <= most:
         raise UserError(f"{name} is {value}, it must be between {least} and {most}", param=name)
+
+
+def check_at_least(body: Body, name: str, least: int) -> None:
+    """Raise UserError for a smaller number."""
+    value = getattr(body, name)
+    if value is not None and value < least:
+        raise UserError(f"{name} is {value}, it must be at least {least}", param=name)
 
 
 def _token_id(word: str) -> int:

@@ -3,55 +3,36 @@
 from typing import Any
 
 from config.errors import UserError
+from server.openai.schema.json_schema import (
+    NULL,
+    OBJECT,
+    TEXT,
+    Schema,
+    any_of,
+    array,
+    constant,
+    record,
+    words,
+)
 from server.parsers.tool.structural_tag import MAX_CALLS, calls_schema, object_schema
 
 MAX_TOOL_NAME_CHARACTERS = 256
 _SHOWN = 40
 _CHOICES = ("none", "auto")
 
-TOOLS_SCHEMA = {
-    "anyOf": [
-        {
-            "type": "array",
-            "minItems": 1,
-            "items": {
-                "type": "object",
-                "required": ["type", "function"],
-                "properties": {
-                    "type": {"type": "string", "const": "function"},
-                    "function": {
-                        "type": "object",
-                        "required": ["name"],
-                        "properties": {
-                            "name": {"type": "string"},
-                            "description": {"type": "string"},
-                            "parameters": {"type": "object"},
-                            "strict": {"type": "boolean"},
-                        },
-                    },
-                },
-            },
-        },
-        {"type": "null"},
-    ]
-}
+FUNCTION = {"name": TEXT, "description": TEXT, "parameters": OBJECT, "strict": {"type": "boolean"}}
+
+
+def _of_function(properties: dict[str, Schema]) -> Schema:
+    function = record(properties, required=["name"])
+    return record(
+        {"type": constant("function"), "function": function}, required=["type", "function"]
+    )
+
+
+TOOLS_SCHEMA = any_of(array(_of_function(FUNCTION), minItems=1), NULL)
 TOOL_CHOICE_SCHEMA = {
-    "anyOf": [
-        {"type": "string", "enum": ["none", "auto", "required"]},
-        {
-            "type": "object",
-            "required": ["type", "function"],
-            "properties": {
-                "type": {"type": "string", "const": "function"},
-                "function": {
-                    "type": "object",
-                    "required": ["name"],
-                    "properties": {"name": {"type": "string"}},
-                },
-            },
-        },
-        {"type": "null"},
-    ],
+    **any_of(words("none", "auto", "required"), _of_function({"name": TEXT}), NULL),
     "description": "auto, the default with tools: the model chooses. required, or the name of a "
     "function: it must call.",
 }
