@@ -21,11 +21,10 @@ from server.openai.schema.chat import ChatBody
 
 def messages_routes(state: AppState) -> APIRouter:
     """The routes, over `state`."""
-    router = APIRouter(tags=["Anthropic"])
+    router = APIRouter(tags=["Anthropic"], responses=MESSAGES_ANSWERS)
 
     @router.post(
         ROUTES,
-        operation_id="create_message",
         summary="Answer a conversation, in blocks",
         openapi_extra=takes("MessagesBody"),
         responses=MESSAGES_GENERATES,
@@ -43,10 +42,8 @@ def messages_routes(state: AppState) -> APIRouter:
 
     @router.post(
         f"{ROUTES}/count_tokens",
-        operation_id="count_message_tokens",
         summary="Tokens of a conversation",
         openapi_extra=takes("CountBody"),
-        responses=MESSAGES_ANSWERS,
     )
     async def count_message_tokens(request: Request) -> Response:
         state.generation_pipeline()

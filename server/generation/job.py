@@ -26,7 +26,13 @@ from server.http.disconnect import CancelOnDisconnect
 from server.http.errors import EngineFailed, Fault, fault_of
 from server.http.sse import Envelope, EventStream
 from server.http.state import AppState
-from server.openai.choices import ChoiceOutput, DeltaBatcher, TokenFormatter, usage_of
+from server.openai.choices import (
+    ChoiceOutput,
+    DeltaBatcher,
+    TokenFormatter,
+    token_formatter,
+    usage_of,
+)
 from server.openai.schema.generation import GenerationBody
 
 T = TypeVar("T")
@@ -83,7 +89,7 @@ class Job(RunningRequest[GenerationStream]):
     def token_formatter(self) -> TokenFormatter:
         """How tokens are written in log-probabilities."""
         as_ids = bool(self.body.return_tokens_as_token_ids) or self.state.tokenizer is None
-        return TokenFormatter(as_ids=as_ids)
+        return token_formatter(as_ids=as_ids)
 
     def usage(self) -> dict[str, Any]:
         """The usage object of the tokens so far."""

@@ -2,8 +2,9 @@
 
 from config.errors import PromptTooLong, UserError
 from server.generation.outputs import Prompt
+from server.generation.validation import num_kept_tokens, truncate_prompt
 from server.http.state import AppState
-from server.text.tokenizer import Tokenizer, TooManyCharacters, TooManyTokens
+from server.text.tokenizer import TooManyCharacters, TooManyTokens
 
 COUNTED_CONTEXTS = 4
 MIN_COUNTED_TOKENS = 131_072
@@ -24,18 +25,16 @@ async def encode_prompt(
     """Encode `text`, truncated to its last `keep` tokens; -1 keeps as many as fit into the context
     beside `limit` output tokens. Without truncation raises PromptTooLong for a prompt longer than
     the context; before tokenizing, where the length of the text is enough to tell."""
-    tokenizer = state.text_tokenizer(param)
+    max_model_len = state.max_model_len
     try:
-        ids = await _encode(tokenizer, text, special, keep, limit, state.max_model_len, None)
+        ids = await _encode(state, text, special, keep, limit, max_model_len, param)
     except TooManyTokens as error:
         raise PromptTooLong(
-            error.count, limit, state.max_model_len, param=param, at_least=error.at_least
+            error.count, limit, max_model_len, param=param, at_least=error.at_least
         ) from None
-    except TooManyCharacters as error:
-        error.param = param
-        raise
-    truncated_ids = truncate_prompt(ids, keep, state.max_model_len, limit)
-    return Prompt(truncated_ids, tokenizer.unmarked(text) if truncated_ids is ids else None)
+    truncated_ids = truncate_prompt(ids, keep, max_model_len, limit)
+    is_whole = truncated_ids is ids
+    return Prompt(truncated_ids, state.text_tokenizer(param).unmarked(text) if is_whole else None)
 
 
 def max_counted_tokens(state: AppState) -> int:
@@ -54,54 +53,37 @@ async def encode_for_counting(
 ) -> list[int]:
     """Token ids of a text that is only counted: like `encode_prompt`, but up to
     `max_counted_tokens`. Raises UserError."""
-    max_model_len = state.max_model_len
     max_tokens = max_counted_tokens(state)
     try:
-        ids = await _encode(
-            state.text_tokenizer(param), text, special, keep, limit, max_model_len, max_tokens
-        )
+        ids = await _encode(state, text, special, keep, limit, max_tokens, param)
     except TooManyTokens as error:
         more = "at least " if error.at_least else ""
         raise UserError(
             f"the text has {more}{error.count} tokens, at most {max_tokens} are counted; this "
-            f"model's maximum context length is {max_model_len} tokens",
+            f"model's maximum context length is {state.max_model_len} tokens",
             param=param,
             code="context_length_exceeded",
         ) from None
-    except TooManyCharacters as error:
-        error.param = param
-        raise
-    return truncate_prompt(ids, keep, max_model_len, limit)
+    return truncate_prompt(ids, keep, state.max_model_len, limit)
 
 
 async def _encode(
-    tokenizer: Tokenizer,
+    state: AppState,
     text: str,
     special: bool,
     keep: int | None,
     limit: int | None,
-    max_model_len: int,
-    max_tokens: int | None,
+    max_tokens: int,
+    param: str,
 ) -> list[int]:
-    """Token ids of `text`, at most `max_tokens` (None: `max_model_len`). If the text is truncated,
-    at least the tokens that are kept. Raises TooManyTokens and TooManyCharacters."""
-    num_kept = num_kept_tokens(keep, max_model_len, limit)
-    max_tokens = max_model_len if max_tokens is None else max_tokens
-    if num_kept is None or num_kept > max_tokens:
-        return await tokenizer.encode(text, special, max_tokens)
-    return await tokenizer.encode_part(text, special, num_kept, from_end=True)
-
-
-def truncate_prompt(
-    ids: list[int], keep: int | None, max_model_len: int, limit: int | None
-) -> list[int]:
-    """The last `keep` tokens; -1 keeps as many as fit into the context beside the output."""
-    num_kept = num_kept_tokens(keep, max_model_len, limit)
-    return ids if num_kept is None or len(ids) <= num_kept else ids[-num_kept:]
-
-
-def num_kept_tokens(keep: int | None, max_model_len: int, limit: int | None) -> int | None:
-    """Number of prompt tokens that truncation keeps; None: all."""
-    if keep == -1:
-        return max(1, max_model_len - (1 if limit is None else limit))
-    return keep
+    """Token ids of `text`, at most `max_tokens`. If the text is truncated, at least the tokens that
+    are kept. Raises TooManyTokens and TooManyCharacters."""
+    tokenizer = state.text_tokenizer(param)
+    num_kept = num_kept_tokens(keep, state.max_model_len, limit)
+    try:
+        if num_kept is None or num_kept > max_tokens:
+            return await tokenizer.encode(text, special, max_tokens)
+        return await tokenizer.encode_part(text, special, num_kept, from_end=True)
+    except TooManyCharacters as error:
+        error.param = param
+        raise

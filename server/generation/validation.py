@@ -1,4 +1,5 @@
-"""Checks of a request against the model: vocabulary, context length, kind of log-probabilities."""
+"""Checks of a request against the model: vocabulary, context length, kind of log-probabilities; and
+truncation to the context."""
 
 from collections.abc import Iterable
 
@@ -71,3 +72,18 @@ def check_comparable(logprobs_mode: str, param: str) -> None:
             f"{param} compares log-probabilities, and this server reports {logprobs_mode}",
             param=param,
         )
+
+
+def truncate_prompt(
+    ids: list[int], keep: int | None, max_model_len: int, limit: int | None
+) -> list[int]:
+    """The last `keep` tokens; -1 keeps as many as fit into the context beside the output."""
+    num_kept = num_kept_tokens(keep, max_model_len, limit)
+    return ids if num_kept is None or len(ids) <= num_kept else ids[-num_kept:]
+
+
+def num_kept_tokens(keep: int | None, max_model_len: int, limit: int | None) -> int | None:
+    """Number of prompt tokens that truncation keeps; None: all."""
+    if keep == -1:
+        return max(1, max_model_len - (1 if limit is None else limit))
+    return keep

@@ -44,6 +44,7 @@ def create_app(state: AppState) -> ASGIApp:
         openapi_url="/openapi.json" if has_docs else None,
         redoc_url=None,
         redirect_slashes=False,
+        generate_unique_id_function=lambda route: route.name,
     )
     routers = [
         routes(state)

@@ -24,10 +24,13 @@ from engine.client.inproc import InprocClient
 from server.generation.beam_search import BeamSearchGeneration
 from server.generation.outputs import Prompt
 from server.generation.pipeline import Pipeline
-from server.offline.event_loop import STOP_TIMEOUT_S, BackgroundLoop, run_in_order
+from server.generation.validation import truncate_prompt
+from server.offline.event_loop import STOP_TIMEOUT_S, BackgroundLoop, Result, run_in_order
 from server.offline.outputs import (
     BeamSearchOutput,
+    ClassificationOutput,
     ClassificationRequestOutput,
+    EmbeddingOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
@@ -36,7 +39,7 @@ from server.offline.outputs import (
     beam_output,
     request_output,
 )
-from server.offline.pooling import OfflinePooling, Params, classification_outputs, embedding_outputs
+from server.offline.pooling import OfflinePooling, Params
 from server.offline.prompts import PromptInput, as_conversation_list, as_prompt_list, parse_prompt
 from server.pooling.inputs import InputOptions, make_input_processor, not_a_pooling_model
 from server.pooling.scores import TextPairs
@@ -227,15 +230,22 @@ class LLM:
         pooling_params: Params = None,
     ) -> list[EmbeddingRequestOutput]:
         """The vector of each prompt. See `encode`."""
-        return embedding_outputs(
-            self.encode(
-                prompts,
-                pooling_params,
-                pooling_task=EMBED,
-                truncate_prompt_tokens=truncate_prompt_tokens,
-                use_tqdm=use_tqdm,
-            )
+        outputs = self.encode(
+            prompts,
+            pooling_params,
+            pooling_task=EMBED,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            use_tqdm=use_tqdm,
         )
+        return [
+            EmbeddingRequestOutput(
+                output.request_id,
+                EmbeddingOutput(output.outputs.data.tolist()),
+                output.prompt_token_ids,
+                output.num_cached_tokens,
+            )
+            for output in outputs
+        ]
 
     def classify(
         self,
@@ -246,15 +256,22 @@ class LLM:
         pooling_params: Params = None,
     ) -> list[ClassificationRequestOutput]:
         """The probabilities of the model's classes for each prompt. See `encode`."""
-        return classification_outputs(
-            self.encode(
-                prompts,
-                pooling_params,
-                pooling_task=CLASSIFY,
-                truncate_prompt_tokens=truncate_prompt_tokens,
-                use_tqdm=use_tqdm,
-            )
+        outputs = self.encode(
+            prompts,
+            pooling_params,
+            pooling_task=CLASSIFY,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            use_tqdm=use_tqdm,
         )
+        return [
+            ClassificationRequestOutput(
+                output.request_id,
+                ClassificationOutput(output.outputs.data.tolist()),
+                output.prompt_token_ids,
+                output.num_cached_tokens,
+            )
+            for output in outputs
+        ]
 
     def score(
         self,
@@ -334,45 +351,39 @@ class LLM:
             tokenizer = self.get_tokenizer()
             ids, text = await tokenizer.encode(text, special), tokenizer.unmarked(text)
         ready = self._client.ready
-        if params.truncate_prompt_tokens is not None and ready is not None:
-            num_kept = params.truncate_prompt_tokens
-            if num_kept == -1:
-                num_kept = max(1, ready.max_model_len - (params.max_tokens or 1))
-            ids = ids[-num_kept:]
+        if ready is not None:
+            keep = params.truncate_prompt_tokens
+            ids = truncate_prompt(ids, keep, ready.max_model_len, params.max_tokens)
         return Prompt(ids, text)
 
     async def _generate(
         self, jobs: list[tuple[MakePrompt, SamplingParams, str]], use_tqdm: bool
     ) -> list[RequestOutput]:
-        results: dict[int, RequestOutput] = {}
         first_id = self._num_requests
         self._num_requests += len(jobs)
         num_tokens = 0
 
-        async def run_job(index: int) -> None:
+        async def run_job(index: int, bar: "tqdm[Any]") -> RequestOutput:
             nonlocal num_tokens
             make_prompt, params, salt = jobs[index]
             prompt = await make_prompt()
             generation = self._pipeline.start([prompt], params, cache_salt=salt, param="prompt")
             outputs = await generation.collect()
             (prompt_logprobs,) = generation.prompt_logprobs
-            results[index] = request_output(
+            num_tokens += generation.num_output_tokens
+            rate = num_tokens / max(bar.format_dict["elapsed"], 1e-3)
+            bar.set_postfix_str(f"{rate:.1f} output tokens/s", refresh=False)
+            return request_output(
                 str(first_id + index),
                 prompt,
                 outputs,
                 prompt_logprobs,
                 generation.num_cached_tokens,
             )
-            num_tokens += generation.num_output_tokens
-            rate = num_tokens / max(bar.format_dict["elapsed"], 1e-3)
-            bar.set_postfix_str(f"{rate:.1f} output tokens/s", refresh=False)
-            bar.update()
 
         max_n = max((params.n for _, params, _ in jobs), default=1)
         num_workers = max(2, self._lookahead // max_n)
-        with tqdm(total=len(jobs), desc="Prompts", disable=not use_tqdm) as bar:
-            await run_in_order(run_job, range(len(jobs)), num_workers)
-        return [results[index] for index in range(len(jobs))]
+        return await _run_all(run_job, len(jobs), num_workers, use_tqdm)
 
     async def _beam_search(
         self,
@@ -382,9 +393,7 @@ class LLM:
         use_tqdm: bool,
         concurrency_limit: int | None,
     ) -> list[BeamSearchOutput]:
-        results: dict[int, BeamSearchOutput] = {}
-
-        async def run_search(index: int) -> None:
+        async def run_search(index: int, bar: "tqdm[Any]") -> BeamSearchOutput:
             text, ids, salt = inputs[index]
             prompt = await self._prompt(text, ids, True, sampling)
             search = BeamSearchGeneration(
@@ -398,15 +407,30 @@ class LLM:
             async for _ in search:
                 pass
             (beams,) = search.beams
-            results[index] = beam_output(prompt, beams, self._tokenizer)
-            bar.update()
+            return beam_output(prompt, beams, self._tokenizer)
 
         num_workers = max(1, self._lookahead // sampling.n)
         if concurrency_limit is not None:
             num_workers = max(1, min(num_workers, concurrency_limit))
-        with tqdm(total=len(inputs), desc="Prompts", disable=not use_tqdm) as bar:
-            await run_in_order(run_search, range(len(inputs)), num_workers)
-        return [results[index] for index in range(len(inputs))]
+        return await _run_all(run_search, len(inputs), num_workers, use_tqdm)
+
+
+async def _run_all(
+    call: "Callable[[int, tqdm[Any]], Coroutine[Any, Any, Result]]",
+    count: int,
+    num_workers: int,
+    use_tqdm: bool,
+) -> list[Result]:
+    """The results of `call` for 0 to `count - 1`, with a progress bar."""
+    results: dict[int, Result] = {}
+    with tqdm(total=count, desc="Prompts", disable=not use_tqdm) as bar:
+
+        async def run(index: int) -> None:
+            results[index] = await call(index, bar)
+            bar.update()
+
+        await run_in_order(run, range(count), num_workers)
+    return [results[index] for index in range(count)]
 
 
 async def _start(client: InprocClient) -> None:

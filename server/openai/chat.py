@@ -18,11 +18,10 @@ from server.openai.schema.chat import ChatBody
 
 def chat_routes(state: AppState) -> APIRouter:
     """The routes, over `state`."""
-    router = APIRouter(tags=["OpenAI"])
+    router = APIRouter(tags=["OpenAI"], responses=ANSWERS)
 
     @router.post(
         "/v1/chat/completions",
-        operation_id="create_chat_completion",
         summary="Answer a conversation",
         openapi_extra=takes("ChatBody"),
         responses=GENERATES,
@@ -39,10 +38,8 @@ def chat_routes(state: AppState) -> APIRouter:
 
     @router.post(
         "/v1/chat/completions/input_tokens",
-        operation_id="count_chat_tokens",
         summary="Tokens of a conversation's prompt",
         openapi_extra=takes("ChatBody"),
-        responses=ANSWERS,
     )
     async def count_chat_tokens(request: Request) -> Response:
         state.generation_pipeline()

@@ -2,7 +2,7 @@
 
 import codecs
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from server.generation.outputs import (
 )
 
 Choice = dict[str, Any]
+TokenFormatter = Callable[[TokenLogprob], str]
 
 
 def usage_of(
@@ -35,14 +36,11 @@ def usage_of(
     }
 
 
-class TokenFormatter:
+def token_formatter(*, as_ids: bool) -> TokenFormatter:
     """Formats a token in log-probabilities: its text, or `token_id:N`."""
-
-    def __init__(self, *, as_ids: bool) -> None:
-        self._as_ids = as_ids
-
-    def __call__(self, token: TokenLogprob) -> str:
-        return f"token_id:{token.token_id}" if self._as_ids else token.token
+    if as_ids:
+        return lambda token: f"token_id:{token.token_id}"
+    return lambda token: token.token
 
 
 def chat_logprobs(positions: Sequence[PositionLogprobs], name: TokenFormatter) -> dict[str, Any]:

@@ -18,11 +18,11 @@ from server.generation.job import (
     stream_response,
 )
 from server.generation.outputs import Prompt
-from server.generation.prompts import encode_prompt, truncate_prompt
-from server.generation.validation import check_comparable
+from server.generation.prompts import encode_prompt
+from server.generation.validation import check_comparable, truncate_prompt
 from server.http.access_log import log_prompt, record_of
 from server.http.body import json_response, parse
-from server.http.openapi import GENERATES, takes
+from server.http.openapi import ANSWERS, GENERATES, takes
 from server.http.state import AppState
 from server.openai.choices import (
     ChoiceOutput,
@@ -41,11 +41,10 @@ INLINE_IDS = 10_000
 
 def completion_routes(state: AppState) -> APIRouter:
     """The routes, over `state`."""
-    router = APIRouter(tags=["OpenAI"])
+    router = APIRouter(tags=["OpenAI"], responses=ANSWERS)
 
     @router.post(
         "/v1/completions",
-        operation_id="create_completion",
         summary="Go on from a prompt",
         openapi_extra=takes("CompletionBody"),
         responses=GENERATES,

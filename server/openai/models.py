@@ -13,22 +13,15 @@ from server.http.state import AppState
 
 def model_routes(state: AppState) -> APIRouter:
     """The routes, over `state`."""
-    router = APIRouter(tags=["OpenAI"])
+    router = APIRouter(tags=["OpenAI"], responses=ANSWERS)
 
-    @router.get(
-        "/v1/models", operation_id="list_models", summary="Models served here", responses=ANSWERS
-    )
+    @router.get("/v1/models", summary="Models served here")
     async def list_models() -> Response:
         state.check_open()
         data = [_entry(state, name) for name in state.model_names]
         return json_response({"object": "list", "data": data})
 
-    @router.get(
-        "/v1/models/{id:path}",
-        operation_id="retrieve_model",
-        summary="One model",
-        responses=ANSWERS,
-    )
+    @router.get("/v1/models/{id:path}", summary="One model")
     async def retrieve_model(id: str) -> Response:
         if not id:
             raise HTTPException(404)

@@ -22,14 +22,12 @@ INLINE_IDS = 10_000
 
 def tokenize_routes(state: AppState) -> APIRouter:
     """The routes, over `state`."""
-    router = APIRouter(tags=["Tokens"])
+    router = APIRouter(tags=["Tokens"], responses=ANSWERS)
 
     @router.post(
         "/tokenize",
-        operation_id="tokenize",
         summary="Tokens of a text or a conversation",
         openapi_extra=takes("TokenizeTextBody", "TokenizeChatBody"),
-        responses=ANSWERS,
     )
     async def tokenize(request: Request) -> Response:
         state.check_open()
@@ -50,13 +48,7 @@ def tokenize_routes(state: AppState) -> APIRouter:
             return _tokenized(state, body, ids)
         return await asyncio.to_thread(_tokenized, state, body, ids)
 
-    @router.post(
-        "/detokenize",
-        operation_id="detokenize",
-        summary="The text of tokens",
-        openapi_extra=takes("DetokenizeBody"),
-        responses=ANSWERS,
-    )
+    @router.post("/detokenize", summary="The text of tokens", openapi_extra=takes("DetokenizeBody"))
     async def detokenize(request: Request) -> Response:
         state.check_open()
         sent = await state.bodies.read_object(request)
@@ -75,9 +67,7 @@ def tokenize_routes(state: AppState) -> APIRouter:
 
     @router.get(
         "/tokenizer_info",
-        operation_id="tokenizer_info",
         summary="Special tokens and chat template, for clients that tokenize here",
-        responses=ANSWERS,
     )
     async def tokenizer_info() -> Response:
         state.check_open()

@@ -43,7 +43,7 @@ def response_routes(state: AppState) -> APIRouter:
         config.responses_store_max_bytes,
         config.responses_store_max_age_s,
     )
-    router = APIRouter(tags=["Responses"])
+    router = APIRouter(tags=["Responses"], responses=ANSWERS)
     _add_create_routes(router, state, store)
     _add_stored_routes(router, state, store)
     return router
@@ -51,11 +51,7 @@ def response_routes(state: AppState) -> APIRouter:
 
 def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore) -> None:
     @router.post(
-        ROUTE,
-        operation_id="create_response",
-        summary="Respond to items",
-        openapi_extra=takes("ResponseBody"),
-        responses=GENERATES,
+        ROUTE, summary="Respond to items", openapi_extra=takes("ResponseBody"), responses=GENERATES
     )
     async def create_response(request: Request) -> Response:
         state.generation_pipeline()
@@ -91,10 +87,8 @@ def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore)
 
     @router.post(
         f"{ROUTE}/input_tokens",
-        operation_id="count_response_tokens",
         summary="Tokens of the input of a response",
         openapi_extra=takes("ResponseBody"),
-        responses=ANSWERS,
     )
     async def count_response_tokens(request: Request) -> Response:
         state.generation_pipeline()
@@ -114,7 +108,6 @@ def _add_stored_routes(router: APIRouter, state: AppState, store: ResponseStore)
 
     @router.get(
         one,
-        operation_id="get_response",
         summary="A response that is kept; with `stream`, the events of one made in the background",
         responses=GENERATES,
     )
@@ -144,21 +137,14 @@ def _add_stored_routes(router: APIRouter, state: AppState, store: ResponseStore)
             )
         return _stream_stored(state, entry, after)
 
-    @router.delete(
-        one, operation_id="delete_response", summary="Keep a response no longer", responses=ANSWERS
-    )
+    @router.delete(one, summary="Keep a response no longer")
     async def delete_response(request: Request, response_id: str) -> Response:
         if (peer := state.peers.peer_of(number_of(response_id))) is not None:
             return ForwardedResponse(peer, request)
         store.remove(_entry(store, request, response_id))
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
-    @router.post(
-        f"{one}/cancel",
-        operation_id="cancel_response",
-        summary="End a response that is made in the background",
-        responses=ANSWERS,
-    )
+    @router.post(f"{one}/cancel", summary="End a response that is made in the background")
     async def cancel_response(request: Request, response_id: str) -> Response:
         if (peer := state.peers.peer_of(number_of(response_id))) is not None:
             return ForwardedResponse(peer, request)
@@ -169,12 +155,7 @@ def _add_stored_routes(router: APIRouter, state: AppState, store: ResponseStore)
             entry.running.cancel()
         return _stored_answer(entry)
 
-    @router.get(
-        f"{one}/input_items",
-        operation_id="list_input_items",
-        summary="What a response was made from, page by page",
-        responses=ANSWERS,
-    )
+    @router.get(f"{one}/input_items", summary="What a response was made from, page by page")
     async def list_input_items(
         request: Request,
         response_id: str,

@@ -5,7 +5,7 @@ from http_rig import EOS, TOKENIZER, TalkingClient, events, ids, in_memory
 from scripted_client import ScriptedBox, columns
 
 from server.generation.outputs import PositionLogprobs, TokenLogprob
-from server.openai.choices import TextLogprobs, TokenFormatter
+from server.openai.choices import TextLogprobs, token_formatter
 
 
 async def test_an_answer_has_every_key_of_the_contract() -> None:
@@ -138,7 +138,7 @@ def test_a_space_that_only_the_tokenizer_puts_before_a_text_moves_no_offset() ->
     def token(text: str) -> TokenLogprob:
         return TokenLogprob(1, text, text.encode(), -1.0, 1)
 
-    writer = TextLogprobs(TokenFormatter(as_ids=False))
+    writer = TextLogprobs(token_formatter(as_ids=False))
     rest = [PositionLogprobs(token(text), []) for text in (" b", "c")]
 
     made = writer.write_prompt(1, b" a", [None, *rest], 0, "a bc")
