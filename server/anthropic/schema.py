@@ -68,6 +68,7 @@ class CountBody(Body):
         "context_management": ({}, {"edits": []}, {"edits": [_KEEP_ALL]}),
         "mcp_servers": ([],),
     }
+    without_effect: ClassVar[frozenset[str]] = frozenset({"cache_control"})
 
     model: str | None = Field(None, description="A served name; default: the first one.")
     messages: Annotated[Messages, WithJsonSchema(array(_MESSAGE, minItems=1))]

@@ -1,6 +1,7 @@
 """The record of an HTTP request, for its access-log line and its metrics."""
 
 import logging
+import re
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,6 +9,11 @@ from typing import Any
 from starlette.types import Scope, Send
 
 logger = logging.getLogger(__name__)
+
+MAX_IGNORED_FIELDS = 8
+MAX_IGNORED_CHARACTERS = 40
+"""Of unknown fields that an answer names, and of each name."""
+_NOT_IN_A_LIST = re.compile(r"[^!-~]|,")
 
 _RECORD_KEY = "gaudiserve.record"
 _SEND_KEY = "gaudiserve.send"
@@ -34,12 +40,21 @@ class RequestRecord:
     ttft_s: float | None = None
     is_forwarded: bool = False
     """Whether another API server handles it, which then logs and counts it."""
+    ignored_fields: list[str] = field(default_factory=list)
+    """Unknown fields of the body."""
     finish_reasons: str = ""
     """stop, length, abort or error; those of several choices are joined."""
 
     @property
     def seconds(self) -> float:
         return time.perf_counter() - self.started_s
+
+    @property
+    def ignored_words(self) -> str:
+        """The unknown fields of the body as a list for a header: a few, in printable ASCII."""
+        shown = [name[:MAX_IGNORED_CHARACTERS] for name in self.ignored_fields[:MAX_IGNORED_FIELDS]]
+        more = ["..."] if len(self.ignored_fields) > MAX_IGNORED_FIELDS else []
+        return ", ".join([*(_NOT_IN_A_LIST.sub("?", name) for name in shown), *more])
 
     def summary(self) -> dict[str, Any]:
         """Figures of the ended request, without any content, for the status page."""

@@ -14,6 +14,7 @@ from server.anthropic.errors import refusal
 from server.anthropic.routes import messages_routes
 from server.http.errors import fault_of, user_error_from_problems
 from server.http.middleware import (
+    IGNORED_FIELDS,
     REQUEST_ID,
     AuthMiddleware,
     CorsMiddleware,
@@ -70,7 +71,7 @@ def create_app(state: AppState) -> ASGIApp:
             allow_origins=state.config.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=[REQUEST_ID],
+            expose_headers=[REQUEST_ID, IGNORED_FIELDS],
             max_age=PREFLIGHT_SECONDS,
         )
     return RecordMiddleware(app, state)

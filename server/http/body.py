@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from config.errors import Overloaded, UserError
 from config.malloc import trim_memory
+from server.http.access_log import MAX_IGNORED_FIELDS, RequestRecord, record_of
 from server.http.errors import ClientGone, RequestTooLarge, UnsupportedMediaType, user_error_from
 from server.http.json_decoder import PIECE_BYTES, decode_json
 from server.openai.schema.generation import Body
@@ -36,6 +37,8 @@ class ReceivedBody:
 
     fields: dict[str, Any]
     num_bytes: int
+    record: RequestRecord
+    """Of its request."""
 
 
 class BodyReader:
@@ -72,7 +75,7 @@ class BodyReader:
             self._num_buffered_bytes -= size
         if not isinstance(decoded, dict):
             raise UserError("the body must be a JSON object")
-        return ReceivedBody(decoded, size)
+        return ReceivedBody(decoded, size, record_of(request.scope))
 
     def _check_size(self, size: int) -> None:
         if size > self._max_bytes:
@@ -114,10 +117,15 @@ class BodyReader:
 
 
 async def parse(kind: type[B], body: ReceivedBody) -> B:
-    """Validate a body as `kind`; a large one on a thread. Raises UserError."""
-    if body.num_bytes <= MANY_BYTES:
+    """Validate a body as `kind`; a large one on a thread. Its unknown fields are noted in the
+    record of the request. Raises UserError."""
+
+    def validate() -> B:
+        if unknown := kind.unknown_fields(body.fields):
+            body.record.ignored_fields = unknown[: MAX_IGNORED_FIELDS + 1]
         return validate_fields(kind, body.fields)
-    return await asyncio.to_thread(validate_fields, kind, body.fields)
+
+    return validate() if body.num_bytes <= MANY_BYTES else await asyncio.to_thread(validate)
 
 
 def validate_fields(kind: type[B], fields: dict[str, Any]) -> B:

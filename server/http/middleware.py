@@ -28,6 +28,7 @@ from server.openai.schema.generation import MAX_REQUEST_ID_CHARACTERS, is_header
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = "x-request-id"
+IGNORED_FIELDS = "x-gaudiserve-ignored-fields"
 _REQUEST_ID = REQUEST_ID.encode()
 EVENTS = b"text/event-stream"
 
@@ -181,6 +182,10 @@ def _with_common_headers(record: RequestRecord, headers: Iterable[Header]) -> li
         common[b"request-id"] = common[b"x-request-id"]
     if not any(name == b"content-type" and value.startswith(EVENTS) for name, value in headers):
         common[b"openai-processing-ms"] = b"%d" % round(record.seconds * 1e3)
+    if record.ignored_fields:
+        words = record.ignored_words
+        logger.debug("request %s has unknown fields, which are ignored: %s", record.id, words)
+        common[IGNORED_FIELDS.encode()] = words.encode()
     return [*(header for header in headers if header[0] not in common), *common.items()]
 
 

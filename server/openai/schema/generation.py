@@ -65,6 +65,14 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
     unsupported: ClassVar[Unsupported] = {}
+    without_effect: ClassVar[frozenset[str]] = frozenset()
+    """Fields that other servers define, and that no answer of this one could depend on."""
+
+    @classmethod
+    def unknown_fields(cls, data: Mapping[str, Any]) -> list[str]:
+        """The fields of `data` that are not null and that this body does not have."""
+        known = cls.model_fields.keys() | cls.unsupported.keys() | cls.without_effect
+        return [name for name, value in data.items() if name not in known and value is not None]
 
     @model_validator(mode="before")
     @classmethod
@@ -85,6 +93,9 @@ class GenerationBody(Body):
     """Sampling and transport fields of chat and text completions."""
 
     unsupported: ClassVar[Unsupported] = UNSUPPORTED
+    without_effect: ClassVar[frozenset[str]] = frozenset(
+        {"media_io_kwargs", "mm_processor_kwargs", "prediction", "prompt_cache_retention"}
+    )
 
     model: str | None = Field(None, description="A served name; default: the first one.")
     n: Integer | None = None

@@ -76,7 +76,8 @@ async def test_an_allowed_origin_reads_answers_errors_and_streams() -> None:
         for response in responses:
             assert response.headers["access-control-allow-origin"] == PAGE["origin"]
             assert "access-control-allow-credentials" not in response.headers
-            assert response.headers["access-control-expose-headers"] == "x-request-id"
+            exposed = response.headers["access-control-expose-headers"]
+            assert exposed == "x-request-id, x-gaudiserve-ignored-fields"
 
 
 async def test_preflights_pass_without_a_key_and_strangers_get_our_error() -> None:

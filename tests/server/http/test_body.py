@@ -1,0 +1,76 @@
+"""Unknown fields of a body: the answer names them."""
+
+import logging
+from typing import Any
+
+import pytest
+from http_rig import TalkingClient, in_memory, on_port
+from pooling_client import EMBEDDER, PoolingClient
+
+from server.openai.schema.chat import ChatBody
+from server.openai.schema.field_docs import SHARED
+
+HEADER = "x-gaudiserve-ignored-fields"
+MESSAGES = [{"role": "user", "content": "hi"}]
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": MESSAGES}),
+    ("/v1/completions", {"prompt": "hi"}),
+    ("/v1/responses", {"input": "hi"}),
+    ("/v1/messages", {"messages": MESSAGES, "max_tokens": 8}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_names_the_unknown_fields_of_its_request(
+    path: str, body: dict[str, Any], stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "server.http.middleware")
+    async with on_port(TalkingClient()) as rig:
+        plain = await rig.post(path, {**body, "stream": stream})
+        typo = await rig.post(path, {**body, "stream": stream, "temprature": 0, "zz": [1]})
+
+        assert (plain.status_code, typo.status_code) == (200, 200)
+        assert HEADER not in plain.headers
+        assert typo.headers[HEADER] == "temprature, zz"
+        assert "unknown fields, which are ignored: temprature, zz" in caplog.text
+
+
+async def test_vectors_name_the_unknown_fields_of_their_request() -> None:
+    async with in_memory(PoolingClient(EMBEDDER)) as rig:
+        plain = await rig.post("/v1/embeddings", {"input": [5, 6], "messages": None})
+        typo = await rig.post("/v1/embeddings", {"input": [5, 6], "encodin": "float"})
+
+        assert plain.status_code == typo.status_code == 200
+        assert HEADER not in plain.headers
+        assert typo.headers[HEADER] == "encodin"
+
+
+async def test_a_refused_request_names_its_unknown_fields_too() -> None:
+    async with in_memory() as rig:
+        response = await rig.post("/v1/completions", {"promt": "hi"})
+
+        assert response.status_code == 400
+        assert response.headers[HEADER] == "promt"
+
+
+async def test_known_fields_nulls_and_fields_without_effect_are_not_named() -> None:
+    known = dict.fromkeys(SHARED) | dict.fromkeys(ChatBody.unsupported)
+    sdk = {"store": True, "metadata": {"a": "b"}, "prediction": {"type": "content"}, "user": "u"}
+    async with in_memory() as rig:
+        response = await rig.chat(**{**known, **sdk, "messages": MESSAGES, "best_of": 1})
+
+        assert response.status_code == 200, response.text
+        assert HEADER not in response.headers
+
+
+async def test_names_are_bounded_printable_and_apart() -> None:
+    names = ["a,b", "x" * 5000, "line\r\nx-evil: 1", "é\x7f ", "", *(f"f{i}" for i in range(5000))]
+    async with on_port() as rig:
+        response = await rig.chat(**dict.fromkeys(names, 1))
+
+        assert response.status_code == 200
+        assert "x-evil" not in response.headers
+        words = response.headers[HEADER].split(", ")
+        assert words[:5] == ["a?b", "x" * 40, "line??x-evil:?1", "???", ""]
+        assert words[5:] == ["f0", "f1", "f2", "..."]
