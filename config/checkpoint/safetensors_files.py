@@ -4,6 +4,7 @@ A file is 8 bytes with the header's length, the header in JSON, and the tensors'
 https://github.com/huggingface/safetensors#format
 """
 
+import json
 import re
 import shlex
 import sys

@@ -78,7 +78,7 @@ def page_state(state: AppState) -> dict[str, Any]:
         "device": ready.device if ready else "",
         "dtype": ready.dtype if ready else "",
         "max_model_len": state.max_model_len,
-        "pools": state.pooling_inputs is not None,
+        "pools": state.pools,
         "load": {
             "running": stats.running,
             "waiting": stats.waiting,

@@ -28,8 +28,7 @@ from server.openai.completions import completion_routes
 from server.openai.models import model_routes
 from server.openai.responses.routes import response_routes
 from server.openai.tokenize import tokenize_routes
-from server.pooling.embeddings import embedding_routes
-from server.pooling.score_routes import score_routes
+from server.pooling.routes import pooling_routes
 
 PREFLIGHT_SECONDS = 600
 
@@ -51,7 +50,7 @@ def create_app(state: AppState) -> ASGIApp:
         routes(state)
         for routes in (
             *(chat_routes, completion_routes, response_routes, messages_routes),
-            *(embedding_routes, score_routes, model_routes, tokenize_routes, admin_routes),
+            *(pooling_routes, model_routes, tokenize_routes, admin_routes),
             *(development_routes, page_routes),
         )
     ]

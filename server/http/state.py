@@ -17,7 +17,6 @@ from server.generation.pipeline import Pipeline, asleep
 from server.generation.tracking import RequestTracker
 from server.http.body import BodyReader
 from server.metrics.registry import Metrics
-from server.pooling.inputs import InputProcessor, make_input_processor, not_a_pooling_model
 from server.process.peer_proxy import Peers
 from server.process.progress_bar import describe
 from server.text.chat_template import ChatTemplate
@@ -49,8 +48,6 @@ class AppState:
     pipeline: Pipeline | None = None
     tokenizer: Tokenizer | None = None
     template: ChatTemplate | None = None
-    pooling_inputs: InputProcessor | None = None
-    """Prepares inputs of a pooling model; None for a generating model."""
     parser_config: ParserConfig = NO_PARSERS
     """The tool-call and reasoning parsers."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
@@ -93,11 +90,14 @@ class AppState:
             generic_tools=template is not None and template.uses_generic_tools(),
         )
         self.max_model_len = ready.max_model_len
-        self.pooling_inputs = make_input_processor(ready, tokenizer)
-        if self.pooling_inputs is not None:
-            self.max_model_len = self.pooling_inputs.max_tokens
         self.metrics.add_sizes(ready.max_model_len)
         self.pipeline = Pipeline(self.client, tokenizer, self.config)
+
+    @property
+    def pools(self) -> bool:
+        """Whether the engine runs a pooling model."""
+        ready = self.client.ready
+        return ready is not None and ready.pooling is not None
 
     @property
     def is_ready(self) -> bool:
@@ -124,14 +124,6 @@ class AppState:
         pipeline = self.check_awake()
         pipeline.check_generates()
         return pipeline
-
-    def input_processor(self) -> InputProcessor:
-        """The input processor of a pooling model. Raises like `check_awake`, and UserError for a
-        generating model."""
-        self.check_awake()
-        if self.pooling_inputs is None:
-            raise not_a_pooling_model()
-        return self.pooling_inputs
 
     def check_open(self) -> Pipeline:
         """Raise EngineDied or Overloaded while no requests are accepted."""

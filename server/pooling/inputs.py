@@ -9,12 +9,12 @@ import msgspec
 from config.errors import PromptTooLong, UserError
 from config.params.pooling import TOKEN_EMBED, PoolingFacts, PoolingParams
 from engine.transport.messages import Ready
+from server.openai.schema.completions import Texts, TokenLists
 from server.pooling.pipeline import PoolingInput
+from server.pooling.schema import MANY_IDS
 from server.text.pooling_inputs import InputTooLong, Text, TextInputOptions
-from server.text.tokenizer import Tokenizer, TooManyCharacters
+from server.text.tokenizer import Tokenizer, TooManyCharacters, TooManyTokens
 
-MANY_IDS = 10_000
-"""Token ids that are still checked on the event loop: a millisecond."""
 MAX_NUMBERS = 2**24
 """In one response: 64 MiB, or five times that as JSON; 2048 vectors of 8192 numbers."""
 _NAMES_SHOWN = 10
@@ -141,7 +141,7 @@ class InputProcessor:
         try:
             tokenized = await self._tokenizer.encode_inputs(texts, rule)
         except InputTooLong as error:
-            raise self.too_long(
+            raise self._too_long(
                 error.count, options, error.place, at_least=error.at_least
             ) from None
         except TooManyCharacters as error:
@@ -167,6 +167,35 @@ class InputProcessor:
             inputs.append(PoolingInput(tokens.ids, params))
         return inputs
 
+    async def prompts(
+        self, prompts: Texts | TokenLists, options: InputOptions
+    ) -> list[PoolingInput]:
+        """Inputs from texts, or from token ids."""
+        texts = [item for item in prompts if isinstance(item, str)]
+        if texts:
+            return await self.texts(texts, options)
+        return await self.token_lists(
+            [item for item in prompts if not isinstance(item, str)], options
+        )
+
+    async def rendered(self, text: str, options: InputOptions) -> list[PoolingInput]:
+        """The input from a text that a chat template rendered, which may have marks."""
+        assert self._tokenizer is not None, "a template has rendered"
+        most = self.limit(options.truncate)
+        try:
+            if options.truncate is None:
+                ids = await self._tokenizer.encode(text, options.special, most)
+            else:
+                ids = await self._tokenizer.encode_part(
+                    text, options.special, most, from_end=options.keep_end
+                )
+        except TooManyTokens as error:
+            raise self._too_long(error.count, options, at_least=error.at_least) from None
+        except TooManyCharacters as error:
+            error.param = options.param
+            raise
+        return await self.token_lists([ids], options)
+
     async def token_lists(
         self, lists: Sequence[list[int]], options: InputOptions
     ) -> list[PoolingInput]:
@@ -190,7 +219,7 @@ class InputProcessor:
                     )
             if len(ids) > max_tokens:
                 if options.truncate is None:
-                    raise self.too_long(len(ids), options, index)
+                    raise self._too_long(len(ids), options, index)
                 ids = ids[-max_tokens:] if options.keep_end else ids[:max_tokens]
             inputs.append(PoolingInput(ids, options.params))
         return inputs
@@ -210,10 +239,9 @@ class InputProcessor:
             )
         return truncate
 
-    def too_long(
+    def _too_long(
         self, count: int, options: InputOptions, index: int = 0, *, at_least: bool = False
     ) -> PromptTooLong:
-        """The error for an input of `count` tokens."""
         return PromptTooLong(
             count,
             None,
@@ -245,6 +273,6 @@ class InputProcessor:
         try:
             (tokens,) = await tokenizer.encode_inputs([prefix], rule)
         except InputTooLong as error:
-            raise self.too_long(error.count, options, 0) from None
+            raise self._too_long(error.count, options, 0) from None
         ends_special = bool(tokens.ids) and tokens.ids[-1] in tokenizer.special_ids
         return len(tokens.ids) - (1 if ends_special else 0)

@@ -17,6 +17,7 @@ from server.openai.schema.generation import Body, Integer, Unsupported, check_re
 
 MAX_INPUTS = 2048
 MANY_IDS = 10_000
+"""Token ids that are still checked on the event loop: a millisecond."""
 
 UNSUPPORTED: Unsupported = {
     "embed_dtype": ("float32",),
@@ -37,6 +38,7 @@ _TEXT = {
 }
 _TEXTS = {"anyOf": [*_TEXT["anyOf"], {"type": "array", "items": _TEXT, "maxItems": MAX_INPUTS}]}
 
+Task = Literal["embed", "token_embed", "classify", "score"]
 TextField = Annotated[Any, WithJsonSchema(_TEXT)]
 TextsField = Annotated[Any, WithJsonSchema(_TEXTS)]
 OptionalTexts = Annotated[Any, WithJsonSchema({"anyOf": [*_TEXTS["anyOf"], {"type": "null"}]})]
@@ -148,15 +150,13 @@ class EmbeddingChatBody(_Conversation, _Encoded, PoolingBody):
 class PoolBody(EmbeddingBody):
     """Texts or token ids, and the task."""
 
-    task: Literal["embed", "token_embed", "classify", "score"] | None = Field(
-        None, description="null: the first of these that the model supports."
-    )
+    task: Task | None = Field(None, description="null: the first of these that the model supports.")
 
 
 class PoolChatBody(EmbeddingChatBody):
     """A conversation, and the task."""
 
-    task: Literal["embed", "token_embed", "classify", "score"] | None = None
+    task: Task | None = None
 
 
 class ClassifyBody(_Prompts, PoolingBody):
@@ -239,6 +239,8 @@ class RerankBody(PairBody):
     model_config = ConfigDict(
         json_schema_extra={"example": {"query": "a cat", "documents": ["a kitten", "a car"]}}
     )
+
+    names: ClassVar[tuple[str, str]] = ("query", "documents")
 
     query: TextField
     documents: TextsField

@@ -216,7 +216,7 @@ class ApiServer:
         tokenizer, template = await loading
         ready = await self._client.wait_ready()
         self.state.open(tokenizer, template, defaults)
-        if self.state.pooling_inputs is None and template and template.default:
+        if not self.state.pools and template and template.default:
             _log_generic_tools(template, self.state.parser_config.tool_parser)
         # Objects of start-up live until exit: exclude them from garbage collection.
         gc.collect()

@@ -1,0 +1,355 @@
+"""POST /v1/embeddings, /pooling, /classify, /score and /rerank: what a pooling model makes of
+texts, token ids, a conversation, or pairs of texts."""
+
+import asyncio
+import base64
+import dataclasses
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from config.errors import UserError
+from config.params.pooling import CLASSIFY, EMBED, SCORE, TOKEN_EMBED, PoolingParams
+from server.generation.job import RunningRequest, request_id_of, run_to_end, start_tracked
+from server.http.access_log import log_prompt, record_of
+from server.http.body import json_response, parse
+from server.http.disconnect import CancelOnDisconnect
+from server.http.openapi import ANSWERS, takes
+from server.http.state import AppState
+from server.openai.chat_request import render
+from server.pooling.inputs import (
+    InputOptions,
+    InputProcessor,
+    make_input_processor,
+    not_a_pooling_model,
+)
+from server.pooling.pipeline import PoolingInput, PoolingStream, Vectors
+from server.pooling.schema import (
+    ClassifyBody,
+    ClassifyChatBody,
+    EmbeddingBody,
+    EmbeddingChatBody,
+    PoolBody,
+    PoolChatBody,
+    PoolingBody,
+    RerankBody,
+    ScoreBody,
+)
+from server.pooling.scores import TextPairs, pair_inputs, pair_scores
+
+TASK_PREFERENCE = (EMBED, CLASSIFY, SCORE, TOKEN_EMBED)
+"""/pooling without a task uses the first of these that the model supports."""
+MAX_INLINE_NUMBERS = 20_000
+"""Numbers of vectors that are encoded on the event loop: about a millisecond."""
+
+B = TypeVar("B", bound=PoolingBody)
+Chat = TypeVar("Chat", bound=PoolingBody)
+Entries = list[dict[str, Any]]
+
+
+class PoolingJob(RunningRequest[PoolingStream]):
+    """A pooling request that has passed all checks and runs in the engine."""
+
+    def usage(self) -> dict[str, int]:
+        """The usage object: all input tokens."""
+        count = self.tracker.stream.num_prompt_tokens
+        return {"prompt_tokens": count, "total_tokens": count}
+
+    def list_response(self, data: Entries) -> Response:
+        """The response with a list of results."""
+        return json_response(
+            {
+                "id": self.id,
+                "object": "list",
+                "created": self.created,
+                "model": self.model,
+                "data": data,
+                "usage": self.usage(),
+            }
+        )
+
+
+def pooling_routes(state: AppState) -> APIRouter:
+    """The routes, over `state`."""
+    router = APIRouter(tags=["Pooling"])
+
+    async def create_embedding(request: Request) -> Response:
+        body = await _parse(state, request, EmbeddingBody, EmbeddingChatBody)
+        params = PoolingParams(task=EMBED, dimensions=body.dimensions, normalize=body.normalizes)
+        inputs = await _inputs(state, request, body, params)
+        entries = partial(_vector_entries, "embedding", "embedding", body.encoding_format)
+        job, data = await _run(state, request, body, "embd-", inputs, entries)
+        return job.list_response(data)
+
+    async def create_pooling(request: Request) -> Response:
+        body = await _parse(state, request, PoolBody, PoolChatBody)
+        tasks = _processor(state).facts.tasks
+        params = PoolingParams(
+            task=body.task or next(task for task in TASK_PREFERENCE if task in tasks),
+            dimensions=body.dimensions,
+            normalize=body.normalizes,
+        )
+        inputs = await _inputs(state, request, body, params, task_field="task")
+        all_rows = params.task == TOKEN_EMBED
+        entries = partial(
+            _vector_entries, "pooling", "data", body.encoding_format, all_rows=all_rows
+        )
+        job, data = await _run(state, request, body, "pool-", inputs, entries)
+        return job.list_response(data)
+
+    async def classify(request: Request) -> Response:
+        body = await _parse(state, request, ClassifyBody, ClassifyChatBody)
+        params = PoolingParams(task=CLASSIFY, normalize=body.normalizes)
+        inputs = await _inputs(state, request, body, params)
+        entries = partial(_class_entries, _processor(state).facts.labels)
+        job, data = await _run(state, request, body, "classify-", inputs, entries)
+        return job.list_response(data)
+
+    async def score(request: Request) -> Response:
+        body = await _parse(state, request, ScoreBody)
+        job, data = await _run_pairs(state, request, body, "score-", _score_entries)
+        return job.list_response(data)
+
+    async def rerank(request: Request) -> Response:
+        body = await _parse(state, request, RerankBody)
+        entries = partial(_ranked, body)
+        job, results = await _run_pairs(state, request, body, "rerank-", entries)
+        return json_response(
+            {"id": job.id, "model": job.model, "usage": job.usage(), "results": results}
+        )
+
+    for handler, paths, summary, bodies in (
+        (
+            create_embedding,
+            ("/v1/embeddings",),
+            "Vectors of texts",
+            ("EmbeddingBody", "EmbeddingChatBody"),
+        ),
+        (
+            create_pooling,
+            ("/pooling",),
+            "What a pooling model makes of texts",
+            ("PoolBody", "PoolChatBody"),
+        ),
+        (classify, ("/classify",), "Classes of texts", ("ClassifyBody", "ClassifyChatBody")),
+        (score, ("/score", "/v1/score"), "Scores of pairs of texts", ("ScoreBody",)),
+        (
+            rerank,
+            ("/rerank", "/v1/rerank", "/v2/rerank"),
+            "Documents by how well they answer a query",
+            ("RerankBody",),
+        ),
+    ):
+        for path in paths:
+            name = handler.__name__ if len(paths) == 1 else path.strip("/").replace("/", "_")
+            router.add_api_route(
+                path,
+                handler,
+                methods=["POST"],
+                operation_id=name,
+                summary=summary,
+                openapi_extra=takes(*bodies),
+                responses=ANSWERS,
+            )
+    return router
+
+
+def _processor(state: AppState) -> InputProcessor:
+    """Raises like `check_awake`, and UserError for a generating model."""
+    state.check_awake()
+    processor = make_input_processor(state.client.ready, state.tokenizer)
+    if processor is None:
+        raise not_a_pooling_model()
+    return processor
+
+
+async def _parse(
+    state: AppState, request: Request, kind: type[B], chat: type[Chat] | None = None
+) -> B | Chat:
+    """The body, as `chat` if it has messages; with all checks that need no tokens."""
+    _processor(state)
+    received = await state.bodies.read_object(request)
+    body: B | Chat
+    if chat is None or received.fields.get("messages") is None:
+        body = await parse(kind, received)
+    elif received.fields.get("input") is not None:
+        raise UserError("input and messages cannot both be given", param="input")
+    else:
+        body = await parse(chat, received)
+    state.model(body.model)
+    body.check()
+    return body
+
+
+async def _inputs(
+    state: AppState,
+    request: Request,
+    body: EmbeddingBody | EmbeddingChatBody | ClassifyBody | ClassifyChatBody,
+    params: PoolingParams,
+    *,
+    task_field: str = "model",
+) -> list[PoolingInput]:
+    """The inputs of a body. `task_field`: the field that decides the task, for errors."""
+    processor = _processor(state)
+    processor.check(params, task_field)
+    options = InputOptions(
+        params,
+        truncate=body.truncate_prompt_tokens,
+        keep_end=body.truncation_side == "left",
+    )
+    with CancelOnDisconnect(request.receive):
+        if isinstance(body, (EmbeddingChatBody, ClassifyChatBody)):
+            text = await render(state, body)
+            _log_prompts(state, request, [state.text_tokenizer("messages").unmarked(text)])
+            special = bool(body.add_special_tokens)
+            options = dataclasses.replace(options, param="messages", is_list=False, special=special)
+            inputs = await processor.rendered(text, options)
+        else:
+            prompts = await asyncio.to_thread(body.inputs) if body.is_big else body.inputs()
+            _log_prompts(state, request, prompts)
+            options = dataclasses.replace(
+                options,
+                is_list=body.is_listed,
+                special=body.add_special_tokens is not False,
+                prompt_name=body.prompt_name,
+            )
+            inputs = await processor.prompts(prompts, options)
+    processor.check_size(inputs)
+    return inputs
+
+
+def _log_prompts(state: AppState, request: Request, prompts: Iterable[object]) -> None:
+    if state.config.enable_log_requests:
+        for prompt in prompts:
+            text = prompt if isinstance(prompt, str) else repr(prompt)
+            log_prompt(record_of(request.scope), text)
+
+
+async def _run(
+    state: AppState,
+    request: Request,
+    body: PoolingBody,
+    id_prefix: str,
+    inputs: list[PoolingInput],
+    entries: Callable[[list[Vectors]], Entries],
+) -> tuple[PoolingJob, Entries]:
+    """Run the inputs in the engine; returns the job, which has ended, and what `entries` makes of
+    the results. Raises ClientGone when the client disconnects."""
+    model = state.model(body.model)
+    tracker = start_tracked(
+        state,
+        request,
+        body,
+        partial(PoolingStream, state.client, inputs),
+        model=model,
+        num_prompt_tokens=sum(len(item.token_ids) for item in inputs),
+        num_sequences=len(inputs),
+    )
+    job = PoolingJob(state=state, id=request_id_of(body, id_prefix), model=model, tracker=tracker)
+    await run_to_end(job, request, _exhaust(job))
+    vectors = tracker.stream.vectors
+    if sum(item.size for item in vectors) <= MAX_INLINE_NUMBERS:
+        return job, entries(vectors)
+    return job, await asyncio.to_thread(entries, vectors)
+
+
+async def _exhaust(job: PoolingJob) -> None:
+    async for _ in job.tracker:
+        pass
+
+
+async def _run_pairs(
+    state: AppState,
+    request: Request,
+    body: ScoreBody | RerankBody,
+    id_prefix: str,
+    entries: Callable[[list[float]], Entries],
+) -> tuple[PoolingJob, Entries]:
+    """As `_run`, for the scores of the body's pairs."""
+    processor = _processor(state)
+    firsts, seconds = body.pairs()
+    _log_prompts(state, request, (*firsts, *seconds))
+    options = InputOptions(
+        PoolingParams(normalize=body.normalizes),
+        truncate=body.truncate_prompt_tokens,
+        keep_end=body.truncation_side == "left",
+        max_first_tokens=body.max_tokens_per_query or None,
+        max_second_tokens=body.max_tokens_per_doc or None,
+    )
+    pairs = TextPairs(firsts, seconds, body.names, options)
+    with CancelOnDisconnect(request.receive):
+        inputs = await pair_inputs(processor, pairs)
+
+    def scored(vectors: list[Vectors]) -> Entries:
+        return entries(pair_scores(processor.facts, vectors, len(firsts)))
+
+    return await _run(state, request, body, id_prefix, inputs, scored)
+
+
+def encode_vectors(vectors: Vectors, encoding_format: str | None) -> msgspec.Raw | str:
+    """(width,) as a JSON list, (rows, width) as a list of lists; base64: all numbers as
+    little-endian float32 in one string."""
+    if encoding_format == "base64":
+        return base64.b64encode(vectors.astype("<f4").tobytes()).decode()
+    # Encoded one result at a time, so that other threads can take the GIL in between.
+    return msgspec.Raw(msgspec.json.encode(vectors.tolist()))
+
+
+def _vector_entries(
+    kind: str,
+    field: str,
+    encoding_format: str | None,
+    vectors: list[Vectors],
+    *,
+    all_rows: bool = False,
+) -> Entries:
+    """Entries of object `kind` with their numbers in `field`."""
+    return [
+        {
+            "index": index,
+            "object": kind,
+            field: encode_vectors(rows if all_rows else rows[0], encoding_format),
+        }
+        for index, rows in enumerate(vectors)
+    ]
+
+
+def _class_entries(labels: tuple[str, ...], vectors: list[Vectors]) -> Entries:
+    entries = []
+    for index, (numbers, *_) in enumerate(vectors):
+        best = int(numbers.argmax())
+        entries.append(
+            {
+                "index": index,
+                "label": labels[best] if best < len(labels) else None,
+                "probs": numbers.tolist(),
+                "num_classes": len(numbers),
+            }
+        )
+    return entries
+
+
+def _score_entries(scores: list[float]) -> Entries:
+    return [
+        {"index": index, "object": "score", "score": score} for index, score in enumerate(scores)
+    ]
+
+
+def _ranked(body: RerankBody, scores: list[float]) -> Entries:
+    _, documents = body.pairs()
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])
+    return [
+        {"index": index, "relevance_score": scores[index]}
+        if body.return_documents is False
+        else {
+            "index": index,
+            "document": {"text": documents[index]},
+            "relevance_score": scores[index],
+        }
+        for index in order[: body.top_n or len(order)]
+    ]
