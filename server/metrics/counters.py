@@ -53,33 +53,21 @@ class Histogram:
         return [*self._counts, self._sum]
 
 
-def add_series(
-    family: HistogramMetricFamily, labels: Sequence[str], bounds: Sequence[float], values: Values
-) -> None:
-    """Add `Histogram.values` of a histogram with `bounds` to `family`."""
-    *counts, total = values
-    names = [*map(floatToGoString, bounds), "+Inf"]
-    family.add_metric(labels, list(zip(names, accumulate(counts), strict=True)), total)
-
-
 class CounterFamily:
     """Counters that differ in their labels."""
 
     def __init__(self, name: str, text: str, label_names: Sequence[str]) -> None:
-        self.name = name
-        self._text = text
+        self._about = (name, text)
         self._label_names = label_names
         self.series: dict[Labels, Counter] = {}
 
     def labels(self, *labels: str) -> Counter:
         """The counter with these labels."""
-        if labels not in self.series:
-            self.series[labels] = Counter()
-        return self.series[labels]
+        return self.series.setdefault(labels, Counter())
 
     def metric(self, values: Mapping[Labels, Values]) -> Metric:
         """The family with `values`, for a metrics page."""
-        family = CounterMetricFamily(self.name, self._text, labels=self._label_names)
+        family = CounterMetricFamily(*self._about, labels=self._label_names)
         for labels, (total,) in values.items():
             family.add_metric(labels, total)
         return family
@@ -91,23 +79,22 @@ class HistogramFamily:
     def __init__(
         self, name: str, text: str, label_names: Sequence[str], bounds: Sequence[float]
     ) -> None:
-        self.name = name
-        self._text = text
+        self._about = (name, text)
         self._label_names = label_names
         self._bounds = bounds
         self.series: dict[Labels, Histogram] = {}
 
     def labels(self, *labels: str) -> Histogram:
         """The histogram with these labels."""
-        if labels not in self.series:
-            self.series[labels] = Histogram(self._bounds)
-        return self.series[labels]
+        return self.series.setdefault(labels, Histogram(self._bounds))
 
     def metric(self, values: Mapping[Labels, Values]) -> Metric:
         """The family with `values`, for a metrics page."""
-        family = HistogramMetricFamily(self.name, self._text, labels=self._label_names)
-        for labels, series in values.items():
-            add_series(family, labels, self._bounds, series)
+        family = HistogramMetricFamily(*self._about, labels=self._label_names)
+        names = [*map(floatToGoString, self._bounds), "+Inf"]
+        for labels, (*counts, total) in values.items():
+            buckets = list(zip(names, accumulate(counts), strict=True))
+            family.add_metric(labels, buckets, total)
         return family
 
 

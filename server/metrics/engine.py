@@ -6,16 +6,11 @@ All API servers receive the same stats, so each can report them alone and nothin
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from engine.client.base import EngineClient
 from engine.transport.messages import ASLEEP, AWAKE, LATER, EngineStats
-from server.metrics.counters import Histogram, add_series
+from server.metrics.counters import Labels, Registry
 
 WARMUP = "warmup"
 """Progress stage before Ready that counts buckets."""
@@ -32,11 +27,25 @@ class EngineCollector:
 
     def __init__(self, client: EngineClient, labels: Mapping[str, str]) -> None:
         self._client = client
-        self._names = list(labels)
-        self._values = list(labels.values())
-        self._iteration_tokens = Histogram(TOKENS)
-        self._step_seconds = [Histogram(STEP_S) for _ in PHASES]
-        self._compile_seconds = {stage: Histogram(COMPILE_S) for stage in STAGES}
+        self._names = tuple(labels)
+        self._values = tuple(labels.values())
+        self._histograms = Registry()
+        self._iteration_tokens = self._histograms.histogram(
+            "vllm:iteration_tokens_total", "Tokens computed in a step.", self._names, TOKENS
+        ).labels(*self._values)
+        step_seconds = self._histograms.histogram(
+            "hpu_step_seconds", "A forward pass with sampling.", (*self._names, "phase"), STEP_S
+        )
+        self._step_seconds = [step_seconds.labels(*self._values, phase) for phase in PHASES]
+        compile_seconds = self._histograms.histogram(
+            "hpu_graph_compile_seconds",
+            "Time to compile a graph.",
+            (*self._names, "stage"),
+            COMPILE_S,
+        )
+        self._compile_seconds = {
+            stage: compile_seconds.labels(*self._values, stage) for stage in STAGES
+        }
         self._compiled = dict.fromkeys(STAGES, (0, 0.0))
         """By stage: number of observed compilations, and their seconds."""
         try:
@@ -66,50 +75,53 @@ class EngineCollector:
 
     def collect(self) -> Iterator[Metric]:
         stats = self._client.stats
+        yield from self._histograms.collect()
         yield from self._queue(stats)
-        yield self._sleep(stats)
         yield from self._cache(stats)
         yield from self._launches(stats)
         yield from self._device(stats)
         yield from self._warmup()
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=self._names)
-        family.add_metric(self._values, value)
+        return self._gauges(name, text, (), {(): value})
+
+    def _gauges(
+        self,
+        name: str,
+        text: str,
+        label_names: Labels,
+        values: Mapping[Labels, float],
+        kind: type[GaugeMetricFamily] | type[CounterMetricFamily] = GaugeMetricFamily,
+    ) -> Metric:
+        """A gauge for each of `values`, which are by the values of `label_names`."""
+        family = kind(name, text, labels=[*self._names, *label_names])
+        for labels, value in values.items():
+            family.add_metric([*self._values, *labels], value)
         return family
 
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=self._names)
-        family.add_metric(self._values, value)
-        return family
+    def _counters(
+        self, name: str, text: str, label_names: Labels, values: Mapping[Labels, float]
+    ) -> Metric:
+        return self._gauges(name, text, label_names, values, CounterMetricFamily)
 
     def _info(self, name: str, text: str, facts: Mapping[str, str]) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=[*self._names, *facts])
-        family.add_metric([*self._values, *facts.values()], 1)
-        return family
+        return self._gauges(name, text, tuple(facts), {tuple(facts.values()): 1})
 
     def _queue(self, stats: EngineStats) -> Iterator[Metric]:
         yield self._gauge("vllm:num_requests_running", "Sequences in the batch.", stats.running)
         yield self._gauge(
             "vllm:num_requests_waiting", "Sequences in the waiting queue.", stats.waiting
         )
-        yield self._counter("vllm:num_preemptions", "Preempted sequences.", stats.preemptions)
-        tokens = HistogramMetricFamily(
-            "vllm:iteration_tokens_total", "Tokens computed in a step.", labels=self._names
-        )
-        add_series(tokens, self._values, TOKENS, self._iteration_tokens.values)
-        yield tokens
-
-    def _sleep(self, stats: EngineStats) -> Metric:
-        family = GaugeMetricFamily(
-            "vllm:engine_sleep_state",
-            "1 for the state that the engine is in: awake, or asleep at level 1 or 2.",
-            labels=[*self._names, "sleep_state"],
+        yield self._counters(
+            "vllm:num_preemptions", "Preempted sequences.", (), {(): stats.preemptions}
         )
         state = stats.sleep if stats.sleep in ASLEEP else AWAKE
-        for name in (AWAKE, *ASLEEP):
-            family.add_metric([*self._values, name], state == name)
-        return family
+        yield self._gauges(
+            "vllm:engine_sleep_state",
+            "1 for the state that the engine is in: awake, or asleep at level 1 or 2.",
+            ("sleep_state",),
+            {(name,): state == name for name in (AWAKE, *ASLEEP)},
+        )
 
     def _cache(self, stats: EngineStats) -> Iterator[Metric]:
         usage = stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0
@@ -125,77 +137,61 @@ class EngineCollector:
             )
 
     def _launches(self, stats: EngineStats) -> Iterator[Metric]:
-        lookups = CounterMetricFamily(
+        phases: list[Labels] = [(phase,) for phase in PHASES]
+        useful = {phase: stats.useful_tokens.get(phase[0], 0) for phase in phases}
+        padding = {phase: stats.padding_tokens.get(phase[0], 0) for phase in phases}
+        yield self._counters(
             "hpu_bucket_lookups",
             "Launches by whether their padded shape was warmed up.",
-            labels=[*self._names, "phase", "result"],
+            ("phase", "result"),
+            {
+                (phase, result): stats.lookups.get(f"{phase}.{result}", 0)
+                for phase in PHASES
+                for result in RESULTS
+            },
         )
-        compilations = CounterMetricFamily(
+        yield self._counters(
             "hpu_graph_compilations",
             "Graphs compiled; while serving each is a latency spike.",
-            labels=[*self._names, "phase", "stage"],
+            ("phase", "stage"),
+            {
+                (phase, stage): stats.compilations.get(f"{phase}.{stage}", 0)
+                for phase in PHASES
+                for stage in STAGES
+            },
         )
-        useful = CounterMetricFamily(
-            "hpu_useful_tokens", "Tokens computed that were real.", labels=[*self._names, "phase"]
+        yield self._counters(
+            "hpu_useful_tokens", "Tokens computed that were real.", ("phase",), useful
         )
-        padding = CounterMetricFamily(
-            "hpu_padding_tokens", "Tokens computed as padding.", labels=[*self._names, "phase"]
+        yield self._counters(
+            "hpu_padding_tokens", "Tokens computed as padding.", ("phase",), padding
         )
-        steps = HistogramMetricFamily(
-            "hpu_step_seconds", "A forward pass with sampling.", labels=[*self._names, "phase"]
-        )
-        for number, phase in enumerate(PHASES):
-            labels = [*self._values, phase]
-            for result in RESULTS:
-                lookups.add_metric([*labels, result], stats.lookups.get(f"{phase}.{result}", 0))
-            for stage in STAGES:
-                count = stats.compilations.get(f"{phase}.{stage}", 0)
-                compilations.add_metric([*labels, stage], count)
-            useful.add_metric(labels, stats.useful_tokens.get(phase, 0))
-            padding.add_metric(labels, stats.padding_tokens.get(phase, 0))
-            add_series(steps, labels, STEP_S, self._step_seconds[number].values)
-        yield from self._padding_ratio(stats)
-        yield from self._runtime(stats)
-        compile_seconds = HistogramMetricFamily(
-            "hpu_graph_compile_seconds", "Time to compile a graph.", labels=[*self._names, "stage"]
-        )
-        for stage, histogram in self._compile_seconds.items():
-            add_series(compile_seconds, [*self._values, stage], COMPILE_S, histogram.values)
-        yield from (lookups, compilations, useful, padding, steps, compile_seconds)
-
-    def _padding_ratio(self, stats: EngineStats) -> Iterator[Metric]:
-        """The ratio of two counters, for dashboards that cannot divide."""
-        family = GaugeMetricFamily(
+        # The ratio of two counters, for dashboards that cannot divide.
+        yield self._gauges(
             "hpu_padding_ratio",
             "Share of the computed tokens that were padding, since the start.",
-            labels=[*self._names, "phase"],
+            ("phase",),
+            {phase: padding[phase] / max(1, padding[phase] + useful[phase]) for phase in phases},
         )
-        for phase in PHASES:
-            padding = stats.padding_tokens.get(phase, 0)
-            computed = padding + stats.useful_tokens.get(phase, 0)
-            family.add_metric([*self._values, phase], padding / computed if computed else 0.0)
-        yield family
-
-    def _runtime(self, stats: EngineStats) -> Iterator[Metric]:
-        """Counters of the device runtime; zero without one."""
-        yield self._counter(
+        # Counters of the device runtime; zero without one.
+        yield self._counters(
             "hpu_recompilations",
             "Compilations after warm-up that the device's runtime counted.",
-            stats.recompilations,
+            (),
+            {(): stats.recompilations},
         )
-        yield self._counter(
+        yield self._counters(
             "hpu_cpu_fallbacks",
             "Operations of the device that ran on the host after warm-up.",
-            stats.cpu_fallbacks,
+            (),
+            {(): stats.cpu_fallbacks},
         )
-        recipes = CounterMetricFamily(
+        yield self._counters(
             "hpu_recipe_cache_lookups",
             "Lookups in the runtime's cache of compiled recipes.",
-            labels=[*self._names, "result"],
+            ("result",),
+            {(result,): stats.recipes.get(result, 0) for result in ("hit", "miss")},
         )
-        for result in ("hit", "miss"):
-            recipes.add_metric([*self._values, result], stats.recipes.get(result, 0))
-        yield recipes
 
     def _device(self, stats: EngineStats) -> Iterator[Metric]:
         ready = self._client.ready
@@ -208,19 +204,16 @@ class EngineCollector:
             kv = 0
             keeps_weights = device == "cpu" and stats.sleep == ASLEEP[0]
             weights = weights if keeps_weights else 0
+        used = weights + kv + stats.graph_bytes
         yield self._gauge("hpu_graphs_cached", "Captured graphs.", stats.graphs)
         yield self._gauge("hpu_graph_memory_bytes", "Held by graphs.", stats.graph_bytes)
         for name, text, value in (
-            ("hpu_memory_used_bytes", "Weights, KV cache and graphs.", weights + kv),
+            ("hpu_memory_used_bytes", "Weights, KV cache and graphs.", used),
             ("hpu_memory_total_bytes", "Memory of the device.", total),
             ("hpu_kv_cache_bytes", "The KV cache.", kv),
             ("hpu_weights_bytes", "The weights.", weights),
         ):
-            if name == "hpu_memory_used_bytes":
-                value += stats.graph_bytes
-            family = GaugeMetricFamily(name, text, labels=[*self._names, "device"])
-            family.add_metric([*self._values, "0"], value)
-            yield family
+            yield self._gauges(name, text, ("device",), {("0",): value})
         yield self._info(
             "hpu_info",
             "What this server runs on.",
@@ -236,9 +229,9 @@ class EngineCollector:
         elif ready is not None:
             done = total = ready.num_buckets
         yield self._gauge("hpu_warmup_seconds", "Warm-up.", ready.warmup_s if ready else 0.0)
-        buckets = GaugeMetricFamily(
-            "hpu_warmup_buckets", "Buckets warmed up.", labels=[*self._names, "state"]
+        yield self._gauges(
+            "hpu_warmup_buckets",
+            "Buckets warmed up.",
+            ("state",),
+            {("done",): done, ("total",): total},
         )
-        buckets.add_metric([*self._values, "done"], done)
-        buckets.add_metric([*self._values, "total"], total)
-        yield buckets
