@@ -13,7 +13,6 @@ from server.generation.outputs import Delta
 from server.parsers.base import (
     ParserEvent,
     ReasoningDelta,
-    ReasoningFormat,
     ReasoningParser,
     TextDelta,
     ToolCallArguments,
@@ -22,6 +21,7 @@ from server.parsers.base import (
     Tools,
 )
 from server.parsers.output_parser import OutputParser
+from server.parsers.reasoning.tags import ReasoningFormat
 from server.parsers.registry import (
     GENERIC_TOOL_PARSER,
     REASONING_FORMATS,

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from server.parsers.text_stream import Source, Steps
+
 Tools = Mapping[str, Mapping[str, Any]]
 """The functions of a request: name to JSON schema of the arguments."""
 
@@ -66,60 +68,6 @@ class Parser(Protocol):
         ...
 
 
-class ReasoningParser(Parser, Protocol):
-    """Splits reasoning from the rest, which it gives as text."""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether no reasoning can follow."""
-        ...
-
-    @property
-    def has_reasoning(self) -> bool:
-        """Whether reasoning has started."""
-        ...
-
-
-class ReasoningFormat(Protocol):
-    """How one model family marks reasoning."""
-
-    @property
-    def start_tags(self) -> tuple[str, ...]:
-        """Tags that start it."""
-        ...
-
-    @property
-    def end_tags(self) -> tuple[str, ...]:
-        """Tags that end it."""
-        ...
-
-    @property
-    def answer_start_tags(self) -> tuple[str, ...]:
-        """Tags that end it and start the answer: a grammar applies after them."""
-        ...
-
-    def starts_in_reasoning(self, prompt: str) -> bool:
-        """Whether an answer to `prompt` continues reasoning that the prompt started."""
-        ...
-
-    def ends_with_start_tag(self, prompt: str) -> bool:
-        """Whether `prompt` ends with a start tag."""
-        ...
-
-    def ends_with_end_tag(self, prompt: str) -> bool:
-        """Whether `prompt` ends with a tag that the answer follows."""
-        ...
-
-    def has_unclosed_reasoning(self, text: str) -> bool:
-        """Whether `text`, the start of an answer, has reasoning without an end tag."""
-        ...
-
-    def parser(self, *, is_inside: bool, keeps_whitespace: bool = False) -> ReasoningParser:
-        """A parser of one answer. `keeps_whitespace`: all that follows the reasoning is text,
-        whitespace too."""
-        ...
-
-
 class EventBuffer:
     """Collects events and joins adjacent pieces."""
 
@@ -175,3 +123,45 @@ class EventBuffer:
         """The events since the last call."""
         events, self._events = self._events, []
         return events
+
+
+class StreamParser:
+    """A Parser whose work is a generator, which yields when it needs more text."""
+
+    def __init__(self) -> None:
+        self._source = Source()
+        self._output = EventBuffer()
+        self._is_cut = False
+        self._steps: Steps[None] | None = self._run()
+
+    def feed(self, text: str) -> list[ParserEvent]:
+        self._source.push(text)
+        return self._advance()
+
+    def finish(self, *, is_cut: bool) -> list[ParserEvent]:
+        self._is_cut = is_cut
+        self._source.has_ended = True
+        return self._advance()
+
+    def _run(self) -> Steps[None]:
+        """Reads the source into the output."""
+        raise NotImplementedError
+
+    def _advance(self) -> list[ParserEvent]:
+        if self._steps is not None:
+            try:
+                next(self._steps)
+            except StopIteration:
+                self._steps = None
+        return self._output.drain()
+
+
+class ReasoningParser(StreamParser):
+    """Splits reasoning from the rest, which it gives as text."""
+
+    def __init__(self, *, is_inside: bool) -> None:
+        super().__init__()
+        self.is_done = False
+        """Whether no reasoning can follow."""
+        self.has_reasoning = is_inside
+        """Whether reasoning has started."""

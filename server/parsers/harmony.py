@@ -4,9 +4,10 @@ a function is a tool call."""
 import re
 from dataclasses import dataclass
 
-from server.parsers.base import EventBuffer, ParserEvent, Tools
-from server.parsers.text_stream import ParseError, Sink, Source, Steps, StreamReader
-from server.parsers.tool.base import MAX_NAME_CHARACTERS, checked_name
+from server.parsers.base import EventBuffer, ReasoningParser, Tools
+from server.parsers.reasoning.tags import ReasoningFormat
+from server.parsers.text_stream import ParseError, Sink, Source, Steps
+from server.parsers.tool.base import MAX_NAME_CHARACTERS, ToolCallFormat, checked_name
 from server.parsers.tool.json import NO_ARGUMENTS, read_named_call
 from server.parsers.tool.structural_tag import (
     Functions,
@@ -30,65 +31,40 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
 @dataclass(frozen=True, slots=True)
-class HarmonyReasoning:
+class HarmonyReasoning(ReasoningFormat):
     """The tags of a message: a header up to `<|message|>`, then the content."""
 
     start_tags: tuple[str, ...] = (f"{_CHANNEL}analysis{_MESSAGE}",)
     end_tags: tuple[str, ...] = (_END,)
-    answer_start_tags: tuple[str, ...] = (f"{_END}{_START}assistant{_CHANNEL}final{_MESSAGE}",)
     ends: tuple[str, ...] = (_END, _CALL, _RETURN)
     begins: tuple[str, ...] = (_START, _CHANNEL)
     marks: tuple[str, ...] = (_MESSAGE, _CONSTRAIN)
 
-    def starts_in_reasoning(self, prompt: str) -> bool:
-        return self.ends_with_start_tag(prompt)
+    @property
+    def answer_start_tags(self) -> tuple[str, ...]:
+        return (f"{_END}{_START}assistant{_CHANNEL}final{_MESSAGE}",)
 
-    def ends_with_start_tag(self, prompt: str) -> bool:
-        return prompt.endswith(self.start_tags)
-
-    def ends_with_end_tag(self, prompt: str) -> bool:
-        return prompt.endswith(self.answer_start_tags)
-
-    def has_unclosed_reasoning(self, text: str) -> bool:
-        return text.rfind(self.start_tags[0]) > text.rfind(_END)
-
-    def parser(
-        self, *, is_inside: bool, keeps_whitespace: bool = False
-    ) -> "HarmonyReasoningParser":
+    def parser(self, *, is_inside: bool, keeps_whitespace: bool = False) -> ReasoningParser:
         """A parser of one answer; whitespace in messages is always kept."""
         return HarmonyReasoningParser(self, is_inside=is_inside)
 
 
-class HarmonyReasoningParser:
-    """Splits reasoning from text. Calls stay in the text, with one form of header, for
-    `HarmonyToolCalls`; all other tags are removed. Messages of one kind are joined by a line break.
-    """
+class HarmonyReasoningParser(ReasoningParser):
+    """Calls stay in the text, with one form of header, for `HarmonyToolCalls`; all other tags are
+    removed. Messages of one kind are joined by a line break."""
 
     def __init__(self, form: HarmonyReasoning, *, is_inside: bool) -> None:
+        super().__init__(is_inside=is_inside)
         self._form = form
-        self._source = Source()
-        self._output = EventBuffer()
-        self.is_done = False
-        self.has_reasoning = is_inside
-        self._is_cut = False
+        self._is_inside = is_inside
         self._in_call = False
         self._sink: Sink = self._output.add_text
         """Receives the content of the current message."""
         self._has_text = False
-        self._reader = StreamReader(self._source, self._run(is_inside))
 
-    def feed(self, text: str) -> list[ParserEvent]:
-        self._reader.push(text)
-        return self._output.drain()
-
-    def finish(self, *, is_cut: bool) -> list[ParserEvent]:
-        self._is_cut = is_cut
-        self._reader.end()
-        return self._output.drain()
-
-    def _run(self, is_inside: bool) -> Steps[None]:
+    def _run(self) -> Steps[None]:
         form, source = self._form, self._source
-        if is_inside:
+        if self._is_inside:
             self._sink = self._output.add_reasoning
         else:
             # The prompt ends with the author, which a recipient may follow.
@@ -117,7 +93,7 @@ class HarmonyReasoningParser:
         source = self._source
         source.start_recording(word)
         try:
-            head, _ = yield from source.collect_until((_MESSAGE,), most=MAX_HEADER_CHARACTERS)
+            head = yield from source.collect_until((_MESSAGE,), most=MAX_HEADER_CHARACTERS)
         except ParseError:
             self._output.add_text(source.take_recorded())
             return
@@ -146,18 +122,17 @@ class HarmonyReasoningParser:
         self._sink = self._output.add_text
 
 
-@dataclass(frozen=True, slots=True)
-class HarmonyToolCalls:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HarmonyToolCalls(ToolCallFormat):
     """Messages to functions, with the header of HarmonyReasoningParser or the model's own."""
 
     markers: tuple[str, ...] = (_TO,)
     ignored_markers: tuple[str, ...] = (_CALL,)
-    allows_unmarked: bool = False
     head_end: str = _MESSAGE
     constrain: str = _CONSTRAIN
 
     def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
-        head, _ = yield from source.collect_until((self.head_end,), most=MAX_NAME_CHARACTERS)
+        head = yield from source.collect_until((self.head_end,), most=MAX_NAME_CHARACTERS)
         recipient = head.partition(self.constrain)[0].strip().partition(" ")[0]
         name = checked_name(recipient.removeprefix("functions."))
         yield from source.skip_whitespace()

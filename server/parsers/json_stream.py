@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 
 from server.parsers.text_stream import WHITESPACE, ParseError, Sink, Source, Steps
 
@@ -90,6 +91,57 @@ def _read_container(source: Source, sink: Sink, depth: int) -> Steps[None]:
         if character == closing:
             return
         sink((yield from source.skip_whitespace()))
+
+
+def read_separated(
+    source: Source,
+    closing: str,
+    read_one: Callable[[bool], Steps[None]],
+    *,
+    allows_trailing_comma: bool = False,
+) -> Steps[None]:
+    """Values separated by commas up to `closing`, which is taken; `read_one` is told whether its
+    value is the first."""
+    is_first = True
+    while True:
+        yield from source.skip_whitespace()
+        if (yield from source.accept(closing)):
+            return
+        if not is_first:
+            yield from source.expect(",")
+            yield from source.skip_whitespace()
+            if allows_trailing_comma and (yield from source.accept(closing)):
+                return
+        yield from read_one(is_first)
+        is_first = False
+
+
+def read_members(
+    source: Source,
+    sink: Sink,
+    closing: str,
+    read_key: Callable[[], Steps[str]],
+    read_one: Callable[[str], Steps[None]],
+    *,
+    allows_trailing_comma: bool = False,
+) -> Steps[None]:
+    """Values with names, which `read_key` reads, passed on as a JSON object. Raises ParseError for
+    a name that comes twice."""
+    keys: set[str] = set()
+
+    def read_member(is_first: bool) -> Steps[None]:
+        key = yield from read_key()
+        if key in keys:
+            raise ParseError
+        keys.add(key)
+        sink(f"{'' if is_first else ', '}{quoted(key)}: ")
+        yield from read_one(key)
+
+    sink("{")
+    yield from read_separated(
+        source, closing, read_member, allows_trailing_comma=allows_trailing_comma
+    )
+    sink("}")
 
 
 def object_of(text: str) -> str | None:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from server.parsers import harmony
-from server.parsers.base import ReasoningFormat
 from server.parsers.reasoning import tags as reasoning
+from server.parsers.reasoning.tags import ReasoningFormat
 from server.parsers.tool import gemma as gemma_calls
 from server.parsers.tool import json as json_calls
 from server.parsers.tool import pythonic as llama_calls
@@ -128,7 +128,7 @@ def _first(table: tuple[tuple[str, str], ...], template: str) -> str | None:
 
 def words_of(form: ToolCallReader | ReasoningFormat) -> frozenset[str]:
     """Every text that a parser searches for; some may be special tokens."""
-    values = [getattr(form, one.name) for one in fields(form)]  # type: ignore[arg-type]
+    values = [getattr(form, one.name) for one in fields(form)]
     words = [word for value in values for word in (value if isinstance(value, tuple) else (value,))]
     return frozenset(word for word in words if isinstance(word, str) and word)
 

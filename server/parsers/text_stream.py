@@ -171,39 +171,12 @@ class Source:
 
     def collect_until(
         self, words: tuple[str, ...], *, most: int, leave: bool = False
-    ) -> Steps[tuple[str, str]]:
-        """(text before the first of `words`, that word). Raises UnexpectedEnd if there is none."""
+    ) -> Steps[str]:
+        """The text before the first of `words`. Raises UnexpectedEnd if there is none."""
         pieces: list[str] = []
-        word = yield from self.read_until(words, pieces.append, most=most, leave=leave)
-        if not word:
+        if not (yield from self.read_until(words, pieces.append, most=most, leave=leave)):
             raise UnexpectedEnd
-        return "".join(pieces), word
-
-
-class StreamReader:
-    """Runs a parser over a source as far as the text goes."""
-
-    def __init__(self, source: Source, steps: Steps[None]) -> None:
-        self._source = source
-        self._steps: Steps[None] | None = steps
-
-    def push(self, text: str) -> None:
-        """More text."""
-        self._source.push(text)
-        self._step()
-
-    def end(self) -> None:
-        """No text follows."""
-        self._source.has_ended = True
-        self._step()
-
-    def _step(self) -> None:
-        if self._steps is None:
-            return
-        try:
-            next(self._steps)
-        except StopIteration:
-            self._steps = None
+        return "".join(pieces)
 
 
 @lru_cache(maxsize=256)

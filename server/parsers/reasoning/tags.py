@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-from server.parsers.base import EventBuffer, ParserEvent
-from server.parsers.text_stream import Sink, Source, Steps, StreamReader
+from server.parsers.base import ReasoningParser
+from server.parsers.text_stream import Sink, Steps
 
 
 @dataclass(frozen=True, slots=True)
-class ReasoningTags:
-    """The tags of a model family; no tag is a prefix of another."""
+class ReasoningFormat:
+    """How one model family marks reasoning; no tag is a prefix of another."""
 
     start_tags: tuple[str, ...] = ("<think>",)
     end_tags: tuple[str, ...] = ("</think>",)
@@ -19,76 +19,67 @@ class ReasoningTags:
     answer_close: str = ""
     """Optional tag after the answer."""
 
+    @property
+    def answer_start_tags(self) -> tuple[str, ...]:
+        """Tags that end reasoning and start the answer: a grammar applies after them."""
+        return self.end_tags
+
     def starts_in_reasoning(self, prompt: str) -> bool:
+        """Whether an answer to `prompt` continues reasoning that the prompt started."""
         return self.ends_with_start_tag(prompt) or (
             self.always and not self.ends_with_end_tag(prompt)
         )
 
     def ends_with_start_tag(self, prompt: str) -> bool:
+        """Whether `prompt` ends with a start tag."""
         return prompt.rstrip().endswith(self.start_tags)
 
     def ends_with_end_tag(self, prompt: str) -> bool:
-        return prompt.rstrip().endswith(self.end_tags)
-
-    @property
-    def answer_start_tags(self) -> tuple[str, ...]:
-        return self.end_tags
-
-    def parser(self, *, is_inside: bool, keeps_whitespace: bool = False) -> "ReasoningTagParser":
-        return ReasoningTagParser(self, is_inside=is_inside, keeps_whitespace=keeps_whitespace)
+        """Whether `prompt` ends with a tag that the answer follows."""
+        return prompt.rstrip().endswith(self.answer_start_tags)
 
     def has_unclosed_reasoning(self, text: str) -> bool:
+        """Whether `text`, the start of an answer, has reasoning without an end tag."""
         opened = max(text.rfind(mark) for mark in self.start_tags)
         return opened > max(text.rfind(mark) for mark in self.end_tags)
 
+    def parser(self, *, is_inside: bool, keeps_whitespace: bool = False) -> ReasoningParser:
+        """A parser of one answer. `keeps_whitespace`: all that follows the reasoning is text,
+        whitespace too."""
+        return ReasoningTagParser(self, is_inside=is_inside, keeps_whitespace=keeps_whitespace)
 
-class ReasoningTagParser:
-    """Splits reasoning from text. Whitespace around the tags is dropped; a block without an end tag
-    is reasoning to its end."""
+
+class ReasoningTagParser(ReasoningParser):
+    """Whitespace around the tags is dropped; a block without an end tag is reasoning to its end."""
 
     def __init__(
-        self, tags: ReasoningTags, *, is_inside: bool, keeps_whitespace: bool = False
+        self, form: ReasoningFormat, *, is_inside: bool, keeps_whitespace: bool = False
     ) -> None:
-        """`keeps_whitespace`: all that follows the end tag is text, whitespace too."""
-        self._tags = tags
+        super().__init__(is_inside=is_inside)
+        self._form = form
+        self._is_inside = is_inside
         self._keeps_whitespace = keeps_whitespace
-        self._source = Source()
-        self._output = EventBuffer()
-        self.is_reasoning = is_inside
-        """Whether the next text is reasoning, as far as is known."""
-        self.is_done = False
-        self.has_reasoning = is_inside
-        self._reader = StreamReader(self._source, self._run(is_inside))
 
-    def feed(self, text: str) -> list[ParserEvent]:
-        self._reader.push(text)
-        return self._output.drain()
-
-    def finish(self, *, is_cut: bool) -> list[ParserEvent]:
-        self._reader.end()
-        return self._output.drain()
-
-    def _run(self, is_inside: bool) -> Steps[None]:
-        tags, source, output = self._tags, self._source, self._output
+    def _run(self) -> Steps[None]:
+        form, source, output = self._form, self._source, self._output
         space = yield from source.skip_whitespace()
-        opened = yield from source.accept(*tags.start_tags)
-        if opened or is_inside:
-            self.is_reasoning = self.has_reasoning = True
+        opened = yield from source.accept(*form.start_tags)
+        if opened or self._is_inside:
+            self.has_reasoning = True
             yield from source.skip_whitespace()
-            self.is_done = bool((yield from self._until(tags.end_tags, output.add_reasoning)))
-            self.is_reasoning = not self.is_done
+            self.is_done = bool((yield from self._until(form.end_tags, output.add_reasoning)))
             if not self._keeps_whitespace:
                 yield from source.skip_whitespace()
         else:
             self.is_done = True
             output.add_text(space)
         if (
-            tags.answer_open
+            form.answer_open
             and not self._keeps_whitespace
-            and (yield from source.accept(tags.answer_open))
+            and (yield from source.accept(form.answer_open))
         ):
             yield from source.skip_whitespace()
-            yield from self._until((tags.answer_close,), output.add_text)
+            yield from self._until((form.answer_close,), output.add_text)
             yield from source.skip_whitespace()
         while not source.has_ended:
             source.take_all(output.add_text)
@@ -109,14 +100,14 @@ class ReasoningTagParser:
         return (yield from self._source.read_until(words, take))
 
 
-THINK = ReasoningTags()
-DEEPSEEK_R1 = ReasoningTags(always=True)
-GRANITE = ReasoningTags(
+THINK = ReasoningFormat()
+DEEPSEEK_R1 = ReasoningFormat(always=True)
+GRANITE = ReasoningFormat(
     ("Here is my thought process:", "Here's my thought process:"),
     ("Here is my response:", "Here's my response:"),
 )
-MISTRAL = ReasoningTags(("[THINK]",), ("[/THINK]",))
-HUNYUAN = ReasoningTags(answer_open="<answer>", answer_close="</answer>")
-SEED = ReasoningTags(("<seed:think>",), ("</seed:think>",))
-GEMMA4 = ReasoningTags(("<|channel>thought",), ("<channel|>",))
-KIMI = ReasoningTags(("\u25c1think\u25b7", "<think>"), ("\u25c1/think\u25b7", "</think>"))
+MISTRAL = ReasoningFormat(("[THINK]",), ("[/THINK]",))
+HUNYUAN = ReasoningFormat(answer_open="<answer>", answer_close="</answer>")
+SEED = ReasoningFormat(("<seed:think>",), ("</seed:think>",))
+GEMMA4 = ReasoningFormat(("<|channel>thought",), ("<channel|>",))
+KIMI = ReasoningFormat(("\u25c1think\u25b7", "<think>"), ("\u25c1/think\u25b7", "</think>"))

@@ -1,74 +1,55 @@
 """The tool parser, and what each family defines for it: text up to a marker, a call, text again."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
-from server.parsers.base import EventBuffer, ParserEvent, Tools
-from server.parsers.text_stream import ParseError, Source, Steps, StreamReader, UnexpectedEnd
-from server.parsers.tool.structural_tag import (
-    Functions,
-    ToolCallGrammar,
-)
+from server.parsers.base import EventBuffer, StreamParser, Tools
+from server.parsers.text_stream import ParseError, Source, Steps, UnexpectedEnd
+from server.parsers.tool.structural_tag import Functions, ToolCallGrammar
 
 MAX_NAME_CHARACTERS = 256
 
 
-class ToolCallReader(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCallReader:
     """Reads calls in one format."""
 
-    @property
-    def markers(self) -> tuple[str, ...]:
-        """Texts that start a call or several. None is a prefix of another."""
-        ...
-
-    @property
-    def ignored_markers(self) -> tuple[str, ...]:
-        """Texts around calls that are dropped."""
-        ...
-
-    @property
-    def allows_unmarked(self) -> bool:
-        """Whether an answer may start with a call without a marker."""
-        ...
+    markers: tuple[str, ...] = ()
+    """Texts that start a call or several. None is a prefix of another."""
+    ignored_markers: tuple[str, ...] = ()
+    """Texts around calls that are dropped."""
+    allows_unmarked: bool = False
+    """Whether an answer may start with a call without a marker."""
 
     def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
         """Read what follows `marker` ("": the answer starts without one), to the end of the calls.
         Raises ParseError if it is no call; `source` records from the marker on, or from the end of
         the last complete call."""
-        ...
+        raise NotImplementedError
 
 
-class ToolCallFormat(ToolCallReader, Protocol):
+class ToolCallFormat(ToolCallReader):
     """How one model family writes calls."""
+
+    __slots__ = ()
 
     def grammar(self, functions: Functions) -> ToolCallGrammar:
         """The grammar of calls of `functions`. Raises UserError if it cannot enforce the schema of
         their arguments."""
-        ...
+        raise NotImplementedError
 
 
-class ToolCallParser:
+class ToolCallParser(StreamParser):
     """Parser of one format of calls. What it cannot parse is text."""
 
     def __init__(self, reader: ToolCallReader, tools: Tools) -> None:
-        self._call_reader = reader
+        super().__init__()
+        self._reader = reader
         self._tools = tools
-        self._source = Source()
-        self._output = EventBuffer()
-        self._is_cut = False
-        self._reader = StreamReader(self._source, self._run())
-
-    def feed(self, text: str) -> list[ParserEvent]:
-        self._reader.push(text)
-        return self._output.drain()
-
-    def finish(self, *, is_cut: bool) -> list[ParserEvent]:
-        self._is_cut = is_cut
-        self._reader.end()
-        return self._output.drain()
 
     def _run(self) -> Steps[None]:
-        reader, source, output = self._call_reader, self._source, self._output
+        reader, source, output = self._reader, self._source, self._output
         words = (*reader.markers, *reader.ignored_markers)
         if reader.allows_unmarked:
             space = yield from source.skip_whitespace()
@@ -86,7 +67,7 @@ class ToolCallParser:
     def _read(self, marker: str) -> Steps[None]:
         source, output = self._source, self._output
         try:
-            yield from self._call_reader.read(marker, source, output, self._tools)
+            yield from self._reader.read(marker, source, output, self._tools)
             source.stop_recording()
         except UnexpectedEnd:
             # A call without its end still counts: finish_reason says that the answer was cut.

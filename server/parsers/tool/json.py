@@ -1,12 +1,17 @@
 """Calls whose arguments are JSON: objects and lists between markers (Hermes, Llama, Granite and
 others), or a name and then an object (Mistral, DeepSeek, Kimi)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from server.parsers.base import EventBuffer, Tools
 from server.parsers.json_stream import object_of, read_short_string, read_value
 from server.parsers.text_stream import ParseError, Sink, Source, Steps
-from server.parsers.tool.base import MAX_NAME_CHARACTERS, checked_name
+from server.parsers.tool.base import (
+    MAX_NAME_CHARACTERS,
+    ToolCallFormat,
+    ToolCallReader,
+    checked_name,
+)
 from server.parsers.tool.structural_tag import (
     GAP,
     Functions,
@@ -146,21 +151,17 @@ def read_named_call(
     source.start_recording()
 
 
-@dataclass(frozen=True, slots=True)
-class TaggedJson:
-    """One object or a list after a marker, with an optional end."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaggedJson(ToolCallFormat):
+    """One object or a list after a marker, with an optional end. Without a marker, and after one of
+    `must_be_known`, only functions of the request are calls: the text may be any JSON."""
 
-    markers: tuple[str, ...]
     ends: tuple[str, ...] = ()
     after: str = ""
     """Optional text after the marker."""
-    allows_unmarked: bool = False
-    """Without a marker, and after `must_be_known`, only functions of the request are calls: the
-    text may be any JSON."""
     must_be_known: tuple[str, ...] = ()
     separators: str = ""
     """Characters that may separate calls."""
-    ignored_markers: tuple[str, ...] = ()
     key: str = "arguments"
     """The key that the model writes for arguments; either of ARGUMENTS is read."""
 
@@ -196,13 +197,10 @@ class TaggedJson:
         return ToolCallGrammar(form, (), any_of(bare, json_value(calls)), "{[")
 
 
-@dataclass(frozen=True, slots=True)
-class Mistral:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mistral(ToolCallFormat):
     """`[TOOL_CALLS]` with a list of objects, or with a name, `[ARGS]` and an object."""
 
-    markers: tuple[str, ...] = ("[TOOL_CALLS]",)
-    ignored_markers: tuple[str, ...] = ()
-    allows_unmarked: bool = False
     before_id: str = "[CALL_ID]"
     before_arguments: str = "[ARGS]"
 
@@ -211,12 +209,12 @@ class Mistral:
         if (yield from source.peek()) in "[{":
             yield from read_calls(source, output)
             return
-        name, _ = yield from source.collect_until(
+        name = yield from source.collect_until(
             (self.before_id, self.before_arguments, "{"), most=MAX_NAME_CHARACTERS, leave=True
         )
         call_id = None
         if (yield from source.accept(self.before_id)):
-            call_id, _ = yield from source.collect_until(
+            call_id = yield from source.collect_until(
                 (self.before_arguments,), most=MAX_NAME_CHARACTERS, leave=True
             )
             call_id = checked_name(call_id)
@@ -233,21 +231,18 @@ class Mistral:
         return ToolCallGrammar(dict.fromkeys(self.markers, content))
 
 
-@dataclass(frozen=True, slots=True)
-class DeepSeek:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepSeek(ToolCallFormat):
     """`function`, a separator, the name and a fenced object; or name, separator, object."""
 
-    markers: tuple[str, ...] = (_DEEPSEEK_CALL,)
-    ignored_markers: tuple[str, ...] = (_DEEPSEEK_CALLS, _DEEPSEEK_CALLS_END, _DEEPSEEK_CALL_END)
-    allows_unmarked: bool = False
     separator: str = "<\uff5ctool\u2581sep\uff5c>"
     end: str = _DEEPSEEK_CALL_END
 
     def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
-        name, _ = yield from source.collect_until((self.separator,), most=MAX_NAME_CHARACTERS)
+        name = yield from source.collect_until((self.separator,), most=MAX_NAME_CHARACTERS)
         yield from source.skip_whitespace()
         if (yield from source.peek()) != "{":
-            name, _ = yield from source.collect_until(("\n",), most=MAX_NAME_CHARACTERS)
+            name = yield from source.collect_until(("\n",), most=MAX_NAME_CHARACTERS)
             yield from source.skip_whitespace()
             yield from source.accept("```json", "```")
             yield from source.skip_whitespace()
@@ -268,22 +263,15 @@ class DeepSeek:
         return ToolCallGrammar(dict.fromkeys(self.markers, content), self.ignored_markers)
 
 
-@dataclass(frozen=True, slots=True)
-class Kimi:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kimi(ToolCallFormat):
     """`functions.NAME:NUMBER`, which is the call's id too, a separator, an object."""
 
-    markers: tuple[str, ...] = ("<|tool_call_begin|>",)
-    ignored_markers: tuple[str, ...] = (
-        "<|tool_calls_section_begin|>",
-        "<|tool_calls_section_end|>",
-        "<|tool_call_end|>",
-    )
-    allows_unmarked: bool = False
     separator: str = "<|tool_call_argument_begin|>"
     end: str = "<|tool_call_end|>"
 
     def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
-        head, _ = yield from source.collect_until((self.separator,), most=MAX_NAME_CHARACTERS)
+        head = yield from source.collect_until((self.separator,), most=MAX_NAME_CHARACTERS)
         call_id = checked_name(head)
         name = call_id.rpartition(":")[0] or call_id
         yield from source.skip_whitespace()
@@ -309,42 +297,52 @@ class Kimi:
 
 
 @dataclass(frozen=True, slots=True)
-class Arguments:
+class Arguments(ToolCallReader):
     """Only the arguments of the function `name`."""
 
     name: str
-    markers: tuple[str, ...] = ()
-    ignored_markers: tuple[str, ...] = ()
-    allows_unmarked: bool = True
+    allows_unmarked: bool = field(default=True, kw_only=True)
 
     def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
         yield from source.skip_whitespace()
         yield from read_named_call(source, output, self.name)
 
 
-CALLS_ALONE = TaggedJson((), allows_unmarked=True)
+CALLS_ALONE = TaggedJson(allows_unmarked=True)
 """Only a list of calls, as a grammar forces it."""
-HERMES = TaggedJson(("<tool_call>",), ("</tool_call>",))
-GRANITE = TaggedJson(("<|tool_call|>", "<tool_call>"), ("</tool_call>", "<|tool_call|>"))
-GRANITE_20B = TaggedJson(("<function_call>",))
+HERMES = TaggedJson(markers=("<tool_call>",), ends=("</tool_call>",))
+GRANITE = TaggedJson(
+    markers=("<|tool_call|>", "<tool_call>"), ends=("</tool_call>", "<|tool_call|>")
+)
+GRANITE_20B = TaggedJson(markers=("<function_call>",))
 LLAMA3_JSON = TaggedJson(
-    ("<|python_tag|>",),
+    markers=("<|python_tag|>",),
     allows_unmarked=True,
     must_be_known=("<|python_tag|>",),
     separators=";,",
     key="parameters",
 )
-JAMBA = TaggedJson(("<tool_calls>",), ("</tool_calls>",))
+JAMBA = TaggedJson(markers=("<tool_calls>",), ends=("</tool_calls>",))
 INTERNLM = TaggedJson(
-    ("<|action_start|>",), ("<|action_end|>",), after="<|plugin|>", key="parameters"
+    markers=("<|action_start|>",), ends=("<|action_end|>",), after="<|plugin|>", key="parameters"
 )
-PHI4_MINI = TaggedJson(("functools", "<|tool_call|>"), ("<|/tool_call|>",))
+PHI4_MINI = TaggedJson(markers=("functools", "<|tool_call|>"), ends=("<|/tool_call|>",))
 XLAM = TaggedJson(
-    ("```json", "[TOOL_CALLS]", "<tool_call>"),
-    ("```", "</tool_call>"),
+    markers=("```json", "[TOOL_CALLS]", "<tool_call>"),
+    ends=("```", "</tool_call>"),
     allows_unmarked=True,
     must_be_known=("```json",),
 )
-MISTRAL = Mistral()
-DEEPSEEK = DeepSeek()
-KIMI = Kimi()
+MISTRAL = Mistral(markers=("[TOOL_CALLS]",))
+DEEPSEEK = DeepSeek(
+    markers=(_DEEPSEEK_CALL,),
+    ignored_markers=(_DEEPSEEK_CALLS, _DEEPSEEK_CALLS_END, _DEEPSEEK_CALL_END),
+)
+KIMI = Kimi(
+    markers=("<|tool_call_begin|>",),
+    ignored_markers=(
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+        "<|tool_call_end|>",
+    ),
+)

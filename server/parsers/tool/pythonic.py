@@ -1,59 +1,51 @@
 """Calls written as Python: Llama 3.2, Llama 4, LFM2."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from server.parsers.base import EventBuffer, Tools
-from server.parsers.json_stream import MAX_DEPTH, MAX_SCALAR_CHARACTERS, quoted
+from server.parsers.json_stream import (
+    MAX_DEPTH,
+    MAX_SCALAR_CHARACTERS,
+    quoted,
+    read_members,
+    read_separated,
+)
 from server.parsers.text_stream import ParseError, Sink, Source, Steps
+from server.parsers.tool.base import MAX_NAME_CHARACTERS, ToolCallFormat
 from server.parsers.tool.structural_tag import (
-    IDENTIFIER,
     Functions,
     Part,
     ToolCallGrammar,
     any_of,
-    arguments_of,
     json_value,
     literal,
-    optional,
+    named_arguments,
     regex,
     repeat,
-    separated,
     sequence,
-    unenforceable,
 )
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]*|", re.ASCII)
 _COMMA = regex(", ?")
 _WORD = re.compile(r"[\w.+-]*", re.ASCII)
 _NUMBER = re.compile(r"([+-]?)(\d[\d_]*)?(\.\d*)?([eE][+-]?\d+)?", re.ASCII)
-_WORDS = {
-    "True": "true",
-    "False": "false",
-    "None": "null",
-    "true": "true",
-    "false": "false",
-    "null": "null",
-}
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+_WORDS |= {word: word for word in _WORDS.values()}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0"}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
-_MAX_NAME = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Pythonic:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pythonic(ToolCallFormat):
     """`[f(a="x", b=1), g()]`: a list of calls with keywords, whose values are literals.
 
     Without a marker only functions of the request are calls.
     """
 
-    markers: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
-    allows_unmarked: bool = False
-    ignored_markers: tuple[str, ...] = ()
 
     def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
         yield from source.skip_whitespace()
@@ -77,43 +69,38 @@ class Pythonic:
         written = sequence(literal("["), calls, repeat(sequence(_COMMA, calls)), literal("]"))
         ends = [literal(end) for end in self.ends]
         form = {marker: sequence(written, *ends) for marker in self.markers}
-        return (
-            ToolCallGrammar(form, (), written, "[")
-            if self.allows_unmarked
-            else ToolCallGrammar(form)
-        )
+        if self.allows_unmarked:
+            return ToolCallGrammar(form, (), written, "[")
+        return ToolCallGrammar(form)
 
 
 def _read_call(source: Source, output: EventBuffer, allowed: Tools | None) -> Steps[None]:
-    name = yield from source.peek_run(_NAME, _MAX_NAME)
-    if not name or (allowed is not None and name not in allowed):
+    name = yield from _read_name(source)
+    if allowed is not None and name not in allowed:
         raise ParseError
-    source.take(len(name))
     yield from source.expect("(")
     output.start_call(name)
-    output.add_arguments("{")
-    keys: set[str] = set()
-    while True:
-        yield from source.skip_whitespace()
-        if (yield from source.accept(")")):
-            break
-        if keys:
-            yield from source.expect(",")
-            yield from source.skip_whitespace()
-            if (yield from source.accept(")")):
-                break
-        key = yield from source.peek_run(_NAME, _MAX_NAME)
-        if not key or key in keys:
-            raise ParseError
-        source.take(len(key))
+    sink = output.add_arguments
+
+    def read_key() -> Steps[str]:
+        key = yield from _read_name(source)
         yield from source.skip_whitespace()
         yield from source.expect("=")
         yield from source.skip_whitespace()
-        output.add_arguments(f"{', ' if keys else ''}{json.dumps(key)}: ")
-        keys.add(key)
-        yield from _read_literal(source, output.add_arguments, 1)
-    output.add_arguments("}")
+        return key
+
+    def read_one(key: str) -> Steps[None]:
+        yield from _read_literal(source, sink, 1)
+
+    yield from read_members(source, sink, ")", read_key, read_one, allows_trailing_comma=True)
     output.end_call()
+
+
+def _read_name(source: Source) -> Steps[str]:
+    name = yield from source.peek_run(_NAME, MAX_NAME_CHARACTERS)
+    if not name:
+        raise ParseError
+    return source.take(len(name))
 
 
 def _read_literal(source: Source, sink: Sink, depth: int) -> Steps[None]:
@@ -155,15 +142,9 @@ def _read_items(source: Source, sink: Sink, depth: int) -> Steps[None]:
     is_dict = opening == "{"
     closing = {"[": "]", "(": ")", "{": "}"}[opening]
     sink("{" if is_dict else "[")
-    count = 0
-    while True:
-        yield from source.skip_whitespace()
-        if count and (yield from source.peek()) != closing:
-            yield from source.expect(",")
-            yield from source.skip_whitespace()
-        if (yield from source.accept(closing)):
-            break
-        if count:
+
+    def read_one(is_first: bool) -> Steps[None]:
+        if not is_first:
             sink(", ")
         if is_dict:
             if (yield from source.peek()) not in "\"'":
@@ -174,7 +155,8 @@ def _read_items(source: Source, sink: Sink, depth: int) -> Steps[None]:
             yield from source.skip_whitespace()
             sink(": ")
         yield from _read_literal(source, sink, depth + 1)
-        count += 1
+
+    yield from read_separated(source, closing, read_one, allows_trailing_comma=True)
     sink("}" if is_dict else "]")
 
 
@@ -216,25 +198,15 @@ def _read_escape(source: Source, sink: Sink) -> Steps[None]:
 
 def _python_call(name: str, schema: Mapping[str, Any] | None) -> Part:
     """`name(a=1, b="x")`; values are written as JSON, which the reader accepts too."""
-    if not IDENTIFIER.fullmatch(name):
-        raise unenforceable(name, "the name")
-    if schema is None:
-        some = sequence(regex("[A-Za-z_][A-Za-z0-9_]{0,63}="), json_value({}))
-        return sequence(
-            literal(f"{name}("),
-            optional(sequence(some, repeat(sequence(_COMMA, some)))),
-            literal(")"),
-        )
-    arguments = arguments_of(name, schema)
-    invalid = [one.name for one in arguments if not IDENTIFIER.fullmatch(one.name)]
-    if invalid:
-        raise unenforceable(name, f"properties.{invalid[0]:.60}")
-    written = [sequence(literal(f"{one.name}="), one.as_json) for one in arguments]
-    num_required = sum(one.is_required for one in arguments)
-    inner = separated(written, num_required, _COMMA)
-    return sequence(literal(f"{name}("), *([] if inner is None else [inner]), literal(")"))
+    free = sequence(regex("[A-Za-z_][A-Za-z0-9_]{0,63}="), json_value({}))
+    inner = named_arguments(
+        name, schema, _COMMA, free, lambda one: sequence(literal(f"{one.name}="), one.as_json)
+    )
+    return sequence(literal(f"{name}("), *inner, literal(")"))
 
 
 PYTHONIC = Pythonic(allows_unmarked=True)
-LLAMA4_PYTHONIC = Pythonic(("<|python_start|>",), ("<|python_end|>",), allows_unmarked=True)
-LFM2 = Pythonic(("<|tool_call_start|>",), ("<|tool_call_end|>",))
+LLAMA4_PYTHONIC = Pythonic(
+    markers=("<|python_start|>",), ends=("<|python_end|>",), allows_unmarked=True
+)
+LFM2 = Pythonic(markers=("<|tool_call_start|>",), ends=("<|tool_call_end|>",))

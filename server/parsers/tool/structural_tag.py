@@ -1,7 +1,7 @@
 """Structural tags that constrain tool calls to the functions of a request."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,26 +60,6 @@ def repeat(part: Part) -> Part:
     return {"type": "repeat", "element": part}
 
 
-def separated(parts: Sequence[Part], num_required: int, comma: Part) -> Part | None:
-    """The first `num_required` of `parts` and any of the others, in order, separated by `comma`;
-    None for no parts."""
-
-    def after(first: int) -> list[Part]:
-        return [
-            sequence(comma, part)
-            if first + place < num_required
-            else optional(sequence(comma, part))
-            for place, part in enumerate(parts[first:])
-        ]
-
-    # The first optional part that is present decides where commas stand.
-    firsts = range(1 if num_required else len(parts))
-    options = [sequence(parts[place], *after(place + 1)) for place in firsts]
-    if not options:
-        return None
-    return options[0] if num_required else optional(any_of(*options))
-
-
 @dataclass(frozen=True, slots=True)
 class Argument:
     """One argument of a function."""
@@ -118,6 +98,42 @@ def arguments_of(function: str, schema: Mapping[str, Any]) -> list[Argument]:
                 raise unenforceable(function, f"$ref {reference!r:.40}")
         result.append(Argument(name, inner, shared, name in required))
     return sorted(result, key=lambda argument: not argument.is_required)
+
+
+def named_arguments(
+    function: str,
+    schema: Mapping[str, Any] | None,
+    comma: Part,
+    free: Part,
+    write: Callable[[Argument], Part],
+) -> list[Part]:
+    """The arguments that match `schema`, each as `write` writes it, separated by `comma`; without a
+    schema any number of `free`. Raises UserError for names that must be quoted."""
+    if not IDENTIFIER.fullmatch(function):
+        raise unenforceable(function, "the name")
+    if schema is None:
+        return [optional(sequence(free, repeat(sequence(comma, free))))]
+    arguments = arguments_of(function, schema)
+    for one in arguments:
+        if not IDENTIFIER.fullmatch(one.name):
+            raise unenforceable(function, f"properties.{one.name:.60}")
+    parts = [write(one) for one in arguments]
+    num_required = sum(one.is_required for one in arguments)
+
+    def after(first: int) -> list[Part]:
+        return [
+            sequence(comma, part)
+            if first + place < num_required
+            else optional(sequence(comma, part))
+            for place, part in enumerate(parts[first:])
+        ]
+
+    # The first optional part that is present decides where commas stand.
+    firsts = range(1 if num_required else len(parts))
+    options = [sequence(parts[place], *after(place + 1)) for place in firsts]
+    if num_required:
+        return options
+    return [optional(any_of(*options))] if options else []
 
 
 def is_plain_text(schema: Mapping[str, Any]) -> bool:

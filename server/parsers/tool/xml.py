@@ -2,14 +2,14 @@
 Step3, Hunyuan."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from server.parsers.base import EventBuffer, Tools
 from server.parsers.json_stream import quoted, value_of
 from server.parsers.text_stream import ParseError, Source, Steps, UnexpectedEnd
-from server.parsers.tool.base import MAX_NAME_CHARACTERS, checked_name, types_of
+from server.parsers.tool.base import MAX_NAME_CHARACTERS, ToolCallFormat, checked_name, types_of
 from server.parsers.tool.structural_tag import (
     ANNOTATIONS,
     Argument,
@@ -34,13 +34,12 @@ _QUOTES_AND_BLANKS = "\"' \t\r\n"
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
-@dataclass(frozen=True, slots=True)
-class Tags:
-    """The tags of a family. `opening` precedes the function's name, `key` a parameter's."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tags(ToolCallFormat):
+    """The tags of a family. `opening` precedes the function's name, `key` a parameter's. Markers
+    are the tags around calls; also `opening` itself if models leave them out."""
 
-    markers: tuple[str, ...]
-    """The tags around calls; also `opening` itself if models leave them out."""
-    opening: str
+    opening: str = ""
     name_end: tuple[str, ...]
     key: str
     key_end: str
@@ -55,8 +54,6 @@ class Tags:
     """Whether a line break before and after a value is dropped."""
     leaves_name_end: bool = False
     """Whether the name ends at the next tag, which is not taken."""
-    ignored_markers: tuple[str, ...] = ()
-    allows_unmarked: bool = False
 
     def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
         num_calls = 0
@@ -78,10 +75,10 @@ class Tags:
             raise ParseError
 
     def _read_call(self, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
-        name, _ = yield from source.collect_until(
+        name = yield from source.collect_until(
             self.name_end, most=MAX_NAME_CHARACTERS, leave=self.leaves_name_end
         )
-        name = checked_name(name.strip("\"' \t\r\n"))
+        name = checked_name(name.strip(_QUOTES_AND_BLANKS))
         schema = tools.get(name, {})
         output.start_call(name)
         output.add_arguments("{")
@@ -92,8 +89,8 @@ class Tags:
                 break
             if not (yield from source.accept(self.key)):
                 raise ParseError
-            key, _ = yield from source.collect_until((self.key_end,), most=MAX_NAME_CHARACTERS)
-            key = checked_name(key.strip("\"' \t\r\n"))
+            key = yield from source.collect_until((self.key_end,), most=MAX_NAME_CHARACTERS)
+            key = checked_name(key.strip(_QUOTES_AND_BLANKS))
             if key in keys:
                 raise ParseError
             output.add_arguments(f"{', ' if keys else ''}{json.dumps(key)}: ")
@@ -107,7 +104,7 @@ class Tags:
     ) -> Steps[None]:
         is_text = not types or types == {"string"}
         if self.has_attributes:
-            attributes, _ = yield from source.collect_until((">",), most=MAX_ATTRIBUTES_CHARACTERS)
+            attributes = yield from source.collect_until((">",), most=MAX_ATTRIBUTES_CHARACTERS)
             if "string=" in attributes:
                 is_text = 'string="true"' in attributes
                 types = frozenset(("any",))
@@ -148,10 +145,16 @@ class Tags:
         output.add_arguments(cast(text, types))
 
     def grammar(self, functions: Functions) -> ToolCallGrammar:
-        content = _content(self, functions)
-        return ToolCallGrammar(
-            {marker: content(marker) for marker in self.markers}, self.ignored_markers
-        )
+        calls = any_of(*(_call(self, name, schema) for name, schema in functions.items()))
+        end = [_LINE_BREAK, literal(self.section_end)] if self.section_end else []
+        opened = [_LINE_BREAK, literal(self.opening)]
+        several = sequence(*opened, calls, repeat(sequence(*opened, calls)), *end)
+        alone = sequence(calls, optional(sequence(*end))) if end else calls
+        by_marker = {
+            marker: several if self.opening and marker != self.opening else alone
+            for marker in self.markers
+        }
+        return ToolCallGrammar(by_marker, self.ignored_markers)
 
 
 def cast(text: str, types: frozenset[str]) -> str:
@@ -181,26 +184,6 @@ def _fits(value: str, types: frozenset[str]) -> bool:
         return "null" in types
     is_whole = value.lstrip("-").isdecimal()
     return "number" in types or ("integer" in types and is_whole)
-
-
-def _content(family: Tags, functions: Functions) -> Callable[[str], Part]:
-    """What follows a marker: one call, or several up to the end of their section. Raises
-    UserError."""
-    calls = any_of(*(_call(family, name, schema) for name, schema in functions.items()))
-    end = literal(family.section_end) if family.section_end else None
-
-    def content(marker: str) -> Part:
-        opened = [literal(family.opening)] if family.opening else []
-        if marker == family.opening:
-            return calls if end is None else sequence(calls, optional(sequence(_LINE_BREAK, end)))
-        if not opened:
-            return calls
-        more = repeat(sequence(_LINE_BREAK, *opened, calls))
-        return sequence(
-            _LINE_BREAK, *opened, calls, more, *([] if end is None else [_LINE_BREAK, end])
-        )
-
-    return content
 
 
 def _call(family: Tags, name: str, schema: Mapping[str, Any] | None) -> Part:
@@ -271,85 +254,75 @@ def _check_name(function: str, name: str, ends: tuple[str, ...]) -> None:
         raise unenforceable(function, f"the name {name!r:.60}")
 
 
-QWEN3_CODER = Tags(
-    markers=("<tool_call>", "<function="),
-    opening="<function=",
-    name_end=(">",),
-    key="<parameter=",
-    key_end=">",
-    value_end="</parameter>",
-    call_end="</function>",
-    section_end="</tool_call>",
-)
-SEED = Tags(
-    markers=("<seed:tool_call>",),
-    opening="<function=",
-    name_end=(">",),
-    key="<parameter=",
-    key_end=">",
-    value_end="</parameter>",
-    call_end="</function>",
-    section_end="</seed:tool_call>",
-)
-MINIMAX = Tags(
-    markers=("<minimax:tool_call>",),
-    opening="<invoke name=",
-    name_end=(">",),
-    key="<parameter name=",
-    key_end=">",
-    value_end="</parameter>",
-    call_end="</invoke>",
-    section_end="</minimax:tool_call>",
-)
-DSML = Tags(
+def _in_section(section: str, **more: Any) -> Tags:
+    """The tags of Qwen3-Coder around calls in a `section`."""
+    return Tags(
+        **{
+            "markers": (f"<{section}>",),
+            "opening": "<function=",
+            "name_end": (">",),
+            "key": "<parameter=",
+            "key_end": ">",
+            "value_end": "</parameter>",
+            "call_end": "</function>",
+            "section_end": f"</{section}>",
+            **more,
+        }
+    )
+
+
+def _invoke(prefix: str, quote: str = "", **more: Any) -> Tags:
+    """`<invoke name=...><parameter name=...>`, with `prefix` in all tags."""
+    return Tags(
+        **{
+            "opening": f"<{prefix}invoke name={quote}",
+            "name_end": (f"{quote}>",),
+            "key": f"<{prefix}parameter name={quote}",
+            "key_end": quote or ">",
+            "value_end": f"</{prefix}parameter>",
+            "call_end": f"</{prefix}invoke>",
+            **more,
+        }
+    )
+
+
+def _key_and_value(**more: Any) -> Tags:
+    """Keys and values, each in a tag of its own."""
+    return Tags(
+        markers=("<tool_call>",),
+        key="<arg_key>",
+        key_end="</arg_key>",
+        value="<arg_value>",
+        value_end="</arg_value>",
+        call_end="</tool_call>",
+        is_framed=False,
+        **more,
+    )
+
+
+QWEN3_CODER = _in_section("tool_call", markers=("<tool_call>", "<function="))
+SEED = _in_section("seed:tool_call")
+MINIMAX = _invoke("", markers=("<minimax:tool_call>",), section_end="</minimax:tool_call>")
+DSML = _invoke(
+    "\uff5cDSML\uff5c",
+    '"',
     markers=("<\uff5cDSML\uff5cfunction_calls>", "<\uff5cDSML\uff5ctool_calls>"),
-    opening='<\uff5cDSML\uff5cinvoke name="',
-    name_end=('">',),
-    key='<\uff5cDSML\uff5cparameter name="',
-    key_end='"',
-    value_end="</\uff5cDSML\uff5cparameter>",
-    call_end="</\uff5cDSML\uff5cinvoke>",
+    ignored_markers=("</\uff5cDSML\uff5cfunction_calls>", "</\uff5cDSML\uff5ctool_calls>"),
     has_attributes=True,
     is_framed=False,
-    ignored_markers=("</\uff5cDSML\uff5cfunction_calls>", "</\uff5cDSML\uff5ctool_calls>"),
 )
-GLM = Tags(
-    markers=("<tool_call>",),
-    opening="",
-    name_end=("\n", "<arg_key>", "</tool_call>"),
-    key="<arg_key>",
-    key_end="</arg_key>",
-    value="<arg_value>",
-    value_end="</arg_value>",
-    call_end="</tool_call>",
-    is_framed=False,
-    leaves_name_end=True,
+GLM = _key_and_value(name_end=("\n", "<arg_key>", "</tool_call>"), leaves_name_end=True)
+HUNYUAN = _key_and_value(
+    name_end=("<tool_sep>",), ignored_markers=("<tool_calls>", "</tool_calls>")
 )
-HUNYUAN = Tags(
-    markers=("<tool_call>",),
-    opening="",
-    name_end=("<tool_sep>",),
-    key="<arg_key>",
-    key_end="</arg_key>",
-    value="<arg_value>",
-    value_end="</arg_value>",
-    call_end="</tool_call>",
-    is_framed=False,
-    ignored_markers=("<tool_calls>", "</tool_calls>"),
-)
-STEP3 = Tags(
+STEP3 = _invoke(
+    "steptml:",
     markers=("<steptml:invoke name=",),
-    opening="<steptml:invoke name=",
-    name_end=(">",),
-    key="<steptml:parameter name=",
-    key_end=">",
-    value_end="</steptml:parameter>",
-    call_end="</steptml:invoke>",
-    is_framed=False,
     ignored_markers=(
         "<\uff5ctool_calls_begin\uff5c>",
         "<\uff5ctool_call_begin\uff5c>function<\uff5ctool_sep\uff5c>",
         "<\uff5ctool_call_end\uff5c>",
         "<\uff5ctool_calls_end\uff5c>",
     ),
+    is_framed=False,
 )

@@ -91,10 +91,10 @@ def test_calls_are_looked_for_behind_the_thinking_only() -> None:
 def test_a_parser_knows_while_the_model_thinks() -> None:
     parser = ReasoningTagParser(REASONING_FORMATS["qwen3"], is_inside=False)
 
-    states = [parser.is_reasoning]
+    states = [parser.has_reasoning and not parser.is_done]
     for piece in ("<think>", "Hm.", "</think>", "Yes"):
         parser.feed(piece)
-        states.append(parser.is_reasoning)
+        states.append(parser.has_reasoning and not parser.is_done)
 
     assert states == [False, True, True, False, False]
     assert (
