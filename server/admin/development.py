@@ -14,7 +14,7 @@ from engine.transport.messages import FALLING_ASLEEP, KV_CACHE, SLEEP, WAKE_UP, 
 from server.admin.settings import as_text, shown_settings
 from server.http.body import json_response
 from server.http.openapi import ANSWERS
-from server.http.state import AppState
+from server.serving.state import AppState
 
 POLL_S = 0.05
 FORMATS = ("text", "json")

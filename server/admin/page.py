@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from config.errors import GaudiserveError
 from server.http.body import json_response
-from server.http.state import AppState
+from server.serving.state import AppState
 
 FILES = {
     "/": ("page.html", "text/html; charset=utf-8"),

@@ -11,7 +11,7 @@ from server.generation.pipeline import asleep
 from server.http.body import json_response
 from server.http.errors import Fault, fault_of
 from server.http.openapi import ANSWERS, PAGE_OF_METRICS
-from server.http.state import DRAINING_RETRY_S, STARTING_RETRY_S, AppState
+from server.serving.state import DRAINING_RETRY_S, STARTING_RETRY_S, AppState
 
 
 def admin_routes(state: AppState) -> APIRouter:

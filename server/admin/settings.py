@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from server.http.state import AppState
+from server.serving.state import AppState
 
 ENUMERATED = {
     *("device", "dtype", "executor", "logprobs_mode", "runner", "convert", "policy", "strategy"),

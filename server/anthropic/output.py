@@ -9,11 +9,9 @@ from pydantic_core import from_json
 
 from server.anthropic.errors import error_object
 from server.generation.answer_parser import MessagePart
-from server.generation.job import Job
 from server.generation.outputs import Delta
 from server.http.errors import Fault
 from server.http.sse import named_frame
-from server.openai.choices import ChoiceOutput
 from server.parsers.base import (
     ParserEvent,
     TextDelta,
@@ -22,6 +20,8 @@ from server.parsers.base import (
     ToolCallStart,
 )
 from server.parsers.json_stream import object_of
+from server.serving.choices import ChoiceOutput
+from server.serving.job import Job
 
 Block = dict[str, Any]
 

@@ -11,12 +11,12 @@ from server.anthropic.chat_request import to_chat_body
 from server.anthropic.errors import ROUTES
 from server.anthropic.output import MessageEvents, full_message
 from server.anthropic.schema import CountBody, MessagesBody
-from server.generation.job import collect_choices, stream_response
 from server.http.body import MANY_BYTES, ReceivedBody, json_response, parse
 from server.http.openapi import MESSAGES_ANSWERS, MESSAGES_GENERATES, takes
-from server.http.state import AppState
 from server.openai.chat_request import count_prompt_tokens, start_chat
 from server.openai.schema.chat import ChatBody
+from server.serving.job import collect_choices, stream_response
+from server.serving.state import AppState
 
 
 def messages_routes(state: AppState) -> APIRouter:

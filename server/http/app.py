@@ -22,13 +22,13 @@ from server.http.middleware import (
     RecordMiddleware,
 )
 from server.http.openapi import DescribedApi
-from server.http.state import AppState
 from server.openai.chat import chat_routes
 from server.openai.completions import completion_routes
 from server.openai.models import model_routes
 from server.openai.responses.routes import response_routes
 from server.openai.tokenize import tokenize_routes
 from server.pooling.routes import pooling_routes
+from server.serving.state import AppState
 
 PREFLIGHT_SECONDS = 600
 

@@ -21,9 +21,9 @@ from server.http.auth import ApiKeys
 from server.http.errors import CLIENT_CLOSED, ClientGone, Fault, fault_of
 from server.http.pacing import LoopPacer
 from server.http.sse import EventStream
-from server.http.state import AppState
 from server.http.trusted_proxies import TrustedProxies
 from server.openai.schema.generation import MAX_REQUEST_ID_CHARACTERS, is_header_word
+from server.serving.state import AppState
 
 logger = logging.getLogger(__name__)
 

@@ -6,14 +6,14 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.generation.job import Job, collect_choices, stream_response
 from server.http.body import json_response, parse
 from server.http.openapi import ANSWERS, GENERATES, takes
-from server.http.state import AppState
 from server.openai.chat_request import count_prompt_tokens, start_chat
-from server.openai.choices import ChoiceOutput, chat_logprobs, prompt_logprobs_of
 from server.openai.chunks import ChatChunks
 from server.openai.schema.chat import ChatBody
+from server.serving.choices import ChoiceOutput, chat_logprobs, prompt_logprobs_of
+from server.serving.job import Job, collect_choices, stream_response
+from server.serving.state import AppState
 
 
 def chat_routes(state: AppState) -> APIRouter:

@@ -6,12 +6,12 @@ from functools import partial
 from starlette.requests import Request
 
 from config.errors import PromptTooLong
-from server.generation.job import Job, check_grammar, start_job
-from server.generation.prompts import encode_for_counting, encode_prompt
 from server.http.access_log import log_prompt, record_of
-from server.http.state import AppState
 from server.openai.answer_format import answer_format
 from server.openai.schema.chat import ChatBody, ChatPromptBody
+from server.serving.job import Job, check_grammar, start_job
+from server.serving.prompts import encode_for_counting, encode_prompt
+from server.serving.state import AppState
 from server.text.template_renderer import TextTooLong
 
 INLINE_PARTS = 2_000

@@ -7,11 +7,11 @@ JSON encoder.
 from typing import Any
 
 from server.generation.answer_parser import ChoiceParser, chat_deltas
-from server.generation.job import Job
 from server.generation.outputs import Delta
 from server.http.errors import Fault
 from server.http.sse import DONE, frame, json_line, json_text
-from server.openai.choices import TextLogprobs, chat_logprobs, joined_logprobs
+from server.serving.choices import TextLogprobs, chat_logprobs, joined_logprobs
+from server.serving.job import Job
 
 
 class _Chunks:

@@ -9,22 +9,14 @@ from starlette.responses import Response
 
 from config.errors import PromptTooLong
 from config.params.sampling import SamplingParams
-from server.generation.job import (
-    Job,
-    check_admission,
-    check_grammar,
-    collect_choices,
-    start_job,
-    stream_response,
-)
 from server.generation.outputs import Prompt
-from server.generation.prompts import encode_prompt
 from server.generation.validation import check_comparable, truncate_prompt
 from server.http.access_log import log_prompt, record_of
 from server.http.body import json_response, parse
 from server.http.openapi import ANSWERS, GENERATES, takes
-from server.http.state import AppState
-from server.openai.choices import (
+from server.openai.chunks import CompletionChunks, echo_logprobs
+from server.openai.schema.completions import CompletionBody, numbers_of_ids
+from server.serving.choices import (
     ChoiceOutput,
     TextLogprobs,
     joined_logprobs,
@@ -32,8 +24,16 @@ from server.openai.choices import (
     prompt_logprobs_of,
     usage_of,
 )
-from server.openai.chunks import CompletionChunks, echo_logprobs
-from server.openai.schema.completions import CompletionBody, numbers_of_ids
+from server.serving.job import (
+    Job,
+    check_admission,
+    check_grammar,
+    collect_choices,
+    start_job,
+    stream_response,
+)
+from server.serving.prompts import encode_prompt
+from server.serving.state import AppState
 
 INLINE_IDS = 10_000
 """Token ids of a prompt that are checked on the event loop: a millisecond."""

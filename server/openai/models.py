@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from server.http.body import json_response
 from server.http.openapi import ANSWERS
-from server.http.state import AppState
+from server.serving.state import AppState
 
 
 def model_routes(state: AppState) -> APIRouter:

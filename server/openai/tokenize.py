@@ -7,12 +7,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from config.errors import UserError
-from server.generation.prompts import encode_for_counting, max_counted_tokens
 from server.http.body import json_response, parse
 from server.http.openapi import ANSWERS, takes
-from server.http.state import AppState
 from server.openai.chat_request import render
 from server.openai.schema.tokenize import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from server.serving.prompts import encode_for_counting, max_counted_tokens
+from server.serving.state import AppState
 from server.text.tokenizer import Tokenizer
 from server.text.tokenizer_files import NAMED_TOKENS
 

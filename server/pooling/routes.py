@@ -15,12 +15,10 @@ from starlette.responses import Response
 
 from config.errors import UserError
 from config.params.pooling import CLASSIFY, EMBED, SCORE, TOKEN_EMBED, PoolingParams
-from server.generation.job import RunningRequest, request_id_of, run_to_end, start_tracked
 from server.http.access_log import log_prompt, record_of
 from server.http.body import json_response, parse
 from server.http.disconnect import CancelOnDisconnect
 from server.http.openapi import ANSWERS, takes
-from server.http.state import AppState
 from server.openai.chat_request import render
 from server.pooling.inputs import (
     InputOptions,
@@ -41,6 +39,8 @@ from server.pooling.schema import (
     ScoreBody,
 )
 from server.pooling.scores import TextPairs, pair_inputs, pair_scores
+from server.serving.job import RunningRequest, request_id_of, run_to_end, start_tracked
+from server.serving.state import AppState
 
 TASK_PREFERENCE = (EMBED, CLASSIFY, SCORE, TOKEN_EMBED)
 """/pooling without a task uses the first of these that the model supports."""

@@ -1,1 +1,1 @@
-"""Processes of the server: supervisor, API servers, model download, requests to peers."""
+"""Processes of the server: supervisor, API servers, model download."""

@@ -23,14 +23,14 @@ from config.server import ServerConfig
 from config.version import VERSION
 from engine.client.zmq import ZmqClient
 from server.http.app import create_app
+from server.http.peer_proxy import Peers, listen
 from server.http.protocol import HttpConfig, HttpLimits, HttpProtocol
-from server.http.state import AppState
 from server.metrics.registry import Metrics
 from server.process.addresses import base_urls, endpoints_text
 from server.process.model_download import DownloadProgress
 from server.process.open_files import max_connections
-from server.process.peer_proxy import Peers, listen
-from server.process.progress_bar import ProgressReporter
+from server.serving.progress import ProgressReporter
+from server.serving.state import AppState
 from server.text.chat_template import ChatTemplate, read_template
 from server.text.isolated_template import isolated_templates
 from server.text.tokenizer import Tokenizer

@@ -16,9 +16,9 @@ from starlette.types import ASGIApp
 from config.server import ServerConfig
 from engine.client.base import EngineClient
 from server.http.app import create_app
-from server.http.state import AppState
 from server.metrics.registry import Metrics
 from server.process.api_server import UvicornServer, uvicorn_config
+from server.serving.state import AppState
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import Tokenizer
 from server.text.tokenizer_files import TextFiles

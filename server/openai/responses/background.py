@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from config.errors import Overloaded
-from server.generation.job import Job, sse_frames
 from server.http.access_log import RequestRecord
 from server.http.errors import fault_of
 from server.openai.responses.store import ResponseStore, StoredResponse
 from server.openai.responses.writer import ResponseWriter
+from server.serving.job import Job, sse_frames
 
 
 class BackgroundResponse:

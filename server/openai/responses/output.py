@@ -5,7 +5,6 @@ from typing import Any
 
 from server.generation.answer_parser import ChoiceParser
 from server.generation.outputs import Delta, PositionLogprobs
-from server.openai.choices import TokenFormatter, chat_logprobs
 from server.openai.responses.items import Item, item_id
 from server.parsers.base import (
     ParserEvent,
@@ -15,6 +14,7 @@ from server.parsers.base import (
     ToolCallRetracted,
     ToolCallStart,
 )
+from server.serving.choices import TokenFormatter, chat_logprobs
 
 StreamEvent = dict[str, Any]
 """A stream event: its type and fields, without the sequence number."""

@@ -9,12 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from config.errors import PromptTooLong, UserError
-from server.generation.job import Job, run_to_end, sse_frames
 from server.http.access_log import attach_record, record_of
 from server.http.body import json_response, parse
 from server.http.openapi import ANSWERS, GENERATES, takes
+from server.http.peer_proxy import ForwardedResponse
 from server.http.sse import EventStream
-from server.http.state import AppState
 from server.openai.chat_request import count_prompt_tokens, start_chat
 from server.openai.responses.background import BackgroundResponse, follow_events
 from server.openai.responses.chat_request import (
@@ -28,7 +27,8 @@ from server.openai.responses.schema import ResponseBody
 from server.openai.responses.store import ResponseStore, StoredResponse
 from server.openai.responses.truncation import shortened
 from server.openai.responses.writer import Fields, ResponseWriter, number_of
-from server.process.peer_proxy import ForwardedResponse
+from server.serving.job import Job, run_to_end, sse_frames
+from server.serving.state import AppState
 
 ROUTE = "/v1/responses"
 MAX_ITEMS = 100

@@ -1,9 +1,9 @@
 """Truncation `auto`: drop the oldest messages so that the prompt fits the context."""
 
 from config.errors import PromptTooLong
-from server.http.state import AppState
 from server.openai.chat_request import count_prompt_tokens
 from server.openai.schema.chat import ChatBody
+from server.serving.state import AppState
 from server.text.template_renderer import TextTooLong
 
 

@@ -4,12 +4,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from server.generation.job import Job
 from server.generation.outputs import Delta
 from server.http.errors import Fault, shortened
 from server.http.sse import named_frame
 from server.openai.responses.output import ResponseOutput, StreamEvent
 from server.openai.responses.schema import ResponseBody
+from server.serving.job import Job
 
 Fields = dict[str, Any]
 

@@ -13,7 +13,7 @@ from http_rig import EOS, Rig, TalkingClient, events, ids, in_memory, on_port
 
 from server.generation.outputs import Delta
 from server.http.sse import Envelope, json_line, json_text
-from server.openai.choices import DeltaBatcher
+from server.serving.choices import DeltaBatcher
 
 
 def deltas(stream: bytes) -> list[Any]:

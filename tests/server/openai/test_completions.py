@@ -5,7 +5,7 @@ from http_rig import EOS, TOKENIZER, TalkingClient, events, ids, in_memory
 from scripted_client import ScriptedBox, columns
 
 from server.generation.outputs import PositionLogprobs, TokenLogprob
-from server.openai.choices import TextLogprobs, token_formatter
+from server.serving.choices import TextLogprobs, token_formatter
 
 
 async def test_an_answer_has_every_key_of_the_contract() -> None:

@@ -9,7 +9,7 @@ from http_rig import TalkingClient, in_memory
 
 from config.errors import UserError
 from config.params.structured_output import GrammarSpec
-from server.generation import job
+from server.serving import job
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
 TEXT = '{"type":"object","properties":{"b":{},"a":{}}}'

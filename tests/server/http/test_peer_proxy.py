@@ -14,8 +14,8 @@ from engine_rig import eventually
 from http_rig import Rig, TalkingClient, on_port
 from strangers import connected
 
-from server.process import peer_proxy
-from server.process.peer_proxy import Peers, listen
+from server.http import peer_proxy
+from server.http.peer_proxy import Peers, listen
 
 ROUTE = "/v1/responses"
 KEY = {"Authorization": "Bearer k"}

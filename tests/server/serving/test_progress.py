@@ -4,7 +4,7 @@ import pytest
 from http_rig import in_memory
 
 from engine.transport.messages import LATER, Progress
-from server.process.progress_bar import INTERVAL_S, ProgressReporter, bar, describe
+from server.serving.progress import INTERVAL_S, ProgressReporter, bar, describe
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from config.errors import PromptTooLong, UserError
 from server.generation.outputs import Prompt
 from server.generation.validation import num_kept_tokens, truncate_prompt
-from server.http.state import AppState
+from server.serving.state import AppState
 from server.text.tokenizer import TooManyCharacters, TooManyTokens
 
 COUNTED_CONTEXTS = 4

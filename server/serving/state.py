@@ -14,11 +14,11 @@ from engine.client.base import EngineClient
 from engine.transport.messages import AWAKE
 from server.generation.answer_parser import NO_PARSERS, ParserConfig
 from server.generation.pipeline import Pipeline, asleep
-from server.generation.tracking import RequestTracker
 from server.http.body import BodyReader
+from server.http.peer_proxy import Peers
 from server.metrics.registry import Metrics
-from server.process.peer_proxy import Peers
-from server.process.progress_bar import describe
+from server.serving.progress import describe
+from server.serving.tracking import RequestTracker
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import Tokenizer
 

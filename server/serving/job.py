@@ -20,20 +20,20 @@ from engine.transport.messages import COMPILE_GRAMMAR
 from server.generation.answer_parser import ChoiceParsers
 from server.generation.beam_search import BeamSearchGeneration
 from server.generation.outputs import Delta, GenerationStream, Prompt, StreamT
-from server.generation.tracking import RequestTracker
 from server.http.access_log import RequestRecord, record_of
 from server.http.disconnect import CancelOnDisconnect
 from server.http.errors import EngineFailed, Fault, fault_of
 from server.http.sse import Envelope, EventStream
-from server.http.state import AppState
-from server.openai.choices import (
+from server.openai.schema.generation import GenerationBody
+from server.serving.choices import (
     ChoiceOutput,
     DeltaBatcher,
     TokenFormatter,
     token_formatter,
     usage_of,
 )
-from server.openai.schema.generation import GenerationBody
+from server.serving.state import AppState
+from server.serving.tracking import RequestTracker
 
 T = TypeVar("T")
 

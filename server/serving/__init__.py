@@ -1,0 +1,3 @@
+"""What the routes of all APIs share: the server's state, and a request from its admission to its
+answer.
+"""
