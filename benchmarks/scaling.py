@@ -54,7 +54,7 @@ SMALL, LARGE = llama(4096, 14_336, 32, 32), llama(8192, 28_672, 80, 64)
 
 def weights(model: ModelConfig) -> int:
     """Bytes that a decode reads: all weights but the embedding table."""
-    return (count_parameters(model).total - model.vocab_size * model.hidden_size) * DTYPE_BYTES
+    return (count_parameters(model) - model.vocab_size * model.hidden_size) * DTYPE_BYTES
 
 
 def kv_bytes(model: ModelConfig) -> int:

@@ -1,1 +1,1 @@
-"""The HTTP side: protocol bounds, application, middleware, auth, errors, SSE."""
+"""HTTP plumbing: protocol bounds, bodies, auth, errors, SSE, the access log, the proxy to peers."""

@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from pydantic import ValidationError
@@ -16,9 +17,21 @@ from config.malloc import trim_memory
 from server.http.access_log import MAX_IGNORED_FIELDS, RequestRecord, record_of
 from server.http.errors import ClientGone, RequestTooLarge, UnsupportedMediaType, user_error_from
 from server.http.json_decoder import PIECE_BYTES, decode_json
-from server.openai.schema.generation import Body
 
-B = TypeVar("B", bound=Body)
+B = TypeVar("B", bound="Body")
+
+
+class Body(Protocol):
+    """A pydantic model of a body."""
+
+    @classmethod
+    def model_validate(cls: type[B], obj: Any, /) -> B: ...
+
+    @classmethod
+    def unknown_fields(cls, data: Mapping[str, Any], /) -> list[str]:
+        """The fields of `data` that the body does not have."""
+        ...
+
 
 LARGE_BODY_BYTES = 2**20
 """The C library retains memory of requests with larger bodies when it is freed."""

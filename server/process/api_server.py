@@ -22,7 +22,7 @@ from config.model.model_config import read_model_config
 from config.server import ServerConfig
 from config.version import VERSION
 from engine.client.zmq import ZmqClient
-from server.http.app import create_app
+from server.app.application import create_app
 from server.http.peer_proxy import Peers, listen
 from server.http.protocol import HttpConfig, HttpLimits, HttpProtocol
 from server.metrics.registry import Metrics

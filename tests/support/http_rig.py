@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from config.server import ServerConfig
 from engine.client.base import EngineClient
-from server.http.app import create_app
+from server.app.application import create_app
 from server.metrics.registry import Metrics
 from server.process.api_server import UvicornServer, uvicorn_config
 from server.serving.state import AppState

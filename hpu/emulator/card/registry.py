@@ -31,7 +31,7 @@ Arguments = dict[str, Any]
 
 
 def _index_reduce(given: Arguments) -> bool:
-    return given["reduce"] == "amax" and given["dim"] == 0 and bool(given["include_self"])
+    return bool(given["reduce"] == "amax" and given["dim"] == 0 and given["include_self"])
 
 
 def _sort(given: Arguments) -> bool:

@@ -17,9 +17,9 @@ from pooling_client import PoolingClient
 from pydantic import ValidationError
 
 from config.errors import UserError
+from server.app.openapi import BODIES
 from server.http import body as bodies
 from server.http.body_bounds import MAX_STRINGS
-from server.http.openapi import BODIES
 from server.text.pooling_inputs import TextInputOptions
 
 CHAT = "/v1/chat/completions"

@@ -9,8 +9,8 @@ from http_rig import TalkingClient, make_state
 
 from config.errors import ConfigError
 from config.server import ServerConfig
+from server.app.application import create_app
 from server.http.access_log import RequestRecord
-from server.http.app import create_app
 from server.http.trusted_proxies import TrustedProxies
 
 

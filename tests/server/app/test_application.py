@@ -185,7 +185,7 @@ async def test_the_docs_can_be_switched_off() -> None:
 
 def test_a_front_end_never_imports_torch() -> None:
     code = (
-        "import server.http.app, server.process.supervisor, sys;"
+        "import server.app.application, server.process.supervisor, sys;"
         "print([m for m in ('torch', 'transformers') if m in sys.modules])"
     )
 

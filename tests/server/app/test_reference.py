@@ -7,9 +7,9 @@ import pytest
 from http_rig import in_memory
 
 from server.anthropic.schema import CountBody
-from server.http.openapi import BODIES
+from server.app.openapi import BODIES
+from server.app.reference import PATH, TABLES, type_of, with_tables
 from server.openai.schema.generation import Body
-from server.openai.schema.reference import PATH, TABLES, type_of, with_tables
 from server.pooling.schema import (
     ClassifyBody,
     ClassifyChatBody,
@@ -29,7 +29,7 @@ def test_the_tables_of_all_bodies_are_what_the_code_says() -> None:
     named = [name for _, name, *_ in TABLES.findall(PAGE)]
 
     assert set(named) == {body.__name__ for body in BODIES if body not in LIKE_OTHERS}
-    assert with_tables(PAGE) == PAGE, "run `python -m server.openai.schema.reference`"
+    assert with_tables(PAGE) == PAGE, "run `python -m server.app.reference`"
 
 
 @pytest.mark.parametrize("body", [one for one in BODIES if one not in LIKE_OTHERS])

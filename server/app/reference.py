@@ -1,4 +1,4 @@
-"""Tables of docs/api.md, generated from the schemas: `python -m server.openai.schema.reference`.
+"""Tables of docs/api.md, generated from the schemas: `python -m server.app.reference`.
 
 The page's text is written by hand; each table lies between two comments, the first of which names
 the body. `beyond` another body leaves out the fields that both have: they are only listed.
@@ -12,11 +12,11 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from server.http.openapi import BODIES
-from server.openai.schema.field_docs import add_descriptions
+from server.app.field_docs import add_descriptions
+from server.app.openapi import BODIES
 from server.openai.schema.generation import Body
 
-PATH = Path(__file__).parents[3] / "docs" / "api.md"
+PATH = Path(__file__).parents[2] / "docs" / "api.md"
 TABLES = re.compile(
     r"(<!-- fields of (\w+)(?: beyond (\w+))? -->\n).*?(<!-- end of fields -->\n)", re.DOTALL
 )

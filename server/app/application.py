@@ -12,8 +12,7 @@ from server.admin.page import page_routes
 from server.admin.routes import admin_routes
 from server.anthropic.errors import refusal
 from server.anthropic.routes import messages_routes
-from server.http.errors import fault_of, user_error_from_problems
-from server.http.middleware import (
+from server.app.middleware import (
     IGNORED_FIELDS,
     REQUEST_ID,
     AuthMiddleware,
@@ -21,7 +20,8 @@ from server.http.middleware import (
     FastRouter,
     RecordMiddleware,
 )
-from server.http.openapi import DescribedApi
+from server.app.openapi import DescribedApi
+from server.http.errors import fault_of, user_error_from_problems
 from server.openai.chat import chat_routes
 from server.openai.completions import completion_routes
 from server.openai.models import model_routes

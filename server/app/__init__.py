@@ -1,0 +1,1 @@
+"""The ASGI application: the routes of all APIs inside the middleware, and their description."""

@@ -1,0 +1,87 @@
+"""The OpenAPI schema. Handlers parse bodies themselves, so FastAPI does not know their models."""
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+
+from server.anthropic.schema import CountBody, MessagesBody
+from server.app.field_docs import add_descriptions
+from server.http.openapi import REF
+from server.openai.responses.schema import ResponseBody
+from server.openai.schema.chat import ChatBody
+from server.openai.schema.completions import CompletionBody
+from server.openai.schema.tokenize import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from server.pooling.schema import (
+    ClassifyBody,
+    ClassifyChatBody,
+    EmbeddingBody,
+    EmbeddingChatBody,
+    PoolBody,
+    PoolChatBody,
+    RerankBody,
+    ScoreBody,
+)
+
+_POOLING = (
+    *(EmbeddingBody, EmbeddingChatBody, PoolBody, PoolChatBody, ClassifyBody, ClassifyChatBody),
+    *(ScoreBody, RerankBody),
+)
+_TOKENIZATION = (TokenizeTextBody, TokenizeChatBody, DetokenizeBody)
+_GENERATION = (ChatBody, CompletionBody, ResponseBody, MessagesBody, CountBody)
+BODIES = (*_GENERATION, *_TOKENIZATION, *_POOLING)
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                "code": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            },
+        }
+    },
+}
+_MESSAGES_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"type": "string", "const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
+
+
+class DescribedApi(FastAPI):
+    """FastAPI with the schemas of our bodies."""
+
+    def openapi(self) -> dict[str, Any]:
+        if not self.openapi_schema:
+            schema = get_openapi(
+                title=self.title,
+                version=self.version,
+                openapi_version=self.openapi_version,
+                description=self.description,
+                routes=self.routes,
+            )
+            _, definitions = models_json_schema(
+                [(body, "validation") for body in BODIES], ref_template=REF
+            )
+            schemas = schema.setdefault("components", {}).setdefault("schemas", {})
+            add_descriptions(definitions["$defs"])
+            schemas.update(definitions["$defs"])
+            schemas["Error"] = _ERROR
+            schemas["MessagesError"] = _MESSAGES_ERROR
+            schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            schema["security"] = [{"key": []}, {}]
+            self.openapi_schema = schema
+        return self.openapi_schema
