@@ -89,6 +89,9 @@ SPAWNED = (
 """Files that may import inside a function: what is not chosen is not loaded."""
 
 
+ONE_WAY = ("server",)
+"""Floors whose folders do not import each other in circles."""
+
 MAX_FILES = 15
 """Of a folder's own, without its __init__.py."""
 
@@ -209,6 +212,24 @@ def test_no_circle_of_files() -> None:
     for module, found, target in ours():
         if not found.is_local and target in FILES:
             graph[module].add(target)
+
+    circles = _circles(graph)
+
+    assert circles == []
+
+
+@pytest.mark.parametrize("floor", ONE_WAY)
+def test_no_circle_of_folders(floor: str) -> None:
+    graph: dict[str, set[str]] = {
+        FILES[module].parent.relative_to(ROOT).as_posix(): set() for module in FILES
+    }
+    for module, _, target in ours():
+        if is_below(module, (floor,)) and is_below(target, (floor,)) and target in FILES:
+            folder, other = (
+                FILES[one].parent.relative_to(ROOT).as_posix() for one in (module, target)
+            )
+            if folder != other:
+                graph[folder].add(other)
 
     circles = _circles(graph)
 

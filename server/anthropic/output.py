@@ -12,14 +12,14 @@ from server.generation.answer_parser import MessagePart
 from server.generation.outputs import Delta
 from server.http.errors import Fault
 from server.http.sse import named_frame
-from server.parsers.base import (
+from server.parsers.stream.base import (
     ParserEvent,
     TextDelta,
     ToolCallArguments,
     ToolCallRetracted,
     ToolCallStart,
 )
-from server.parsers.json_stream import object_of
+from server.parsers.stream.json_stream import object_of
 from server.serving.choices import ChoiceOutput
 from server.serving.job import Job
 

@@ -10,16 +10,6 @@ from config.errors import UserError
 from config.params.structured_output import ThinkingSpec
 from config.server import ServerConfig
 from server.generation.outputs import Delta
-from server.parsers.base import (
-    ParserEvent,
-    ReasoningDelta,
-    ReasoningParser,
-    TextDelta,
-    ToolCallArguments,
-    ToolCallRetracted,
-    ToolCallStart,
-    Tools,
-)
 from server.parsers.output_parser import OutputParser
 from server.parsers.reasoning.tags import ReasoningFormat
 from server.parsers.registry import (
@@ -30,6 +20,16 @@ from server.parsers.registry import (
     reasoning_parser_of,
     tool_parser_of,
     words_of,
+)
+from server.parsers.stream.base import (
+    ParserEvent,
+    ReasoningDelta,
+    ReasoningParser,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallRetracted,
+    ToolCallStart,
+    Tools,
 )
 from server.parsers.tool.base import ToolCallFormat, ToolCallParser, ToolCallReader
 from server.parsers.tool.json import CALLS_ALONE, Arguments

@@ -4,9 +4,9 @@ a function is a tool call."""
 import re
 from dataclasses import dataclass
 
-from server.parsers.base import EventBuffer, ReasoningParser, Tools
 from server.parsers.reasoning.tags import ReasoningFormat
-from server.parsers.text_stream import ParseError, Sink, Source, Steps
+from server.parsers.stream.base import EventBuffer, ReasoningParser, Tools
+from server.parsers.stream.text_stream import ParseError, Sink, Source, Steps
 from server.parsers.tool.base import MAX_NAME_CHARACTERS, ToolCallFormat, checked_name
 from server.parsers.tool.json import NO_ARGUMENTS, read_named_call
 from server.parsers.tool.structural_tag import (

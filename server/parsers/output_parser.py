@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from server.parsers.base import (
+from server.parsers.stream.base import (
     EventBuffer,
     Parser,
     ParserEvent,

@@ -4,7 +4,9 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from server.parsers.base import (
+from server.parsers.output_parser import OutputParser
+from server.parsers.registry import TOOL_CALL_FORMATS
+from server.parsers.stream.base import (
     Parser,
     ParserEvent,
     ReasoningDelta,
@@ -13,8 +15,6 @@ from server.parsers.base import (
     ToolCallRetracted,
     ToolCallStart,
 )
-from server.parsers.output_parser import OutputParser
-from server.parsers.registry import TOOL_CALL_FORMATS
 from server.parsers.tool.base import ToolCallParser
 
 WEATHER = {

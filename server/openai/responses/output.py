@@ -6,7 +6,7 @@ from typing import Any
 from server.generation.answer_parser import ChoiceParser
 from server.generation.outputs import Delta, PositionLogprobs
 from server.openai.responses.items import Item, item_id
-from server.parsers.base import (
+from server.parsers.stream.base import (
     ParserEvent,
     ReasoningDelta,
     TextDelta,

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from server.parsers.base import ReasoningParser
-from server.parsers.text_stream import Sink, Steps
+from server.parsers.stream.base import ReasoningParser
+from server.parsers.stream.text_stream import Sink, Steps
 
 
 @dataclass(frozen=True, slots=True)

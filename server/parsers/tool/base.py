@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from server.parsers.base import EventBuffer, StreamParser, Tools
-from server.parsers.text_stream import ParseError, Source, Steps, UnexpectedEnd
+from server.parsers.stream.base import EventBuffer, StreamParser, Tools
+from server.parsers.stream.text_stream import ParseError, Source, Steps, UnexpectedEnd
 from server.parsers.tool.structural_tag import Functions, ToolCallGrammar
 
 MAX_NAME_CHARACTERS = 256

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from server.parsers.base import EventBuffer, Tools
-from server.parsers.json_stream import (
+from server.parsers.stream.base import EventBuffer, Tools
+from server.parsers.stream.json_stream import (
     MAX_DEPTH,
     MAX_SCALAR_CHARACTERS,
     quoted,
@@ -13,7 +13,7 @@ from server.parsers.json_stream import (
     read_separated,
     read_string,
 )
-from server.parsers.text_stream import ParseError, Sink, Source, Steps, UnexpectedEnd
+from server.parsers.stream.text_stream import ParseError, Sink, Source, Steps, UnexpectedEnd
 from server.parsers.tool.base import MAX_NAME_CHARACTERS, ToolCallFormat, checked_name, types_of
 from server.parsers.tool.structural_tag import (
     Argument,

@@ -3,9 +3,9 @@ others), or a name and then an object (Mistral, DeepSeek, Kimi)."""
 
 from dataclasses import dataclass, field
 
-from server.parsers.base import EventBuffer, Tools
-from server.parsers.json_stream import object_of, read_short_string, read_value
-from server.parsers.text_stream import ParseError, Sink, Source, Steps
+from server.parsers.stream.base import EventBuffer, Tools
+from server.parsers.stream.json_stream import object_of, read_short_string, read_value
+from server.parsers.stream.text_stream import ParseError, Sink, Source, Steps
 from server.parsers.tool.base import (
     MAX_NAME_CHARACTERS,
     ToolCallFormat,

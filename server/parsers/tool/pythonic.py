@@ -5,15 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from server.parsers.base import EventBuffer, Tools
-from server.parsers.json_stream import (
+from server.parsers.stream.base import EventBuffer, Tools
+from server.parsers.stream.json_stream import (
     MAX_DEPTH,
     MAX_SCALAR_CHARACTERS,
     quoted,
     read_members,
     read_separated,
 )
-from server.parsers.text_stream import ParseError, Sink, Source, Steps
+from server.parsers.stream.text_stream import ParseError, Sink, Source, Steps
 from server.parsers.tool.base import MAX_NAME_CHARACTERS, ToolCallFormat
 from server.parsers.tool.structural_tag import (
     Functions,

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from server.parsers.base import EventBuffer, Tools
-from server.parsers.json_stream import quoted, value_of
-from server.parsers.text_stream import ParseError, Source, Steps, UnexpectedEnd
+from server.parsers.stream.base import EventBuffer, Tools
+from server.parsers.stream.json_stream import quoted, value_of
+from server.parsers.stream.text_stream import ParseError, Source, Steps, UnexpectedEnd
 from server.parsers.tool.base import MAX_NAME_CHARACTERS, ToolCallFormat, checked_name, types_of
 from server.parsers.tool.structural_tag import (
     ANNOTATIONS,

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from parsing import TOOLS, good_calls, read
 from written_calls import BROKEN, TEXT, WHOLE
 
-from server.parsers.base import Parser
 from server.parsers.harmony import HARMONY_REASONING
 from server.parsers.output_parser import OutputParser
 from server.parsers.reasoning.tags import ReasoningFormat
 from server.parsers.registry import REASONING_FORMATS, TOOL_CALL_FORMATS, words_of
+from server.parsers.stream.base import Parser
 from server.parsers.tool.base import ToolCallFormat, ToolCallParser
 from server.parsers.tool.json import CALLS_ALONE, Arguments
 

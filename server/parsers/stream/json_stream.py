@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable
 
-from server.parsers.text_stream import WHITESPACE, ParseError, Sink, Source, Steps
+from server.parsers.stream.text_stream import WHITESPACE, ParseError, Sink, Source, Steps
 
 MAX_DEPTH = 64
 MAX_SCALAR_CHARACTERS = 400

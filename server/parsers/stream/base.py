@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from server.parsers.text_stream import Source, Steps
+from server.parsers.stream.text_stream import Source, Steps
 
 Tools = Mapping[str, Mapping[str, Any]]
 """The functions of a request: name to JSON schema of the arguments."""
