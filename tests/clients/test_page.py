@@ -51,7 +51,7 @@ def test_a_chat_works_and_the_figures_update(
     page.fill("#question", "Tell me a long story about the sea.")
     page.press("#question", "Enter")
 
-    answer = page.locator(".talk div:not(.mine)")
+    answer = page.locator(".messages div:not(.user)")
     expect(answer).to_have_text(re.compile(r"\w+ \w+"), timeout=PATIENCE_MS)
     if page.locator("#send").inner_text() == "Stop":
         page.click("#send")

@@ -38,7 +38,7 @@ def _sort(given: Arguments) -> bool:
     size, dim = given["self"].shape, given["dim"] % max(given["self"].dim(), 1)
     if not given.get("stable"):
         return True
-    return dim != 0 and size[dim] <= MAX_STABLE_SORT
+    return dim != 0 and bool(size[dim] <= MAX_STABLE_SORT)
 
 
 def _where(given: Arguments) -> bool:
