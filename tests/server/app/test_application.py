@@ -194,7 +194,7 @@ def test_a_front_end_never_imports_torch() -> None:
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
-def test_a_strangers_package_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_foreign_package_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.py").write_text("x = 1")
 
     done = subprocess.run(

@@ -80,7 +80,7 @@ async def test_an_allowed_origin_reads_answers_errors_and_streams() -> None:
             assert exposed == "x-request-id, x-gaudiserve-ignored-fields"
 
 
-async def test_preflights_pass_without_a_key_and_strangers_get_our_error() -> None:
+async def test_preflights_pass_without_a_key_and_unknown_origins_get_our_error() -> None:
     asks = {"access-control-request-method": "POST", "access-control-request-headers": "x-api-key"}
     async with in_memory(allowed_origins=("https://page.example",), api_keys=("k",)) as rig:
         allowed = await rig.http.options("/v1/chat/completions", headers={**PAGE, **asks})

@@ -68,7 +68,7 @@ def test_what_does_not_fit_ends_with_status_1(
         (["--max-model-len", "1K"], "max-model-len is 1024, the checkpoint was made for 512"),
     ],
 )
-def test_a_wrong_wish_is_one_line_and_status_2(
+def test_a_wrong_option_is_one_line_and_status_2(
     flags: list[str], words: str, config_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status = main(["plan", str(config_file), *flags])

@@ -91,7 +91,7 @@ async def test_a_stop_string_cuts_the_text_and_aborts_in_the_engine() -> None:
     assert rest == [] and client.aborted == [client.boxes[0].key]
 
 
-async def test_what_was_held_back_comes_with_the_end() -> None:
+async def test_buffered_text_comes_with_the_end() -> None:
     client = ScriptedClient(ready())
     generation = start(client, stop=("END",))
     client.boxes[0].say(*ids("the EN"), finish="length")
@@ -332,7 +332,7 @@ def test_bad_words_go_down_as_ids_with_and_without_a_space() -> None:
     assert sampling.bad_words == () and sampling.stop == ()
 
 
-def test_no_room_for_one_choice_takes_back_the_others() -> None:
+def test_a_choice_that_is_refused_aborts_the_others() -> None:
     client = ScriptedClient(ready(), room=2)
 
     with pytest.raises(Overloaded):

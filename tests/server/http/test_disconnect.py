@@ -9,25 +9,25 @@ from server.http.disconnect import WATCH_DELAY_S, CancelOnDisconnect
 from server.http.errors import ClientGone
 
 
-class Line:
+class Connection:
     """A connection whose body was read."""
 
     def __init__(self) -> None:
-        self.num_asked = 0
+        self.num_receives = 0
         self.end = asyncio.Event()
 
     async def receive(self) -> Message:
-        self.num_asked += 1
+        self.num_receives += 1
         await self.end.wait()
         return {"type": "http.disconnect"}
 
 
-async def test_work_is_cancelled_when_its_client_has_hung_up() -> None:
-    line = Line()
-    line.end.set()
+async def test_work_is_cancelled_when_its_client_has_disconnected() -> None:
+    connection = Connection()
+    connection.end.set()
     has_ended = False
 
-    with pytest.raises(ClientGone), CancelOnDisconnect(line.receive):
+    with pytest.raises(ClientGone), CancelOnDisconnect(connection.receive):
         try:
             await asyncio.sleep(10)
         finally:
@@ -38,25 +38,25 @@ async def test_work_is_cancelled_when_its_client_has_hung_up() -> None:
 
 
 async def test_work_that_ends_soon_is_not_watched_and_other_work_until_it_ends() -> None:
-    line = Line()
+    connection = Connection()
 
-    with CancelOnDisconnect(line.receive):
+    with CancelOnDisconnect(connection.receive):
         await asyncio.sleep(0)
     await asyncio.sleep(WATCH_DELAY_S * 1.2)
-    asked_of_short = line.num_asked
-    with CancelOnDisconnect(line.receive):
+    receives_of_short = connection.num_receives
+    with CancelOnDisconnect(connection.receive):
         await asyncio.sleep(WATCH_DELAY_S * 1.2)
-    line.end.set()
+    connection.end.set()
     await asyncio.sleep(0.01)
 
-    assert (asked_of_short, line.num_asked) == (0, 1)
+    assert (receives_of_short, connection.num_receives) == (0, 1)
 
 
 async def test_a_cancellation_from_elsewhere_stays_one() -> None:
-    line = Line()
+    connection = Connection()
 
     async def work() -> None:
-        with CancelOnDisconnect(line.receive):
+        with CancelOnDisconnect(connection.receive):
             await asyncio.sleep(10)
 
     task = asyncio.ensure_future(work())
@@ -67,17 +67,19 @@ async def test_a_cancellation_from_elsewhere_stays_one() -> None:
         await task
 
 
-async def test_who_hangs_up_as_the_work_ends_disturbs_nothing_behind_it() -> None:
-    for ends_first in ("line", "work"):
-        line, work = Line(), asyncio.Event()
-        first, second = (line.end, work) if ends_first == "line" else (work, line.end)
+async def test_a_disconnect_as_the_work_ends_affects_nothing_after_it() -> None:
+    for ends_first in ("connection", "work"):
+        connection, work = Connection(), asyncio.Event()
+        first, second = (
+            (connection.end, work) if ends_first == "connection" else (work, connection.end)
+        )
 
         def end(first: asyncio.Event = first, second: asyncio.Event = second) -> None:
             first.set()
             second.set()
 
         asyncio.get_running_loop().call_later(WATCH_DELAY_S * 1.2, end)
-        with CancelOnDisconnect(line.receive):
+        with CancelOnDisconnect(connection.receive):
             await work.wait()
 
         for _ in range(5):

@@ -127,7 +127,7 @@ async def test_a_stream_comes_through_a_sibling_as_it_is_made(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_hang_up_is_handed_on(tmp_path: Path, stream: bool) -> None:
+async def test_a_disconnect_is_forwarded(tmp_path: Path, stream: bool) -> None:
     async with two(tmp_path) as (own, other):
         first = (await own.post(ROUTE, {"input": "hi"})).json()
         own.client.endless = True

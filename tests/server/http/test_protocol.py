@@ -542,7 +542,7 @@ def test_pipelined_requests_of_a_client_that_leaves_are_aborted(stream: bool) ->
 # Logs
 
 
-def test_a_path_and_a_forwarded_address_cannot_forge_lines(
+def test_a_path_and_a_forwarded_address_cannot_forge_log_lines(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "server.http.access_log")

@@ -205,7 +205,7 @@ async def hang_up(rig: Rig, path: str, body: Any, after_s: float) -> None:
     writer.close()
 
 
-async def test_a_client_that_hangs_up_is_aborted_with_all_its_choices() -> None:
+async def test_a_client_that_disconnects_is_aborted_with_all_its_choices() -> None:
     for stream in (True, False):
         client = TalkingClient(pace_s=0.01)
         client.endless = True

@@ -166,7 +166,7 @@ def test_one_wrong_prompt_is_told_and_the_next_call_works(llm: LLM) -> None:
     assert output.finished
 
 
-def test_words_that_bar_every_allowed_token_on_the_way_are_told(llm: LLM) -> None:
+def test_bad_words_that_ban_every_allowed_token_are_refused(llm: LLM) -> None:
     pairs = tuple((first, second) for first in (50, 60) for second in (50, 60))
     cornered = SamplingParams(allowed_token_ids=(50, 60), bad_words_token_ids=pairs)
 
@@ -271,7 +271,7 @@ def test_after_closing_nothing_runs_and_calls_are_refused(folder: Path) -> None:
     assert set(psutil.Process().children(recursive=True)) <= children
 
 
-def test_an_llm_that_nobody_holds_is_collected_with_its_threads(folder: Path) -> None:
+def test_an_unreferenced_llm_is_collected_with_its_threads(folder: Path) -> None:
     llm = LLM(str(folder), **SMALL)
     gone = weakref.ref(llm)
     count = len(our_threads())

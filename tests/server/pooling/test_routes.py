@@ -273,7 +273,7 @@ async def test_many_inputs_go_to_the_engine_some_at_a_time_and_come_back_in_orde
     assert most_open == MAX_CONCURRENT_INPUTS
 
 
-async def test_only_a_request_with_nothing_in_line_is_turned_away_when_it_is_full() -> None:
+async def test_a_full_queue_refuses_only_a_request_with_nothing_in_the_engine() -> None:
     engine = client()
     engine_add, room = engine.add, 2
 
@@ -310,7 +310,7 @@ async def test_metrics_move_by_usage() -> None:
         assert await rig.metric("vllm:request_prompt_tokens_sum") == num_tokens
 
 
-async def test_a_client_that_hangs_up_leaves_nothing_in_the_engine() -> None:
+async def test_a_client_that_disconnects_leaves_nothing_in_the_engine() -> None:
     engine = client()
     engine.answers = False
     async with on_port(engine) as rig:

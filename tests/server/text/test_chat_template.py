@@ -383,7 +383,7 @@ async def test_a_short_conversation_waits_for_no_thread_once_its_template_was_qu
         await slow
 
 
-async def test_time_in_line_does_not_count() -> None:
+async def test_time_in_the_queue_does_not_count() -> None:
     template = ours(CHATML, time_limit_s=0.3, threads=1)
     slow = [asyncio.create_task(template.render(HELLO, template=SLOW)) for _ in range(2)]
     await asyncio.sleep(0)

@@ -418,7 +418,7 @@ async def test_a_refusal_calls_a_field_by_the_name_it_has_here() -> None:
         assert error_of(refused)[2].startswith("reasoning.effort: ")
 
 
-async def test_nulls_strangers_and_harmless_fields_are_taken() -> None:
+async def test_null_unknown_and_harmless_fields_are_accepted() -> None:
     async with speaking("x") as rig:
         names = (await rig.http.get("/openapi.json")).json()
         fields = names["components"]["schemas"]["ResponseBody"]["properties"]
@@ -466,7 +466,7 @@ async def test_a_failure_in_mid_stream_is_a_failed_response() -> None:
         assert error_of(follow_events)[:2] == (400, "previous_response_id")
 
 
-async def test_a_client_that_hangs_up_ends_its_stream_and_leaves_nothing() -> None:
+async def test_a_client_that_disconnects_ends_its_stream_and_leaves_nothing() -> None:
     client = TalkingClient("abc", pace_s=0.005)
     client.endless = True
     async with on_port(client) as rig:

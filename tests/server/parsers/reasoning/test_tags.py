@@ -67,7 +67,7 @@ def test_the_prompts_end_says_whether_an_answer_begins_inside(
     ("begun", "is_inside"),
     [("The answer", False), ("<think>Hm", True), ("<think>Hm</think>So", False)],
 )
-def test_an_answer_that_goes_on_with_a_message_thinks_where_that_message_does(
+def test_an_answer_that_continues_a_message_reasons_where_that_message_does(
     begun: str, is_inside: bool
 ) -> None:
     assert REASONING_FORMATS["deepseek_r1"].has_unclosed_reasoning(begun) is is_inside
@@ -88,7 +88,7 @@ def test_calls_are_looked_for_behind_the_thinking_only() -> None:
     assert good_calls(found) == [("now", {})]
 
 
-def test_a_parser_knows_while_the_model_thinks() -> None:
+def test_a_parser_knows_whether_the_text_is_reasoning() -> None:
     parser = ReasoningTagParser(REASONING_FORMATS["qwen3"], is_inside=False)
 
     states = [parser.has_reasoning and not parser.is_done]
