@@ -1,9 +1,13 @@
 """ServerConfig: the settings of the API servers: HTTP, text and logs."""
 
 import ipaddress
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from config.errors import ConfigError
+from config.errors import ConfigError, UserError
+from config.model.model_config import GENERATION_FIELDS
+from config.params.sampling import MAX_LOGPROBS, SamplingParams
 from config.setting import check_settings, setting
 
 TOOL_CALL_PARSERS = (
@@ -142,6 +146,18 @@ class ServerConfig:
         group="Text",
         choices=("auto", "vllm"),
     )
+    override_generation_config: str = setting(
+        "",
+        'Default sampling parameters as JSON, over those of the model: {"temperature": 0.5}',
+        group="Text",
+    )
+    max_logprobs: int = setting(
+        MAX_LOGPROBS,
+        "Maximum number of log-probabilities of a token that a request may ask for",
+        group="Text",
+        minimum=0,
+        maximum=MAX_LOGPROBS,
+    )
     max_stop_strings: int = setting(
         4,
         "Maximum number of stop strings of a request",
@@ -205,9 +221,32 @@ class ServerConfig:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be above 0")
         _check_addresses(self.forwarded_allow_ips)
+        _generation_overrides(self.override_generation_config)
         for name in ("enable_dev_endpoints", "cache_salt_per_key"):
             if getattr(self, name) and not self.api_keys:
                 raise ConfigError(f"{name} is on and api_keys holds 0 keys, it needs 1")
+
+    def sampling_defaults(self, of_model: Mapping[str, float]) -> dict[str, float]:
+        """Sampling parameters of a request that sets none, with those of the model's
+        generation_config."""
+        recommended = of_model if self.generation_config == "auto" else {}
+        return {**recommended, **_generation_overrides(self.override_generation_config)}
+
+
+def _generation_overrides(text: str) -> dict[str, float]:
+    name = "override_generation_config"
+    try:
+        values = json.loads(text or "{}")
+    except ValueError as error:
+        raise ConfigError(f"{name} is {text!r}, it must be JSON: {error}") from None
+    if not isinstance(values, dict) or not set(values) <= set(GENERATION_FIELDS):
+        allowed = ", ".join(GENERATION_FIELDS)
+        raise ConfigError(f"{name} is {text!r}, it must be a JSON object of some of {allowed}")
+    try:
+        SamplingParams(**values)
+    except (UserError, TypeError) as error:
+        raise ConfigError(f"{name} is {text!r}: {error}") from None
+    return values
 
 
 def _check_addresses(words: str) -> None:

@@ -31,6 +31,7 @@ class Pipeline:
         self.client = client
         self.tokenizer = tokenizer if not config.skip_tokenizer_init else None
         self._max_stop_strings = config.max_stop_strings
+        self._max_logprobs = config.max_logprobs
 
     def start(
         self,
@@ -97,6 +98,7 @@ class Pipeline:
         ready = self.ready
         self.check_generates()
         check_ids(params, ready.vocab_size)
+        self._check_logprobs(params)
         self._check_stop_strings(params)
         params = self._with_bad_words(params)
         check_allowed_tokens(params, ready.eos_token_ids)
@@ -105,6 +107,16 @@ class Pipeline:
             for prompt in prompts
         ]
         return params, limits
+
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, name)
+            if count is not None and count > self._max_logprobs:
+                raise UserError(
+                    f"{name} asks for {count} of each token, this server gives "
+                    f"{self._max_logprobs} at most",
+                    param=name,
+                )
 
     def _check_stop_strings(self, params: SamplingParams) -> None:
         count, max_count = len(params.stop), self._max_stop_strings

@@ -87,9 +87,8 @@ class LLM:
             template = read_template(server.chat_template)
         named = self._tokenizer.special_tokens if self._tokenizer else {}
         self._template = ChatTemplate(template, named, generic_tools=server.tool_template == "auto")
-        self._defaults = SamplingParams()
-        if server.generation_config == "auto":
-            self._defaults = _sampling_params(read_model_config(path).generation_defaults)
+        recommended = read_model_config(path).generation_defaults
+        self._defaults = _sampling_params(server.sampling_defaults(recommended))
         self._client = InprocClient(dataclasses.replace(engine, model=path))
         self._pipeline = Pipeline(self._client, self._tokenizer, server)
         # Enough to keep the batch full; further prompts are not tokenized yet.

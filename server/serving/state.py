@@ -82,8 +82,7 @@ class AppState:
         ready = self.client.ready
         assert ready is not None
         self.tokenizer, self.template = tokenizer, template
-        if self.config.generation_config == "auto":
-            self.sampling_defaults = sampling_defaults
+        self.sampling_defaults = self.config.sampling_defaults(sampling_defaults)
         self.parser_config = ParserConfig.of(
             self.config,
             "" if template is None else template.source,

@@ -248,3 +248,26 @@ async def test_a_flag_says_how_many_stop_strings_there_may_be() -> None:
 
         assert answer["choices"][0]["text"] == "ab"
         assert refused.json()["error"]["message"] == "stop has 6 strings, it may have 5 at most"
+
+
+async def test_a_flag_says_how_many_logprobs_there_may_be() -> None:
+    async with in_memory(max_logprobs=3) as rig:
+        given = await rig.complete(logprobs=3)
+        refused = await rig.complete(logprobs=4)
+        of_prompt = await rig.complete(prompt_logprobs=4)
+
+        assert given.status_code == 200
+        assert refused.status_code == of_prompt.status_code == 400
+        assert refused.json()["error"]["message"] == (
+            "logprobs asks for 4 of each token, this server gives 3 at most"
+        )
+
+
+async def test_a_flag_sets_defaults_over_those_of_the_model() -> None:
+    async with in_memory(override_generation_config='{"temperature": 0.5, "top_k": 3}') as rig:
+        await rig.complete()
+        await rig.complete(temperature=0.25)
+
+        by_default, asked = (box.sampling for box in rig.client.boxes)
+        assert (by_default.temperature, by_default.top_k) == (0.5, 3)
+        assert (asked.temperature, asked.top_k) == (0.25, 3)
