@@ -123,10 +123,11 @@ class ServerConfig:
     )
     served_model_names: tuple[str, ...] = setting(
         (),
-        "Model name in the API; may be given several times; none: the model's own",
+        "Names of the model in the API, of which answers have the first; none: the model's own",
         group="Text",
         name="served-model-name",
         aliases=("served-model-names",),
+        takes_several=True,
     )
     chat_template: str | None = setting(
         None, "Chat template: a file or the template itself; none: the model's own", group="Text"
@@ -200,7 +201,7 @@ class ServerConfig:
         aliases=("uvicorn-log-level",),
         variables=("VLLM_LOGGING_LEVEL",),
         choices=("debug", "info", "warning", "error", "critical"),
-        spellings={"warn": "warning"},
+        spellings={"warn": "warning", "trace": "debug"},
     )
     enable_log_requests: bool = setting(
         False,

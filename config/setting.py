@@ -32,6 +32,8 @@ class Setting:
     minimum: float | None = None
     maximum: float | None = None
     is_secret: bool = False
+    takes_several: bool = False
+    """Whether the flag takes all words up to the next flag."""
 
 
 def metadata(help: str, **facts: Any) -> Mapping[str, Setting]:

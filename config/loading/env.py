@@ -1,23 +1,24 @@
 """The only reader of environment variables: settings from variables, and the variables of a
 worker."""
 
-import difflib
 import importlib.metadata
 import importlib.util
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.execution import ModeChoice, choose_mode
-from config.loading.flags import ACCEPTED, FILE_FLAGS, FLAGS, variable_of
+from config.loading.flags import FILE_FLAGS, FLAGS, variable_of
+from config.loading.values import joined, nearest
+from config.loading.vllm_flags import ACCEPTED, absence
 
 PREFIX = "GAUDISERVE_"
 
 RECIPE_CACHE_MB = 8192
 
-# Variables of Kubernetes in every pod for a service named gaudiserve or gaudiserve-*.
+# Variables of Kubernetes in every pod, for a service named gaudiserve, gaudiserve-* or vllm.
 _SERVICE_LINK = re.compile(
     r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$"
 )
@@ -45,13 +46,18 @@ def settings(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """(flag, value, variable) of each setting in `environ`, those that win last.
 
     An empty variable counts as not set, but for a secret it is an error: an empty key would open
-    the server. Raises ConfigError for an unknown GAUDISERVE_ variable, with the most similar name.
+    the server. Raises ConfigError for unknown GAUDISERVE_ variables, with similar names.
     """
     table = variable_table()
     secrets = {name for flag in FLAGS if flag.setting.is_secret for name in flag.names}
-    for variable, word in environ.items():
-        if variable.startswith(PREFIX) and variable not in table:
-            _refuse_unknown(variable, word, table)
+    unknown = [
+        _unknown(variable, table)
+        for variable, word in environ.items()
+        if variable.startswith(PREFIX) and variable not in table
+        if not is_service_link(variable, word)
+    ]
+    if unknown:
+        raise ConfigError(joined(unknown))
     found = []
     for variable in reversed(table):
         word = environ.get(variable, "")
@@ -60,22 +66,23 @@ def settings(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
         if variable == "OMP_NUM_THREADS":
             # One number per nesting level; the first is the outermost.
             word = word.split(",")[0]
-        if word and not _is_service_link(variable, word):
+        if word and not is_service_link(variable, word):
             found.append((table[variable], word, variable))
     return found
 
 
-def _refuse_unknown(variable: str, word: str, table: Mapping[str, str]) -> None:
-    if _is_service_link(variable, word):
-        return
-    near = difflib.get_close_matches(
-        variable, [name for name in table if name.startswith(PREFIX)], n=1, cutoff=0.6
-    )
-    hint = f"; did you mean {near[0]}?" if near else "; see `gaudiserve serve --help`"
-    raise ConfigError(f"the variable {variable} is no setting{hint}")
+def _unknown(variable: str, known: Iterable[str]) -> str:
+    name = variable.removeprefix(PREFIX)
+    if reason := absence(name.lower().replace("_", "-")):
+        return f"{variable} is not in this version: {reason}"
+    # Without the prefix, which would make any two of them similar.
+    hint = nearest(name, (one.removeprefix(PREFIX) for one in known if one.startswith(PREFIX)))
+    hint = hint.replace("did you mean ", f"did you mean {PREFIX}")
+    return f"the variable {variable} is no setting{hint or '; see `gaudiserve serve --help`'}"
 
 
-def _is_service_link(variable: str, word: str) -> bool:
+def is_service_link(variable: str, word: str) -> bool:
+    """Whether Kubernetes sets this variable in every pod, for a service of the prefix's name."""
     if _SERVICE_LINK.search(variable):
         return True
     return variable.endswith("_PORT") and bool(_SERVICE_ADDRESS.match(word))

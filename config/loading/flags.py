@@ -137,29 +137,3 @@ FILE_FLAGS: Mapping[str, str] = {
     "api-key-file": "File with one API key per line, in addition to --api-key",
 }
 """Flags that name a file to read; they have no field."""
-
-ACCEPTED: Mapping[str, tuple[str, str]] = {
-    "tensor-parallel-size": ("1", "one device runs the model in this version"),
-    "pipeline-parallel-size": ("1", "one device runs the model in this version"),
-    "data-parallel-size": ("1", "one engine runs in this version"),
-    "enable-chunked-prefill": ("true", "long prompts are always computed in chunks"),
-    "use-padding-aware-scheduling": (
-        "true",
-        "prompts are always merged by the cost of their padded launch, which stays within "
-        "max-num-batched-tokens",
-    ),
-    "num-scheduler-steps": ("1", "each step is planned by itself, one ahead of the device"),
-    "disable-log-stats": ("true", "there is no periodic line to switch on; see /metrics"),
-    "trust-remote-code": ("false", "code that lies in a checkpoint is never run"),
-}
-"""Flags of other servers' start scripts: the only supported value, and why."""
-
-ABSENT = frozenset(
-    (
-        *("enable-lora", "lora-modules", "max-loras", "max-lora-rank"),
-        *("kv-cache-dtype", "speculative-config", "swap-space", "cpu-offload-gb"),
-        *("tokenizer", "tokenizer-mode", "load-format", "hf-overrides"),
-        *("ssl-keyfile", "ssl-certfile", "root-path"),
-    )
-)
-"""Flags of vLLM without a counterpart here, for which the most similar name is no help."""

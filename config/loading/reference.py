@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from config.loading.flags import ACCEPTED, FILE_FLAGS, FLAGS, GROUPS, Flag, variable_of
+from config.loading.flags import FILE_FLAGS, FLAGS, GROUPS, Flag, variable_of
 
 PATH = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -27,7 +27,8 @@ allowed-origins: ["https://chat.example.com"]
 
 Underscores may replace dashes (`--max_model_len`), and `auto` resets a number that a file or a
 variable set. An empty variable counts as not set, but an empty API key is an error. If a switch is
-on by default, `--no-NAME` turns it off. Secrets are never printed.
+on by default, `--no-NAME` turns it off. Secrets are never printed. [Coming from
+vLLM](coming-from-vllm.md) has the flags of vLLM that are no settings here.
 """
 
 KEYS = """\
@@ -72,12 +73,6 @@ def reference() -> str:
     ]
     parts.append(_table("Files", ["flag", "default", "what it does", "variables"], files))
     parts.append(KEYS)
-    accepted = [[f"`--{name}`", f"`{value}`", why] for name, (value, why) in ACCEPTED.items()]
-    parts.append(
-        "## Accepted from other servers' scripts\n\n"
-        "They have no effect. The only supported value is accepted, any other value is an "
-        "error.\n\n" + _rows(["flag", "value", "why"], accepted)
-    )
     return "\n".join(parts)
 
 

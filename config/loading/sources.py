@@ -3,9 +3,12 @@
 An unknown name or a value out of range is an error with its source.
 """
 
+import argparse
+import contextlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import yaml
@@ -15,9 +18,10 @@ from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.errors import ConfigError
 from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
 from config.loading import env
-from config.loading.flags import ACCEPTED, FILE_FLAGS, FLAGS, PARTS, Flag
+from config.loading.flags import FILE_FLAGS, FLAGS, PARTS, Flag
 from config.loading.parser import Parser, server_parser
-from config.loading.values import Given, convert, nearest, truth, wrong
+from config.loading.values import Given, convert, joined, nearest, truth, wrong
+from config.loading.vllm_flags import ACCEPTED, absence
 from config.server import ServerConfig
 
 DEFAULT = "default"
@@ -32,6 +36,10 @@ class Loaded:
     engine: EngineConfig
     server: ServerConfig
     sources: Mapping[str, tuple[object, str]]
+    without_effect: Mapping[str, str]
+    """vLLM's flags that were accepted, with their values -> why they have no effect."""
+    arguments: argparse.Namespace
+    """Of the command line; also has the flags that only its command knows."""
 
     def shown(self) -> dict[str, tuple[object, str]]:
         """`sources` with secrets masked."""
@@ -59,25 +67,26 @@ def load(
     `environ` None: the variables of this process. `default_model`: served if no source names one.
     """
     parser = parser or server_parser("gaudiserve serve", "")
-    arguments = parser.parse_all(argv or [])
+    arguments, problems = parser.parse_known(argv or [])
     flags: list[Given] = arguments.given
     if arguments.model is not None:
         flags = [*flags, Given("model", arguments.model, "argument MODEL")]
     named = {given.value for given in flags if given.name == "model"}
     if len(named) > 1:
-        raise ConfigError(f"two models are named, {' and '.join(sorted(map(repr, named)))}")
-    variables = _variables(environ)
-    return _merge(variables, flags, default_model)
+        problems.append(f"two models are named, {' and '.join(sorted(map(repr, named)))}")
+    return _merge(_variables(environ), flags, problems, arguments, default_model)
 
 
 def from_keywords(**keywords: Any) -> Loaded:
     """Like `load`, from Python keywords: flags with underscores for dashes. A keyword wins over a
     variable of this process. Raises ConfigError for an unknown keyword."""
+    problems: list[str] = []
     given = [
-        Given(_known(name, f"keyword {name}"), value, f"keyword {name}")
-        for name, value in keywords.items()
+        Given(name, value, f"keyword {word}")
+        for word, value in keywords.items()
+        if (name := _known(word, f"keyword {word}", problems))
     ]
-    return _merge(_variables(None), given, None)
+    return _merge(_variables(None), given, problems, argparse.Namespace(), None)
 
 
 def _variables(environ: Mapping[str, str] | None) -> list[Given]:
@@ -85,13 +94,21 @@ def _variables(environ: Mapping[str, str] | None) -> list[Given]:
     return [Given(name, word, f"variable {variable}") for name, word, variable in pairs]
 
 
-def _merge(variables: list[Given], explicit: list[Given], default_model: str | None) -> Loaded:
-    """`explicit` are flags or keywords, which win over variables; these win over the file."""
+def _merge(
+    variables: list[Given],
+    explicit: list[Given],
+    problems: list[str],
+    arguments: argparse.Namespace,
+    default_model: str | None,
+) -> Loaded:
+    """`explicit` are flags or keywords, which win over variables; these win over the file. One
+    error has all `problems` and those that are found here."""
     files = {given.name: str(given.value) for given in (*variables, *explicit)}
-    in_file = _read_file(files["config"]) if "config" in files else []
+    layers = [_read_file(files["config"], problems) if "config" in files else []]
+    layers += [variables, explicit]
     values: dict[str, tuple[object, str]] = {}
-    for layer in (in_file, variables, explicit):
-        values.update(_layer(layer))
+    for layer in layers:
+        values.update(_layer(layer, problems))
     for name, strategy in (("bucketing-file", "file"), ("bucketing-traffic", "fitted")):
         if name in values and "bucketing-strategy" not in values:
             values["bucketing-strategy"] = (strategy, values[name][1])
@@ -103,31 +120,52 @@ def _merge(variables: list[Given], explicit: list[Given], default_model: str | N
     if contiguous[0] is True:
         # As in vLLM's plug-in.
         values.setdefault("enable-prefix-caching", (False, contiguous[1]))
-    if "model" not in values and default_model is not None:
-        values["model"] = (default_model, DEFAULT)
     if "model" not in values:
-        raise ConfigError("no model is given; give a folder, a .gguf file or a Hugging Face id")
+        # A MODEL behind --served-model-name is taken for one more name.
+        problems += [
+            f"{one.name} takes {' and '.join(map(repr, one.value))}, and no model is named: put "
+            "MODEL in front of the flags, or use --model"
+            for one in explicit
+            if isinstance(one.value, list)
+        ]
+        if default_model is not None:
+            values["model"] = (default_model, DEFAULT)
+        elif not problems:
+            problems.append("no model is given; give a folder, a .gguf file or a Hugging Face id")
+    model = str(values.get("model", ("",))[0])
+    without_effect = _without_effect(chain(*layers), model, problems)
+    if problems:
+        raise ConfigError(joined(problems))
     for flag in FLAGS:
         values.setdefault(flag.key, (flag.default, DEFAULT))
-    return _build(values)
+    engine, server = _build(values)
+    sources = {flag.key: values[flag.key] for flag in FLAGS}
+    return Loaded(engine, server, sources, without_effect, arguments)
 
 
-def _layer(layer: Iterable[Given]) -> dict[str, tuple[object, str]]:
+def _layer(layer: Iterable[Given], problems: list[str]) -> dict[str, tuple[object, str]]:
     """The settings of one source. The last value wins, except for lists of flags, which grow."""
     values: dict[str, tuple[object, str]] = {}
     for given in layer:
-        if given.name in ACCEPTED:
-            _check_accepted(given)
-        elif given.name == "api-key-file":
-            _extend(values, "api-key", _keys(given), given.source)
-        elif given.name in _FLAG_OF:
-            flag = _FLAG_OF[given.name]
-            value = convert(flag, given)
-            if isinstance(value, tuple) and flag.kind is tuple and given.source.startswith("flag"):
-                _extend(values, flag.key, value, given.source)
-            else:
-                values[flag.key] = (value, given.source)
+        with _collected(problems):
+            if given.name == "api-key-file":
+                _extend(values, "api-key", _keys(given), given.source)
+            elif given.name in _FLAG_OF:
+                flag = _FLAG_OF[given.name]
+                value = convert(flag, given)
+                if isinstance(value, tuple) and given.source.startswith("flag"):
+                    _extend(values, flag.key, value, given.source)
+                else:
+                    values[flag.key] = (value, given.source)
     return values
+
+
+@contextlib.contextmanager
+def _collected(problems: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        problems.append(str(error))
 
 
 def _extend(
@@ -138,14 +176,22 @@ def _extend(
     values[key] = ((*before, *more), source)
 
 
-def _check_accepted(given: Given) -> None:
-    only, reason = ACCEPTED[given.name]
-    if only in ("true", "false"):
-        fits = truth(given) == (only == "true")
-    else:
-        fits = str(given.value) == only
-    if not fits:
-        raise wrong(given, f"{only}: {reason}")
+def _without_effect(layers: Iterable[Given], model: str, problems: list[str]) -> dict[str, str]:
+    """The flags of vLLM among `layers`, as one would type them -> why they have no effect."""
+    found = {}
+    for given in layers:
+        if given.name not in ACCEPTED:
+            continue
+        accepted = ACCEPTED[given.name]
+        with _collected(problems):
+            value = str(truth(given)).lower() if accepted.is_switch else given.value
+            if not accepted.fits(value, model):
+                raise wrong(given, f"{accepted.shown}: {accepted.why}")
+            shown = f"--{given.name} {value}"
+            if accepted.is_switch:
+                shown = f"--{'' if value == 'true' else 'no-'}{given.name}"
+            found[shown] = accepted.why
+    return found
 
 
 def _keys(given: Given) -> tuple[str, ...]:
@@ -160,7 +206,7 @@ def _keys(given: Given) -> tuple[str, ...]:
     return keys
 
 
-def _read_file(path: str) -> list[Given]:
+def _read_file(path: str, problems: list[str]) -> list[Given]:
     try:
         with open(path, encoding="utf-8") as file:
             content = yaml.safe_load(file)
@@ -173,7 +219,9 @@ def _read_file(path: str) -> list[Given]:
     source = f"file {path}"
     found: dict[str, Given] = {}
     for key, value in content.items():
-        name = _known(str(key), source)
+        name = _known(str(key), source, problems)
+        if not name:
+            continue
         if name == "config":
             raise ConfigError(f"{path} names another file ({value}); only one file is read")
         owner = _FLAG_OF[name].key if name in _FLAG_OF else name
@@ -183,14 +231,18 @@ def _read_file(path: str) -> list[Given]:
     return list(found.values())
 
 
-def _known(word: str, source: str) -> str:
+def _known(word: str, source: str, problems: list[str]) -> str:
     name = word.replace("_", "-")
-    if name not in _NAMES:
-        raise ConfigError(f"{word} is no setting{nearest(name, _NAMES)} (from {source})")
-    return name
+    if name in _NAMES:
+        return name
+    if reason := absence(name):
+        problems.append(f"{word} is not in this version: {reason} (from {source})")
+    else:
+        problems.append(f"{word} is no setting{nearest(name, _NAMES)} (from {source})")
+    return ""
 
 
-def _build(values: Mapping[str, tuple[object, str]]) -> Loaded:
+def _build(values: Mapping[str, tuple[object, str]]) -> tuple[EngineConfig, ServerConfig]:
     parts: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
     for flag in FLAGS:
         parts[flag.part][flag.field] = values[flag.key][0]
@@ -214,7 +266,7 @@ def _build(values: Mapping[str, tuple[object, str]]) -> Loaded:
         server = ServerConfig(**parts["server"])
     except ConfigError as error:
         raise ConfigError(_named(str(error), values)) from None
-    return Loaded(engine, server, {flag.key: values[flag.key] for flag in FLAGS})
+    return engine, server
 
 
 def _range(dimension: str, ends: Mapping[str, Any]) -> Range:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from config.errors import ConfigError
-from config.loading.flags import ABSENT, Flag
+from config.loading.flags import Flag
 
 _NUMBER = re.compile(r"^([+-]?\d[\d_]*(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB])?$")
 # A lower-case letter is a power of 1000, a capital one of 1024, as in vLLM.
@@ -37,18 +37,28 @@ class Given:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean x?`, or nothing if no known word is similar."""
-    if word.lstrip("-") in ABSENT:
-        return "; vLLM has it, this version does not"
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.55)
+    """`; did you mean x?` for a near spelling of a known word, else nothing: a wrong hint is worse
+    than none."""
+    alike = [one for one in known if abs(len(one) - len(word)) <= 2]
+    near = difflib.get_close_matches(word, alike, n=1, cutoff=0.8)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def joined(problems: Iterable[str]) -> str:
+    """One message of all problems."""
+    lines = list(dict.fromkeys(problems))
+    if len(lines) == 1:
+        return lines[0]
+    return f"{len(lines)} settings cannot be used:" + "".join(f"\n  {line}" for line in lines)
 
 
 def convert(flag: Flag, given: Given) -> object:
     """The value for `flag`'s field. Raises ConfigError with the value, what is allowed, and the
     source."""
     switches = flag.all_switches
-    accepts_auto = flag.kind in (int, float) or (flag.kind is bool and flag.is_optional)
+    accepts_auto = flag.kind in (int, float) or (
+        flag.is_optional and (flag.kind is bool or bool(flag.setting.choices))
+    )
     is_unset = given.value is None or (accepts_auto and str(given.value).lower() in UNSET)
     if given.name in switches and not (is_unset and flag.kind is bool and flag.is_optional):
         on, off = switches[given.name]
@@ -123,7 +133,10 @@ def _choice(flag: Flag, given: Given) -> str:
         return value
     word = flag.setting.spellings.get(value.lower(), value.lower())
     if word not in flag.setting.choices:
-        hint = nearest(word, (*flag.setting.choices, *flag.setting.spellings))
+        # All choices are listed, so this hint may be further off: bf16 for bfloat16.
+        words = (*flag.setting.choices, *flag.setting.spellings)
+        near = difflib.get_close_matches(word, words, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
         raise wrong(given, f"one of {', '.join(flag.setting.choices)}{hint}")
     return word
 

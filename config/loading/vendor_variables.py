@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from config.loading.flags import ACCEPTED, FLAGS, Flag
+from config.loading.flags import FLAGS, Flag
 
 DATA = Path(__file__).with_suffix(".yaml")
 PATH = Path(__file__).parents[2] / "docs" / "hpu-flags.md"
@@ -96,14 +96,10 @@ def page() -> str:
             "| variable | default there | here | our default | meaning |\n"
             f"| --- | --- | --- | --- | --- |\n{rows}"
         )
-    accepted = "".join(
-        f"| `--{name}` | `{value}` | {why} |\n" for name, (value, why) in ACCEPTED.items()
-    )
     parts.append(
         "## Flags of start scripts\n\n`--max-num-prefill-seqs` is `--max-prefill-batch`, "
         "`--async-scheduling` is `--overlap-depth 2`, `--split-qkv` and `--enforce-eager` are ours "
-        "too. These are accepted with the only value that this server supports:\n\n"
-        f"| flag | value | why |\n| --- | --- | --- |\n{accepted}"
+        "too. [Coming from vLLM](coming-from-vllm.md) has all others.\n"
     )
     return "\n".join(parts)
 

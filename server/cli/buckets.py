@@ -28,7 +28,9 @@ usage: gaudiserve buckets show [flags]   print a strategy's table, and its paddi
 def buckets_parser(action: str) -> Parser:
     """The flags of `show` or `fit`, in addition to those of `serve`."""
     parser = server_parser(
-        f"gaudiserve buckets {action}", "Show or fit bucket tables; needs no device."
+        f"gaudiserve buckets {action}",
+        "Show or fit bucket tables; needs no model and no device.",
+        has_model=False,
     )
     group = parser.add_argument_group("This command")
     group.add_argument(
@@ -65,11 +67,10 @@ def main(argv: list[str]) -> int:
     action, *rest = argv
     if action not in ("show", "fit"):
         raise ConfigError(f"`gaudiserve buckets {action}` is no command; show and fit are")
-    parser = buckets_parser(action)
-    args = parser.parse_all(rest)
+    loaded = load(rest, default_model="none", parser=buckets_parser(action))
+    args = loaded.arguments
     if not (math.isfinite(args.seconds_per_graph) and args.seconds_per_graph > 0):
         raise ConfigError(f"seconds-per-graph is {args.seconds_per_graph}, it must be above 0")
-    loaded = load(rest, default_model="none", parser=parser)
     if action == "fit":
         return _fit(args, loaded.engine)
     table = planned_table(loaded.engine)

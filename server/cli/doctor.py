@@ -11,7 +11,9 @@ from engine.reports.doctor import as_json, as_text, diagnose, this_machine
 def doctor_parser() -> Parser:
     """The flags of the command, in addition to those of `serve`."""
     parser = server_parser(
-        "gaudiserve doctor", "Check whether a server with these flags can run on this machine."
+        "gaudiserve doctor",
+        "Check whether a server with these flags can run on this machine.",
+        has_model=False,
     )
     parser.add_argument_group("This command").add_argument(
         "--json", action="store_true", help="Print JSON"
@@ -21,9 +23,8 @@ def doctor_parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     """Print the report; returns 0 if a server can run, else 1. Raises ConfigError."""
-    parser = doctor_parser()
-    args = parser.parse_all(argv)
-    engine = load(argv, default_model="demo", parser=parser).engine
+    loaded = load(argv, default_model="demo", parser=doctor_parser())
+    engine = loaded.engine
     report = diagnose(this_machine(environment()), engine, engine.cache_dir or cache_home())
-    print(json.dumps(as_json(report), indent=2) if args.json else as_text(report))
+    print(json.dumps(as_json(report), indent=2) if loaded.arguments.json else as_text(report))
     return 0 if report.can_serve else 1

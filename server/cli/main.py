@@ -46,18 +46,25 @@ commands:
   gaudiserve --version prints {VERSION}.
 """
 
+TEXTS = {
+    **dict.fromkeys(("-h", "--help", "help"), HELP),
+    **dict.fromkeys(("-V", "--version", "version"), f"{VERSION}\n"),
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 1 if it failed, 2 for a wrong setting, 130 for
     Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help", "help"):
+    if not words:
         print(HELP, end="")
-        return 0 if words else 2
-    if words[0] in ("-V", "--version", "version"):
-        print(VERSION)
-        return 0
+        return 2
     try:
+        if text := TEXTS.get(words[0]):
+            if len(words) > 1:
+                raise ConfigError(f"`gaudiserve {words[0]}` takes no argument {words[1]!r}")
+            print(text, end="")
+            return 0
         return _command(words[0])(words[1:])
     except ConfigError as error:
         print(f"gaudiserve: {error}", file=sys.stderr)
@@ -91,6 +98,8 @@ def _serve(argv: list[str]) -> int:
     )
     engine, server = loaded.engine, loaded.server
     log.setup("server", level=server.log_level, access_log=not server.disable_access_log)
+    if loaded.without_effect:
+        logger.info("Accepted without effect: %s", _with_reasons(loaded.without_effect))
     for variable, reason in ignored_variables(environment()):
         logger.warning("The variable %s does nothing here, %s", variable, reason)
     from config.startup_checks import check_device
@@ -102,6 +111,10 @@ def _serve(argv: list[str]) -> int:
     names = server.served_model_names or default_names
     resolve = partial(_resolve, engine, server)
     return serve(engine, dataclasses.replace(server, served_model_names=names), resolve)
+
+
+def _with_reasons(reasons: Mapping[str, str]) -> str:
+    return "; ".join(f"{name} ({reason})" for name, reason in reasons.items())
 
 
 def _resolve(engine: EngineConfig, server: ServerConfig, report: Report) -> str:
@@ -136,8 +149,7 @@ def _config(argv: list[str]) -> int:
     from config.checkpoint.demo import NAMES
 
     loaded = load(argv, default_model=NAMES[0], parser=parser)
-    as_json = parser.parse_all(argv).json
-    print(_as_json(loaded.shown()) if as_json else _as_table(loaded.shown()))
+    print((_as_json if loaded.arguments.json else _as_table)(loaded.shown()))
     return 0
 
 

@@ -57,9 +57,8 @@ def plan_parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     """Print the plan; returns 0 if it fits, else 1. Raises ConfigError."""
-    parser = plan_parser()
-    args = parser.parse_all(argv)
-    engine = load(argv, default_model="demo", parser=parser).engine
+    loaded = load(argv, default_model="demo", parser=plan_parser())
+    args, engine = loaded.arguments, loaded.engine
     target = Target(
         device=args.device,
         num_cards=args.tensor_parallel_size,

@@ -1,0 +1,343 @@
+"""Flags of `vllm serve` and of its Gaudi plug-in that are no settings here: accepted without
+effect, or refused with a reason. `python -m config.loading.vllm_flags` writes their tables into
+docs/coming-from-vllm.md."""
+
+import fnmatch
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+PATH = Path(__file__).parents[2] / "docs" / "coming-from-vllm.md"
+
+SHORT_FORMS: Mapping[str, str] = {
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-dcp": "--decode-context-parallel-size",
+    "-pcp": "--prefill-context-parallel-size",
+    "-dpl": "--data-parallel-size-local",
+    "-dpn": "--data-parallel-rank",
+    "-dpr": "--data-parallel-start-rank",
+    "-dpa": "--data-parallel-address",
+    "-dpp": "--data-parallel-rpc-port",
+    "-dpb": "--data-parallel-backend",
+    "-dph": "--data-parallel-hybrid-lb",
+    "-ep": "--enable-expert-parallel",
+    "-asc": "--api-server-count",
+    "-n": "--nnodes",
+    "-q": "--quantization",
+    "-sc": "--speculative-config",
+    "-spec-draft-tp": "--speculative-draft-tensor-parallel-size",
+    "-O": "--compilation-config",
+    "-cc": "--compilation-config",
+}
+
+MODEL = "the model's name"
+"""Stands for the value of --model in `_VALUES`."""
+
+_VALUES = (
+    # Flags, the values that are accepted (none: any), and why they have no effect.
+    (
+        "tensor-parallel-size pipeline-parallel-size decode-context-parallel-size "
+        "prefill-context-parallel-size nnodes",
+        ("1",),
+        "one device runs the model in this version",
+    ),
+    (
+        "data-parallel-size data-parallel-size-local",
+        ("1",),
+        "one engine runs in this version; further servers can run behind a load balancer",
+    ),
+    (
+        "distributed-executor-backend",
+        ("mp", "uni"),
+        "one device runs the model in this version, in the process that --executor chooses; Ray "
+        "and other launchers are not in this version",
+    ),
+    (
+        "load-format",
+        ("auto", "safetensors", "hf"),
+        "weights are read from safetensors files, or from a .gguf file given as the model",
+    ),
+    ("config-format", ("auto", "hf"), "config.json is read"),
+    ("model-impl", ("auto", "vllm"), "all models are implemented here"),
+    (
+        "tokenizer",
+        (MODEL,),
+        "the tokenizer is the one in the model's folder; put another one there",
+    ),
+    ("tokenizer-mode", ("auto", "hf"), "the tokenizer is of the kind that the model's files name"),
+    ("tokenizer-pool-size", ("0",), "--tokenizer-threads sets the number of threads"),
+    ("code-revision", (), "code in a checkpoint is never run"),
+    ("kv-cache-dtype", ("auto",), "the KV cache has the data type of the model (--dtype)"),
+    (
+        "swap-space",
+        (),
+        "preempted requests are computed again, nothing is swapped to the host",
+    ),
+    (
+        "preemption-mode",
+        ("recompute",),
+        "preempted requests are computed again, nothing is swapped to the host",
+    ),
+    ("cpu-offload-gb", ("0",), "weights stay on the device in this version"),
+    ("prefix-caching-hash-algo", (), "blocks are found by their SHA-256"),
+    (
+        "num-scheduler-steps",
+        (),
+        "two steps are always in flight instead of several planned at once; --overlap-depth 1 "
+        "turns that off",
+    ),
+    ("num-lookahead-slots", ("0",), "speculative decoding is not in this version"),
+    ("scheduler-delay-factor", ("0",), "a waiting prompt starts with the next step"),
+    (
+        "max-num-partial-prefills max-long-partial-prefills",
+        ("1",),
+        "--max-prefill-batch and --max-num-batched-tokens limit the prompts of a step",
+    ),
+    (
+        "long-prefill-token-threshold",
+        ("0",),
+        "--max-num-batched-tokens limits the tokens of a step",
+    ),
+    (
+        "max-seq-len-to-capture",
+        (),
+        "the buckets and --graph-reserved-mem decide what is captured, at any length",
+    ),
+    (
+        "guided-decoding-backend",
+        ("auto", "guidance"),
+        "llguidance compiles all grammars, schemas and patterns",
+    ),
+    ("worker-cls", ("auto",), "there is one kind of worker"),
+    ("chat-template-content-format", ("auto",), "found from the chat template"),
+    ("response-role", ("assistant",), "answers have the role assistant"),
+    ("root-path", ("", "/"), "routes start at /; let the proxy remove its prefix"),
+    (
+        "allowed-methods allowed-headers",
+        ("*", '["*"]', "['*']"),
+        "--allowed-origins alone chooses who may call; methods and headers are free",
+    ),
+    ("max-parallel-loading-workers", (), "one worker loads the weights"),
+    ("safetensors-load-strategy", (), "weights are read tensor by tensor"),
+)
+_SWITCHES = (
+    # Switches, the accepted states (none: both), and why they have no effect.
+    (
+        "trust-remote-code",
+        (),
+        "code in a checkpoint is never run; a model that needs it is refused when it is read",
+    ),
+    ("enable-chunked-prefill", ("true",), "long prompts are always computed in chunks"),
+    (
+        "use-padding-aware-scheduling",
+        ("true",),
+        "prompts are always merged by the cost of their padded launch, which stays within "
+        "max-num-batched-tokens",
+    ),
+    ("disable-log-stats", ("true",), "there is no periodic line to switch on; see /metrics"),
+    ("use-v2-block-manager", (), "there is one block manager"),
+    ("disable-hybrid-kv-cache-manager", (), "all layers share one kind of block"),
+    (
+        "disable-custom-all-reduce disable-nccl-for-dp-synchronization",
+        (),
+        "one device runs the model in this version",
+    ),
+    ("disable-cascade-attn", (), "attention does not cascade"),
+    ("disable-async-output-proc", (), "--overlap-depth 1 turns the overlap of steps off"),
+    ("multi-step-stream-outputs", (), "tokens are streamed after each step"),
+    ("disable-frontend-multiprocessing", (), "API servers are processes of their own"),
+    ("enable-reasoning", ("true",), "--reasoning-parser alone chooses"),
+    ("enable-sleep-mode", ("true",), "every server can sleep: /sleep, with --enable-dev-endpoints"),
+    ("enable-server-load-tracking", ("true",), "/load always answers"),
+    ("enable-prompt-tokens-details", ("true",), "usage always has them"),
+    ("enable-tokenizer-info-endpoint", ("true",), "/tokenizer_info always answers"),
+    ("enable-request-id-headers", ("true",), "answers always have X-Request-Id"),
+    ("enable-offline-docs", ("true",), "/docs needs no internet"),
+    ("use-tqdm-on-load", (), "a bar is shown on a terminal"),
+)
+
+_ABSENT = (
+    # Flags, and why they are not in this version.
+    ("data-parallel-* headless node-rank master-addr master-port", "one engine runs"),
+    (
+        "enable-expert-parallel all2all-backend expert-placement-strategy num-redundant-experts "
+        "enable-eplb eplb-* enable-dbo dbo-* ubatch-size",
+        "one device runs the model, and experts are not spread",
+    ),
+    ("ray-workers-use-nsight worker-extension-cls", "Ray and workers of your own are not built"),
+    (
+        "enable-lora enable-lora-bias lora-* max-loras max-lora-rank max-cpu-loras "
+        "fully-sharded-loras default-mm-loras long-lora-scaling-factors "
+        "qlora-adapter-name-or-path enable-prompt-adapter max-prompt-adapters "
+        "max-prompt-adapter-token",
+        "adapters are not served; merge them into the weights",
+    ),
+    (
+        "speculative-* num-speculative-tokens ngram-prompt-lookup-* "
+        "spec-decoding-acceptance-method typical-acceptance-sampler-* "
+        "disable-logprobs-during-spec-decoding",
+        "there is no speculative decoding",
+    ),
+    (
+        "limit-mm-per-prompt mm-* media-io-kwargs allowed-local-media-path "
+        "allowed-media-domains interleave-mm-strings skip-mm-profiling video-pruning-rate "
+        "enable-mm-embeds disable-mm-preprocessor-cache disable-chunked-mm-input "
+        "enable-multimodal-encoder-data-parallel language-model-only",
+        "requests have text only",
+    ),
+    (
+        "compilation-config cudagraph-* cuda-graph-sizes max-cudagraph-capture-size "
+        "optimization-level",
+        "--execution-mode chooses how the model is compiled, and the buckets (such as "
+        "--decode-bs-bucket-max) which shapes",
+    ),
+    ("attention-backend attention-config kernel-config", "each device has one attention"),
+    (
+        "weights-load-device pt-load-map-location model-loader-extra-config ignore-patterns",
+        "weights are read tensor by tensor and copied to the device at once",
+    ),
+    ("calculate-kv-scales kv-cache-dtype-skip-layers", "the KV cache has the model's data type"),
+    (
+        "kv-transfer-config kv-events-config kv-offloading-* kv-sharing-fast-prefill",
+        "the KV cache stays in its engine",
+    ),
+    ("mamba-*", "models with a recurrent state are not supported"),
+    (
+        "download-dir",
+        "the Hugging Face library chooses the folder: set the variable HF_HOME or HF_HUB_CACHE",
+    ),
+    ("hf-token", "set the variable HF_TOKEN"),
+    (
+        "hf-overrides hf-config-path rope-scaling rope-theta override-attention-dtype",
+        "the model is what its config.json says; change it there",
+    ),
+    ("tokenizer-revision", "the tokenizer comes with the model, at --revision"),
+    ("disable-sliding-window", "set --max-model-len to the length of the window"),
+    ("tokenizer-pool-*", "--tokenizer-threads sets the number of threads"),
+    ("enable-prompt-embeds io-processor-plugin", "prompts are text or token ids"),
+    (
+        "logits-processors logits-processor-pattern scheduler-cls middleware tool-parser-plugin "
+        "reasoning-parser-plugin additional-config",
+        "there are no plug-ins",
+    ),
+    (
+        "structured-outputs-config guided-decoding-disable-*",
+        "llguidance compiles all grammars, schemas and patterns, without options",
+    ),
+    (
+        "ssl-* enable-ssl-refresh",
+        "the server speaks plain HTTP; let a proxy in front end TLS (docs/deployment.md)",
+    ),
+    ("uds grpc", "the server listens on --host and --port"),
+    ("allow-credentials", "keys travel in the Authorization header, not in cookies"),
+    ("default-chat-template-kwargs", "send chat_template_kwargs with the request"),
+    ("return-tokens-as-token-ids", "send return_tokens_as_token_ids with the request"),
+    ("enable-force-include-usage", "send stream_options.include_usage with the request"),
+    ("exclude-tools-when-tool-choice-none", "send no tools with the request"),
+    ("tool-server", "tools are run by the client"),
+    (
+        "log-config-file max-log-len enable-log-outputs enable-log-deltas log-error-stack "
+        "disable-access-log-for-endpoints",
+        "--log-level, --enable-log-requests and --disable-access-log choose what is logged",
+    ),
+    (
+        "otlp-traces-endpoint collect-detailed-traces show-hidden-metrics-for-version "
+        "enable-mfu-metrics kv-cache-metrics* enable-layerwise-nvtx-tracing "
+        "aggregate-engine-logging enable-per-request-metrics",
+        "/metrics has what is measured; there are no OpenTelemetry traces",
+    ),
+    ("profiler-config", "--profiler and --profiler-trace write a trace"),
+    ("override-neuron-config", "it is for another device"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A flag without effect here."""
+
+    values: tuple[str, ...]
+    """The accepted ones; none: any."""
+    why: str
+    is_switch: bool = False
+
+    @property
+    def shown(self) -> str:
+        """The accepted values in words."""
+        return " or ".join(filter(None, self.values)) or "any"
+
+    def fits(self, value: object, model: str) -> bool:
+        """Whether `value` has no effect."""
+        word = str(value).lower()
+        number = _number(word)
+        return not self.values or any(
+            word == accepted
+            or (accepted == MODEL and str(value) == model)
+            or (number is not None and number == _number(accepted))
+            for accepted in self.values
+        )
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def _accepted() -> Iterator[tuple[str, Accepted]]:
+    for rows, is_switch in ((_VALUES, False), (_SWITCHES, True)):
+        for names, values, why in rows:
+            for name in names.split():
+                yield name, Accepted(values, why, is_switch)
+
+
+ACCEPTED: Mapping[str, Accepted] = dict(_accepted())
+
+
+def absence(name: str) -> str:
+    """Why vLLM's flag `name` (--enable-lora) is not in this version; empty for other names."""
+    # --compilation-config.level is an entry of --compilation-config.
+    bare = name.lstrip("-").removeprefix("no-").partition(".")[0]
+    for patterns, reason in _ABSENT:
+        if any(fnmatch.fnmatchcase(bare, pattern) for pattern in patterns.split()):
+            return reason
+    return ""
+
+
+def tables() -> str:
+    """The tables of docs/coming-from-vllm.md."""
+    accepted = "".join(
+        f"| {_flags(names)} | {' or '.join(f'`{word}`' for word in values if word) or 'any'} "
+        f"| {why} |\n"
+        for names, values, why in (*_VALUES, *_SWITCHES)
+    )
+    absent = "".join(f"| {_flags(names)} | {reason} |\n" for names, reason in _ABSENT)
+    short = ", ".join(f"`{short}` (`{name}`)" for short, name in SHORT_FORMS.items())
+    return (
+        f"\n### Accepted without effect\n\n| flag | value | why |\n| --- | --- | --- |\n{accepted}"
+        f"\n### Not in this version\n\n| flag | why, and what to use |\n| --- | --- |\n{absent}"
+        f"\n### Short forms\n\n{short}.\n\n"
+    )
+
+
+def _flags(names: str) -> str:
+    return ", ".join(f"`--{name}`" for name in names.split())
+
+
+def with_tables(page: str) -> str:
+    """`page` with its tables written anew."""
+    return re.sub(r"(?<=<!-- tables -->\n).*(?=<!-- end -->)", lambda _: tables(), page, flags=re.S)
+
+
+def main() -> int:
+    """Write the tables into the page."""
+    PATH.write_text(with_tables(PATH.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,326 @@
+"""config/loading/vllm_flags.py: command lines of vLLM, as users type them."""
+
+import json
+import logging
+import shlex
+
+import pytest
+
+from config.errors import ConfigError
+from config.loading.flags import FLAGS
+from config.loading.parser import server_parser
+from config.loading.sources import from_keywords, load
+from config.loading.vllm_flags import ACCEPTED, PATH, SHORT_FORMS, absence, with_tables
+from server.cli import main as cli
+
+VLLM = """
+    additional-config aggregate-engine-logging all2all-backend allow-credentials
+    allowed-headers allowed-local-media-path allowed-media-domains allowed-methods
+    allowed-origins api-key api-server-count async-scheduling block-size calculate-kv-scales
+    chat-template chat-template-content-format code-revision collect-detailed-traces
+    compilation-config config config-format convert cpu-offload-gb cuda-graph-sizes
+    cudagraph-capture-sizes data-parallel-address data-parallel-backend data-parallel-hybrid-lb
+    data-parallel-rank data-parallel-rpc-port data-parallel-size data-parallel-size-local
+    data-parallel-start-rank dbo-decode-token-threshold dbo-prefill-token-threshold
+    decode-context-parallel-size default-chat-template-kwargs default-mm-loras device
+    disable-access-log-for-endpoints disable-async-output-proc disable-cascade-attn
+    disable-chunked-mm-input disable-custom-all-reduce disable-fastapi-docs
+    disable-frontend-multiprocessing disable-hybrid-kv-cache-manager disable-log-requests
+    disable-log-stats disable-logprobs-during-spec-decoding disable-mm-preprocessor-cache
+    disable-nccl-for-dp-synchronization disable-sliding-window disable-uvicorn-access-log
+    distributed-executor-backend dtype enable-auto-tool-choice enable-chunked-prefill enable-dbo
+    enable-eplb enable-expert-parallel enable-force-include-usage enable-log-outputs
+    enable-log-requests enable-lora enable-lora-bias enable-mm-embeds
+    enable-multimodal-encoder-data-parallel enable-prefix-caching enable-prompt-adapter
+    enable-prompt-embeds enable-prompt-tokens-details enable-reasoning
+    enable-request-id-headers enable-server-load-tracking enable-sleep-mode
+    enable-ssl-refresh enable-tokenizer-info-endpoint enforce-eager eplb-config
+    eplb-log-balancedness eplb-step-interval eplb-window-size
+    exclude-tools-when-tool-choice-none expert-placement-strategy fully-sharded-loras
+    generation-config gpu-memory-utilization guided-decoding-backend
+    guided-decoding-disable-additional-properties guided-decoding-disable-any-whitespace
+    guided-decoding-disable-fallback h11-max-header-count h11-max-incomplete-event-size headless
+    hf-config-path hf-overrides hf-token host ignore-patterns interleave-mm-strings
+    io-processor-plugin kv-cache-dtype kv-cache-memory-bytes kv-events-config
+    kv-sharing-fast-prefill kv-transfer-config limit-mm-per-prompt load-format log-config-file
+    logits-processor-pattern logits-processors logprobs-mode long-lora-scaling-factors
+    long-prefill-token-threshold lora-dtype lora-extra-vocab-size lora-modules mamba-block-size
+    mamba-cache-dtype mamba-ssm-cache-dtype max-cpu-loras max-cudagraph-capture-size max-log-len
+    max-logprobs max-long-partial-prefills max-lora-rank max-loras max-model-len
+    max-num-batched-tokens max-num-partial-prefills max-num-seqs max-parallel-loading-workers
+    max-prompt-adapter-token max-prompt-adapters max-seq-len-to-capture media-io-kwargs
+    middleware mm-encoder-attn-backend mm-encoder-tp-mode mm-processor-cache-gb
+    mm-processor-cache-type mm-processor-kwargs mm-shm-cache-max-object-size-mb model model-impl
+    model-loader-extra-config multi-step-stream-outputs ngram-prompt-lookup-max
+    ngram-prompt-lookup-min num-gpu-blocks-override num-lookahead-slots num-redundant-experts
+    num-scheduler-steps num-speculative-tokens otlp-traces-endpoint override-attention-dtype
+    override-generation-config override-neuron-config override-pooler-config
+    pipeline-parallel-size pooler-config port preemption-mode prefix-caching-hash-algo
+    pt-load-map-location qlora-adapter-name-or-path quantization ray-workers-use-nsight
+    reasoning-parser response-role return-tokens-as-token-ids revision root-path rope-scaling
+    rope-theta runner safetensors-load-strategy scheduler-cls scheduler-delay-factor
+    scheduling-policy seed served-model-name show-hidden-metrics-for-version skip-mm-profiling
+    skip-tokenizer-init spec-decoding-acceptance-method speculative-config
+    speculative-disable-by-batch-size speculative-disable-mqa-scorer
+    speculative-draft-tensor-parallel-size speculative-max-model-len speculative-model
+    speculative-model-quantization ssl-ca-certs ssl-cert-reqs ssl-certfile ssl-keyfile
+    structured-outputs-config swap-space task tensor-parallel-size tokenizer tokenizer-mode
+    tokenizer-pool-extra-config tokenizer-pool-size tokenizer-pool-type tokenizer-revision
+    tool-call-parser tool-parser-plugin tool-server trust-remote-code
+    trust-request-chat-template typical-acceptance-sampler-posterior-alpha
+    typical-acceptance-sampler-posterior-threshold uds use-tqdm-on-load use-v2-block-manager
+    uvicorn-log-level video-pruning-rate weights-load-device worker-cls worker-extension-cls
+"""
+"""Flags of `vllm serve` 0.7 to 0.12 and of the vendor's fork."""
+
+SERVE = ["serve", "m"]
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """`gaudiserve serve` up to the start of processes."""
+    monkeypatch.setattr("server.process.supervisor.serve", lambda *arguments: 0)
+    monkeypatch.setattr("config.log.setup", lambda *arguments, **options: None)
+    caplog.set_level(logging.INFO)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What the command prints about flags that it does not take."""
+    assert cli.main([*SERVE, *words]) == 2
+    return capsys.readouterr().err
+
+
+def test_every_flag_of_vllm_is_a_setting_or_has_an_answer() -> None:
+    settings = {name for flag in FLAGS for name in flag.names} | {"config"}
+
+    for name in VLLM.split():
+        answers = [name in settings, name in ACCEPTED, bool(absence(name)) and name not in ACCEPTED]
+        assert sum(answers) == 1, name
+
+
+def test_the_page_has_the_tables() -> None:
+    page = PATH.read_text(encoding="utf-8")
+
+    assert page == with_tables(page), "run `python -m config.loading.vllm_flags`"
+    assert all(f"`--{name}`" in page for name in ACCEPTED)
+
+
+def test_one_message_names_every_flag_that_cannot_be_used(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = (
+        "-tp 2 --enable-lora --lora-modules a=b c=d --kv-cache-dtype fp8 --max-modellen 9 "
+        "--speculative-config.method ngram --frobnicate --port x --quantization awq "
+        "--enable-prefix-caching=maybe"
+    )
+
+    message = refused(capsys, *line.split())
+
+    first, *others = message.splitlines()
+    assert first == "gaudiserve: 10 settings cannot be used:"
+    assert sorted(line.split()[0] for line in others) == [
+        "--enable-lora",
+        "--enable-prefix-caching",
+        "--frobnicate",
+        "--lora-modules",
+        "--max-modellen",
+        "--speculative-config.method",
+        "kv-cache-dtype",
+        "port",
+        "quantization",
+        "tensor-parallel-size",
+    ]
+    assert "--max-modellen is no flag of gaudiserve serve; did you mean --max-model-len?" in message
+    assert "tensor-parallel-size is '2', it must be 1: one device runs the model" in message
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "-tp 1 -pp 1 -dp 1",
+        "-tp=1",
+        "--load-format auto",
+        "--load-format safetensors",
+        "--kv-cache-dtype auto",
+        "--tokenizer-mode auto",
+        "--tokenizer m",
+        "--distributed-executor-backend mp",
+        "--distributed-executor-backend uni",
+        "--swap-space 4",
+        "--swap-space 0.5",
+        "--cpu-offload-gb 0.0",
+        "--trust-remote-code",
+        "--use-v2-block-manager",
+        "--guided-decoding-backend auto",
+        "--disable-log-stats",
+        "--enable-chunked-prefill",
+        "--enable-chunked-prefill True",
+        "--enable-chunked-prefill=true",
+        "--num-scheduler-steps 8",
+        "--max-seq-len-to-capture 32768",
+        "--preemption-mode recompute",
+        "--scheduler-delay-factor 0",
+        "--disable-custom-all-reduce",
+        "--use-padding-aware-scheduling",
+        "--enable-reasoning",
+        "--multi-step-stream-outputs False",
+        "--max_parallel_loading_workers 2",
+    ],
+)
+def test_a_flag_that_asks_for_nothing_special_is_accepted_and_logged_with_its_reason(
+    line: str, served: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    code = cli.main([*SERVE, *line.split()])
+
+    (record,) = [one for one in caplog.records if one.name == cli.__name__]
+    assert code == 0
+    assert record.message.startswith("Accepted without effect: --")
+    assert record.message.endswith(")")
+
+
+def test_the_log_has_one_line_for_all_of_them(
+    served: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    cli.main([*SERVE, "--swap-space=4", "--trust-remote-code", "--num-scheduler-steps=8"])
+
+    (record,) = [one for one in caplog.records if one.name == cli.__name__]
+    assert "--swap-space 4 (preempted requests are computed again" in record.message
+    assert "--trust-remote-code (code in a checkpoint is never run" in record.message
+    assert "--num-scheduler-steps 8 (two steps are always in flight instead" in record.message
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("-tp 2", "tensor-parallel-size is '2', it must be 1: one device runs"),
+        ("--tensor-parallel-size 2", "must be 1: one device runs the model in this version"),
+        ("-pp=2", "pipeline-parallel-size is '2', it must be 1"),
+        ("-dp 4", "data-parallel-size is '4', it must be 1: one engine runs in this version"),
+        ("--load-format dummy", "is 'dummy', it must be auto or safetensors or hf: weights are"),
+        ("--kv-cache-dtype fp8", "must be auto: the KV cache has the data type of the model"),
+        ("--tokenizer other", "is 'other', it must be the model's name: the tokenizer is the"),
+        ("--tokenizer-mode mistral", "is 'mistral', it must be auto or hf"),
+        ("--distributed-executor-backend ray", "Ray and other launchers are not in this version"),
+        ("--cpu-offload-gb 4", "is '4', it must be 0: weights stay on the device"),
+        ("--preemption-mode swap", "is 'swap', it must be recompute"),
+        ("--guided-decoding-backend outlines", "is 'outlines', it must be auto or guidance"),
+        ("--no-enable-chunked-prefill", "must be true: long prompts are always computed in chunks"),
+        ("--enable-chunked-prefill=False", "enable-chunked-prefill is False, it must be true"),
+        ("--max-logprobs 21", "max-logprobs is 21, it must be between 0 and 20"),
+        ("-q awq", "quantization is 'awq', it must be one of int8, int4, gguf"),
+        ("--generation-config ./folder", "is './folder', it must be one of auto, vllm"),
+        ("--weights-load-device cpu", "--weights-load-device is not in this version: weights"),
+        ("--speculative-model x", "--speculative-model is not in this version: there is no"),
+        ("--num-speculative-tokens 5", "--num-speculative-tokens is not in this version"),
+        ("--enable-expert-parallel", "--enable-expert-parallel is not in this version: one dev"),
+        ("-ep", "--enable-expert-parallel is not in this version"),
+        ("--compilation-config {}", "--compilation-config is not in this version: --execution-m"),
+        ("-O3", "--compilation-config is not in this version"),
+        ("-O.level=3", "--compilation-config.level is not in this version"),
+        ("--limit-mm-per-prompt image=1", "--limit-mm-per-prompt is not in this version: reque"),
+        ("--mm-processor-cache-gb 0", "--mm-processor-cache-gb is not in this version"),
+        ("--enable-lora", "--enable-lora is not in this version: adapters are not served"),
+        ("--lora-modules a=b", "--lora-modules is not in this version"),
+        ("--max-loras 4", "--max-loras is not in this version"),
+        ("--ssl-keyfile key.pem", "not in this version: the server speaks plain HTTP; let a"),
+        ("--root-path /v2", "is '/v2', it must be /"),
+        ("--tokenizer-revision main", "the tokenizer comes with the model, at --revision"),
+        ("--download-dir /x", "set the variable HF_HOME or HF_HUB_CACHE"),
+    ],
+)
+def test_another_value_or_flag_is_refused_with_the_reason(
+    line: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = refused(capsys, *line.split())
+
+    assert message in printed
+    assert printed.count("\n") == 1
+    assert "did you mean" not in printed
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "value"),
+    [
+        ("-q int8", "quantization", "int8"),
+        ("-q=int8", "quantization", "int8"),
+        ("--quantization None", "quantization", None),
+        ("-asc 2", "api-server-count", 2),
+        ("--served-model-name a b", "served-model-name", ("a", "b")),
+        ("--served-model-name a,b", "served-model-name", ("a", "b")),
+        ("--served-model-name a --served-model-name b c", "served-model-name", ("a", "b", "c")),
+        ("--disable-log-requests", "enable-log-requests", False),
+        ("--enforce-eager", "enforce-eager", True),
+        ("--max-logprobs 5", "max-logprobs", 5),
+        ("--seed 7", "seed", 7),
+        ("--revision abc", "revision", "abc"),
+        ("--block-size 128", "block-size", 128),
+        ("--dtype half", "dtype", "float16"),
+        ("--num-gpu-blocks-override 64", "num-gpu-blocks-override", 64),
+        ("--uvicorn-log-level trace", "log-level", "debug"),
+        ("--generation-config vllm", "generation-config", "vllm"),
+        (
+            """--override-generation-config '{"temperature": 0.5}'""",
+            "override-generation-config",
+            '{"temperature": 0.5}',
+        ),
+    ],
+)
+def test_a_flag_with_a_counterpart_sets_it(
+    line: str, key: str, value: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = cli.main(["config", "m", *shlex.split(line), "--json"])
+
+    found = json.loads(capsys.readouterr().out)[key]["value"]
+    assert code == 0
+    assert (tuple(found) if isinstance(found, list) else found) == value
+
+
+def test_a_model_behind_the_names_is_not_taken_for_a_name() -> None:
+    with pytest.raises(ConfigError, match=r"takes 'a' and './model', and no model is named: put"):
+        load(["--served-model-name", "a", "./model"], environ={}, default_model="demo")
+
+    named = load(["--served-model-name", "a", "b", "--model", "x"], environ={})
+    assert named.server.served_model_names == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("--max-num-seq", "--max-num-seqs"),
+        ("--max-modellen", "--max-model-len"),
+        ("--gpu-memory-utilisation", "--gpu-memory-utilization"),
+        ("--enable-prefix-cashing", "--enable-prefix-caching"),
+        ("--tensor-paralel-size", "--tensor-parallel-size"),
+    ],
+)
+def test_a_near_spelling_is_suggested(
+    word: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"{word} is no flag of gaudiserve serve; did you mean {meant}?" in refused(capsys, word)
+
+
+@pytest.mark.parametrize(
+    "word", ["-t", "-p", "-m", "--top-k", "--foo", "--workers", "--max-log", "--n-gpu-layers"]
+)
+def test_nothing_is_suggested_for_a_flag_that_is_like_no_other(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refused(capsys, word, "1") == f"gaudiserve: {word} is no flag of gaudiserve serve\n"
+
+
+def test_short_forms_stand_for_flags_that_exist_or_have_a_reason() -> None:
+    known = server_parser("serve", "")._option_string_actions
+
+    assert all(name in known or absence(name) for name in SHORT_FORMS.values())
+
+
+def test_keywords_of_vllm_are_accepted_and_refused_alike() -> None:
+    loaded = from_keywords(model="m", tensor_parallel_size=1, swap_space=4, trust_remote_code=True)
+
+    assert set(loaded.without_effect) == {
+        "--tensor-parallel-size 1",
+        "--swap-space 4",
+        "--trust-remote-code",
+    }
+    with pytest.raises(ConfigError, match=r"2 settings.*\n.*enable_lora is not in.*\n.*must be 1"):
+        from_keywords(model="m", enable_lora=True, tensor_parallel_size=2)
