@@ -11,22 +11,24 @@ from pathlib import Path
 
 import yaml
 
+from config.loading.env import is_service_link, variable_table
 from config.loading.flags import FLAGS, Flag
 
 DATA = Path(__file__).with_suffix(".yaml")
 PATH = Path(__file__).parents[2] / "docs" / "hpu-flags.md"
-REASONS = ("not built", "not needed")
+REASONS = ("not built", "not needed", "instead")
 
 HEAD = """\
 # Settings of vLLM for Gaudi, and ours
 
 <!-- Made by `python -m config.loading.vendor_variables`; a test holds it equal to the code. -->
 
-Every variable of the vendor's guide and of its plug-in, with its default there. If the table has a
-flag of ours, the variable is read and sets that flag; the flag and our own variable win over it
-([configuration](configuration.md) lists all of ours). Otherwise the table has the reason: **not
-built** is missing in this version, **not needed** has nothing to switch here. Such a variable is no
-error: if it is set, the log says at start that it has no effect, and why.
+Every variable of the vendor's guide and of its plug-in, with its default there, and at the end
+those of vLLM itself that start scripts set. If the table has a flag of ours, the variable is read
+and sets that flag; the flag and our own variable win over it ([configuration](configuration.md)
+lists all of ours). Otherwise the table has the reason: **not built** is missing in this version,
+**not needed** has nothing to switch here, **instead** names what to use. Such a variable is no
+error: a line of the log at start names all that are set and have no effect, and why.
 """
 NOTES = {
     "Buckets": "The defaults are those of the plug-in's linear strategy, and for the padding "
@@ -75,15 +77,22 @@ def vendor_variables() -> tuple[VendorVariable, ...]:
     )
 
 
-def ignored_variables(environ: Mapping[str, str]) -> list[tuple[str, str]]:
-    """(variable, reason) of vLLM's variables that are set and have no effect here."""
-    return [
-        (name, variable.reason)
+def ignored_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """vLLM's variables that are set and have no effect here -> why."""
+    read = variable_table()
+    unread = [
+        name
+        for name, word in sorted(environ.items())
+        if word and name not in read and not is_service_link(name, word)
+    ]
+    reasons = {
+        name: variable.reason
         for variable in vendor_variables()
         if variable.reason
-        for name in sorted(fnmatch.filter(environ, variable.name))
-        if environ[name]
-    ]
+        for name in fnmatch.filter(unread, variable.name)
+    }
+    unknown = [name for name in unread if name.startswith("VLLM_") and name not in reasons]
+    return {**reasons, **dict.fromkeys(unknown, "not known here")}
 
 
 def page() -> str:

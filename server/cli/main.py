@@ -100,8 +100,8 @@ def _serve(argv: list[str]) -> int:
     log.setup("server", level=server.log_level, access_log=not server.disable_access_log)
     if loaded.without_effect:
         logger.info("Accepted without effect: %s", _with_reasons(loaded.without_effect))
-    for variable, reason in ignored_variables(environment()):
-        logger.warning("The variable %s does nothing here, %s", variable, reason)
+    if ignored := ignored_variables(environment()):
+        logger.warning("Variables without effect: %s", _with_reasons(ignored))
     from config.startup_checks import check_device
 
     check_device(engine.device)

@@ -38,27 +38,37 @@ def test_every_variable_of_vllm_that_a_device_setting_reads_is_in_the_table() ->
     assert read <= {variable.name for variable in vendor_variables()}
 
 
-def test_an_ignored_variable_is_reported_once_with_its_reason() -> None:
+def test_a_variable_without_effect_is_found_with_its_reason() -> None:
     environ = {
         "VLLM_DEFRAG_WITH_GRAPHS": "1",
         "VLLM_GC_THR_GEN0": "9",
+        "VLLM_CPU_KVCACHE_SPACE": "40",
+        "VLLM_CPU_OMP_THREADS_BIND": "0-31",
+        "VLLM_USE_V1": "1",
+        "VLLM_NOT_OF_THE_GUIDE": "1",
+        # Empty, read here, of Kubernetes for a service named vllm, and of something else.
         "VLLM_DEBUG": "",
         "VLLM_SKIP_WARMUP": "1",
-        "VLLM_NOT_OF_THE_GUIDE": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "VLLM_MAX_STOP_STRINGS": "8",
+        "VLLM_PORT": "tcp://10.0.0.1:8000",
+        "VLLM_SERVICE_HOST": "10.0.0.1",
+        "HOME": "/",
     }
 
     found = ignored_variables(environ)
 
-    assert found == [
-        (
-            "VLLM_DEFRAG_WITH_GRAPHS",
-            "not needed: blocks move between launches, in shapes that warm-up has compiled",
-        ),
-        (
-            "VLLM_GC_THR_GEN0",
-            "not needed: objects that exist after the start are frozen (gc.freeze)",
-        ),
-    ]
+    assert found == {
+        "VLLM_DEFRAG_WITH_GRAPHS": "not needed: blocks move between launches, in shapes that "
+        "warm-up has compiled",
+        "VLLM_GC_THR_GEN0": "not needed: objects that exist after the start are frozen (gc.freeze)",
+        "VLLM_CPU_KVCACHE_SPACE": "instead: --kv-cache-memory-bytes, with a G behind the number "
+        "(40G)",
+        "VLLM_CPU_OMP_THREADS_BIND": "instead: --num-threads for their number; taskset or a cgroup "
+        "for the cores",
+        "VLLM_USE_V1": "not needed: there is one engine",
+        "VLLM_NOT_OF_THE_GUIDE": "not known here",
+    }
 
 
 def test_sequence_lengths_of_old_decode_buckets_are_not_taken_for_blocks() -> None:
@@ -67,14 +77,15 @@ def test_sequence_lengths_of_old_decode_buckets_are_not_taken_for_blocks() -> No
     loaded = load(["m"], environ=environ)
 
     assert loaded.engine.buckets.decode_blocks.max is None
-    ((variable, why),) = ignored_variables(environ)
+    ((variable, why),) = ignored_variables(environ).items()
     assert variable == "VLLM_DECODE_SEQ_BUCKET_MAX" and "VLLM_DECODE_BLOCK_BUCKET_*" in why
 
 
-def test_serve_warns_of_such_a_variable(
+def test_serve_names_all_such_variables_in_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("VLLM_HANDLE_TOPK_DUPLICATES", "true")
+    monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", "1")
     monkeypatch.setattr("server.process.supervisor.serve", lambda *arguments: 0)
     monkeypatch.setattr("config.log.setup", lambda *arguments, **options: None)
     caplog.set_level(logging.WARNING)
@@ -82,7 +93,10 @@ def test_serve_warns_of_such_a_variable(
     code = cli.main(["serve", "m"])
 
     assert code == 0
-    assert "VLLM_HANDLE_TOPK_DUPLICATES does nothing here, not needed: they" in caplog.text
+    assert [record.message for record in caplog.records] == [
+        "Variables without effect: VLLM_HANDLE_TOPK_DUPLICATES (not needed: they are always kept); "
+        "VLLM_CPU_NUM_OF_RESERVED_CPU (instead: --num-threads)"
+    ]
 
 
 @pytest.mark.parametrize(
