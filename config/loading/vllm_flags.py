@@ -5,7 +5,7 @@ docs/coming-from-vllm.md."""
 import fnmatch
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -298,11 +298,11 @@ def _accepted() -> Iterator[tuple[str, Accepted]]:
 ACCEPTED: Mapping[str, Accepted] = dict(_accepted())
 
 
-def absence(name: str) -> str:
+def absence(name: str, rows: Iterable[tuple[str, str]] = _ABSENT) -> str:
     """Why vLLM's flag `name` (--enable-lora) is not in this version; empty for other names."""
     # --compilation-config.level is an entry of --compilation-config.
     bare = name.lstrip("-").removeprefix("no-").partition(".")[0]
-    for patterns, reason in _ABSENT:
+    for patterns, reason in rows:
         if any(fnmatch.fnmatchcase(bare, pattern) for pattern in patterns.split()):
             return reason
     return ""

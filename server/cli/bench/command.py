@@ -18,12 +18,16 @@ from config.loading.env import environment
 from config.version import VERSION
 from server.cli.bench.http_client import HttpClient, HttpFailure
 from server.cli.bench.openai import OpenAIServer, Outcome, first_model
-from server.cli.bench.options import read
+from server.cli.bench.options import SAMPLING, read
 from server.cli.bench.report import Report, as_dict, as_text, summarise
 from server.cli.bench.workload import (
     BenchRequest,
+    CountTokens,
     Shape,
     arrival_gaps,
+    count_words,
+    read_sharegpt,
+    sharegpt_requests,
     text_requests,
     token_requests,
 )
@@ -35,11 +39,12 @@ def main(argv: Sequence[str]) -> int:
     """Run the benchmark; returns 1 if a request failed. Raises ConfigError for wrong flags or an
     unusable server."""
     options = read(argv)
+    turns = read_sharegpt(options.dataset_path) if options.dataset_path else []
     try:
-        report, model, kind = uvloop.run(_run(options))
+        report, model, kind = uvloop.run(_run(options, turns))
     except (OSError, HttpFailure) as error:
         raise ConfigError(f"{options.base_url} cannot be measured: {error}") from None
-    table = as_text(report)
+    table = as_text(report, options.percentile_metrics)
     content = json.dumps(_document(options, report, model, kind), indent=2)
     if options.json == "-":
         print(content)
@@ -57,36 +62,40 @@ def _write(path: str, content: str) -> None:
         raise ConfigError(f"json is {path!r}, it cannot be written: {error}") from None
 
 
-async def _run(options: argparse.Namespace) -> tuple[Report, str, str]:
-    client = HttpClient(options.base_url, options.api_key or environment().get("OPENAI_API_KEY"))
+async def _run(
+    options: argparse.Namespace, turns: list[tuple[str, str]]
+) -> tuple[Report, str, str]:
+    key = options.api_key or environment().get("OPENAI_API_KEY")
+    client = HttpClient(options.base_url, key, options.header)
     try:
-        model = options.model or await first_model(client)
-        extra = {"temperature": options.temperature}
-        if not options.no_ignore_eos:
-            extra["ignore_eos"] = True
+        model = options.served_model_name or options.model or await first_model(client)
         server = OpenAIServer(
             client,
             options.endpoint,
             model,
-            {**extra, **options.extra_body},
+            _fields(options),
             request_usage=not options.no_stream_usage,
         )
+        requests, kind = await _requests(server, options, turns)
         warmups = options.num_warmups
-        shape = Shape(
-            options.num_prompts + warmups,
-            options.random_input_len,
-            options.random_output_len,
-            options.random_range_ratio,
-            options.shared_prefix_len,
-            options.seed,
-        )
-        requests, kind = await _requests(server, shape, options)
         for request in requests[:warmups]:
             await server.send(request, options.timeout)
         outcomes = await _load(server, requests[warmups:], options)
-        return summarise(outcomes), model, kind
+        return summarise(outcomes, options.metric_percentiles), model, kind
     finally:
         await client.close()
+
+
+def _fields(options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of each request that the flags set."""
+    names = [name.replace("-", "_") for name in ("temperature", *SAMPLING)]
+    given = {name: getattr(options, name) for name in names}
+    if options.logprobs is not None and options.endpoint == "chat":
+        given |= {"logprobs": True, "top_logprobs": options.logprobs}
+    fields = {name: value for name, value in given.items() if value is not None}
+    if options.ignore_eos:
+        fields["ignore_eos"] = True
+    return {**fields, **options.extra_body}
 
 
 async def _load(
@@ -102,7 +111,7 @@ async def _load(
 
         if options.request_rate is None:
             return await closed_loop(send, requests, options.max_concurrency or 8, on_done)
-        gaps_s = arrival_gaps(options.request_rate, len(requests), options.seed)
+        gaps_s = arrival_gaps(options.request_rate, len(requests), options.seed, options.burstiness)
         return await open_loop(send, requests, gaps_s, options.max_concurrency, on_done)
 
 
@@ -167,31 +176,44 @@ async def _gather(tasks: Iterable["asyncio.Future[None]"]) -> None:
 
 
 async def _requests(
-    server: OpenAIServer, shape: Shape, options: argparse.Namespace
+    server: OpenAIServer, options: argparse.Namespace, turns: list[tuple[str, str]]
 ) -> tuple[list[BenchRequest], str]:
     """The requests, and how their lengths were determined: tokens, text, or words."""
+    shape = Shape(
+        options.num_prompts + options.num_warmups,
+        options.random_input_len,
+        options.random_output_len,
+        options.random_range_ratio,
+        options.shared_prefix_len,
+        options.seed,
+    )
+
+    async def texts(count_prompt: CountTokens, count: CountTokens) -> list[BenchRequest]:
+        if turns:
+            return await sharegpt_requests(turns, shape, options.sharegpt_output_len, count)
+        return await text_requests(shape, count_prompt)
+
+    can_send_ids = options.prompt_kind != "text" and options.endpoint == "completions"
     try:
-        if options.prompt_kind != "text" and options.endpoint == "completions":
+        if can_send_ids and not turns:
             return token_requests(shape, await server.vocabulary()), "tokens"
-        return await text_requests(shape, server.count), "text"
+        return await texts(server.count_prompt, server.count), "text"
     except HttpFailure as error:
         if options.prompt_kind == "tokens":
             raise
         print(
-            f"/tokenize cannot count tokens ({str(error)[:120]}); prompts have one word per "
-            "requested token, see the prompt tokens in the result.",
+            f"/tokenize cannot count tokens ({str(error)[:120]}); each word counts as one, see the "
+            "prompt tokens in the result.",
             file=sys.stderr,
         )
-
-    async def words(text: str) -> int:
-        return len(text.split())
-
-    return await text_requests(shape, words), "words"
+    return await texts(count_words, count_words), "words"
 
 
 def _document(options: argparse.Namespace, report: Report, model: str, kind: str) -> dict[str, Any]:
     settings = {
-        name: value for name, value in vars(options).items() if name not in ("api_key", "json")
+        name: value
+        for name, value in vars(options).items()
+        if name not in ("api_key", "header", "json")
     }
     rate = settings["request_rate"]
     if rate is not None and math.isinf(rate):

@@ -8,6 +8,7 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -52,7 +53,12 @@ class MissingDone(HttpFailure):
 class HttpClient:
     """One server at `base_url`. Idle connections are reused."""
 
-    def __init__(self, base_url: str, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str | None = None,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         url = urlsplit(base_url if "//" in base_url else f"http://{base_url}")
         try:
             port = url.port
@@ -66,8 +72,9 @@ class HttpClient:
         path = url.path.rstrip("/")
         self._prefix = path.removesuffix("/v1")
         self._headers = f"Host: {url.netloc}\r\nContent-Type: application/json\r\n"
-        if api_key:
-            self._headers += f"Authorization: Bearer {api_key}\r\n"
+        fields = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        for name, value in {**fields, **headers}.items():
+            self._headers += f"{name}: {value}\r\n"
         self._idle: list[_Connection] = []
 
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:

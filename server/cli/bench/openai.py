@@ -126,9 +126,13 @@ class OpenAIServer:
             body["prompt"] = request.prompt
         return body
 
-    async def count(self, text: str) -> int:
+    async def count_prompt(self, text: str) -> int:
         """Tokens of a prompt with this text, with the chat template. Raises HttpFailure."""
         return len(await self._tokens(text, is_chat=self._endpoint == "chat"))
+
+    async def count(self, text: str) -> int:
+        """Tokens of this text alone. Raises HttpFailure."""
+        return len(await self._tokens(text, is_chat=False))
 
     async def vocabulary(self) -> list[int]:
         """Token ids of ordinary words. Raises HttpFailure without vLLM's /tokenize."""

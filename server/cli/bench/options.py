@@ -2,18 +2,68 @@
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from config.errors import ConfigError
 from config.loading.parser import Parser
+from config.loading.vllm_flags import absence
 from server.cli.bench.openai import PATHS
+from server.cli.bench.report import METRICS, PERCENTILES
 
 DESCRIPTION = """\
 Measure an OpenAI-compatible server under load: time to first token, inter-token latency, time per
 output token, end-to-end latency, throughput. Closed loop: --max-concurrency requests are always
 running. Open loop: --request-rate requests start per second (a Poisson process), whether or not
-earlier ones have finished."""
+earlier ones have finished. The flags are those of `vllm bench serve`."""
+
+BACKENDS = {"openai": "completions", "vllm": "completions", "openai-chat": "chat"}
+"""vLLM's names of back ends -> the endpoint that they call."""
+
+SAMPLING = (
+    *("top-p", "top-k", "min-p", "frequency-penalty", "presence-penalty"),
+    *("repetition-penalty", "logprobs"),
+)
+
+_COUNTED = "/tokenize of the server counts the tokens"
+_WITHOUT_EFFECT = {"tokenizer": "NAME", "tokenizer-mode": "MODE"}
+_SWITCHES_WITHOUT_EFFECT = ("trust-remote-code", "skip-tokenizer-init")
+
+_ABSENT = (
+    (
+        "save-result save-detailed append-result result-dir result-filename label metadata",
+        "--json FILE writes the report with all settings",
+    ),
+    ("goodput plot-* timeline-itl-thresholds", "it can be computed from the report of --json"),
+    ("ramp-up-* self-timed probe-request-rate", "--request-rate is constant"),
+    ("profile", "the routes of --enable-dev-endpoints start and stop a trace"),
+    ("use-beam-search", 'requests have other fields by --extra-body, like {"n": 2}'),
+    ("lora-modules lora-assignment", "--model names what is loaded"),
+    (
+        "custom-* hf-* sonnet-* burstgpt-* spec-bench-* prefix-repetition-* blazedit-* asr-* "
+        "random-mm-* random-batch-size disable-shuffle oversample stream enable-multimodal-*",
+        "the data sets are random and sharegpt",
+    ),
+    ("ready-check-timeout-sec", "wait until /ready answers 200"),
+    ("insecure", "the certificate of the server is always checked"),
+    ("chat-template-kwargs", "send them by --extra-body"),
+    ("request-id-prefix", "the server names the requests"),
+)
+"""Flags of `vllm bench serve` that this command has not, and what to use."""
+
+_LIMITS = {
+    "num_prompts": 1,
+    "max_concurrency": 1,
+    "random_input_len": 1,
+    "random_output_len": 1,
+    "sharegpt_output_len": 1,
+    "num_warmups": 0,
+    "shared_prefix_len": 0,
+    "temperature": 0,
+}
 
 
 def bench_parser() -> Parser:
@@ -25,138 +75,222 @@ def bench_parser() -> Parser:
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=100),
     )
-    _add_server(parser.add_argument_group("Server"))
-    _add_load(parser.add_argument_group("Load"))
-    _add_lengths(parser.add_argument_group("Requests, in tokens"))
-    _add_fields(parser.add_argument_group("Requests, other fields"))
-    output = parser.add_argument_group("Output")
-    output.add_argument("--json", metavar="FILE", help="Write the report as JSON; - for stdout")
-    output.add_argument("--quiet", action="store_true", help="No progress bar")
-    return parser
+    parser.absence = partial(absence, rows=_ABSENT)
+    add = parser.add_argument_group("Server").add_argument
+    add("--host", default="127.0.0.1", help="[%(default)s]")
+    add("--port", type=int, default=8000, metavar="N", help="[%(default)s]")
+    add("--base-url", metavar="URL", help="With or without /v1, instead of --host and --port")
+    add("--backend", choices=BACKENDS, default="openai", help="[%(default)s]")
+    add("--endpoint", choices=(*PATHS, *PATHS.values()), help="[as the back end says]")
+    add("--model", metavar="NAME", help="[the first of /v1/models]")
+    add("--served-model-name", metavar="NAME", help="Name in the requests, if not that of --model")
+    add("--api-key", metavar="KEY", help="[the variable OPENAI_API_KEY]")
+    add("--header", nargs="+", default=[], metavar="KEY=VALUE", help="Headers of each request")
+    add("--timeout", type=float, default=600.0, metavar="SECONDS", help="[%(default)g]")
 
-
-def read(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse and check the flags; extra_body is decoded. Raises ConfigError."""
-    options = bench_parser().parse_all(argv)
-    _check(options)
-    return options
-
-
-def _add_server(server: argparse._ArgumentGroup) -> None:
-    server.add_argument(
-        "--base-url",
-        default="http://127.0.0.1:8000",
-        metavar="URL",
-        help="With or without /v1 [%(default)s]",
-    )
-    server.add_argument("--model", metavar="NAME", help="[the first of /v1/models]")
-    server.add_argument(
-        "--endpoint", choices=sorted(PATHS), default="completions", help="[%(default)s]"
-    )
-    server.add_argument("--api-key", metavar="KEY", help="[the variable OPENAI_API_KEY]")
-    server.add_argument(
-        "--timeout",
-        type=float,
-        default=600.0,
-        metavar="SECONDS",
-        help="Timeout of a request [%(default)g]",
-    )
-
-
-def _add_load(load: argparse._ArgumentGroup) -> None:
-    load.add_argument("--num-prompts", type=int, default=32, metavar="N", help="[%(default)s]")
-    load.add_argument(
+    add = parser.add_argument_group("Load").add_argument
+    add("--num-prompts", type=int, default=32, metavar="N", help="[%(default)s]")
+    add(
         "--max-concurrency",
         type=int,
         metavar="N",
         help="Concurrent requests [8; with --request-rate no limit]",
     )
-    load.add_argument(
+    add(
         "--request-rate",
         type=float,
         metavar="PER_SECOND",
         help="Requests per second (open loop); inf sends all at once [closed loop]",
     )
-    load.add_argument(
+    add(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="Below 1 the requests of an open loop come in bursts, above 1 evenly [%(default)g]",
+    )
+    add(
         "--num-warmups",
         type=int,
         default=2,
         metavar="N",
         help="Warm-up requests, not counted [%(default)s]",
     )
-    load.add_argument("--seed", type=int, default=0, metavar="N", help="[%(default)s]")
+    add("--seed", type=int, default=0, metavar="N", help="[%(default)s]")
 
-
-def _add_lengths(lengths: argparse._ArgumentGroup) -> None:
-    for name in ("--random-input-len", "--random-output-len"):
-        lengths.add_argument(name, type=int, default=128, metavar="N", help="[%(default)s]")
-    lengths.add_argument(
+    add = parser.add_argument_group("Prompts, in tokens").add_argument
+    add("--dataset-name", choices=("random", "sharegpt"), default="random", help="[%(default)s]")
+    add("--dataset-path", metavar="FILE", help="JSON of conversations, for sharegpt")
+    add(
+        "--sharegpt-output-len",
+        type=int,
+        metavar="N",
+        help="Output tokens [those of the conversation's answer]",
+    )
+    for end in ("input", "output"):
+        add(
+            *(f"--random-{end}-len", f"--{end}-len"),
+            type=int,
+            metavar="N",
+            help="[128]" if end == "input" else "[128]; --output-len is also for sharegpt",
+        )
+    add(
         "--random-range-ratio",
         type=float,
         default=0.0,
         metavar="R",
         help="Draw lengths from (1 - R) to (1 + R) times these [%(default)g]",
     )
-    lengths.add_argument(
-        "--shared-prefix-len",
+    add(
+        *("--shared-prefix-len", "--random-prefix-len"),
         type=int,
         default=0,
         metavar="N",
         help="Common prefix of all prompts, before --random-input-len [%(default)s]",
     )
-    lengths.add_argument(
+    add(
         "--prompt-kind",
         choices=("auto", "tokens", "text"),
         default="auto",
         help="tokens sends ids (completions only); auto: ids if the server has /tokenize [auto]",
     )
 
-
-def _add_fields(fields: argparse._ArgumentGroup) -> None:
-    fields.add_argument(
-        "--no-ignore-eos", action="store_true", help="Let the model end before --random-output-len"
+    add = parser.add_argument_group("Requests, other fields").add_argument
+    add(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        help="Do not let the model end before the output length [for random]",
     )
-    fields.add_argument(
+    add(
         "--no-stream-usage",
         action="store_true",
         help="Send no stream_options, for servers that reject it; counts chunks as tokens",
     )
-    fields.add_argument("--temperature", type=float, default=0.0, metavar="T", help="[%(default)g]")
-    fields.add_argument(
-        "--extra-body", default="{}", metavar="JSON", help="An object merged into each request body"
+    add("--temperature", type=float, default=0.0, metavar="T", help="[%(default)g]")
+    for name in SAMPLING:
+        is_whole = name in ("top-k", "logprobs")
+        add(f"--{name}", type=int if is_whole else float, metavar="N" if is_whole else "X")
+    add("--extra-body", default="{}", metavar="JSON", help="Merged into each request body")
+
+    add = parser.add_argument_group("Output").add_argument
+    add(
+        "--percentile-metrics",
+        default=",".join(METRICS),
+        metavar="NAMES",
+        help="Rows of the table [%(default)s]",
     )
+    add(
+        "--metric-percentiles",
+        default=",".join(map(str, PERCENTILES)),
+        metavar="N,N",
+        help="[%(default)s]",
+    )
+    add("--json", metavar="FILE", help="Write the report as JSON; - for stdout")
+    add("--quiet", "--disable-tqdm", action="store_true", help="No progress bar")
+
+    add = parser.add_argument_group(f"Of vLLM, without effect: {_COUNTED}").add_argument
+    for name, metavar in _WITHOUT_EFFECT.items():
+        add(f"--{name}", metavar=metavar)
+    for name in _SWITCHES_WITHOUT_EFFECT:
+        add(f"--{name}", action="store_true")
+    return parser
+
+
+def read(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse and check the flags, and decode their values. Raises ConfigError."""
+    options = bench_parser().parse_all(argv)
+    _choose(options)
+    _check(options)
+    return options
+
+
+def _choose(options: argparse.Namespace) -> None:
+    """The address, the endpoint and the lengths, of which each has several flags."""
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    options.base_url = options.base_url or f"http://{host}:{options.port}"
+    endpoint = BACKENDS[options.backend]
+    if options.endpoint is not None:
+        endpoint = {path: name for name, path in PATHS.items()}.get(
+            options.endpoint, options.endpoint
+        )
+        if options.backend == "openai-chat" and endpoint != "chat":
+            raise ConfigError(
+                f"backend is openai-chat and endpoint is {options.endpoint}: they contradict each "
+                "other; leave one of them out"
+            )
+    options.endpoint = endpoint
+    is_random = options.dataset_name == "random"
+    if options.ignore_eos is None:
+        options.ignore_eos = is_random
+    if not is_random and options.sharegpt_output_len is None:
+        options.sharegpt_output_len = options.random_output_len
+    for name in ("random_input_len", "random_output_len"):
+        if getattr(options, name) is None:
+            setattr(options, name, 128)
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name in ("num_prompts", "random_input_len", "random_output_len"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"{_flag(name)} is {getattr(options, name)}, it must be at least 1")
-    for name in ("max_concurrency", "num_warmups", "shared_prefix_len"):
-        minimum = 1 if name == "max_concurrency" else 0
+    for name, minimum in _LIMITS.items():
         value = getattr(options, name)
         if value is not None and value < minimum:
             raise ConfigError(f"{_flag(name)} is {value}, it must be at least {minimum}")
-    if options.temperature < 0:
-        raise ConfigError(f"temperature is {options.temperature}, it must be at least 0")
+    for name in ("timeout", "request_rate", "burstiness"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"{_flag(name)} is {value}, it must be above 0")
     if not 0 <= options.random_range_ratio <= 1:
         raise ConfigError(
             f"random-range-ratio is {options.random_range_ratio}, it must be between 0 and 1"
         )
-    for name in ("timeout", "request_rate"):
-        value = getattr(options, name)
-        if value is not None and not value > 0:
-            raise ConfigError(f"{_flag(name)} is {value}, it must be above 0")
-    try:
-        extra = json.loads(options.extra_body)
-    except ValueError as error:
-        raise ConfigError(f"extra-body is {options.extra_body!r}, no JSON: {error}") from None
-    if not isinstance(extra, dict):
-        raise ConfigError(f"extra-body is {options.extra_body!r}, it must be a JSON object")
-    options.extra_body = extra
+    if (options.dataset_name == "sharegpt") != (options.dataset_path is not None):
+        raise ConfigError(
+            f"dataset-name is {options.dataset_name} and dataset-path is {options.dataset_path}: "
+            "sharegpt needs a path, and random takes none"
+        )
+    options.extra_body = _extra_body(options.extra_body)
+    options.header = dict(_pair(word) for word in options.header)
+    options.percentile_metrics = _names(options.percentile_metrics)
+    options.metric_percentiles = _percentiles(options.metric_percentiles)
     if options.json not in (None, "-") and not Path(options.json).absolute().parent.is_dir():
         raise ConfigError(f"json is {options.json!r}, there is no such folder")
     if options.prompt_kind == "tokens" and options.endpoint == "chat":
         raise ConfigError("prompt-kind is tokens, but the chat endpoint takes text only")
+    if options.prompt_kind == "tokens" and options.dataset_name == "sharegpt":
+        raise ConfigError("prompt-kind is tokens, but sharegpt has texts only")
+
+
+def _extra_body(text: str) -> dict[str, Any]:
+    try:
+        body = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"extra-body is {text!r}, no JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise ConfigError(f"extra-body is {text!r}, it must be a JSON object")
+    return body
+
+
+def _pair(word: str) -> tuple[str, str]:
+    key, equals, value = (part.strip() for part in word.partition("="))
+    if not (key and equals) or not (key + value).isprintable():
+        raise ConfigError(f"header is {word!r}, it must be KEY=VALUE")
+    return key, value
+
+
+def _names(text: str) -> list[str]:
+    names = [word.strip() for word in text.split(",")]
+    if not set(names) <= set(METRICS):
+        raise ConfigError(f"percentile-metrics is {text!r}, it must be some of {','.join(METRICS)}")
+    return names
+
+
+def _percentiles(text: str) -> list[float]:
+    try:
+        numbers = [float(word) for word in text.split(",")]
+    except ValueError:
+        numbers = [math.nan]
+    if not all(0 <= number <= 100 for number in numbers):
+        raise ConfigError(f"metric-percentiles is {text!r}, it must be numbers from 0 to 100")
+    return numbers
 
 
 def _flag(name: str) -> str:

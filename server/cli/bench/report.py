@@ -1,32 +1,37 @@
 """The report of a run: percentiles, throughput, failures; as a table and as JSON."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import numpy as np
 
 from server.cli.bench.openai import Outcome
 
 PERCENTILES = (50, 90, 99)
+METRICS = {
+    "ttft": "Time to first token",
+    "itl": "Inter-token latency",
+    "tpot": "Time per output token",
+    "e2el": "End to end",
+}
+"""vLLM's name of each measured time -> its name in the table."""
+
+Distribution = dict[str, float]
+"""mean, p50, ... in milliseconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Distribution:
-    """Mean and percentiles, in milliseconds."""
-
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> "Distribution | None":
-        """None without values."""
-        if not seconds:
-            return None
-        milliseconds = np.asarray(seconds) * 1000
-        return cls(float(milliseconds.mean()), *np.percentile(milliseconds, PERCENTILES).tolist())
+def distribution(
+    seconds: Sequence[float], percentiles: Sequence[float] = PERCENTILES
+) -> Distribution | None:
+    """None without values."""
+    if not seconds:
+        return None
+    milliseconds = np.asarray(seconds) * 1000
+    points = np.percentile(milliseconds, percentiles).tolist()
+    names = [f"p{percentile:g}" for percentile in percentiles]
+    return {"mean": float(milliseconds.mean()), **dict(zip(names, points, strict=True))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,7 @@ class Report:
     """From sending the request to the end of the stream."""
 
 
-def summarise(outcomes: Sequence[Outcome]) -> Report:
+def summarise(outcomes: Sequence[Outcome], percentiles: Sequence[float] = PERCENTILES) -> Report:
     """The report of `outcomes`; the duration is from the first start to the last end."""
     completed = [outcome for outcome in outcomes if outcome.failure is None]
     failures = Counter(outcome.failure for outcome in outcomes if outcome.failure is not None)
@@ -62,6 +67,7 @@ def summarise(outcomes: Sequence[Outcome]) -> Report:
         )
     prompt_tokens = sum(outcome.prompt_tokens for outcome in completed)
     output_tokens = sum(outcome.output_tokens for outcome in completed)
+    times = partial(distribution, percentiles=percentiles)
     per_s = 1 / duration_s if duration_s > 0 else 0.0
     return Report(
         completed=len(completed),
@@ -72,27 +78,27 @@ def summarise(outcomes: Sequence[Outcome]) -> Report:
         requests_per_s=len(completed) * per_s,
         output_tokens_per_s=output_tokens * per_s,
         total_tokens_per_s=(prompt_tokens + output_tokens) * per_s,
-        ttft_ms=Distribution.of([outcome.arrivals[0] - outcome.started for outcome in completed]),
-        itl_ms=Distribution.of(
+        ttft_ms=times([outcome.arrivals[0] - outcome.started for outcome in completed]),
+        itl_ms=times(
             [
                 later - earlier
                 for outcome in completed
                 for earlier, later in zip(outcome.arrivals, outcome.arrivals[1:], strict=False)
             ]
         ),
-        tpot_ms=Distribution.of(
+        tpot_ms=times(
             [
                 (outcome.arrivals[-1] - outcome.arrivals[0]) / (outcome.output_tokens - 1)
                 for outcome in completed
                 if outcome.output_tokens > 1
             ]
         ),
-        e2e_ms=Distribution.of([outcome.ended - outcome.started for outcome in completed]),
+        e2e_ms=times([outcome.ended - outcome.started for outcome in completed]),
     )
 
 
-def as_text(report: Report) -> str:
-    """The report as a table."""
+def as_text(report: Report, metrics: Collection[str] = tuple(METRICS)) -> str:
+    """The report as a table, with the times named by `metrics`."""
     failed = sum(report.failures.values())
     lines = [
         f"{'Requests':<28}{report.completed} completed, {failed} failed",
@@ -103,20 +109,14 @@ def as_text(report: Report) -> str:
         f"{'Output tokens per second':<28}{report.output_tokens_per_s:.1f}",
         f"{'Total tokens per second':<28}{report.total_tokens_per_s:.1f}",
         "",
-        f"{'milliseconds':<28}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}",
     ]
-    rows = (
-        ("Time to first token", report.ttft_ms),
-        ("Inter-token latency", report.itl_ms),
-        ("Time per output token", report.tpot_ms),
-        ("End to end", report.e2e_ms),
-    )
-    for name, distribution in rows:
-        if distribution is None:
-            lines.append(f"{name:<28}{'-':>10}")
-        else:
-            numbers = (distribution.mean, distribution.p50, distribution.p90, distribution.p99)
-            lines.append(f"{name:<28}" + "".join(f"{number:>10.2f}" for number in numbers))
+    times = (report.ttft_ms, report.itl_ms, report.tpot_ms, report.e2e_ms)
+    columns = next((list(one) for one in times if one), ["mean"])
+    lines.append(f"{'milliseconds':<28}" + "".join(f"{name:>10}" for name in columns))
+    for (metric, name), found in zip(METRICS.items(), times, strict=True):
+        if metric in metrics:
+            cells = [f"{number:>10.2f}" for number in found.values()] if found else [f"{'-':>10}"]
+            lines.append(f"{name:<28}" + "".join(cells))
     lines += [f"failed {count} x {reason}" for reason, count in report.failures.items()]
     return "\n".join(lines)
 

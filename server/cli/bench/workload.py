@@ -4,8 +4,13 @@ Text prompts reach their token counts by counting with the server's tokenizer.
 """
 
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from config.errors import ConfigError
 
 _TEXT = (
     "time year people way day man thing woman life child world school state family student group "
@@ -18,6 +23,8 @@ WORDS = tuple(_TEXT.split())
 
 MAX_TRIES = 8
 """Rounds of adding or removing words until a text has the requested number of tokens."""
+MIN_TURN_LEN, MAX_INPUT_LEN, MAX_TOTAL_LEN = 4, 1024, 2048
+"""vLLM's limits on the tokens of ShareGPT's prompts and answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +51,11 @@ class BenchRequest:
 
 CountTokens = Callable[[str], Awaitable[int]]
 """Number of tokens of a text, by the server's tokenizer."""
+
+
+async def count_words(text: str) -> int:
+    """For servers that count no tokens."""
+    return len(text.split())
 
 
 def lengths(shape: Shape) -> Iterator[tuple[int, int]]:
@@ -98,8 +110,59 @@ async def text_requests(shape: Shape, count: CountTokens) -> list[BenchRequest]:
     return requests
 
 
-def arrival_gaps(rate: float, count: int, seed: int) -> Iterator[float]:
-    """Seconds before each request: a Poisson process of `rate` per second; inf: no wait."""
+class _Turn(msgspec.Struct):
+    value: str = ""
+
+
+class _Conversation(msgspec.Struct):
+    conversations: list[_Turn] = []
+
+
+def read_sharegpt(path: str) -> list[tuple[str, str]]:
+    """(prompt, answer): the first two turns of each conversation in a ShareGPT file. Raises
+    ConfigError."""
+    try:
+        content = Path(path).read_bytes()
+        conversations = msgspec.json.decode(content, type=list[_Conversation])
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"dataset-path is {path!r}, it cannot be read: {error}") from None
+    found = [one.conversations for one in conversations if len(one.conversations) >= 2]
+    if not found:
+        raise ConfigError(f"{path} has 0 conversations of two turns, it must have at least 1")
+    return [(prompt.value, answer.value) for prompt, answer, *_ in found]
+
+
+async def sharegpt_requests(
+    turns: Sequence[tuple[str, str]], shape: Shape, output_len: int | None, count: CountTokens
+) -> list[BenchRequest]:
+    """Prompts in random order, with the lengths of their answers or `output_len`; as in vLLM
+    without very short and long ones, and repeated if there are too few. Raises ConfigError."""
+    rng = random.Random(f"{shape.seed} sharegpt")
+    requests: list[BenchRequest] = []
+    for prompt, answer in rng.sample(turns, len(turns)):
+        if len(requests) == shape.num_prompts:
+            return requests
+        input_len = await count(prompt)
+        length = output_len or await count(answer)
+        is_short = input_len < MIN_TURN_LEN or (output_len is None and length < MIN_TURN_LEN)
+        if not is_short and input_len <= MAX_INPUT_LEN and input_len + length <= MAX_TOTAL_LEN:
+            requests.append(BenchRequest(prompt, length))
+    if not requests:
+        raise ConfigError(
+            f"0 of {len(turns)} conversations have prompts of {MIN_TURN_LEN} to {MAX_INPUT_LEN} "
+            f"tokens and at most {MAX_TOTAL_LEN} with the answer, at least 1 must"
+        )
+    return requests + rng.choices(requests, k=shape.num_prompts - len(requests))
+
+
+def arrival_gaps(rate: float, count: int, seed: int, burstiness: float = 1.0) -> Iterator[float]:
+    """Seconds before each request: a Poisson process of `rate` per second; inf: no wait. With
+    another `burstiness` the gaps have a gamma distribution of that shape."""
     rng = random.Random(f"{seed} arrivals")
     for _ in range(count):
-        yield 0.0 if rate == float("inf") else rng.expovariate(rate)
+        if rate == float("inf"):
+            yield 0.0
+        elif burstiness == 1:
+            yield rng.expovariate(rate)
+        else:
+            yield rng.gammavariate(burstiness, 1 / (rate * burstiness))

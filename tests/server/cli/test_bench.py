@@ -15,7 +15,7 @@ from config.errors import ConfigError
 from server.cli.bench.command import main
 from server.cli.bench.http_client import HttpClient, HttpFailure
 from server.cli.bench.openai import OpenAIServer, Outcome
-from server.cli.bench.report import Distribution, as_text, summarise
+from server.cli.bench.report import as_text, distribution, summarise
 from server.cli.bench.workload import (
     BenchRequest,
     Shape,
@@ -203,10 +203,9 @@ def test_arrivals_have_the_wanted_rate() -> None:
 
 
 def test_percentiles_lie_between_the_two_nearest() -> None:
-    found = Distribution.of([0.004, 0.001, 0.003, 0.002])
+    found = distribution([0.004, 0.001, 0.003, 0.002])
 
-    assert found is not None
-    assert (found.mean, found.p50, found.p90, found.p99) == pytest.approx((2.5, 2.5, 3.7, 3.97))
+    assert found == pytest.approx({"mean": 2.5, "p50": 2.5, "p90": 3.7, "p99": 3.97})
 
 
 def test_a_report_of_known_outcomes() -> None:
@@ -220,9 +219,9 @@ def test_a_report_of_known_outcomes() -> None:
 
     assert report.output_tokens_per_s == pytest.approx(6 / 4)
     assert report.ttft_ms is not None
-    assert report.ttft_ms.mean == pytest.approx(1500)
+    assert report.ttft_ms["mean"] == pytest.approx(1500)
     assert report.tpot_ms is not None
-    assert report.tpot_ms.mean == pytest.approx(750)
+    assert report.tpot_ms["mean"] == pytest.approx(750)
     assert report.failures == {"503": 1}
     assert "failed 1 x 503" in as_text(report)
 
@@ -232,6 +231,138 @@ def test_nothing_done_is_a_report_too() -> None:
 
     assert report.ttft_ms is None
     assert report.output_tokens_per_s == 0
+
+
+async def test_flags_of_vllm_bench_serve_are_taken() -> None:
+    async with EventServer().listening() as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        line = (
+            f"--backend vllm --host {host} --port {port} --model double --tokenizer some/model "
+            "--endpoint /v1/completions --dataset-name random --random-input-len 12 "
+            "--random-output-len 3 --random-prefix-len 4 --num-prompts 4 --request-rate inf "
+            "--max-concurrency 2 --burstiness 1.0 --num-warmups 0 --seed 1 --ignore-eos "
+            "--trust-remote-code --top-p 0.9 --top-k 5 --percentile-metrics ttft,tpot,itl,e2el "
+            "--metric-percentiles 50,99.9 --disable-tqdm --header x-tenant=a"
+        )
+        _, found = await bench(server, *line.split())
+
+    assert server.most_running <= 2
+    assert len(server.bodies) == 4
+    assert all(len(body["prompt"]) == 16 for body in server.bodies)
+    assert all((body["top_p"], body["top_k"]) == (0.9, 5) for body in server.bodies)
+    assert list(found["ttft_ms"]) == ["mean", "p50", "p99.9"]
+    assert "header" not in found["settings"]
+
+
+async def test_the_address_is_that_of_host_and_port() -> None:
+    async with EventServer().listening() as server:
+        port = server.url.rpartition(":")[2]
+        argv = ["--host", "127.0.0.1", "--port", port, "--num-prompts=1", "--quiet"]
+
+        status = await asyncio.get_running_loop().run_in_executor(None, main, argv)
+
+    assert status == 0
+    assert len(server.bodies) == 3
+
+
+async def test_the_back_end_openai_chat_sends_messages() -> None:
+    async with EventServer().listening() as server:
+        await bench(
+            server, "--backend=openai-chat", "--num-prompts=2", "--output-len=2", "--logprobs=3"
+        )
+
+    assert all("messages" in body and body["max_tokens"] == 2 for body in server.bodies)
+    assert all((body["logprobs"], body["top_logprobs"]) == (True, 3) for body in server.bodies)
+
+
+def conversation(*turns: str) -> dict[str, Any]:
+    speakers = itertools.cycle(("human", "gpt"))
+    return {
+        "id": "x",
+        "conversations": [
+            {"from": who, "value": t} for who, t in zip(speakers, turns, strict=False)
+        ],
+    }
+
+
+@pytest.fixture
+def sharegpt(tmp_path: Path) -> Path:
+    """Two usable conversations, and one each that is too short, too long, and of one turn."""
+    file = tmp_path / "sharegpt.json"
+    usable = [conversation("a " * 9, "b " * 6), conversation("c " * 20, "d " * 11, "e")]
+    others = [conversation("a b", "c"), conversation("a " * 2000, "b " * 9), conversation("a " * 9)]
+    file.write_text(json.dumps([*others, *usable]))
+    return file
+
+
+async def test_sharegpt_sends_first_turns_with_the_lengths_of_the_answers(sharegpt: Path) -> None:
+    async with EventServer().listening() as server:
+        _, found = await bench(
+            server,
+            *("--dataset-name", "sharegpt", "--dataset-path", str(sharegpt)),
+            *("--num-prompts", "3", "--num-warmups", "0"),
+        )
+
+    sent = sorted((len(body["prompt"].split()), body["max_tokens"]) for body in server.bodies)
+    assert set(sent) == {(9, 6), (20, 11)}
+    assert len(sent) == 3
+    assert all("ignore_eos" not in body for body in server.bodies)
+    assert found["settings"]["prompt_kind"] == "text"
+
+
+async def test_sharegpt_takes_an_output_length_and_a_server_without_tokenize(
+    sharegpt: Path,
+) -> None:
+    async with EventServer(has_tokenize=False).listening() as server:
+        _, found = await bench(
+            server,
+            *("--dataset-name", "sharegpt", "--dataset-path", str(sharegpt), "--ignore-eos"),
+            *("--num-prompts", "2", "--num-warmups", "0", "--sharegpt-output-len", "4"),
+        )
+
+    assert [body["max_tokens"] for body in server.bodies] == [4, 4]
+    assert all(body["ignore_eos"] for body in server.bodies)
+    assert found["settings"]["prompt_kind"] == "words"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}", "cannot be read"),
+        ('[{"conversations": [{"value": "a"}]}]', "has 0 conversations of two turns"),
+        ('[{"conversations": [{"value": "a"}, {"value": "b"}]}]', "0 of 1 conversations have"),
+    ],
+)
+async def test_a_sharegpt_file_without_prompts_is_refused(
+    content: str, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "sharegpt.json"
+    file.write_text(content)
+
+    async with EventServer().listening() as server:
+        with pytest.raises(ConfigError, match=message):
+            await bench(server, "--dataset-name=sharegpt", f"--dataset-path={file}")
+
+
+def test_bursty_arrivals_have_the_same_rate_and_a_larger_spread() -> None:
+    bursty = list(arrival_gaps(50.0, 4000, seed=3, burstiness=0.25))
+    even = list(arrival_gaps(50.0, 4000, seed=3, burstiness=16.0))
+
+    assert statistics.mean(bursty) == pytest.approx(1 / 50, rel=0.1)
+    assert statistics.mean(even) == pytest.approx(1 / 50, rel=0.1)
+    # The spread of a gamma distribution is its mean by the root of its shape.
+    assert statistics.stdev(bursty) == pytest.approx(2 / 50, rel=0.15)
+    assert statistics.stdev(even) == pytest.approx(0.25 / 50, rel=0.15)
+
+
+def test_the_table_has_the_asked_rows_and_columns() -> None:
+    outcomes = [Outcome(0.0, 2.0, [1.0, 1.5, 2.0], prompt_tokens=10, output_tokens=3)]
+
+    text = as_text(summarise(outcomes, [25, 75]), ["ttft", "e2el"])
+
+    assert "mean       p25       p75" in text
+    assert "Time to first token" in text and "End to end" in text
+    assert "Inter-token latency" not in text and "Time per output token" not in text
 
 
 @pytest.mark.parametrize(
@@ -247,6 +378,23 @@ def test_nothing_done_is_a_report_too() -> None:
         (["--json", "/no/such/folder/x.json"], "there is no such folder"),
         (["--base-url", "http://localhost:port"], "must look like http://host:port"),
         (["--temperature", "-1"], "must be at least 0"),
+        (["--backend", "tgi"], "invalid choice: 'tgi'"),
+        (["--backend", "openai-chat", "--endpoint", "/v1/completions"], "contradict each other"),
+        (["--dataset-name", "sharegpt"], "sharegpt needs a path, and random takes none"),
+        (["--dataset-path", "x.json"], "sharegpt needs a path, and random takes none"),
+        (["--dataset-name", "sharegpt", "--dataset-path", "/no/x"], "/no/x.*cannot be read"),
+        (["--percentile-metrics", "ttft,foo"], "must be some of ttft,itl,tpot,e2el"),
+        (["--metric-percentiles", "101"], "must be numbers from 0 to 100"),
+        (["--header", "x"], "header is 'x', it must be KEY=VALUE"),
+        (["--burstiness", "0"], "burstiness is 0.0, it must be above 0"),
+        (
+            ["--save-result", "--goodput", "ttft:100", "--no-oversample", "--frob"],
+            r"4 settings cannot be used:\n"
+            r"  --save-result is not in this version: --json FILE writes.*\n"
+            r"  --goodput is not in this version: .*\n"
+            r"  --no-oversample is not in this version: the data sets are random and sharegpt\n"
+            r"  --frob is no flag of gaudiserve bench serve$",
+        ),
     ],
 )
 def test_wrong_flags_are_refused(flags: list[str], message: str) -> None:
