@@ -1,4 +1,5 @@
-"""Linear methods: how a linear layer's weight is created, converted after loading and multiplied.
+"""Methods: how the weights of a linear layer, and of experts, are created, converted after loading
+and multiplied.
 
 The kernels of a device are not here: a back end gives them to the layers (hpu/backends/).
 """

@@ -1,6 +1,7 @@
-"""LinearMethod: how a linear layer stores and multiplies its weight. One file a kind beside this
-one; registry.py chooses."""
+"""LinearMethod and MoEMethod: how a linear layer, and the experts of a layer, store and multiply
+their weights. One file a kind beside this one; registry.py chooses."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -34,6 +35,38 @@ class LinearMethod(Protocol):
     def apply(self, layer: LinearLayer, x: Tensor, bias: Tensor | None) -> Tensor:
         """`x` (..., in) times the weight, plus `bias`: (..., out). Plain operations of torch, for
         any device; a back end may give the layer a faster kernel."""
+        ...
+
+
+class ExpertsLayer(Protocol):
+    """What the stacked experts of a layer offer to their method. Each is a gated MLP."""
+
+    dtype: torch.dtype
+    device: torch.device
+    activation: Callable[[Tensor], Tensor]
+    w13_weight: nn.Parameter | None
+    """(experts, 2 * inner, hidden) of this rank's shard, gate before up; None once replaced."""
+    w2_weight: nn.Parameter | None
+    """(experts, hidden, inner), likewise."""
+
+
+class MoEMethod(Protocol):
+    """As LinearMethod, for stacked experts."""
+
+    def create_weights(
+        self, layer: ExpertsLayer, num_experts: int, hidden_size: int, inner_size: int
+    ) -> None:
+        """Give `layer` the parameters, of this rank's shard, that loading fills."""
+        ...
+
+    def process_weights(self, layer: ExpertsLayer) -> None:
+        """Convert what was loaded. Once, before the first `apply`."""
+        ...
+
+    def apply(self, layer: ExpertsLayer, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The sum of the experts `ids` (T, k) int64 of each token of `hidden` (T, hidden), weighted
+        by `weights` (T, k): (T, hidden). Of a shard the partial sum. Plain operations of torch, for
+        any device, in static shapes but on CPU."""
         ...
 
 

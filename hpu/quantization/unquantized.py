@@ -1,10 +1,11 @@
-"""UnquantizedLinearMethod: the weight in the model's dtype, as it was loaded."""
+"""UnquantizedLinearMethod and UnquantizedMoEMethod: weights in the model's dtype, as they were
+loaded."""
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hpu.quantization.base import LinearLayer
+from hpu.quantization.base import ExpertsLayer, LinearLayer
 
 
 class UnquantizedLinearMethod:
@@ -23,3 +24,60 @@ class UnquantizedLinearMethod:
 
 
 UNQUANTIZED = UnquantizedLinearMethod()
+
+
+class UnquantizedMoEMethod:
+    """A MoEMethod without conversion. Sums of experts are float32."""
+
+    def create_weights(
+        self, layer: ExpertsLayer, num_experts: int, hidden_size: int, inner_size: int
+    ) -> None:
+        def empty(rows: int, columns: int) -> nn.Parameter:
+            weight = torch.empty(num_experts, rows, columns, dtype=layer.dtype, device=layer.device)
+            return nn.Parameter(weight, requires_grad=False)
+
+        layer.w13_weight = empty(2 * inner_size, hidden_size)
+        layer.w2_weight = empty(hidden_size, inner_size)
+
+    def process_weights(self, layer: ExpertsLayer) -> None:
+        return
+
+    def apply(self, layer: ExpertsLayer, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        experts = _apply_to_chosen if hidden.device.type == "cpu" else _apply_to_all
+        return experts(layer, hidden, ids, weights.float()).to(hidden.dtype)
+
+
+def _expert(layer: ExpertsLayer, index: int, hidden: Tensor) -> Tensor:
+    """(T, hidden) to the same, in float32."""
+    assert layer.w13_weight is not None and layer.w2_weight is not None
+    gate, up = functional.linear(hidden, layer.w13_weight[index]).chunk(2, dim=-1)
+    return functional.linear(layer.activation(gate) * up, layer.w2_weight[index]).float()
+
+
+def _apply_to_chosen(layer: ExpertsLayer, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Each expert multiplies the tokens that chose it. Their number is read on the host."""
+    assert layer.w13_weight is not None
+    out = torch.zeros_like(hidden, dtype=torch.float32)
+    order = ids.flatten().argsort(stable=True)
+    counts = ids.flatten().bincount(minlength=layer.w13_weight.shape[0]).tolist()
+    tokens, weights = order // ids.shape[1], weights.flatten()[order].unsqueeze(-1)
+    for index, (rows, scale) in enumerate(
+        zip(tokens.split_with_sizes(counts), weights.split_with_sizes(counts), strict=True)
+    ):
+        if rows.shape[0]:
+            out.index_add_(0, rows, _expert(layer, index, hidden[rows]) * scale)
+    return out
+
+
+def _apply_to_all(layer: ExpertsLayer, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Each expert multiplies all tokens, so that no shape depends on the choice: slow, for devices
+    whose back end has no kernel of its own."""
+    assert layer.w13_weight is not None
+    out = torch.zeros_like(hidden, dtype=torch.float32)
+    for index in range(layer.w13_weight.shape[0]):
+        scale = (weights * (ids == index)).sum(-1, keepdim=True)
+        out = torch.addcmul(out, _expert(layer, index, hidden), scale)
+    return out
+
+
+UNQUANTIZED_MOE = UnquantizedMoEMethod()

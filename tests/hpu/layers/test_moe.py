@@ -1,0 +1,166 @@
+"""Experts against a loop over tokens, on CPU and as other devices run them."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hpu.distributed.process_groups import ProcessGroup
+from hpu.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from hpu.layers.mlp import GatedMLP
+from hpu.layers.moe import Experts, MoE, TopKRouter
+from hpu.quantization import unquantized
+from hpu.quantization.registry import process_weights
+
+NUM_EXPERTS, HIDDEN, INNER, TOP_K = 6, 16, 24, 2
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
+
+
+@pytest.fixture(params=["chosen", "all"])
+def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways through the experts; a device other than the CPU takes the second."""
+    name: str = request.param
+    if name == "all":
+        monkeypatch.setattr(unquantized, "_apply_to_chosen", unquantized._apply_to_all)
+    return name
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        yield
+
+
+def make_experts(dtype: torch.dtype, group: ProcessGroup | None = None) -> Experts:
+    group = group or ProcessGroup()
+    experts = Experts(
+        NUM_EXPERTS, HIDDEN, INNER, activation="silu", dtype=dtype, device=CPU, group=group
+    )
+    for parameter in experts.parameters():
+        parameter.copy_(torch.randn(parameter.shape) * 0.3)
+    return experts
+
+
+def make_moe(
+    dtype: torch.dtype, *, renormalize: bool = True, shared: GatedMLP | None = None
+) -> MoE:
+    gate = ReplicatedLinear(HIDDEN, NUM_EXPERTS, dtype=dtype, device=CPU)
+    assert gate.weight is not None
+    gate.weight.copy_(torch.randn(gate.weight.shape))
+    return MoE(gate, TopKRouter(TOP_K, renormalize), make_experts(dtype), shared)
+
+
+def by_token(moe: MoE, hidden: Tensor, *, renormalize: bool) -> Tensor:
+    """Each token on its own, each of its experts as two products, in float32."""
+    gate, w13, w2 = (
+        weight.float()
+        for weight in (moe.gate.weight, moe.experts.w13_weight, moe.experts.w2_weight)
+        if weight is not None
+    )
+    out = torch.zeros(hidden.shape, dtype=torch.float32)
+    for place in torch.cartesian_prod(*map(torch.arange, hidden.shape[:2])).tolist():
+        token = hidden[tuple(place)].float()
+        shares = torch.softmax(gate @ token, dim=-1)
+        chosen = shares.argsort(descending=True)[:TOP_K].tolist()
+        total = float(shares[chosen].sum()) if renormalize else 1.0
+        for expert in chosen:
+            inner = functional.silu(w13[expert, :INNER] @ token) * (w13[expert, INNER:] @ token)
+            out[tuple(place)] += shares[expert] / total * (w2[expert] @ inner)
+    return out
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_the_experts_of_each_token_are_summed_by_their_shares(
+    method: str, dtype: torch.dtype, renormalize: bool
+) -> None:
+    moe = make_moe(dtype, renormalize=renormalize)
+    hidden = torch.randn(3, 5, HIDDEN).to(dtype)
+
+    found = moe(hidden)
+
+    expected = by_token(moe, hidden, renormalize=renormalize)
+    assert found.dtype == dtype and expected.std() > 0.1
+    limit = TOLERANCE[dtype]
+    torch.testing.assert_close(found.float(), expected, rtol=limit, atol=limit)
+
+
+def test_an_expert_that_no_token_chose_and_one_that_all_chose(method: str) -> None:
+    experts = make_experts(torch.float32)
+    hidden, ones = torch.randn(4, HIDDEN), torch.ones(4, 1)
+    ids = torch.full((4, 1), 3)
+
+    found = experts(hidden, ids, ones)
+
+    expected = torch.cat([experts(row, ids[:1], ones[:1]) for row in hidden.split(1)])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(experts(hidden, ids, ones / 2), found / 2, rtol=1e-5, atol=1e-6)
+
+
+def test_on_another_device_no_shape_depends_on_the_choice() -> None:
+    meta = torch.device("meta")
+    experts = Experts(
+        NUM_EXPERTS, HIDDEN, INNER, activation="silu", dtype=torch.bfloat16, device=meta
+    )
+    hidden = torch.zeros(7, HIDDEN, dtype=torch.bfloat16, device=meta)
+    chosen = torch.zeros(7, TOP_K, dtype=torch.int64, device=meta)
+
+    out = experts(hidden, chosen, chosen.float())
+
+    assert (out.shape, out.dtype) == (hidden.shape, hidden.dtype)
+
+
+def test_the_shards_of_two_ranks_sum_to_the_whole(method: str) -> None:
+    whole = make_experts(torch.float32)
+    hidden, ids = torch.randn(7, HIDDEN), torch.randint(0, NUM_EXPERTS, (7, TOP_K))
+    weights = torch.rand(7, TOP_K)
+    assert whole.w13_weight is not None and whole.w2_weight is not None
+
+    partial = []
+    for rank in (0, 1):
+        shard = make_experts(torch.float32, ProcessGroup(range(2), rank))
+        assert shard.w13_weight is not None and shard.w2_weight is not None
+        gate, up = (part.chunk(2, 1)[rank] for part in whole.w13_weight.chunk(2, 1))
+        shard.w13_weight.copy_(torch.cat((gate, up), dim=1))
+        shard.w2_weight.copy_(whole.w2_weight.chunk(2, 2)[rank])
+        partial.append(shard.method.apply(shard, hidden, ids, weights))
+
+    expected = whole(hidden, ids, weights)
+    torch.testing.assert_close(partial[0] + partial[1], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_shared_expert_sees_every_token() -> None:
+    options = {"dtype": torch.float32, "device": CPU}
+    shared = GatedMLP(
+        MergedColumnParallelLinear(HIDDEN, [INNER, INNER], **options),
+        RowParallelLinear(INNER, HIDDEN, **options),
+        "silu",
+    )
+    for parameter in shared.parameters():
+        parameter.copy_(torch.randn(parameter.shape) * 0.3)
+    moe, hidden = make_moe(torch.float32, shared=shared), torch.randn(2, 3, HIDDEN)
+
+    found = moe(hidden)
+
+    moe.shared = None
+    expected = moe(hidden) + shared(hidden)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_are_processed_after_loading() -> None:
+    processed: list[object] = []
+
+    class Recorder(unquantized.UnquantizedMoEMethod):
+        def process_weights(self, layer: unquantized.ExpertsLayer) -> None:
+            processed.append(layer)
+
+    moe = make_moe(torch.float32)
+    moe.experts.method = Recorder()
+
+    num_bytes = process_weights(moe, None)
+
+    assert (num_bytes, processed) == (0, [moe.experts])
