@@ -6,8 +6,6 @@ Rules of vLLM's Gaudi plug-in (v3: 0.11 and later), from its bucketing guide and
 import itertools
 import math
 
-from config.buckets import BucketConfig
-from hpu.bucketing.cost import Shapes
 from hpu.protocol import BucketLimits, Shape
 
 Axis = tuple[int, int, int, int]
@@ -15,44 +13,6 @@ Axis = tuple[int, int, int, int]
 
 LONG_CONTEXT = 8192
 """From this max_model_len on, the context axis leaves room for a whole chunk."""
-
-
-def exponential_buckets(limits: BucketLimits) -> Shapes:
-    """Prompt and decode buckets of the older rules."""
-    prompts = exponential_prompts(
-        limits.max_prefill_batch,
-        limits.block_size,
-        limits.max_num_batched_tokens,
-        limits.max_model_len,
-        contexts=limits.prefix_caching,
-    )
-    decodes = exponential_decodes(
-        limits.max_num_seqs,
-        limits.block_size,
-        limits.num_blocks,
-        exact_last=not limits.prefix_caching,
-    )
-    return prompts, decodes
-
-
-def exponential_v3_buckets(config: BucketConfig, limits: BucketLimits) -> Shapes:
-    """Prompt and decode buckets of the newer rules."""
-    prompts = v3_prompts(
-        limits.max_prefill_batch,
-        limits.block_size,
-        limits.max_num_batched_tokens,
-        limits.max_model_len,
-        query_min=config.prompt_query.min,
-        context_max=config.prompt_context.max,
-    )
-    decodes = v3_decodes(
-        limits.max_num_seqs,
-        limits.block_size,
-        limits.max_model_len,
-        limits.num_blocks,
-        contiguous=not limits.prefix_caching,
-    )
-    return prompts, decodes
 
 
 def exponential_points(
@@ -87,38 +47,30 @@ def num_points(high: int) -> int:
     return math.ceil(math.log2(high)) + 1 if high > 1 else 1
 
 
-def exponential_prompts(
-    max_batch: int, block_size: int, budget: int, max_len: int, *, contexts: bool
-) -> list[Shape]:
-    """Prompt buckets whose tokens, cached context included, are within `budget`.
-
-    With `contexts`: every number of cached blocks that fits into `max_len` with the query.
-    """
+def exponential_prompts(limits: BucketLimits) -> list[Shape]:
+    """Prompt buckets of the older rules, whose tokens, cached context included, are within the
+    budget. With prefix caching: every number of cached blocks that fits with the query."""
+    block, max_len, max_batch = limits.block_size, limits.max_model_len, limits.max_prefill_batch
     batches = exponential_points(1, 1, max_batch, num_points(max_batch), fill=True)
-    queries = exponential_points(block_size, block_size, max_len, num_points(max_len), fill=True)
+    queries = exponential_points(block, block, max_len, num_points(max_len), fill=True)
     shapes = []
     for batch, query in itertools.product(batches, queries):
-        max_context = max((max_len - query) // block_size, 0) if contexts else 0
+        max_context = max((max_len - query) // block, 0) if limits.prefix_caching else 0
         shapes += [
             (batch, query, blocks)
             for blocks in range(max_context + 1)
-            if batch * (query + blocks * block_size) <= budget
+            if batch * (query + blocks * block) <= limits.max_num_batched_tokens
         ]
     return sorted(shapes)
 
 
-def exponential_decodes(
-    max_batch: int, block_size: int, max_blocks: int, *, exact_last: bool
-) -> list[Shape]:
-    """Decode buckets: every batch point with every point of total blocks."""
+def exponential_decodes(limits: BucketLimits) -> list[Shape]:
+    """Decode buckets of the older rules: every batch point with every point of total blocks."""
+    block, max_batch, max_blocks = limits.block_size, limits.max_num_seqs, limits.num_blocks
     batches = exponential_points(1, 1, max_batch, num_points(max_batch), fill=True)
+    exact_last = not limits.prefix_caching
     blocks = exponential_points(
-        block_size,
-        block_size,
-        max_blocks,
-        num_points(max_blocks),
-        fill=True,
-        exact_last=exact_last,
+        block, block, max_blocks, num_points(max_blocks), fill=True, exact_last=exact_last
     )
     return [(batch, 1, n) for batch, n in itertools.product(batches, blocks)]
 
@@ -132,26 +84,26 @@ def axis_points(axis: Axis) -> list[int]:
 
 
 def v3_prompt_axes(
-    max_batch: int, block_size: int, budget: int, max_len: int, *, query_min: int | None = None
+    limits: BucketLimits, *, query_min: int | None = None
 ) -> tuple[Axis, Axis, Axis]:
     """(batch, query, context blocks) of prompts."""
-    low = 1 if query_min == 1 else block_size
-    behind = low if max_len < LONG_CONTEXT else budget
-    context = max(1, (max_len - behind) // block_size)
+    block, budget = limits.block_size, limits.max_num_batched_tokens
+    low = 1 if query_min == 1 else block
+    behind = low if limits.max_model_len < LONG_CONTEXT else budget
+    context = max(1, (limits.max_model_len - behind) // block)
     return (
-        (1, 2, max_batch, num_points(max_batch)),
-        (low, block_size, budget, max(1, math.ceil(math.log2(budget)))),
+        (1, 2, limits.max_prefill_batch, num_points(limits.max_prefill_batch)),
+        (low, block, budget, max(1, math.ceil(math.log2(budget)))),
         (0, 1, context, 2 if context == 1 else num_points(context)),
     )
 
 
-def v3_decode_axes(
-    max_batch: int, block_size: int, max_len: int, num_blocks: int, *, contiguous: bool
-) -> tuple[Axis, Axis, Axis]:
-    """(batch, query, blocks) of decodes. Requests may share blocks unless the cache is
-    `contiguous`: with sharing, a decode refers to up to three times the number of blocks."""
-    full = math.ceil(max_len / block_size) * max_batch
-    blocks = min(num_blocks if contiguous else 3 * num_blocks, full)
+def v3_decode_axes(limits: BucketLimits) -> tuple[Axis, Axis, Axis]:
+    """(batch, query, blocks) of decodes. With prefix caching requests share blocks, and a decode
+    refers to up to three times the number of blocks."""
+    max_batch, num_blocks = limits.max_num_seqs, limits.num_blocks
+    references = 3 * num_blocks if limits.prefix_caching else num_blocks
+    blocks = min(references, limits.blocks_per_seq * max_batch)
     return (
         (1, 2, max_batch, num_points(max_batch)),
         (1, 1, 1, 1),
@@ -160,52 +112,37 @@ def v3_decode_axes(
 
 
 def v3_prompts(
-    max_batch: int,
-    block_size: int,
-    budget: int,
-    max_len: int,
-    *,
-    query_min: int | None = None,
-    context_max: int | None = None,
+    limits: BucketLimits, *, query_min: int | None = None, context_max: int | None = None
 ) -> list[Shape]:
-    """Prompt buckets within `budget`, without the cached context.
+    """Prompt buckets of the newer rules, within the budget without the cached context.
 
     Long contexts have an additional point per query: the largest context that fits with it, if
     below `context_max`.
     """
-    batch_axis, query_axis, context_axis = v3_prompt_axes(
-        max_batch, block_size, budget, max_len, query_min=query_min
-    )
-    axis = axis_points(context_axis)
-    within = math.ceil((max_len - 1) / block_size)
+    block, max_len = limits.block_size, limits.max_model_len
+    batches, queries, axis = map(axis_points, v3_prompt_axes(limits, query_min=query_min))
+    within = math.ceil((max_len - 1) / block)
     shapes: set[Shape] = set()
-    for batch, query in itertools.product(axis_points(batch_axis), axis_points(query_axis)):
-        if query > max_len or batch * query > budget:
+    for batch, query in itertools.product(batches, queries):
+        if query > max_len or batch * query > limits.max_num_batched_tokens:
             continue
         contexts = list(axis)
-        edge = (max_len - query) // block_size
+        edge = (max_len - query) // block
         if max_len >= LONG_CONTEXT and (context_max is None or edge < context_max):
             contexts.append(edge)
         shapes.update((batch, query, blocks) for blocks in contexts if blocks <= within)
     return sorted(shapes)
 
 
-def v3_decodes(
-    max_batch: int, block_size: int, max_len: int, num_blocks: int, *, contiguous: bool
-) -> list[Shape]:
-    """Decode buckets. Unless the cache is `contiguous`, the number of blocks is at least the batch,
-    and at most what the batch can have."""
-    batch_axis, _, block_axis = v3_decode_axes(
-        max_batch, block_size, max_len, num_blocks, contiguous=contiguous
-    )
-    batches, blocks = axis_points(batch_axis), axis_points(block_axis)
-    if contiguous:
-        blocks = sorted({*blocks, num_blocks})
-        return [(batch, 1, count) for batch, count in itertools.product(batches, blocks)]
-    per_seq = math.ceil(max_len / block_size)
+def v3_decodes(limits: BucketLimits) -> list[Shape]:
+    """Decode buckets of the newer rules. With prefix caching the number of blocks is at least the
+    batch, and at most what the batch can have."""
+    batches, _, blocks = map(axis_points, v3_decode_axes(limits))
+    if not limits.prefix_caching:
+        return list(itertools.product(batches, (1,), sorted({*blocks, limits.num_blocks})))
     return sorted(
         {
-            (batch, 1, min(count, batch * per_seq))
+            (batch, 1, min(count, batch * limits.blocks_per_seq))
             for batch, count in itertools.product(batches, blocks)
             if batch <= count
         }

@@ -5,11 +5,15 @@ import logging
 from config.buckets import BucketConfig, Range
 from config.traffic import read_traffic
 from hpu.bucketing.cost import Shapes
-from hpu.bucketing.exponential import exponential_buckets, exponential_v3_buckets
+from hpu.bucketing.exponential import (
+    exponential_decodes,
+    exponential_prompts,
+    v3_decodes,
+    v3_prompts,
+)
 from hpu.bucketing.file import read_bucket_file
 from hpu.bucketing.fitted import fit
-from hpu.bucketing.linear import linear_buckets
-from hpu.bucketing.padding_aware import padding_aware_buckets
+from hpu.bucketing.ranges import range_buckets
 from hpu.bucketing.traffic import launches_of, with_rare
 from hpu.protocol import BucketLimits
 
@@ -27,13 +31,14 @@ def generate_buckets(config: BucketConfig, limits: BucketLimits) -> Shapes:
         return fit(with_rare(launches, limits), config.num_graphs, limits)
     if config.strategy == "exponential":
         _warn_of_ignored_ranges(config)
-        return exponential_buckets(limits)
+        return exponential_prompts(limits), exponential_decodes(limits)
     if config.strategy == "exponential-v3":
         _warn_of_ignored_ranges(config)
-        return exponential_v3_buckets(config, limits)
-    if config.strategy == "padding-aware":
-        return padding_aware_buckets(config, limits)
-    return linear_buckets(config, limits)
+        prompts = v3_prompts(
+            limits, query_min=config.prompt_query.min, context_max=config.prompt_context.max
+        )
+        return prompts, v3_decodes(limits)
+    return range_buckets(config, limits)
 
 
 def _warn_of_ignored_ranges(config: BucketConfig) -> None:

@@ -29,43 +29,12 @@ from hpu.bucketing.exponential import (
     v3_prompts,
 )
 from hpu.bucketing.file import parse_buckets
-from hpu.bucketing.linear import linear_points
-from hpu.bucketing.padding_aware import padding_points
+from hpu.bucketing.ranges import linear_points, padding_points
 from hpu.protocol import DECODE, PREFILL, BucketLimits
 
 VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "buckets.json").read_text())[
     "vectors"
 ]
-
-GENERATORS: dict[str, Any] = {
-    "linear_range": lambda p: linear_points(p["bmin"], p["step"], p["bmax"]),
-    "exp_range": lambda p: exponential_points(
-        p["bmin"], p["step"], p["bmax"], p["limit"], fill=False, exact_last=p["exact_last"]
-    ),
-    "exp_range_fill": lambda p: exponential_points(
-        p["bmin"], p["step"], p["bmax"], p["limit"], fill=True, exact_last=p["exact_last"]
-    ),
-    "fallback_value": lambda p: fallback_point(p["n"], p["base"], 10**9),
-    "parse_bucket_file": lambda p: parse_buckets(p["text"]),
-    "g1_prompt": lambda p: exponential_prompts(
-        p["max_prefill_bs"], p["block"], p["budget"], p["max_len"], contexts=p["prefix_caching"]
-    ),
-    "g1_decode": lambda p: exponential_decodes(
-        p["max_bs"], p["block"], p["max_blocks"], exact_last=p["contiguous_pa"]
-    ),
-    "linear_2d": lambda p: list(
-        itertools.product(linear_points(*p["bs_cfg"]), linear_points(*p["seq_cfg"]))
-    ),
-    "pad_range": lambda p: padding_points(
-        p["bmin"], p["step"], p["bmax"], p["pad_max"], p["pad_percent"]
-    ),
-    "g3_prompt_cfg": lambda p: v3_prompt_axes(
-        p["max_prefill_bs"], p["block"], p["budget"], p["max_len"]
-    ),
-    "g3_decode_cfg": lambda p: v3_decode_axes(
-        p["max_bs"], p["block"], p["max_len"], p["max_blocks"], contiguous=p["contiguous_pa"]
-    ),
-}
 
 
 def limits(**changes: Any) -> BucketLimits:
@@ -79,6 +48,47 @@ def limits(**changes: Any) -> BucketLimits:
         "prefix_caching": True,
     }
     return BucketLimits(**{**given_limits, **changes})
+
+
+PUBLISHED_NAMES = {
+    "block": "block_size",
+    "max_len": "max_model_len",
+    "max_bs": "max_num_seqs",
+    "budget": "max_num_batched_tokens",
+    "max_prefill_bs": "max_prefill_batch",
+    "max_blocks": "num_blocks",
+    "prefix_caching": "prefix_caching",
+}
+
+
+def _published(params: dict[str, Any]) -> BucketLimits:
+    named = {ours: params[name] for name, ours in PUBLISHED_NAMES.items() if name in params}
+    if "contiguous_pa" in params:
+        named["prefix_caching"] = not params["contiguous_pa"]
+    return limits(**named)
+
+
+GENERATORS: dict[str, Any] = {
+    "linear_range": lambda p: linear_points(p["bmin"], p["step"], p["bmax"]),
+    "exp_range": lambda p: exponential_points(
+        p["bmin"], p["step"], p["bmax"], p["limit"], fill=False, exact_last=p["exact_last"]
+    ),
+    "exp_range_fill": lambda p: exponential_points(
+        p["bmin"], p["step"], p["bmax"], p["limit"], fill=True, exact_last=p["exact_last"]
+    ),
+    "fallback_value": lambda p: fallback_point(p["n"], p["base"], 10**9),
+    "parse_bucket_file": lambda p: parse_buckets(p["text"]),
+    "g1_prompt": lambda p: exponential_prompts(_published(p)),
+    "g1_decode": lambda p: exponential_decodes(_published(p)),
+    "linear_2d": lambda p: list(
+        itertools.product(linear_points(*p["bs_cfg"]), linear_points(*p["seq_cfg"]))
+    ),
+    "pad_range": lambda p: padding_points(
+        p["bmin"], p["step"], p["bmax"], p["pad_max"], p["pad_percent"]
+    ),
+    "g3_prompt_cfg": lambda p: v3_prompt_axes(_published(p)),
+    "g3_decode_cfg": lambda p: v3_decode_axes(_published(p)),
+}
 
 
 @pytest.mark.parametrize(
@@ -193,14 +203,19 @@ def test_a_shape_beyond_all_buckets_runs_and_is_remembered(
 
 
 def test_the_newer_rule_makes_the_documented_number_of_prompt_buckets() -> None:
-    shapes = v3_prompts(1, 128, 1024, 1024)
+    shapes = v3_prompts(
+        limits(max_prefill_batch=1, block_size=128, max_num_batched_tokens=1024, max_model_len=1024)
+    )
 
     assert len(shapes) == 35
 
 
 def test_each_query_of_a_long_context_gets_what_it_leaves_room_for() -> None:
-    free = v3_prompts(1, 128, 2048, 16_384)
-    capped = v3_prompts(1, 128, 2048, 16_384, context_max=120)
+    long = limits(
+        max_prefill_batch=1, block_size=128, max_num_batched_tokens=2048, max_model_len=16_384
+    )
+
+    free, capped = v3_prompts(long), v3_prompts(long, context_max=120)
 
     assert (1, 128, 127) in free
     assert (1, 128, 127) not in capped
