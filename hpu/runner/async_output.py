@@ -10,26 +10,7 @@ from hpu.backends.base import Event
 from hpu.protocol import Launch, Logprobs, StepResult
 from hpu.runner.batch_state import Tokens
 from hpu.runner.input_buffers import InputBuffers
-
-
-@dataclass(slots=True)
-class AsyncLogprobs:
-    """Host tensors: ids and values (positions, k + 1), ranks (positions,)."""
-
-    k: int
-    ids: Tensor
-    values: Tensor
-    ranks: Tensor
-
-    def slice(self, start: int, end: int, k: int) -> Logprobs:
-        """The message of positions start .. end - 1, with at most `k` most likely tokens."""
-        k = min(k, self.k)
-        return Logprobs(
-            k=k,
-            ids=_bytes(self.ids[start:end, : k + 1], "<i4"),
-            values=_bytes(self.values[start:end, : k + 1], "<f4"),
-            ranks=_bytes(self.ranks[start:end], "<i4"),
-        )
+from hpu.sampling.logprobs import TopLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +19,10 @@ class AsyncPromptLogprobs:
 
     req_index: int
     k: int
-    slices: list[tuple[int, AsyncLogprobs]]
+    slices: list[tuple[int, TopLogprobs]]
 
     def to_message(self) -> Logprobs:
-        parts = [logprobs.slice(0, count, self.k) for count, logprobs in self.slices]
+        parts = [_logprobs(top, 0, count, self.k) for count, top in self.slices]
         return Logprobs(
             k=parts[0].k,
             ids=memoryview(b"".join(part.ids for part in parts)),
@@ -82,7 +63,7 @@ class AsyncLaunchOutput:
     start: Event
     end: Event | None = None
     tokens: Tensor | None = None
-    logprobs: AsyncLogprobs | None = None
+    logprobs: TopLogprobs | None = None
     prompt_logprobs: list[AsyncPromptLogprobs] = field(default_factory=list)
     vectors: AsyncVectors | None = None
     launch: Launch | None = None
@@ -157,7 +138,7 @@ class AsyncStepOutput:
                 result.tokens.extend(launch.tokens[: len(launch.req_indices)].tolist())
             if launch.logprobs is not None:
                 result.logprobs.extend(
-                    (first + i, launch.logprobs.slice(i, i + 1, k))
+                    (first + i, _logprobs(launch.logprobs, i, i + 1, k))
                     for i, k in enumerate(launch.num_logprobs)
                     if k >= 0
                 )
@@ -170,6 +151,17 @@ class AsyncStepOutput:
             if parts:
                 result.seconds.append(sum(end.seconds_since(begin) for begin, end in parts))
         return result
+
+
+def _logprobs(top: TopLogprobs, start: int, end: int, k: int) -> Logprobs:
+    """The message of positions start .. end - 1, with at most `k` most likely tokens."""
+    k = min(k, top.k)
+    return Logprobs(
+        k=k,
+        ids=_bytes(top.ids[start:end, : k + 1], "<i4"),
+        values=_bytes(top.values[start:end, : k + 1], "<f4"),
+        ranks=_bytes(top.ranks[start:end], "<i4"),
+    )
 
 
 def _bytes(tensor: Tensor, dtype: str) -> memoryview:

@@ -5,7 +5,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ Array = np.ndarray[tuple[int, ...], np.dtype[np.int64] | np.dtype[np.int32]]
 
 A = TypeVar("A")
 Buffers = TypeVar("Buffers", bound="BaseInputBuffers[Any]")
-Buffers_co = TypeVar("Buffers_co", bound="BaseInputBuffers[Any]", covariant=True)
 
 MAX_DYNAMIC = 16
 """Buffers of shapes that were not prepared; the least recently used ones are dropped."""
@@ -184,16 +183,11 @@ class InputBuffers(BaseInputBuffers[PrefillArrays | DecodeArrays]):
             self.context = DecodeAttentionInputs(*self.device_arrays[1:])
 
 
-class InputBuffersType(Protocol[Buffers_co]):
-    """A subclass of BaseInputBuffers."""
-
-    def __call__(self, bucket: Bucket, backend: Backend, *, is_static: bool) -> Buffers_co: ...
-
-
 class InputBufferPool(Generic[Buffers]):
-    """Input buffers by bucket: made once for prepared buckets, made on demand for others."""
+    """Input buffers by bucket: made once for prepared buckets, made on demand for others. `make` is
+    a subclass of BaseInputBuffers."""
 
-    def __init__(self, backend: Backend, make: InputBuffersType[Buffers]) -> None:
+    def __init__(self, backend: Backend, make: Callable[..., Buffers]) -> None:
         self._backend = backend
         self._make = make
         self._prepared: dict[Bucket, Buffers] = {}

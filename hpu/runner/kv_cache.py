@@ -2,33 +2,21 @@
 
 import logging
 import math
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from config.engine import EngineConfig
 from hpu.backends.base import Backend, Event
+from hpu.models.base import CausalLM
 
 logger = logging.getLogger(__name__)
-
-Shape = tuple[int, ...]
 
 MOVE_SIZES = (8, 16, 32, 64, 128, 256, 512)
 """Blocks moved at once, padded up: the sizes of the vendor's defragmenter."""
 
 SCRUB_SIZE = 16
 """Blocks scrubbed at once, padded up: another number would be another shape."""
-
-
-class PagedModel(Protocol):
-    """A model with paged caches, one (keys, values) pair a layer."""
-
-    def cache_shapes(self, num_blocks: int, block_size: int) -> list[tuple[Shape, Shape]]:
-        """Shapes of each layer's caches; blocks are outermost in memory."""
-        ...
-
-    def bind_caches(self, caches: list[tuple[Tensor, Tensor]], block_size: int) -> None: ...
 
 
 def reads_contiguously(config: EngineConfig, backend: Backend) -> bool:
@@ -40,7 +28,7 @@ def reads_contiguously(config: EngineConfig, backend: Backend) -> bool:
     return contiguous_pa is True or backend.reads_contiguously
 
 
-def block_bytes(model: PagedModel, block_size: int, dtype: torch.dtype) -> int:
+def block_bytes(model: CausalLM, block_size: int, dtype: torch.dtype) -> int:
     """Bytes that one block takes over all layers."""
     shapes = model.cache_shapes(1, block_size)
     return sum(math.prod(shape) for pair in shapes for shape in pair) * dtype.itemsize
@@ -78,7 +66,7 @@ class KVCache:
 
     def __init__(
         self,
-        model: PagedModel,
+        model: CausalLM,
         backend: Backend,
         *,
         num_blocks: int,

@@ -6,13 +6,13 @@ of every step, and nothing in it may wait for the device or depend on the value 
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
 from config.params.sampling import MAX_LOGPROBS
 from hpu.backends.base import Backend
+from hpu.models.base import CausalLM
 from hpu.protocol import (
     PREFILL,
     Bucket,
@@ -24,7 +24,6 @@ from hpu.protocol import (
 )
 from hpu.runner.async_output import (
     AsyncLaunchOutput,
-    AsyncLogprobs,
     AsyncPromptLogprobs,
     AsyncStepOutput,
     ForwardOutput,
@@ -34,24 +33,11 @@ from hpu.runner.graph_cache import GraphCache
 from hpu.runner.input_buffers import InputBufferPool, InputBuffers, PrefillArrays
 from hpu.runner.kv_cache import KVCache
 from hpu.runner.step_runner import StepRunner
-from hpu.sampling.logprobs import prompt_logprobs
+from hpu.sampling.logprobs import TopLogprobs, top_logprobs
 from hpu.sampling.sampler import Sampler, SamplerOutput
 
 PROMPT_LOGITS = 1 << 24
 """Most logits in memory for prompt log-probabilities: 64 MiB in float32."""
-
-
-class LanguageModelHead(Protocol):
-    """The output head of a model."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """(M, hidden) to (M, vocab)."""
-        ...
-
-    def argmax(self, hidden: Tensor) -> Tensor | None:
-        """(M, hidden) to (M,): argmax of the logits, -1 where the largest is not finite; None if it
-        takes the logits."""
-        ...
 
 
 class ModelRunner(StepRunner):
@@ -59,7 +45,7 @@ class ModelRunner(StepRunner):
 
     def __init__(
         self,
-        model: LanguageModelHead,
+        model: CausalLM,
         backend: Backend,
         batch_state: BatchState,
         sampler: Sampler,
@@ -267,8 +253,7 @@ class ModelRunner(StepRunner):
         done.tokens = self._backend.to_host(sampled.tokens)
         done.pinned = sampled.pinned
         if sampled.logprobs is not None:
-            top = sampled.logprobs
-            done.logprobs = self._logprobs_to_host(top.k, top.ids, top.values, top.ranks)
+            done.logprobs = TopLogprobs(*map(self._backend.to_host, sampled.logprobs))
 
     def _prompt_targets(self, launch: Launch) -> list[tuple[int, Tokens]]:
         """(index in the launch, following prompt tokens) of the requests with prompt
@@ -306,7 +291,7 @@ class ModelRunner(StepRunner):
         targets: Tokens,
         k: int,
         output: AsyncStepOutput,
-    ) -> list[tuple[int, AsyncLogprobs]]:
+    ) -> list[tuple[int, TopLogprobs]]:
         """(positions, log-probabilities) of `targets`, which follow the positions from `first` on;
         in slices, so that the logits stay small. At least `k` of the most likely."""
         most = max(1, min(query, PROMPT_LOGITS // self._vocab_size))
@@ -323,10 +308,8 @@ class ModelRunner(StepRunner):
             positions = self._upload(first + start + columns, output)
             target_ids = self._upload(part[columns], output)
             logits = self._model.logits(hidden.index_select(0, positions))
-            top = prompt_logprobs(logits, target_ids, k)
-            slices.append(
-                (len(part), self._logprobs_to_host(top.k, top.ids, top.values, top.ranks))
-            )
+            top = top_logprobs(logits, target_ids, k)
+            slices.append((len(part), TopLogprobs(*map(self._backend.to_host, top))))
         return slices
 
     def _upload(self, numbers: np.ndarray, output: AsyncStepOutput) -> Tensor:
@@ -336,9 +319,3 @@ class ModelRunner(StepRunner):
         self._backend.upload(device, host)
         output.pinned.append(host)
         return device
-
-    def _logprobs_to_host(
-        self, k: int, ids: Tensor, values: Tensor, ranks: Tensor
-    ) -> AsyncLogprobs:
-        to_host = self._backend.to_host
-        return AsyncLogprobs(k, to_host(ids), to_host(values), to_host(ranks))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from config.params.sampling import MAX_LOGPROBS
+from hpu.sampling.params import Params
 
 
 class LogprobsMode(NamedTuple):
@@ -73,20 +74,14 @@ def top_logprobs(logits: Tensor, chosen: Tensor, k: int, *, normalises: bool = T
     return TopLogprobs(ids.to(torch.int32), values.gather(1, ids), ranks)
 
 
-def processed_logits(
-    scores: Tensor, weights: Tensor, *, greedy: Tensor, temperature: Tensor, cuts: Tensor
-) -> Tensor:
-    """(B, V) the logits that tokens were drawn from; of `greedy` rows the scores.
+def processed_logits(scores: Tensor, weights: Tensor, params: Params) -> Tensor:
+    """(B, V) the logits that tokens of a batch were drawn from; of greedy requests the scores.
 
     `scores` (B, V) are before the temperature; `weights` (B, V) are 0 for tokens that a filter cut
-    off; `temperature` and `cuts`, whether a row has a filter, are (B, 1).
+    off.
     """
     zero = torch.zeros((), dtype=torch.float32, device=scores.device)
+    has_cut = (params.min_p > 0) | (params.top_k > 0.5) | (params.top_p < 1)
     # Added, so that a NaN stays one.
-    drawn = scores / temperature + torch.where(cuts & (weights <= 0), float("-inf"), zero)
-    return torch.where(greedy, scores, drawn)
-
-
-def prompt_logprobs(logits: Tensor, targets: Tensor, k: int) -> TopLogprobs:
-    """Of the prompt tokens `targets` (M,) that follow the positions of `logits` (M, V)."""
-    return top_logprobs(logits, targets, k)
+    cut_off = torch.where(has_cut & (weights <= 0), float("-inf"), zero)
+    return torch.where(params.greedy > 0.5, scores, scores / params.temperature + cut_off)

@@ -149,7 +149,7 @@ class Sampler:
             logits = scores.float()
             self._backend.mark_step()
             if weights is not None:
-                logits = _drawn_from(logits, weights, inputs.params)
+                logits = processed_logits(logits, weights, inputs.params)
                 self._backend.mark_step()
         self._columns.advance(indices)
         self._append(tokens, inputs.table_rows, stages)
@@ -427,18 +427,6 @@ def _word_bits(backend: Backend) -> Tensor:
     # The upload reads `host`.
     backend.synchronize()
     return bits
-
-
-def _drawn_from(scores: Tensor, weights: Tensor, params: Params) -> Tensor:
-    """(B, V) the processed logits of a batch of which some requests draw."""
-    has_cut = (params.min_p > 0) | (params.top_k > 0.5) | (params.top_p < 1)
-    return processed_logits(
-        scores,
-        weights,
-        greedy=params.greedy > 0.5,
-        temperature=params.temperature,
-        cuts=has_cut,
-    )
 
 
 def _minus_inf(banned: Tensor) -> Tensor:

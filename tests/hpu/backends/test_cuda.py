@@ -23,7 +23,7 @@ from hpu.layers.metadata import AttentionInputs, DecodeAttentionInputs, PrefillA
 from hpu.models.registry import build_model
 from hpu.ops.cuda import CudaKernels
 from hpu.protocol import RequestSampling
-from hpu.sampling.logprobs import prompt_logprobs
+from hpu.sampling.logprobs import top_logprobs
 from hpu.sampling.sampler import Sampler
 
 META = torch.device("meta")
@@ -160,7 +160,7 @@ def test_sampling_asks_no_number_of_the_device(static_shapes: bool) -> None:
         for row, sampling in enumerate(EVERYTHING):
             sampler.add_request(row, sampling, np.zeros(3, np.uint32), 2)
         sampled = sampler.sample(logits, [0, 1, 2, 3])
-        scored = prompt_logprobs(logits, sampled.tokens, 3)
+        scored = top_logprobs(logits, sampled.tokens, 3)
 
     assert sampled.tokens.shape == (4,) and sampled.tokens.device == META
     assert scored.ids.shape == (4, 4)

@@ -7,7 +7,8 @@ from torch import Tensor
 from config.execution import HPU_GRAPHS, ExecutionConfig, ModeChoice
 from hpu.backends.cpu import CpuBackend
 from hpu.backends.gaudi import GaudiBackend
-from hpu.runner.kv_cache import KVCache, Shape, block_bytes
+from hpu.layers.attention_base import Shape
+from hpu.runner.kv_cache import KVCache, block_bytes
 
 NAN = float("nan")
 

@@ -11,7 +11,7 @@ from random_sampling import random_history, random_sampling
 
 from hpu.backends.cpu import CpuBackend
 from hpu.protocol import RequestSampling
-from hpu.sampling.logprobs import LogprobsMode, prompt_logprobs, top_logprobs
+from hpu.sampling.logprobs import LogprobsMode, top_logprobs
 from hpu.sampling.params import is_greedy
 from hpu.sampling.sampler import Sampler
 
@@ -39,7 +39,7 @@ def test_values_ids_and_ranks_are_those_of_a_sorted_log_softmax() -> None:
 
 
 def test_with_k_0_only_the_chosen_token_is_told() -> None:
-    found = prompt_logprobs(_logits(3, 20), torch.tensor([1, 2, 3]), 0)
+    found = top_logprobs(_logits(3, 20), torch.tensor([1, 2, 3]), 0)
 
     assert found.ids.tolist() == [[1], [2], [3]] and found.values.shape == (3, 1)
 
