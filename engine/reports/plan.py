@@ -14,7 +14,7 @@ from hpu.bucketing.bucket_table import BucketTable
 from hpu.gaudi_devices import GIB, generation
 from hpu.model_loader.size_estimate import count_parameters
 from hpu.protocol import PREFILL
-from hpu.worker.card_plan import CardPlan, CardWish, changes, plan_card
+from hpu.worker.card_plan import CardDemand, CardPlan, changes, plan_card
 
 WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
 KV_WIDTHS = {"auto": None, "fp8_inc": 1}
@@ -70,7 +70,7 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
     max_model_len = _max_model_len(facts, config)
     cache, schedule = config.cache, config.scheduler
-    wish = CardWish(
+    demand = CardDemand(
         device=target.device,
         num_cards=target.num_cards,
         width=WIDTHS[dtype],
@@ -85,7 +85,7 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
         kv_bytes=cache.kv_cache_memory_bytes,
         card_bytes=target.card_bytes,
     )
-    card = plan_card(facts, wish)
+    card = plan_card(facts, demand)
     table = _table(config, card) if card.fits else None
     strategy = "exponential" if config.buckets.strategy == "auto" else config.buckets.strategy
     notes = []
@@ -129,9 +129,9 @@ def _lengths(requested: Sequence[int], max_model_len: int) -> tuple[int, ...]:
 
 def _table(config: EngineConfig, card: CardPlan) -> BucketTable:
     cache = replace(
-        config.cache, num_blocks=max(2, card.num_blocks), block_size=card.wish.block_size
+        config.cache, num_blocks=max(2, card.num_blocks), block_size=card.demand.block_size
     )
-    return planned_table(replace(config, max_model_len=card.wish.max_model_len, cache=cache))
+    return planned_table(replace(config, max_model_len=card.demand.max_model_len, cache=cache))
 
 
 def _graph_notes(card: CardPlan, count: int) -> list[str]:
@@ -175,26 +175,26 @@ def _head(plan: Plan) -> list[str]:
     return [
         f"{plan.facts.path}: {plan.facts.architecture}, {parameters / 1e9:.2f} billion parameters, "
         f"{plan.dtype}",
-        f"{title}, {cards}; context {wish.max_model_len} tokens, {wish.max_num_seqs} sequences, "
-        f"{wish.max_num_batched_tokens} tokens a step",
+        f"{title}, {cards}; context {demand.max_model_len} tokens, "
+        f"{demand.max_num_seqs} sequences, {demand.max_num_batched_tokens} tokens a step",
     ]
 
 
 def _memory(plan: Plan) -> list[str]:
-    card, wish = plan.card, plan.card.wish
-    is_fixed = wish.num_blocks is not None or wish.kv_bytes is not None
+    card, demand = plan.card, plan.card.demand
+    is_fixed = demand.num_blocks is not None or demand.kv_bytes is not None
     kv = (card.num_blocks + 1) * card.block_bytes if is_fixed else card.parts.kv
     blocks = (
-        f"{card.num_blocks} blocks of {wish.block_size} tokens, {card.block_bytes / 2**20:.2f} MiB "
-        f"each{', as set' if is_fixed else ''}"
+        f"{card.num_blocks} blocks of {demand.block_size} tokens, "
+        f"{card.block_bytes / 2**20:.2f} MiB each{', as set' if is_fixed else ''}"
     )
     rows = (
         ("memory", card.card_bytes, "that the runtime lets a process use"),
         ("weights", card.weight_bytes, ""),
         ("activations", card.activation_bytes, "of the widest launch, estimated"),
         ("free", max(0, card.free_bytes), ""),
-        ("  usable", card.parts.usable, f"{wish.utilization:g} of it"),
-        ("    graphs", card.parts.graphs, f"{wish.graph_reserved:g} of what is usable"),
+        ("  usable", card.parts.usable, f"{demand.utilization:g} of it"),
+        ("    graphs", card.parts.graphs, f"{demand.graph_reserved:g} of what is usable"),
         ("    KV cache", kv, blocks),
         ("  margin", card.parts.margin, "never planned for"),
     )
@@ -204,7 +204,7 @@ def _memory(plan: Plan) -> list[str]:
 
 
 def _sequences(plan: Plan) -> list[str]:
-    card, most = plan.card, plan.card.wish.max_num_seqs
+    card, most = plan.card, plan.card.demand.max_num_seqs
     lines = [f"{'tokens':>8}{'sequences at once':>20}"]
     for length in plan.lengths:
         count = card.sequences(length)
@@ -241,7 +241,7 @@ def _shortage(card: CardPlan) -> str:
         )
     if card.num_blocks < card.context_blocks:
         return (
-            f"a full context of {card.wish.max_model_len} tokens takes {card.context_blocks} "
+            f"a full context of {card.demand.max_model_len} tokens takes {card.context_blocks} "
             f"blocks, there are {card.num_blocks}"
         )
     needed = (card.num_blocks + 1) * card.block_bytes
@@ -253,7 +253,7 @@ def _shortage(card: CardPlan) -> str:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """The report as JSON; sizes in bytes of each card."""
-    card, wish = plan.card, plan.card.wish
+    card, demand = plan.card, plan.card.demand
     return {
         "model": plan.facts.path,
         "architecture": plan.facts.architecture,
@@ -261,9 +261,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "dtype": plan.dtype,
         "device": plan.target.device,
         "tensor_parallel_size": plan.target.num_cards,
-        "max_model_len": wish.max_model_len,
-        "max_num_seqs": wish.max_num_seqs,
-        "block_size": wish.block_size,
+        "max_model_len": demand.max_model_len,
+        "max_num_seqs": demand.max_num_seqs,
+        "block_size": demand.block_size,
         "memory_bytes": card.card_bytes,
         "weight_bytes": card.weight_bytes,
         "activation_bytes": card.activation_bytes,

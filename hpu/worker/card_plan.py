@@ -21,7 +21,7 @@ TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CardWish:
+class CardDemand:
     """The model's settings and the cards."""
 
     device: str
@@ -48,7 +48,7 @@ class CardWish:
 class CardPlan:
     """Bytes on each card, and the KV blocks that fit."""
 
-    wish: CardWish
+    demand: CardDemand
     card_bytes: int
     weight_bytes: int
     activation_bytes: int
@@ -65,7 +65,7 @@ class CardPlan:
     @property
     def context_blocks(self) -> int:
         """Blocks of one full context."""
-        return math.ceil(self.wish.max_model_len / self.wish.block_size)
+        return math.ceil(self.demand.max_model_len / self.demand.block_size)
 
     @property
     def fits(self) -> bool:
@@ -76,44 +76,44 @@ class CardPlan:
 
     def sequences(self, num_tokens: int) -> int:
         """Sequences of `num_tokens` that the cache holds, without the scheduler's limits."""
-        return self.num_blocks // math.ceil(num_tokens / self.wish.block_size)
+        return self.num_blocks // math.ceil(num_tokens / self.demand.block_size)
 
 
-def plan_card(facts: ModelConfig, wish: CardWish) -> CardPlan:
+def plan_card(facts: ModelConfig, demand: CardDemand) -> CardPlan:
     """Apply the documented memory split. Raises ConfigError when the model cannot be sharded or is
     not supported."""
-    check_split(facts, wish.num_cards)
-    card = wish.card_bytes or generation(wish.device).usable_bytes
+    check_split(facts, demand.num_cards)
+    card = demand.card_bytes or generation(demand.device).usable_bytes
     weights = weight_bytes(
-        facts, num_cards=wish.num_cards, width=wish.width, length=wish.max_model_len
+        facts, num_cards=demand.num_cards, width=demand.width, length=demand.max_model_len
     )
     activations = activation_bytes(
         facts,
-        num_cards=wish.num_cards,
-        width=wish.width,
-        num_tokens=wish.max_num_batched_tokens,
-        num_seqs=wish.max_num_seqs,
+        num_cards=demand.num_cards,
+        width=demand.width,
+        num_tokens=demand.max_num_batched_tokens,
+        num_seqs=demand.max_num_seqs,
     )
     activations += context_bytes(
         facts,
-        num_cards=wish.num_cards,
-        width=wish.width,
-        num_tokens=wish.max_num_batched_tokens,
-        max_model_len=wish.max_model_len,
+        num_cards=demand.num_cards,
+        width=demand.width,
+        num_tokens=demand.max_num_batched_tokens,
+        max_model_len=demand.max_model_len,
     )
     block_bytes = kv_block_bytes(
-        facts, num_cards=wish.num_cards, width=wish.kv_width, block_size=wish.block_size
+        facts, num_cards=demand.num_cards, width=demand.kv_width, block_size=demand.block_size
     )
     parts = plan_memory(
         max(0, card - weights - activations),
-        utilization=wish.utilization,
-        graph_memory_fraction=wish.graph_reserved,
+        utilization=demand.utilization,
+        graph_memory_fraction=demand.graph_reserved,
     )
-    if wish.num_blocks is not None:
-        blocks = wish.num_blocks
+    if demand.num_blocks is not None:
+        blocks = demand.num_blocks
     else:
-        blocks = num_blocks(parts.kv if wish.kv_bytes is None else wish.kv_bytes, block_bytes)
-    return CardPlan(wish, card, weights, activations, parts, block_bytes, blocks)
+        blocks = num_blocks(parts.kv if demand.kv_bytes is None else demand.kv_bytes, block_bytes)
+    return CardPlan(demand, card, weights, activations, parts, block_bytes, blocks)
 
 
 def changes(facts: ModelConfig, plan: CardPlan) -> list[str]:
@@ -124,51 +124,51 @@ def changes(facts: ModelConfig, plan: CardPlan) -> list[str]:
 
 def _smaller_demands(plan: CardPlan) -> Iterator[str]:
     """Changes on the same cards."""
-    wish, needed = plan.wish, (plan.context_blocks + 1) * plan.block_bytes
+    demand, needed = plan.demand, (plan.context_blocks + 1) * plan.block_bytes
     free = plan.free_bytes
     if plan.num_blocks >= plan.context_blocks:
         most = max(0, free // plan.block_bytes - 1)
-        flag = "--num-gpu-blocks-override" if wish.num_blocks else "--kv-cache-memory-bytes"
+        flag = "--num-gpu-blocks-override" if demand.num_blocks else "--kv-cache-memory-bytes"
         yield (
             f"lower {flag}: {plan.num_blocks} blocks take "
             f"{(plan.num_blocks + 1) * plan.block_bytes / GIB:.2f} GiB, {max(0, free) / GIB:.2f} "
             f"GiB are free, which is {most} blocks"
         )
         return
-    capacity = plan.num_blocks * wish.block_size
+    capacity = plan.num_blocks * demand.block_size
     if capacity:
         yield f"--max-model-len {capacity}: that is what {plan.num_blocks} blocks hold"
-    if wish.num_blocks is not None or wish.kv_bytes is not None or free <= needed:
+    if demand.num_blocks is not None or demand.kv_bytes is not None or free <= needed:
         return
-    share = math.ceil(100 * needed / (free * (1 - wish.graph_reserved))) / 100
-    if wish.graph_reserved < 1 and wish.utilization < share < 1:
+    share = math.ceil(100 * needed / (free * (1 - demand.graph_reserved))) / 100
+    if demand.graph_reserved < 1 and demand.utilization < share < 1:
         yield (
             f"--gpu-memory-utilization {share:g}: a full context takes {needed / GIB:.2f} GiB, "
-            f"{plan.parts.kv / GIB:.2f} GiB are left for KV at {wish.utilization:g}"
+            f"{plan.parts.kv / GIB:.2f} GiB are left for KV at {demand.utilization:g}"
         )
-    reserve = math.floor(100 * (1 - needed / (free * wish.utilization))) / 100
-    if 0.01 <= reserve < wish.graph_reserved:
+    reserve = math.floor(100 * (1 - needed / (free * demand.utilization))) / 100
+    if 0.01 <= reserve < demand.graph_reserved:
         yield f"--graph-reserved-mem {reserve:g}: graphs then get {reserve:.0%} of what is usable"
 
 
 def _more_memory(facts: ModelConfig, plan: CardPlan) -> Iterator[str]:
     """More cards, or other cards."""
-    wish = replace(plan.wish, num_blocks=None, kv_bytes=None)
+    demand = replace(plan.demand, num_blocks=None, kv_bytes=None)
     for count in TENSOR_PARALLEL_SIZES:
-        if count > wish.num_cards and (text := _fitting(facts, replace(wish, num_cards=count))):
+        if count > demand.num_cards and (text := _fitting(facts, replace(demand, num_cards=count))):
             yield f"--tensor-parallel-size {count}: {text}"
             break
-    if wish.card_bytes is None:
+    if demand.card_bytes is None:
         for name, other in GENERATIONS.items():
-            larger = other.memory_bytes > generation(wish.device).memory_bytes
-            if larger and (text := _fitting(facts, replace(wish, device=name))):
+            larger = other.memory_bytes > generation(demand.device).memory_bytes
+            if larger and (text := _fitting(facts, replace(demand, device=name))):
                 yield f"--device {name}: {text}"
 
 
-def _fitting(facts: ModelConfig, wish: CardWish) -> str | None:
+def _fitting(facts: ModelConfig, demand: CardDemand) -> str | None:
     """A summary of a plan that fits; None if it does not fit or is not possible."""
     try:
-        plan = plan_card(facts, wish)
+        plan = plan_card(facts, demand)
     except ConfigError:
         return None
     if not plan.fits:

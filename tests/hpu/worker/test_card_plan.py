@@ -8,7 +8,7 @@ import pytest
 from config.errors import ConfigError
 from config.model.model_config import ModelConfig
 from hpu.gaudi_devices import GIB
-from hpu.worker.card_plan import CardWish, changes, plan_card
+from hpu.worker.card_plan import CardDemand, changes, plan_card
 
 SMALL = ModelConfig(
     "8b", "LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, max_position=131072
@@ -18,7 +18,7 @@ LARGE = replace(
 )
 
 
-def wish(**changed: Any) -> CardWish:
+def demand(**changed: Any) -> CardDemand:
     given: dict[str, Any] = {
         "device": "gaudi2",
         "num_cards": 1,
@@ -31,11 +31,11 @@ def wish(**changed: Any) -> CardWish:
         "utilization": 0.9,
         "graph_reserved": 0.1,
     }
-    return CardWish(**{**given, **changed})
+    return CardDemand(**{**given, **changed})
 
 
 def test_the_guides_example_is_split_as_published() -> None:
-    guide = wish(utilization=0.5, graph_reserved=0.4, max_model_len=2048)
+    guide = demand(utilization=0.5, graph_reserved=0.4, max_model_len=2048)
     taken = plan_card(SMALL, guide)
     card_bytes = taken.weight_bytes + taken.activation_bytes + int(79.16 * GIB)
 
@@ -50,7 +50,7 @@ def test_the_guides_example_is_split_as_published() -> None:
 
 
 def test_the_guides_card_leaves_about_what_its_log_says() -> None:
-    plan = plan_card(SMALL, wish(max_model_len=2048))
+    plan = plan_card(SMALL, demand(max_model_len=2048))
 
     assert round(plan.card_bytes / GIB, 2) == 94.62
     assert abs(plan.weight_bytes / GIB - 14.97) < 0.02
@@ -58,7 +58,7 @@ def test_the_guides_card_leaves_about_what_its_log_says() -> None:
 
 
 def test_each_card_holds_its_share() -> None:
-    alone, shared = plan_card(SMALL, wish()), plan_card(SMALL, wish(num_cards=8))
+    alone, shared = plan_card(SMALL, demand()), plan_card(SMALL, demand(num_cards=8))
 
     assert 8 * shared.block_bytes == alone.block_bytes
     assert alone.weight_bytes / 8 < shared.weight_bytes < alone.weight_bytes / 7
@@ -66,13 +66,13 @@ def test_each_card_holds_its_share() -> None:
 
 
 def test_sequences_at_once_are_counted_in_whole_blocks() -> None:
-    plan = plan_card(SMALL, wish(num_blocks=100))
+    plan = plan_card(SMALL, demand(num_blocks=100))
 
     assert [plan.sequences(tokens) for tokens in (128, 129, 8192)] == [100, 50, 1]
 
 
 def test_weights_beyond_a_card_ask_for_more_cards() -> None:
-    plan = plan_card(LARGE, wish())
+    plan = plan_card(LARGE, demand())
 
     advice = changes(LARGE, plan)
 
@@ -81,7 +81,7 @@ def test_weights_beyond_a_card_ask_for_more_cards() -> None:
 
 
 def test_a_context_beyond_the_cache_asks_for_less_of_it_or_more_memory() -> None:
-    tight = wish(card_bytes=int(20.93 * GIB), max_model_len=32768, utilization=0.85)
+    tight = demand(card_bytes=int(20.93 * GIB), max_model_len=32768, utilization=0.85)
     plan = plan_card(SMALL, tight)
 
     advice = changes(SMALL, plan)
@@ -101,7 +101,7 @@ def test_a_context_beyond_the_cache_asks_for_less_of_it_or_more_memory() -> None
 
 
 def test_a_larger_generation_is_offered() -> None:
-    plan = plan_card(LARGE, wish(num_cards=2, max_model_len=131072, utilization=0.75))
+    plan = plan_card(LARGE, demand(num_cards=2, max_model_len=131072, utilization=0.75))
 
     advice = changes(LARGE, plan)
 
@@ -110,21 +110,21 @@ def test_a_larger_generation_is_offered() -> None:
 
 
 def test_blocks_that_were_told_must_fit_into_what_is_free() -> None:
-    plan = plan_card(SMALL, wish(num_blocks=6000))
+    plan = plan_card(SMALL, demand(num_blocks=6000))
 
     (first, *_) = changes(SMALL, plan)
 
     most = int(first.rpartition("which is ")[2].split()[0])
     assert not plan.fits
     assert first.startswith("lower --num-gpu-blocks-override: 6000 blocks take 93.77 GiB")
-    assert plan_card(SMALL, wish(num_blocks=most)).fits
-    assert not plan_card(SMALL, wish(num_blocks=most + 1)).fits
+    assert plan_card(SMALL, demand(num_blocks=most)).fits
+    assert not plan_card(SMALL, demand(num_blocks=most + 1)).fits
 
 
 def test_nothing_helps_a_model_that_no_box_holds() -> None:
     huge = replace(LARGE, num_layers=4000)
 
-    assert changes(huge, plan_card(huge, wish())) == [
+    assert changes(huge, plan_card(huge, demand())) == [
         "no setting here makes it fit: a smaller model would"
     ]
 
