@@ -17,11 +17,11 @@ from engine.transport.messages import AddRequest, StepOutput
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.protocol import PREFILL, BucketLimits, StepPlan
 
-MAX_TURNS = 5000
+MAX_STEPS = 5000
 
 
 class CoreRig:
-    """An engine without processes. Checks the books after every turn."""
+    """An engine without processes. Checks the invariants after every step."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class CoreRig:
         self.ledger = Ledger()
         self.asked: dict[int, tuple[list[int], SamplingParams]] = {}
         self.grammars: dict[int, Grammar] = {}
-        self.turns = 0
+        self.steps = 0
 
     def _clock(self) -> float:
         self.now += 0.001
@@ -123,20 +123,20 @@ class CoreRig:
         for key in keys:
             self.ledger.abort(key)
 
-    def turn(self) -> list[tuple[int, StepOutput]]:
+    def step(self) -> list[tuple[int, StepOutput]]:
         messages = self.core.step()
-        self.turns += 1
+        self.steps += 1
         self.ledger.take(messages)
         self.core.check()
         return messages
 
-    def run(self, turns: int = MAX_TURNS) -> None:
-        """Turn until nothing is left to do, or so many times."""
-        for _ in range(turns):
+    def run(self, steps: int = MAX_STEPS) -> None:
+        """Step until nothing is left to do, or so many times."""
+        for _ in range(steps):
             if not self.core.has_work:
                 return
-            self.turn()
-        assert turns < MAX_TURNS, f"still at work after {turns} turns"
+            self.step()
+        assert steps < MAX_STEPS, f"still at work after {steps} steps"
 
     @property
     def plans(self) -> list[StepPlan]:

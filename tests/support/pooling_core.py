@@ -101,7 +101,7 @@ class PoolingExecutor:
 
 
 class PoolingRig:
-    """An engine of a pooling model without processes. Checks the books after every turn."""
+    """An engine of a pooling model without processes. Checks the invariants after every step."""
 
     def __init__(
         self, facts: PoolingFacts | None = FACTS, *, unwarmed: str = "run", **schedule: Any
@@ -133,7 +133,7 @@ class PoolingRig:
     def send(self, message: AddRequest) -> None:
         self.core.add_request(message, [])
 
-    def turn(self) -> None:
+    def step(self) -> None:
         for _, message in self.core.step():
             for key, rows, data in message.vectors:
                 assert key not in self.vectors, f"the vectors of {key} came twice"
@@ -145,5 +145,5 @@ class PoolingRig:
         for _ in range(200):
             if not self.core.has_work:
                 return
-            self.turn()
-        raise AssertionError("200 turns were not enough")
+            self.step()
+        raise AssertionError("200 steps were not enough")

@@ -1,4 +1,4 @@
-"""engine/core/engine_core.py: turns, refusals, aborts, and the invariants that the engine must
+"""engine/core/engine_core.py: steps, refusals, aborts, and the invariants that the engine must
 keep."""
 
 import itertools
@@ -35,7 +35,7 @@ def test_an_idle_core_has_no_work_and_says_nothing() -> None:
     rig.add(0, [1], max_tokens=1)
     rig.run()
 
-    messages = rig.turn()
+    messages = rig.step()
 
     assert not rig.core.has_work
     assert messages == []
@@ -71,11 +71,11 @@ def test_a_full_batch_keeps_the_row_of_what_goes_on_for_a_while() -> None:
 
     go_on(1)
     rig.add(2, [4, 5], max_tokens=1)
-    rig.run(turns=6)
+    rig.run(steps=6)
     go_on(3)
-    rig.run(turns=6)
+    rig.run(steps=6)
     waited = (rig.reason(1), rig.reason(2), rig.reason(3))
-    rig.run(turns=RESERVED_STEPS)
+    rig.run(steps=RESERVED_STEPS)
 
     assert waited == ("length", None, "length")
     assert (rig.reason(2), rig.reason(0)) == ("length", None)
@@ -89,7 +89,7 @@ def test_a_row_is_kept_only_beside_others() -> None:
     rig.send(AddRequest(0, raw([1, 2]), SamplingParams(max_tokens=1), is_continuation=True))
     rig.add(1, [4, 5], max_tokens=1)
 
-    rig.run(turns=5)
+    rig.run(steps=5)
 
     assert rig.reason(1) == "length"
 
@@ -100,7 +100,7 @@ def test_a_step_with_nothing_to_launch_is_not_submitted_and_freed_rows_ride_late
     rig.run()
     after_first = len(rig.plans)
 
-    rig.run(turns=3)
+    rig.run(steps=3)
     rig.add(1, [1], max_tokens=1)
     rig.run()
 
@@ -163,7 +163,7 @@ def test_a_full_line_refuses_and_leaks_nothing() -> None:
 def test_a_key_used_twice_ends_once_with_an_error() -> None:
     rig = CoreRig()
     rig.add(3, [1, 2], **LONG)
-    rig.run(turns=4)
+    rig.run(steps=4)
 
     rig.send(AddRequest(3, raw([5]), SamplingParams()))
     rig.run()
@@ -218,7 +218,7 @@ def test_stats_go_to_every_front_end_even_to_one_without_requests() -> None:
     rig.core.add_front_end(1)
     rig.add(0, [1, 2, 3], max_tokens=2, ignore_eos=True)
 
-    messages = [message for _ in range(2) for message in rig.turn()]
+    messages = [message for _ in range(2) for message in rig.step()]
 
     assert sorted(front_end for front_end, _ in messages) == [0, 0, 1, 1]
     last = messages[-1][1].stats
@@ -232,12 +232,12 @@ def test_an_abort_alone_is_enough_to_send_new_gauges() -> None:
     rig = CoreRig(rows=1)
     rig.add(0, [1], **LONG)
     rig.add(1, [2], **LONG)
-    rig.run(turns=3)
+    rig.run(steps=3)
     rig.abort(0, 1)
 
     last = None
     while rig.core.has_work:
-        for _, message in rig.turn():
+        for _, message in rig.step():
             last = message.stats
 
     assert last is not None
@@ -253,7 +253,7 @@ def test_invariant_1_free_and_held_blocks_are_all_blocks_at_every_step() -> None
         rig.add(key, [1, 2, 3, 4] * 3 + [key], max_tokens=12 + key, ignore_eos=True)
 
     while rig.core.has_work:
-        rig.turn()  # which checks holders against tables
+        rig.step()  # which checks holders against tables
 
     assert rig.core.stats().blocks_used == 0
     assert rig.core.stats().preemptions > 0
@@ -262,7 +262,7 @@ def test_invariant_1_free_and_held_blocks_are_all_blocks_at_every_step() -> None
 def test_invariant_1_a_leaked_block_is_detected() -> None:
     rig = CoreRig()
     rig.add(0, [1, 2, 3], **LONG)
-    rig.run(turns=2)
+    rig.run(steps=2)
 
     rig.core._kv.pool.allocate(1)
 
@@ -277,7 +277,7 @@ def test_invariant_2_only_full_blocks_of_accepted_tokens_are_shared() -> None:
     request = rig.core._requests[0]
 
     while rig.core.has_work:
-        rig.turn()
+        rig.step()
         filed = sum(
             rig.core._kv.pool.get_cached_block(name) is not None for name in request.block_hashes
         )
@@ -355,12 +355,12 @@ def test_invariant_8_same_tokens_whatever_the_batch_bucket_chunk_prefix_or_preem
 
 
 def test_invariant_10_an_abort_at_any_moment_leaves_nothing_behind() -> None:
-    for depth, turns, size in itertools.product((1, 2), range(9), (3, 30)):
+    for depth, steps, size in itertools.product((1, 2), range(9), (3, 30)):
         rig = CoreRig(depth=depth, budget=8, rows=2)
         rig.add(0, [1] * size, **LONG)
         rig.add(1, [2, 3], **LONG)
         rig.add(2, [4], **LONG)
-        rig.run(turns=turns)
+        rig.run(steps=steps)
 
         rig.abort(0, 2)
         rig.core.abort([0, 2, 99])
@@ -375,12 +375,12 @@ def test_invariant_10_an_abort_at_any_moment_leaves_nothing_behind() -> None:
 def test_invariant_10_blocks_of_an_aborted_row_come_back_after_its_last_plan() -> None:
     rig = CoreRig(depth=2)
     rig.add(0, [1, 2, 3], **LONG)
-    rig.run(turns=4)
+    rig.run(steps=4)
     assert rig.core.num_inflight == 1
 
     rig.abort(0)
     right_after = rig.core.stats()
-    rig.turn()
+    rig.step()
 
     assert (right_after.running, right_after.blocks_used) == (0, 2)
     assert rig.core.stats().blocks_used == 0

@@ -124,7 +124,7 @@ def test_prompt_scores_come_once_and_in_order_though_a_preemption_computes_them_
         )
         for key in (1, 2):
             rig.add(key, [key, 8], max_tokens=24, priority=0)
-        rig.run(turns=3)
+        rig.run(steps=3)
         rig.add(0, list(range(10, 50)) + [5] * 8, max_tokens=3, prompt_logprobs=1, priority=9)
 
         rig.run()
@@ -152,7 +152,7 @@ def test_each_front_end_hears_of_its_own_keys_in_one_message() -> None:
 
     messages: list[tuple[int, StepOutput]] = []
     while rig.core.has_work:
-        messages += rig.turn()
+        messages += rig.step()
 
     by_front_end = {
         index: [
@@ -179,7 +179,7 @@ def test_a_finish_says_where_the_time_went() -> None:
 def test_a_message_belongs_to_its_receiver() -> None:
     rig = CoreRig(depth=1, next_token=script(9))
     rig.add(0, [1], max_tokens=9)
-    (_, first) = rig.turn()[0]
+    (_, first) = rig.step()[0]
     steps = first.stats.steps if first.stats else None
 
     rig.run()
@@ -248,7 +248,7 @@ def test_several_tokens_of_a_step_travel_in_one_column_with_their_logprobs() -> 
 
     counts: list[int] = []
     while rig.core.has_work:
-        for _, message in rig.turn():
+        for _, message in rig.step():
             counts += message.counts
 
     assert {2, 3, 4} <= set(counts) and max(counts) == 4

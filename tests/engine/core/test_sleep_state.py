@@ -23,7 +23,7 @@ def test_requests_that_are_open_end_with_a_word_that_they_may_come_again() -> No
     rig = CoreRig(rows=1)
     rig.add(0, PROMPT, **LONG)
     rig.add(1, PROMPT, **LONG)
-    rig.run(turns=3)
+    rig.run(steps=3)
 
     asleep = rig.core.control(SLEEP, {"level": 1})
 
@@ -57,7 +57,7 @@ def test_nothing_is_taken_while_it_sleeps_and_all_is_as_before_when_it_wakes() -
 def test_by_mode_wait_it_sleeps_once_nobody_is_open() -> None:
     rig = CoreRig()
     rig.add(0, PROMPT, **LONG)
-    rig.run(turns=2)
+    rig.run(steps=2)
 
     first = rig.core.control(SLEEP, {"mode": "wait"})
     rig.add(1, PROMPT)
@@ -71,7 +71,7 @@ def test_by_mode_wait_it_sleeps_once_nobody_is_open() -> None:
 def test_to_wake_up_ends_a_wait_for_sleep() -> None:
     rig = CoreRig()
     rig.add(0, PROMPT, **LONG)
-    rig.run(turns=2)
+    rig.run(steps=2)
     rig.core.control(SLEEP, {"mode": "wait"})
 
     rig.core.control(WAKE_UP, {})

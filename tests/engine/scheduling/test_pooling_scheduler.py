@@ -69,7 +69,7 @@ def test_an_aborted_text_is_never_heard_of_again() -> None:
     rig = PoolingRig(max_num_seqs=1)
     for key in range(3):
         rig.add(key, [20 + key])
-    rig.turn()  # 0 runs
+    rig.step()  # 0 runs
     rig.core.abort([0, 2])
 
     rig.run()

@@ -21,10 +21,10 @@ def test_every_decode_gets_its_token_while_a_long_prompt_goes_in_chunks() -> Non
     rig = CoreRig(budget=8, rows=4)
     for key in range(3):
         rig.add(key, [key, 1], **ENDLESS)
-    rig.run(turns=3)
+    rig.run(steps=3)
     rig.add(9, list(range(40)), max_tokens=1, ignore_eos=True)
 
-    rig.run(turns=12)
+    rig.run(steps=12)
 
     with_chunks = [
         plan for plan in rig.plans if plan.launches and prefilled(plan) and plan.step > 0
@@ -84,7 +84,7 @@ def test_blocks_are_lent_only_as_they_are_needed() -> None:
 
     used = []
     while rig.core.has_work:
-        rig.turn()
+        rig.step()
         used.append(rig.core.stats().blocks_used)
 
     # Three chunks (8, 8, 4) in blocks of 4, then one block at a time; the last token needs no slot.
@@ -181,7 +181,7 @@ def test_a_prompt_that_waits_keeps_blocks_free_for_those_who_run() -> None:
     rig.add(0, [1] * 396, max_tokens=4, ignore_eos=True)
     rig.add(1, [2] * 396, max_tokens=4, ignore_eos=True)
 
-    rig.run(turns=2)
+    rig.run(steps=2)
 
     # Both prompts take 99 blocks: the second would fit, and leave none to grow into.
     assert rig.core.stats().running == 1
@@ -208,7 +208,7 @@ def test_a_row_is_reused_only_after_the_last_plan_that_names_it() -> None:
 def test_a_row_whose_last_token_is_on_its_way_is_waited_for_and_not_preempted() -> None:
     rig = CoreRig(num_blocks=6, rows=2, depth=2)
     rig.add(0, [1] * 8, max_tokens=12, ignore_eos=True)
-    rig.run(turns=4)
+    rig.run(steps=4)
     rig.add(1, [2], max_tokens=5, ignore_eos=True)
 
     rig.run()
@@ -249,11 +249,11 @@ def test_one_prompt_asked_for_many_times_at_once_is_computed_once() -> None:
 
 
 def test_who_waits_for_a_prefix_goes_on_when_its_maker_is_gone() -> None:
-    for turns in range(6):
+    for steps in range(6):
         rig = CoreRig(budget=10)
         rig.add(0, list(range(40)), max_tokens=4, ignore_eos=True)
         rig.add(1, list(range(40)), max_tokens=4, ignore_eos=True)
-        rig.run(turns=turns)
+        rig.run(steps=steps)
 
         rig.abort(0)
         rig.run()

@@ -46,7 +46,7 @@ def test_every_output_fits_through_chunks_preemptions_and_prefix_hits_beside_fre
         prompt = [*common[: rng.randint(0, 12)], rng.randrange(3, VOCAB_SIZE)]
         rules = {"structured_outputs": FORM, "grammar": grammar} if key in guided else {}
         rig.add(key, prompt, max_tokens=20, logprobs=rng.choice([None, 1]), **rules)
-        rig.run(turns=rng.randint(0, 4))
+        rig.run(steps=rng.randint(0, 4))
     rig.run()
 
     for key in range(40):
@@ -120,7 +120,7 @@ def test_a_row_that_gives_way_in_the_step_it_is_planned_in_still_gets_its_mask(
     for key in range(2):
         rules = {"structured_outputs": FORM, "grammar": grammar}
         rig.add(key, [5, 6, 7], priority=1, max_tokens=30, **rules)
-    rig.run(turns=1)
+    rig.run(steps=1)
     rig.add(2, list(range(10, 38)), max_tokens=2)
     rig.run()
 
@@ -169,7 +169,7 @@ def test_an_output_that_costs_too_much_to_follow_ends_alone(
     for key in (0, 1):
         rig.add(key, [5, key], max_tokens=30, structured_outputs=FORM, grammar=grammar)
     rig.add(2, [7, 8], max_tokens=12, ignore_eos=True)
-    rig.run(turns=4)
+    rig.run(steps=4)
     guide = next(r for r in rig.core._requests.values() if r.key == 1).guide
     assert guide is not None
 

@@ -31,7 +31,7 @@ TABLE = BucketConfig(
     decode_batch=Range(6, 6, 6),
     decode_blocks=Range(8, 8, 40),
 )
-MOST_TURNS = 3000
+MOST_STEPS = 3000
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def serve(core: EngineCore) -> Ledger:
     """Requests of all lengths that come and go in an order of their own; some are given up."""
     rng = random.Random(11)
     ledger, waiting = Ledger(), list(range(REQUESTS))
-    for _ in range(MOST_TURNS):
+    for _ in range(MOST_STEPS):
         if waiting and rng.random() < 0.6:
             key = waiting.pop()
             length = rng.choice([rng.randint(1, 20), rng.randint(20, 150)])
@@ -74,7 +74,7 @@ def serve(core: EngineCore) -> Ledger:
         core.check()
         if not waiting and not core.has_work:
             return ledger
-    raise AssertionError(f"{MOST_TURNS} turns were not enough")
+    raise AssertionError(f"{MOST_STEPS} steps were not enough")
 
 
 def test_slices_and_moves_change_no_token_and_cost_nothing_once_warm(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from engine.transport.messages import AddRequest
 from hpu.protocol import GrammarMasks, StepPlan
 
 REQUESTS = 500
-MOST_TURNS = 20_000
+MOST_STEPS = 20_000
 
 
 class WatchedExecutor(InprocExecutor):
@@ -146,7 +146,7 @@ def test_five_hundred_random_requests_cost_no_compilation_capture_fallback_wait_
     before = {name: card.counters.counts[name] for name in watched}
     memory = card.memory.in_use
 
-    turns = 0
+    steps = 0
     while waiting or core.has_work:
         for _ in range(rng.choice([0, 0, 1, 1, 2])):
             if waiting:
@@ -165,8 +165,8 @@ def test_five_hundred_random_requests_cost_no_compilation_capture_fallback_wait_
                     ledger.abort(gone)
         ledger.take(core.step())
         core.check()
-        turns += 1
-        assert turns < MOST_TURNS
+        steps += 1
+        assert steps < MOST_STEPS
 
     after = {name: card.counters.counts[name] for name in watched}
     assert after == before

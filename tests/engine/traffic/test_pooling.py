@@ -81,7 +81,7 @@ def traffic(core: EngineCore) -> dict[int, bytes]:
         core.check()
         if not waiting and not core.has_work:
             return vectors
-    raise AssertionError("1000 turns were not enough")
+    raise AssertionError("1000 steps were not enough")
 
 
 @pytest.mark.parametrize("family", ["xlm-roberta", "qwen3"])

@@ -46,7 +46,7 @@ class Ask:
 
 
 Move = Ask | int | str
-"""A request; so many turns; or, below zero, an abort, counted from the newest; or "reset"."""
+"""A request; so many steps; or, below zero, an abort, counted from the newest; or "reset"."""
 
 
 def random_ask(rng: random.Random) -> Ask:
@@ -73,7 +73,7 @@ def random_ask(rng: random.Random) -> Ask:
 
 
 def random_move(rng: random.Random) -> Move:
-    """Mostly requests and turns; now and then an abort, or a cache that is emptied."""
+    """Mostly requests and steps; now and then an abort, or a cache that is emptied."""
     kind = rng.random()
     if kind < 0.5:
         return random_ask(rng)
@@ -130,7 +130,7 @@ class Schedule:
                 else:
                     self.rig.abort(key)
         elif isinstance(move, int):
-            self.rig.run(turns=move)
+            self.rig.run(steps=move)
 
     def _rules(self, form: int) -> dict[str, Any]:
         if not self._grammars:

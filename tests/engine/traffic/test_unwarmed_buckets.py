@@ -73,7 +73,7 @@ def test_with_reject_everyone_gets_its_output_or_the_reason_whatever_comes(seed:
     for key in range(14):
         prompt = [rng.randrange(3, 50) for _ in range(rng.randint(1, 30))]
         rig.add(key, prompt, max_tokens=rng.randint(1, 34), ignore_eos=rng.random() < 0.5)
-        rig.run(turns=rng.randint(0, 4))
+        rig.run(steps=rng.randint(0, 4))
         if rng.random() < 0.2 and not rig.ledger.is_over(key):
             rig.abort(key)
 
