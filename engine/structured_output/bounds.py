@@ -8,7 +8,7 @@ engine/structured_output/compilation.py.
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 
 from config.errors import UserError
 
@@ -172,20 +172,12 @@ _DIRECTIVE = re.compile(r"^[ \t]*%(?!json|regex|lark)[^\n]*", re.MULTILINE)
 _MIN_COUNT = re.compile(r"\d+")
 
 
-@dataclass(slots=True)
-class _Item:
-    """A name, a literal or a group. A literal is only known to be empty or not."""
+_FILLED, _EMPTY = "'", '"'
+"""Items that are not empty, and empty, and no rule. A rule's name has only letters and digits."""
 
-    name: str | None = None
-    group: "list[list[_Item]] | None" = None
-    """Alternatives."""
-    may_be_empty: bool = False
-
-
-@dataclass(slots=True)
-class _Group:
-    alternatives: list[list[_Item]] = field(default_factory=lambda: [[]])
-    is_optional: bool = False
+_Rules = dict[str, list[list[str]]]
+"""Alternatives, each a sequence of items. A group is a rule of its own, called `(3` for example; it
+stands before the rule that it is part of."""
 
 
 def check_cycles(lark: str) -> None:
@@ -194,65 +186,72 @@ def check_cycles(lark: str) -> None:
     A text then has infinitely many derivations, and the library (1.9) does not finish with some of
     them; its syntax: https://github.com/guidance-ai/llguidance. The library rejects invalid syntax.
     """
-    rules = dict(_rules(_DIRECTIVE.sub("", lark)))
-    empty: set[str] = set()
-    while True:
-        found = {
-            name
-            for name, alternatives in rules.items()
-            if name not in empty and _may_be_empty(alternatives, empty)
-        }
-        if not found:
-            break
-        empty |= found
-    unit_names = {
-        name: list(_unit_names(alternatives, empty)) for name, alternatives in rules.items()
-    }
-    for name in rules:
-        if _reaches_itself(name, unit_names):
-            raise UserError(
-                f"the grammar cannot be compiled: its rule {name[:40]!r} can derive itself "
-                "alone, in infinitely many ways",
-                param="structured_outputs",
-            )
+    rules = _rules(_DIRECTIVE.sub("", lark))
+    empty, before = {_EMPTY}, 0
+    while len(empty) > before:
+        before = len(empty)
+        # Both ways, so that long chains of rules do not take a pass for each rule.
+        for name in (*rules, *reversed(rules)):
+            if name not in empty and any(empty.issuperset(sequence) for sequence in rules[name]):
+                empty.add(name)
+    units = {name: set(_units(alternatives, empty)) for name, alternatives in rules.items()}
+    try:
+        TopologicalSorter(units).prepare()
+    except CycleError as error:
+        name = next(name for name in error.args[1] if not name.startswith("("))
+        raise UserError(
+            f"the grammar cannot be compiled: its rule {name[:40]!r} can derive itself "
+            "alone, in infinitely many ways",
+            param="structured_outputs",
+        ) from None
 
 
-def _rules(lark: str) -> Iterator[tuple[str, list[list[_Item]]]]:
+def _rules(lark: str) -> _Rules:
+    rules: _Rules = {}
     heads = list(_HEAD.finditer(lark))
     ends = [head.start() for head in heads[1:]] + [len(lark)]
     for head, end in zip(heads, ends, strict=True):
-        yield head[1], _alternatives(lark[head.end() : end])
+        rules[head[1]] = _alternatives(lark[head.end() : end], rules)
+    return rules
 
 
-def _alternatives(text: str) -> list[list[_Item]]:
-    groups = [_Group()]
+def _alternatives(text: str, rules: _Rules) -> list[list[str]]:
+    """The alternatives of a rule; its groups are added to `rules`."""
+
+    def group_of(alternatives: list[list[str]], *, is_optional: bool) -> str:
+        name = f"({len(rules)}"
+        rules[name] = [*alternatives, [_EMPTY]] if is_optional else alternatives
+        return name
+
+    groups: list[list[list[str]]] = [[[]]]
+    """Of the rule, and of each open group."""
+    are_optional = [False]
     position = 0
     while token := _TOKEN.search(text, position):
         position = token.end()
-        sequence = groups[-1].alternatives[-1]
+        sequence = groups[-1][-1]
         if token["name"]:
-            sequence.append(_Item(token["name"]))
+            sequence.append(token["name"])
         elif token["literal"] is not None:
-            sequence.append(_Item(may_be_empty=not token["literal"]))
+            sequence.append(_FILLED if token["literal"] else _EMPTY)
         elif token["bar"]:
-            groups[-1].alternatives.append([])
+            groups[-1].append([])
         elif token["opens"]:
-            groups.append(_Group(is_optional=token["opens"] == "["))
+            groups.append([[]])
+            are_optional.append(token["opens"] == "[")
         elif token["closes"]:
             if len(groups) > 1:
-                group = groups.pop()
-                item = _Item(group=group.alternatives, may_be_empty=group.is_optional)
-                groups[-1].alternatives[-1].append(item)
+                group = group_of(groups.pop(), is_optional=are_optional.pop())
+                groups[-1][-1].append(group)
         elif token["count"]:
             min_count = _MIN_COUNT.search(token["count"])
             if sequence and (token["count"] in "?*" or (min_count and int(min_count[0][:9]) == 0)):
-                # A new item: the same one may be required elsewhere.
-                sequence[-1] = _Item(group=[[sequence[-1]]], may_be_empty=True)
+                sequence[-1] = group_of([[sequence[-1]]], is_optional=True)
         elif not token[0].startswith(("//", "#", "->")):
-            sequence.append(_Item())
+            sequence.append(_FILLED)
             if token["embedded"]:
                 position = _end_of_object(text, token.start("embedded"))
-    return groups[0].alternatives
+    return groups[0]
 
 
 def _end_of_object(text: str, start: int) -> int:
@@ -262,38 +261,9 @@ def _end_of_object(text: str, start: int) -> int:
         return len(text)
 
 
-def _is_empty(item: _Item, empty: set[str]) -> bool:
-    if item.may_be_empty or item.name in empty:
-        return True
-    return item.group is not None and _may_be_empty(item.group, empty)
-
-
-def _may_be_empty(alternatives: list[list[_Item]], empty: set[str]) -> bool:
-    return any(all(_is_empty(item, empty) for item in sequence) for sequence in alternatives)
-
-
-def _unit_names(alternatives: list[list[_Item]], empty: set[str]) -> Iterator[str]:
-    """The names that an alternative may consist of when everything else in it is empty."""
+def _units(alternatives: list[list[str]], empty: set[str]) -> Iterator[str]:
+    """The items that an alternative may consist of when everything else in it is empty."""
     for sequence in alternatives:
-        filled = [item for item in sequence if not _is_empty(item, empty)]
-        if len(filled) > 1:
-            continue
-        for item in filled or sequence:
-            if item.name is not None:
-                yield item.name
-            if item.group is not None:
-                yield from _unit_names(item.group, empty)
-
-
-def _reaches_itself(start: str, edges: dict[str, list[str]]) -> bool:
-    """Whether a path along the edges returns to its start."""
-    seen: set[str] = set()
-    stack = list(edges[start])
-    while stack:
-        name = stack.pop()
-        if name == start:
-            return True
-        if name not in seen:
-            seen.add(name)
-            stack += edges.get(name, ())
-    return False
+        filled = [item for item in sequence if item not in empty]
+        if len(filled) <= 1:
+            yield from filled or sequence
