@@ -9,6 +9,13 @@ BERT, ROBERTA, XLM_ROBERTA, DISTIL_BERT = "Bert", "Roberta", "XLMRoberta", "Dist
 FAMILIES = (BERT, ROBERTA, XLM_ROBERTA, DISTIL_BERT)
 ENDINGS = ("Model", "ForMaskedLM", "ForSequenceClassification")
 
+_FIELDS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    "hidden_act",
+)
+_DISTIL_BERT_FIELDS = ("dim", "hidden_dim", "n_layers", "n_heads", "activation")
+"""Names of hidden size, inner size, layers, heads and activation."""
+
 
 @dataclass(frozen=True, slots=True)
 class EncoderConfig:
@@ -30,10 +37,13 @@ def encoder_fields(architecture: str, fields: Fields) -> Json | None:
     if family is None:
         return None
     _refuse_variants(fields)
-    if family == DISTIL_BERT:
-        return _distilled(fields)
+    is_distilled = family == DISTIL_BERT
+    hidden, inner, layers, heads, activation = _DISTIL_BERT_FIELDS if is_distilled else _FIELDS
+    hidden_size, num_heads = fields.count(hidden), fields.count(heads)
+    if hidden_size % num_heads:
+        raise ConfigError(f"{fields.file} divides hidden size {hidden_size} into {num_heads} heads")
     table, first = fields.count("max_position_embeddings"), 0
-    if family != BERT:
+    if family in (ROBERTA, XLM_ROBERTA):
         # Positions begin after that of the padding token.
         first = fields.get("pad_token_id", int, 1) + 1
     if not 0 <= first < table:
@@ -42,47 +52,22 @@ def encoder_fields(architecture: str, fields: Fields) -> Json | None:
             f"max_position_embeddings - 1, which is {table - 1}: positions begin behind it"
         )
     return {
-        **_sizes(fields, "hidden_size", "intermediate_size", "num_hidden_layers"),
-        **_heads(fields.count("hidden_size"), fields.count("num_attention_heads"), fields),
-        "max_position": table - first,
-        "hidden_act": fields.get("hidden_act", str, "gelu"),
-        "encoder": EncoderConfig(
-            family,
-            fields.number("layer_norm_eps", 1e-12, above=0.0, maximum=1.0),
-            fields.count("type_vocab_size", 2),
-            first,
-        ),
-    }
-
-
-def _distilled(fields: Fields) -> Json:
-    """DistilBERT has no token types and other field names."""
-    return {
-        **_sizes(fields, "dim", "hidden_dim", "n_layers"),
-        **_heads(fields.count("dim"), fields.count("n_heads"), fields),
-        "max_position": fields.count("max_position_embeddings"),
-        "hidden_act": fields.get("activation", str, "gelu"),
-        "encoder": EncoderConfig(DISTIL_BERT, 1e-12, 0, 0),
-    }
-
-
-def _sizes(fields: Fields, hidden: str, inner: str, layers: str) -> Json:
-    return {
         "vocab_size": fields.count("vocab_size"),
-        "hidden_size": fields.count(hidden),
+        "hidden_size": hidden_size,
         "intermediate_size": fields.count(inner),
         "num_layers": fields.count(layers),
-    }
-
-
-def _heads(hidden_size: int, num_heads: int, fields: Fields) -> Json:
-    if hidden_size % num_heads:
-        raise ConfigError(f"{fields.file} divides hidden size {hidden_size} into {num_heads} heads")
-    return {
         "num_heads": num_heads,
         "num_kv_heads": num_heads,
         "head_dim": hidden_size // num_heads,
         "is_causal": False,
+        "max_position": table - first,
+        "hidden_act": fields.get(activation, str, "gelu"),
+        "encoder": EncoderConfig(
+            family,
+            1e-12 if is_distilled else fields.number("layer_norm_eps", 1e-12, above=0, maximum=1),
+            0 if is_distilled else fields.count("type_vocab_size", 2),
+            first,
+        ),
     }
 
 

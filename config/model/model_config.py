@@ -176,21 +176,7 @@ def _refuse_quantized(fields: Fields) -> None:
 
 
 def _decoder_fields(fields: Fields) -> Json:
-    facts = {**_sizes(fields), **_positions(fields), **_layers(fields)}
-    rotated = int(facts["head_dim"] * facts["partial_rotary_factor"])
-    scaling: RopeScaling | None = facts["rope_scaling"]
-    minimum = 4 if scaling is not None and scaling.kind == "dynamic" else 2
-    if rotated % 2 or rotated < minimum:
-        raise ConfigError(
-            f"{fields.file} rotates {rotated} of {facts['head_dim']} entries of a head, it must be "
-            f"an even number of at least {minimum}"
-        )
-    return facts
-
-
-def _sizes(fields: Fields) -> Json:
-    """Vocabulary, widths, number of layers and heads."""
-    hidden_size = fields.count("hidden_size")
+    hidden_size, num_layers = fields.count("hidden_size"), fields.count("num_hidden_layers")
     num_heads = fields.count("num_attention_heads")
     num_kv_heads = fields.count("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -200,36 +186,32 @@ def _sizes(fields: Fields) -> Json:
         )
     if "head_dim" not in fields.raw and hidden_size % num_heads:
         raise ConfigError(f"{fields.file} divides hidden_size {hidden_size} into {num_heads} heads")
+    head_dim = fields.count("head_dim", hidden_size // num_heads)
+    max_position = fields.count("max_position_embeddings", maximum=MAX_POSITION)
+    theta, partial, scaling = _rope(fields, max_position)
+    rotated = int(head_dim * partial)
+    minimum = 4 if scaling is not None and scaling.kind == "dynamic" else 2
+    if rotated % 2 or rotated < minimum:
+        raise ConfigError(
+            f"{fields.file} rotates {rotated} of {head_dim} entries of a head, it must be an even "
+            f"number of at least {minimum}"
+        )
+    window, window_layers = _windows(fields, num_layers)
+    attention_bias = fields.get("attention_bias", bool, False)
     return {
         "vocab_size": fields.count("vocab_size"),
         "hidden_size": hidden_size,
         "intermediate_size": fields.count("intermediate_size"),
-        "num_layers": fields.count("num_hidden_layers"),
+        "num_layers": num_layers,
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
-        "head_dim": fields.count("head_dim", hidden_size // num_heads),
-    }
-
-
-def _positions(fields: Fields) -> Json:
-    """Context length, rotary embedding and sliding window."""
-    max_position = fields.count("max_position_embeddings", maximum=MAX_POSITION)
-    theta, partial, scaling = _rope(fields, max_position)
-    window, window_layers = _windows(fields, fields.count("num_hidden_layers"))
-    return {
+        "head_dim": head_dim,
         "max_position": max_position,
         "rope_theta": theta,
         "rope_scaling": scaling,
         "partial_rotary_factor": partial,
         "sliding_window": window,
         "window_layers": window_layers,
-    }
-
-
-def _layers(fields: Fields) -> Json:
-    """Norms, biases, activation and multipliers of the layers."""
-    attention_bias = fields.get("attention_bias", bool, False)
-    return {
         "rms_norm_eps": fields.number("rms_norm_eps", 1e-6, above=0.0, maximum=1.0),
         "tie_word_embeddings": fields.get("tie_word_embeddings", bool, False),
         "is_causal": fields.get("is_causal", bool, True),
