@@ -115,16 +115,13 @@ class Fields:
             raise ConfigError(
                 f"{name} in {self.file} is {shown(value)}, it must be a number that is finite"
             )
-        if number < minimum:
-            raise ConfigError(
-                f"{name} in {self.file} is {number:g}, it must be at least {minimum:g}"
-            )
-        if number <= above:
-            raise ConfigError(f"{name} in {self.file} is {number:g}, it must be above {above:g}")
-        if number > maximum:
-            raise ConfigError(
-                f"{name} in {self.file} is {number:g}, it must be at most {maximum:g}"
-            )
+        for is_wrong, allowed in (
+            (number < minimum, f"at least {minimum:g}"),
+            (number <= above, f"above {above:g}"),
+            (number > maximum, f"at most {maximum:g}"),
+        ):
+            if is_wrong:
+                raise ConfigError(f"{name} in {self.file} is {number:g}, it must be {allowed}")
         return number
 
     def number(

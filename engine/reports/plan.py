@@ -9,6 +9,7 @@ from typing import Any
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.model.model_config import ModelConfig
+from config.startup_checks import choose_max_model_len
 from engine.reports.buckets import BLOCK_SIZE, SECONDS_PER_GRAPH, planned_table
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.gaudi_devices import GIB, generation
@@ -68,7 +69,7 @@ class Plan:
 def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
     """ConfigError if settings and model contradict each other, or the model cannot be sharded."""
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
-    max_model_len = _max_model_len(facts, config)
+    max_model_len = choose_max_model_len(config.max_model_len, facts)
     cache, schedule = config.cache, config.scheduler
     demand = CardDemand(
         device=target.device,
@@ -106,15 +107,6 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
         not config.enforce_eager,
         tuple(notes),
     )
-
-
-def _max_model_len(facts: ModelConfig, config: EngineConfig) -> int:
-    requested = config.max_model_len
-    if requested is not None and requested > facts.max_position:
-        raise ConfigError(
-            f"max-model-len is {requested}, the checkpoint was made for {facts.max_position}"
-        )
-    return requested or facts.max_position
 
 
 def _lengths(requested: Sequence[int], max_model_len: int) -> tuple[int, ...]:
