@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from config.engine import EngineConfig
 from config.loading.env import environment, hpu_environment, runtime_environment
-from engine.core.engine_process import EngineOrders, engine_command, front_end_endpoint
+from engine.core.engine_process import EngineOrders, front_end_endpoint
 from engine.process.child_process import ChildProcess, exit_with_parent, python_command, read_orders
 from engine.transport.channels import SocketDirectory, new_token
 
@@ -40,7 +40,7 @@ def launch(
     hpu_environment(config)
     return ChildProcess(
         "the engine",
-        command or engine_command(),
+        command or python_command("engine.core.engine_process"),
         EngineOrders(config, directory, num_front_ends, token, log_level=log_level),
         environment={**environment(), **runtime_environment(config)},
         on_exit=on_exit,

@@ -18,7 +18,6 @@ from engine.executors.select import make_executor
 from engine.process.child_process import (
     Terminated,
     ignore_stop_signal,
-    python_command,
     read_orders,
     run_child,
 )
@@ -51,11 +50,6 @@ class EngineOrders(msgspec.Struct, frozen=True):
 def front_end_endpoint(directory: str, index: int) -> str:
     """Where front end `index` listens for its engines."""
     return endpoint(directory, f"fe{index}.sock")
-
-
-def engine_command() -> list[str]:
-    """The command that runs this file as a process."""
-    return python_command("engine.core.engine_process")
 
 
 def main() -> None:

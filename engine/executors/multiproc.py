@@ -61,14 +61,12 @@ class WorkerProcess:
         self.messages: deque[FromWorker] = deque()
         """Received and not taken yet: at most the results of all plans in flight and an answer."""
         self.warmed: deque[Warmed] = deque()
-        self._is_accepting = True
 
     def receive(self) -> FromWorker | None:
         """The next message, if there is one. Behind the first one, no other peer may connect."""
         message = self.socket.receive()
-        if message is not None and self._is_accepting:
+        if message is not None:
             self._context.stop_accepting()
-            self._is_accepting = False
         return message
 
     def send_error(self, what: str) -> ConfigError | EngineDied:

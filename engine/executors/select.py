@@ -13,6 +13,7 @@ from config.loading.env import (
     worker_environment,
 )
 from engine.executors.base import Executor
+from engine.process.child_process import python_command
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +40,11 @@ def make_executor(
         return InprocExecutor(config)
 
     from engine.executors.multiproc import MultiprocExecutor
-    from engine.executors.worker_main import worker_command
 
     return MultiprocExecutor(
         config,
         directory,
         on_death,
-        command=worker_command(),
+        command=python_command("engine.executors.worker_main"),
         environment=worker_environment(config),
     )

@@ -18,7 +18,6 @@ from engine.executors.base import IDLE_S
 from engine.process.child_process import (
     Terminated,
     ignore_stop_signal,
-    python_command,
     read_orders,
     run_child,
 )
@@ -60,11 +59,6 @@ class WorkerOrders(msgspec.Struct, frozen=True):
     log_level: str = "info"
     sends_results: bool = True
     """Of a group of workers, one sends the results of all."""
-
-
-def worker_command() -> list[str]:
-    """The command that runs this file as a process."""
-    return python_command("engine.executors.worker_main")
 
 
 def main() -> None:

@@ -84,7 +84,8 @@ class ChildProcess:
         payload = msgspec.msgpack.encode(orders)
         # If the child is already dead, the watcher reports it.
         with contextlib.suppress(BrokenPipeError):
-            os.write(self._stdin, _LENGTH.pack(len(payload)) + payload)
+            assert self._process.stdin is not None
+            os.write(self._process.stdin.fileno(), _LENGTH.pack(len(payload)) + payload)
         self._watcher = threading.Thread(target=self._watch, name=f"watch-{self.pid}", daemon=True)
         self._watcher.start()
 
@@ -119,11 +120,6 @@ class ChildProcess:
         code = self._process.returncode
         ending = "has not ended" if code is None else describe_exit(code)
         return f"{self._name} (process {self.pid}) {ending}"
-
-    @property
-    def _stdin(self) -> int:
-        assert self._process.stdin is not None
-        return self._process.stdin.fileno()
 
     def _watch(self) -> None:
         self._process.wait()

@@ -137,11 +137,9 @@ class ForkServer:
         if self._control is None:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
+                command = [*python_command("engine.process.isolation"), str(theirs.fileno())]
                 self._process = subprocess.Popen(
-                    [
-                        *python_command("engine.process.isolation"),
-                        str(theirs.fileno()),
-                    ],
+                    command,
                     stdin=subprocess.PIPE,
                     pass_fds=[theirs.fileno()],
                     env=_environment(environment()),

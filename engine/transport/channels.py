@@ -326,7 +326,11 @@ class ZmqContext:
         self._authenticator = _Authenticator(
             self._context, self._token, rejection_warning(endpoint), socket if counts else None
         )
-        _bind(socket, endpoint)
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            raise ConfigError(f"cannot listen on {endpoint}: {error.strerror}") from error
         self._path = endpoint.removeprefix("ipc://") if endpoint.startswith("ipc://") else None
 
 
@@ -402,14 +406,6 @@ def rejection_warning(endpoint: str) -> LimitedWarning:
     """A warning that counts the rejected connections to `endpoint`."""
     text = f"{endpoint}: %d connections closed so far that did not present the launcher's token"
     return LimitedWarning(logger, text)
-
-
-def _bind(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
-    try:
-        socket.bind(endpoint)
-    except zmq.ZMQError as error:
-        socket.close(linger=0)
-        raise ConfigError(f"cannot listen on {endpoint}: {error.strerror}") from error
 
 
 def _monitor(
