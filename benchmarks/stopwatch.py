@@ -5,7 +5,6 @@ import functools
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 
@@ -23,12 +22,7 @@ class Stopwatch:
     def __enter__(self) -> "Stopwatch":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for owner, name, before in reversed(self._replaced):
             if before is None:
                 delattr(owner, name)

@@ -8,7 +8,6 @@ explains how tensors get their device.
 import sys
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -104,12 +103,7 @@ class Emulator:
     def __enter__(self) -> "Emulator":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.uninstall()
 
     def _loaded(self) -> None:

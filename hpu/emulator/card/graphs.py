@@ -9,7 +9,6 @@ import gc
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -341,12 +340,7 @@ class GraphContext:
         gc.collect()
         self._graph.capture_begin(self._dry_run)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self._graph.capture_end()
         else:
