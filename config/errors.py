@@ -78,6 +78,9 @@ class Overloaded(GaudiserveError):
 class EngineDied(GaudiserveError):
     """The engine process died; it is not restarted in this process."""
 
+    is_logged = False
+    """Whether the process that failed has logged why, so that no other one has to."""
+
 
 class RequestFailed(GaudiserveError):
     """One request failed in the engine, for example with NaN logits; others continue."""

@@ -50,6 +50,8 @@ class EngineClient:
         """Why the engine is gone; None while it runs."""
         self.is_misconfigured = False
         """Whether the engine failed with a ConfigError."""
+        self.is_failure_logged = False
+        """Whether the engine said itself why it failed; it has logged that too."""
         self.stats = EngineStats()
         """The latest gauges and counters."""
         self._on_stats: Callable[[EngineStats], None] | None = None
@@ -180,6 +182,7 @@ class EngineClient:
             self.ready = message
             self._settled.set()
         elif isinstance(message, Failed):
+            self.is_failure_logged = True
             self.fail(message.message, is_config=message.is_config)
 
     def _check_ready(self) -> None:

@@ -87,13 +87,13 @@ def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
         except Exception as error:
             failed = describe_failure(error, orders.engine)
             code = CONFIG_ERROR_EXIT if failed.is_config else 1
+            if failed.is_config or isinstance(error, EngineDied) and not error.is_logged:
+                logger.error("%s", failed.message)
         finally:
             ignore_stop_signal()
     except Terminated:
         # If it came while a failure was handled, the failure's exit code stands.
         pass
-    if code:
-        logger.error("%s", failed.message)
     output.put(None, failed)
     output.close()
     receiver.close()

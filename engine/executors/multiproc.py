@@ -268,7 +268,11 @@ class MultiprocExecutor:
 
 
 def _failure(message: WorkerFailed) -> ConfigError | EngineDied:
-    return ConfigError(message.message) if message.is_config else EngineDied(message.message)
+    if message.is_config:
+        return ConfigError(message.message)
+    error = EngineDied(message.message)
+    error.is_logged = True
+    return error
 
 
 def _log_level() -> str:

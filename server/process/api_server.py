@@ -272,7 +272,10 @@ class ApiServer:
                 failed.add()
 
     async def _end_without_engine(self) -> int:
-        logger.error("the engine is gone, the server stops: %s", self._client.failure)
+        if self._client.is_failure_logged:
+            logger.info("the engine has failed, the server stops")
+        else:
+            logger.error("the engine is gone, the server stops: %s", self._client.failure)
         await asyncio.sleep(UNHEALTHY_S)
         await self._wait_for_requests(RESPONSE_GRACE_S)
         return WRONG_SETTING if self._client.is_misconfigured else FAILED

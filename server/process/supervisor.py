@@ -289,13 +289,16 @@ class Supervisor:
             self._close(children, RESPONSE_GRACE_S + 1)
             raise event
         if isinstance(event, str):
-            logger.error("the server stops: %s", event)
+            processes = (*children, *self._engines)
+            # A process that exits with a code of its own has logged why.
+            has_logged = any((process.poll() or 0) > 0 for process in processes)
+            logger.log(logging.INFO if has_logged else logging.ERROR, "the server stops: %s", event)
             # The API servers notice the engine's end and send error responses; draining would take
             # longer than they have.
             for engine in self._engines:
                 engine.close(ENGINE_STOP_S)
             self._close(children, RESPONSE_GRACE_S + 1)
-            is_misconfigured = any(child.poll() == WRONG_SETTING for child in children)
+            is_misconfigured = any(process.poll() == WRONG_SETTING for process in processes)
             return WRONG_SETTING if is_misconfigured else FAILED
         timeout_s = self._config.shutdown_timeout_s + RESPONSE_GRACE_S + EXIT_GRACE_S
         if not self._close(children, timeout_s):

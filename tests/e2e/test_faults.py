@@ -52,6 +52,10 @@ def _metric(server: LiveServer, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
+def _errors(server: LiveServer) -> list[str]:
+    return [line for line in server.text().splitlines() if " ERROR " in line]
+
+
 def _wait_for(what: str, check, timeout_s: float) -> None:  # type: ignore[no-untyped-def]
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
@@ -83,6 +87,25 @@ def test_a_killed_engine_fails_open_requests_and_ends_the_server(fresh: LiveServ
     assert fresh.wait_exit(5) != 0
     _wait_for("orphans end", lambda: not any(alive(pid) for pid in family), 2)
     assert fresh.leftovers() == []
+    assert len(_errors(fresh)) == 1
+    assert "was killed by SIGKILL" in _errors(fresh)[0]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_failure_of_the_engine_is_logged_once(
+    tiny_model: str, tmp_path: Path, count: int
+) -> None:
+    flags = ("--num-gpu-blocks-override=2", f"--api-server-count={count}")
+    live = LiveServer(tiny_model, tmp_path / "log", *FLAGS, *flags)
+    try:
+        code = live.wait_exit(60)
+    finally:
+        live.close()
+
+    assert code == 2
+    (error,) = _errors(live)
+    assert "lower --max-model-len to 64 or less, or raise --num-gpu-blocks-override" in error
+    assert live.text().count("one full context of") == 1
 
 
 def test_a_killed_worker_ends_the_server(tiny_model: str, tmp_path: Path) -> None:
@@ -104,6 +127,8 @@ def test_a_killed_worker_ends_the_server(tiny_model: str, tmp_path: Path) -> Non
         assert live.wait_exit(5) != 0
         _wait_for("orphans end", lambda: not any(alive(pid) for pid in family), 2)
         assert live.leftovers() == []
+        assert len(_errors(live)) == 1
+        assert live.text().count("was killed by SIGKILL") == 1
 
 
 def test_a_killed_api_server_leaves_no_orphans(fresh: LiveServer) -> None:
