@@ -95,8 +95,10 @@ class BucketConfig:
         check_settings(self)
         if (self.strategy == "file") != (self.file is not None):
             raise ConfigError(
-                f"bucketing-strategy is {self.strategy!r} and bucketing-file is "
+                f"--bucketing-strategy is {self.strategy!r} and --bucketing-file is "
                 f"{self.file or 'none'!r}: the strategy 'file' and a file need each other"
             )
         if (self.strategy == "fitted") != (self.traffic is not None):
-            raise ConfigError("bucketing strategy 'fitted' and a traffic file need each other")
+            raise ConfigError(
+                "--bucketing-strategy 'fitted' and --bucketing-traffic need each other"
+            )

@@ -269,12 +269,12 @@ def choose_mode(
         choice = ModeChoice(requested, f"--execution-mode {requested}")
         if enforce_eager and requested in (HPU_GRAPHS, TORCH_COMPILE):
             raise ConfigError(
-                f"execution-mode is {requested!r} and enforce-eager is on: turn one of them off"
+                f"--execution-mode is {requested!r} and --enforce-eager is on: turn one of them off"
             )
         if wants_lazy is not None and wants_lazy != choice.is_lazy:
             raise ConfigError(
-                f"execution-mode is {requested!r} and PT_HPU_LAZY_MODE is {lazy_variable!r}: this "
-                f"mode needs {int(choice.is_lazy)}"
+                f"--execution-mode is {requested!r} and PT_HPU_LAZY_MODE is {lazy_variable!r}: "
+                f"this mode needs {int(choice.is_lazy)}"
             )
     if choice.is_lazy and not has_vendor_torch:
         raise ConfigError(

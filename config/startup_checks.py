@@ -75,8 +75,8 @@ def choose_context(config: EngineConfig, facts: ModelConfig, pooler: PoolerConfi
         return min(longest, budget, pooler.max_tokens or longest)
     if longest > budget:
         raise ConfigError(
-            f"max_model_len is {longest} and max_num_batched_tokens is {budget}: a pooling model "
-            "reads a text in one step, so set --max-num-batched-tokens to as many or more"
+            f"--max-model-len is {longest} and --max-num-batched-tokens is {budget}: a pooling "
+            f"model reads a text in one step, so set --max-num-batched-tokens to {longest} or more"
         )
     return longest
 
@@ -92,7 +92,7 @@ def choose_max_model_len(
         )
     if requested > facts.max_position:
         raise ConfigError(
-            f"max_model_len is {requested}, the checkpoint was made for {facts.max_position}: "
+            f"--max-model-len is {requested}, the checkpoint was made for {facts.max_position}: "
             f"set --max-model-len to {facts.max_position} or less"
         )
     return requested

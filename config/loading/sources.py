@@ -287,7 +287,7 @@ def _named(message: str, values: Mapping[str, tuple[object, str]]) -> str:
         flags = by_field.get(match.group(), [])
         given = [values[flag.key][1] for flag in flags]
         sources.extend(source for source in given if source not in (DEFAULT, *sources))
-        return flags[0].key if len(flags) == 1 else match.group()
+        return f"--{flags[0].key}" if len(flags) == 1 else match.group()
 
     # A field name is the first word or has an underscore.
     renamed = re.sub(r"^[a-z]+(?:_[a-z]+)*|\b[a-z]+(?:_[a-z]+)+\b", rename, message)

@@ -90,7 +90,7 @@ def truth(given: Given, spellings: Mapping[str, str] = MappingProxyType({})) -> 
 def wrong(given: Given, expected: str, *, is_secret: bool = False) -> ConfigError:
     """The error of a value that is not allowed."""
     shown = "***" if is_secret else repr(given.value)
-    return ConfigError(f"{given.name} is {shown}, it must be {expected} (from {given.source})")
+    return ConfigError(f"--{given.name} is {shown}, it must be {expected} (from {given.source})")
 
 
 def _number(flag: Flag, given: Given) -> int | float:

@@ -119,7 +119,7 @@ def _classifier(model: ModelConfig, options: Fields) -> PoolerConfig:
     one = len(labels) == 1
     mode = CLS if model.encoder else LAST
     if _mode_option(options) not in (None, mode):
-        raise ConfigError(f"the head of {model.path} was trained on {mode} alone (pooler-config)")
+        raise ConfigError(f"the head of {model.path} was trained on {mode} alone (--pooler-config)")
     normalizes = _normalize_option(options)
     facts = PoolingFacts(
         tasks=(SCORE, CLASSIFY) if one else (CLASSIFY,),
@@ -160,17 +160,19 @@ def _activation(fields: Fields, default: str) -> str:
 
 def _options(text: str) -> Fields:
     """The fields of --pooler-config."""
-    file = Path("pooler-config")
+    file = Path("--pooler-config")
     if not text:
         return Fields({}, file)
     try:
         raw: Json = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"pooler-config is {text!r}, it must be a JSON object: {error}") from None
+        raise ConfigError(
+            f"--pooler-config is {text!r}, it must be a JSON object: {error}"
+        ) from None
     known = (*_TYPES, *_NORMALIZE, *_TRUNCATIONS)
     strange = sorted(set(raw) - set(known)) if isinstance(raw, Mapping) else ["no object"]
     if strange:
-        raise ConfigError(f"pooler-config holds {strange[0]}, it may hold {', '.join(known)}")
+        raise ConfigError(f"--pooler-config holds {strange[0]}, it may hold {', '.join(known)}")
     return Fields(raw, file)
 
 
@@ -180,7 +182,7 @@ def _mode_option(options: Fields) -> str | None:
     mode = {"last": LAST}.get(word or "", word)
     if mode is not None and mode not in MODES:
         raise ConfigError(
-            f"pooling_type in pooler-config is {word!r}, it must be LAST or one of "
+            f"pooling_type in --pooler-config is {word!r}, it must be LAST or one of "
             f"{', '.join(MODES)}"
         )
     return mode

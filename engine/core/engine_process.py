@@ -87,7 +87,7 @@ def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
         except Exception as error:
             failed = describe_failure(error, orders.engine)
             code = CONFIG_ERROR_EXIT if failed.is_config else 1
-            if failed.is_config or isinstance(error, EngineDied) and not error.is_logged:
+            if failed.is_config or (isinstance(error, EngineDied) and not error.is_logged):
                 logger.error("%s", failed.message)
         finally:
             ignore_stop_signal()

@@ -113,7 +113,7 @@ def _lengths(requested: Sequence[int], max_model_len: int) -> tuple[int, ...]:
     for length in requested:
         if not 1 <= length <= max_model_len:
             raise ConfigError(
-                f"a length is {length}, it must be between 1 and max-model-len, {max_model_len}"
+                f"a length is {length}, it must be between 1 and --max-model-len, {max_model_len}"
             )
     shorter = [length for length in LENGTHS if length < max_model_len]
     return tuple(requested) or (*shorter, max_model_len)
@@ -162,7 +162,7 @@ def as_text(plan: Plan) -> str:
 def _head(plan: Plan) -> list[str]:
     card, target = plan.card, plan.target
     parameters = count_parameters(plan.facts)
-    title, wish = generation(target.device).title, card.wish
+    title, demand = generation(target.device).title, card.demand
     cards = f"{target.num_cards} cards" if target.num_cards > 1 else "1 card"
     return [
         f"{plan.facts.path}: {plan.facts.architecture}, {parameters / 1e9:.2f} billion parameters, "

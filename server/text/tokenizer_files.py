@@ -189,7 +189,7 @@ def _converted(folder: Path, cache_dir: Path, report: Report) -> Path:
     if not any(file.name != "tokenizer_config.json" for file in files):
         raise ConfigError(
             f"{folder} holds no tokenizer (tokenizer.json, tokenizer.model or vocab.json); "
-            "start with skip_tokenizer_init to serve token ids alone"
+            "start with --skip-tokenizer-init to serve token ids alone"
         )
     digest = hashlib.sha256()
     for file in files:

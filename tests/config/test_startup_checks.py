@@ -24,7 +24,7 @@ def test_a_context_longer_than_the_checkpoints_is_refused_with_both_numbers(fold
     facts = read_model_config(folder)
     most = facts.max_position
 
-    with pytest.raises(ConfigError, match=rf"max_model_len is {most + 1}, .* for {most}"):
+    with pytest.raises(ConfigError, match=rf"--max-model-len is {most + 1}, .* for {most}"):
         check_checkpoint(EngineConfig(folder, max_model_len=most + 1), folder)
 
     assert choose_max_model_len(None, facts) == most

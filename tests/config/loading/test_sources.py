@@ -177,7 +177,7 @@ def test_vllms_words_choose_the_strategy(variables: dict[str, str], strategy: st
 
 
 def test_fitted_without_a_traffic_is_refused() -> None:
-    with pytest.raises(ConfigError, match="traffic file need each other"):
+    with pytest.raises(ConfigError, match="--bucketing-traffic need each other"):
         given("--bucketing-strategy", "fitted")
 
 
@@ -200,7 +200,7 @@ def test_a_bucket_file_asks_for_its_strategy() -> None:
             ["--gpu-memory-utilization", "1.5"],
             "gpu-memory-utilization is 1.5.*at most 1 .from flag",
         ),
-        (["--max-num-seqs", "4096"], "is 2048, it must be at least max-num-seqs, which is 4096"),
+        (["--max-num-seqs", "4096"], "is 2048, it must be at least --max-num-seqs, which is 4096"),
         (
             ["--prompt-bs-bucket-min=4", "--prompt-bs-bucket-max=2"],
             "prompt_batch.*from 4 down to 2",
@@ -214,7 +214,10 @@ def test_a_bucket_file_asks_for_its_strategy() -> None:
             "takes no value, .*=false gives one; --no-enable-prefix-caching turns it off",
         ),
         (["--quantization", "fp8"], "is .fp8., it must be one of int8, int4, gguf"),
-        (["--bucketing-strategy=file"], "is 'file' and bucketing-file is 'none'.*need each other"),
+        (
+            ["--bucketing-strategy=file"],
+            "is 'file' and --bucketing-file is 'none'.*need each other",
+        ),
         (["--api-key", ""], "api-key is empty"),
         (["--allowed-origins", "[1"], "must be a JSON list"),
         (["--config", "/does/not/exist"], "/does/not/exist cannot be read"),

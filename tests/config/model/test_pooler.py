@@ -209,7 +209,7 @@ def test_a_text_has_to_fit_into_one_step(tmp_path: Path) -> None:
     assert (context(), context(scheduler=small)) == (128, 100)
     write_modules(*(folder, "Transformer", "Pooling"), sentence_bert_config={"max_seq_length": 64})
     assert (context(), context(max_model_len=120)) == (64, 120)
-    with pytest.raises(ConfigError, match="is 101 and max_num_batched_tokens is 100"):
+    with pytest.raises(ConfigError, match="is 101 and --max-num-batched-tokens is 100"):
         check_checkpoint(EngineConfig(str(folder), max_model_len=101, scheduler=small), str(folder))
 
 

@@ -131,4 +131,4 @@ def test_nothing_helps_a_model_that_no_box_holds() -> None:
 
 def test_heads_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"8 KV heads, and they cannot be .* on 12 cards"):
-        plan_card(SMALL, wish(num_cards=12))
+        plan_card(SMALL, demand(num_cards=12))

@@ -207,7 +207,7 @@ def test_limits_stored_in_the_file_do_not_cut_prompts(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_tokenizer_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="skip_tokenizer_init"):
+    with pytest.raises(ConfigError, match="--skip-tokenizer-init"):
         Tokenizer.load(str(tmp_path))
 
 
