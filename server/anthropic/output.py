@@ -54,13 +54,12 @@ def full_message(job: Job, choice: ChoiceOutput, *, shows_reasoning: bool) -> di
 def usage_of(job: Job) -> dict[str, Any]:
     """Token counts so far. `input_tokens` is the whole prompt, cached tokens included."""
     generation = job.generation
-    thinking = 0 if job.parsers is None else job.parsers.num_reasoning_tokens
     return {
         "input_tokens": generation.num_prompt_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": generation.num_cached_tokens,
         "output_tokens": generation.num_output_tokens,
-        "output_tokens_details": {"thinking_tokens": thinking},
+        "output_tokens_details": {"thinking_tokens": job.num_reasoning_tokens},
     }
 
 

@@ -12,6 +12,10 @@ from server.openai.schema.structured import FIELDS
 from server.pooling.schema import MAX_INPUTS
 
 _NO_EFFECT = "Accepted without effect."
+_WITHOUT_EFFECT = (
+    *("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"),
+    "verbosity",
+)
 
 SHARED: Mapping[str, str] = {
     # The prompt.
@@ -74,14 +78,8 @@ SHARED: Mapping[str, str] = {
     "request_id": f"Part of the answer's id: 1 to {MAX_REQUEST_ID_CHARACTERS} visible characters.",
     "cache_salt": f"Prompts with the same salt share cached blocks: 1 to {MAX_SALT_CHARACTERS} "
     "characters, none of them @, / or \\.",
-    "metadata": _NO_EFFECT,
     "modalities": 'Only `["text"]`.',
-    "prompt_cache_key": _NO_EFFECT,
-    "safety_identifier": _NO_EFFECT,
-    "service_tier": _NO_EFFECT,
-    "store": _NO_EFFECT,
-    "user": _NO_EFFECT,
-    "verbosity": _NO_EFFECT,
+    **dict.fromkeys(_WITHOUT_EFFECT, _NO_EFFECT),
     # Vectors and scores.
     "input": f"A text or token ids, or a list of up to {MAX_INPUTS} of either.",
     "encoding_format": "float (the default), or base64: little-endian float32.",

@@ -82,22 +82,29 @@ class ParserConfig:
     def make_parsers(
         self,
         tokenizer: Tokenizer,
-        prompt: str,
-        tools: Tools | None,
+        call_reader: ToolCallReader | None,
+        tools: Tools,
+        *,
+        has_reasoning: bool = True,
+        is_inside: bool,
+        keeps_whitespace: bool = False,
+        is_named: bool = False,
         max_calls: int | None,
-        begun: str | None = None,
     ) -> "ChoiceParsers | None":
-        """Parsers of the answers to `prompt`; of tool calls only with `tools`. None: an answer is
-        plain text. `begun` is the text of the last message if the answer continues it."""
-        call_format = None if tools is None else self.tool_call_format
-        if call_format is None and self._reasoning_format is None:
+        """Parsers of answers with calls as `call_reader` reads them, and, with `has_reasoning`,
+        with the model's reasoning. None: an answer is plain text. The other arguments are those of
+        `ChoiceParsers`."""
+        reasoning_format = self._reasoning_format if has_reasoning else None
+        if call_reader is None and reasoning_format is None:
             return None
         return ChoiceParsers(
             tokenizer,
-            call_format,
-            self._reasoning_format,
+            call_reader,
+            reasoning_format,
             tools=tools,
-            is_inside=self._is_inside(prompt, begun),
+            is_inside=is_inside,
+            keeps_whitespace=keeps_whitespace,
+            is_named=is_named,
             new_id=partial(new_call_id, self.tool_parser or ""),
             max_calls=max_calls,
         )
@@ -112,7 +119,7 @@ class ParserConfig:
         is_free: bool = False,
     ) -> ThinkingSpec | None:
         """The reasoning that may precede the constrained part of an answer to `prompt`; `begun` as
-        in `make_parsers`. `is_wanted`: the caller did not disable it. `is_free`: nothing is
+        in `starts_inside`. `is_wanted`: the caller did not disable it. `is_free`: nothing is
         constrained after it."""
         reasoning_format = self._reasoning_format
         if reasoning_format is None:
@@ -123,38 +130,11 @@ class ParserConfig:
         elif begun is None and (reasoning_format.ends_with_end_tag(end) or not is_wanted):
             return None
         else:
-            is_inside = self._is_inside(prompt, begun)
+            is_inside = self.starts_inside(prompt, begun)
             if begun is not None and not is_inside:
                 return None
         ends = reasoning_format.end_tags if is_free else reasoning_format.answer_start_tags
         return ThinkingSpec(reasoning_format.start_tags, ends, is_inside, skips_blanks)
-
-    def make_constrained_parsers(
-        self,
-        tokenizer: Tokenizer,
-        reasoning: ThinkingSpec | None,
-        call_reader: ToolCallReader | None,
-        tools: Tools,
-        *,
-        max_calls: int | None,
-        is_named: bool,
-    ) -> "ChoiceParsers | None":
-        """Parsers of answers that a grammar constrains after `reasoning`: text, and tool calls as
-        `call_reader` reads them. `is_named` as in `ChoiceParser`."""
-        reasoning_format = None if reasoning is None else self._reasoning_format
-        if call_reader is None and reasoning_format is None:
-            return None
-        return ChoiceParsers(
-            tokenizer,
-            call_reader,
-            reasoning_format,
-            tools=tools,
-            is_inside=reasoning is not None and reasoning.is_inside,
-            keeps_whitespace=reasoning is not None and not reasoning.skips_blanks,
-            is_named=is_named,
-            new_id=partial(new_call_id, self.tool_parser or ""),
-            max_calls=max_calls,
-        )
 
     @property
     def tool_call_format(self) -> ToolCallFormat | None:
@@ -170,7 +150,9 @@ class ParserConfig:
     def _reasoning_format(self) -> ReasoningFormat | None:
         return REASONING_FORMATS[self.reasoning_parser] if self.reasoning_parser else None
 
-    def _is_inside(self, prompt: str, begun: str | None) -> bool:
+    def starts_inside(self, prompt: str, begun: str | None) -> bool:
+        """Whether the answer to `prompt` begins inside reasoning. `begun` is the text of the last
+        message if the answer continues it."""
         if self._reasoning_format is None:
             return False
         if begun is not None:
@@ -243,14 +225,10 @@ class ChoiceParser:
         )
 
     def _count(self) -> None:
-        if (
-            self._num_reasoning is not None
-            or self._reasoning is None
-            or not self._reasoning.is_done
-        ):
-            return
-        self._num_reasoning = self._num_tokens_to_end_tag() if self._reasoning.has_reasoning else 0
-        self._ids = []
+        if self._num_reasoning is None and self._reasoning is not None and self._reasoning.is_done:
+            has_reasoning = self._reasoning.has_reasoning
+            self._num_reasoning = self._num_tokens_to_end_tag() if has_reasoning else 0
+            self._ids = []
 
     def _num_tokens_to_end_tag(self) -> int:
         """Number of tokens up to the end tag, found by bisection."""
@@ -281,10 +259,10 @@ class ChoiceParsers:
         call_reader: ToolCallReader | None,
         reasoning_format: ReasoningFormat | None,
         *,
-        tools: Tools | None,
+        tools: Tools,
         is_inside: bool,
-        keeps_whitespace: bool = False,
-        is_named: bool = False,
+        keeps_whitespace: bool,
+        is_named: bool,
         new_id: Callable[[], str],
         max_calls: int | None,
     ) -> None:
@@ -302,7 +280,7 @@ class ChoiceParsers:
                 reasoning = reasoning_format.parser(
                     is_inside=is_inside, keeps_whitespace=keeps_whitespace
                 )
-            calls = None if call_reader is None else ToolCallParser(call_reader, tools or {})
+            calls = None if call_reader is None else ToolCallParser(call_reader, tools)
             parser = OutputParser(reasoning, calls, new_id, max_calls)
             end_tags = reasoning_format.end_tags if reasoning_format is not None else ()
             return ChoiceParser(parser, reasoning, end_tags, tokenizer, is_named=is_named)
@@ -416,7 +394,7 @@ def chat_deltas(events: list[ParserEvent], *, shows_reasoning: bool) -> list[dic
     return made
 
 
-def tool_schemas(tools: list[Any]) -> Tools:
+def tool_schemas(tools: Sequence[Any]) -> Tools:
     """The functions of checked `tools`: name to parameter schema."""
     functions = [tool["function"] for tool in tools]
     return {function["name"]: function.get("parameters") or {} for function in functions}

@@ -61,9 +61,12 @@ def _free_text(
     parser_config: ParserConfig, tokenizer: Tokenizer, body: ChatBody, prompt: str
 ) -> AnswerFormat:
     """Free text and optional calls; calls of strict functions are constrained to their schemas."""
-    tools = None if body.visible_tools is None else tool_schemas(body.visible_tools)
     parsers = parser_config.make_parsers(
-        tokenizer, prompt, tools, body.max_calls, body.continued_text
+        tokenizer,
+        None if body.visible_tools is None else parser_config.tool_call_format,
+        tool_schemas(body.visible_tools or ()),
+        is_inside=parser_config.starts_inside(prompt, body.continued_text),
+        max_calls=body.max_calls,
     )
     budget = body.thinking_token_budget
     param, grammar = "thinking_token_budget", GrammarSpec(FREE)
@@ -108,13 +111,15 @@ def _constrained(
     reasoning = parser_config.reasoning_spec(
         prompt, body.continued_text, is_wanted=body.wants_reasoning, skips_blanks=skips_blanks
     )
-    parsers = parser_config.make_constrained_parsers(
+    parsers = parser_config.make_parsers(
         tokenizer,
-        reasoning,
         call_reader,
-        tool_schemas(body.visible_tools or []),
-        max_calls=body.max_calls,
+        tool_schemas(body.visible_tools or ()),
+        has_reasoning=reasoning is not None,
+        is_inside=reasoning is not None and reasoning.is_inside,
+        keeps_whitespace=reasoning is not None and not reasoning.skips_blanks,
         is_named=body.forced_name is not None,
+        max_calls=body.max_calls,
     )
     budget = None if reasoning is None else body.thinking_token_budget
     return AnswerFormat(param, _after_reasoning(reasoning, grammar), parsers, budget)

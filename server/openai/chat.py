@@ -51,15 +51,8 @@ def chat_routes(state: AppState) -> APIRouter:
 
 
 def _whole(job: Job, choices: list[ChoiceOutput], echo: str) -> dict[str, Any]:
-    answer: dict[str, Any] = {
-        "id": job.id,
-        "object": "chat.completion",
-        "created": job.created,
-        "model": job.model,
-        "choices": [_choice(job, index, choice, echo) for index, choice in enumerate(choices)],
-        "usage": job.usage(),
-        "system_fingerprint": job.state.fingerprint,
-    }
+    shown = [_choice(job, index, choice, echo) for index, choice in enumerate(choices)]
+    answer = job.answer("chat.completion", shown)
     width = job.body.prompt_logprobs
     if width is not None:
         answer["prompt_logprobs"] = prompt_logprobs_of(job.generation.prompt_logprobs[0], width)

@@ -22,7 +22,6 @@ from server.serving.choices import (
     joined_logprobs,
     most_likely,
     prompt_logprobs_of,
-    usage_of,
 )
 from server.serving.job import (
     Job,
@@ -151,17 +150,8 @@ def _whole(job: Job, choices: list[ChoiceOutput], texts: list[str] | None) -> di
     num_kept = body.n or 1
     if num_kept < body.num_drawn:
         choices = most_likely(choices, body.num_drawn, num_kept)
-    return {
-        "id": job.id,
-        "object": "text_completion",
-        "created": job.created,
-        "model": job.model,
-        "choices": [
-            _choice(job, body, index, choice, texts) for index, choice in enumerate(choices)
-        ],
-        "usage": usage_of(job.generation),
-        "system_fingerprint": job.state.fingerprint,
-    }
+    shown = [_choice(job, body, index, choice, texts) for index, choice in enumerate(choices)]
+    return job.answer("text_completion", shown)
 
 
 def _choice(

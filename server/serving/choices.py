@@ -7,33 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from server.generation.answer_parser import AssistantMessage, ChoiceParser
-from server.generation.outputs import (
-    Delta,
-    GenerationStream,
-    Output,
-    PositionLogprobs,
-    TokenLogprob,
-)
+from server.generation.outputs import Delta, Output, PositionLogprobs, TokenLogprob
 
 Choice = dict[str, Any]
 TokenFormatter = Callable[[TokenLogprob], str]
-
-
-def usage_of(
-    generation: GenerationStream,
-    num_output_tokens: int | None = None,
-    num_reasoning_tokens: int = 0,
-) -> dict[str, Any]:
-    """The usage object so far."""
-    output = generation.num_output_tokens if num_output_tokens is None else num_output_tokens
-    prompt = generation.num_prompt_tokens
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": output,
-        "total_tokens": prompt + output,
-        "prompt_tokens_details": {"cached_tokens": generation.num_cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
-    }
 
 
 def token_formatter(*, as_ids: bool) -> TokenFormatter:

@@ -30,7 +30,6 @@ from server.serving.choices import (
     DeltaBatcher,
     TokenFormatter,
     token_formatter,
-    usage_of,
 )
 from server.serving.state import AppState
 from server.serving.tracking import RequestTracker
@@ -91,10 +90,33 @@ class Job(RunningRequest[GenerationStream]):
         as_ids = bool(self.body.return_tokens_as_token_ids) or self.state.tokenizer is None
         return token_formatter(as_ids=as_ids)
 
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Of all choices so far."""
+        return 0 if self.parsers is None else self.parsers.num_reasoning_tokens
+
     def usage(self) -> dict[str, Any]:
         """The usage object of the tokens so far."""
-        thinking = 0 if self.parsers is None else self.parsers.num_reasoning_tokens
-        return usage_of(self.generation, num_reasoning_tokens=thinking)
+        stream = self.generation
+        return {
+            "prompt_tokens": stream.num_prompt_tokens,
+            "completion_tokens": stream.num_output_tokens,
+            "total_tokens": stream.num_prompt_tokens + stream.num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": stream.num_cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
+        }
+
+    def answer(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            "usage": self.usage(),
+            "system_fingerprint": self.state.fingerprint,
+        }
 
     def envelope(self, kind: str) -> Envelope:
         return Envelope(kind, self.id, self.created, self.model, self.state.fingerprint)

@@ -4,6 +4,7 @@ from typing import Any
 
 from config.errors import UserError
 from server.http.body_bounds import MAX_MESSAGES, MAX_PARTS
+from server.openai.schema.chat import part_text
 
 Item = dict[str, Any]
 
@@ -14,8 +15,6 @@ PREFIXES = {
     "reasoning": "rs",
 }
 ROLES = ("user", "system", "developer", "assistant")
-_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""Text part types, and the key of the text."""
 _MEDIA = ("input_image", "input_file", "input_audio")
 _SHOWN = 40
 
@@ -99,16 +98,7 @@ def _message(item: Item, where: str) -> Item:
 
 
 def _part(part: Any, where: str, is_ours: bool) -> Item:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(kind, str):
-        raise _bad(f"{where} must be an object with a type, such as 'input_text'")
-    if kind in _MEDIA:
-        raise _bad(f"{where} has type {kind!r}, this model takes text only")
-    if kind not in _TEXTS:
-        raise _bad(f"{where} has the unknown type {kind[:_SHOWN]!r}")
-    text = part.get(_TEXTS[kind])
-    if not isinstance(text, str):
-        raise _bad(f"{where} has type {kind!r} and no {_TEXTS[kind]}")
+    kind, text = part_text(part, where, param="input", example="input_text", media=_MEDIA)
     if kind == "refusal":
         return {"type": kind, "refusal": text}
     if is_ours:

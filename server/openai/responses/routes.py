@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from config.errors import PromptTooLong, UserError
 from server.http.access_log import attach_record, record_of
-from server.http.body import json_response, parse
+from server.http.body import ReceivedBody, json_response, parse
 from server.http.openapi import ANSWERS, GENERATES, takes
 from server.http.peer_proxy import ForwardedResponse
 from server.http.sse import EventStream
@@ -54,9 +54,7 @@ def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore)
         ROUTE, summary="Respond to items", openapi_extra=takes("ResponseBody"), responses=GENERATES
     )
     async def create_response(request: Request) -> Response:
-        state.generation_pipeline()
-        sent = await state.bodies.read_object(request)
-        body = await parse(ResponseBody, sent)
+        sent, body = await _read(state, request)
         if (peer := state.peers.peer_of(previous_number(body))) is not None:
             return ForwardedResponse(peer, request, sent.fields)
         is_stored = _is_stored(store, body)
@@ -91,9 +89,7 @@ def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore)
         openapi_extra=takes("ResponseBody"),
     )
     async def count_response_tokens(request: Request) -> Response:
-        state.generation_pipeline()
-        sent = await state.bodies.read_object(request)
-        body = await parse(ResponseBody, sent)
+        sent, body = await _read(state, request)
         if (peer := state.peers.peer_of(previous_number(body))) is not None:
             return ForwardedResponse(peer, request, sent.fields)
         owner = record_of(request.scope).owner
@@ -166,6 +162,12 @@ def _add_stored_routes(router: APIRouter, state: AppState, store: ResponseStore)
         if (peer := state.peers.peer_of(number_of(response_id))) is not None:
             return ForwardedResponse(peer, request)
         return json_response(_page(_entry(store, request, response_id), limit, order, after))
+
+
+async def _read(state: AppState, request: Request) -> tuple[ReceivedBody, ResponseBody]:
+    state.generation_pipeline()
+    sent = await state.bodies.read_object(request)
+    return sent, await parse(ResponseBody, sent)
 
 
 def _entry(store: ResponseStore, request: Request, response_id: str) -> StoredResponse:

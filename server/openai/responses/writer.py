@@ -55,7 +55,7 @@ class ResponseWriter:
             "error": self._error,
             "incomplete_details": reason,
             "output": self._output.output,
-            "usage": _usage_of(self._job.usage()) if is_over else None,
+            "usage": _usage_of(self._job) if is_over else None,
         }
 
     def opening(self) -> bytes:
@@ -106,16 +106,15 @@ def number_of(response_id: str) -> str:
     return response_id.partition("_")[2]
 
 
-def _usage_of(usage: Fields) -> Fields:
-    """A chat's usage object with the names of this API."""
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
-    thinking = usage["completion_tokens_details"]["reasoning_tokens"]
+def _usage_of(job: Job) -> Fields:
+    stream = job.generation
+    cached = {"cached_tokens": stream.num_cached_tokens, "cache_write_tokens": 0}
     return {
-        "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-        "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": thinking},
-        "total_tokens": usage["total_tokens"],
+        "input_tokens": stream.num_prompt_tokens,
+        "input_tokens_details": cached,
+        "output_tokens": stream.num_output_tokens,
+        "output_tokens_details": {"reasoning_tokens": job.num_reasoning_tokens},
+        "total_tokens": stream.num_prompt_tokens + stream.num_output_tokens,
     }
 
 

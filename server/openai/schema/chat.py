@@ -1,6 +1,6 @@
 """The body of /v1/chat/completions, and the checks of its messages."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, WithJsonSchema
@@ -255,7 +255,7 @@ def _check_message(message: Any, where: str) -> None:
         raise _bad(f"{where}.content must be a string or a list of parts")
     _check_many(content, f"{where}.content")
     for number, part in enumerate(content):
-        _check_part(part, f"{where}.content[{number}]")
+        part_text(part, f"{where}.content[{number}]")
 
 
 def _check_many(entries: list[Any], where: str) -> None:
@@ -270,16 +270,26 @@ def _has_other_content(message: Mapping[str, Any]) -> bool:
     )
 
 
-def _check_part(part: Any, where: str) -> None:
-    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise _bad(f"{where} must be an object with a type, such as 'text'")
-    kind = part["type"]
-    if kind in MEDIA_PARTS:
-        raise _bad(f"{where} has type {kind!r}, this model takes text only")
+def part_text(
+    part: Any,
+    where: str,
+    *,
+    param: str = "messages",
+    example: str = "text",
+    media: Collection[str] = MEDIA_PARTS,
+) -> tuple[str, str]:
+    """Type and text of a content part. Raises UserError for one that is no text."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str):
+        raise UserError(f"{where} must be an object with a type, such as {example!r}", param=param)
+    if kind in media:
+        raise UserError(f"{where} has type {kind!r}, this model takes text only", param=param)
     if kind not in TEXT_PARTS:
-        raise _bad(f"{where} has the unknown type {kind[:_NAMES_SHOWN]!r}")
-    if not isinstance(part.get(TEXT_PARTS[kind]), str):
-        raise _bad(f"{where} has type {kind!r} and no {TEXT_PARTS[kind]}")
+        raise UserError(f"{where} has the unknown type {kind[:_NAMES_SHOWN]!r}", param=param)
+    text = part.get(TEXT_PARTS[kind])
+    if not isinstance(text, str):
+        raise UserError(f"{where} has type {kind!r} and no {TEXT_PARTS[kind]}", param=param)
+    return kind, text
 
 
 def _check_calls(calls: Any, where: str) -> None:
