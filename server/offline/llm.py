@@ -28,9 +28,7 @@ from server.generation.validation import truncate_prompt
 from server.offline.event_loop import STOP_TIMEOUT_S, BackgroundLoop, Result, run_in_order
 from server.offline.outputs import (
     BeamSearchOutput,
-    ClassificationOutput,
     ClassificationRequestOutput,
-    EmbeddingOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
@@ -39,7 +37,7 @@ from server.offline.outputs import (
     beam_output,
     request_output,
 )
-from server.offline.pooling import OfflinePooling, Params
+from server.offline.pooling import OfflinePooling, Params, classification_outputs, embedding_outputs
 from server.offline.prompts import PromptInput, as_conversation_list, as_prompt_list, parse_prompt
 from server.pooling.inputs import InputOptions, make_input_processor, not_a_pooling_model
 from server.pooling.scores import TextPairs
@@ -236,15 +234,7 @@ class LLM:
             truncate_prompt_tokens=truncate_prompt_tokens,
             use_tqdm=use_tqdm,
         )
-        return [
-            EmbeddingRequestOutput(
-                output.request_id,
-                EmbeddingOutput(output.outputs.data.tolist()),
-                output.prompt_token_ids,
-                output.num_cached_tokens,
-            )
-            for output in outputs
-        ]
+        return embedding_outputs(outputs)
 
     def classify(
         self,
@@ -262,15 +252,7 @@ class LLM:
             truncate_prompt_tokens=truncate_prompt_tokens,
             use_tqdm=use_tqdm,
         )
-        return [
-            ClassificationRequestOutput(
-                output.request_id,
-                ClassificationOutput(output.outputs.data.tolist()),
-                output.prompt_token_ids,
-                output.num_cached_tokens,
-            )
-            for output in outputs
-        ]
+        return classification_outputs(outputs)
 
     def score(
         self,

@@ -11,6 +11,10 @@ from config.errors import UserError
 from config.params.pooling import TOKEN_EMBED, PoolingParams
 from engine.client.base import EngineClient
 from server.offline.outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
     ScoringOutput,
@@ -126,6 +130,36 @@ class OfflinePooling:
             )
             for item, param in zip(inputs, params, strict=True)
         ]
+
+
+def embedding_outputs(
+    outputs: list[PoolingRequestOutput[PoolingOutput]],
+) -> list[EmbeddingRequestOutput]:
+    """Convert outputs of the task embed."""
+    return [
+        EmbeddingRequestOutput(
+            output.request_id,
+            EmbeddingOutput(output.outputs.data.tolist()),
+            output.prompt_token_ids,
+            output.num_cached_tokens,
+        )
+        for output in outputs
+    ]
+
+
+def classification_outputs(
+    outputs: list[PoolingRequestOutput[PoolingOutput]],
+) -> list[ClassificationRequestOutput]:
+    """Convert outputs of the task classify."""
+    return [
+        ClassificationRequestOutput(
+            output.request_id,
+            ClassificationOutput(output.outputs.data.tolist()),
+            output.prompt_token_ids,
+            output.num_cached_tokens,
+        )
+        for output in outputs
+    ]
 
 
 async def _collect(pooling: PoolingStream, use_tqdm: bool) -> list[Vectors]:
