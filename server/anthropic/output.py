@@ -43,8 +43,6 @@ def message_of(job: Job, content: Sequence[Block] = ()) -> dict[str, Any]:
 def full_message(job: Job, choice: ChoiceOutput, *, shows_reasoning: bool) -> dict[str, Any]:
     """The whole message of `choice`."""
     parts = choice.message.parts
-    if job.parsers is None and choice.text:
-        parts = [MessagePart("text", [choice.text])]
     content = [_block(part, shows_reasoning=shows_reasoning) for part in parts]
     has_calls = any(part.kind == "tool_call" for part in parts)
     ending = stop_fields(choice.finish_reason, choice.stop_reason, has_calls=has_calls)
@@ -138,11 +136,7 @@ class MessageEvents:
 
     def _delta_frames(self, delta: Delta) -> bytes:
         self._last = delta
-        if self._job.parsers is not None:
-            events = self._job.parsers.parser(delta.index).parse(delta)
-        else:
-            events = [TextDelta(delta.text)] if delta.text else []
-        return b"".join(map(self._event_frames, events))
+        return b"".join(map(self._event_frames, self._job.events(delta)))
 
     def _event_frames(self, event: ParserEvent) -> bytes:
         if isinstance(event, ToolCallStart):

@@ -350,8 +350,8 @@ class AssistantMessage:
     def _all(self, kind: str) -> str:
         return "".join(piece.text for piece in self.parts if piece.kind == kind)
 
-    def to_dict(self, echo: str, *, has_reasoning: bool, shows_reasoning: bool) -> dict[str, Any]:
-        """The `message` object. `has_reasoning`: the server parses reasoning."""
+    def to_dict(self, echo: str, *, shows_reasoning: bool) -> dict[str, Any]:
+        """The `message` object."""
         thought = self._all("reasoning")
         text = echo + self._all("text")
         calls = [(piece.call, piece.text) for piece in self.parts if piece.call is not None]
@@ -361,7 +361,7 @@ class AssistantMessage:
             "content": None if is_silent else text,
             "refusal": None,
         }
-        if has_reasoning and shows_reasoning:
+        if shows_reasoning:
             made["reasoning"] = made["reasoning_content"] = thought or None
         if calls:
             made["tool_calls"] = [

@@ -63,21 +63,12 @@ def _whole(job: Job, choices: list[ChoiceOutput], echo: str) -> dict[str, Any]:
 
 def _choice(job: Job, index: int, choice: ChoiceOutput, echo: str) -> dict[str, Any]:
     has_logprobs = job.params.logprobs is not None
-    message: dict[str, Any] = {
-        "role": "assistant",
-        "content": echo + choice.text,
-        "refusal": None,
-    }
-    if job.parsers is not None:
-        assert isinstance(job.body, ChatBody)
-        message = choice.message.to_dict(
-            echo,
-            has_reasoning=job.parsers.has_reasoning,
-            shows_reasoning=job.body.include_reasoning is not False,
-        )
+    assert isinstance(job.body, ChatBody)
+    has_reasoning = job.parsers is not None and job.parsers.has_reasoning
+    shows_reasoning = has_reasoning and job.body.include_reasoning is not False
     fields: dict[str, Any] = {
         "index": index,
-        "message": message,
+        "message": choice.message.to_dict(echo, shows_reasoning=shows_reasoning),
         "logprobs": chat_logprobs(choice.logprobs or (), job.token_formatter)
         if has_logprobs
         else None,

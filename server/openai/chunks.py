@@ -6,7 +6,7 @@ JSON encoder.
 
 from typing import Any
 
-from server.generation.answer_parser import ChoiceParser, chat_deltas
+from server.generation.answer_parser import chat_deltas
 from server.generation.outputs import Delta
 from server.http.errors import Fault
 from server.http.sse import DONE, frame, json_line, json_text
@@ -54,7 +54,7 @@ class ChatChunks(_Chunks):
     def _chunk(self, delta: Delta) -> bytes:
         begin = b"" if delta.index in self._started else self._begin(delta.index)
         if self._job.parsers is not None:
-            return begin + self._parsed(delta, self._job.parsers.parser(delta.index))
+            return begin + self._parsed(delta)
         if self._is_plain and delta.finish_reason is None:
             return begin + self._text_chunk(delta.index, delta.text) if delta.text else begin
         if delta.text:
@@ -64,10 +64,10 @@ class ChatChunks(_Chunks):
         has_tokens = delta.logprobs or self._has_ids
         return begin + self._choice_chunk(delta, {"content": ""}) if has_tokens else begin
 
-    def _parsed(self, delta: Delta, parser: ChoiceParser) -> bytes:
+    def _parsed(self, delta: Delta) -> bytes:
         """A chunk for each event of `delta`, and one for the end."""
-        payloads = chat_deltas(parser.parse(delta), shows_reasoning=self._shows_reasoning)
-        finish_reason = parser.finish_reason(delta.finish_reason)
+        payloads = chat_deltas(self._job.events(delta), shows_reasoning=self._shows_reasoning)
+        finish_reason = self._job.finish_reason(delta)
         if finish_reason is not None:
             payloads.append({})
         elif not payloads and (delta.logprobs or self._has_ids):

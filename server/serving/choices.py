@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from server.generation.answer_parser import AssistantMessage, ChoiceParser
+from server.generation.answer_parser import AssistantMessage
 from server.generation.outputs import Delta, Output, PositionLogprobs, TokenLogprob
 
 Choice = dict[str, Any]
@@ -159,13 +159,7 @@ class ChoiceOutput(Output):
     """One choice of an answer that is not streamed."""
 
     message: AssistantMessage = field(default_factory=AssistantMessage)
-    """The parsed message, if the request has parsers."""
-
-    def add_parsed(self, delta: Delta, parser: ChoiceParser) -> None:
-        """Add a delta that must be parsed."""
-        self.message.add(parser.parse(delta))
-        self.add(delta)
-        self.finish_reason = parser.finish_reason(self.finish_reason)
+    """The parsed output."""
 
     @property
     def mean_logprob(self) -> float:

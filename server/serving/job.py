@@ -25,6 +25,7 @@ from server.http.disconnect import CancelOnDisconnect
 from server.http.errors import EngineFailed, Fault, fault_of
 from server.http.sse import Envelope, EventStream
 from server.openai.schema.generation import GenerationBody
+from server.parsers.stream.base import ParserEvent, TextDelta
 from server.serving.choices import (
     ChoiceOutput,
     DeltaBatcher,
@@ -89,6 +90,18 @@ class Job(RunningRequest[GenerationStream]):
         """How tokens are written in log-probabilities."""
         as_ids = bool(self.body.return_tokens_as_token_ids) or self.state.tokenizer is None
         return token_formatter(as_ids=as_ids)
+
+    def events(self, delta: Delta) -> list[ParserEvent]:
+        """What `delta` adds to its choice; without parsers, text. To be called once a delta."""
+        if self.parsers is None:
+            return [TextDelta(delta.text)] if delta.text else []
+        return self.parsers.parser(delta.index).parse(delta)
+
+    def finish_reason(self, delta: Delta) -> str | None:
+        """Why the choice of `delta` ended; call it after `events`."""
+        if self.parsers is None:
+            return delta.finish_reason
+        return self.parsers.parser(delta.index).finish_reason(delta.finish_reason)
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -310,8 +323,8 @@ async def _collect_choices(job: Job) -> list[ChoiceOutput]:
     choices = [ChoiceOutput() for _ in range(len(job.prompts) * job.params.n)]
     async for deltas in job.tracker:
         for delta in deltas:
-            if job.parsers is None:
-                choices[delta.index].add(delta)
-            else:
-                choices[delta.index].add_parsed(delta, job.parsers.parser(delta.index))
+            choice = choices[delta.index]
+            choice.add(delta)
+            choice.message.add(job.events(delta))
+            choice.finish_reason = job.finish_reason(delta)
     return choices

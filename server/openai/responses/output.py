@@ -1,9 +1,9 @@
 """The output items of a response, and the stream events of their changes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from server.generation.answer_parser import ChoiceParser
 from server.generation.outputs import Delta, PositionLogprobs
 from server.openai.responses.items import Item, item_id
 from server.parsers.stream.base import (
@@ -60,15 +60,15 @@ class ResponseOutput:
     def __init__(
         self,
         number: str,
-        parser: ChoiceParser | None,
+        parse: Callable[[Delta], list[ParserEvent]],
         token_formatter: TokenFormatter,
         *,
         has_logprobs: bool,
         shows_reasoning: bool,
     ) -> None:
-        """`parser` splits reasoning, text and calls; None: all is text."""
+        """`parse` splits deltas into reasoning, text and calls."""
         self._number = number
-        self._parser = parser
+        self._parse = parse
         self._token_formatter = token_formatter
         self._has_logprobs = has_logprobs
         self._shows_reasoning = shows_reasoning
@@ -86,12 +86,8 @@ class ResponseOutput:
     def add(self, delta: Delta) -> list[StreamEvent]:
         """The events of `delta`."""
         self._pending += delta.logprobs or []
-        if self._parser is None:
-            events: list[ParserEvent] = [TextDelta(delta.text)] if delta.text else []
-        else:
-            events = self._parser.parse(delta)
         emitted: list[StreamEvent] = []
-        for event in events:
+        for event in self._parse(delta):
             emitted += self._handle(event)
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason

@@ -38,7 +38,7 @@ class ResponseWriter:
         self._num_events = 0
         self._output = ResponseOutput(
             number_of(job.id),
-            None if job.parsers is None else job.parsers.parser(0),
+            job.events,
             job.token_formatter,
             has_logprobs=body.has_logprobs,
             shows_reasoning=body.include_reasoning is not False,
