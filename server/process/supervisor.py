@@ -289,7 +289,7 @@ class Supervisor:
             self._close(children, RESPONSE_GRACE_S + 1)
             raise event
         if isinstance(event, str):
-            processes: list[ChildProcess | EngineProcess] = [*children, *self._engines]
+            processes: list[ChildProcess] = [*children, *self._engines]
             # A process that exits with a code of its own has logged why.
             has_logged = any((process.poll() or 0) > 0 for process in processes)
             logger.log(logging.INFO if has_logged else logging.ERROR, "the server stops: %s", event)
