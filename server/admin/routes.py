@@ -6,23 +6,17 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from engine.transport.messages import ASLEEP, AWAKE, LATER
-from server.generation.pipeline import asleep
+from config.errors import EngineDied, Overloaded
+from engine.transport.messages import ASLEEP, LATER
 from server.http.body import json_response
 from server.http.errors import Fault, fault_of
 from server.http.openapi import ANSWERS, PAGE_OF_METRICS
-from server.serving.state import DRAINING_RETRY_S, STARTING_RETRY_S, AppState
+from server.serving.state import STARTING_RETRY_S, AppState
 
 
 def admin_routes(state: AppState) -> APIRouter:
     """The routes."""
     router = APIRouter(tags=["Operations"])
-    _add_probes(router, state)
-    _add_facts(router, state)
-    return router
-
-
-def _add_probes(router: APIRouter, state: AppState) -> None:
     get = partial(router.get, responses=ANSWERS)
 
     @get(
@@ -48,10 +42,6 @@ def _add_probes(router: APIRouter, state: AppState) -> None:
     )
     async def get_ready() -> Response:
         return _readiness(state)
-
-
-def _add_facts(router: APIRouter, state: AppState) -> None:
-    get = partial(router.get, responses=ANSWERS)
 
     @get("/version", operation_id="version", summary="The server's version")
     async def get_version() -> Response:
@@ -82,34 +72,28 @@ def _add_facts(router: APIRouter, state: AppState) -> None:
         page, content_type = state.metrics.page(request.headers.get("accept", ""))
         return Response(page, headers={"content-type": content_type})
 
+    return router
+
 
 def _health(state: AppState) -> Response:
     if state.client.failure is not None:
-        return _engine_gone(state.client.failure).response()
+        return fault_of(EngineDied(state.client.failure)).response()
     return json_response({"status": "ok"})
 
 
 def _readiness(state: AppState) -> Response:
-    if not state.is_ready:
-        return _not_ready(state).response()
+    if state.status == "starting":
+        message, headers = (
+            f"The server is starting: {state.progress}.",
+            {"Retry-After": str(STARTING_RETRY_S)},
+        )
+        return Fault(503, message, "server_error", headers=headers).response()
+    try:
+        state.check_awake()
+    except (EngineDied, Overloaded) as error:
+        return fault_of(error).response()
     progress = state.client.progress
     if progress is None or progress.stage != LATER or progress.done >= progress.total:
         return json_response({"status": "ready"})
     warmup = {"done": progress.done, "total": progress.total}
     return json_response({"status": "ready", "warmup": warmup})
-
-
-def _not_ready(state: AppState) -> Fault:
-    if state.client.failure is not None:
-        return _engine_gone(state.client.failure)
-    if state.is_draining:
-        message, retry_s = "The server is shutting down.", DRAINING_RETRY_S
-    elif state.client.stats.sleep != AWAKE:
-        return fault_of(asleep())
-    else:
-        message, retry_s = f"The server is starting: {state.progress}.", STARTING_RETRY_S
-    return Fault(503, message, "server_error", headers={"Retry-After": str(retry_s)})
-
-
-def _engine_gone(reason: str) -> Fault:
-    return Fault(503, f"The engine is gone: {reason}.", "server_error")

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from config.errors import Overloaded
 from config.log import PROBES
 from server.anthropic.errors import is_messages, refusal
-from server.http.access_log import RequestRecord, attach_record, attach_send, record_of
+from server.http.access_log import RequestRecord, attach_record, record_of
 from server.http.auth import ApiKeys
 from server.http.errors import CLIENT_CLOSED, ClientGone, Fault, fault_of
 from server.http.pacing import LoopPacer
@@ -48,9 +48,8 @@ class RecordMiddleware:
             await self._app(scope, receive, send)
             return
         self._proxies.apply(scope)
-        record = _open_record(scope)
+        record = _open_record(scope, send)
         attach_record(scope, record)
-        attach_send(scope, send)
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -158,7 +157,7 @@ class CorsMiddleware(CORSMiddleware):
         return rejection
 
 
-def _open_record(scope: Scope) -> RequestRecord:
+def _open_record(scope: Scope, send: Send) -> RequestRecord:
     # Not through Starlette's Headers, which take four times as long.
     client_id = next((value for name, value in scope["headers"] if name == _REQUEST_ID), b"")
     client = scope.get("client")
@@ -167,6 +166,7 @@ def _open_record(scope: Scope) -> RequestRecord:
         method=scope["method"],
         path=scope["path"],
         client=client[0] if client else "-",
+        send=send,
     )
 
 

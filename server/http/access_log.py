@@ -16,7 +16,6 @@ MAX_IGNORED_CHARACTERS = 40
 _NOT_IN_A_LIST = re.compile(r"[^!-~]|,")
 
 _RECORD_KEY = "gaudiserve.record"
-_SEND_KEY = "gaudiserve.send"
 
 
 @dataclass(slots=True)
@@ -27,6 +26,8 @@ class RequestRecord:
     method: str
     path: str
     client: str
+    send: Send
+    """Sends parts of a body past all middleware, which only looks at the start of a response."""
     owner: str = ""
     """The API key's owner (see ApiKeys.check); never logged."""
     started_s: float = field(default_factory=time.perf_counter)
@@ -103,17 +104,6 @@ class RequestRecord:
 def attach_record(scope: Scope, record: RequestRecord) -> None:
     """Make `record` the request's record."""
     scope[_RECORD_KEY] = record
-
-
-def attach_send(scope: Scope, send: Send) -> None:
-    """Make `send` the request's `direct_send`."""
-    scope[_SEND_KEY] = send
-
-
-def direct_send(scope: Scope) -> Send:
-    """Sends parts of a body past all middleware, which only looks at the start of a response."""
-    send: Send = scope[_SEND_KEY]
-    return send
 
 
 def record_of(scope: Scope) -> RequestRecord:

@@ -35,6 +35,16 @@ class InvalidApiKey(UserError):
     """No API key, or a wrong one; 401."""
 
 
+_STATUSES: Mapping[type[UserError], tuple[int, str | None]] = {
+    NotFound: (404, "not_found"),
+    # The connection stays open: closing it with unread data could lose the response.
+    RequestTooLarge: (413, "request_too_large"),
+    UnsupportedMediaType: (415, None),
+    InvalidApiKey: (401, "invalid_api_key"),
+}
+"""Status and default code; all other UserErrors are 400."""
+
+
 class ClientGone(Exception):
     """The client has disconnected; there is nobody to respond to."""
 
@@ -80,7 +90,10 @@ def shortened(message: str) -> str:
 def fault_of(error: Exception) -> Fault:
     """The error response for an exception. An unknown exception is a bug: logged, and not shown."""
     if isinstance(error, UserError):
-        return _user_fault(error)
+        status, code = _STATUSES.get(type(error), (400, None))
+        headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+        code = error.code or code
+        return Fault(status, error.message, param=error.param, code=code, headers=headers)
     if isinstance(error, Overloaded):
         wait = error.retry_after_s
         return Fault(
@@ -101,21 +114,6 @@ def fault_of(error: Exception) -> Fault:
         return _http_fault(error)
     logger.error("a request handler failed", exc_info=error)
     return Fault(500, "The server failed to handle the request.", "server_error")
-
-
-def _user_fault(error: UserError) -> Fault:
-    status, headers, code = 400, {}, error.code
-    if isinstance(error, NotFound):
-        status = 404
-        code = code or "not_found"
-    elif isinstance(error, RequestTooLarge):
-        # The connection stays open: closing it with unread data could lose the response.
-        status, code = 413, "request_too_large"
-    elif isinstance(error, UnsupportedMediaType):
-        status = 415
-    elif isinstance(error, InvalidApiKey):
-        status, code, headers = 401, "invalid_api_key", {"WWW-Authenticate": "Bearer"}
-    return Fault(status, error.message, param=error.param, code=code, headers=headers)
 
 
 def _http_fault(error: HTTPException) -> Fault:

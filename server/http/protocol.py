@@ -7,7 +7,6 @@ import logging
 import math
 import socket
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, cast
 
@@ -46,34 +45,16 @@ _TCP_CLOSE = 7
 _STATUS_LINE_START = b"HTTP/1.1 "
 
 
-@dataclass(frozen=True, slots=True)
-class HttpLimits:
-    """Limits of a connection, and their number."""
-
-    max_header_bytes: int
-    max_header_count: int
-    header_timeout_s: float
-    body_timeout_s: float
-    max_connections: int
-
-    @classmethod
-    def of(cls, config: ServerConfig, max_connections: int) -> "HttpLimits":
-        return cls(
-            config.h11_max_incomplete_event_size,
-            config.h11_max_header_count,
-            config.request_header_timeout_s,
-            config.request_body_timeout_s,
-            max_connections,
-        )
-
-
 class HttpConfig(uvicorn.Config):
     """uvicorn's settings, and the limits of HttpProtocol."""
 
-    def __init__(self, app: ASGIApp, limits: HttpLimits, **settings: Any) -> None:
+    def __init__(
+        self, app: ASGIApp, limits: ServerConfig, max_connections: int, **settings: Any
+    ) -> None:
         # server/http/trusted_proxies.py handles forwarding headers.
         super().__init__(app, http=HttpProtocol, ws="none", proxy_headers=False, **settings)
         self.limits = limits
+        self.max_connections = max_connections
         self.warned_full_s = -math.inf
 
 
@@ -139,7 +120,7 @@ class HttpProtocol(HttpToolsProtocol):
         newest request."""
         self._num_started = 0
         """Requests that this connection has started."""
-        self._max_header_count = config.limits.max_header_count
+        self._max_header_count = config.limits.h11_max_header_count
         self._num_body_bytes = 0
         self._num_read_bytes = 0
         """Size of the read that is being parsed."""
@@ -154,10 +135,10 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
-        if len(self.connections) > self._limits.max_connections:
+        if len(self.connections) > self._http_config.max_connections:
             self._reject_connection()
             return
-        self.deadline_s = self.loop.time() + self._limits.header_timeout_s
+        self.deadline_s = self.loop.time() + self._limits.request_header_timeout_s
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -193,15 +174,15 @@ class HttpProtocol(HttpToolsProtocol):
         if read_state is _ReadState.IDLE:
             # Empty lines before a request stop uvicorn's idle timer.
             if self._num_started == num_started_before and self.deadline_s == math.inf:
-                self.deadline_s = self.loop.time() + self._limits.header_timeout_s
+                self.deadline_s = self.loop.time() + self._limits.request_header_timeout_s
             return
         num_started = self._num_started - num_started_before
         if num_started == 0 or (num_started == 1 and state_before is _ReadState.IDLE):
             self._num_fed_bytes += len(data)
         if read_state is _ReadState.HEADERS:
             if self.deadline_s == math.inf:
-                self.deadline_s = self.loop.time() + self._limits.header_timeout_s
-            if self._num_fed_bytes > self._limits.max_header_bytes:
+                self.deadline_s = self.loop.time() + self._limits.request_header_timeout_s
+            if self._num_fed_bytes > self._limits.h11_max_incomplete_event_size:
                 self._reject(Fault(431, _too_many_bytes("headers", self._limits)))
         elif read_state is _ReadState.BODY:
             if not self._check_framing():
@@ -235,7 +216,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_url(self, url: bytes) -> None:
         self.url += url
-        if len(self.url) > self._limits.max_header_bytes:
+        if len(self.url) > self._limits.h11_max_incomplete_event_size:
             raise _Rejected(414, _too_many_bytes("URL", self._limits))
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -254,11 +235,11 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         num_header_bytes = 0
-        if self._num_fed_bytes + self._num_read_bytes > self._limits.max_header_bytes:
+        if self._num_fed_bytes + self._num_read_bytes > self._limits.h11_max_incomplete_event_size:
             num_header_bytes = len(self.url)
             # With the colon, space and line end of each header.
             num_header_bytes += sum(len(name) + len(value) + 4 for name, value in self.headers)
-            if num_header_bytes > self._limits.max_header_bytes:
+            if num_header_bytes > self._limits.h11_max_incomplete_event_size:
                 raise _Rejected(431, _too_many_bytes("headers", self._limits))
         if len(self.pipeline) >= MAX_PIPELINED:
             raise _Rejected(
@@ -313,13 +294,13 @@ class HttpProtocol(HttpToolsProtocol):
             self._expire_body()
         elif self._has_pending_response():
             # The client waits for a response before it sends more.
-            self.deadline_s = self.loop.time() + self._limits.header_timeout_s
+            self.deadline_s = self.loop.time() + self._limits.request_header_timeout_s
         elif self._read_state is _ReadState.HEADERS:
             self._reject(
                 Fault(
                     408,
                     "The headers of the request were not complete after "
-                    f"{self._limits.header_timeout_s:g} s.",
+                    f"{self._limits.request_header_timeout_s:g} s.",
                 )
             )
         else:
@@ -331,14 +312,14 @@ class HttpProtocol(HttpToolsProtocol):
         if self.flow.read_paused or cycle.waiting_for_100_continue or cycle is not self._responding:
             # This side does not read.
             self._body_started_s = now_s
-            self.deadline_s = now_s + self._limits.body_timeout_s
+            self.deadline_s = now_s + self._limits.request_body_timeout_s
             return
         self._reject(
             Fault(
                 408,
                 f"After {now_s - self._body_started_s:.1f} s, {self._num_body_bytes} bytes of the "
                 "body have arrived; the client must send some every "
-                f"{self._limits.body_timeout_s:g} s, and after that time at least "
+                f"{self._limits.request_body_timeout_s:g} s, and after that time at least "
                 f"{MIN_BODY_BYTES_PER_S} a second.",
             )
         )
@@ -360,7 +341,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _check_framing(self) -> bool:
         num_framing = self._num_fed_bytes - self._num_body_bytes
-        max_framing = self._limits.max_header_bytes
+        max_framing = self._limits.h11_max_incomplete_event_size
         max_framing += MAX_FRAMING_PER_BODY_BYTE * self._num_body_bytes
         if num_framing > max_framing:
             self._reject(
@@ -375,7 +356,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _set_body_deadline(self) -> None:
         earned_s = self._num_body_bytes / MIN_BODY_BYTES_PER_S
         since_s = min(self.loop.time(), self._body_started_s + earned_s)
-        self.deadline_s = since_s + self._limits.body_timeout_s
+        self.deadline_s = since_s + self._limits.request_body_timeout_s
 
     def _reject(self, fault: Fault) -> None:
         """Respond with `fault`, and drop further input. If responses to earlier requests are due,
@@ -406,7 +387,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.flow.resume_reading()
 
     def _reject_connection(self) -> None:
-        max_connections = self._limits.max_connections
+        max_connections = self._http_config.max_connections
         now_s = self.loop.time()
         if now_s - self._http_config.warned_full_s > FULL_WARNING_S:
             self._http_config.warned_full_s = now_s
@@ -466,11 +447,9 @@ class HttpProtocol(HttpToolsProtocol):
         return self.client[0] if self.client else "-"
 
 
-def _too_many_bytes(what: str, limits: HttpLimits) -> str:
-    return (
-        f"The {what} of the request exceeded {limits.max_header_bytes} bytes, at most "
-        f"{limits.max_header_bytes} are allowed."
-    )
+def _too_many_bytes(what: str, limits: ServerConfig) -> str:
+    most = limits.h11_max_incomplete_event_size
+    return f"The {what} of the request exceeded {most} bytes, at most {most} are allowed."
 
 
 def _response(fault: Fault, default_headers: list[tuple[bytes, bytes]]) -> bytes:

@@ -10,7 +10,7 @@ import msgspec
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.types import Receive, Scope, Send
 
-from server.http.access_log import direct_send
+from server.http.access_log import record_of
 from server.http.disconnect import CancelOnDisconnect
 from server.http.errors import ClientGone
 
@@ -90,7 +90,7 @@ class EventStream(EventSourceResponse):
         # Not in the generator: it never starts if the stream is cancelled before its first frame.
         try:
             with contextlib.suppress(ClientGone), CancelOnDisconnect(receive):
-                await self._send_all(send, direct_send(scope))
+                await self._send_all(send, record_of(scope).send)
         finally:
             self._on_close()
 

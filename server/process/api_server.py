@@ -24,7 +24,7 @@ from config.version import VERSION
 from engine.client.zmq import ZmqClient
 from server.app.application import create_app
 from server.http.peer_proxy import Peers, listen
-from server.http.protocol import HttpConfig, HttpLimits, HttpProtocol
+from server.http.protocol import HttpConfig, HttpProtocol
 from server.metrics.registry import Metrics
 from server.process.addresses import base_urls, endpoints_text
 from server.process.model_download import DownloadProgress
@@ -314,7 +314,8 @@ def uvicorn_config(app: ASGIApp, config: ServerConfig) -> HttpConfig:
     """uvicorn's configuration for `app`."""
     return HttpConfig(
         app,
-        HttpLimits.of(config, max_connections()),
+        config,
+        max_connections(),
         lifespan="off",
         log_config=None,
         # This module logs the open port, and a failed start in one line.

@@ -100,12 +100,7 @@ class AppState:
 
     @property
     def is_ready(self) -> bool:
-        return (
-            self.pipeline is not None
-            and self.client.failure is None
-            and not self.is_draining
-            and self.client.stats.sleep == AWAKE
-        )
+        return self.status == "ready"
 
     @property
     def status(self) -> str:
