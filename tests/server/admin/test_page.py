@@ -72,4 +72,4 @@ async def test_the_page_has_a_notice_for_an_emulated_card_that_is_hidden_until_i
         script = (await rig.http.get("/page/page.js")).text
 
         assert '<p id="emulated" class="card notice" hidden>There is no Gaudi' in page
-        assert f'at("emulated").hidden = state.device !== "{state["device"]}";' in script
+        assert f'byId("emulated").hidden = state.device !== "{state["device"]}";' in script
