@@ -12,8 +12,9 @@ from engine.transport.messages import Ready
 from server.openai.schema.completions import Texts, TokenLists
 from server.pooling.pipeline import PoolingInput
 from server.pooling.schema import MANY_IDS
-from server.text.pooling_inputs import InputTooLong, Text, TextInputOptions
-from server.text.tokenizer import Tokenizer, TooManyCharacters, TooManyTokens
+from server.text.long_texts import TooManyTokens
+from server.text.pooling_inputs import Text, TextInputOptions
+from server.text.tokenizer import Tokenizer, TooManyCharacters
 
 MAX_NUMBERS = 2**24
 """In one response: 64 MiB, or five times that as JSON; 2048 vectors of 8192 numbers."""
@@ -140,10 +141,8 @@ class InputProcessor:
         )
         try:
             tokenized = await self._tokenizer.encode_inputs(texts, rule)
-        except InputTooLong as error:
-            raise self._too_long(
-                error.count, options, error.place, at_least=error.at_least
-            ) from None
+        except TooManyTokens as error:
+            raise self._too_long(error, options) from None
         except TooManyCharacters as error:
             error.param = options.param
             raise
@@ -190,7 +189,7 @@ class InputProcessor:
                     text, options.special, most, from_end=options.keep_end
                 )
         except TooManyTokens as error:
-            raise self._too_long(error.count, options, at_least=error.at_least) from None
+            raise self._too_long(error, options) from None
         except TooManyCharacters as error:
             error.param = options.param
             raise
@@ -219,7 +218,7 @@ class InputProcessor:
                     )
             if len(ids) > max_tokens:
                 if options.truncate is None:
-                    raise self._too_long(len(ids), options, index)
+                    raise self._too_long(TooManyTokens(len(ids), index=index), options)
                 ids = ids[-max_tokens:] if options.keep_end else ids[:max_tokens]
             inputs.append(PoolingInput(ids, options.params))
         return inputs
@@ -239,16 +238,14 @@ class InputProcessor:
             )
         return truncate
 
-    def _too_long(
-        self, count: int, options: InputOptions, index: int = 0, *, at_least: bool = False
-    ) -> PromptTooLong:
+    def _too_long(self, error: TooManyTokens, options: InputOptions) -> PromptTooLong:
         return PromptTooLong(
-            count,
+            error.count,
             None,
             self.max_tokens,
             param=options.param,
-            item=options.item(index),
-            at_least=at_least,
+            item=options.item(error.index),
+            at_least=error.at_least,
         )
 
     def _prefix(self, name: str | None) -> str:
@@ -272,7 +269,7 @@ class InputProcessor:
         )
         try:
             (tokens,) = await tokenizer.encode_inputs([prefix], rule)
-        except InputTooLong as error:
-            raise self._too_long(error.count, options, 0) from None
+        except TooManyTokens as error:
+            raise self._too_long(error, options) from None
         ends_special = bool(tokens.ids) and tokens.ids[-1] in tokenizer.special_ids
         return len(tokens.ids) - (1 if ends_special else 0)

@@ -4,7 +4,8 @@ from config.errors import PromptTooLong, UserError
 from server.generation.outputs import Prompt
 from server.generation.validation import num_kept_tokens, truncate_prompt
 from server.serving.state import AppState
-from server.text.tokenizer import TooManyCharacters, TooManyTokens
+from server.text.long_texts import TooManyTokens
+from server.text.tokenizer import TooManyCharacters
 
 COUNTED_CONTEXTS = 4
 MIN_COUNTED_TOKENS = 131_072

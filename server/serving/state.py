@@ -99,10 +99,6 @@ class AppState:
         return ready is not None and ready.pooling is not None
 
     @property
-    def is_ready(self) -> bool:
-        return self.status == "ready"
-
-    @property
     def status(self) -> str:
         """ready, starting, sleeping, draining or failed."""
         if self.client.failure is not None:

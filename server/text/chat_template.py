@@ -25,6 +25,7 @@ from engine.process.isolation import CallKilled, ForkServer
 from server.text.messages import Message
 from server.text.template_renderer import (
     MAX_CHARACTERS,
+    CompiledTemplate,
     Renderer,
     RenderRequest,
     TextMarker,
@@ -151,18 +152,20 @@ class ChatTemplate:
             source, messages, variables, options, continue_final_message, self._generic_tools
         )
         is_from_request = template is not None and template not in self._sources
-        if not is_from_request and is_short and self._may_run_inline(source):
+        compiled = self._renderer.cached(source)
+        call = partial(self._renderer.render, request, mark, is_timed=is_short)
+        if not is_from_request and is_short and compiled and may_run_inline(compiled):
             try:
-                return self._inline.run(partial(self._render, request, mark, is_timed=True))
+                return self._inline.run(call)
             except TooSlow:
-                self._forbid_inline(source)
+                compiled.was_stopped = True
         if self._pending >= MAX_PENDING:
             raise Overloaded(f"{self._pending} chats wait for their template")
         self._pending += 1
         try:
             if is_from_request and self._isolation is not None:
                 return await self._render_isolated(self._isolation, request, mark)
-            return await self._run(_Job(partial(self._render, request, mark, is_timed=is_short)))
+            return await self._run(_Job(call))
         finally:
             self._pending -= 1
 
@@ -187,22 +190,6 @@ class ChatTemplate:
         except (TemplateError, UserError, MemoryError, RecursionError):
             pass
         return True
-
-    def _may_run_inline(self, source: str) -> bool:
-        compiled = self._renderer.cached(source)
-        if compiled is None or compiled.last_s is None or compiled.was_stopped:
-            return False
-        return compiled.last_s < MAX_INLINE_S
-
-    def _forbid_inline(self, source: str) -> None:
-        compiled = self._renderer.cached(source)
-        if compiled is not None:
-            compiled.was_stopped = True
-
-    def _render(
-        self, request: RenderRequest, mark: TextMarker | None, *, is_timed: bool = False
-    ) -> str:
-        return self._renderer.render(request, mark, is_timed=is_timed)
 
     def _source(self, template: str | None, tools: list[dict[str, Any]] | None) -> str:
         if template is not None:
@@ -265,6 +252,12 @@ class ChatTemplate:
             return str(reply["text"])
         kind = TextTooLong if reply["is_too_long"] else UserError
         raise kind(reply["error"], param=reply["param"])
+
+
+def may_run_inline(compiled: CompiledTemplate) -> bool:
+    """Whether a short chat may be rendered on the event loop."""
+    last_s = compiled.last_s
+    return last_s is not None and last_s < MAX_INLINE_S and not compiled.was_stopped
 
 
 def _is_short(messages: list[Message]) -> bool:

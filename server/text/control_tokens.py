@@ -35,16 +35,12 @@ class ControlMarker:
         self._longest = max(map(len, self._control_texts), default=0)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON fields for `from_dict`."""
+        """The arguments of a marker that is equal to this one, as JSON fields."""
         return {
             "control_texts": self._control_texts,
             "elusive": sorted(self._elusive),
             "mark": self.mark,
         }
-
-    @classmethod
-    def from_dict(cls, facts: Mapping[str, Any]) -> "ControlMarker":
-        return cls(**facts)
 
     def mark_texts(self, value: Any) -> Any:
         """A copy of messages, or of parts of them, with a mark in every control-token text. Raises
@@ -120,16 +116,12 @@ class ControlTokenEncoder:
         """Token ids of a marked text. Raises UserError if the model's vocabulary turns plain text
         into a control token."""
         renamed = self._competing.sub(lambda m: self._names.get(m[0], m[0]), text)
-        normalize_messages = self.unmarked(renamed)
-        bare = self._encoded(normalize_messages, add_special_tokens=False)
+        plain = self.unmarked(renamed)
+        bare = self._encoded(plain, add_special_tokens=False)
         for token_id in bare:
             if token_id in self._token_of and token_id not in self._ids:
                 raise _refused(self._token_of[token_id])
-        ids = (
-            self._encoded(normalize_messages, add_special_tokens=True)
-            if add_special_tokens
-            else bare
-        )
+        ids = self._encoded(plain, add_special_tokens=True) if add_special_tokens else bare
         return [self._ids.get(token_id, token_id) for token_id in ids]
 
     def _encoded(self, text: str, *, add_special_tokens: bool) -> list[int]:

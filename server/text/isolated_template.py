@@ -22,7 +22,7 @@ def isolated_templates(marker: ControlMarker | None) -> ForkServer:
 def prepare(setup: bytes) -> Call:
     """The entry point of the fork server."""
     facts: Mapping[str, Any] | None = json.loads(setup)["marker"]
-    marker = None if facts is None else ControlMarker.from_dict(facts)
+    marker = None if facts is None else ControlMarker(**facts)
     renderer = Renderer(MAX_CHARACTERS)
 
     def render(payload: bytes) -> bytes:

@@ -26,11 +26,6 @@ class TokenLengthBound:
     dropped: bytes = b""
     """Bytes without a token, which may be dropped."""
 
-    def least_tokens(self, text: str) -> int:
-        """Minimum number of tokens of `text` without special tokens. A few milliseconds for
-        10 MB."""
-        return -(-self.num_encoded_bytes(text) // self.max_bytes_per_token)
-
     def num_encoded_bytes(self, text: str) -> int:
         """Number of bytes of `text` that are not dropped."""
         data = text.encode("utf-8", "replace")

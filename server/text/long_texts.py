@@ -18,6 +18,16 @@ WORD_CHARACTERS = 2_048
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
+class TooManyTokens(Exception):
+    """A text, number `index` of several, has more tokens than allowed: `count`, or more."""
+
+    def __init__(self, count: int, *, at_least: bool = False, index: int = 0) -> None:
+        super().__init__(f"{'at least ' if at_least else ''}{count} tokens")
+        self.count = count
+        self.at_least = at_least
+        self.index = index
+
+
 class Counted(Protocol):
     """A sequence of tokens."""
 

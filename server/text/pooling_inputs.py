@@ -8,6 +8,7 @@ from tokenizers import Tokenizer as Encoder
 
 from config.errors import UserError
 from server.text.long_texts import (
+    TooManyTokens,
     has_enough_tokens,
     initial_characters,
     part_of,
@@ -50,16 +51,6 @@ class TextInputOptions:
     max_second_tokens: int | None = None
 
 
-class InputTooLong(Exception):
-    """Input number `place` has `count` tokens, or more, which exceeds the maximum."""
-
-    def __init__(self, place: int, count: int, *, at_least: bool = False) -> None:
-        super().__init__(f"input {place} has {'at least ' if at_least else ''}{count} tokens")
-        self.place = place
-        self.count = count
-        self.at_least = at_least
-
-
 def num_characters(text: Text) -> int:
     """Number of characters of both texts."""
     return len(text) if isinstance(text, str) else len(text[0]) + len(text[1])
@@ -82,8 +73,8 @@ def batches(texts: Sequence[Text], most_characters: int) -> Iterator[Sequence[Te
 def encode_inputs(
     encoder: Encoder, texts: Sequence[Text], rule: TextInputOptions
 ) -> list[InputTokens]:
-    """The tokens of each text or pair. Raises InputTooLong, and UserError when special tokens alone
-    do not fit."""
+    """The tokens of each text or pair. Raises TooManyTokens, and UserError when special tokens
+    alone do not fit."""
     if rule.cuts or rule.max_first_tokens is not None or rule.max_second_tokens is not None:
         encodings = _cut(encoder, texts, rule)
     else:
@@ -97,7 +88,7 @@ def encode_inputs(
     result = []
     for place, (text, encoding) in enumerate(zip(texts, encodings, strict=True)):
         if len(encoding) > rule.most:
-            raise InputTooLong(place, len(encoding))
+            raise TooManyTokens(len(encoding), index=place)
         result.append(InputTokens(encoding.ids, 0 if isinstance(text, str) else _first(encoding)))
     return result
 

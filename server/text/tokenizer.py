@@ -17,6 +17,7 @@ from server.text.control_tokens import ControlTokenEncoder
 from server.text.length_bounds import token_length_bound
 from server.text.long_texts import (
     MARGIN_TOKENS,
+    TooManyTokens,
     initial_characters,
     max_characters,
     read_part,
@@ -24,7 +25,6 @@ from server.text.long_texts import (
 )
 from server.text.pooling_inputs import (
     InputTokens,
-    InputTooLong,
     Text,
     TextInputOptions,
     batches,
@@ -59,18 +59,9 @@ class TooManyCharacters(UserError):
         )
 
 
-class TooManyTokens(Exception):
-    """A text has more tokens than allowed: `count`, or more."""
-
-    def __init__(self, count: int, *, at_least: bool) -> None:
-        super().__init__(f"{'at least ' if at_least else ''}{count} tokens")
-        self.count = count
-        self.at_least = at_least
-
-
 def _checked(tokens: Tokens, most: int | None) -> Tokens:
     if most is not None and len(tokens) > most:
-        raise TooManyTokens(len(tokens), at_least=False)
+        raise TooManyTokens(len(tokens))
     return tokens
 
 
@@ -154,7 +145,7 @@ class Tokenizer:
         self, texts: Sequence[Text], rule: TextInputOptions
     ) -> list[InputTokens]:
         """Tokens of many texts or pairs, in batches, so that other requests run in between. Raises
-        InputTooLong, TooManyCharacters, Overloaded and UserError."""
+        TooManyTokens, TooManyCharacters, Overloaded and UserError."""
         if not rule.cuts:
             if sum(map(length_of, texts)) <= INLINE_COUNTED_CHARACTERS:
                 self._check_inputs(texts, rule)
@@ -168,9 +159,9 @@ class Tokenizer:
                     result += self._inputs_now(batch, rule)
                 else:
                     result += await self._on_thread(size, partial(self._inputs_now, batch, rule))
-            except InputTooLong as error:
-                index = len(result) + error.place
-                raise InputTooLong(index, error.count, at_least=error.at_least) from None
+            except TooManyTokens as error:
+                error.index += len(result)
+                raise
         return result
 
     def encode_now(self, text: str, add_special_tokens: bool, most: int | None = None) -> list[int]:
@@ -191,16 +182,16 @@ class Tokenizer:
         # other threads wait 2 ms instead of 250 ms).
         return self._encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
-    def _check_length(self, text: str, most: int) -> None:
+    def _check_length(self, text: str, most: int, index: int = 0) -> None:
         """Raise TooManyTokens if the length of `text` implies more than `most` tokens, and
         TooManyCharacters if the length implies nothing and exceeds the maximum."""
         if self._length_bound is None:
             if len(text) > max_characters(most):
                 raise TooManyCharacters(len(text), max_characters(most))
         elif (least := self.least_tokens(text, most)) > most:
-            raise TooManyTokens(least, at_least=True)
+            raise TooManyTokens(least, at_least=True, index=index)
 
-    def _check_density(self, text: str, most: int) -> None:
+    def _check_density(self, text: str, most: int, index: int = 0) -> None:
         """Raise TooManyTokens for a long text as soon as its parts, tokenized separately, have more
         than `most` tokens: the tokens of all of it would take a hundred times its size."""
         size, count = initial_characters(most), -MARGIN_TOKENS
@@ -209,7 +200,7 @@ class Tokenizer:
             # Each cut adds a few tokens.
             count += max(0, len(self._encoding(part, False)) - _CUT_TOKENS)
             if count > most:
-                raise TooManyTokens(count, at_least=True)
+                raise TooManyTokens(count, at_least=True, index=index)
 
     def _check_inputs(self, texts: Sequence[Text], rule: TextInputOptions) -> None:
         """`_check_length` for all inputs that are not truncated."""
@@ -217,10 +208,7 @@ class Tokenizer:
             first, second = (text, "") if isinstance(text, str) else text
             for one, limit in ((first, rule.max_first_tokens), (second, rule.max_second_tokens)):
                 if limit is None:
-                    try:
-                        self._check_length(one, rule.most)
-                    except TooManyTokens as error:
-                        raise InputTooLong(index, error.count, at_least=True) from None
+                    self._check_length(one, rule.most, index)
 
     async def _on_thread(self, num_characters: int, call: Callable[[], Result]) -> Result:
         if self._pending >= MAX_PENDING:
@@ -236,11 +224,8 @@ class Tokenizer:
         if not rule.cuts and rule.max_first_tokens is None and rule.max_second_tokens is None:
             for index, text in enumerate(texts):
                 if length_of(text) > initial_characters(rule.most):
-                    try:
-                        whole = text if isinstance(text, str) else "".join(text)
-                        self._check_density(whole, rule.most)
-                    except TooManyTokens as error:
-                        raise InputTooLong(index, error.count, at_least=True) from None
+                    whole = text if isinstance(text, str) else "".join(text)
+                    self._check_density(whole, rule.most, index)
         return encode_inputs(self._encoder, texts, rule)
 
     def unmarked(self, text: str) -> str:

@@ -17,7 +17,12 @@ from transformers import PreTrainedTokenizerFast
 
 from config.errors import ConfigError, UserError
 from engine.process.isolation import ForkServer
-from server.text.chat_template import ChatTemplate, _InlineWatchdog, read_template
+from server.text.chat_template import (
+    ChatTemplate,
+    _InlineWatchdog,
+    may_run_inline,
+    read_template,
+)
 from server.text.control_tokens import ControlMarker
 from server.text.isolated_template import isolated_templates
 from server.text.template_renderer import TextTooLong, TooSlow
@@ -488,7 +493,8 @@ async def test_a_template_that_is_slow_for_some_contents_never_holds_up_the_loop
     template = ours(MOODY, time_limit_s=0.3)
     for _ in range(3):
         await template.render(HELLO)
-    assert template._may_run_inline(MOODY)
+    compiled = template._renderer.cached(MOODY)
+    assert compiled is not None and may_run_inline(compiled)
     gaps_s = []
 
     for _ in range(3):
@@ -502,7 +508,7 @@ async def test_a_template_that_is_slow_for_some_contents_never_holds_up_the_loop
     # Stopped on the loop the first time, never begun there again.
     assert max(gaps_s) < 0.2 and sorted(gaps_s)[-3] < 0.1
     assert await template.render(HELLO) == HELLO[0]["content"]
-    assert not template._may_run_inline(MOODY)
+    assert not may_run_inline(compiled)
     template.close()
 
 

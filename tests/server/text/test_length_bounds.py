@@ -44,7 +44,7 @@ def test_no_text_has_fewer_tokens_than_its_cover_says(kind: str, text: list[str]
     count = len(KNOWN[kind].encode(joined, add_special_tokens=False).ids)
 
     assert cover is not None
-    assert cover.least_tokens(joined) <= count
+    assert cover.num_encoded_bytes(joined) <= count * cover.max_bytes_per_token
 
 
 def test_the_longest_token_is_what_counts_and_dropped_bytes_are_not() -> None:
@@ -52,7 +52,7 @@ def test_the_longest_token_is_what_counts_and_dropped_bytes_are_not() -> None:
 
     assert COVERS["bytes"] == TokenLengthBound(max_bytes_per_token=longest)
     assert COVERS["some bytes"] == TokenLengthBound(max_bytes_per_token=1, dropped=bytes((0, 1, 2)))
-    assert COVERS["some bytes"].least_tokens("ab\0\1c") == 3
+    assert COVERS["some bytes"].num_encoded_bytes("ab\0\1c") == 3
 
 
 def blanks_swallowed() -> Tokenizer:

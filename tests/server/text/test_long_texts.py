@@ -8,9 +8,15 @@ import text_folders
 from tokenizers import Tokenizer as Encoder
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
-from server.text.long_texts import initial_characters, max_characters, part_of, read_part
+from server.text.long_texts import (
+    TooManyTokens,
+    initial_characters,
+    max_characters,
+    part_of,
+    read_part,
+)
 from server.text.pooling_inputs import TextInputOptions, encode_inputs
-from server.text.tokenizer import Tokenizer, TooManyCharacters, TooManyTokens
+from server.text.tokenizer import Tokenizer, TooManyCharacters
 from server.text.tokenizer_files import TextFiles
 
 WORDS = [
