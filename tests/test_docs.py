@@ -129,8 +129,9 @@ def test_flags_that_the_documents_name_exist() -> None:
     # coming-from-vllm.md lists these.
     named = {name for name in named if not absence(name)}
 
-    # Flags of kubectl, in a manifest, and of docker.
+    # Flags of kubectl, in a manifest, of docker and of pip.
     others = {"--from-literal", "--rm", "--runtime", "--cap-add", "--ipc", "--build-arg"}
+    others |= {"--extra-index-url"}
     assert named - others <= known
 
 
