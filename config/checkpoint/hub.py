@@ -12,6 +12,7 @@ from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
+    LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RevisionNotFoundError,
 )
@@ -100,13 +101,14 @@ def _reason(error: Exception, model: str, revision: str | None) -> str:
     if isinstance(error, HFValidationError):
         return f"{model!r} is no name of a model on {hub}: {error}"
     # The library wraps the failure of a request when the cache cannot replace the answer.
-    cause = error if isinstance(error, HfHubHTTPError) else (error.__cause__ or error)
+    cause = error.__cause__ or error if isinstance(error, LocalEntryNotFoundError) else error
     if isinstance(cause, OfflineModeIsEnabled):
         return (
             f"{model!r} is no local folder and was not downloaded before, and HF_HUB_OFFLINE "
             "forbids to download it"
         )
-    if not isinstance(cause, HfHubHTTPError):
+    # Until 1.0 an entry that is not in the cache is an HTTP error, without a response.
+    if not isinstance(cause, HfHubHTTPError) or cause.response is None:
         return (
             f"{model!r} is no local folder and could not be downloaded from {hub} "
             f"({type(cause).__name__}: {_first_line(cause)}); without a network give a folder or a "
