@@ -1,15 +1,9 @@
 """Flags of `vllm serve` and of its Gaudi plug-in that are no settings here: accepted without
-effect, or refused with a reason. `python -m config.loading.vllm_flags` writes their tables into
-docs/coming-from-vllm.md."""
+effect, or refused with a reason."""
 
 import fnmatch
-import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-
-PATH = Path(__file__).parents[2] / "docs" / "coming-from-vllm.md"
 
 SHORT_FORMS: Mapping[str, str] = {
     "-tp": "--tensor-parallel-size",
@@ -35,9 +29,9 @@ SHORT_FORMS: Mapping[str, str] = {
 }
 
 MODEL = "the model's name"
-"""Stands for the value of --model in `_VALUES`."""
+"""Stands for the value of --model in `VALUES`."""
 
-_VALUES = (
+VALUES = (
     # Flags, the values that are accepted (none: any), and why they have no effect.
     (
         "tensor-parallel-size pipeline-parallel-size decode-context-parallel-size "
@@ -124,7 +118,7 @@ _VALUES = (
     ("max-parallel-loading-workers", (), "one worker loads the weights"),
     ("safetensors-load-strategy", (), "weights are read tensor by tensor"),
 )
-_SWITCHES = (
+SWITCHES = (
     # Switches, the accepted states (none: both), and why they have no effect.
     (
         "trust-remote-code",
@@ -160,7 +154,7 @@ _SWITCHES = (
     ("use-tqdm-on-load", (), "a bar is shown on a terminal"),
 )
 
-_ABSENT = (
+ABSENT = (
     # Flags, and why they are not in this version.
     ("data-parallel-* headless node-rank master-addr master-port", "one engine runs"),
     (
@@ -289,7 +283,7 @@ def _number(word: str) -> float | None:
 
 
 def _accepted() -> Iterator[tuple[str, Accepted]]:
-    for rows, is_switch in ((_VALUES, False), (_SWITCHES, True)):
+    for rows, is_switch in ((VALUES, False), (SWITCHES, True)):
         for names, values, why in rows:
             for name in names.split():
                 yield name, Accepted(values, why, is_switch)
@@ -298,7 +292,7 @@ def _accepted() -> Iterator[tuple[str, Accepted]]:
 ACCEPTED: Mapping[str, Accepted] = dict(_accepted())
 
 
-def absence(name: str, rows: Iterable[tuple[str, str]] = _ABSENT) -> str:
+def absence(name: str, rows: Iterable[tuple[str, str]] = ABSENT) -> str:
     """Why vLLM's flag `name` (--enable-lora) is not in this version; empty for other names."""
     # --compilation-config.level is an entry of --compilation-config.
     bare = name.lstrip("-").removeprefix("no-").partition(".")[0]
@@ -306,38 +300,3 @@ def absence(name: str, rows: Iterable[tuple[str, str]] = _ABSENT) -> str:
         if any(fnmatch.fnmatchcase(bare, pattern) for pattern in patterns.split()):
             return reason
     return ""
-
-
-def tables() -> str:
-    """The tables of docs/coming-from-vllm.md."""
-    accepted = "".join(
-        f"| {_flags(names)} | {' or '.join(f'`{word}`' for word in values if word) or 'any'} "
-        f"| {why} |\n"
-        for names, values, why in (*_VALUES, *_SWITCHES)
-    )
-    absent = "".join(f"| {_flags(names)} | {reason} |\n" for names, reason in _ABSENT)
-    short = ", ".join(f"`{short}` (`{name}`)" for short, name in SHORT_FORMS.items())
-    return (
-        f"\n### Accepted without effect\n\n| flag | value | why |\n| --- | --- | --- |\n{accepted}"
-        f"\n### Not in this version\n\n| flag | why, and what to use |\n| --- | --- |\n{absent}"
-        f"\n### Short forms\n\n{short}.\n\n"
-    )
-
-
-def _flags(names: str) -> str:
-    return ", ".join(f"`--{name}`" for name in names.split())
-
-
-def with_tables(page: str) -> str:
-    """`page` with its tables written anew."""
-    return re.sub(r"(?<=<!-- tables -->\n).*(?=<!-- end -->)", lambda _: tables(), page, flags=re.S)
-
-
-def main() -> int:
-    """Write the tables into the page."""
-    PATH.write_text(with_tables(PATH.read_text(encoding="utf-8")), encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,7 +10,7 @@ from config.errors import ConfigError
 from config.loading.flags import FLAGS
 from config.loading.parser import server_parser
 from config.loading.sources import from_keywords, load
-from config.loading.vllm_flags import ACCEPTED, PATH, SHORT_FORMS, absence, with_tables
+from config.loading.vllm_flags import ACCEPTED, SHORT_FORMS, absence
 from server.cli import main as cli
 
 VLLM = """
@@ -96,13 +96,6 @@ def test_every_flag_of_vllm_is_a_setting_or_has_an_answer() -> None:
     for name in VLLM.split():
         answers = [name in settings, name in ACCEPTED, bool(absence(name)) and name not in ACCEPTED]
         assert sum(answers) == 1, name
-
-
-def test_the_page_has_the_tables() -> None:
-    page = PATH.read_text(encoding="utf-8")
-
-    assert page == with_tables(page), "run `python -m config.loading.vllm_flags`"
-    assert all(f"`--{name}`" in page for name in ACCEPTED)
 
 
 def test_one_message_names_every_flag_that_cannot_be_used(
