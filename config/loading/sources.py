@@ -72,7 +72,8 @@ def load(
     if arguments.model is not None:
         flags = [*flags, Given("model", arguments.model, "argument MODEL")]
     named = {given.value for given in flags if given.name == "model"}
-    if len(named) > 1:
+    # The value of an unknown flag may have been taken for MODEL.
+    if len(named) > 1 and not problems:
         problems.append(f"two models are named, {' and '.join(sorted(map(repr, named)))}")
     return _merge(_variables(environ), flags, problems, arguments, default_model)
 

@@ -268,6 +268,13 @@ def test_a_flag_with_a_counterpart_sets_it(
     assert (tuple(found) if isinstance(found, list) else found) == value
 
 
+def test_the_value_of_an_unknown_flag_is_no_second_model() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(["--model", "m", "--frobnicate", "value"], environ={})
+
+    assert str(caught.value) == "--frobnicate is no flag of gaudiserve serve"
+
+
 def test_a_model_behind_the_names_is_not_taken_for_a_name() -> None:
     with pytest.raises(ConfigError, match=r"takes 'a' and './model', and no model is named: put"):
         load(["--served-model-name", "a", "./model"], environ={}, default_model="demo")
