@@ -13,6 +13,7 @@ from config.loading.vllm_flags import ACCEPTED, SHORT_FORMS, absence
 
 _FLAG = re.compile(r"--?[a-zA-Z]")
 _SHORT = re.compile(r"(-[a-zA-Z-]+)((?:[=.].*)?)$", re.DOTALL)
+_SWITCHES = {"true": "--NAME", "false": "--no-NAME"}
 METAVARS = {bool: "", int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
 
@@ -83,12 +84,11 @@ def _vllm_spelling(words: list[str]) -> Iterator[str]:
         word = rest.popleft()
         name, equals, value = word.partition("=")
         accepted = ACCEPTED.get(name[2:])
-        if accepted is None or not accepted.is_switch:
-            yield word
-            continue
-        if not equals and rest and rest[0].lower() in ("true", "false"):
-            value = rest.popleft()
-        yield f"--no-{name[2:]}" if value.lower() == "false" else name
+        if accepted is not None and accepted.is_switch:
+            if not equals and rest and rest[0].lower() in _SWITCHES:
+                value = rest.popleft()
+            word = _SWITCHES.get(value.lower(), word).replace("NAME", name[2:])
+        yield word
 
 
 def _long_form(word: str) -> str:

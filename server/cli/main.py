@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 from config import log
@@ -186,27 +187,12 @@ def _bench(argv: list[str]) -> int:
             return 0
         command = " ".join(("gaudiserve", "bench", *argv[:1]))
         raise ConfigError(f"`{command}` is no command; `gaudiserve bench serve` is")
-    from server.cli.bench.command import main as bench_serve
-
-    return bench_serve(argv[1:])
+    return _module("bench.command", argv[1:])
 
 
-def _buckets(argv: list[str]) -> int:
-    from server.cli.buckets import main as buckets
-
-    return buckets(argv)
-
-
-def _plan(argv: list[str]) -> int:
-    from server.cli.plan import main as plan
-
-    return plan(argv)
-
-
-def _doctor(argv: list[str]) -> int:
-    from server.cli.doctor import main as doctor
-
-    return doctor(argv)
+def _module(name: str, argv: list[str]) -> int:
+    status: int = import_module(f"server.cli.{name}").main(argv)
+    return status
 
 
 COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
@@ -214,9 +200,9 @@ COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "bench": _bench,
     "fetch-demo": _fetch_demo,
     "config": _config,
-    "buckets": _buckets,
-    "plan": _plan,
-    "doctor": _doctor,
+    "buckets": partial(_module, "buckets"),
+    "plan": partial(_module, "plan"),
+    "doctor": partial(_module, "doctor"),
 }
 
 if __name__ == "__main__":

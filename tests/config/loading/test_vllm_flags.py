@@ -199,6 +199,7 @@ def test_the_log_has_one_line_for_all_of_them(
         ("--guided-decoding-backend outlines", "is 'outlines', it must be auto or guidance"),
         ("--no-enable-chunked-prefill", "must be true: long prompts are always computed in chunks"),
         ("--enable-chunked-prefill=False", "enable-chunked-prefill is False, it must be true"),
+        ("--enable-chunked-prefill=no", "--enable-chunked-prefill takes no value, --enable-ch"),
         ("--max-logprobs 21", "max-logprobs is 21, it must be between 0 and 20"),
         ("-q awq", "quantization is 'awq', it must be one of int8, int4, gguf"),
         ("--generation-config ./folder", "is './folder', it must be one of auto, vllm"),
