@@ -1,7 +1,9 @@
 """The command line of a server: an argparse parser with the flags of config/loading/flags.py."""
 
 import argparse
+import math
 import re
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -13,6 +15,7 @@ from config.loading.vllm_flags import ACCEPTED, SHORT_FORMS, absence
 
 _FLAG = re.compile(r"--?[a-zA-Z]")
 _SHORT = re.compile(r"(-[a-zA-Z-]+)((?:[=.].*)?)$", re.DOTALL)
+_OF_NUMBER = re.compile(r"^argument --([\w-]+)(?:/--[\w-]+)*: is ")
 _SWITCHES = {"true": "--NAME", "false": "--no-NAME"}
 METAVARS = {bool: "", int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
@@ -28,7 +31,7 @@ class Parser(argparse.ArgumentParser):
         """Rewrites vLLM's spellings of flags."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
+        raise ConfigError(_OF_NUMBER.sub(r"\1 is ", message))
 
     def parse_all(self, argv: Sequence[str]) -> argparse.Namespace:
         """Like parse_args, but one error names every wrong flag, with its near spelling."""
@@ -67,6 +70,34 @@ class Parser(argparse.ArgumentParser):
         off = f"--no-{name[2:]}"
         hint = f"; {off} turns it off" if off in self._option_string_actions else ""
         return f"{name} takes no value, {word} gives one{hint}"
+
+
+def number(
+    kind: type[int] | type[float] = float,
+    *,
+    minimum: float = -math.inf,
+    above: float = -math.inf,
+    maximum: float = sys.float_info.max,
+) -> Callable[[str], float]:
+    """A type of `add_argument`: a number in a range, by default any finite one."""
+    allowed = "a whole number" if kind is int else "a number"
+    if minimum > -math.inf:
+        allowed = f"at least {minimum:g}"
+    if above > -math.inf:
+        allowed = f"above {above:g}"
+    if maximum < sys.float_info.max:
+        allowed = f"between {minimum:g} and {maximum:g}"
+
+    def read(word: str) -> float:
+        try:
+            value = kind(word)
+        except ValueError:
+            value = math.nan
+        if not (minimum <= value <= maximum and value > above):
+            raise argparse.ArgumentTypeError(f"is {word}, it must be {allowed}")
+        return value
+
+    return read
 
 
 def _with_dashes(word: str) -> str:

@@ -1,13 +1,12 @@
 """`gaudiserve buckets show` and `gaudiserve buckets fit`: flags and output."""
 
 import argparse
-import math
 import sys
 from pathlib import Path
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
-from config.loading.parser import Parser, server_parser
+from config.loading.parser import Parser, number, server_parser
 from config.loading.sources import load
 from config.traffic import read_traffic
 from engine.reports.buckets import (
@@ -38,18 +37,18 @@ def buckets_parser(action: str) -> Parser:
     )
     group.add_argument(
         "--seconds-per-graph",
-        type=float,
+        type=number(above=0),
         default=SECONDS_PER_GRAPH,
         metavar="X",
         help=f"Warm-up time per graph, for the estimate [{SECONDS_PER_GRAPH:g}]",
     )
     if action == "fit":
         group.add_argument(
-            "--graphs", type=int, metavar="N", help="Maximum number of buckets [100]"
+            "--graphs", type=number(int), metavar="N", help="Maximum number of buckets [100]"
         )
         group.add_argument(
             "--warmup-seconds",
-            type=float,
+            type=number(),
             metavar="X",
             help="Warm-up time budget, instead of --graphs",
         )
@@ -69,8 +68,6 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"`gaudiserve buckets {action}` is no command; show and fit are")
     loaded = load(rest, default_model="none", parser=buckets_parser(action))
     args = loaded.arguments
-    if not (math.isfinite(args.seconds_per_graph) and args.seconds_per_graph > 0):
-        raise ConfigError(f"seconds-per-graph is {args.seconds_per_graph}, it must be above 0")
     if action == "fit":
         return _fit(args, loaded.engine)
     table = planned_table(loaded.engine)
@@ -106,7 +103,7 @@ def _graphs(args: argparse.Namespace, default: int) -> int:
     if args.graphs is not None:
         raise ConfigError("--graphs and --warmup-seconds both set the number of graphs; give one")
     num_graphs = args.warmup_seconds / args.seconds_per_graph
-    if not math.isfinite(num_graphs) or num_graphs < 2:
+    if num_graphs < 2:
         raise ConfigError(
             f"warmup-seconds is {args.warmup_seconds:g}, two graphs take "
             f"{2 * args.seconds_per_graph:g}"

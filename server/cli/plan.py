@@ -1,11 +1,10 @@
 """`gaudiserve plan`: flags and output."""
 
 import json
-import math
 
 from config.checkpoint.facts import model_facts
 from config.errors import ConfigError
-from config.loading.parser import Parser, server_parser
+from config.loading.parser import Parser, number, server_parser
 from config.loading.sources import load
 from engine.reports.buckets import SECONDS_PER_GRAPH
 from engine.reports.plan import KV_WIDTHS, Target, as_json, as_text, make_plan
@@ -25,7 +24,11 @@ def plan_parser() -> Parser:
         "--device", choices=DEVICES, default="gaudi3", help="Generation of the cards [gaudi3]"
     )
     group.add_argument(
-        "--tensor-parallel-size", type=int, default=1, metavar="N", help="Cards per model [1]"
+        "--tensor-parallel-size",
+        type=number(int, minimum=1),
+        default=1,
+        metavar="N",
+        help="Cards per model [1]",
     )
     group.add_argument(
         "--kv-cache-dtype",
@@ -35,7 +38,7 @@ def plan_parser() -> Parser:
     )
     group.add_argument(
         "--card-gib",
-        type=float,
+        type=number(above=0),
         metavar="X",
         help="Memory per card; without it that of the generation",
     )
@@ -46,7 +49,7 @@ def plan_parser() -> Parser:
     )
     group.add_argument(
         "--seconds-per-graph",
-        type=float,
+        type=number(above=0),
         default=SECONDS_PER_GRAPH,
         metavar="X",
         help=f"Warm-up time per graph, for the estimate [{SECONDS_PER_GRAPH:g}]",
@@ -63,9 +66,9 @@ def main(argv: list[str]) -> int:
         device=args.device,
         num_cards=args.tensor_parallel_size,
         kv_dtype=args.kv_cache_dtype,
-        card_bytes=_card_bytes(args.card_gib),
+        card_bytes=None if args.card_gib is None else int(args.card_gib * 2**30),
         lengths=_lengths(args.lengths),
-        seconds_per_graph=_above_zero("seconds-per-graph", args.seconds_per_graph),
+        seconds_per_graph=args.seconds_per_graph,
     )
     facts = model_facts(
         engine.model,
@@ -76,16 +79,6 @@ def main(argv: list[str]) -> int:
     plan = make_plan(facts, engine, target)
     print(json.dumps(as_json(plan), indent=2) if args.json else as_text(plan))
     return 0 if plan.card.fits else 1
-
-
-def _card_bytes(gib: float | None) -> int | None:
-    return None if gib is None else int(_above_zero("card-gib", gib) * 2**30)
-
-
-def _above_zero(name: str, value: float) -> float:
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{name} is {value:g}, it must be above 0")
-    return value
 
 
 def _lengths(text: str | None) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from config.errors import ConfigError
-from config.loading.parser import Parser
+from config.loading.parser import Parser, number
 from config.loading.vllm_flags import absence
 from server.cli.bench.openai import PATHS
 from server.cli.bench.report import METRICS, PERCENTILES
@@ -54,17 +54,6 @@ _ABSENT = (
 )
 """Flags of `vllm bench serve` that this command has not, and what to use."""
 
-_LIMITS = {
-    "num_prompts": 1,
-    "max_concurrency": 1,
-    "random_input_len": 1,
-    "random_output_len": 1,
-    "sharegpt_output_len": 1,
-    "num_warmups": 0,
-    "shared_prefix_len": 0,
-    "temperature": 0,
-}
-
 
 def bench_parser() -> Parser:
     """All flags of the command."""
@@ -78,7 +67,13 @@ def bench_parser() -> Parser:
     parser.absence = partial(absence, rows=_ABSENT)
     add = parser.add_argument_group("Server").add_argument
     add("--host", default="127.0.0.1", help="[%(default)s]")
-    add("--port", type=int, default=8000, metavar="N", help="[%(default)s]")
+    add(
+        "--port",
+        type=number(int, minimum=0, maximum=65535),
+        default=8000,
+        metavar="N",
+        help="[%(default)s]",
+    )
     add("--base-url", metavar="URL", help="With or without /v1, instead of --host and --port")
     add("--backend", choices=BACKENDS, default="openai", help="[%(default)s]")
     add("--endpoint", choices=(*PATHS, *PATHS.values()), help="[as the back end says]")
@@ -86,64 +81,64 @@ def bench_parser() -> Parser:
     add("--served-model-name", metavar="NAME", help="Name in the requests, if not that of --model")
     add("--api-key", metavar="KEY", help="[the variable OPENAI_API_KEY]")
     add("--header", nargs="+", default=[], metavar="KEY=VALUE", help="Headers of each request")
-    add("--timeout", type=float, default=600.0, metavar="SECONDS", help="[%(default)g]")
+    add("--timeout", type=number(above=0), default=600.0, metavar="SECONDS", help="[%(default)g]")
 
     add = parser.add_argument_group("Load").add_argument
-    add("--num-prompts", type=int, default=32, metavar="N", help="[%(default)s]")
+    add("--num-prompts", type=number(int, minimum=1), default=32, metavar="N", help="[%(default)s]")
     add(
         "--max-concurrency",
-        type=int,
+        type=number(int, minimum=1),
         metavar="N",
         help="Concurrent requests [8; with --request-rate no limit]",
     )
     add(
         "--request-rate",
-        type=float,
+        type=number(above=0, maximum=math.inf),
         metavar="PER_SECOND",
         help="Requests per second (open loop); inf sends all at once [closed loop]",
     )
     add(
         "--burstiness",
-        type=float,
+        type=number(above=0),
         default=1.0,
         metavar="X",
         help="Below 1 the requests of an open loop come in bursts, above 1 evenly [%(default)g]",
     )
     add(
         "--num-warmups",
-        type=int,
+        type=number(int, minimum=0),
         default=2,
         metavar="N",
         help="Warm-up requests, not counted [%(default)s]",
     )
-    add("--seed", type=int, default=0, metavar="N", help="[%(default)s]")
+    add("--seed", type=number(int), default=0, metavar="N", help="[%(default)s]")
 
     add = parser.add_argument_group("Prompts, in tokens").add_argument
     add("--dataset-name", choices=("random", "sharegpt"), default="random", help="[%(default)s]")
     add("--dataset-path", metavar="FILE", help="JSON of conversations, for sharegpt")
     add(
         "--sharegpt-output-len",
-        type=int,
+        type=number(int, minimum=1),
         metavar="N",
         help="Output tokens [those of the conversation's answer]",
     )
     for end in ("input", "output"):
         add(
             *(f"--random-{end}-len", f"--{end}-len"),
-            type=int,
+            type=number(int, minimum=1),
             metavar="N",
             help="[128]" if end == "input" else "[128]; --output-len is also for sharegpt",
         )
     add(
         "--random-range-ratio",
-        type=float,
+        type=number(minimum=0, maximum=1),
         default=0.0,
         metavar="R",
         help="Draw lengths from (1 - R) to (1 + R) times these [%(default)g]",
     )
     add(
         *("--shared-prefix-len", "--random-prefix-len"),
-        type=int,
+        type=number(int, minimum=0),
         default=0,
         metavar="N",
         help="Common prefix of all prompts, before --random-input-len [%(default)s]",
@@ -166,10 +161,10 @@ def bench_parser() -> Parser:
         action="store_true",
         help="Send no stream_options, for servers that reject it; counts chunks as tokens",
     )
-    add("--temperature", type=float, default=0.0, metavar="T", help="[%(default)g]")
+    add("--temperature", type=number(minimum=0), default=0.0, metavar="T", help="[%(default)g]")
     for name in SAMPLING:
-        is_whole = name in ("top-k", "logprobs")
-        add(f"--{name}", type=int if is_whole else float, metavar="N" if is_whole else "X")
+        kind, metavar = (int, "N") if name in ("top-k", "logprobs") else (float, "X")
+        add(f"--{name}", type=number(kind), metavar=metavar)
     add("--extra-body", default="{}", metavar="JSON", help="Merged into each request body")
 
     add = parser.add_argument_group("Output").add_argument
@@ -230,18 +225,6 @@ def _choose(options: argparse.Namespace) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name, minimum in _LIMITS.items():
-        value = getattr(options, name)
-        if value is not None and value < minimum:
-            raise ConfigError(f"{_flag(name)} is {value}, it must be at least {minimum}")
-    for name in ("timeout", "request_rate", "burstiness"):
-        value = getattr(options, name)
-        if value is not None and not value > 0:
-            raise ConfigError(f"{_flag(name)} is {value}, it must be above 0")
-    if not 0 <= options.random_range_ratio <= 1:
-        raise ConfigError(
-            f"random-range-ratio is {options.random_range_ratio}, it must be between 0 and 1"
-        )
     if (options.dataset_name == "sharegpt") != (options.dataset_path is not None):
         raise ConfigError(
             f"dataset-name is {options.dataset_name} and dataset-path is {options.dataset_path}: "
@@ -291,7 +274,3 @@ def _percentiles(text: str) -> list[float]:
     if not all(0 <= number <= 100 for number in numbers):
         raise ConfigError(f"metric-percentiles is {text!r}, it must be numbers from 0 to 100")
     return numbers
-
-
-def _flag(name: str) -> str:
-    return name.replace("_", "-")

@@ -369,8 +369,12 @@ def test_the_table_has_the_asked_rows_and_columns() -> None:
     ("flags", "message"),
     [
         (["--base-url", "ftp://x"], "must look like http://host:port"),
-        (["--request-rate", "0"], "request-rate is 0.0, it must be above 0"),
+        (["--request-rate", "0"], "request-rate is 0, it must be above 0"),
         (["--random-range-ratio", "2"], "between 0 and 1"),
+        (["--num-prompts", "many"], "^num-prompts is many, it must be at least 1$"),
+        (["--input-len", "0"], "^random-input-len is 0, it must be at least 1$"),
+        (["--timeout", "inf"], "timeout is inf, it must be above 0"),
+        (["--seed", "1.5"], "seed is 1.5, it must be a whole number"),
         (["--endpoint", "chat", "--prompt-kind", "tokens"], "takes text only"),
         (["--num-prompt", "3"], "did you mean --num-prompts"),
         (["--extra-body", "[]"], "must be a JSON object"),
@@ -386,7 +390,7 @@ def test_the_table_has_the_asked_rows_and_columns() -> None:
         (["--percentile-metrics", "ttft,foo"], "must be some of ttft,itl,tpot,e2el"),
         (["--metric-percentiles", "101"], "must be numbers from 0 to 100"),
         (["--header", "x"], "header is 'x', it must be KEY=VALUE"),
-        (["--burstiness", "0"], "burstiness is 0.0, it must be above 0"),
+        (["--burstiness", "0"], "burstiness is 0, it must be above 0"),
         (
             ["--save-result", "--goodput", "ttft:100", "--no-oversample", "--frob"],
             r"4 settings cannot be used:\n"
