@@ -54,6 +54,7 @@ def load_weights(
     parameters = dict(model.named_parameters())
     folder = Path(path)
     loaded: set[str] = set()
+    filler = _Filler(group)
     with _progress_bar(len(specs)) as bar:
         for file in weight_files(folder):
             for stored_name, tensor in _tensors(file):
@@ -66,7 +67,7 @@ def load_weights(
                 if name in loaded:
                     raise ConfigError(f"{name} is in more than one file of {folder}")
                 _check(spec, tensor, file)
-                _fill(parameters[spec.parameter], spec, tensor, group)
+                filler.fill(parameters[spec.parameter], spec, tensor)
                 loaded.add(name)
                 bar.update()
                 on_progress(len(loaded), len(specs))
@@ -106,22 +107,53 @@ def _check(spec: WeightSpec, tensor: Tensor, file: Path) -> None:
         )
 
 
-def _fill(parameter: Tensor, spec: WeightSpec, tensor: Tensor, group: ProcessGroup) -> None:
-    """Copy this rank's shard of `tensor` into the outputs of `parameter` that it holds."""
-    with torch.no_grad():
-        if spec.repeats is not None:
-            tensor = tensor.expand(spec.repeats, *tensor.shape)
-        if not spec.output_sizes:
-            parameter.copy_(_shard(tensor, spec.shard_dim, group.size, group))
-            return
+class _Filler:
+    """Copies this rank's shards of tensors into parameters.
+
+    A parameter with several outputs that is not in the host's memory is put together there and
+    copied once: on a lazy device each write to a part of it would copy the whole parameter.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._unfinished: dict[str, tuple[Tensor, set[int]]] = {}
+        """Path of a parameter -> its copy on the host, and the outputs that it lacks."""
+
+    def fill(self, parameter: Tensor, spec: WeightSpec, tensor: Tensor) -> None:
+        """Copy `tensor` into the outputs of `parameter` that it holds."""
+        with torch.no_grad():
+            if spec.repeats is not None:
+                tensor = tensor.expand(spec.repeats, *tensor.shape)
+            on_host = parameter.device.type == "cpu"
+            if not spec.output_sizes:
+                shard = _shard(tensor, spec.shard_dim, self._group.size, self._group)
+                # Converted here: on the device that would need memory for both types.
+                parameter.copy_(shard if on_host else shard.to(parameter.dtype))
+            elif on_host:
+                self._fill_outputs(parameter, spec, tensor)
+            else:
+                self._collect(parameter, spec, tensor)
+
+    def _collect(self, parameter: Tensor, spec: WeightSpec, tensor: Tensor) -> None:
+        if spec.parameter not in self._unfinished:
+            host = torch.empty(parameter.shape, dtype=parameter.dtype)
+            self._unfinished[spec.parameter] = host, set(range(len(spec.output_sizes)))
+        host, missing = self._unfinished[spec.parameter]
+        self._fill_outputs(host, spec, tensor)
+        missing.difference_update(spec.outputs)
+        if not missing:
+            parameter.copy_(host)
+            del self._unfinished[spec.parameter]
+
+    def _fill_outputs(self, target: Tensor, spec: WeightSpec, tensor: Tensor) -> None:
         # A tensor with several outputs is cut at their full sizes first, then each one is sharded.
         sizes = [spec.output_sizes[output] for output in spec.outputs]
-        num_shards = [spec.num_shards(i, group.size) for i in range(len(spec.output_sizes))]
-        targets = parameter.split_with_sizes(
+        num_shards = [spec.num_shards(i, self._group.size) for i in range(len(spec.output_sizes))]
+        parts = target.split_with_sizes(
             [size // count for size, count in zip(spec.output_sizes, num_shards, strict=True)]
         )
         for output, part in zip(spec.outputs, tensor.split_with_sizes(sizes), strict=True):
-            targets[output].copy_(_shard(part, spec.shard_dim, num_shards[output], group))
+            parts[output].copy_(_shard(part, spec.shard_dim, num_shards[output], self._group))
 
 
 def _shard(tensor: Tensor, dim: int | None, num_shards: int, group: ProcessGroup) -> Tensor:
