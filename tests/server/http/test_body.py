@@ -7,8 +7,8 @@ import pytest
 from http_rig import TalkingClient, in_memory, on_port
 from pooling_client import EMBEDDER, PoolingClient
 
+from server.app.field_docs import SHARED
 from server.openai.schema.chat import ChatBody
-from server.openai.schema.field_docs import SHARED
 
 HEADER = "x-gaudiserve-ignored-fields"
 MESSAGES = [{"role": "user", "content": "hi"}]
