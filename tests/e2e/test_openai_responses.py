@@ -11,7 +11,7 @@ import openai
 import pydantic
 import pytest
 from http_rig import THINKING_TEMPLATE, TOKENIZER, TalkingClient, ids, on_port
-from scripted_client import ScriptedBox
+from scripted_client import ScriptedQueue
 
 PAGE = Path(__file__).parents[2] / "docs" / "responses.md"
 CALL = (
@@ -42,7 +42,7 @@ class Weather(pydantic.BaseModel):
 class Reporter(TalkingClient):
     """Replies with a tool call, then with an answer from its result, or with JSON for a schema."""
 
-    def add(self, prompt: Any, sampling: Any, **kwargs: Any) -> ScriptedBox:
+    def add(self, prompt: Any, sampling: Any, **kwargs: Any) -> ScriptedQueue:
         tokens = memoryview(prompt).cast("I").tolist()
         text = TOKENIZER.decode(tokens, skip_special_tokens=False)
         reply = "Once upon a time."

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import httpx
 import text_folders
-from scripted_client import ScriptedBox, ScriptedClient, columns, ready
+from scripted_client import ScriptedClient, ScriptedQueue, columns, ready
 from starlette.types import ASGIApp
 
 from config.server import ServerConfig
@@ -53,25 +53,25 @@ class TalkingClient(ScriptedClient):
         """Said instead of `reply`."""
         self.num_cached = 0
         """Prompt tokens that it says it found in its cache, for every sequence."""
-        self.before: Callable[[ScriptedBox], bool] = lambda box: True
+        self.before: Callable[[ScriptedQueue], bool] = lambda queue: True
         """Called for each sequence; False: say nothing."""
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def add(self, *args: Any, **kwargs: Any) -> ScriptedBox:
-        box = super().add(*args, **kwargs)
-        task = asyncio.get_running_loop().create_task(self._talk(box))
+    def add(self, *args: Any, **kwargs: Any) -> ScriptedQueue:
+        queue = super().add(*args, **kwargs)
+        task = asyncio.get_running_loop().create_task(self._talk(queue))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return box
+        return queue
 
-    async def _talk(self, box: ScriptedBox) -> None:
-        if not self.before(box):
+    async def _talk(self, queue: ScriptedQueue) -> None:
+        if not self.before(queue):
             return
-        sampling = box.sampling
+        sampling = queue.sampling
         count = sampling.prompt_logprobs
-        if count is not None and len(box.prompt) > 1:
-            rows = [self._row(token, count) for token in box.prompt[1:]]
-            box.say(prompt_logprobs=[columns(rows)])
+        if count is not None and len(queue.prompt) > 1:
+            rows = [self._row(token, count) for token in queue.prompt[1:]]
+            queue.say(prompt_logprobs=[columns(rows)])
         tokens = [*(self.reply_ids or ids(self.reply)), EOS]
         most = sampling.max_tokens or len(tokens)
         place = 0
@@ -79,7 +79,7 @@ class TalkingClient(ScriptedClient):
             token = tokens[place % (len(tokens) - 1)] if self.endless else tokens[place]
             if self.pace_s:
                 await asyncio.sleep(self.pace_s)
-            if box.key in self.aborted:
+            if queue.key in self.aborted:
                 return
             place += 1
             ends = token == EOS
@@ -88,7 +88,7 @@ class TalkingClient(ScriptedClient):
                 logprobs = [columns([self._row(token, sampling.logprobs)])]
             finish = "stop" if ends else "length" if place == most else None
             cached = self.num_cached if place == 1 else None
-            box.say(token, finish=finish, cached=cached, logprobs=logprobs)
+            queue.say(token, finish=finish, cached=cached, logprobs=logprobs)
             if finish:
                 return
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scripted_client import ScriptedBox, ScriptedClient, ready
+from scripted_client import ScriptedClient, ScriptedQueue, ready
 
 from config.params.pooling import CLASSIFY, EMBED, SCORE, TOKEN_EMBED, PoolingFacts, PoolingParams
 
@@ -25,12 +25,14 @@ class PoolingClient(ScriptedClient):
         self.facts = facts
         self.answers = True
 
-    def add(self, *args: Any, **kwargs: Any) -> ScriptedBox:
-        box = super().add(*args, **kwargs)
+    def add(self, *args: Any, **kwargs: Any) -> ScriptedQueue:
+        queue = super().add(*args, **kwargs)
         if self.answers:
-            assert box.pooling is not None, "a pooling model samples no tokens"
-            box.say(finish="stop", cached=0, vectors=pooled(box.prompt, box.pooling, self.facts))
-        return box
+            assert queue.pooling is not None, "a pooling model samples no tokens"
+            queue.say(
+                finish="stop", cached=0, vectors=pooled(queue.prompt, queue.pooling, self.facts)
+            )
+        return queue
 
 
 def pooled(tokens: Sequence[int], asked: PoolingParams, facts: PoolingFacts) -> Vectors:

@@ -59,7 +59,7 @@ def columns(rows: list[tuple[list[int], list[float], int]]) -> Logprobs:
 
 
 @dataclass
-class ScriptedBox:
+class ScriptedQueue:
     """One sequence that was sent, and its output queue."""
 
     key: int
@@ -117,14 +117,14 @@ class ScriptedBox:
 
 
 class ScriptedClient:
-    """Keeps what it was sent in `boxes`, what was aborted in `aborted`; takes `room` sequences."""
+    """Keeps what it was sent in `queues`, what was aborted in `aborted`; takes `room` sequences."""
 
     def __init__(self, ready: Ready | None, room: int = 1_000) -> None:
         self.ready = ready
         self.progress: Progress | None = None
         self.failure: str | None = None
         self.stats = EngineStats()
-        self.boxes: list[ScriptedBox] = []
+        self.queues: list[ScriptedQueue] = []
         self.aborted: list[int] = []
         self._room = room
 
@@ -138,20 +138,20 @@ class ScriptedClient:
         name: str = "",
         pooling: PoolingParams | None = None,
         is_continuation: bool = False,
-    ) -> ScriptedBox:
-        if len(self.boxes) >= self._room:
+    ) -> ScriptedQueue:
+        if len(self.queues) >= self._room:
             raise Overloaded(f"{self._room} sequences are here")
         tokens = list(array("I", bytes(prompt)))
-        key = len(self.boxes) + 7
-        box = ScriptedBox(key, tokens, sampling, priority, cache_salt, pooling, is_continuation)
-        self.boxes.append(box)
-        return box
+        key = len(self.queues) + 7
+        queue = ScriptedQueue(key, tokens, sampling, priority, cache_salt, pooling, is_continuation)
+        self.queues.append(queue)
+        return queue
 
     def abort(self, keys: list[int]) -> None:
-        for box in self.boxes:
-            if box.key in keys and box.key not in self.aborted:
-                box.say(finish="abort")
-                self.aborted.append(box.key)
+        for queue in self.queues:
+            if queue.key in keys and queue.key not in self.aborted:
+                queue.say(finish="abort")
+                self.aborted.append(queue.key)
 
     async def control(self, name: str, **arguments: Any) -> Any:
         return None
@@ -162,5 +162,5 @@ class ScriptedClient:
         return self.ready
 
     async def close(self) -> None:
-        for box in self.boxes:
-            box.die("closed")
+        for queue in self.queues:
+            queue.die("closed")

@@ -35,7 +35,7 @@ async def ask(rig: Rig, **fields: Any) -> Any:
 
 def asked(rig: Rig, place: int = -1) -> str:
     """The text that the engine was sent."""
-    return TOKENIZER.decode(rig.client.boxes[place].prompt, skip_special_tokens=False)
+    return TOKENIZER.decode(rig.client.queues[place].prompt, skip_special_tokens=False)
 
 
 def read_stream(stream: bytes) -> list[tuple[str, Any]]:
@@ -93,14 +93,14 @@ async def test_a_message_has_blocks_an_end_and_its_tokens() -> None:
             "stop_reason": "end_turn",
             "stop_sequence": None,
             "usage": {
-                "input_tokens": len(rig.client.boxes[0].prompt),
+                "input_tokens": len(rig.client.queues[0].prompt),
                 "cache_creation_input_tokens": 0,
                 "cache_read_input_tokens": 0,
                 "output_tokens": len(ids("Hello world")) + 1,
                 "output_tokens_details": {"thinking_tokens": 0},
             },
         }
-        sampling = rig.client.boxes[0].sampling
+        sampling = rig.client.queues[0].sampling
         assert (sampling.max_tokens, sampling.temperature, sampling.top_k) == (400, 0.0, 5)
 
 
@@ -181,7 +181,7 @@ async def test_thinking_is_off_unless_it_is_asked_for_and_may_be_left_out_of_the
             "signature": "",
         }
         assert hidden["content"][0]["thinking"] == ""
-        budgets = [box.sampling.thinking_token_budget for box in rig.client.boxes]
+        budgets = [queue.sampling.thinking_token_budget for queue in rig.client.queues]
         assert budgets == [None, None, 1024, None]
         count = len(ids(THOUGHT.rstrip()))
         assert shown["usage"]["output_tokens_details"] == {"thinking_tokens": count}
@@ -298,7 +298,7 @@ async def test_an_output_format_holds_the_answer_to_a_schema() -> None:
         form = {"type": "json_schema", "schema": schema}
         await ask(rig, output_config={"format": form, "effort": "low"})
 
-        spec = rig.client.boxes[0].sampling.structured_outputs
+        spec = rig.client.queues[0].sampling.structured_outputs
         assert spec is not None and json.loads(spec.text) == schema
 
 
@@ -373,7 +373,7 @@ async def test_what_cannot_be_honoured_is_refused_in_its_own_words(
             assert body["error"]["type"] == "invalid_request_error"
             assert words in body["error"]["message"]
             assert "function" not in body["error"]["message"]
-        assert not rig.client.boxes
+        assert not rig.client.queues
 
 
 async def test_strict_tools_that_the_models_calls_cannot_keep_to_are_refused_in_its_words() -> None:
@@ -437,7 +437,7 @@ async def test_a_full_or_closing_server_is_overloaded_and_a_broken_request_an_ap
         rig.state.is_draining = True
         draining = await ask(rig)
         rig.state.is_draining = False
-        rig.client.before = lambda box: box.say(finish="error", error="nan")  # type: ignore[attr-defined]
+        rig.client.before = lambda queue: queue.say(finish="error", error="nan")  # type: ignore[attr-defined]
         broken = await ask(rig)
         streamed = await ask(rig, stream=True)
 

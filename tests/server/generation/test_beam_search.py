@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from http_rig import EOS, TalkingClient, ids, in_memory, on_port
-from scripted_client import ScriptedBox, columns
+from scripted_client import ScriptedQueue, columns
 
 from server.generation.beam_search import BeamSearch
 from server.generation.outputs import PositionLogprobs, TokenLogprob
@@ -28,18 +28,18 @@ class BranchingClient(TalkingClient):
         self._num_prompt = num_prompt
         self._tree = tree
 
-    async def _talk(self, box: ScriptedBox) -> None:
+    async def _talk(self, queue: ScriptedQueue) -> None:
         await asyncio.sleep(self.pace_s)
-        if box.key in self.aborted:
+        if queue.key in self.aborted:
             return
-        said = tuple(box.prompt[self._num_prompt :])
+        said = tuple(queue.prompt[self._num_prompt :])
         likely = self._tree.get(said, {C: -0.1})
         others = {token: -50.0 - token for token in range(60, 100) if token not in likely}
-        count = box.sampling.logprobs or 0
+        count = queue.sampling.logprobs or 0
         top = sorted((likely | others).items(), key=lambda one: -one[1])[:count]
         tokens, values = [token for token, _ in top], [value for _, value in top]
         entry = ([tokens[0], *tokens], [values[0], *values], 1)
-        box.say(tokens[0], finish="length", logprobs=[columns([entry])], cached=0)
+        queue.say(tokens[0], finish="length", logprobs=[columns([entry])], cached=0)
 
 
 TREE = {
@@ -64,7 +64,7 @@ async def test_the_best_beams_are_the_choices() -> None:
         assert logprobs["top_logprobs"][1] == pytest.approx({"</s>": -0.25, "d": -0.5})
         assert answer["usage"]["prompt_tokens"] == 2
         assert answer["usage"]["completion_tokens"] == 5
-        assert [box.is_continuation for box in rig.client.boxes[:3]] == [False, True, True]
+        assert [queue.is_continuation for queue in rig.client.queues[:3]] == [False, True, True]
         assert await rig.metric("vllm:request_success_total") == 2
         assert await rig.metric("vllm:generation_tokens_total") == 5
 
@@ -117,7 +117,7 @@ async def test_what_a_beam_search_cannot_heed_is_a_400(field: str, value: Any) -
 
         assert response.status_code == 400, response.text
         assert response.json()["error"]["param"] == field
-        assert rig.client.boxes == []
+        assert rig.client.queues == []
 
 
 async def test_logits_are_not_compared() -> None:
@@ -138,11 +138,11 @@ async def test_a_search_nobody_waits_for_stops() -> None:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(asked, 0.3)
         await asyncio.sleep(0.2)
-        count = len(client.boxes)
+        count = len(client.queues)
         await asyncio.sleep(0.1)
 
-        assert 2 < count == len(client.boxes)
-        assert set(client.aborted) <= {box.key for box in client.boxes[-2:]}
+        assert 2 < count == len(client.queues)
+        assert set(client.aborted) <= {queue.key for queue in client.queues[-2:]}
         assert (
             await rig.metric('vllm:request_success_total{engine="0",finished_reason="abort"') == 2
         )

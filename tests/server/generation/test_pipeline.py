@@ -41,10 +41,10 @@ async def read(generation: Generation) -> list[Delta]:
 async def test_text_comes_as_deltas_and_ends_with_the_reason() -> None:
     client = ScriptedClient(ready())
     generation = start(client)
-    client.boxes[0].say(*ids("he"), cached=1)
+    client.queues[0].say(*ids("he"), cached=1)
 
     first = await anext(generation)
-    client.boxes[0].say(*ids("llo"), EOS, finish="stop")
+    client.queues[0].say(*ids("llo"), EOS, finish="stop")
     second = await anext(generation)
     rest = await read(generation)
 
@@ -61,10 +61,10 @@ async def test_half_a_character_waits_for_the_other_half() -> None:
     client = ScriptedClient(ready())
     generation = start(client)
     *most, last = ids("🙂")
-    client.boxes[0].say(*most)
+    client.queues[0].say(*most)
 
     first = await anext(generation)
-    client.boxes[0].say(last, finish="length")
+    client.queues[0].say(last, finish="length")
     second = await anext(generation)
 
     assert first == [Delta(0, "", most)]
@@ -76,10 +76,10 @@ async def test_a_stop_string_cuts_the_text_and_aborts_in_the_engine() -> None:
     generation = start(client, stop=("END",), logprobs=0)
     tokens = ids("ok E")
     entries = [columns([([token], [-1.0], 1)]) for token in [*tokens, *ids("ND more")]]
-    client.boxes[0].say(*tokens, logprobs=entries[: len(tokens)])
+    client.queues[0].say(*tokens, logprobs=entries[: len(tokens)])
 
     first = await anext(generation)
-    client.boxes[0].say(*ids("ND more"), logprobs=entries[len(tokens) :])
+    client.queues[0].say(*ids("ND more"), logprobs=entries[len(tokens) :])
     (second,) = await anext(generation)
     rest = await read(generation)
 
@@ -88,13 +88,13 @@ async def test_a_stop_string_cuts_the_text_and_aborts_in_the_engine() -> None:
     assert second.token_ids == ids("ND")
     assert second.logprobs is not None and len(second.logprobs) == len(second.token_ids)
     assert generation.num_output_tokens == len(tokens) + len(ids("ND"))
-    assert rest == [] and client.aborted == [client.boxes[0].key]
+    assert rest == [] and client.aborted == [client.queues[0].key]
 
 
 async def test_buffered_text_comes_with_the_end() -> None:
     client = ScriptedClient(ready())
     generation = start(client, stop=("END",))
-    client.boxes[0].say(*ids("the EN"), finish="length")
+    client.queues[0].say(*ids("the EN"), finish="length")
 
     (output,) = await generation.collect()
 
@@ -104,7 +104,7 @@ async def test_buffered_text_comes_with_the_end() -> None:
 async def test_the_stop_can_stay_in_the_text() -> None:
     client = ScriptedClient(ready())
     generation = start(client, stop=("END",), include_stop_str_in_output=True)
-    client.boxes[0].say(*ids("an END here"))
+    client.queues[0].say(*ids("an END here"))
 
     (output,) = await generation.collect()
 
@@ -114,8 +114,8 @@ async def test_the_stop_can_stay_in_the_text() -> None:
 async def test_no_stop_string_counts_before_min_tokens() -> None:
     client = ScriptedClient(ready())
     generation = start(client, stop=("x",), min_tokens=4, max_tokens=9)
-    client.boxes[0].say(*ids("axb"))
-    client.boxes[0].say(*ids("xyz"))
+    client.queues[0].say(*ids("axb"))
+    client.queues[0].say(*ids("xyz"))
 
     (output,) = await generation.collect()
 
@@ -125,7 +125,7 @@ async def test_no_stop_string_counts_before_min_tokens() -> None:
 async def test_a_stop_token_ends_the_text_before_it() -> None:
     client = ScriptedClient(ready())
     generation = start(client, stop_token_ids=(ids("!")[0],))
-    client.boxes[0].say(*ids("yes!"), finish="stop", stop_token=ids("!")[0])
+    client.queues[0].say(*ids("yes!"), finish="stop", stop_token=ids("!")[0])
 
     (output,) = await generation.collect()
 
@@ -140,9 +140,9 @@ def test_deltas_joined_are_the_decoding_cut_at_the_stop(text: str, cuts: list[in
         generation = start(client, stop=("END", "b b"), max_tokens=90)
         left = ids(text)
         for cut in cuts:
-            client.boxes[0].say(*left[:cut])
+            client.queues[0].say(*left[:cut])
             left = left[cut:]
-        client.boxes[0].say(*left, finish="length")
+        client.queues[0].say(*left, finish="length")
         return "".join([delta.text for delta in await read(generation)])
 
     found = [place for stop in ("END", "b b") if (place := text.find(stop)) >= 0]
@@ -157,25 +157,25 @@ async def test_choices_of_all_prompts_come_merged_with_one_delta_each() -> None:
     generation = start(client, [HI, Prompt(ids("yo"))], n=2, seed=5)
     waiting = asyncio.ensure_future(anext(generation))
     await asyncio.sleep(0)
-    for box, letter in zip(client.boxes, "abcd", strict=True):
-        box.say(*ids(letter), cached=1)
+    for queue, letter in zip(client.queues, "abcd", strict=True):
+        queue.say(*ids(letter), cached=1)
 
     together = await waiting
-    client.boxes[2].say(*ids("x"))
+    client.queues[2].say(*ids("x"))
     single = await anext(generation)
-    for box in client.boxes:
-        box.say(*ids("z"), finish="length")
+    for queue in client.queues:
+        queue.say(*ids("z"), finish="length")
     outputs = await generation.collect()
 
     assert [(delta.index, delta.text) for delta in together] == list(enumerate("abcd"))
     assert single == [Delta(2, "x", ids("x"))]
     assert [(output.index, output.text) for output in outputs] == [(i, "z") for i in range(4)]
-    assert [bytes(box.prompt) for box in client.boxes[::2]] == [
+    assert [bytes(queue.prompt) for queue in client.queues[::2]] == [
         bytes(HI.token_ids),
         bytes(ids("yo")),
     ]
-    assert [box.sampling.seed for box in client.boxes] == [5, choice_seed(5, 1)] * 2
-    assert {box.sampling.n for box in client.boxes} == {1}
+    assert [queue.sampling.seed for queue in client.queues] == [5, choice_seed(5, 1)] * 2
+    assert {queue.sampling.n for queue in client.queues} == {1}
     assert (generation.num_prompt_tokens, generation.num_cached_tokens) == (4, 2)
 
 
@@ -192,7 +192,7 @@ async def test_logprobs_have_texts_bytes_and_ranks() -> None:
     generation = start(client, logprobs=2)
     half, other = ids("🙂")[0], ids("a")[0]
     entry = columns([([half, other, half], [-2.5, -0.5, float("-inf")], 7)])
-    client.boxes[0].say(half, logprobs=[entry], finish="length")
+    client.queues[0].say(half, logprobs=[entry], finish="length")
 
     (output,) = await generation.collect()
 
@@ -211,15 +211,15 @@ async def test_prompt_logprobs_of_the_first_choice_only_with_no_first_entry() ->
     client = ScriptedClient(ready())
     generation = start(client, prompt_logprobs=0, n=2, max_tokens=1)
     entry = columns([([HI.token_ids[1]], [-1.5], 3)])
-    client.boxes[0].say(*ids("a"), prompt_logprobs=[entry], finish="length")
-    client.boxes[1].say(*ids("b"), finish="length")
+    client.queues[0].say(*ids("a"), prompt_logprobs=[entry], finish="length")
+    client.queues[1].say(*ids("b"), finish="length")
 
     await generation.collect()
 
     (entries,) = generation.prompt_logprobs
     assert entries is not None and entries[0] is None
     assert entries[1] is not None and entries[1].chosen.logprob == -1.5
-    assert [box.sampling.prompt_logprobs for box in client.boxes] == [0, None]
+    assert [queue.sampling.prompt_logprobs for queue in client.queues] == [0, None]
 
 
 async def test_no_output_asked_for_needs_no_engine() -> None:
@@ -229,27 +229,27 @@ async def test_no_output_asked_for_needs_no_engine() -> None:
     outputs = await generation.collect()
 
     assert [(o.text, o.token_ids, o.finish_reason) for o in outputs] == [("", [], "length")] * 2
-    assert client.boxes == [] and generation.num_output_tokens == 0
+    assert client.queues == [] and generation.num_output_tokens == 0
 
 
 async def test_prompt_logprobs_alone_ask_the_engine_for_no_token() -> None:
     client = ScriptedClient(ready())
     generation = start(client, max_tokens=0, prompt_logprobs=0)
     entry = columns([([HI.token_ids[1]], [-1.5], 1)])
-    client.boxes[0].say(prompt_logprobs=[entry])
-    client.boxes[0].say(finish="length")
+    client.queues[0].say(prompt_logprobs=[entry])
+    client.queues[0].say(finish="length")
 
     (output,) = await generation.collect()
 
     assert (output.text, output.token_ids, output.finish_reason) == ("", [], "length")
-    assert generation.num_output_tokens == 0 and client.boxes[0].sampling.max_tokens == 0
+    assert generation.num_output_tokens == 0 and client.queues[0].sampling.max_tokens == 0
     assert len(generation.prompt_logprobs[0] or []) == 2
 
 
 async def test_without_a_tokenizer_there_are_ids_but_no_text() -> None:
     client = ScriptedClient(ready())
     generation = make(client, None).start([HI], SamplingParams(logprobs=0))
-    client.boxes[0].say(5, logprobs=[columns([([5], [-1.0], 1)])], finish="length")
+    client.queues[0].say(5, logprobs=[columns([([5], [-1.0], 1)])], finish="length")
 
     (output,) = await generation.collect()
 
@@ -262,7 +262,7 @@ def test_max_tokens_left_open_takes_the_rest_of_the_context() -> None:
 
     start(client, [Prompt([1] * 7)], max_tokens=None)
 
-    assert client.boxes[0].sampling.max_tokens == 13
+    assert client.queues[0].sampling.max_tokens == 13
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_what_does_not_fit_is_refused_with_both_numbers(
         )
 
     assert caught.value.param == "prompt"
-    assert client.boxes == []
+    assert client.queues == []
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_ids_outside_the_vocabulary_and_useless_words_are_refused(
     with pytest.raises(UserError) as caught:
         start(client, **params)
 
-    assert caught.value.param == param and client.boxes == []
+    assert caught.value.param == param and client.queues == []
 
 
 @pytest.mark.parametrize("tokens", [[], [1, 1000], [-1, 2]])
@@ -319,7 +319,7 @@ def test_prompts_of_nothing_or_unknown_ids_are_refused(tokens: list[int]) -> Non
     with pytest.raises(UserError):
         start(client, [HI, Prompt(tokens)])
 
-    assert client.boxes == []
+    assert client.queues == []
 
 
 def test_bad_words_go_down_as_ids_with_and_without_a_space() -> None:
@@ -327,7 +327,7 @@ def test_bad_words_go_down_as_ids_with_and_without_a_space() -> None:
 
     start(client, bad_words=("the",), stop=("x",))
 
-    sampling = client.boxes[0].sampling
+    sampling = client.queues[0].sampling
     assert sampling.bad_words_token_ids == (tuple(ids("the")), tuple(ids(" the")))
     assert sampling.bad_words == () and sampling.stop == ()
 
@@ -338,7 +338,7 @@ def test_a_choice_that_is_refused_aborts_the_others() -> None:
     with pytest.raises(Overloaded):
         start(client, n=3)
 
-    assert client.aborted == [box.key for box in client.boxes]
+    assert client.aborted == [queue.key for queue in client.queues]
 
 
 def test_an_engine_that_starts_or_is_gone_takes_nothing() -> None:
@@ -354,8 +354,8 @@ def test_an_engine_that_starts_or_is_gone_takes_nothing() -> None:
 async def test_a_dead_engine_ends_every_choice() -> None:
     client = ScriptedClient(ready())
     generation = start(client, n=3)
-    for box in client.boxes:
-        box.die("killed by signal 9")
+    for queue in client.queues:
+        queue.die("killed by signal 9")
 
     with pytest.raises(EngineDied, match="signal 9"):
         await generation.collect()
@@ -364,12 +364,12 @@ async def test_a_dead_engine_ends_every_choice() -> None:
 async def test_a_request_that_broke_takes_its_other_choices_along() -> None:
     client = ScriptedClient(ready())
     generation = start(client, n=2)
-    client.boxes[1].say(finish="error", error="logits are not numbers")
+    client.queues[1].say(finish="error", error="logits are not numbers")
 
     with pytest.raises(RequestFailed, match="not numbers"):
         await generation.collect()
 
-    assert client.aborted == [client.boxes[0].key]
+    assert client.aborted == [client.queues[0].key]
 
 
 @pytest.mark.parametrize("choices", [1, 3])
@@ -384,7 +384,7 @@ async def test_abort_ends_a_reader_that_waits_and_may_come_twice(choices: int) -
     outputs = await asyncio.wait_for(reader, 1)
 
     assert [output.finish_reason for output in outputs] == [None] * choices
-    assert client.aborted == [box.key for box in client.boxes]
+    assert client.aborted == [queue.key for queue in client.queues]
 
 
 @pytest.mark.parametrize("choices", [1, 3])
@@ -398,7 +398,7 @@ async def test_a_reader_that_is_cancelled_aborts_its_request(choices: int) -> No
     with pytest.raises(asyncio.CancelledError):
         await reader
 
-    assert client.aborted == [box.key for box in client.boxes]
+    assert client.aborted == [queue.key for queue in client.queues]
     assert len(asyncio.all_tasks()) == 1
 
 
@@ -407,4 +407,4 @@ async def test_priority_and_salt_reach_the_engine() -> None:
 
     make(client).start([HI], SamplingParams(), priority=-3, cache_salt="mine")
 
-    assert (client.boxes[0].priority, client.boxes[0].cache_salt) == (-3, "mine")
+    assert (client.queues[0].priority, client.queues[0].cache_salt) == (-3, "mine")

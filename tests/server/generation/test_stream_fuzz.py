@@ -95,7 +95,7 @@ def test_a_stream_is_made_of_whole_lines_and_says_what_the_answer_says(
 ) -> None:
     async def ask(rig: Rig, said: str) -> tuple[Any, bytes]:
         rig.client.reply = said  # type: ignore[attr-defined]
-        rig.client.boxes.clear()
+        rig.client.queues.clear()
         whole = await rig.post(path, BODIES[path])
         return whole.json(), (await rig.post(path, {**BODIES[path], "stream": True})).content
 

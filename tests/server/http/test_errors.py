@@ -113,7 +113,7 @@ async def test_every_bad_chat_field_is_a_400_that_names_it() -> None:
             response = await rig.post("/v1/chat/completions", {**USER, field: value})
 
             check(response, 400, type="invalid_request_error", param=field, code=None)
-        assert rig.client.boxes == []
+        assert rig.client.queues == []
         assert await rig.metric("vllm:prompt_tokens_total") == 0
 
 
@@ -159,7 +159,7 @@ async def test_a_null_is_the_default_and_unknown_fields_are_ignored() -> None:
         response = await rig.chat(**fields)
 
         assert response.status_code == 200, response.text
-        sampling = rig.client.boxes[0].sampling
+        sampling = rig.client.queues[0].sampling
         assert (sampling.temperature, sampling.top_p, sampling.n) == (1.0, 1.0, 1)
 
 
@@ -303,7 +303,7 @@ async def test_more_prompt_tokens_than_may_ever_wait_are_the_callers_fault() -> 
         response = await rig.complete([[65] * 4, [66] * 2], n=2)
 
         check(response, 400, param="prompt")
-        assert rig.client.boxes == []
+        assert rig.client.queues == []
 
 
 async def test_before_the_engine_is_ready_requests_are_503_and_health_is_200() -> None:
@@ -336,7 +336,7 @@ async def test_after_the_engines_death_health_and_requests_are_503() -> None:
 
 async def test_an_engine_that_dies_under_a_request_is_a_500() -> None:
     client = TalkingClient()
-    client.before = lambda box: bool(box.die("killed"))
+    client.before = lambda queue: bool(queue.die("killed"))
     async with in_memory(client) as rig:
         response = await rig.chat()
 
@@ -348,7 +348,9 @@ async def test_an_engine_that_dies_under_a_request_is_a_500() -> None:
 
 async def test_a_request_that_breaks_is_a_500_not_to_be_sent_again() -> None:
     client = TalkingClient()
-    client.before = lambda box: bool(box.say(finish="error", error="the logits were not numbers"))
+    client.before = lambda queue: bool(
+        queue.say(finish="error", error="the logits were not numbers")
+    )
     async with in_memory(client) as rig:
         response = await rig.chat()
 
@@ -359,8 +361,8 @@ async def test_a_request_that_breaks_is_a_500_not_to_be_sent_again() -> None:
 async def test_a_bug_is_a_500_that_says_nothing_of_it() -> None:
     client = TalkingClient()
 
-    def broken(box: Any) -> bool:
-        box.say(65, logprobs=[object()])
+    def broken(queue: Any) -> bool:
+        queue.say(65, logprobs=[object()])
         return False
 
     client.before = broken

@@ -60,7 +60,7 @@ async def test_a_response_is_read_followed_and_deleted_through_a_sibling(tmp_pat
         assert referring.status_code == deleted.status_code == 200
         assert (await own.http.get(path)).status_code == 404
         assert (await other.http.get(path)).json()["error"]["code"] == "not_found"
-        assert len(own.client.boxes) == 3 and not other.client.boxes
+        assert len(own.client.queues) == 3 and not other.client.queues
 
 
 async def test_a_response_of_another_key_is_not_there_through_a_sibling_either(
@@ -90,7 +90,7 @@ async def test_a_response_of_another_key_is_not_there_through_a_sibling_either(
 
         assert [answer.status_code for answer in refused] == [404] * 9
         assert kept.json() == made
-        assert len(own.client.boxes) == 1 and not other.client.boxes
+        assert len(own.client.queues) == 1 and not other.client.queues
 
 
 async def test_an_exchange_is_counted_once(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ async def test_a_disconnect_is_forwarded(tmp_path: Path, stream: bool) -> None:
 
         asking = asyncio.ensure_future(other.post(ROUTE, body))
         for _ in range(200):
-            await asyncio.sleep(0 if len(own.client.boxes) == 2 else 0.01)
+            await asyncio.sleep(0 if len(own.client.queues) == 2 else 0.01)
         asking.cancel()
         for _ in range(200):
             await asyncio.sleep(0 if own.client.aborted else 0.01)

@@ -513,7 +513,7 @@ def test_a_client_that_closes_its_socket_is_aborted_within_a_second(
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_before_the_first_token_is_aborted(stream: bool) -> None:
     client = TalkingClient()
-    client.before = lambda box: False
+    client.before = lambda queue: False
     with served(client) as rig:
         with connect(rig) as sock:
             sock.sendall(request({"prompt": "hi", "stream": stream}))

@@ -142,7 +142,7 @@ async def test_token_ids_are_returned_when_asked_for() -> None:
         chat = events((await rig.chat(stream=True, return_token_ids=True)).content)
         text = events((await rig.complete(stream=True, return_token_ids=True)).content)
 
-        assert chat[0]["prompt_token_ids"] == rig.client.boxes[0].prompt
+        assert chat[0]["prompt_token_ids"] == rig.client.queues[0].prompt
         said = [i for event in chat for i in event["choices"][0].get("token_ids", [])]
         assert said == [*ids("abc"), EOS]
         assert text[0]["choices"][0]["prompt_token_ids"] == ids("hi")
@@ -153,9 +153,9 @@ async def test_token_ids_are_returned_when_asked_for() -> None:
 async def test_a_failure_after_the_first_byte_is_an_error_event_and_done() -> None:
     client = TalkingClient()
 
-    def dying(box: Any) -> bool:
-        box.say(*ids("a"))
-        asyncio.get_running_loop().call_later(0.05, box.die, "killed by SIGKILL")
+    def dying(queue: Any) -> bool:
+        queue.say(*ids("a"))
+        asyncio.get_running_loop().call_later(0.05, queue.die, "killed by SIGKILL")
         return False
 
     client.before = dying

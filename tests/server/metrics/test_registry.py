@@ -111,7 +111,7 @@ async def test_tokens_move_by_exactly_the_usage() -> None:
         await rig.complete(temperature=7)
 
         assert await rig.metric("vllm:prompt_tokens_total") == prompt
-        sent = sum(len(box.prompt) for box in rig.client.boxes)
+        sent = sum(len(queue.prompt) for queue in rig.client.queues)
         assert sent > prompt  # n counts the prompt once
         total = await rig.metric("vllm:generation_tokens_total")
         assert total == await rig.metric("vllm:request_generation_tokens_sum")

@@ -79,7 +79,7 @@ async def test_pairs_are_scored_by_either_kind_of_model() -> None:
     assert [entry.outputs.score for entry in each] == pytest.approx([a @ b, 1.0])
     assert [entry.prompt_token_ids for entry in each] == [ids("a") + ids("b"), ids("b") + ids("b")]
     scores = [
-        pooled(box.prompt, PoolingParams(task="score"), CROSS_ENCODER) for box in client.boxes
+        pooled(queue.prompt, PoolingParams(task="score"), CROSS_ENCODER) for queue in client.queues
     ]
     assert [entry.outputs.score for entry in read] == pytest.approx(np.concatenate(scores)[:, 0])
     with pytest.raises(UserError, match="2 texts and text_2 has 3"):
@@ -99,4 +99,4 @@ async def test_mistakes_name_the_prompt() -> None:
         salted = [{"prompt": "a", "cache_salt": salt} for salt in "xy"]
         await pooling.encode(salted, None, "embed", **QUIET)
 
-    assert not client.boxes
+    assert not client.queues

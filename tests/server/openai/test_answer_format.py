@@ -23,7 +23,7 @@ async def spec_of(config: Any, **fields: Any) -> Any:
     async with in_memory(client, **config) as rig:
         answer = await rig.chat(**fields)
         assert answer.status_code == 200, answer.text
-    return client.boxes[0].sampling.structured_outputs
+    return client.queues[0].sampling.structured_outputs
 
 
 MAY_THINK = {"chat_template": THINKING_TEMPLATE}
@@ -78,7 +78,7 @@ async def test_calls_that_must_be_made_come_behind_the_thinking(choice: Any, rep
         (call,) = message["tool_calls"]
         assert call["function"] == {"name": "f", "arguments": "{}"}
         assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
-        assert rig.client.boxes[0].sampling.structured_outputs.thinking is not None
+        assert rig.client.queues[0].sampling.structured_outputs.thinking is not None
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ async def test_with_a_strict_tool_text_is_free_and_calls_are_held(
         assert choice["message"]["content"] == content
         assert len(choice["message"].get("tool_calls", ())) == num_calls
         assert choice["finish_reason"] == reason
-        spec = rig.client.boxes[0].sampling.structured_outputs
+        spec = rig.client.queues[0].sampling.structured_outputs
         assert spec.kind == "structural_tag" and spec.thinking == thinking(is_inside=False)
         part = json.loads(spec.text)["format"]
         assert (part["type"], part["tags"][0]["begin"]) == ("calls", "<tool_call>")
@@ -135,7 +135,7 @@ async def test_where_calls_stand_in_channels_the_form_is_of_the_thinking_too() -
         await rig.chat(**STRICT)
         refused = await rig.chat(**STRICT, thinking_token_budget=5)
 
-        spec = rig.client.boxes[0].sampling.structured_outputs
+        spec = rig.client.queues[0].sampling.structured_outputs
         assert spec.thinking is None and "<|channel|>" in spec.text
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == "thinking_token_budget"
@@ -156,7 +156,7 @@ async def test_beside_tools_an_answer_has_its_form_or_is_a_call(
         assert choice["message"]["content"] == content
         assert choice["message"]["reasoning"] == "a"
         assert choice["finish_reason"] == reason
-        spec = rig.client.boxes[0].sampling.structured_outputs
+        spec = rig.client.queues[0].sampling.structured_outputs
         assert json.loads(spec.text)["format"]["type"] == "or"
 
 
@@ -167,7 +167,7 @@ async def test_a_budget_of_thinking_goes_to_the_engine_with_a_form_or_none() -> 
             answer = await rig.chat(**fields, thinking_token_budget=5)
             assert answer.json()["choices"][0]["message"]["content"] == "b"
 
-    sent = [box.sampling for box in client.boxes]
+    sent = [queue.sampling for queue in client.queues]
     assert [one.thinking_token_budget for one in sent] == [5, 5, None, 5]
     kinds = [one.structured_outputs and one.structured_outputs.kind for one in sent]
     assert kinds == [FREE, "json_object", None, FREE]

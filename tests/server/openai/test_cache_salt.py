@@ -91,7 +91,7 @@ async def test_every_route_salts_by_the_key(path: str, body: dict[str, Any]) -> 
         ]
 
     assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
-    salts = [box.cache_salt for box in engine.boxes]
+    salts = [queue.cache_salt for queue in engine.queues]
     half = len(salts) // 2
     # Anthropic's API has no cache_salt.
     asked = "" if path == "/v1/messages" else "s"

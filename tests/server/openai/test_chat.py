@@ -11,7 +11,7 @@ from server.openai.schema.chat import ChatBody, check_messages
 
 
 def prompt_of(client: Any, place: int = 0) -> str:
-    return TOKENIZER.decode(client.boxes[place].prompt, skip_special_tokens=False)
+    return TOKENIZER.decode(client.queues[place].prompt, skip_special_tokens=False)
 
 
 async def test_an_answer_has_every_key_of_the_contract() -> None:
@@ -33,9 +33,9 @@ async def test_an_answer_has_every_key_of_the_contract() -> None:
                 }
             ],
             "usage": {
-                "prompt_tokens": len(rig.client.boxes[0].prompt),
+                "prompt_tokens": len(rig.client.queues[0].prompt),
                 "completion_tokens": len(ids("Hello")) + 1,
-                "total_tokens": len(rig.client.boxes[0].prompt) + len(ids("Hello")) + 1,
+                "total_tokens": len(rig.client.queues[0].prompt) + len(ids("Hello")) + 1,
                 "prompt_tokens_details": {"cached_tokens": 0},
                 "completion_tokens_details": {"reasoning_tokens": 0},
             },
@@ -82,23 +82,23 @@ async def test_every_sampling_field_reaches_the_engine() -> None:
         )
 
         assert response.status_code == 200, response.text
-        box = rig.client.boxes[0]
+        queue = rig.client.queues[0]
         for name, value in fields.items():
-            assert getattr(box.sampling, name) == value, name
-        assert box.sampling.max_tokens == 9
-        assert box.sampling.logit_bias == {5: 3.0}
-        assert box.sampling.stop_token_ids == (4,)
-        assert box.sampling.allowed_token_ids == tuple(ids("Hello world"))
-        assert tuple(ids("bad")) in box.sampling.bad_words_token_ids
-        assert box.cache_salt == "salt"
+            assert getattr(queue.sampling, name) == value, name
+        assert queue.sampling.max_tokens == 9
+        assert queue.sampling.logit_bias == {5: 3.0}
+        assert queue.sampling.stop_token_ids == (4,)
+        assert queue.sampling.allowed_token_ids == tuple(ids("Hello world"))
+        assert tuple(ids("bad")) in queue.sampling.bad_words_token_ids
+        assert queue.cache_salt == "salt"
 
 
 async def test_without_max_tokens_the_rest_of_the_context_is_used() -> None:
     async with in_memory(TalkingClient(max_model_len=200)) as rig:
         await rig.chat()
 
-        box = rig.client.boxes[0]
-        assert box.sampling.max_tokens == 200 - len(box.prompt)
+        queue = rig.client.queues[0]
+        assert queue.sampling.max_tokens == 200 - len(queue.prompt)
 
 
 async def test_the_models_own_defaults_give_way_to_the_request() -> None:
@@ -107,7 +107,7 @@ async def test_the_models_own_defaults_give_way_to_the_request() -> None:
         await rig.chat()
         await rig.chat(temperature=1)
 
-        first, second = (box.sampling for box in rig.client.boxes)
+        first, second = (queue.sampling for queue in rig.client.queues)
         assert (first.temperature, first.top_k) == (0.6, 20)
         assert (second.temperature, second.top_k) == (1.0, 20)
 
@@ -132,9 +132,9 @@ async def test_half_a_character_and_the_impossible_are_written_as_json_can() -> 
     client = TalkingClient()
     half = TOKENIZER.id_of("ð")
 
-    def say(box: Any) -> bool:
+    def say(queue: Any) -> bool:
         rows = columns([([half, 70], [float("-inf"), -0.5], 9)])
-        box.say(half, finish="length", logprobs=[rows])
+        queue.say(half, finish="length", logprobs=[rows])
         return False
 
     client.before = say
@@ -156,14 +156,14 @@ async def test_tokens_may_be_named_by_their_ids() -> None:
         tokens = [entry["token"] for entry in choice["logprobs"]["content"]]
         assert tokens == [f"token_id:{i}" for i in (*ids("a"), EOS)]
         assert choice["token_ids"] == [*ids("a"), EOS]
-        assert answer.json()["prompt_token_ids"] == rig.client.boxes[0].prompt
+        assert answer.json()["prompt_token_ids"] == rig.client.queues[0].prompt
 
 
 async def test_prompt_logprobs_begin_with_null() -> None:
     async with in_memory(TalkingClient("a")) as rig:
         answer = (await rig.chat("x", prompt_logprobs=1, n=2)).json()
 
-        prompt = rig.client.boxes[0].prompt
+        prompt = rig.client.queues[0].prompt
         assert answer["prompt_logprobs"][0] is None
         assert len(answer["prompt_logprobs"]) == len(prompt)
         entry = answer["prompt_logprobs"][1][str(prompt[1])]
@@ -175,9 +175,9 @@ async def test_choices_are_counted_with_one_prompt() -> None:
         answer = (await rig.chat(n=4, seed=1, temperature=1)).json()
 
         assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
-        assert answer["usage"]["prompt_tokens"] == len(rig.client.boxes[0].prompt)
+        assert answer["usage"]["prompt_tokens"] == len(rig.client.queues[0].prompt)
         assert answer["usage"]["completion_tokens"] == 16
-        assert len({box.sampling.seed for box in rig.client.boxes}) == 4
+        assert len({queue.sampling.seed for queue in rig.client.queues}) == 4
 
 
 async def test_stop_strings_and_ids_end_the_text_and_say_so() -> None:
@@ -209,7 +209,7 @@ async def test_a_prompt_may_be_cut_to_its_last_tokens() -> None:
         fitting = await rig.chat("x" * 100, truncate_prompt_tokens=-1, max_tokens=8)
 
         assert last.status_code == fitting.status_code == 200
-        assert [len(box.prompt) for box in rig.client.boxes] == [5, 42]
+        assert [len(queue.prompt) for queue in rig.client.queues] == [5, 42]
         assert fitting.json()["usage"]["prompt_tokens"] == 42
 
 
@@ -253,7 +253,7 @@ async def test_priorities_reach_an_engine_that_has_them() -> None:
         rig.state.has_priorities = True
         await rig.chat(priority=-3)
 
-        assert rig.client.boxes[0].priority == -3
+        assert rig.client.queues[0].priority == -3
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 from http_rig import EOS, TOKENIZER, TalkingClient, events, ids, in_memory
-from scripted_client import ScriptedBox, columns
+from scripted_client import ScriptedQueue, columns
 
 from server.generation.outputs import PositionLogprobs, TokenLogprob
 from server.serving.choices import TextLogprobs, token_formatter
@@ -50,7 +50,7 @@ async def test_every_form_of_prompt_reaches_the_engine(prompt: object, wanted: o
     async with in_memory() as rig:
         answer = (await rig.complete(prompt)).json()
 
-        assert [box.prompt for box in rig.client.boxes] == wanted
+        assert [queue.prompt for queue in rig.client.queues] == wanted
         assert [choice["index"] for choice in answer["choices"]] == list(range(len(wanted)))  # type: ignore[arg-type]  # a list
 
 
@@ -199,12 +199,12 @@ async def test_the_end_token_does_not_show() -> None:
 class UnevenClient(TalkingClient):
     """The tokens of its second, fourth, ... sequence are less likely."""
 
-    async def _talk(self, box: ScriptedBox) -> None:
-        is_odd = self.boxes.index(box) % 2
+    async def _talk(self, queue: ScriptedQueue) -> None:
+        is_odd = self.queues.index(queue) % 2
         tokens, value = (ids("good"), -1.0) if is_odd == 0 else (ids("badbad!!"), -1.5)
-        count = box.sampling.logprobs
+        count = queue.sampling.logprobs
         rows = [([token] * (1 + (count or 0)), [value] * (1 + (count or 0)), 1) for token in tokens]
-        box.say(*tokens, finish="length", logprobs=None if count is None else [columns(rows)])
+        queue.say(*tokens, finish="length", logprobs=None if count is None else [columns(rows)])
 
 
 async def test_the_likeliest_of_all_that_were_drawn_are_answered_and_all_are_counted() -> None:
@@ -215,7 +215,7 @@ async def test_the_likeliest_of_all_that_were_drawn_are_answered_and_all_are_cou
         texts = ["pgood", "pgood", "qgood", "qgood"]
         assert found == [(index, text, None) for index, text in enumerate(texts)]
         assert answer["usage"]["completion_tokens"] == 2 * (2 * 4 + 2 * 8)
-        assert len(rig.client.boxes) == 8
+        assert len(rig.client.queues) == 8
 
         one = (await rig.complete("p", best_of=2, logprobs=0)).json()["choices"]
         assert [choice["logprobs"]["token_logprobs"] for choice in one] == [[-1.0] * 4]
@@ -268,6 +268,6 @@ async def test_a_flag_sets_defaults_over_those_of_the_model() -> None:
         await rig.complete()
         await rig.complete(temperature=0.25)
 
-        by_default, asked = (box.sampling for box in rig.client.boxes)
+        by_default, asked = (queue.sampling for queue in rig.client.queues)
         assert (by_default.temperature, by_default.top_k) == (0.5, 3)
         assert (asked.temperature, asked.top_k) == (0.25, 3)

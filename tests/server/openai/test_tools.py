@@ -109,7 +109,7 @@ async def test_calls_stand_in_the_message_and_text_before_them_is_kept() -> None
         assert len({call["id"] for call in calls}) == 2
         assert all(call["id"].startswith("call_") for call in calls)
         assert choice["finish_reason"] == "tool_calls"
-        prompt = TOKENIZER.decode(rig.client.boxes[0].prompt, skip_special_tokens=False)
+        prompt = TOKENIZER.decode(rig.client.queues[0].prompt, skip_special_tokens=False)
         assert json.loads(prompt[: prompt.index("<tool_call>")]) == [WEATHER, NOW]
 
 
@@ -183,7 +183,7 @@ async def test_tool_choice_none_shows_no_tools_and_reads_no_calls() -> None:
 
         assert choice["message"]["content"] == CALLS
         assert choice["finish_reason"] == "stop"
-        assert "get_weather" not in TOKENIZER.decode(rig.client.boxes[0].prompt)
+        assert "get_weather" not in TOKENIZER.decode(rig.client.queues[0].prompt)
 
 
 async def test_tokenize_counts_tools_as_a_chat_does() -> None:
@@ -212,7 +212,7 @@ async def test_thinking_has_both_names_and_its_tokens_are_counted() -> None:
         for one in (answer, hidden):
             assert one["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}
         assert "reasoning" not in hidden["choices"][0]["message"]
-        prompt = TOKENIZER.decode(rig.client.boxes[2].prompt, skip_special_tokens=False)
+        prompt = TOKENIZER.decode(rig.client.queues[2].prompt, skip_special_tokens=False)
         assert prompt.endswith("<think></think>")
         assert off["choices"][0]["message"]["reasoning"] == "Let me see."
 
@@ -223,8 +223,8 @@ async def test_tokens_of_thinking_are_counted_alike_when_many_come_at_once() -> 
     class AtOnce(TalkingClient):
         """Says everything in one update."""
 
-        async def _talk(self, box: Any) -> None:
-            box.say(*ids(text), finish="stop")
+        async def _talk(self, queue: Any) -> None:
+            queue.say(*ids(text), finish="stop")
 
     counts = []
     for client in (TalkingClient(text), AtOnce()):
@@ -341,7 +341,7 @@ async def test_forced_calls_are_read_from_what_a_grammar_lets_through(
         assert without_ids(whole(answer))["calls"] == calls
         assert whole(answer)["content"] is None
         assert whole(answer)["finish_reason"] == reason
-        assert rig.client.boxes[0].sampling.structured_outputs.kind == "json"
+        assert rig.client.queues[0].sampling.structured_outputs.kind == "json"
 
 
 async def test_the_model_may_call_where_its_template_has_no_place_for_tools() -> None:
@@ -364,7 +364,7 @@ async def test_the_model_may_call_where_its_template_has_no_place_for_tools() ->
         assert [call[1] for call in whole(answer)["calls"]] == names
         assert [item["name"] for item in response.json()["output"]] == names
         assert [block["name"] for block in message.json()["content"]] == names
-        for sequence in rig.client.boxes:
+        for sequence in rig.client.queues:
             assert "<tools>" in TOKENIZER.decode(sequence.prompt, False)
 
 

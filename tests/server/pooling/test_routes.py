@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from http_rig import VOCAB_SIZE, Rig, ids, in_memory, on_port
 from pooling_client import EMBEDDER, PoolingClient, pooled
-from scripted_client import ScriptedBox
+from scripted_client import ScriptedQueue
 
 from config.errors import Overloaded
 from config.params.pooling import PoolingFacts, PoolingParams
@@ -78,7 +78,7 @@ async def test_what_a_request_says_reaches_the_engine() -> None:
         await embed(rig, "hello", use_activation=False, truncate_prompt_tokens=2, cache_salt="s")
         await embed(rig, "hello", normalize=True, truncate_prompt_tokens=2, truncation_side="left")
 
-    first, second = engine.boxes
+    first, second = engine.queues
     assert (first.prompt, first.cache_salt) == (ids("hello")[:2], "s")
     assert first.pooling == PoolingParams(task="embed", normalize=False)
     assert second.prompt == ids("hello")[-2:]
@@ -127,11 +127,14 @@ async def test_a_cross_encoder_reads_both_texts_together() -> None:
     async with in_memory(engine) as rig:
         answer = (await rig.post("/score", {"text_1": "he", "text_2": ["llo", "y"]})).json()
 
-    assert [box.prompt for box in engine.boxes] == [ids("he") + ids("llo"), ids("he") + ids("y")]
+    assert [queue.prompt for queue in engine.queues] == [
+        ids("he") + ids("llo"),
+        ids("he") + ids("y"),
+    ]
     params = PoolingParams(task="score")
-    scores = [pooled(box.prompt, params, CROSS_ENCODER)[0, 0] for box in engine.boxes]
+    scores = [pooled(queue.prompt, params, CROSS_ENCODER)[0, 0] for queue in engine.queues]
     assert [entry["score"] for entry in answer["data"]] == pytest.approx(scores)
-    assert answer["usage"]["prompt_tokens"] == sum(len(box.prompt) for box in engine.boxes)
+    assert answer["usage"]["prompt_tokens"] == sum(len(queue.prompt) for queue in engine.queues)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +152,7 @@ async def test_an_embedding_model_scores_by_cosine(names: tuple[str, str]) -> No
     assert [entry["score"] for entry in one.json()["data"]] == pytest.approx([a @ b, 1.0])
     assert [entry["score"] for entry in each.json()["data"]] == pytest.approx([a @ b, 1.0])
     assert one.json()["usage"]["prompt_tokens"] == 3
-    assert len(engine.boxes) == 3 + 4
+    assert len(engine.queues) == 3 + 4
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
@@ -221,7 +224,7 @@ async def test_bad_requests_are_refused_by_field(path, body, param, words) -> No
 
     assert found["param"] == param
     assert words in found["message"]
-    assert not engine.boxes
+    assert not engine.queues
 
 
 async def test_an_answer_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,11 +261,11 @@ async def test_many_inputs_go_to_the_engine_some_at_a_time_and_come_back_in_orde
     engine = client()
     engine_add, most_open = engine.add, 0
 
-    def add(*args: Any, **kwargs: Any) -> ScriptedBox:
+    def add(*args: Any, **kwargs: Any) -> ScriptedQueue:
         nonlocal most_open
-        box = engine_add(*args, **kwargs)
-        most_open = max(most_open, sum(not one.updates.empty() for one in engine.boxes))
-        return box
+        queue = engine_add(*args, **kwargs)
+        most_open = max(most_open, sum(not one.updates.empty() for one in engine.queues))
+        return queue
 
     engine.add = add  # type: ignore[method-assign]
     texts = [f"text {number}" for number in range(600)]
@@ -277,8 +280,8 @@ async def test_a_full_queue_refuses_only_a_request_with_nothing_in_the_engine() 
     engine = client()
     engine_add, room = engine.add, 2
 
-    def add(*args: Any, **kwargs: Any) -> ScriptedBox:
-        if sum(not box.updates.empty() for box in engine.boxes) >= room:
+    def add(*args: Any, **kwargs: Any) -> ScriptedQueue:
+        if sum(not queue.updates.empty() for queue in engine.queues) >= room:
             raise Overloaded(f"{room} requests are waiting")
         return engine_add(*args, **kwargs)
 
@@ -321,7 +324,7 @@ async def test_a_client_that_disconnects_leaves_nothing_in_the_engine() -> None:
                 break
             await asyncio.sleep(0.01)
 
-        assert len(engine.aborted) == MAX_CONCURRENT_INPUTS == len(engine.boxes)
+        assert len(engine.aborted) == MAX_CONCURRENT_INPUTS == len(engine.queues)
         assert not rig.state.active_requests
         assert await rig.metric("vllm:request_success_total") == 300
         assert await rig.metric("vllm:prompt_tokens_total") == 0
@@ -333,10 +336,10 @@ async def embed_briefly(rig: Rig, given: Any) -> None:
 
 async def sent(engine: PoolingClient, count: int) -> None:
     for _ in range(200):
-        if len(engine.boxes) == count:
+        if len(engine.queues) == count:
             return
         await asyncio.sleep(0.01)
-    raise AssertionError(f"{len(engine.boxes)} of {count} inputs were sent")
+    raise AssertionError(f"{len(engine.queues)} of {count} inputs were sent")
 
 
 async def test_numbers_that_are_not_finite_are_never_an_answer() -> None:
@@ -345,11 +348,11 @@ async def test_numbers_that_are_not_finite_are_never_an_answer() -> None:
     async with in_memory(engine) as rig:
         asking = asyncio.ensure_future(embed(rig, ["a", "b"]))
         await sent(engine, 2)
-        engine.boxes[0].say(finish="stop", vectors=np.array([[np.nan]], "<f4"))
+        engine.queues[0].say(finish="stop", vectors=np.array([[np.nan]], "<f4"))
         found = error(await asking, 500)
 
     assert "input 0" in found["message"]
-    assert engine.aborted == [engine.boxes[1].key]
+    assert engine.aborted == [engine.queues[1].key]
 
 
 async def test_a_server_that_shuts_down_says_so_to_who_still_waits() -> None:
@@ -372,7 +375,7 @@ async def test_a_request_that_is_cut_counts_the_tokens_of_what_was_done() -> Non
     async with in_memory(engine) as rig:
         asking = asyncio.ensure_future(embed(rig, ["hello", "b"]))
         await sent(engine, 2)
-        engine.boxes[0].say(finish="stop", vectors=np.ones((1, 8), "<f4"))
+        engine.queues[0].say(finish="stop", vectors=np.ones((1, 8), "<f4"))
         await asyncio.sleep(0.05)
         for tracker in list(rig.state.active_requests):
             tracker.cancel("The server is shutting down.")
@@ -388,7 +391,7 @@ async def test_an_engine_that_dies_is_a_500() -> None:
     async with in_memory(engine) as rig:
         asking = asyncio.ensure_future(embed(rig, "a"))
         await sent(engine, 1)
-        engine.boxes[0].die()
+        engine.queues[0].die()
         found = error(await asking, 500)
 
     assert found["type"] == "server_error"

@@ -13,7 +13,7 @@ from server.process.addresses import base_urls, endpoints_text, is_loopback, mac
         ("127.0.0.1", "127.0.0.1", ["http://127.0.0.1:80"]),
         ("localhost", "127.0.0.1", ["http://localhost:80"]),
         ("::1", "::1", ["http://[::1]:80"]),
-        ("box.lan", "10.0.0.7", ["http://box.lan:80"]),
+        ("queue.lan", "10.0.0.7", ["http://queue.lan:80"]),
         ("0.0.0.0", "0.0.0.0", ["http://localhost:80", "http://10.0.0.7:80"]),
         ("::", "::", ["http://localhost:80", "http://10.0.0.7:80"]),
         ("", "0.0.0.0", ["http://localhost:80", "http://10.0.0.7:80"]),

@@ -63,7 +63,7 @@ async def test_another_key_gets_the_404_of_an_id_that_was_never_there(
         assert "answer" not in foreign.text and "secret" not in foreign.text
         kept = await rig.http.get(f"{ROUTE}/{whole['id']}", headers=ALICE)
         assert kept.json() == whole
-        assert len(rig.client.boxes) == 1
+        assert len(rig.client.queues) == 1
 
 
 async def test_its_own_key_reads_continues_and_deletes_it_however_the_key_is_sent() -> None:

@@ -69,7 +69,7 @@ def error_of(answer: Any) -> tuple[int, str | None, str]:
 
 
 async def prompt_of(rig: Rig, place: int = -1) -> str:
-    return TOKENIZER.decode(rig.client.boxes[place].prompt, skip_special_tokens=False)
+    return TOKENIZER.decode(rig.client.queues[place].prompt, skip_special_tokens=False)
 
 
 async def test_a_response_has_every_field_and_an_item_for_each_thing_said() -> None:
@@ -231,7 +231,7 @@ async def test_sampling_form_and_effort_reach_the_engine() -> None:
         )
         await resolve_request(rig, reasoning={"effort": "none", "summary": "auto"}, temperature=0)
 
-        sampling = rig.client.boxes[0].sampling
+        sampling = rig.client.queues[0].sampling
         assert (sampling.top_k, sampling.seed, sampling.max_tokens) == (3, 7, 9)
         assert sampling.structured_outputs is not None
         assert answer["text"]["format"] == made
@@ -335,7 +335,7 @@ async def test_input_tokens_are_those_that_the_response_is_billed() -> None:
             "object": "response.input_tokens",
             "input_tokens": usage["input_tokens"],
         }
-        assert len(rig.client.boxes) == 1
+        assert len(rig.client.queues) == 1
 
 
 async def test_truncation_drops_the_oldest_turns_and_keeps_the_rules() -> None:
@@ -352,7 +352,7 @@ async def test_truncation_drops_the_oldest_turns_and_keeps_the_rules() -> None:
         assert taken.status_code == 200, taken.text
         prompt = await prompt_of(rig)
         assert "RULES" in prompt and "turn 19" in prompt and "turn 0 " not in prompt
-        assert 300 < len(rig.client.boxes[0].prompt) <= 380
+        assert 300 < len(rig.client.queues[0].prompt) <= 380
         assert error_of(hopeless)[0] == 400
 
 
@@ -408,7 +408,7 @@ async def test_what_cannot_be_done_is_refused_by_its_field(fields: Any, param: s
             expected = 404 if param in ("model", "previous_response_id") else 400
             assert error_of(refused)[:2] == (expected, param)
             assert refused.headers["content-type"] == "application/json"
-        assert not rig.client.boxes
+        assert not rig.client.queues
 
 
 async def test_a_refusal_calls_a_field_by_the_name_it_has_here() -> None:
@@ -447,7 +447,9 @@ async def test_only_allowed_tools_are_shown() -> None:
 
 async def test_a_failure_in_mid_stream_is_a_failed_response() -> None:
     client = TalkingClient("A long answer")
-    client.before = lambda box: bool(box.say(*ids("Half ")) or box.say(finish="error", error="NaN"))
+    client.before = lambda queue: bool(
+        queue.say(*ids("Half ")) or queue.say(finish="error", error="NaN")
+    )
     async with in_memory(client) as rig:
         events = await streamed(rig)
         whole = await rig.post(ROUTE, {"input": "hi"})

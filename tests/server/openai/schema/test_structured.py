@@ -74,7 +74,7 @@ async def test_every_field_becomes_its_spec_compiled_before_the_request_is_sent(
             assert answer.status_code == 200, answer.text
 
     assert client.compiled == ([] if spec is None else [spec] * 2)
-    assert [box.sampling.structured_outputs for box in client.boxes] == [spec] * 2
+    assert [queue.sampling.structured_outputs for queue in client.queues] == [spec] * 2
 
 
 async def test_a_structural_tag_keeps_its_own_fields() -> None:
@@ -83,7 +83,7 @@ async def test_a_structural_tag_keeps_its_own_fields() -> None:
         await rig.chat(response_format={"type": "structural_tag", **TAGS})
         await rig.chat(structured_outputs={"structural_tag": TAGS})
 
-    first, second = (box.sampling.structured_outputs for box in client.boxes)
+    first, second = (queue.sampling.structured_outputs for queue in client.queues)
     assert first is not None and first.kind == "structural_tag"
     assert first == second
 
@@ -125,7 +125,7 @@ async def test_what_is_wrong_is_a_400_that_names_its_field_before_a_stream_begin
 
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
-    assert client.boxes == []
+    assert client.queues == []
 
 
 async def test_a_grammar_that_waits_for_too_long_is_told_to_come_back(
