@@ -163,13 +163,13 @@ async def test_choices_of_all_prompts_come_merged_with_one_delta_each() -> None:
     together = await waiting
     client.queues[2].say(*ids("x"))
     single = await anext(generation)
-    for queue in client.queues:
-        queue.say(*ids("z"), finish="length")
+    for queue, letter in zip(client.queues, "wxyz", strict=True):
+        queue.say(*ids(letter), finish="length")
     outputs = await generation.collect()
 
     assert [(delta.index, delta.text) for delta in together] == list(enumerate("abcd"))
     assert single == [Delta(2, "x", ids("x"))]
-    assert [(output.index, output.text) for output in outputs] == [(i, "z") for i in range(4)]
+    assert [output.text for output in outputs] == list("wxyz")
     assert [bytes(queue.prompt) for queue in client.queues[::2]] == [
         bytes(HI.token_ids),
         bytes(ids("yo")),
