@@ -168,18 +168,11 @@ _PARENTS = {"MessagesBody": "CountBody"}
 """Bodies that inherit the overrides of another one."""
 
 
-def description_of(body: str, field: str) -> str | None:
-    """The description of `field` in `body`."""
-    for name in (body, _PARENTS.get(body, body)):
-        if field in OVERRIDES.get(name, {}):
-            return OVERRIDES[name][field]
-    return SHARED.get(field)
-
-
 def add_descriptions(definitions: Mapping[str, Any]) -> None:
     """Add a description to each property of these JSON schemas that has none."""
     for name, definition in definitions.items():
+        inherited = OVERRIDES.get(_PARENTS.get(name, name), {})
+        descriptions = {**SHARED, **inherited, **OVERRIDES.get(name, {})}
         for field, schema in definition.get("properties", {}).items():
-            text = description_of(name, field)
-            if text is not None:
-                schema.setdefault("description", text)
+            if field in descriptions:
+                schema.setdefault("description", descriptions[field])

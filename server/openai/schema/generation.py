@@ -51,15 +51,6 @@ UNSUPPORTED: Unsupported = {
 would return wrong output with a 200."""
 
 
-def refuse_unsupported(data: Mapping[str, Any], table: Unsupported) -> None:
-    """Raise UserError for a field of `table` with a value that is not harmless."""
-    for name in table.keys() & data.keys():
-        value = data[name]
-        neutral = any(type(value) is type(one) and value == one for one in table[name])
-        if value is not None and not neutral:
-            raise UserError(f"{name} is not supported by this server", param=name)
-
-
 class Body(BaseModel):
     """Strict types; unknown fields are ignored; an explicit null means the default."""
 
@@ -77,8 +68,13 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            refuse_unsupported(data, cls.unsupported)
+        if not isinstance(data, dict):
+            return data
+        for name in cls.unsupported.keys() & data.keys():
+            value, harmless = data[name], cls.unsupported[name]
+            is_harmless = any(type(value) is type(one) and value == one for one in harmless)
+            if value is not None and not is_harmless:
+                raise UserError(f"{name} is not supported by this server", param=name)
         return data
 
 
