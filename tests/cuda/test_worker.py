@@ -94,7 +94,7 @@ def test_overlapped_steps_give_the_same_tokens_as_sequential_ones(folder: Path) 
             in_flight += 1
         for _ in range(in_flight):
             rig.collect()
-        sampled.append([rig.rows[row].sampled for row in rows])
+        sampled.append([rig.requests[row].sampled for row in rows])
         rig.worker.close()
 
     assert sampled[0] == sampled[1]

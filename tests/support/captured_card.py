@@ -1,4 +1,4 @@
-"""CapturedCard: the CPU with a card's books, for tests of captures, budgets and full memory."""
+"""CapturedCard: the CPU with a card's memory, for tests of captures, budgets and full memory."""
 
 from typing import Any
 

@@ -29,7 +29,7 @@ class CoreRig:
         num_blocks: int = 64,
         block_size: int = 4,
         max_model_len: int = 64,
-        rows: int = 4,
+        max_num_seqs: int = 4,
         budget: int = 32,
         depth: int = 2,
         policy: str = "fcfs",
@@ -59,7 +59,7 @@ class CoreRig:
         self.ready.num_later = num_later
         self.ready.max_tokens_per_step = max_tokens_per_step
         schedule = SchedulerConfig(
-            max_num_seqs=rows,
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             max_prefill_batch=max_prefill_batch,
             policy=policy,
@@ -74,7 +74,13 @@ class CoreRig:
             warmup=WarmupConfig(on_unwarmed_shape=on_unwarmed),
         )
         limits = BucketLimits(
-            block_size, max_model_len, rows, budget, max_prefill_batch, num_blocks, prefix_caching
+            block_size,
+            max_model_len,
+            max_num_seqs,
+            budget,
+            max_prefill_batch,
+            num_blocks,
+            prefix_caching,
         )
         table = BucketTable.make(BucketConfig(strategy=buckets), limits)
         if prepared is not None:
@@ -82,7 +88,7 @@ class CoreRig:
         if widest_decode is not None:
             table.restrict([b for b in table.buckets if b[0] == PREFILL or b[3] <= widest_decode])
         self.next_token = next_token or hashed_token(self.ready.vocab_size)
-        self.executor = FakeExecutor(self.ready, rows, self.next_token)
+        self.executor = FakeExecutor(self.ready, max_num_seqs, self.next_token)
         self.executor.table = table
         self.executor.early_every = early_every
         self.now = 0.0

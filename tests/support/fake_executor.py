@@ -1,5 +1,5 @@
 """FakeExecutor: workers made of plain Python that remember what every KV slot holds. Fails on any
-read of a slot that does not hold exactly what its row's history says."""
+read of a slot that does not hold exactly what its request's history says."""
 
 from array import array
 from collections import Counter, deque
@@ -37,7 +37,7 @@ def fingerprint(before: int, token: int) -> int:
 
 
 @dataclass
-class Row:
+class LiveRequest:
     """What a worker knows of a live sequence."""
 
     tokens: list[int]
@@ -57,14 +57,14 @@ class FakeExecutor:
     """An Executor whose tokens are a pure function of the history that lies in its KV cache. A
     decode gives 1 to `ready.max_tokens_per_step` tokens, as the history says; with a grammar 1."""
 
-    def __init__(self, ready: WorkerReady, max_rows: int, next_token: NextToken) -> None:
+    def __init__(self, ready: WorkerReady, max_num_reqs: int, next_token: NextToken) -> None:
         self.ready = ready
-        self.max_rows = max_rows
+        self.max_num_reqs = max_num_reqs
         self.table: BucketTable | None = None
         """Checked against, when set: a launch must name a prepared bucket of it."""
         self.next_token = next_token
         self.plans: list[StepPlan] = []
-        self.rows: dict[int, Row] = {}
+        self.requests: dict[int, LiveRequest] = {}
         self.slots: dict[tuple[int, int], int] = {}
         self.max_in_flight = 0
         self.collected = 0
@@ -78,12 +78,12 @@ class FakeExecutor:
         self.collected_before: list[int] = []
         """Results that had been fetched when each plan was submitted."""
         self._masks: dict[int, npt.NDArray[np.uint8]] = {}
-        """Of the plan that runs: one for each masked row that samples in it."""
+        """Of the plan that runs: one for each masked request that samples in it."""
         self.masks: list[GrammarMasks] = []
         """Those that came behind their plans."""
         self._in_flight: deque[bytes] = deque()
         self._lacking: StepPlan | None = None
-        """The newest plan, if its late rows have no masks yet."""
+        """The newest plan, if its late requests have no masks yet."""
         self.calls: list[tuple[str, int]] = []
         self.sleeps = False
         self._encode = msgspec.msgpack.Encoder().encode
@@ -138,7 +138,7 @@ class FakeExecutor:
         assert not self._in_flight, f"{name} with {len(self._in_flight)} plans in flight"
         self.calls.append((name, level))
         if name == SLEEP:
-            self.rows.clear()
+            self.requests.clear()
             self.slots.clear()
             self.sleeps = True
         return ""
@@ -160,14 +160,14 @@ class FakeExecutor:
         self._in_flight.clear()
 
     def _run(self, plan: StepPlan) -> StepResult:
-        for number in plan.freed_requests:
-            assert number in self.rows, f"row {number} is freed, and nobody is in it"
-            del self.rows[number]
+        for req_index in plan.freed_requests:
+            assert req_index in self.requests, f"request {req_index} is freed, and nobody is in it"
+            del self.requests[req_index]
         self._move(dict(zip(plan.moved_from, plan.moved_to, strict=True)))
         for new in plan.new_requests:
             self._enter(new)
-        for number, block in zip(plan.grown_requests, plan.grown_blocks, strict=True):
-            self._lend(self.rows[number], block)
+        for req_index, block in zip(plan.grown_requests, plan.grown_blocks, strict=True):
+            self._append_block(self.requests[req_index], block)
         self._masks = _masks(plan.masked_requests, plan.masks)
         if plan.deferred_requests:
             late = self.masks[-1]
@@ -178,8 +178,8 @@ class FakeExecutor:
             self._masks.update(
                 dict.fromkeys(set(plan.deferred_requests) - set(late.req_indices), anything)
             )
-        used = Counter(row for launch in plan.launches for row in launch.req_indices)
-        assert max(used.values()) == 1, f"a row is launched twice: {used}"
+        used = Counter(index for launch in plan.launches for index in launch.req_indices)
+        assert max(used.values()) == 1, f"a request is launched twice: {used}"
         result = StepResult(plan.step, [], seconds=[0.001] * len(plan.launches))
         result.counters, self.counters = self.counters, {}
         for launch in plan.launches:
@@ -188,14 +188,14 @@ class FakeExecutor:
                 self._prefill(launch, result)
             else:
                 self._decode_rows(launch, result)
-        assert not self._masks, f"rows {list(self._masks)} have a mask and did not sample"
+        assert not self._masks, f"requests {list(self._masks)} have a mask and did not sample"
         return result
 
     def _move(self, moves: dict[int, int]) -> None:
-        for row in self.rows.values():
-            taken = set(row.blocks) & set(moves.values())
-            assert not taken, f"blocks {taken} are moved to, and a row holds them"
-            row.blocks = [moves.get(block, block) for block in row.blocks]
+        for request in self.requests.values():
+            taken = set(request.blocks) & set(moves.values())
+            assert not taken, f"blocks {taken} are moved to, and a request holds them"
+            request.blocks = [moves.get(block, block) for block in request.blocks]
         size = self.ready.block_size
         moved = {
             (target, offset): self.slots.pop((source, offset), -1)
@@ -205,59 +205,63 @@ class FakeExecutor:
         self.slots.update(moved)
 
     def _enter(self, new: NewRequest) -> None:
-        assert 0 <= new.req_index < self.max_rows, f"row {new.req_index} of {self.max_rows}"
-        assert new.req_index not in self.rows, f"row {new.req_index} is taken"
+        assert 0 <= new.req_index < self.max_num_reqs, (
+            f"request {new.req_index} of {self.max_num_reqs}"
+        )
+        assert new.req_index not in self.requests, f"request {new.req_index} is taken"
         tokens = array("I")
         tokens.frombytes(bytes(new.tokens))
         assert 0 <= new.num_computed_tokens < len(tokens), (
             f"{new.num_computed_tokens} of {len(tokens)} computed"
         )
-        row = Row([], new.num_prompt_tokens, new.num_computed_tokens, [], new.sampling)
+        request = LiveRequest([], new.num_prompt_tokens, new.num_computed_tokens, [], new.sampling)
         for token in tokens:
-            row.append(token)
+            request.append(token)
         for block in new.blocks:
-            self._lend(row, block)
-        self.rows[new.req_index] = row
-        self._read(row)
+            self._append_block(request, block)
+        self.requests[new.req_index] = request
+        self._read(request)
 
-    def _lend(self, row: Row, block: int) -> None:
+    def _append_block(self, request: LiveRequest, block: int) -> None:
         assert 0 <= block < self.ready.num_blocks, f"block {block} of {self.ready.num_blocks}"
-        assert block not in row.blocks, f"block {block} is allocated twice to one request"
-        row.blocks.append(block)
+        assert block not in request.blocks, f"block {block} is allocated twice to one request"
+        request.blocks.append(block)
 
-    def _read(self, row: Row) -> None:
-        """All context of a row, slot by slot."""
+    def _read(self, request: LiveRequest) -> None:
+        """All context of a request, slot by slot."""
         size = self.ready.block_size
-        for position in range(row.computed):
-            place = (row.blocks[position // size], position % size)
+        for position in range(request.computed):
+            place = (request.blocks[position // size], position % size)
             found = self.slots.get(place)
-            assert found == row.marks[position], (
+            assert found == request.marks[position], (
                 f"slot {place} for position {position} holds the wrong history"
             )
 
-    def _write(self, row: Row, count: int) -> None:
+    def _write(self, request: LiveRequest, count: int) -> None:
         size = self.ready.block_size
-        for position in range(row.computed, row.computed + count):
-            block = row.blocks[position // size]
-            holders = sum(block in other.blocks for other in self.rows.values())
-            assert holders == 1, f"block {block} is written, and {holders} rows hold it"
-            self.slots[block, position % size] = row.marks[position]
-        row.computed += count
+        for position in range(request.computed, request.computed + count):
+            block = request.blocks[position // size]
+            num_references = sum(block in other.blocks for other in self.requests.values())
+            assert num_references == 1, (
+                f"block {block} is written, and {num_references} requests hold it"
+            )
+            self.slots[block, position % size] = request.marks[position]
+        request.computed += count
 
     def _check_bucket(self, launch: Launch) -> None:
         batch, query, blocks = launch.bucket
-        rows = [self.rows[number] for number in launch.req_indices]
-        assert len(rows) <= batch, f"{len(rows)} rows in a batch of {batch}"
+        requests = [self.requests[req_index] for req_index in launch.req_indices]
+        assert len(requests) <= batch, f"{len(requests)} requests in a batch of {batch}"
         size = self.ready.block_size
         if launch.phase == PREFILL:
-            need = max(-(-row.computed // size) for row in rows)
+            need = max(-(-request.computed // size) for request in requests)
             assert max(launch.query_lens) <= query, (
                 f"{launch.query_lens} tokens in a query of {query}"
             )
         else:
-            need = sum(len(row.blocks) for row in rows)
+            need = sum(len(request.blocks) for request in requests)
             if self.ready.contiguous:
-                need = 1 + max(block for row in rows for block in row.blocks)
+                need = 1 + max(block for request in requests for block in request.blocks)
                 assert blocks <= self.ready.num_blocks, f"{blocks} blocks of a smaller cache"
             assert query == 1 and not launch.query_lens and not launch.samples
         assert need <= blocks, f"{need} blocks in a bucket of {blocks}"
@@ -266,74 +270,78 @@ class FakeExecutor:
             assert shape in self.table.buckets, f"{shape} was never prepared"
 
     def _prefill(self, launch: Launch, result: StepResult) -> None:
-        for number, count, samples in zip(
+        for req_index, count, samples in zip(
             launch.req_indices, launch.query_lens, launch.samples, strict=True
         ):
-            row = self.rows[number]
-            left = len(row.tokens) - row.computed
+            request = self.requests[req_index]
+            left = len(request.tokens) - request.computed
             assert 0 < count <= left, f"{count} tokens of {left} known ones"
             assert samples == (count == left), f"{count} of {left} tokens, samples is {samples}"
-            self._read(row)
-            first = row.computed
-            self._write(row, count)
-            if row.sampling.num_prompt_logprobs >= 0:
-                nexts = row.tokens[first + 1 : min(first + count + 1, row.num_prompt)]
-                scores = _scores(row.sampling.num_prompt_logprobs, nexts, first)
-                result.prompt_logprobs.append((number, scores))
+            self._read(request)
+            first = request.computed
+            self._write(request, count)
+            if request.sampling.num_prompt_logprobs >= 0:
+                nexts = request.tokens[first + 1 : min(first + count + 1, request.num_prompt)]
+                scores = _scores(request.sampling.num_prompt_logprobs, nexts, first)
+                result.prompt_logprobs.append((req_index, scores))
             if samples:
-                self._sample(number, result)
+                self._sample(req_index, result)
                 if self.ready.max_tokens_per_step > 1:
                     result.token_counts.append(1)
 
     def _decode_rows(self, launch: Launch, result: StepResult) -> None:
-        for number in launch.req_indices:
-            row = self.rows[number]
-            known = len(row.tokens)
-            assert row.computed == known - 1, f"{row.computed} of {known} tokens are computed"
-            assert known > row.num_prompt, "a decode follows a sampled token"
+        for req_index in launch.req_indices:
+            request = self.requests[req_index]
+            known = len(request.tokens)
+            assert request.computed == known - 1, (
+                f"{request.computed} of {known} tokens are computed"
+            )
+            assert known > request.num_prompt, "a decode follows a sampled token"
             if self.ready.max_tokens_per_step == 1:
-                self._read(row)
-                self._write(row, 1)
-                self._sample(number, result)
+                self._read(request)
+                self._write(request, 1)
+                self._sample(req_index, result)
             else:
-                self._decode_several(number, row, result)
+                self._decode_several(req_index, request, result)
 
-    def _decode_several(self, number: int, row: Row, result: StepResult) -> None:
-        """As many tokens as its blocks have slots for. A row that ends with the results before, and
-        is launched once too often, may have none: it reads and writes nothing."""
+    def _decode_several(self, req_index: int, request: LiveRequest, result: StepResult) -> None:
+        """As many tokens as its blocks have slots for. A request that ends with the results before,
+        and is launched once too often, may have none: it reads and writes nothing."""
         before = len(result.tokens)
-        count = 1 if row.sampling.masked else 1 + row.marks[-1] % self.ready.max_tokens_per_step
-        for _ in range(min(count, len(row.blocks) * self.ready.block_size - row.computed)):
-            self._read(row)
-            self._write(row, 1)
-            self._sample(number, result)
+        count = (
+            1 if request.sampling.masked else 1 + request.marks[-1] % self.ready.max_tokens_per_step
+        )
+        for _ in range(min(count, len(request.blocks) * self.ready.block_size - request.computed)):
+            self._read(request)
+            self._write(request, 1)
+            self._sample(req_index, result)
             if result.tokens[-1] < 0:
                 break
         if len(result.tokens) == before:
             result.tokens.append(0)
-            self._masks.pop(number, None)
+            self._masks.pop(req_index, None)
         result.token_counts.append(len(result.tokens) - before)
 
-    def _sample(self, number: int, result: StepResult) -> None:
-        row = self.rows[number]
-        generated = len(row.tokens) - row.num_prompt
-        token = self.next_token(row.marks[-1], generated, row.sampling)
-        if row.sampling.masked:
-            bits = np.unpackbits(self._masks.pop(number), bitorder="little")
+    def _sample(self, req_index: int, result: StepResult) -> None:
+        request = self.requests[req_index]
+        generated = len(request.tokens) - request.num_prompt
+        token = self.next_token(request.marks[-1], generated, request.sampling)
+        if request.sampling.masked:
+            bits = np.unpackbits(self._masks.pop(req_index), bitorder="little")
             allowed = np.flatnonzero(bits[: self.ready.vocab_size])
-            if row.sampling.allowed_token_ids is not None:
-                allowed = np.intersect1d(allowed, row.sampling.allowed_token_ids)
+            if request.sampling.allowed_token_ids is not None:
+                allowed = np.intersect1d(allowed, request.sampling.allowed_token_ids)
             token = int(allowed[token % len(allowed)])
-        if row.sampling.num_logprobs >= 0:
-            scores = _scores(row.sampling.num_logprobs, [token], len(row.tokens))
+        if request.sampling.num_logprobs >= 0:
+            scores = _scores(request.sampling.num_logprobs, [token], len(request.tokens))
             result.logprobs.append((len(result.tokens), scores))
         result.tokens.append(token)
-        row.append(max(token, 0))
+        request.append(max(token, 0))
 
 
-def _masks(rows: list[int], masks: memoryview) -> dict[int, npt.NDArray[np.uint8]]:
-    words = np.frombuffer(masks, dtype=np.uint8).reshape(len(rows) or 1, -1)
-    return dict(zip(rows, words, strict=False))
+def _masks(req_indices: list[int], masks: memoryview) -> dict[int, npt.NDArray[np.uint8]]:
+    words = np.frombuffer(masks, dtype=np.uint8).reshape(len(req_indices) or 1, -1)
+    return dict(zip(req_indices, words, strict=False))
 
 
 def _scores(k: int, tokens: list[int], first: int) -> Logprobs:

@@ -169,14 +169,14 @@ class SlowPool:
     """A block pool with one list and no index: what BlockPool must agree with."""
 
     def __init__(self, size: int) -> None:
-        self.holders = [0] * size
+        self.ref_counts = [0] * size
         self.names: list[bytes | None] = [None] * size
         self._given_back = list(range(size))
         """Free blocks, in the order in which they were given back."""
 
     @property
     def free(self) -> int:
-        return self.holders.count(0)
+        return self.ref_counts.count(0)
 
     def take(self, count: int) -> list[int]:
         taken = []
@@ -185,19 +185,19 @@ class SlowPool:
             block = (plain or self._given_back)[0]
             self._given_back.remove(block)
             self.names[block] = None
-            self.holders[block] = 1
+            self.ref_counts[block] = 1
             taken.append(block)
         return taken
 
     def hold(self, block: int) -> None:
-        if self.holders[block] == 0:
+        if self.ref_counts[block] == 0:
             self._given_back.remove(block)
-        self.holders[block] += 1
+        self.ref_counts[block] += 1
 
     def give_back(self, table: list[int]) -> None:
         for block in table[::-1]:
-            self.holders[block] -= 1
-            if self.holders[block] == 0:
+            self.ref_counts[block] -= 1
+            if self.ref_counts[block] == 0:
                 self._given_back.append(block)
 
     def file(self, block: int, name: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""WorkerRig: a worker driven by hand-made plans. Keeps the books that an engine would, as plainly
+"""WorkerRig: a worker driven by hand-made plans. Keeps the state that an engine would, as plainly
 as it can: who holds which blocks, how many tokens are computed, what was sampled."""
 
 from collections import deque
@@ -28,7 +28,7 @@ BLOCK_SIZE = 8
 
 
 @dataclass
-class _Row:
+class _LiveRequest:
     blocks: list[int]
     known: int
     """Tokens, those sampled by plans in flight included."""
@@ -79,7 +79,7 @@ class WorkerRig:
         self.progress: list[WarmupProgress] = []
         self.worker = Worker(config)
         self.ready = self.worker.start(self.progress.append)
-        self.rows: dict[int, _Row] = {}
+        self.requests: dict[int, _LiveRequest] = {}
         # Not the order in memory, and the block released last is allocated first.
         self._free = [(block * 37) % num_blocks for block in range(num_blocks)]
         self._held: dict[int, int] = dict.fromkeys(range(num_blocks), 0)
@@ -90,73 +90,73 @@ class WorkerRig:
 
     def admit(
         self,
-        row: int,
+        req_index: int,
         tokens: list[int],
         *,
         num_prompt: int | None = None,
         shared_with: int | None = None,
         sampling: RequestSampling = GREEDY,
     ) -> None:
-        """With `shared_with`, the full blocks of that row's computed tokens are held too, all but
-        the last token's."""
+        """With `shared_with`, the full blocks of that request's computed tokens are held too,
+        all but the last token's."""
         blocks: list[int] = []
         if shared_with is not None:
-            donor = self.rows[shared_with]
+            donor = self.requests[shared_with]
             full = min(donor.computed, len(tokens) - 1) // BLOCK_SIZE
             blocks = donor.blocks[:full]
         for block in blocks:
             self._held[block] += 1
         computed = len(blocks) * BLOCK_SIZE
-        self.rows[row] = _Row(list(blocks), len(tokens), computed)
+        self.requests[req_index] = _LiveRequest(list(blocks), len(tokens), computed)
         raw = memoryview(np.array(tokens, "<u4").tobytes())
         prompt = len(tokens) if num_prompt is None else num_prompt
         self._next.new_requests.append(
-            NewRequest(row, raw, prompt, computed, list(blocks), sampling)
+            NewRequest(req_index, raw, prompt, computed, list(blocks), sampling)
         )
 
-    def free(self, row: int) -> list[int]:
-        """Take the row's blocks back; gives what it sampled."""
-        gone = self.rows.pop(row)
+    def free(self, req_index: int) -> list[int]:
+        """Take the request's blocks back; gives what it sampled."""
+        gone = self.requests.pop(req_index)
         for block in gone.blocks:
             self._held[block] -= 1
             if self._held[block] == 0:
                 self._free.append(block)
-        self._next.freed_requests.append(row)
+        self._next.freed_requests.append(req_index)
         return gone.sampled
 
     def prefill(self, counts: dict[int, int | None]) -> None:
-        """One launch for these rows; None takes all that is known."""
+        """One launch for these requests; None takes all that is known."""
         takes, samples, context = [], [], 0
-        for row, asked in counts.items():
-            state = self.rows[row]
+        for req_index, asked in counts.items():
+            state = self.requests[req_index]
             count = state.known - state.computed if asked is None else asked
             context = max(context, -(-state.computed // BLOCK_SIZE))
             state.computed += count
-            self._grow(row, state.computed)
+            self._grow(req_index, state.computed)
             takes.append(count)
             samples.append(state.computed == state.known)
             state.known += samples[-1]
         bucket = self._bucket(len(counts), max(takes), context)
         self._next.launches.append(Launch(PREFILL, bucket, list(counts), takes, samples))
 
-    def decode(self, rows: list[int]) -> None:
-        """One launch that decodes these rows."""
+    def decode(self, req_indices: list[int]) -> None:
+        """One launch that decodes these requests."""
         total = 0
-        for row in rows:
-            state = self.rows[row]
+        for req_index in req_indices:
+            state = self.requests[req_index]
             assert state.computed == state.known - 1
             state.computed += 1
             state.known += 1
-            self._grow(row, state.computed)
+            self._grow(req_index, state.computed)
             total += len(state.blocks)
         if self.ready.contiguous:
-            total = 1 + max(block for row in rows for block in self.rows[row].blocks)
-        batch, _, blocks = self._bucket(len(rows), 1, total)
-        self._next.launches.append(Launch(DECODE, (batch, 1, blocks), list(rows)))
+            total = 1 + max(max(self.requests[index].blocks) for index in req_indices)
+        batch, _, blocks = self._bucket(len(req_indices), 1, total)
+        self._next.launches.append(Launch(DECODE, (batch, 1, blocks), list(req_indices)))
 
     def sleep(self, level: int) -> None:
-        """With every row freed: a worker that sleeps forgets what it was not yet told to free."""
-        assert not self.rows, f"rows {list(self.rows)} are live"
+        """With every request freed: a worker that sleeps forgets what it was not told to free."""
+        assert not self.requests, f"requests {list(self.requests)} are live"
         self.worker.sleep(level)
         self._next.freed_requests.clear()
 
@@ -165,8 +165,8 @@ class WorkerRig:
         held = sorted((block for block, count in self._held.items() if count), reverse=True)
         free = sorted(self._free)
         moves = {high: low for high, low in zip(held, free, strict=False) if low < high}
-        for row in self.rows.values():
-            row.blocks = [moves.get(block, block) for block in row.blocks]
+        for request in self.requests.values():
+            request.blocks = [moves.get(block, block) for block in request.blocks]
         for high, low in moves.items():
             self._held[low], self._held[high] = self._held[high], 0
         self._free = [block for block, count in self._held.items() if not count]
@@ -175,15 +175,19 @@ class WorkerRig:
     def submit(
         self, allowed: dict[int, list[int]] | None = None, late: tuple[int, ...] = ()
     ) -> None:
-        """Send what was asked since the last plan: masked rows with the tokens that may come next,
-        or, for those in `late`, without."""
+        """Send what was asked since the last plan: masked requests with the tokens that may come
+        next, or, for those in `late`, without."""
         plan = self._next
         self._next = _Next()
-        rows = []
+        req_indices = []
         for launch in plan.launches:
             samples = launch.samples or [True] * len(launch.req_indices)
-            rows += [row for row, does in zip(launch.req_indices, samples, strict=True) if does]
-        self._waiting.append(rows)
+            req_indices += [
+                req_index
+                for req_index, does in zip(launch.req_indices, samples, strict=True)
+                if does
+            ]
+        self._waiting.append(req_indices)
         allowed = allowed or {}
         self.worker.submit(
             StepPlan(
@@ -203,15 +207,15 @@ class WorkerRig:
         self._step += 1
 
     def mask(self, allowed: dict[int, list[int]]) -> None:
-        """What may come next in the late rows of the plan sent last."""
+        """What may come next in the late requests of the plan sent last."""
         self.worker.mask(GrammarMasks(self._step - 1, list(allowed), self._bits(allowed)))
 
     def collect(self) -> StepResult:
-        """The oldest plan's result; its tokens join their rows."""
+        """The oldest plan's result; its tokens join their requests."""
         result = self.worker.collect()
-        for row, token in zip(self._waiting.popleft(), result.tokens, strict=True):
-            if row in self.rows:
-                self.rows[row].sampled.append(token)
+        for req_index, token in zip(self._waiting.popleft(), result.tokens, strict=True):
+            if req_index in self.requests:
+                self.requests[req_index].sampled.append(token)
         return result
 
     def step(self) -> StepResult:
@@ -219,10 +223,10 @@ class WorkerRig:
         self.submit()
         return self.collect()
 
-    def run(self, rows: list[int], count: int) -> None:
-        """Decode these rows together, `count` times."""
+    def run(self, req_indices: list[int], count: int) -> None:
+        """Decode these requests together, `count` times."""
         for _ in range(count):
-            self.decode(rows)
+            self.decode(req_indices)
             self.step()
 
     def _bits(self, allowed: dict[int, list[int]]) -> memoryview:
@@ -231,13 +235,13 @@ class WorkerRig:
             bits[place, tokens] = 1
         return memoryview(np.packbits(bits, axis=1, bitorder="little").tobytes())
 
-    def _grow(self, row: int, length: int) -> None:
-        state = self.rows[row]
+    def _grow(self, req_index: int, length: int) -> None:
+        state = self.requests[req_index]
         while len(state.blocks) * BLOCK_SIZE < length:
             block = self._free.pop()
             self._held[block] = 1
             state.blocks.append(block)
-            self._next.grown_requests.append(row)
+            self._next.grown_requests.append(req_index)
             self._next.grown_blocks.append(block)
 
     def _bucket(self, batch: int, query: int, blocks: int) -> tuple[int, int, int]:

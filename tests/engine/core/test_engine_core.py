@@ -43,7 +43,7 @@ def test_an_idle_core_has_no_work_and_says_nothing() -> None:
 
 
 def test_what_goes_on_with_a_sequence_stands_before_all_who_wait() -> None:
-    rig = CoreRig(rows=1)
+    rig = CoreRig(max_num_seqs=1)
     for key in range(3):
         rig.add(key, [1, 2, key], max_tokens=1)
     rig.ledger.open(3)
@@ -60,7 +60,7 @@ def test_what_goes_on_with_a_sequence_stands_before_all_who_wait() -> None:
 
 
 def test_a_full_batch_keeps_the_row_of_what_goes_on_for_a_while() -> None:
-    rig = CoreRig(rows=2)
+    rig = CoreRig(max_num_seqs=2)
     rig.add(0, [1, 2, 3], **LONG)
 
     def go_on(key: int) -> None:
@@ -84,7 +84,7 @@ def test_a_full_batch_keeps_the_row_of_what_goes_on_for_a_while() -> None:
 
 
 def test_a_row_is_kept_only_beside_others() -> None:
-    rig = CoreRig(rows=1)
+    rig = CoreRig(max_num_seqs=1)
     rig.ledger.open(0)
     rig.send(AddRequest(0, raw([1, 2]), SamplingParams(max_tokens=1), is_continuation=True))
     rig.add(1, [4, 5], max_tokens=1)
@@ -229,7 +229,7 @@ def test_stats_go_to_every_front_end_even_to_one_without_requests() -> None:
 
 
 def test_an_abort_alone_is_enough_to_send_new_gauges() -> None:
-    rig = CoreRig(rows=1)
+    rig = CoreRig(max_num_seqs=1)
     rig.add(0, [1], **LONG)
     rig.add(1, [2], **LONG)
     rig.run(steps=3)
@@ -248,12 +248,12 @@ def test_an_abort_alone_is_enough_to_send_new_gauges() -> None:
 
 
 def test_invariant_1_free_and_held_blocks_are_all_blocks_at_every_step() -> None:
-    rig = CoreRig(num_blocks=14, rows=4, budget=12)
+    rig = CoreRig(num_blocks=14, max_num_seqs=4, budget=12)
     for key in range(12):
         rig.add(key, [1, 2, 3, 4] * 3 + [key], max_tokens=12 + key, ignore_eos=True)
 
     while rig.core.has_work:
-        rig.step()  # which checks holders against tables
+        rig.step()  # which checks reference counts against block tables
 
     assert rig.core.stats().blocks_used == 0
     assert rig.core.stats().preemptions > 0
@@ -301,7 +301,7 @@ def test_invariant_2_generated_blocks_are_found_by_the_next_turn_of_a_talk() -> 
 
 def test_invariant_3_a_preempted_request_delivers_every_token_once() -> None:
     for depth in (1, 2):
-        rig = CoreRig(num_blocks=9, rows=3, depth=depth)
+        rig = CoreRig(num_blocks=9, max_num_seqs=3, depth=depth)
         for key in range(3):
             rig.add(key, [key] * 6, max_tokens=20, ignore_eos=True)
 
@@ -314,7 +314,7 @@ def test_invariant_3_a_preempted_request_delivers_every_token_once() -> None:
 
 def test_invariant_4_every_launch_names_a_prepared_bucket() -> None:
     for strategy in ("exponential", "linear"):
-        rig = CoreRig(buckets=strategy, rows=8, budget=24, num_blocks=40)
+        rig = CoreRig(buckets=strategy, max_num_seqs=8, budget=24, num_blocks=40)
         for key in range(20):
             rig.add(key, [1] * (1 + 2 * key), max_tokens=10, ignore_eos=True)
 
@@ -327,7 +327,7 @@ def test_invariant_4_every_launch_names_a_prepared_bucket() -> None:
 
 
 def test_invariant_7_each_plan_is_collected_once_and_nothing_follows_a_finish() -> None:
-    rig = CoreRig(rows=3)
+    rig = CoreRig(max_num_seqs=3)
     for key in range(9):
         rig.add(key, [key, 1], max_tokens=7)
 
@@ -345,7 +345,9 @@ def test_invariant_8_same_tokens_whatever_the_batch_bucket_chunk_prefix_or_preem
     for depth, budget, num_blocks, buckets in itertools.product(
         (1, 2), (5, 40), (14, 60), ("exact", "linear")
     ):
-        rig = CoreRig(depth=depth, budget=budget, num_blocks=num_blocks, buckets=buckets, rows=4)
+        rig = CoreRig(
+            depth=depth, budget=budget, num_blocks=num_blocks, buckets=buckets, max_num_seqs=4
+        )
         for key in range(4):
             rig.add(key, prompt[: 4 + 4 * key], seed=11, temperature=1.0, max_tokens=18)
         rig.run()
@@ -356,7 +358,7 @@ def test_invariant_8_same_tokens_whatever_the_batch_bucket_chunk_prefix_or_preem
 
 def test_invariant_10_an_abort_at_any_moment_leaves_nothing_behind() -> None:
     for depth, steps, size in itertools.product((1, 2), range(9), (3, 30)):
-        rig = CoreRig(depth=depth, budget=8, rows=2)
+        rig = CoreRig(depth=depth, budget=8, max_num_seqs=2)
         rig.add(0, [1] * size, **LONG)
         rig.add(1, [2, 3], **LONG)
         rig.add(2, [4], **LONG)
@@ -389,7 +391,7 @@ def test_invariant_10_blocks_of_an_aborted_row_come_back_after_its_last_plan() -
 
 def test_a_step_does_the_same_work_with_a_long_line() -> None:
     def quickest_turn(num_waiting: int) -> float:
-        rig = CoreRig(rows=1, max_queue_len=30_000)
+        rig = CoreRig(max_num_seqs=1, max_queue_len=30_000)
         rig.add(0, [1], **LONG)
         for key in range(1, num_waiting + 1):
             rig.core.add_request(AddRequest(key, raw([1]), SamplingParams()), [])
@@ -405,7 +407,7 @@ def test_a_step_does_the_same_work_with_a_long_line() -> None:
 
 
 def test_who_waits_can_leave_a_long_line_in_any_order() -> None:
-    rig = CoreRig(rows=1, max_queue_len=30_000)
+    rig = CoreRig(max_num_seqs=1, max_queue_len=30_000)
     for key in range(20_000):
         rig.core.add_request(AddRequest(key, raw([1]), SamplingParams()), [])
 

@@ -11,7 +11,7 @@ ROWS, CONTEXT = 64, 1024
 
 
 def seconds_a_step(*loads: tuple[int, int, int]) -> list[float]:
-    """Of each load: rows, requests that wait, context."""
+    """Of each load: running requests, requests that wait, context."""
     runs = [[median(watch_decodes(*load, NUM_STEPS).cpu) for load in loads] for _ in range(RUNS)]
     return [min(times) for times in zip(*runs, strict=True)]
 

@@ -120,7 +120,12 @@ def test_no_token_asked_for_gives_none() -> None:
 def test_prompt_scores_come_once_and_in_order_though_a_preemption_computes_them_twice() -> None:
     for depth in (1, 2):
         rig = CoreRig(
-            num_blocks=17, rows=3, budget=5, depth=depth, policy="priority", next_token=script(9)
+            num_blocks=17,
+            max_num_seqs=3,
+            budget=5,
+            depth=depth,
+            policy="priority",
+            next_token=script(9),
         )
         for key in (1, 2):
             rig.add(key, [key, 8], max_tokens=24, priority=0)
@@ -164,7 +169,7 @@ def test_each_front_end_hears_of_its_own_keys_in_one_message() -> None:
 
 
 def test_a_finish_says_where_the_time_went() -> None:
-    rig = CoreRig(rows=1, next_token=script(9))
+    rig = CoreRig(max_num_seqs=1, next_token=script(9))
     rig.add(0, [1], max_tokens=4)
     rig.add(1, [2], max_tokens=4)
 

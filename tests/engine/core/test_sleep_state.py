@@ -20,7 +20,7 @@ def state(rig: CoreRig) -> str:
 
 
 def test_requests_that_are_open_end_with_a_word_that_they_may_come_again() -> None:
-    rig = CoreRig(rows=1)
+    rig = CoreRig(max_num_seqs=1)
     rig.add(0, PROMPT, **LONG)
     rig.add(1, PROMPT, **LONG)
     rig.run(steps=3)

@@ -148,7 +148,7 @@ def test_a_poisoned_prefix_is_found_by_nobody() -> None:
     kv.check([])
 
 
-def test_books_that_do_not_fit_the_tables_are_an_error_with_numbers() -> None:
+def test_ref_counts_that_do_not_fit_the_block_tables_are_an_error_with_numbers() -> None:
     kv = KVCacheManager(8, SIZE, prefix_caching=True)
     request = make(list(range(8)))
     fill(kv, request)

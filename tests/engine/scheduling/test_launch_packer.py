@@ -1,4 +1,4 @@
-"""engine/scheduling/launch_packer.py: rows into launches that fit buckets."""
+"""engine/scheduling/launch_packer.py: requests into launches that fit buckets."""
 
 from itertools import combinations, pairwise
 
@@ -154,8 +154,8 @@ def test_every_launch_fits_a_bucket_that_was_prepared(strategy: str) -> None:
     for lengths in ([(1, 0)] * 9, [(3, 100), (700, 0), (650, 5)], [(2048, 0)], [(1, 127)] * 5):
         for launch in pack(packer, lengths):
             assert (PREFILL, *launch.bucket) in prepared
-    for rows, blocks in [(1, 1), (64, 64 * 128), (33, 200)]:
-        assert (DECODE, *packer.decode(list(range(rows)), blocks).bucket) in prepared
+    for batch, blocks in [(1, 1), (64, 64 * 128), (33, 200)]:
+        assert (DECODE, *packer.decode(list(range(batch)), blocks).bucket) in prepared
 
     assert set(table.buckets) == prepared
 

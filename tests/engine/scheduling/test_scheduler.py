@@ -18,7 +18,7 @@ def prefilled(plan: StepPlan) -> int:
 
 
 def test_every_decode_gets_its_token_while_a_long_prompt_goes_in_chunks() -> None:
-    rig = CoreRig(budget=8, rows=4)
+    rig = CoreRig(budget=8, max_num_seqs=4)
     for key in range(3):
         rig.add(key, [key, 1], **ENDLESS)
     rig.run(steps=3)
@@ -35,7 +35,7 @@ def test_every_decode_gets_its_token_while_a_long_prompt_goes_in_chunks() -> Non
 
 
 def test_no_step_goes_over_its_token_budget() -> None:
-    rig = CoreRig(budget=7, rows=5)
+    rig = CoreRig(budget=7, max_num_seqs=5)
     for key in range(8):
         rig.add(key, list(range(1 + 5 * key)), max_tokens=5)
 
@@ -46,7 +46,7 @@ def test_no_step_goes_over_its_token_budget() -> None:
 
 
 def test_the_line_is_served_in_order_of_arrival() -> None:
-    rig = CoreRig(rows=1)
+    rig = CoreRig(max_num_seqs=1)
     for key in (5, 3, 9):
         rig.add(key, [key], max_tokens=1)
 
@@ -57,7 +57,7 @@ def test_the_line_is_served_in_order_of_arrival() -> None:
 
 
 def test_a_smaller_priority_value_goes_first_under_the_priority_policy() -> None:
-    rig = CoreRig(rows=1, policy="priority", depth=1)
+    rig = CoreRig(max_num_seqs=1, policy="priority", depth=1)
     rig.add(0, [1], max_tokens=1, priority=5)
     rig.add(1, [2], max_tokens=1, priority=-1)
     rig.add(2, [3], max_tokens=1, priority=5)
@@ -69,7 +69,7 @@ def test_a_smaller_priority_value_goes_first_under_the_priority_policy() -> None
 
 
 def test_fcfs_ignores_priority() -> None:
-    rig = CoreRig(rows=1, depth=1)
+    rig = CoreRig(max_num_seqs=1, depth=1)
     rig.add(0, [1], max_tokens=1, priority=5)
     rig.add(1, [2], max_tokens=1, priority=-1)
 
@@ -94,7 +94,7 @@ def test_blocks_are_lent_only_as_they_are_needed() -> None:
 
 
 def test_the_newest_gives_way_and_goes_on_where_it_was() -> None:
-    rig = CoreRig(num_blocks=10, rows=3, budget=32)
+    rig = CoreRig(num_blocks=10, max_num_seqs=3, budget=32)
     for key in range(3):
         rig.add(key, [key] * 8, max_tokens=14, ignore_eos=True)
 
@@ -109,7 +109,7 @@ def test_the_newest_gives_way_and_goes_on_where_it_was() -> None:
 
 
 def test_a_request_never_preempts_one_that_outranks_it() -> None:
-    rig = CoreRig(num_blocks=10, rows=3, policy="priority")
+    rig = CoreRig(num_blocks=10, max_num_seqs=3, policy="priority")
     rig.add(0, [1] * 8, max_tokens=20, ignore_eos=True, priority=9)
     rig.add(1, [2] * 8, max_tokens=20, ignore_eos=True, priority=0)
     rig.add(2, [3] * 8, max_tokens=20, ignore_eos=True, priority=5)
@@ -123,7 +123,7 @@ def test_a_request_never_preempts_one_that_outranks_it() -> None:
 
 
 def test_a_preempted_request_starts_with_an_empty_table_and_keeps_its_tokens() -> None:
-    rig = CoreRig(num_blocks=8, rows=2, prefix_caching=False)
+    rig = CoreRig(num_blocks=8, max_num_seqs=2, prefix_caching=False)
     rig.add(0, [1] * 8, max_tokens=20, ignore_eos=True)
     rig.add(1, [2] * 8, max_tokens=20, ignore_eos=True)
 
@@ -140,7 +140,7 @@ def test_a_preempted_request_starts_with_an_empty_table_and_keeps_its_tokens() -
 
 
 def test_tables_only_grow_while_a_row_lives() -> None:
-    rig = CoreRig(num_blocks=12, rows=4, budget=12)
+    rig = CoreRig(num_blocks=12, max_num_seqs=4, budget=12)
     for key in range(10):
         rig.add(key, list(range(key + 1)), max_tokens=9, ignore_eos=True)
 
@@ -155,7 +155,7 @@ def test_tables_only_grow_while_a_row_lives() -> None:
 
 def test_a_lone_request_that_outgrows_the_cache_fails_with_the_numbers() -> None:
     for depth in (1, 2):
-        rig = CoreRig(num_blocks=4, rows=2, depth=depth)
+        rig = CoreRig(num_blocks=4, max_num_seqs=2, depth=depth)
         rig.add(0, [1] * 8, max_tokens=50, ignore_eos=True)
 
         rig.run()
@@ -166,7 +166,7 @@ def test_a_lone_request_that_outgrows_the_cache_fails_with_the_numbers() -> None
 
 
 def test_a_request_that_would_not_fit_beside_the_others_waits_for_them() -> None:
-    rig = CoreRig(num_blocks=8, rows=2)
+    rig = CoreRig(num_blocks=8, max_num_seqs=2)
     rig.add(0, [1] * 16, max_tokens=4, ignore_eos=True)
     rig.add(1, [2] * 16, max_tokens=4, ignore_eos=True)
 
@@ -177,7 +177,7 @@ def test_a_request_that_would_not_fit_beside_the_others_waits_for_them() -> None
 
 
 def test_a_prompt_that_waits_keeps_blocks_free_for_those_who_run() -> None:
-    rig = CoreRig(num_blocks=198, rows=8, max_model_len=400, budget=400)
+    rig = CoreRig(num_blocks=198, max_num_seqs=8, max_model_len=400, budget=400)
     rig.add(0, [1] * 396, max_tokens=4, ignore_eos=True)
     rig.add(1, [2] * 396, max_tokens=4, ignore_eos=True)
 
@@ -190,7 +190,7 @@ def test_a_prompt_that_waits_keeps_blocks_free_for_those_who_run() -> None:
 
 
 def test_a_row_is_reused_only_after_the_last_plan_that_names_it() -> None:
-    rig = CoreRig(rows=2, depth=2, next_token=lambda history, generated, sampling: 2)
+    rig = CoreRig(max_num_seqs=2, depth=2, next_token=lambda history, generated, sampling: 2)
     for key in range(12):
         rig.add(key, [key + 1, 7], max_tokens=9)
 
@@ -206,7 +206,7 @@ def test_a_row_is_reused_only_after_the_last_plan_that_names_it() -> None:
 
 
 def test_a_row_whose_last_token_is_on_its_way_is_waited_for_and_not_preempted() -> None:
-    rig = CoreRig(num_blocks=6, rows=2, depth=2)
+    rig = CoreRig(num_blocks=6, max_num_seqs=2, depth=2)
     rig.add(0, [1] * 8, max_tokens=12, ignore_eos=True)
     rig.run(steps=4)
     rig.add(1, [2], max_tokens=5, ignore_eos=True)
@@ -220,7 +220,7 @@ def test_a_row_whose_last_token_is_on_its_way_is_waited_for_and_not_preempted() 
 
 
 def test_a_long_prompt_lets_nobody_in_before_all_its_blocks_are_lent() -> None:
-    rig = CoreRig(num_blocks=16, budget=10, rows=3)
+    rig = CoreRig(num_blocks=16, budget=10, max_num_seqs=3)
     rig.add(0, [1] * 40, max_tokens=2, ignore_eos=True)
     rig.add(1, [2] * 28, max_tokens=2, ignore_eos=True)
 
@@ -237,7 +237,7 @@ def test_a_long_prompt_lets_nobody_in_before_all_its_blocks_are_lent() -> None:
 
 def test_one_prompt_asked_for_many_times_at_once_is_computed_once() -> None:
     for depth in (1, 2):
-        rig = CoreRig(depth=depth, budget=200, rows=8)
+        rig = CoreRig(depth=depth, budget=200, max_num_seqs=8)
         for key in range(8):
             rig.add(key, list(range(40)), max_tokens=4, seed=key, temperature=1.0, ignore_eos=True)
 

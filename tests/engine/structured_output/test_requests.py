@@ -38,7 +38,7 @@ def test_every_output_fits_through_chunks_preemptions_and_prefix_hits_beside_fre
     grammar: Grammar, encoder: Tokenizer, depth: int
 ) -> None:
     rng = random.Random(depth)
-    rig = CoreRig(num_blocks=16, rows=6, budget=9, depth=depth, vocab_size=VOCAB_SIZE)
+    rig = CoreRig(num_blocks=16, max_num_seqs=6, budget=9, depth=depth, vocab_size=VOCAB_SIZE)
     guided = {key for key in range(40) if rng.random() < 0.5}
     common = [rng.randrange(3, VOCAB_SIZE) for _ in range(12)]
 
@@ -116,7 +116,7 @@ def test_a_row_that_ends_with_the_step_before_gets_no_mask_and_harms_no_other(
 def test_a_row_that_gives_way_in_the_step_it_is_planned_in_still_gets_its_mask(
     grammar: Grammar,
 ) -> None:
-    rig = CoreRig(num_blocks=12, rows=6, budget=6, policy="priority", vocab_size=VOCAB_SIZE)
+    rig = CoreRig(num_blocks=12, max_num_seqs=6, budget=6, policy="priority", vocab_size=VOCAB_SIZE)
     for key in range(2):
         rules = {"structured_outputs": FORM, "grammar": grammar}
         rig.add(key, [5, 6, 7], priority=1, max_tokens=30, **rules)

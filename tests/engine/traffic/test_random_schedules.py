@@ -87,7 +87,7 @@ def random_move(rng: random.Random) -> Move:
 rigs = st.fixed_dictionaries(
     {
         "num_blocks": st.sampled_from([16, 17, 18, 22, 30, 60]),
-        "rows": st.sampled_from([9, 5, 2, 1]),
+        "max_num_seqs": st.sampled_from([9, 5, 2, 1]),
         "budget": st.sampled_from([9, 16, 40, 200]),
         "depth": st.integers(1, 2),
         "policy": st.sampled_from(["fcfs", "priority"]),
@@ -232,7 +232,7 @@ def test_a_request_with_a_grammar_gets_what_it_gets_alone_with_overlap_and_witho
 def test_blocks_move_down_when_those_before_them_leave() -> None:
     rig = CoreRig(
         num_blocks=60,
-        rows=9,
+        max_num_seqs=9,
         budget=200,
         prefix_caching=False,
         contiguous=True,
@@ -253,7 +253,7 @@ def test_blocks_move_down_when_those_before_them_leave() -> None:
 def test_where_nothing_unprepared_may_run_only_blocks_within_the_widest_slice_are_lent() -> None:
     rig = CoreRig(
         num_blocks=60,
-        rows=6,
+        max_num_seqs=6,
         prefix_caching=False,
         contiguous=True,
         buckets="linear",
@@ -274,7 +274,7 @@ def test_where_nothing_unprepared_may_run_only_blocks_within_the_widest_slice_ar
 
 def test_the_schedules_reach_what_they_are_meant_to_reach() -> None:
     # Not hypothesis's luck: the same kind of load must preempt, share, chunk and end early.
-    rig = CoreRig(num_blocks=18, rows=5, budget=9)
+    rig = CoreRig(num_blocks=18, max_num_seqs=5, budget=9)
     ask_of = {"max_tokens": 25, "seed": 7, "stop_token_ids": (3, 4)}
     schedule: list[Move] = []
     for number in range(12):

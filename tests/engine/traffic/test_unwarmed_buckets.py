@@ -15,7 +15,12 @@ PREPARED = [(PREFILL, 1, 16, 8), (PREFILL, 2, 8, 0), (DECODE, 2, 1, 12)]
 
 def rejecting_rig() -> CoreRig:
     return CoreRig(
-        buckets="linear", on_unwarmed="reject", prepared=PREPARED, rows=5, budget=32, num_blocks=60
+        buckets="linear",
+        on_unwarmed="reject",
+        prepared=PREPARED,
+        max_num_seqs=5,
+        budget=32,
+        num_blocks=60,
     )
 
 

@@ -188,7 +188,7 @@ def test_9_a_fallback_inside_a_capture_is_refused() -> None:
     assert card.device.recording is None
 
 
-def test_10_an_allocation_beyond_the_card_fails_and_leaves_the_books_right() -> None:
+def test_10_an_allocation_beyond_the_card_fails_and_leaves_the_counters_right() -> None:
     with emulated(memory_bytes=1 << 20) as card:
         with pytest.raises(RuntimeError, match=r"Allocation failed for size::4194304"):
             torch.empty(1 << 20, device="hpu")

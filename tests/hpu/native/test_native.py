@@ -269,7 +269,7 @@ def test_a_greedy_request_gets_the_same_tokens_with_and_without_logits(
         rig.step()
         rig.run([0, 1], 9)
         rig.worker.close()
-        said.append((rig.rows[0].sampled, rig.rows[1].sampled))
+        said.append((rig.requests[0].sampled, rig.requests[1].sampled))
         assert len(calls) == (10 if sampling is GREEDY else 0)
 
     assert said[0] == said[1]

@@ -160,7 +160,7 @@ def test_a_row_whose_numbers_are_broken_harms_nobody_whose_slice_its_blocks_lie_
         rig.run([0], 2)
 
     assert broken == [-1]
-    assert rig.rows[0].sampled == expected
+    assert rig.requests[0].sampled == expected
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_a_batch_of_mixed_lengths_says_what_each_prompt_says_alone(
 
     rig.run([2, 0, 3, 1], COUNT - 1)
 
-    assert [rig.rows[row].sampled for row in range(4)] == expected
+    assert [rig.requests[row].sampled for row in range(4)] == expected
 
 
 def test_a_prompt_in_chunks_says_what_it_says_whole(
@@ -77,7 +77,7 @@ def test_a_prompt_in_chunks_says_what_it_says_whole(
 
     rig.run([3], COUNT - 1)
 
-    assert rig.rows[3].sampled == expected[3]
+    assert rig.requests[3].sampled == expected[3]
 
 
 def test_chunks_beside_decodes_in_one_plan_disturb_nobody(
@@ -92,14 +92,14 @@ def test_chunks_beside_decodes_in_one_plan_disturb_nobody(
     for count in (10, 10, 10):
         rig.decode([0])
         rig.prefill({5: count})
-        if rig.rows[6].computed == 0:
+        if rig.requests[6].computed == 0:
             rig.prefill({6: None})
         rig.step()
     rig.run([0, 5, 6], COUNT - 4)
 
-    assert rig.rows[0].sampled == expected[0]
-    assert rig.rows[5].sampled == expected[3][: COUNT - 3]
-    assert rig.rows[6].sampled == expected[2][: COUNT - 3]
+    assert rig.requests[0].sampled == expected[0]
+    assert rig.requests[5].sampled == expected[3][: COUNT - 3]
+    assert rig.requests[6].sampled == expected[2][: COUNT - 3]
 
 
 def test_a_prefix_whose_blocks_another_row_filled_is_not_computed_again(
@@ -110,13 +110,13 @@ def test_a_prefix_whose_blocks_another_row_filled_is_not_computed_again(
     rig.step()
 
     rig.admit(1, PROMPTS[3], shared_with=0)
-    hit = rig.rows[1].computed
+    hit = rig.requests[1].computed
     rig.prefill({1: None})
     rig.step()
     rig.run([0, 1], COUNT - 1)
 
     assert hit == 3 * BLOCK_SIZE
-    assert rig.rows[0].sampled == rig.rows[1].sampled == expected[3]
+    assert rig.requests[0].sampled == rig.requests[1].sampled == expected[3]
 
 
 def test_a_row_is_used_again_without_a_trace_of_the_one_before(
@@ -134,7 +134,7 @@ def test_a_row_is_used_again_without_a_trace_of_the_one_before(
     rig.run([0], COUNT - 1)
 
     assert first == expected[3]
-    assert rig.rows[0].sampled == expected[1]
+    assert rig.requests[0].sampled == expected[1]
 
 
 def test_prompt_logprobs_are_those_of_the_plain_model_for_each_following_token(
@@ -298,7 +298,7 @@ def test_a_broken_sequence_is_told_and_leaves_nothing_behind_in_its_blocks(
     rig.run([1], 5)
 
     assert tokens[0] == -1
-    assert rig.rows[1].sampled == expected[0][:6]
+    assert rig.requests[1].sampled == expected[0][:6]
 
 
 @pytest.mark.parametrize("device", ["cpu", "hpu-emulator"])
@@ -315,7 +315,7 @@ def test_a_broken_sequence_spoils_nobody_who_decodes_beside_it(
 
     rig.run([0, 1, 2], 5)
 
-    first, poisoned, last = (rig.rows[row].sampled for row in (0, 1, 2))
+    first, poisoned, last = (rig.requests[row].sampled for row in (0, 1, 2))
     rig.worker.close()
     assert (first, last) == (expected[0][:6], expected[1][:6])
     # What follows does not count: a request ends with its first -1.
@@ -339,7 +339,7 @@ def test_a_preempted_row_comes_back_with_its_tokens_and_goes_on(
     rig.step()
     rig.run([1, 2], COUNT - 6)
 
-    assert said + rig.rows[1].sampled == expected[2]
+    assert said + rig.requests[1].sampled == expected[2]
 
 
 def test_the_next_plan_leaves_before_the_tokens_of_this_one_are_read(
@@ -355,7 +355,7 @@ def test_the_next_plan_leaves_before_the_tokens_of_this_one_are_read(
         rig.collect()
     rig.collect()
 
-    assert rig.rows[0].sampled == expected[0]
+    assert rig.requests[0].sampled == expected[0]
 
 
 def test_a_decode_after_the_last_chunk_needs_nothing_read_back(
@@ -374,8 +374,8 @@ def test_a_decode_after_the_last_chunk_needs_nothing_read_back(
     for _ in range(3):
         rig.collect()
 
-    assert rig.rows[0].sampled == expected[1][:3]
-    assert rig.rows[1].sampled == expected[2][:2]
+    assert rig.requests[0].sampled == expected[1][:3]
+    assert rig.requests[1].sampled == expected[2][:2]
 
 
 def test_padding_moves_no_logit_by_more_than_float_rounding(folder: Path) -> None:
@@ -395,7 +395,7 @@ def test_padding_moves_no_logit_by_more_than_float_rounding(folder: Path) -> Non
             rig.decode([2, 0, 1])
             found += rig.step().logprobs
         values.append([_by_token(logprobs) for _, logprobs in found])
-        tokens.append([rig.rows[row].sampled for row in range(3)])
+        tokens.append([rig.requests[row].sampled for row in range(3)])
         rig.worker.close()
 
     exact, coarse = values
