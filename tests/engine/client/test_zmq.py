@@ -244,7 +244,7 @@ async def test_steps_of_several_tokens_are_delivered_in_order() -> None:
     assert outputs == [list(range(3 + 7 * n)) for n in range(20)]
 
 
-async def test_an_abort_reaches_a_real_engine_and_frees_its_row() -> None:
+async def test_an_abort_reaches_a_real_engine_and_frees_its_index() -> None:
     async with engine_rig("step_s=0.005") as rig:
         box = rig.client.add(prompt_of(1), asking(4000))
         await box.get()

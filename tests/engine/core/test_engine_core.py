@@ -59,7 +59,7 @@ def test_what_goes_on_with_a_sequence_stands_before_all_who_wait() -> None:
     ]
 
 
-def test_a_full_batch_keeps_the_row_of_what_goes_on_for_a_while() -> None:
+def test_a_full_batch_keeps_the_index_of_what_goes_on_for_a_while() -> None:
     rig = CoreRig(max_num_seqs=2)
     rig.add(0, [1, 2, 3], **LONG)
 
@@ -83,7 +83,7 @@ def test_a_full_batch_keeps_the_row_of_what_goes_on_for_a_while() -> None:
     rig.check_output(0)
 
 
-def test_a_row_is_kept_only_beside_others() -> None:
+def test_an_index_is_kept_only_beside_others() -> None:
     rig = CoreRig(max_num_seqs=1)
     rig.ledger.open(0)
     rig.send(AddRequest(0, raw([1, 2]), SamplingParams(max_tokens=1), is_continuation=True))
@@ -94,7 +94,7 @@ def test_a_row_is_kept_only_beside_others() -> None:
     assert rig.reason(1) == "length"
 
 
-def test_a_step_with_nothing_to_launch_is_not_submitted_and_freed_rows_ride_later() -> None:
+def test_a_step_with_nothing_to_launch_is_not_submitted_and_freed_requests_ride_later() -> None:
     rig = CoreRig()
     rig.add(0, [1], max_tokens=1)
     rig.run()
@@ -374,7 +374,7 @@ def test_invariant_10_an_abort_at_any_moment_leaves_nothing_behind() -> None:
         rig.check_output(1)
 
 
-def test_invariant_10_blocks_of_an_aborted_row_come_back_after_its_last_plan() -> None:
+def test_invariant_10_blocks_of_an_aborted_request_come_back_after_its_last_plan() -> None:
     rig = CoreRig(depth=2)
     rig.add(0, [1, 2, 3], **LONG)
     rig.run(steps=4)

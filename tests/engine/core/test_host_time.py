@@ -16,7 +16,7 @@ def seconds_a_step(*loads: tuple[int, int, int]) -> list[float]:
     return [min(times) for times in zip(*runs, strict=True)]
 
 
-def test_a_row_costs_no_more_among_many() -> None:
+def test_a_request_costs_no_more_among_many() -> None:
     few, many = seconds_a_step((64, 0, CONTEXT), (1024, 0, CONTEXT))
 
     assert many / 1024 < 1.5 * few / 64, f"{few * 1e6:.0f} us for 64, {many * 1e6:.0f} for 1024"

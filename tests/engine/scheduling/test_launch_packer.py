@@ -104,7 +104,7 @@ def test_context_is_padded_to_the_largest_of_the_group() -> None:
     assert launch.bucket == (2, 17, 2)
 
 
-def test_rows_counts_and_samples_keep_one_order() -> None:
+def test_requests_counts_and_samples_keep_one_order() -> None:
     chunks = [make_chunk(row, count) for row, count in enumerate([40, 41, 39, 300])]
 
     packed = make_packer(make_table("exact")).prefill(chunks)

@@ -78,7 +78,7 @@ def test_fcfs_ignores_priority() -> None:
     assert [bytes(plan.new_requests[0].tokens)[0] for plan in rig.plans] == [1, 2]
 
 
-def test_blocks_are_lent_only_as_they_are_needed() -> None:
+def test_blocks_are_allocated_only_as_they_are_needed() -> None:
     rig = CoreRig(budget=8, depth=1)
     rig.add(0, list(range(20)), max_tokens=6, ignore_eos=True)
 
@@ -139,7 +139,7 @@ def test_a_preempted_request_starts_with_an_empty_table_and_keeps_its_tokens() -
     rig.check_output(1)
 
 
-def test_tables_only_grow_while_a_row_lives() -> None:
+def test_tables_only_grow_while_a_request_lives() -> None:
     rig = CoreRig(num_blocks=12, max_num_seqs=4, budget=12)
     for key in range(10):
         rig.add(key, list(range(key + 1)), max_tokens=9, ignore_eos=True)
@@ -189,7 +189,7 @@ def test_a_prompt_that_waits_keeps_blocks_free_for_those_who_run() -> None:
     assert rig.core.stats().preemptions == 0
 
 
-def test_a_row_is_reused_only_after_the_last_plan_that_names_it() -> None:
+def test_an_index_is_reused_only_after_the_last_plan_that_names_it() -> None:
     rig = CoreRig(max_num_seqs=2, depth=2, next_token=lambda history, generated, sampling: 2)
     for key in range(12):
         rig.add(key, [key + 1, 7], max_tokens=9)
@@ -205,7 +205,7 @@ def test_a_row_is_reused_only_after_the_last_plan_that_names_it() -> None:
     assert all(rig.tokens(key) == [2] for key in range(12))
 
 
-def test_a_row_whose_last_token_is_on_its_way_is_waited_for_and_not_preempted() -> None:
+def test_a_request_whose_last_token_is_on_its_way_is_waited_for_and_not_preempted() -> None:
     rig = CoreRig(num_blocks=6, max_num_seqs=2, depth=2)
     rig.add(0, [1] * 8, max_tokens=12, ignore_eos=True)
     rig.run(steps=4)
@@ -219,7 +219,7 @@ def test_a_row_whose_last_token_is_on_its_way_is_waited_for_and_not_preempted() 
     assert [rig.reason(key) for key in (0, 1)] == ["length", "length"]
 
 
-def test_a_long_prompt_lets_nobody_in_before_all_its_blocks_are_lent() -> None:
+def test_a_long_prompt_lets_nobody_in_before_all_its_blocks_are_allocated() -> None:
     rig = CoreRig(num_blocks=16, budget=10, max_num_seqs=3)
     rig.add(0, [1] * 40, max_tokens=2, ignore_eos=True)
     rig.add(1, [2] * 28, max_tokens=2, ignore_eos=True)

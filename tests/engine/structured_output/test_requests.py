@@ -34,7 +34,7 @@ def encoder(folder: Path) -> Tokenizer:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_every_output_fits_through_chunks_preemptions_and_prefix_hits_beside_free_rows(
+def test_every_output_fits_through_chunks_preemptions_and_prefix_hits_beside_free_requests(
     grammar: Grammar, encoder: Tokenizer, depth: int
 ) -> None:
     rng = random.Random(depth)
@@ -59,7 +59,7 @@ def test_every_output_fits_through_chunks_preemptions_and_prefix_hits_beside_fre
     assert rig.executor.max_in_flight == depth
 
 
-def test_a_guided_row_is_planned_one_step_ahead_and_its_mask_follows_the_token_before(
+def test_a_guided_request_is_planned_one_step_ahead_and_its_mask_follows_the_token_before(
     grammar: Grammar,
 ) -> None:
     rig = CoreRig(vocab_size=VOCAB_SIZE)
@@ -79,7 +79,7 @@ def test_a_guided_row_is_planned_one_step_ahead_and_its_mask_follows_the_token_b
     assert rig.executor.collected_before == [0, 0, 1, 2, 3, 4]
 
 
-def test_a_row_whose_token_is_known_when_it_is_planned_brings_its_mask_along(
+def test_a_request_whose_token_is_known_when_it_is_planned_brings_its_mask_along(
     grammar: Grammar,
 ) -> None:
     rig = CoreRig(vocab_size=VOCAB_SIZE, early_every=1)
@@ -91,7 +91,7 @@ def test_a_row_whose_token_is_known_when_it_is_planned_brings_its_mask_along(
 
 
 @pytest.mark.parametrize("reason", ["stop", "error"])
-def test_a_row_that_ends_with_the_step_before_gets_no_mask_and_harms_no_other(
+def test_a_request_that_ends_with_the_step_before_gets_no_mask_and_harms_no_other(
     grammar: Grammar, encoder: Tokenizer, reason: str
 ) -> None:
     rig = CoreRig(vocab_size=VOCAB_SIZE)
@@ -113,7 +113,7 @@ def test_a_row_that_ends_with_the_step_before_gets_no_mask_and_harms_no_other(
     rig.check_output(1)
 
 
-def test_a_row_that_gives_way_in_the_step_it_is_planned_in_still_gets_its_mask(
+def test_a_request_that_gives_way_in_the_step_it_is_planned_in_still_gets_its_mask(
     grammar: Grammar,
 ) -> None:
     rig = CoreRig(num_blocks=12, max_num_seqs=6, budget=6, policy="priority", vocab_size=VOCAB_SIZE)

@@ -207,7 +207,7 @@ def test_steps_that_give_several_tokens_give_the_same_tokens(
 
 @settings(PROFILE, max_examples=60)
 @given(rigs, schedules)
-def test_a_row_whose_logits_are_no_numbers_harms_no_other(
+def test_a_request_whose_logits_are_no_numbers_harms_no_other(
     shape: dict[str, Any], schedule_moves: list[Move]
 ) -> None:
     play(CoreRig(**shape, next_token=hashed_token(VOCABULARY, bad_every=23)), schedule_moves)
@@ -215,7 +215,7 @@ def test_a_row_whose_logits_are_no_numbers_harms_no_other(
 
 @settings(PROFILE, max_examples=60)
 @given(rigs, schedules)
-def test_a_decode_that_reads_a_slice_reaches_the_highest_block_of_its_rows(
+def test_a_decode_that_reads_a_slice_reaches_the_highest_block_of_its_requests(
     shape: dict[str, Any], schedule_moves: list[Move]
 ) -> None:
     play(CoreRig(**{**shape, "prefix_caching": False, "contiguous": True}), schedule_moves)
@@ -250,7 +250,9 @@ def test_blocks_move_down_when_those_before_them_leave() -> None:
     assert rig.plans[-1].launches[0].bucket == (1, 1, 14)
 
 
-def test_where_nothing_unprepared_may_run_only_blocks_within_the_widest_slice_are_lent() -> None:
+def test_where_nothing_unprepared_may_run_only_blocks_within_the_widest_slice_are_allocated() -> (
+    None
+):
     rig = CoreRig(
         num_blocks=60,
         max_num_seqs=6,

@@ -171,7 +171,7 @@ def test_no_edge_is_missed_when_both_sides_talk_at_once(
     assert heard == list(range(rounds))
 
 
-async def test_sending_to_nobody_is_told_and_a_hangup_is_heard(
+async def test_sending_to_nobody_is_told_and_a_disconnect_is_heard(
     zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
     address = endpoint(str(tmp_path), "fe0.sock")

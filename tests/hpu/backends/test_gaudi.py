@@ -41,8 +41,8 @@ def working(folder: Path, **settings: Any) -> Iterator[WorkerRig]:
 
 def greedy(rig: WorkerRig, count: int = 12) -> list[list[int]]:
     """Two prompts, the longer one in two chunks (the second over cached context), then decodes."""
-    for row, prompt in enumerate(PROMPTS):
-        rig.admit(row, prompt)
+    for req_index, prompt in enumerate(PROMPTS):
+        rig.admit(req_index, prompt)
     rig.prefill({0: 40, 1: None})
     rig.step()
     rig.prefill({0: None})
@@ -50,7 +50,7 @@ def greedy(rig: WorkerRig, count: int = 12) -> list[list[int]]:
     for _ in range(count):
         rig.decode([0, 1])
         rig.step()
-    return [rig.free(row) for row in range(len(PROMPTS))]
+    return [rig.free(req_index) for req_index in range(len(PROMPTS))]
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "granite", "phi3"])

@@ -16,9 +16,9 @@ def _state() -> BatchState:
     return BatchState(max_num_reqs=4, max_model_len=32, block_size=BLOCK, pad_block=PAD)
 
 
-def _new(row: int, tokens: list[int], blocks: list[int], *, computed: int = 0) -> NewRequest:
+def _new(req_index: int, tokens: list[int], blocks: list[int], *, computed: int = 0) -> NewRequest:
     raw = memoryview(np.array(tokens, "<u4").tobytes())
-    return NewRequest(row, raw, len(tokens), computed, blocks, RequestSampling())
+    return NewRequest(req_index, raw, len(tokens), computed, blocks, RequestSampling())
 
 
 def _prefill(state: BatchState, launch: Launch) -> tuple[PrefillArrays, list[int]]:
@@ -34,7 +34,7 @@ def _decode(state: BatchState, launch: Launch) -> DecodeArrays:
     return arrays
 
 
-def test_a_prefill_takes_each_rows_next_tokens_to_its_own_slots() -> None:
+def test_a_prefill_takes_each_requests_next_tokens_to_its_own_slots() -> None:
     state = _state()
     state.add_request(_new(2, [11, 12, 13, 14, 15, 16], [7, 3]))
     state.add_request(_new(0, [21, 22], [5]))
@@ -87,7 +87,7 @@ def test_padding_writes_to_the_pad_block_alone_and_spreads_over_its_slots() -> N
     assert arrays.req_indices.tolist() == [0, 4]
 
 
-def test_a_decode_lists_the_blocks_of_row_after_row() -> None:
+def test_a_decode_lists_the_blocks_of_request_after_request() -> None:
     state = _state()
     state.add_request(_new(3, list(range(9)), [4, 6, 2]))
     state.add_request(_new(1, list(range(3)), [8]))
@@ -132,7 +132,7 @@ def test_a_decode_may_follow_before_the_sampled_token_is_known() -> None:
     assert arrays.slot_mapping.tolist() == [6 * BLOCK]
 
 
-def test_a_freed_row_starts_again_with_an_empty_table() -> None:
+def test_a_freed_request_starts_again_with_an_empty_table() -> None:
     state = _state()
     state.add_request(_new(0, [1, 2, 3, 4, 5], [5, 6]))
     state.remove_request(0)
@@ -180,7 +180,7 @@ def test_a_decode_that_does_not_fit_its_bucket_is_named_with_its_numbers() -> No
         _decode(state, Launch(DECODE, (1, 1, 2), [0]))
 
 
-def test_a_row_that_has_not_finished_its_prompt_does_not_decode() -> None:
+def test_a_request_that_has_not_finished_its_prompt_does_not_decode() -> None:
     state = _state()
     state.add_request(_new(0, list(range(8)), [5, 6]))
 
@@ -188,7 +188,7 @@ def test_a_row_that_has_not_finished_its_prompt_does_not_decode() -> None:
         _decode(state, Launch(DECODE, (1, 1, 2), [0]))
 
 
-def test_a_row_or_block_that_does_not_exist_is_refused() -> None:
+def test_a_request_or_block_that_does_not_exist_is_refused() -> None:
     state = _state()
     state.add_request(_new(0, [1], [5]))
 
@@ -199,7 +199,7 @@ def test_a_row_or_block_that_does_not_exist_is_refused() -> None:
         state.remove_request(2)
 
 
-def test_a_rows_own_blocks_leave_out_a_prefix_that_another_live_row_holds() -> None:
+def test_a_requests_own_blocks_leave_out_a_prefix_that_another_live_request_holds() -> None:
     state = _state()
     state.add_request(_new(0, [1] * 9, [5, 6, 7]))
     state.add_request(_new(1, [1] * 9, [5, 6, 8], computed=8))
@@ -226,7 +226,7 @@ def test_a_decode_over_a_slice_describes_each_block_at_its_own_number() -> None:
     assert arrays.slot_mapping.tolist() == [2 * BLOCK + 1, 3 * BLOCK + 2, PAD * BLOCK]
 
 
-def test_a_slice_that_ends_below_a_rows_block_is_an_error_with_the_numbers() -> None:
+def test_a_slice_that_ends_below_a_requests_block_is_an_error_with_the_numbers() -> None:
     state = BatchState(
         max_num_reqs=4, max_model_len=32, block_size=BLOCK, pad_block=PAD, contiguous=True
     )
@@ -249,12 +249,12 @@ def test_a_moved_block_is_found_where_it_lies_now() -> None:
         state.move_blocks([1], [PAD])
 
 
-def test_rows_that_share_a_block_cannot_be_decoded_over_a_slice() -> None:
+def test_requests_that_share_a_block_cannot_be_decoded_over_a_slice() -> None:
     state = BatchState(
         max_num_reqs=4, max_model_len=32, block_size=BLOCK, pad_block=PAD, contiguous=True
     )
-    for row in (0, 1):
-        state.add_request(_new(row, [1, 2, 3, 4, 5], [6, row], computed=4))
+    for req_index in (0, 1):
+        state.add_request(_new(req_index, [1, 2, 3, 4, 5], [6, req_index], computed=4))
     _prefill(state, Launch(PREFILL, (2, 1, 1), [0, 1], query_lens=[1, 1], samples=[True, True]))
 
     with pytest.raises(RuntimeError, match="hold 4 blocks, 3 different ones"):

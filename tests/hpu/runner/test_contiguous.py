@@ -40,8 +40,8 @@ def working(folder: Path, **settings: Any) -> Iterator[WorkerRig]:
 
 
 def greedy(rig: WorkerRig, *, packs: bool = False) -> list[list[int]]:
-    """Prompts whole and in chunks; rows that decode in changing company; one that leaves, and comes
-    back into other blocks with its tokens; one that takes over what another left behind. With
+    """Prompts whole and in chunks; requests that decode in changing company; one that leaves, and
+    comes back into other blocks with its tokens; one that takes over what another left behind. With
     `packs`, blocks are moved down between, also while a step is on its way."""
     gone = []
     rig.admit(0, PROMPTS[0])
@@ -133,7 +133,7 @@ def test_a_card_without_prefix_caching_reads_slices_and_gives_the_tokens_of_the_
     ],
     ids=["cpu", "card"],
 )
-def test_a_row_whose_numbers_are_broken_harms_nobody_whose_slice_its_blocks_lie_in(
+def test_a_request_whose_numbers_are_broken_harms_nobody_whose_slice_its_blocks_lie_in(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
     folder = make_tiny("llama", tmp_path)

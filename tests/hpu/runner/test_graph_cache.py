@@ -83,7 +83,7 @@ def test_without_a_warm_up_a_bucket_is_captured_when_it_runs_while_the_budget_la
     assert counters.total("compilations.prefill.serving") == 1
 
 
-def test_a_shape_that_runs_first_while_serving_counts_once_and_names_its_rows(
+def test_a_shape_that_runs_first_while_serving_counts_once_and_names_its_requests(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     card, counters = CapturedCard(), Counters()

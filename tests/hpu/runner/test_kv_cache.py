@@ -32,7 +32,7 @@ def _cache(model: _Layers) -> KVCache:
     return KVCache(model, CpuBackend(1), num_blocks=3, block_size=4, dtype=torch.float32)
 
 
-def test_a_pad_block_lies_behind_the_blocks_to_lend_and_is_counted() -> None:
+def test_a_pad_block_lies_behind_the_usable_blocks_and_is_counted() -> None:
     model = _Layers()
 
     cache = _cache(model)

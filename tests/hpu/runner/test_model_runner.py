@@ -57,14 +57,14 @@ def rig(folder: Path, request: pytest.FixtureRequest) -> Iterator[WorkerRig]:
 def test_a_batch_of_mixed_lengths_says_what_each_prompt_says_alone(
     rig: WorkerRig, expected: list[list[int]]
 ) -> None:
-    for row, prompt in enumerate(PROMPTS):
-        rig.admit(row, prompt)
+    for req_index, prompt in enumerate(PROMPTS):
+        rig.admit(req_index, prompt)
     rig.prefill(dict.fromkeys(range(4)))
     rig.step()
 
     rig.run([2, 0, 3, 1], COUNT - 1)
 
-    assert [rig.requests[row].sampled for row in range(4)] == expected
+    assert [rig.requests[req_index].sampled for req_index in range(4)] == expected
 
 
 def test_a_prompt_in_chunks_says_what_it_says_whole(
@@ -102,7 +102,7 @@ def test_chunks_beside_decodes_in_one_plan_disturb_nobody(
     assert rig.requests[6].sampled == expected[2][: COUNT - 3]
 
 
-def test_a_prefix_whose_blocks_another_row_filled_is_not_computed_again(
+def test_a_prefix_whose_blocks_another_request_filled_is_not_computed_again(
     rig: WorkerRig, expected: list[list[int]]
 ) -> None:
     rig.admit(0, PROMPTS[3])
@@ -119,7 +119,7 @@ def test_a_prefix_whose_blocks_another_row_filled_is_not_computed_again(
     assert rig.requests[0].sampled == rig.requests[1].sampled == expected[3]
 
 
-def test_a_row_is_used_again_without_a_trace_of_the_one_before(
+def test_an_index_is_used_again_without_a_trace_of_the_one_before(
     rig: WorkerRig, expected: list[list[int]]
 ) -> None:
     rig.admit(0, PROMPTS[3])
@@ -154,7 +154,7 @@ def test_prompt_logprobs_are_those_of_the_plain_model_for_each_following_token(
     ids = np.concatenate([np.frombuffer(p.ids, "<i4").reshape(-1, 3) for p in pieces])
     values = np.concatenate([np.frombuffer(p.values, "<f4").reshape(-1, 3) for p in pieces])
     ranks = np.concatenate([np.frombuffer(p.ranks, "<i4") for p in pieces])
-    assert [row for row, _ in first + second] == [0, 0]
+    assert [req_index for req_index, _ in first + second] == [0, 0]
     assert [len(np.frombuffer(p.ranks, "<i4")) for p in pieces] == [6, len(prompt) - 7]
     assert ids[:, 0].tolist() == prompt[1:]
     np.testing.assert_allclose(values, np.take_along_axis(plain, ids, 1), atol=1e-4)
@@ -180,9 +180,9 @@ def test_prompt_logprobs_in_slices_are_those_in_one_piece(
     assert len(found[0][1]) == 4 * (len(PROMPTS[3]) - 1)
 
 
-def test_each_row_gets_as_many_logprobs_as_it_asked_for(rig: WorkerRig, folder: Path) -> None:
-    for row, k in enumerate((-1, 0, 3)):
-        rig.admit(row, PROMPTS[2], sampling=RequestSampling(temperature=0.0, num_logprobs=k))
+def test_each_request_gets_as_many_logprobs_as_it_asked_for(rig: WorkerRig, folder: Path) -> None:
+    for req_index, k in enumerate((-1, 0, 3)):
+        rig.admit(req_index, PROMPTS[2], sampling=RequestSampling(temperature=0.0, num_logprobs=k))
     rig.prefill(dict.fromkeys(range(3)))
 
     result = rig.step()
@@ -199,15 +199,15 @@ MASKED = RequestSampling(temperature=0.0, masked=True, num_logprobs=1)
 
 
 def _masked_step(rig: WorkerRig, *, is_late: bool) -> StepResult:
-    """One plan of two decodes of masked rows, a free one between them, and two prompts."""
+    """One plan of two decodes of masked requests, a free one between them, and two prompts."""
     samplings = (MASKED, RequestSampling(temperature=0.0), MASKED)
-    for row, sampling in enumerate(samplings):
-        rig.admit(row, PROMPTS[row], sampling=sampling)
+    for req_index, sampling in enumerate(samplings):
+        rig.admit(req_index, PROMPTS[req_index], sampling=sampling)
     rig.prefill(dict.fromkeys(range(3)))
     rig.submit({0: list(range(30, 60)), 2: list(range(60, 90))})
     rig.collect()
-    for row in range(3):
-        rig.decode([row])
+    for req_index in range(3):
+        rig.decode([req_index])
     rig.admit(3, PROMPTS[0], sampling=MASKED)
     rig.prefill({3: None})
     rig.admit(4, PROMPTS[3])
@@ -268,7 +268,7 @@ def test_masks_of_another_step_are_a_bug_of_the_engine(rig: WorkerRig) -> None:
         rig.mask({0: [7]})
 
 
-def test_a_row_that_samples_nothing_costs_no_place_among_the_tokens(
+def test_a_request_that_samples_nothing_costs_no_place_among_the_tokens(
     rig: WorkerRig, expected: list[list[int]]
 ) -> None:
     rig.admit(0, PROMPTS[3])
@@ -308,21 +308,21 @@ def test_a_broken_sequence_spoils_nobody_who_decodes_beside_it(
     broken = _with_a_poisoned_token(folder, tmp_path, token=9)
     exact = BucketConfig(strategy="exact")
     rig = WorkerRig(broken, num_blocks=20, max_model_len=64, device=device, buckets=exact)
-    for row, tokens in ((0, PROMPTS[0]), (1, [9] * 12), (2, PROMPTS[1])):
-        rig.admit(row, tokens)
-        rig.prefill({row: None})
+    for req_index, tokens in ((0, PROMPTS[0]), (1, [9] * 12), (2, PROMPTS[1])):
+        rig.admit(req_index, tokens)
+        rig.prefill({req_index: None})
         rig.step()
 
     rig.run([0, 1, 2], 5)
 
-    first, poisoned, last = (rig.requests[row].sampled for row in (0, 1, 2))
+    first, poisoned, last = (rig.requests[req_index].sampled for req_index in (0, 1, 2))
     rig.worker.close()
     assert (first, last) == (expected[0][:6], expected[1][:6])
     # What follows does not count: a request ends with its first -1.
     assert poisoned[0] == -1
 
 
-def test_a_preempted_row_comes_back_with_its_tokens_and_goes_on(
+def test_a_preempted_request_comes_back_with_its_tokens_and_goes_on(
     rig: WorkerRig, expected: list[list[int]]
 ) -> None:
     rig.admit(0, PROMPTS[2])
@@ -384,8 +384,8 @@ def test_padding_moves_no_logit_by_more_than_float_rounding(folder: Path) -> Non
     for steps in ((1, 1, 1), COARSE):
         rig = WorkerRig(folder, steps=steps)
         found = []
-        for row, prompt in enumerate(PROMPTS[:3]):
-            rig.admit(row, prompt, sampling=EVERYTHING)
+        for req_index, prompt in enumerate(PROMPTS[:3]):
+            rig.admit(req_index, prompt, sampling=EVERYTHING)
         rig.prefill({0: None, 1: 3, 2: None})
         found += rig.step().logprobs
         rig.decode([0])
@@ -395,7 +395,7 @@ def test_padding_moves_no_logit_by_more_than_float_rounding(folder: Path) -> Non
             rig.decode([2, 0, 1])
             found += rig.step().logprobs
         values.append([_by_token(logprobs) for _, logprobs in found])
-        tokens.append([rig.requests[row].sampled for row in range(3)])
+        tokens.append([rig.requests[req_index].sampled for req_index in range(3)])
         rig.worker.close()
 
     exact, coarse = values

@@ -128,7 +128,7 @@ def test_another_mode_reports_what_a_token_was_chosen_from(name: str) -> None:
     assert (num_cut > 100) == mode.is_processed
 
 
-def test_no_row_asking_gives_none() -> None:
+def test_no_request_asking_gives_none() -> None:
     sampler = Sampler(1, 40, CPU, static_shapes=False)
     sampler.add_request(0, RequestSampling(), np.array([1], dtype=np.uint32), 1)
 

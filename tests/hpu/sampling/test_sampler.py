@@ -91,7 +91,7 @@ def test_every_combination_gives_what_the_slow_sampler_gives(
 
 @settings(max_examples=60)
 @given(st.lists(_samplings, min_size=2, max_size=4), st.integers(0, 2**31))
-def test_no_neighbour_changes_a_bit_of_a_rows_result(
+def test_no_neighbour_changes_a_bit_of_a_requests_result(
     asked: list[RequestSampling], seed: int
 ) -> None:
     together = _sampler(VOCAB, asked)
@@ -133,7 +133,9 @@ ALL = RequestSampling(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_plain_row_is_the_same_beside_rows_that_ask_for_everything(dtype: torch.dtype) -> None:
+def test_a_plain_request_is_the_same_beside_requests_that_ask_for_everything(
+    dtype: torch.dtype,
+) -> None:
     vocab_size = 49_152
     plain = RequestSampling(seed=3)
     nucleus = RequestSampling(seed=4, top_p=0.95)
@@ -189,7 +191,7 @@ def test_a_tiny_temperature_gives_the_greedy_token_and_no_failure() -> None:
     assert tokens == [int(_logits(1, 50).argmax())] * 3
 
 
-def test_logits_that_are_no_numbers_are_told_for_their_row_alone() -> None:
+def test_logits_that_are_no_numbers_are_told_for_their_request_alone() -> None:
     logits = _logits(6, 30)
     logits[0, 7] = float("nan")
     logits[2, 3] = float("nan")
@@ -204,7 +206,7 @@ def test_logits_that_are_no_numbers_are_told_for_their_row_alone() -> None:
     assert [token == -1 for token in tokens] == [True, False] * 3
 
 
-def test_a_row_that_may_take_nothing_fails_instead_of_breaking_a_rule() -> None:
+def test_a_request_that_may_take_nothing_fails_instead_of_breaking_a_rule() -> None:
     barred = RequestSampling(allowed_token_ids=(3,), min_tokens=2, end_token_ids=(3,))
 
     tokens = _tokens(_sampler(8, [barred, GREEDY]), _logits(2, 8), [0, 1])
@@ -242,7 +244,7 @@ def test_a_longer_bad_word_that_comes_later_keeps_what_others_remember() -> None
     assert _tokens(sampler, torch.eye(4)[[2, 3]], [0, 1]) == [0, 3]
 
 
-def test_a_row_that_comes_back_after_preemption_goes_on_as_if_nothing_was() -> None:
+def test_a_request_that_comes_back_after_preemption_goes_on_as_if_nothing_was() -> None:
     asked = replace(ALL, allowed_token_ids=None, top_p=0.95)
     steady = _sampler(40, [asked], prompt=[3, 4])
     tokens = [3, 4]
@@ -256,7 +258,7 @@ def test_a_row_that_comes_back_after_preemption_goes_on_as_if_nothing_was() -> N
         tokens.append(wanted)
 
 
-def test_a_row_taken_over_by_another_sequence_forgets_the_first() -> None:
+def test_a_request_taken_over_by_another_sequence_forgets_the_first() -> None:
     penalised = RequestSampling(temperature=0.0, frequency_penalty=2.0)
     sampler = _sampler(3, [penalised])
     logits = torch.tensor([[1.0, 0.0, 0.5]])
@@ -268,7 +270,7 @@ def test_a_row_taken_over_by_another_sequence_forgets_the_first() -> None:
     assert _tokens(sampler, logits, [0]) == [0]
 
 
-def test_rows_may_come_in_any_order_and_padding_changes_nothing() -> None:
+def test_requests_may_come_in_any_order_and_padding_changes_nothing() -> None:
     rows = [RequestSampling(seed=s, frequency_penalty=1.0, top_k=3) for s in range(4)]
     logits = _logits(4, 20)
     wanted = _tokens(_sampler(20, rows), logits, [0, 1, 2, 3])

@@ -57,7 +57,9 @@ def _same(wanted: SamplerOutput, found: SamplerOutput, count: int) -> None:
 
 
 @pytest.mark.parametrize(("seed", "name"), list(enumerate(LOGPROBS_MODES)))
-def test_every_mix_gives_the_same_through_padding_and_rows_taken_over(seed: int, name: str) -> None:
+def test_every_mix_gives_the_same_through_padding_and_requests_taken_over(
+    seed: int, name: str
+) -> None:
     rng, mode = random.Random(seed), LogprobsMode.named(name)
     plain, padded = _plain(ROWS, VOCAB, mode), _static(ROWS, VOCAB, mode)
     broken, masked = 0, [False] * ROWS
@@ -90,7 +92,7 @@ def test_every_mix_gives_the_same_through_padding_and_rows_taken_over(seed: int,
     assert broken > 0
 
 
-def test_a_mask_holds_for_its_row_alone_and_ends_with_it() -> None:
+def test_a_mask_holds_for_its_request_alone_and_ends_with_it() -> None:
     sampler, asked = _static(2, 40), RequestSampling(temperature=0.0, masked=True)
     logits = torch.arange(40.0).expand(2, 40)
     only = np.zeros((1, 2), dtype="<i4")
@@ -122,7 +124,7 @@ def test_the_longest_and_most_bad_words_hold_beside_short_ones() -> None:
     assert (first[:3], second[:3]) == ([1, 1, 1], [4, 3, 2])
 
 
-def test_a_row_that_comes_back_after_preemption_goes_on_as_if_nothing_was() -> None:
+def test_a_request_that_comes_back_after_preemption_goes_on_as_if_nothing_was() -> None:
     asked = RequestSampling(
         temperature=0.8,
         seed=5,

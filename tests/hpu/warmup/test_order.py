@@ -81,7 +81,9 @@ def test_without_a_traffic_the_cheapest_of_both_phases_come_first(table: BucketT
     assert (DECODE, *table.find(DECODE, 1, 1, 1).bucket) in first
 
 
-def test_without_the_buckets_that_no_rows_can_fill_every_launch_finds_the_bucket_it_had() -> None:
+def test_without_the_buckets_that_no_requests_can_fill_every_launch_finds_the_bucket_it_had() -> (
+    None
+):
     limits = replace(LIMITS, num_blocks=4000)
     full = BucketTable.make(BucketConfig(strategy="exponential"), limits)
     table = BucketTable.make(BucketConfig(strategy="exponential"), limits)

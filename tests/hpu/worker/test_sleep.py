@@ -46,7 +46,7 @@ def card_memory() -> Any:
 
 
 def said(rig: WorkerRig) -> list[list[int]]:
-    """What two rows say, of whom nothing is left afterwards."""
+    """What two requests say, of whom nothing is left afterwards."""
     rig.admit(0, list(range(20, 50)))
     rig.admit(1, [44, 45, 46])
     rig.prefill({0: None, 1: None})

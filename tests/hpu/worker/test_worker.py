@@ -73,7 +73,7 @@ def test_a_prepared_table_says_the_same_as_an_exact_one(folder: Path) -> None:
         rig.prefill({0: None, 1: None})
         rig.step()
         rig.run([0, 1], 9)
-        said.append([rig.requests[row].sampled for row in (0, 1)])
+        said.append([rig.requests[req_index].sampled for req_index in (0, 1)])
         rig.worker.close()
 
     assert said[0] == said[1]
