@@ -10,6 +10,7 @@ from torch import Tensor
 
 from config.errors import ConfigError
 from hpu.backends.base import Backend, FusibleModel
+from hpu.gaudi_devices import GIB
 from hpu.ops.cuda import CudaKernels
 
 logger = logging.getLogger(__name__)
@@ -20,8 +21,6 @@ BFLOAT16_CAPABILITY = (8, 0)
 WARM_RUNS = 2
 """Runs before a capture. The first loads kernels and allocates the workspaces of matrix products,
 which is not allowed in a capture; the second checks that nothing of the kind is left."""
-
-GIB = 1024**3
 
 
 class CudaEvent:

@@ -11,9 +11,6 @@ from config.engine import CacheConfig
 from config.errors import ConfigError
 from hpu.gaudi_devices import GIB
 
-GRAPH_MEMORY_FRACTION = 0.1
-"""Share of the usable memory for graphs (VLLM_GRAPH_RESERVED_MEM)."""
-
 SHARED_MEMORY_FRACTION = 0.25
 """Share of the host's free memory for KV blocks of a device that uses host memory."""
 
@@ -28,9 +25,7 @@ class MemoryPlan(NamedTuple):
     """Not planned for."""
 
 
-def plan_memory(
-    free: float, *, utilization: float, graph_memory_fraction: float = GRAPH_MEMORY_FRACTION
-) -> MemoryPlan:
+def plan_memory(free: float, *, utilization: float, graph_memory_fraction: float) -> MemoryPlan:
     """`utilization` is a share of the free memory, not of the card's; graphs get a share of that,
     KV blocks the rest."""
     _check_share("utilization", utilization)
