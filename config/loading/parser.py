@@ -109,7 +109,8 @@ def _with_dashes(word: str) -> str:
 
 
 def _vllm_spelling(words: list[str]) -> Iterator[str]:
-    """`words` with long forms, and without the values that vLLM allows behind a switch."""
+    """`words` with long forms, without the values that vLLM allows behind a switch, and without
+    what turns off that which is not here."""
     rest = deque(map(_long_form, words))
     while rest:
         word = rest.popleft()
@@ -119,7 +120,9 @@ def _vllm_spelling(words: list[str]) -> Iterator[str]:
             if not equals and rest and rest[0].lower() in _SWITCHES:
                 value = rest.popleft()
             word = _SWITCHES.get(value.lower(), word).replace("NAME", name[2:])
-        yield word
+        # --no-enable-lora asks for nothing.
+        if not (word.startswith("--no-") and absence(word)):
+            yield word
 
 
 def _long_form(word: str) -> str:

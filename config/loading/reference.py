@@ -8,7 +8,7 @@ from textwrap import fill
 
 from config.loading.flags import FILE_FLAGS, FLAGS, GROUPS, Flag, variable_of
 from config.loading.vendor_variables import VendorVariable, vendor_variables
-from config.loading.vllm_flags import ABSENT, SHORT_FORMS, SWITCHES, VALUES
+from config.loading.vllm_flags import ABSENT, MODEL, NUMBER, SHORT_FORMS, SWITCHES, VALUES
 
 DOCS = Path(__file__).parents[2] / "docs"
 _TABLES = re.compile(r"(<!-- Tables .*? -->\n\n).*(<!-- End)", re.DOTALL)
@@ -59,7 +59,7 @@ def _variable(variable: VendorVariable) -> tuple[str, ...]:
 def vllm_flags() -> str:
     """The tables of coming-from-vllm.md."""
     accepted = [
-        (_flags(names), _listed(filter(None, values), " or ") or "any", why)
+        (_flags(names), " or ".join(map(_value, filter(None, values))) or "any", why)
         for names, values, why in (*VALUES, *SWITCHES)
     ]
     absent = [(_flags(names), reason) for names, reason in ABSENT]
@@ -75,8 +75,12 @@ def _flags(names: str) -> str:
     return _listed(f"--{name}" for name in names.split())
 
 
-def _listed(words: Iterable[str], separator: str = ", ") -> str:
-    return separator.join(f"`{word}`" for word in words)
+def _value(word: str) -> str:
+    return word if word in (MODEL, NUMBER) else f"`{word}`"
+
+
+def _listed(words: Iterable[str]) -> str:
+    return ", ".join(f"`{word}`" for word in words)
 
 
 def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

@@ -85,7 +85,7 @@ def from_keywords(**keywords: Any) -> Loaded:
     given = [
         Given(name, value, f"keyword {word}")
         for word, value in keywords.items()
-        if (name := _known(word, f"keyword {word}", problems))
+        if (name := _known(word, value, f"keyword {word}", problems))
     ]
     return _merge(_variables(None), given, problems, argparse.Namespace(), None)
 
@@ -181,7 +181,7 @@ def _without_effect(layers: Iterable[Given], model: str, problems: list[str]) ->
     """The flags of vLLM among `layers`, as one would type them -> why they have no effect."""
     found = {}
     for given in layers:
-        if given.name not in ACCEPTED:
+        if given.name not in ACCEPTED or given.value is None:
             continue
         accepted = ACCEPTED[given.name]
         with _collected(problems):
@@ -220,7 +220,7 @@ def _read_file(path: str, problems: list[str]) -> list[Given]:
     source = f"file {path}"
     found: dict[str, Given] = {}
     for key, value in content.items():
-        name = _known(str(key), source, problems)
+        name = _known(str(key), value, source, problems)
         if not name:
             continue
         if name == "config":
@@ -232,11 +232,15 @@ def _read_file(path: str, problems: list[str]) -> list[Given]:
     return list(found.values())
 
 
-def _known(word: str, source: str, problems: list[str]) -> str:
+def _known(word: str, value: object, source: str, problems: list[str]) -> str:
+    """The name of a setting; empty for what has none."""
     name = word.replace("_", "-")
     if name in _NAMES:
         return name
     if reason := absence(name):
+        # enable_lora=False asks for nothing.
+        if value is None or value is False:
+            return ""
         problems.append(f"{word} is not in this version: {reason} (from {source})")
     else:
         problems.append(f"{word} is no setting{nearest(name, _NAMES)} (from {source})")

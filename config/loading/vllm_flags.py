@@ -28,8 +28,8 @@ SHORT_FORMS: Mapping[str, str] = {
     "-cc": "--compilation-config",
 }
 
-MODEL = "the model's name"
-"""Stands for the value of --model in `VALUES`."""
+MODEL, NUMBER = "the model's name", "a number"
+"""Stand for the value of --model and for any number in `VALUES`."""
 
 VALUES = (
     # Flags, the values that are accepted (none: any), and why they have no effect.
@@ -68,7 +68,7 @@ VALUES = (
     ("kv-cache-dtype", ("auto",), "the KV cache has the data type of the model (--dtype)"),
     (
         "swap-space",
-        (),
+        (NUMBER,),
         "preempted requests are computed again, nothing is swapped to the host",
     ),
     (
@@ -80,8 +80,8 @@ VALUES = (
     ("prefix-caching-hash-algo", (), "blocks are found by their SHA-256"),
     (
         "num-scheduler-steps",
-        (),
-        "two steps are always in flight instead of several planned at once; --overlap-depth 1 "
+        (NUMBER,),
+        "two steps are in flight instead of several planned at once; --overlap-depth 1 "
         "turns that off",
     ),
     ("num-lookahead-slots", ("0",), "speculative decoding is not in this version"),
@@ -98,7 +98,7 @@ VALUES = (
     ),
     (
         "max-seq-len-to-capture",
-        (),
+        (NUMBER,),
         "the buckets and --graph-reserved-mem decide what is captured, at any length",
     ),
     (
@@ -115,7 +115,7 @@ VALUES = (
         ("*", '["*"]', "['*']"),
         "--allowed-origins alone chooses who may call; methods and headers are free",
     ),
-    ("max-parallel-loading-workers", (), "one worker loads the weights"),
+    ("max-parallel-loading-workers", (NUMBER,), "one worker loads the weights"),
     ("safetensors-load-strategy", (), "weights are read tensor by tensor"),
 )
 SWITCHES = (
@@ -140,7 +140,7 @@ SWITCHES = (
         (),
         "one device runs the model in this version",
     ),
-    ("disable-cascade-attn", (), "attention does not cascade"),
+    ("disable-cascade-attn", (), "there is no cascade attention"),
     ("disable-async-output-proc", (), "--overlap-depth 1 turns the overlap of steps off"),
     ("multi-step-stream-outputs", (), "tokens are streamed after each step"),
     ("disable-frontend-multiprocessing", (), "API servers are processes of their own"),
@@ -270,7 +270,7 @@ class Accepted:
         return not self.values or any(
             word == accepted
             or (accepted == MODEL and str(value) == model)
-            or (number is not None and number == _number(accepted))
+            or (number is not None and accepted in (NUMBER, f"{number:g}"))
             for accepted in self.values
         )
 

@@ -9,6 +9,7 @@ import pytest
 from config.errors import ConfigError
 from config.loading.flags import FLAGS
 from config.loading.parser import server_parser
+from config.loading.reference import DOCS
 from config.loading.sources import from_keywords, load
 from config.loading.vllm_flags import ACCEPTED, SHORT_FORMS, absence
 from server.cli import main as cli
@@ -179,7 +180,7 @@ def test_the_log_has_one_line_for_all_of_them(
     (record,) = [one for one in caplog.records if one.name == cli.__name__]
     assert "--swap-space 4 (preempted requests are computed again" in record.message
     assert "--trust-remote-code (code in a checkpoint is never run" in record.message
-    assert "--num-scheduler-steps 8 (two steps are always in flight instead" in record.message
+    assert "--num-scheduler-steps 8 (two steps are in flight instead" in record.message
 
 
 @pytest.mark.parametrize(
@@ -194,6 +195,7 @@ def test_the_log_has_one_line_for_all_of_them(
         ("--tokenizer other", "is 'other', it must be the model's name: the tokenizer is the"),
         ("--tokenizer-mode mistral", "is 'mistral', it must be auto or hf"),
         ("--distributed-executor-backend ray", "Ray and other launchers are not in this version"),
+        ("--swap-space much", "swap-space is 'much', it must be a number: preempted requests"),
         ("--cpu-offload-gb 4", "is '4', it must be 0: weights stay on the device"),
         ("--preemption-mode swap", "is 'swap', it must be recompute"),
         ("--guided-decoding-backend outlines", "is 'outlines', it must be auto or guidance"),
@@ -282,6 +284,27 @@ def test_a_model_behind_the_names_is_not_taken_for_a_name() -> None:
 
     named = load(["--served-model-name", "a", "b", "--model", "x"], environ={})
     assert named.server.served_model_names == ("a", "b")
+
+
+def test_what_is_not_here_may_be_turned_off() -> None:
+    off = load(["m", "--no-enable-lora", "--no-enable-expert-parallel"], environ={})
+    keywords = from_keywords(model="m", enable_lora=False, speculative_config=None, tokenizer=None)
+
+    assert not off.without_effect and not keywords.without_effect
+    with pytest.raises(ConfigError, match="max_loras is not in this version"):
+        from_keywords(model="m", max_loras=0)
+
+
+def test_the_command_line_of_the_page_is_accepted() -> None:
+    page = (DOCS / "coming-from-vllm.md").read_text(encoding="utf-8")
+    command = page.partition("```console\n")[2].partition("```")[0]
+    program, name, *words = shlex.split(command.replace("\\\n", ""))
+
+    loaded = load(words, environ={})
+
+    assert (program, name) == ("gaudiserve", "serve")
+    assert loaded.server.served_model_names == ("llama", "llama-3")
+    assert len(loaded.without_effect) == 5
 
 
 @pytest.mark.parametrize(
