@@ -94,6 +94,11 @@ class Backend(Protocol):
         remains usable after such an error."""
         ...
 
+    def is_compile_failure(self, error: Exception) -> bool:
+        """Whether `error`, raised by work on the device, says that its compiler refused a recipe.
+        The device remains usable after such an error."""
+        return False
+
     def synchronize(self) -> None:
         """Wait for all work."""
         return

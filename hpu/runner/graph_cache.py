@@ -51,6 +51,8 @@ class GraphCache:
         self._counters = counters
         self._tracks_first_runs = captures or backend.compiles
         self._graphs: dict[Bucket, Graph] = {}
+        self.uncompilable: set[Bucket] = set()
+        """Buckets whose graph the device's compiler refused; they run without one."""
         self._seen: set[Bucket] = set()
         """Buckets that have run; bounded by the shapes of the engine's bucket table."""
 
@@ -72,8 +74,8 @@ class GraphCache:
         return self._forward(inputs.tokens, inputs.context)
 
     def capture(self, inputs: BaseInputBuffers[Any]) -> int | None:
-        """Capture the bucket. Returns the bytes of its graph, or None when memory is full: then
-        nothing has changed."""
+        """Capture the bucket. Returns the bytes of its graph, or None when memory is full or the
+        bucket is `uncompilable`: then nothing else has changed."""
         free, _ = self._backend.memory()
         start = time.perf_counter()
         graph = self._capture(inputs)
@@ -96,7 +98,10 @@ class GraphCache:
             graph = self._backend.capture(self._forward, (inputs.tokens, inputs.context))
             self._backend.synchronize()
         except (RuntimeError, MemoryError) as error:
-            if not self._backend.is_out_of_memory(error):
+            if self._backend.is_compile_failure(error):
+                logger.warning("No graph of bucket %s, which runs without: %s", inputs.bucket, error)
+                self.uncompilable.add(inputs.bucket)
+            elif not self._backend.is_out_of_memory(error):
                 raise
             return None
         return graph
@@ -110,8 +115,9 @@ class GraphCache:
         if may_capture and self.bytes < self.budget_bytes:
             if self.capture(inputs) is not None:
                 return self.run(inputs)
-            self.on_demand = False
-            logger.warning("No memory is left for graphs: further buckets run without one")
+            if inputs.bucket not in self.uncompilable:
+                self.on_demand = False
+                logger.warning("No memory is left for graphs: further buckets run without one")
         start = time.perf_counter()
         hidden = self._forward(inputs.tokens, inputs.context)
         # Where nothing is captured, hpu/profiling/diagnostics.py counts the runtime's compilations.

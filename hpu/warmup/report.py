@@ -95,6 +95,11 @@ def log_not_captured(
     )
 
 
+def log_uncompilable(bucket: Bucket, error: Exception) -> None:
+    """A bucket that the device's compiler refuses."""
+    logger.error("Bucket %s is left out, it cannot be compiled: %s", bucket, error)
+
+
 def log_too_large(bucket: Bucket) -> None:
     """A bucket that does not fit beside weights and cache."""
     logger.warning(

@@ -163,7 +163,6 @@ class Warmup:
     def _prepare(self, bucket: Bucket) -> bool:
         """Prepare one bucket, from its first run to its graph."""
         if not self._run_once(bucket, GREEDY):
-            report.log_too_large(bucket)
             return False
         if bucket[1] not in self._widths:
             self._sample_all(_samplings_by_width([bucket], self._runner.warmup_settings), None)
@@ -180,8 +179,6 @@ class Warmup:
             numbers[phase] += 1
             if self._run_once(bucket, GREEDY):
                 usable.append(bucket)
-            else:
-                report.log_too_large(bucket)
             if self._pads:
                 free, _ = self._backend.memory()
                 report.log_step(bucket, numbers[phase], counts[phase], free, graph=False)
@@ -192,7 +189,8 @@ class Warmup:
         ):
             if counts[phase] and all(bucket[0] != phase for bucket in usable):
                 raise ConfigError(
-                    f"0 of {counts[phase]} {name} buckets fit into the device's memory: lower "
+                    f"0 of {counts[phase]} {name} buckets fit into the device's memory and can be "
+                    "compiled (the log names each): lower "
                     "--gpu-memory-utilization, the number of KV blocks where it was given, or "
                     f"{flag}"
                 )
@@ -258,8 +256,12 @@ class Warmup:
             taken = None
             if phase not in self._full and self._fits_budget(bucket, is_pooled):
                 taken = self._graphs.capture(self._input_buffers.get(bucket))
-                # Replay once: the first replay of a graph is slower.
-                if taken is None or not self._run_once(bucket, GREEDY):
+                if taken is None:
+                    is_full = bucket not in self._graphs.uncompilable
+                else:
+                    # Replay once: the first replay of a graph is slower.
+                    is_full = not self._run_once(bucket, GREEDY)
+                if is_full:
                     self._full.add(phase)
             if taken is None:
                 left_out.append(bucket)
@@ -284,7 +286,8 @@ class Warmup:
         return budget.fits(bucket)
 
     def _run_once(self, bucket: Bucket, sampling: RequestSampling) -> bool:
-        """Run a bucket with one request of this sampling; False when memory is full."""
+        """Run a bucket with one request of this sampling; False when memory is full or the device's
+        compiler refuses it, which is logged."""
         try:
             if self._graphs.captures and self._pads:
                 self._input_buffers.prepare(bucket)
