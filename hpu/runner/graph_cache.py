@@ -99,8 +99,8 @@ class GraphCache:
             self._backend.synchronize()
         except (RuntimeError, MemoryError) as error:
             if self._backend.is_compile_failure(error):
-                logger.warning("No graph of bucket %s, which runs without: %s", inputs.bucket, error)
                 self.uncompilable.add(inputs.bucket)
+                logger.warning("Bucket %s runs without a graph: %s", inputs.bucket, error)
             elif not self._backend.is_out_of_memory(error):
                 raise
             return None

@@ -254,6 +254,8 @@ class Warmup:
         for number, bucket in enumerate(order, start=1):
             phase = bucket[0]
             taken = None
+            if bucket in self._graphs.uncompilable:
+                continue
             if phase not in self._full and self._fits_budget(bucket, is_pooled):
                 taken = self._graphs.capture(self._input_buffers.get(bucket))
                 if taken is None:
@@ -264,7 +266,8 @@ class Warmup:
                 if is_full:
                     self._full.add(phase)
             if taken is None:
-                left_out.append(bucket)
+                if bucket not in self._graphs.uncompilable:
+                    left_out.append(bucket)
                 continue
             self._budgets[phase].record(bucket, taken)
             captured.append(bucket)
@@ -293,7 +296,11 @@ class Warmup:
                 self._input_buffers.prepare(bucket)
             self._runner.warm_up(bucket, sampling, prompts=self._pads and sampling == GREEDY)
         except (RuntimeError, MemoryError) as error:
-            if not self._backend.is_out_of_memory(error):
+            if self._backend.is_compile_failure(error):
+                report.log_uncompilable(bucket, error)
+            elif self._backend.is_out_of_memory(error):
+                report.log_too_large(bucket)
+            else:
                 raise
             return False
         if self._diagnostics is not None:

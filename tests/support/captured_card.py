@@ -8,17 +8,26 @@ from hpu.backends.cpu import CallGraph, CpuBackend
 
 GRAPH_BYTES = 1000
 FULL = "the card is full"
+REFUSED = "Graph compile failed. synStatus=synFail 26"
 
 
 class CapturedCard(CpuBackend):
     """Every graph takes GRAPH_BYTES of `total` and `capacity` of them fit. A model for which
-    `refuse` is a hook finds no memory for more than `most_tokens`. Nothing else takes any."""
+    `refuse` is a hook finds no memory for more than `most_tokens`, and its compiler refuses
+    `uncompilable` tokens. No graph of `ungraphable` tokens can be compiled. Nothing else takes
+    memory."""
 
     captures = True
     shares_host_memory = False
 
     def __init__(
-        self, capacity: int = 1000, *, total: int = 1 << 30, most_tokens: int = 1 << 30
+        self,
+        capacity: int = 1000,
+        *,
+        total: int = 1 << 30,
+        most_tokens: int = 1 << 30,
+        uncompilable: int = 0,
+        ungraphable: int = 0,
     ) -> None:
         super().__init__(num_threads=1)
         self.captured: list[tuple[int, ...]] = []
@@ -28,6 +37,8 @@ class CapturedCard(CpuBackend):
         self._capacity = capacity
         self._total = total
         self._most_tokens = most_tokens
+        self._uncompilable = uncompilable
+        self._ungraphable = ungraphable
 
     def memory(self) -> tuple[int, int]:
         return self._total - len(self.captured) * GRAPH_BYTES, self._total
@@ -35,14 +46,21 @@ class CapturedCard(CpuBackend):
     def is_out_of_memory(self, error: Exception) -> bool:
         return str(error) == FULL
 
+    def is_compile_failure(self, error: Exception) -> bool:
+        return str(error) == REFUSED
+
     def refuse(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """A hook before the forward pass."""
         if inputs[0].numel() > self._most_tokens:
             raise RuntimeError(FULL)
+        if inputs[0].numel() == self._uncompilable:
+            raise RuntimeError(REFUSED)
 
     def capture(self, function: Any, inputs: tuple[Any, ...]) -> "_CountedGraph":
         if len(self.captured) == self._capacity:
             raise RuntimeError(FULL)
+        if inputs[0].numel() == self._ungraphable:
+            raise RuntimeError(REFUSED)
         self.captured.append(tuple(inputs[0].shape))
         return _CountedGraph(self, function, inputs)
 

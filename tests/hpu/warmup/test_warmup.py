@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from captured_card import GRAPH_BYTES, CapturedCard
+from captured_card import GRAPH_BYTES, REFUSED, CapturedCard
 from tiny_models import make_tiny
 
 from config.buckets import BucketConfig, Range
@@ -156,6 +156,32 @@ def test_a_bucket_that_cannot_run_is_not_used(
     assert lost and all(bucket[1] * bucket[2] == 64 for bucket in lost)
     assert all(rig.graphs.has_graph(bucket) for bucket in rig.ready)
     assert any("does not fit" in text for text in caplog.messages)
+
+
+def test_a_bucket_that_the_compiler_refuses_is_told_and_left_out(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = warmed(folder, CapturedCard(uncompilable=64))
+
+    lost = set(rig.buckets) - set(rig.ready)
+    assert lost and all(bucket[1] * bucket[2] == 64 for bucket in lost)
+    assert all(rig.graphs.has_graph(bucket) for bucket in rig.ready)
+    refusals = [text for text in caplog.messages if "cannot be compiled" in text]
+    assert len(refusals) == len(lost) and all(REFUSED in text for text in refusals)
+    assert not any("does not fit" in text for text in caplog.messages)
+
+
+def test_a_graph_that_the_compiler_refuses_ends_no_other_captures(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = warmed(folder, CapturedCard(ungraphable=64))
+
+    without = [bucket for bucket in rig.ready if not rig.graphs.has_graph(bucket)]
+    assert sorted(rig.ready) == rig.buckets
+    assert without and all(bucket[1] * bucket[2] == 64 for bucket in without)
+    assert sum("runs without a graph: Graph compile" in text for text in caplog.messages) == len(
+        without
+    )
 
 
 def test_a_phase_without_any_bucket_is_an_error_that_names_the_flag(folder: Path) -> None:
