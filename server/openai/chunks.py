@@ -74,7 +74,9 @@ class ChatChunks(_Chunks):
             payloads.append({"content": ""})
         frames = []
         # Tokens and the end of the choice are told once.
-        rest = Delta(delta.index, token_ids=delta.token_ids, logprobs=delta.logprobs)
+        rest = delta
+        if finish_reason is not None:
+            rest = Delta(delta.index, token_ids=delta.token_ids, logprobs=delta.logprobs)
         for payload in payloads:
             if self._is_plain and "content" in payload:
                 frames.append(self._text_chunk(delta.index, payload["content"]))
