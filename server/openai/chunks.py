@@ -67,7 +67,7 @@ class ChatChunks(_Chunks):
     def _parsed(self, delta: Delta) -> bytes:
         """A chunk for each event of `delta`, and one for the end."""
         payloads = chat_deltas(self._job.events(delta), shows_reasoning=self._shows_reasoning)
-        finish_reason = self._job.finish_reason(delta)
+        finish_reason = None if delta.finish_reason is None else self._job.finish_reason(delta)
         if finish_reason is not None:
             payloads.append({})
         elif not payloads and (delta.logprobs or self._has_ids):
