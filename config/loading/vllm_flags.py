@@ -200,10 +200,6 @@ ABSENT = (
         "the KV cache stays in its engine",
     ),
     ("mamba-*", "models with a recurrent state are not supported"),
-    (
-        "download-dir",
-        "the Hugging Face library chooses the folder: set the variable HF_HOME or HF_HUB_CACHE",
-    ),
     ("hf-token", "set the variable HF_TOKEN"),
     (
         "hf-overrides hf-config-path rope-scaling rope-theta override-attention-dtype",

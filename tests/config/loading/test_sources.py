@@ -244,7 +244,7 @@ def test_a_wrong_command_line_says_what_is_wrong(argv: list[str], message: str) 
         ("port: [", "cannot be read"),
         ("tensor-parallel-size: 4", "must be 1"),
         ("enable_lora: true", "enable_lora is not in this version: adapters.*serve.yaml"),
-        ("port: x\nseed: y", r"2 settings cannot be used:\n  port is 'x'.*\n  seed is 'y'"),
+        ("port: x\nseed: y", r"2 settings cannot be used:\n  --port is 'x'.*\n  --seed is 'y'"),
     ],
 )
 def test_a_wrong_file_says_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:

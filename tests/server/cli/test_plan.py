@@ -65,7 +65,7 @@ def test_what_does_not_fit_ends_with_status_1(
         (["--lengths", "513"], "between 1 and --max-model-len, 512"),
         (["--card-gib", "0"], "card-gib is 0, it must be above 0"),
         (["--device", "gaudi1"], "invalid choice: 'gaudi1'"),
-        (["--max-model-len", "1K"], "max_model_len is 1024, the checkpoint was made for 512"),
+        (["--max-model-len", "1K"], "--max-model-len is 1024, the checkpoint was made for 512"),
     ],
 )
 def test_a_wrong_option_is_one_line_and_status_2(
