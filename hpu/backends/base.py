@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from config.model.model_config import ModelConfig
 from hpu.ops.kernels import Kernels
 
 
@@ -37,6 +38,9 @@ class Graph(Protocol):
 @runtime_checkable
 class FusibleModel(Protocol):
     """A model that can run on fused kernels."""
+
+    config: ModelConfig
+    dtype: torch.dtype
 
     @property
     def layers(self) -> Iterable[nn.Module]: ...

@@ -45,6 +45,10 @@ OUT_OF_MEMORY = (
 """Parts of the runtime's error texts when the card's memory is full, in lower case; the runtime has
 no error type for it."""
 
+KEEP_TENSOR_CACHE = ("Qwen", "Roberta", "XLMRoberta")
+"""Beginnings of architectures whose graphs need the tensor cache (vllm-project/vllm-gaudi,
+docs/configuration/env_variables.md, PT_HPUGRAPH_DISABLE_TENSOR_CACHE); its pages give no reason."""
+
 COMPILE_FAILED = "graph compile failed"
 """Part of the text, in lower case, when the compiler refuses a recipe. Its status, often 26, is
 generic: a limit of the compiler, not necessarily memory."""
@@ -116,10 +120,11 @@ class GaudiBackend(Backend):
     """One card of this process; the runtime gives each process at most one.
 
     `choice` is the mode; the runtime's variables are already set for it. `driver` is the driver's
-    version, if known. The callbacks `on_warmup_end`, `on_warmup_begin` and `on_close` are called
-    after warm-up, before another one, and on release of the card. `guards_off`: compiled code
-    checks no guards after warm-up, and a new shape is an error. Raises ConfigError if the runtime
-    is unusable; `explain` translates its error texts.
+    version, if known, `software` that of the runtime (None: as installed). The callbacks
+    `on_warmup_end`, `on_warmup_begin` and `on_close` are called after warm-up, before another one,
+    and on release of the card. `guards_off`: compiled code checks no guards after warm-up, and a
+    new shape is an error. Raises ConfigError if the runtime is unusable; `explain` translates its
+    error texts.
     """
 
     name = "hpu"
@@ -139,6 +144,7 @@ class GaudiBackend(Backend):
         *,
         seed: int = 0,
         driver: str = "",
+        software: str | None = None,
         ranks: Ranks = SINGLE_RANK,
         guards_off: bool = False,
         explain: Callable[[str], str | None] = lambda text: None,
@@ -147,7 +153,7 @@ class GaudiBackend(Backend):
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.driver = driver
-        self.software = distribution_version(RUNTIME_DISTRIBUTION) or ""
+        self.software = software or distribution_version(RUNTIME_DISTRIBUTION) or ""
         self._execution = execution
         self._mode = choice.mode
         self._explain = explain
@@ -155,6 +161,7 @@ class GaudiBackend(Backend):
         self._on_warmup_begin = on_warmup_begin
         self._on_close = on_close
         self._guards_off = guards_off
+        self._disables_tensor_cache = True
         self._graphed: Callable[..., Any] | None = None
         self._function: Callable[..., Any] | None = None
         try:
@@ -176,7 +183,6 @@ class GaudiBackend(Backend):
         self.captures = self._mode == HPU_GRAPHS
         self._copies = HostCopies(self._hpu)
         self._hpu.manual_seed(seed)
-        self._kernels = self._make_kernels()
         for name in ("graph_compilation", "cpu_fallback"):
             if self._metrics.metric_global(name) is None:
                 logger.warning("the runtime has no metric %s: it is reported as 0", name)
@@ -204,19 +210,25 @@ class GaudiBackend(Backend):
         self._hpu.synchronize()
         return int(self._hpu.current_device())
 
-    def _make_kernels(self) -> Kernels:
+    def _make_kernels(self, model: FusibleModel) -> Kernels:
+        """The choices of the vendor's plug-in for vLLM (vllm_gaudi/extension/features.py): softmax
+        in float32 for Qwen2, and the adjustment kernel where it exists, but for neither Qwen2 nor
+        float16. It leaves block_softmax off."""
         experimental = importlib.import_module(f"{ROOT}.utils.experimental")
         kinds = experimental.synDeviceType
         found = experimental._get_device_type()
         card = {kinds.synDeviceGaudi2: "gaudi2", kinds.synDeviceGaudi3: "gaudi3"}.get(found)
         # Not at the top of the file: it imports the vendor's kernels.
         module = importlib.import_module("hpu.ops.gaudi")
-        release = release_of(self.software)
-        fused = card in GENERATIONS and all(
-            has_kernel(kernel, str(card), release)
-            for kernel in ("block_softmax", "block_softmax_adjustment")
+        is_qwen2 = model.config.architecture.startswith("Qwen2")
+        exists = card in GENERATIONS and has_kernel(
+            "block_softmax_adjustment", str(card), release_of(self.software)
         )
-        kernels = module.GaudiKernels(fused_sdpa=self._execution.fused_sdpa, fused_blocks=fused)
+        kernels = module.GaudiKernels(
+            fused_sdpa=self._execution.fused_sdpa,
+            softmax_mode="fp32" if is_qwen2 else "fast",
+            fused_adjustment=bool(exists) and not is_qwen2 and model.dtype != torch.float16,
+        )
         return cast(Kernels, kernels)
 
     def memory(self) -> tuple[int, int]:
@@ -274,7 +286,9 @@ class GaudiBackend(Backend):
         by the inputs' shapes. The inputs may only be tensors: any other value becomes part of the
         key."""
         if self._graphed is None:
-            self._graphed = self._hpu.wrap_in_hpu_graph_func(function, disable_tensor_cache=True)
+            self._graphed = self._hpu.wrap_in_hpu_graph_func(
+                function, disable_tensor_cache=self._disables_tensor_cache
+            )
             self._function = function
         assert function == self._function, "one function is captured, in many shapes"
         assert self._graphed is not None
@@ -310,7 +324,9 @@ class GaudiBackend(Backend):
         self._htcore.mark_step()
         self._hpu.synchronize()
         if isinstance(model, FusibleModel):
-            model.use_kernels(self._kernels, split_qkv=self._execution.split_qkv)
+            model.use_kernels(self._make_kernels(model), split_qkv=self._execution.split_qkv)
+            if model.config.architecture.startswith(KEEP_TENSOR_CACHE):
+                self._disables_tensor_cache = False
             if self._mode in (HPU_GRAPHS, LAZY):
                 self._mark_layers(model.layers)
         if self._mode == TORCH_COMPILE:

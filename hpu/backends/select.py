@@ -73,6 +73,7 @@ def _emulated(config: EngineConfig) -> Backend:
             env.hpu_mode(config),
             seed=config.seed,
             guards_off=config.warmup.full_guards_off,
+            software=emulator.device.config.release,
             on_warmup_end=emulator.end_warmup,
             on_warmup_begin=emulator.begin_warmup,
             on_close=emulator.uninstall,

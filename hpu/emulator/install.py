@@ -68,7 +68,8 @@ class Emulator:
 
     def apply(self) -> None:
         sys.meta_path.insert(0, self._finder)
-        self._libraries = [define_ops(self.device.generation.fp8_max), *self._device_libraries()]
+        ops = define_ops(self.device.config.generation, self.device.generation.fp8_max)
+        self._libraries = [ops, *self._device_libraries()]
         collectives.register("hpu")
         # Without it, Module.to would put a device tensor's insides into a CPU parameter.
         self._overwrites = torch.__future__.get_overwrite_module_params_on_conversion()

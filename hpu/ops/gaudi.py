@@ -22,12 +22,16 @@ from hpu.ops.kernels import DecodeOperands, PromptOperands
 
 
 class GaudiKernels:
-    """`fused_sdpa`: prompts use FusedSDPA; `fused_blocks`: decodes use the block softmax kernels,
-    which not every card and release has."""
+    """`fused_sdpa`: prompts use FusedSDPA; `softmax_mode` is its argument, fast or fp32;
+    `fused_adjustment`: decodes use the kernel block_softmax_adjustment, which not every card and
+    release has."""
 
-    def __init__(self, *, fused_sdpa: bool, fused_blocks: bool) -> None:
+    def __init__(
+        self, *, fused_sdpa: bool, softmax_mode: str = "fast", fused_adjustment: bool = False
+    ) -> None:
         self._fused_sdpa = fused_sdpa
-        self._fused_blocks = fused_blocks
+        self._softmax_mode = softmax_mode
+        self._fused_adjustment = fused_adjustment
         # torch warns about its own kernel at the first call; the card has another one.
         warnings.filterwarnings("ignore", r"index_reduce\(\) is in beta", UserWarning)
 
@@ -49,7 +53,11 @@ class GaudiKernels:
         return rotated.view(batch, query, *rotated.shape[1:])
 
     def make_attention(self) -> "GaudiAttention":
-        return GaudiAttention(fused_sdpa=self._fused_sdpa, fused_blocks=self._fused_blocks)
+        return GaudiAttention(
+            fused_sdpa=self._fused_sdpa,
+            softmax_mode=self._softmax_mode,
+            fused_adjustment=self._fused_adjustment,
+        )
 
 
 class GaudiAttention(nn.Module):
@@ -60,10 +68,11 @@ class GaudiAttention(nn.Module):
     scores it would change the range that the file gives for the query.
     """
 
-    def __init__(self, *, fused_sdpa: bool, fused_blocks: bool) -> None:
+    def __init__(self, *, fused_sdpa: bool, softmax_mode: str, fused_adjustment: bool) -> None:
         super().__init__()
         self._fused_sdpa = fused_sdpa
-        self._fused_blocks = fused_blocks
+        self.softmax_mode = softmax_mode
+        self.fused_adjustment = fused_adjustment
         self.matmul_qk = Matmul()
         self.softmax = Softmax()
         self.matmul_av = Matmul()
@@ -88,7 +97,7 @@ class GaudiAttention(nn.Module):
             0.0,
             is_causal,
             scale,
-            "None",
+            self.softmax_mode,
             True,
             operands.lengths if is_causal else None,
             "right",
@@ -121,17 +130,17 @@ class GaudiAttention(nn.Module):
         keys = key_blocks.permute(0, 2, 3, 1).unsqueeze(2)
         values = value_blocks.transpose(1, 2).unsqueeze(2)
         scores = self.matmul_qk(folded, keys)
-        bias = mask.view(count, 1, 1, 1, -1).to(scores.dtype)
-        if self._fused_blocks:
-            weights, highest, sums = torch.ops.hpu.block_softmax(scores, bias, groups)
+        if not self.fused_adjustment:
+            scores = scores.float()
+        scores = scores + mask.view(count, 1, 1, 1, -1).to(scores.dtype)
+        highest = scores.amax(-1, keepdim=True)
+        weights = torch.exp(scores - highest)
+        sums = weights.sum(-1, keepdim=True)
+        if self.fused_adjustment:
             block_weights = torch.ops.hpu.block_softmax_adjustment(
-                highest, sums.to(highest.dtype), groups, batch, list(highest.shape)
+                highest, sums, groups, batch, list(highest.shape)
             )
         else:
-            wide = scores.float() + bias
-            highest = wide.amax(-1, keepdim=True)
-            weights = torch.exp(wide - highest)
-            sums = weights.sum(-1, keepdim=True)
             block_weights = _block_weights(
                 highest.view(count, heads), sums.view(count, heads), rows, mapping
             ).view(highest.shape)

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.library import Library
 
 from hpu.emulator.ops import quantized
+from hpu.gaudi_devices import KERNELS
 
 SDPA = (
     "sdpa_recomp_fwd(Tensor q, Tensor k, Tensor v, Tensor? mask, float p, float? scale, "
@@ -179,8 +180,8 @@ def block_softmax_adjustment(
     return out.view(out_shape).to(block_max.dtype)
 
 
-def define_ops(fp8_max: float) -> Library:
-    """Define and implement every op; destroying the library removes them."""
+def define_ops(card: str, fp8_max: float) -> Library:
+    """Define and implement every op that `card` has; destroying the library removes them."""
     library = Library("hpu", "DEF")  # type: ignore[no-untyped-call]  # torch's own
     fp8 = quantized.Fp8(fp8_max)
     table = {
@@ -190,12 +191,13 @@ def define_ops(fp8_max: float) -> Library:
         ROTARY: rotary,
         CUSTOM_SOFTMAX: custom_softmax,
         BLOCK_SOFTMAX: block_softmax,
-        BLOCK_SOFTMAX_ADJUSTMENT: block_softmax_adjustment,
         quantized.FROM_UINT4: quantized.convert_from_uint4,
         quantized.FROM_INT4: quantized.convert_from_int4,
         quantized.MOE: quantized.mixture_of_experts,
         quantized.MOE_FUSED: quantized.mixture_of_experts_fused,
     }
+    if card in KERNELS["block_softmax_adjustment"].generations:
+        table[BLOCK_SOFTMAX_ADJUSTMENT] = block_softmax_adjustment
     for name, scale in quantized.OVERLOADS:
         table[quantized.CAST_TO.format(name=name, scale=scale)] = fp8.cast_to
         table[quantized.CAST_FROM.format(name=name, scale=scale)] = fp8.cast_from

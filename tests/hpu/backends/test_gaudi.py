@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from paged_harness import load_decoder
 from tiny_models import make_tiny
 from worker_rig import WorkerRig
 
@@ -18,6 +19,7 @@ from config.errors import ConfigError
 from config.execution import EmulatorSettings, ExecutionConfig
 from hpu.backends import gaudi_copies
 from hpu.backends.select import select_backend
+from hpu.emulator.settings import EmulatorConfig
 
 TABLE = BucketConfig(
     strategy="linear",
@@ -92,6 +94,50 @@ def test_every_mode_and_card_gives_the_same_tokens(
         found = greedy(rig)
 
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "card", "dtype", "adjusts", "softmax_mode"),
+    [
+        ("llama", "gaudi3", torch.bfloat16, True, "fast"),
+        ("llama", "gaudi2", torch.bfloat16, False, "fast"),
+        ("llama", "gaudi3", torch.float16, False, "fast"),
+        ("qwen2", "gaudi3", torch.bfloat16, False, "fp32"),
+        ("qwen3", "gaudi3", torch.bfloat16, True, "fast"),
+    ],
+)
+def test_attention_uses_the_kernels_that_the_vendors_plugin_uses(
+    family: str, card: str, dtype: torch.dtype, adjusts: bool, softmax_mode: str, tmp_path: Path
+) -> None:
+    model = load_decoder(make_tiny(family, tmp_path), dtype=dtype)
+    backend = select_backend(
+        EngineConfig("m", device="hpu-emulator", emulator=EmulatorSettings(card=card))
+    )
+
+    backend.prepare(model)
+
+    implementations = [layer.self_attn.attn.impl for layer in model.layers]
+    assert {one.fused_adjustment for one in implementations} == {adjusts}
+    assert {one.softmax_mode for one in implementations} == {softmax_mode}
+    backend.close()
+
+
+@pytest.mark.parametrize(("family", "keeps"), [("llama", False), ("qwen3", True)])
+def test_graphs_of_qwen_keep_their_tensors(family: str, keeps: bool, tmp_path: Path) -> None:
+    model = load_decoder(make_tiny(family, tmp_path))
+    backend = select_backend(
+        EngineConfig("m", device="hpu-emulator", emulator=EmulatorSettings(is_strict=True))
+    )
+    backend.prepare(model)
+    x = backend.zeros((1 << 18,), torch.float32)
+    before = backend.memory()[0]
+
+    graph = backend.capture(lambda x: ((x + 1) * 2).sum(), (x,))
+
+    held = before - backend.memory()[0] - EmulatorConfig().graph_bytes
+    assert (held > 2 * x.numel() * 4) == keeps
+    assert float(graph.replay().cpu()) == 2 * x.numel()
+    backend.close()
 
 
 def test_graphs_on_stock_torch_are_refused_before_anything_is_loaded(

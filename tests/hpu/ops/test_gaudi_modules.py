@@ -133,7 +133,7 @@ def swap(model: nn.Module) -> Calls:
 def fuse(model: Decoder, **settings: bool) -> None:
     from hpu.ops.gaudi import GaudiKernels
 
-    model.use_kernels(GaudiKernels(**{"fused_sdpa": True, "fused_blocks": True, **settings}))
+    model.use_kernels(GaudiKernels(**{"fused_sdpa": True, "fused_adjustment": True, **settings}))
 
 
 def run(harness: PagedHarness) -> Tensor:
@@ -155,7 +155,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def kernels() -> Iterator[None]:
     """The vendor's operations, which the emulator also runs on the CPU's tensors."""
-    with emulated(lazy=False), torch.inference_mode():
+    with emulated(lazy=False, generation="gaudi3"), torch.inference_mode():
         yield
 
 
@@ -224,12 +224,12 @@ def test_unfused_prompts_call_the_products_and_the_softmax(folder: Path, kernels
 
 
 @pytest.mark.parametrize("fused_sdpa", [False, True], ids=["unfused", "fused"])
-@pytest.mark.parametrize("fused_blocks", [False, True], ids=["by parts", "block softmax"])
+@pytest.mark.parametrize("fused_adjustment", [False, True], ids=["by parts", "adjusted"])
 def test_modules_give_the_logits_of_plain_operations(
-    folder: Path, kernels: None, fused_sdpa: bool, fused_blocks: bool
+    folder: Path, kernels: None, fused_sdpa: bool, fused_adjustment: bool
 ) -> None:
     model = load_decoder(folder)
-    fuse(model, fused_sdpa=fused_sdpa, fused_blocks=fused_blocks)
+    fuse(model, fused_sdpa=fused_sdpa, fused_adjustment=fused_adjustment)
 
     expected = run(PagedHarness(load_decoder(folder)))
     found = run(PagedHarness(model))
