@@ -142,7 +142,10 @@ class RotaryEmbedding(nn.Module):
     def restore_sin_sign(self) -> None:
         """Undo the negation of the first half of sin, for fused kernels. Once only."""
         size = self.table.shape[1] // 4
-        self.table[:, 2 * size : 3 * size].neg_()
+        signs = torch.ones(4 * size, dtype=self.table.dtype)
+        signs[2 * size : 3 * size] = -1
+        # The whole table: a lazy device would copy all of it for a write to a part.
+        self.table.mul_(signs.to(self.table.device))
 
     def forward(self, positions: Tensor) -> Rotation:
         """The rotations at `positions` (B, Q)."""

@@ -102,7 +102,7 @@ def _length(bucket: Bucket, block_size: int) -> int:
 def split_graphs(graphs: float, prompt_ratio: float) -> tuple[float, float]:
     """(prompt, decode) parts of the graphs' memory."""
     if not 0 <= prompt_ratio <= 1:
-        raise ConfigError(f"graph_prompt_ratio is {prompt_ratio}, it must be between 0 and 1")
+        raise ConfigError(f"--graph-prompt-ratio is {prompt_ratio}, it must be between 0 and 1")
     prompt = graphs * prompt_ratio
     return prompt, graphs - prompt
 

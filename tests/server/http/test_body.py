@@ -25,7 +25,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 async def test_an_answer_names_the_unknown_fields_of_its_request(
     path: str, body: dict[str, Any], stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.DEBUG, "server.http.middleware")
+    caplog.set_level(logging.DEBUG, "server.app.middleware")
     async with on_port(TalkingClient()) as rig:
         plain = await rig.post(path, {**body, "stream": stream})
         typo = await rig.post(path, {**body, "stream": stream, "temprature": 0, "zz": [1]})
