@@ -259,7 +259,7 @@ class Sampler:
         if stages.bias:
             scores = tables["bias"].index_select(0, rows.bias).add_(scores)
         if stages.banned and self._static_shapes:
-            scores = _minus_inf(tables["banned"].index_select(0, rows.banned)).add_(scores)
+            scores = tables["banned"].index_select(0, rows.banned).add_(scores)
         if token_biases is not None:
             scores = _writable(scores, logits)
             scores.view(-1).index_add_(0, *token_biases)

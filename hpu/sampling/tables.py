@@ -29,7 +29,8 @@ class _Shape(NamedTuple):
 def _shapes(vocab_size: int, index_dtype: torch.dtype) -> dict[str, _Shape]:
     return {
         "bias": _Shape((vocab_size,), torch.float32),
-        "banned": _Shape((vocab_size,), torch.bool),
+        # Not bool: the bridge's tests of index_copy_ do not cover it.
+        "banned": _Shape((vocab_size,), torch.float32),
         "counts": _Shape((vocab_size,), torch.float32),
         "few_words": _Shape((FEW_WORDS, FEW_PREFIX + 1), index_dtype),
         "many_words": _Shape((MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), index_dtype),
@@ -67,7 +68,8 @@ class SamplingTables:
     """Tables of `max_num_reqs` requests. A token is stored as its id plus 1; 0 means none.
 
     bias         (R, V) float32, added to logits; -inf where a token is not allowed
-    banned       (R, V) bool: tokens that may not come before min_tokens; only if preallocated
+    banned       (R, V) float32, -inf at tokens that may not come before min_tokens; only if
+                 preallocated
     counts       (R, V) float32: how often a token was generated, plus 0.5 if the prompt has it
     few_words    (R, W, L + 1) bad words, right-aligned; a 0 before the last token matches anything,
                  a 0 in its place means no word
@@ -112,8 +114,8 @@ class SamplingTables:
         if stages.bias:
             rows["bias"] = self._bias(sampling)
         if stages.banned and self._has_banned:
-            rows["banned"] = np.zeros(self._vocab_size, dtype=np.bool_)
-            rows["banned"][list(sampling.end_token_ids)] = True
+            rows["banned"] = np.zeros(self._vocab_size, dtype=np.float32)
+            rows["banned"][list(sampling.end_token_ids)] = -np.inf
         if stages.counts:
             rows["counts"] = np.bincount(generated, minlength=self._vocab_size).astype(np.float32)
             in_prompt = np.bincount(prompt, minlength=self._vocab_size) > 0

@@ -73,6 +73,7 @@ INDEX_RULES = {
     "aten::scatter_reduce": IndexRule(0, 1, 2, False),
     "aten::scatter_reduce_": IndexRule(0, 1, 2, False),
 }
+INDEX_COPIES = ("aten::index_copy", "aten::index_copy_")
 MASKS = (torch.bool, torch.uint8)
 PUTS = ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 
@@ -118,6 +119,8 @@ def _run_indexed(
     report: Report,
 ) -> Any:
     index = args[rule.indices]
+    if name in INDEX_COPIES and args[0].dtype == torch.bool:
+        report("untested_dtype", "the bridge's tests cover no index_copy of bool", name)
     if not index.numel():
         return func(*args, **kwargs)
     dim = 0 if rule.dim is None else args[rule.dim]

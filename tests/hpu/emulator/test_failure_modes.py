@@ -630,3 +630,15 @@ def test_26_a_write_to_a_view_copies_its_base_until_the_segment_is_launched() ->
         base[:4].zero_()
         torch.index_select(base.clone(), 0, torch.tensor([1]).to("hpu"), out=base[:1])
         assert card.counters.counts["view_write"] == 2
+
+
+def test_27_a_copy_by_index_of_bools_is_untested() -> None:
+    with emulated() as card:
+        index = torch.tensor([0], dtype=torch.int32).to("hpu")
+        table = torch.zeros(2, 3, dtype=torch.int32, device="hpu")
+
+        table.index_copy_(0, index, table[1:].clone())
+        assert card.counters.counts["untested_dtype"] == 0
+        table.bool().index_copy_(0, index, table[1:].bool())
+
+        assert card.counters.counts["untested_dtype"] == 1
