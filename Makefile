@@ -15,7 +15,7 @@ CLIENTS := .venv-clients
 NODE_CLIENT := tests/clients/node
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-hpu serve test test-slow test-clients test-cuda test-kernels test-fuzz lint format bench bench-cuda clean
+.PHONY: help install install-hpu serve test test-slow test-clients test-cuda test-kernels test-fuzz lint style format bench bench-cuda clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,8 +51,11 @@ install-hpu: ## On a Gaudi machine: a .venv over the system's packages that keep
 serve: $(VENV)/.installed ## Serve MODEL (or the demo model, fetched at the first start) on PORT
 	@exec $(BIN)/gaudiserve serve $(MODEL) --port $(PORT) $(ARGS)
 
-test: lint ## Lint, types and the default tests
-	@$(BIN)/python -m pytest -q $(ARGS)
+test: style ## Lint, types and the default tests
+	@# The types are checked beside the first tests.
+	@nice -n 19 $(BIN)/mypy --no-error-summary & types=$$!; \
+	$(BIN)/python -m pytest -q $(ARGS); tests=$$?; \
+	wait $$types && exit $$tests
 
 test-slow: $(VENV)/.installed ## The tests that take minutes
 	@$(BIN)/python -m pytest -q -m slow $(ARGS)
@@ -85,10 +88,12 @@ test-kernels: $(VENV)/.installed ## The compiled kernels under the compiler's sa
 test-fuzz: $(VENV)/.installed ## Hostile requests for ten minutes; ARGS='--fuzz-seconds 60 --fuzz-seed 7' for others
 	@$(BIN)/python -m pytest -q -s -m fuzz tests/fuzz $(ARGS)
 
-lint: $(VENV)/.installed ## Check format, style and types
+lint: style ## Check format, style and types
+	@$(BIN)/mypy --no-error-summary
+
+style: $(VENV)/.installed
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/ruff check --quiet .
-	@$(BIN)/mypy --no-error-summary
 
 format: $(VENV)/.installed ## Put the code into the one format
 	@$(BIN)/ruff format .

@@ -120,7 +120,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     ("flags", "host", "is_warned"),
     [
         ((), "127.0.0.1", False),
-        (("--host=0.0.0.0",), "localhost", True),
         (("--host=0.0.0.0", "--api-key=k"), "localhost", False),
         (("--host=0.0.0.0", "--api-server-count=2"), "localhost", True),
     ],
