@@ -91,7 +91,7 @@ test-fuzz: $(VENV)/.installed ## Hostile requests for ten minutes; ARGS='--fuzz-
 lint: style ## Check format, style and types
 	@$(BIN)/mypy --no-error-summary
 
-style: $(VENV)/.installed
+style: $(VENV)/.installed ## Check format and style
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/ruff check --quiet .
 

@@ -187,14 +187,13 @@ class Device:
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.before_collective is not None:
             self.before_collective(func._schema.name, list(tensors_in((args, kwargs))))
-        result = func(*args, **kwargs)
         if self.world_size > 1 and self.variables.lazy_collectives() and self.segment.has_ops():
             # A documented fault of the bridge with lazy collectives; shown as the worst it can do.
             text = "a collective without mark_step before it may read what is not computed yet"
             self.counters.misuse("unmarked_collective", text, func._schema.name)
             for given in tensors_in((args, kwargs)):
                 fill_with_garbage(given)
-        return result
+        return func(*args, **kwargs)
 
     def _launch(self, func: Any, name: str, args: Any, kwargs: Any, lazy: bool) -> Any:
         # A recorded copy from the host keeps its current value: it is baked into the graph.
