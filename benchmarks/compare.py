@@ -1,12 +1,14 @@
-"""Servers under the same load, one after the other on one machine: a table with ratios.
+"""Servers under the same load on one machine: a table with ratios.
 
     python benchmarks/compare.py --out benchmarks/results/cpu \
         --server 'gaudiserve=gaudiserve serve demo --max-model-len 2048 --port {port}' \
         --server 'other=other-server --port {port}' --flags 'other=--no-ignore-eos'
 
 Each server is started by its command, loaded by `gaudiserve bench serve`, and stopped before the
-next one starts. Run nothing else at the same time. Writes OUT.json and OUT.md after each server. A
-server that does not start is reported and skipped, and the exit status is 1.
+next one starts. With `--turns` all of them run, and each load goes from server to server: for two
+versions of one server, whose difference is smaller than the drift of the machine between two runs.
+Run nothing else at the same time. Writes OUT.json and OUT.md after each server. A server that does
+not start is reported and skipped, and the exit status is 1.
 """
 
 import argparse
@@ -17,8 +19,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -70,22 +74,38 @@ class Measured:
     runs: list[dict[str, object]] = field(default_factory=list)
 
 
+class Running(NamedTuple):
+    """A started server."""
+
+    measured: Measured
+    port: int
+    flags: list[str]
+    """For `bench serve`."""
+
+
 def main() -> int:
     options = _options()
     flags = dict(argument.split("=", 1) for argument in options.flags)
     chosen = [w for w in WORKLOADS if not options.only or any(o in w.name for o in options.only)]
-    measured, left_out, report = [], 0, "nothing was measured"
-    for argument in options.server:
-        name, command = argument.split("=", 1)
-        extra = shlex.split(flags.get(name, ""))
-        try:
-            measured.append(_measure(name, command, extra, chosen, options.rounds))
-        except NotStarted as error:
-            print(f"{name}: {error}; left out", file=sys.stderr, flush=True)
-            left_out += 1
-            continue
-        report = _markdown(measured, chosen, options.rounds)
-        _write(Path(options.out), measured, report)
+    measured: list[Measured] = []
+    left_out, report = 0, "nothing was measured"
+    groups = [options.server] if options.turns else [[server] for server in options.server]
+    for group in groups:
+        with ExitStack() as stack:
+            running: list[Running] = []
+            for argument in group:
+                name, command = argument.split("=", 1)
+                try:
+                    extra = shlex.split(flags.get(name, ""))
+                    running.append(_start(stack, Measured(name, command), extra))
+                except NotStarted as error:
+                    print(f"{name}: {error}; left out", file=sys.stderr, flush=True)
+                    left_out += 1
+            _load_all(running, chosen, options.rounds)
+        measured += [server.measured for server in running]
+        if measured:
+            report = _markdown(measured, chosen, options.rounds)
+            _write(Path(options.out), measured, report)
     print(report)
     return 1 if left_out else 0
 
@@ -106,26 +126,33 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--flags", action="append", default=[], metavar="NAME=BENCH_FLAGS")
     parser.add_argument("--only", action="append", default=[], metavar="WORDS_OF_A_WORKLOAD")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--turns", action="store_true", help="let all servers run, and take turns")
     parser.add_argument("--out", required=True, metavar="PATH")
     return parser.parse_args()
 
 
-def _measure(
-    name: str, command: str, extra: list[str], workloads: list[Workload], rounds: int
-) -> Measured:
-    result = Measured(name, command)
+def _start(stack: ExitStack, measured: Measured, extra: list[str]) -> Running:
     named = [flag.partition("=")[2] for flag in extra if flag.startswith("--model=")]
-    with started(command, named[0] if named else None) as server:
-        result.start_s = server.start_s
-        result.idle_mib = _resident_mib(server.pid)
-        # Never the same prompts twice: they may still be in a prefix cache.
-        loads = [workload for _ in range(rounds) for workload in workloads]
-        for seed, workload in enumerate(loads):
-            result.runs.append(_load(name, server.port, workload, [f"--seed={seed}", *extra]))
-    for workload in workloads:
-        rates = [float(str(run["rate"])) for run in result.runs if run["workload"] == workload.name]
-        result.output_tokens_s[workload.name] = statistics.median(rates)
-    return result
+    server = stack.enter_context(started(measured.command, named[0] if named else None))
+    measured.start_s = server.start_s
+    measured.idle_mib = _resident_mib(server.pid)
+    return Running(measured, server.port, extra)
+
+
+def _load_all(running: list[Running], workloads: list[Workload], rounds: int) -> None:
+    # Never the same prompts twice: they may still be in a prefix cache.
+    loads = [workload for _ in range(rounds) for workload in workloads]
+    for seed, workload in enumerate(loads):
+        # The first of a pair would always meet the machine in the same state.
+        for server in running if seed // len(workloads) % 2 else reversed(running):
+            flags = [f"--seed={seed}", *server.flags]
+            measured = server.measured
+            measured.runs.append(_load(measured.name, server.port, workload, flags))
+    for measured in (server.measured for server in running):
+        for workload in workloads:
+            runs = [run for run in measured.runs if run["workload"] == workload.name]
+            rates = [float(str(run["rate"])) for run in runs]
+            measured.output_tokens_s[workload.name] = statistics.median(rates)
 
 
 def _load(name: str, port: int, workload: Workload, extra: list[str]) -> dict[str, object]:

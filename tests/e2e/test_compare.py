@@ -20,6 +20,7 @@ def test_a_server_that_does_not_start_is_skipped(tiny_model: str, tmp_path: Path
             "benchmarks/compare.py",
             f"--server=ours={shlex.join(ours)}",
             f"--server=another={shlex.join(ended)}",
+            "--turns",
             "--only=shared",
             "--rounds=1",
             f"--out={tmp_path / 'both'}",

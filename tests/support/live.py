@@ -153,11 +153,12 @@ def running(
     *flags: str,
     env: dict[str, str] | None = None,
     python: str = sys.executable,
+    ready_s: float = 120,
 ) -> Iterator[LiveServer]:
     """A ready server, stopped at the end."""
     server = LiveServer(model, log, *flags, env=env, python=python)
     try:
-        server.wait_ready()
+        server.wait_ready(ready_s)
         yield server
     finally:
         server.close()

@@ -1,0 +1,209 @@
+"""Five thousand random requests over HTTP to the strict emulated card, whose copies to the host are
+late: the answers are the CPU's, nothing is compiled or falls back, and memory stays the same."""
+
+import asyncio
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from live import LiveServer, running
+from tiny_models import VOCAB_SIZE, make_tiny
+
+NUM_REQUESTS = 5000
+NUM_CLIENTS = 8
+LENGTH = 160
+"""Tokens of a prompt and its answer at most; the chat template's included."""
+SHARED = ("--dtype=float32", "--max-model-len=320", "--enable-auto-tool-choice")
+CARD = (
+    *("--device=hpu-emulator", "--emulator-strict", "--emulator-late-copy=0.002"),
+    *("--block-size=16", "--num-gpu-blocks-override=96", "--max-num-seqs=6"),
+    *("--max-num-batched-tokens=64", "--max-prefill-batch=2", "--bucketing-strategy=exponential"),
+)
+MUST_STAY = (
+    "hpu_recompilations_total",
+    "hpu_cpu_fallbacks_total",
+    "hpu_graph_compilations_total",
+    "hpu_graphs_cached",
+    "hpu_graph_memory_bytes",
+    "hpu_memory_used_bytes",
+)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {
+            "type": "object",
+            "properties": {"colour": {"enum": ["red", "green"]}},
+            "required": ["colour"],
+            "additionalProperties": False,
+        },
+    },
+}
+FORMS: tuple[dict[str, Any], ...] = (
+    {"structured_outputs": {"regex": "[a-z]{3}[0-9]*"}},
+    {"structured_outputs": {"choice": ["yes", "no"]}},
+    {"structured_outputs": {"json": {"type": "array", "items": {"type": "integer"}}}},
+)
+
+
+def random_request(rng: random.Random, prefixes: list[list[int]]) -> tuple[str, dict[str, Any]]:
+    """(path, body) of a request that has one right answer: greedy, or with a seed."""
+    body: dict[str, Any] = {
+        "temperature": rng.choice([0, 0, 0.7, 1.3]),
+        "seed": rng.randrange(1000),
+        "max_tokens": rng.randint(1, 12),
+        "return_token_ids": True,
+        "stream": rng.random() < 0.5,
+    }
+    choices: dict[str, list[Any]] = {
+        "n": [2],
+        "top_k": [1, 5, 50],
+        "top_p": [0.1, 0.9],
+        "min_p": [0.05],
+        "presence_penalty": [0.5],
+        "frequency_penalty": [-0.5],
+        "repetition_penalty": [1.2],
+        "logit_bias": [{"3": 5.0}, {str(token): -1.0 for token in range(9)}],
+        "allowed_token_ids": [[5, 6, 7, 8]],
+        "min_tokens": [1],
+        "stop_token_ids": [[9], [9, 10, 11]],
+        "bad_words": [["a"], ["b c", "the"]],
+        "ignore_eos": [True],
+        "stop": ["e", ["x", "yz"]],
+    }
+    body |= {name: rng.choice(few) for name, few in choices.items() if rng.random() < 0.12}
+    if rng.random() < 0.1:
+        body |= rng.choice(FORMS)
+        body.pop("allowed_token_ids", None)
+    if rng.random() < 0.3:
+        body["messages"] = [{"role": "user", "content": "tell me " * rng.randint(1, 6)}]
+        if rng.random() < 0.2:
+            body |= {"logprobs": True, "top_logprobs": rng.choice([0, 3])}
+        elif rng.random() < 0.2:
+            body |= {"tools": [TOOL], "tool_choice": "required", "max_tokens": 40}
+            # The forms that bar what a call is made of are errors.
+            for name in ("allowed_token_ids", "bad_words", "structured_outputs"):
+                body.pop(name, None)
+        return "/v1/chat/completions", body
+    length = rng.choice([rng.randint(1, 30), rng.randint(1, LENGTH - 12)])
+    prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
+    if rng.random() < 0.4:
+        prompt = (rng.choice(prefixes) + prompt)[: LENGTH - 12]
+    body["prompt"] = prompt
+    if rng.random() < 0.2:
+        body["logprobs"] = rng.choice([0, 1, 5])
+        body["echo"] = rng.random() < 0.5
+    return "/v1/completions", body
+
+
+def joined(found: Any, more: Any) -> Any:
+    """What two parts of a stream say together."""
+    if found is None or more is None:
+        return found if more is None else more
+    if isinstance(found, dict):
+        keys = found.keys() | more.keys()
+        return {key: joined(found.get(key), more.get(key)) for key in keys}
+    if isinstance(found, str | list):
+        return found + more
+    return more
+
+
+def choices_of(text: str, *, stream: bool) -> list[dict[str, Any]]:
+    """The choices of an answer, those of a stream joined."""
+    if not stream:
+        return [_plain(choice) for choice in json.loads(text)["choices"]]
+    frames = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert frames.pop() == "[DONE]", text[-300:]
+    found: dict[int, Any] = {}
+    for frame in frames:
+        for choice in json.loads(frame)["choices"]:
+            part = _plain(choice)
+            found[part["index"]] = joined(found.get(part["index"]), part)
+    return [found[index] for index in sorted(found)]
+
+
+def _plain(choice: dict[str, Any]) -> dict[str, Any]:
+    """Without what no two answers share, and without the difference between a message and its
+    parts: the calls of tools become their texts."""
+    part = {**choice, **choice.pop("message", {}), **choice.pop("delta", {})}
+    calls = part.pop("tool_calls", None) or []
+    part["calls"] = "".join(
+        f"{call['function'].get('name') or ''}{call['function'].get('arguments') or ''}"
+        for call in calls
+    )
+    # Parts of a stream give the others once, or in each part.
+    left_out = ("message", "delta", "role", "prompt_token_ids", "stop_reason")
+    return {name: value for name, value in part.items() if name not in left_out and value != []}
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Equal but for the rounding of floats."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-3)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+async def ask_both(
+    both: tuple[httpx.AsyncClient, httpx.AsyncClient], path: str, body: dict[str, Any]
+) -> str | None:
+    """What differs between the two answers; None if nothing does."""
+    replies = await asyncio.gather(*(http.post(path, json=body) for http in both))
+    for reply in replies:
+        if reply.status_code != 200:
+            return f"{reply.status_code} {reply.text} to {path} {body}"
+    card, cpu = (choices_of(reply.text, stream=body["stream"]) for reply in replies)
+    return None if equal(card, cpu) else f"{path} {body}: {card} on the card, {cpu} on the CPU"
+
+
+def measured(server: LiveServer) -> dict[str, float]:
+    lines = server.http.get("/metrics").text.splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if line.startswith(MUST_STAY))
+    return {name: float(value) for name, value in pairs}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("mode", ["hpu-graphs", "torch-compile"])
+async def test_random_requests_get_the_answers_of_the_cpu(mode: str, tmp_path: Path) -> None:
+    model = str(make_tiny("llama", tmp_path / "tiny", max_position_embeddings=320))
+    rng = random.Random(11)
+    prefixes = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (48, 80, 112)]
+    differences: list[str] = []
+    with (
+        running(model, tmp_path / "cpu", *SHARED) as on_cpu,
+        running(
+            model, tmp_path / "card", *SHARED, *CARD, f"--execution-mode={mode}", ready_s=900
+        ) as on_card,
+    ):
+        limits = httpx.Limits(max_connections=2 * NUM_CLIENTS)
+        async with (
+            httpx.AsyncClient(base_url=on_card.url, timeout=120, limits=limits) as card,
+            httpx.AsyncClient(base_url=on_cpu.url, timeout=120, limits=limits) as cpu,
+        ):
+            remaining = NUM_REQUESTS
+
+            async def live() -> None:
+                nonlocal remaining
+                while remaining > 0 and len(differences) < 20:
+                    remaining -= 1
+                    difference = await ask_both((card, cpu), *random_request(rng, prefixes))
+                    if difference is not None:
+                        differences.append(difference)
+
+            before = measured(on_card)
+            await asyncio.gather(*(live() for _ in range(NUM_CLIENTS)))
+        after = measured(on_card)
+        log = on_card.text()
+
+    assert not differences, "\n".join(differences)
+    assert after == before
+    assert any(name.startswith("hpu_memory_used_bytes") for name in after), after
+    assert "ERROR" not in log and "Compiled while serving" not in log, log
