@@ -96,3 +96,20 @@ def test_the_metrics_of_the_pages_are_in_metrics_md() -> None:
 
     assert len(named) > 5
     assert {name for name in named if f"`{name}`" not in described} == set()
+
+
+def test_each_rule_of_a_card_names_tests_that_exist() -> None:
+    files = list((ROOT / "tests").rglob("test_*.py"))
+    tests = {name for file in files for name in re.findall(r"def (test_\w+)", file.read_text())}
+    failures = (ROOT / "tests/hpu/emulator/test_failure_modes.py").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| .* \|$", PAGES["gaudi-rules.md"], re.MULTILINE)
+    cells = [row.strip("| ").split(" | ")[-1] for row in rows]
+    named = [cell for cell in cells if cell not in ("tests", "---")]
+
+    assert len(named) > 10
+    for cell in named:
+        for test in cell.split(", "):
+            if test.isdecimal():
+                assert f"def test_{test}_" in failures, cell
+            else:
+                assert test.strip("`") in tests, cell
