@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
@@ -179,6 +180,18 @@ def hpu_environment(config: EngineConfig) -> dict[str, str]:
         # path, delete at start, MB: the next process reuses compiled recipes.
         variables["PT_HPU_RECIPE_CACHE_CONFIG"] = f"{recipes},false,{RECIPE_CACHE_MB}"
     return variables
+
+
+def recipe_cache_folder(config: EngineConfig) -> Path | None:
+    """The folder in which the worker's runtime keeps compiled recipes from one start to the next;
+    None if it keeps none. Raises ConfigError for an impossible execution mode."""
+    if chosen_device(config.device) not in ("hpu", "hpu-emulator"):
+        return None
+    variables = {**hpu_environment(config), **os.environ}
+    # path, delete at start, MB.
+    words = variables.get("PT_HPU_RECIPE_CACHE_CONFIG", "").split(",")
+    deletes = len(words) > 1 and words[1].strip().lower() in ("true", "1")
+    return Path(words[0]) if words[0] and not deletes else None
 
 
 def set_missing(variables: Mapping[str, str]) -> None:

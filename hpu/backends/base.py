@@ -27,11 +27,11 @@ class Event(Protocol):
 
 
 class Graph(Protocol):
-    """A captured forward pass: fixed inputs and outputs, replayed without Python."""
+    """A captured forward pass: fixed outputs, replayed without Python."""
 
-    def replay(self) -> Any:
-        """Run on the present contents of the captured inputs; returns the same tensors each
-        time."""
+    def replay(self, *inputs: Any) -> Any:
+        """Run on `inputs`: tensors of the shapes of the capture's, or, without `rebinds_inputs`,
+        the capture's own. Returns the same tensors each time."""
         ...
 
 
@@ -63,6 +63,8 @@ class Backend(Protocol):
     default_dtype: torch.dtype
     fast_dtypes: tuple[torch.dtype, ...]
     """Dtypes that run at full speed: a checkpoint in one of them keeps its dtype."""
+    card: str
+    """Kind of the card, as its driver names it; empty if there is none."""
     driver: str
     """Version of the device's driver; empty if there is none or it is unknown."""
     software: str
@@ -79,6 +81,9 @@ class Backend(Protocol):
     requests, than when it gathers its blocks."""
     shares_host_memory: bool
     """Whether device memory is host memory, most of which must be left to other processes."""
+    rebinds_inputs: bool
+    """Whether an upload into a tensor that a launch reads waits for that launch, and a graph's
+    replay may read other tensors than its capture: then inputs have two sets of device memory."""
 
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes, after all work is done."""

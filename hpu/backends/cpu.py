@@ -63,11 +63,10 @@ class CallGraph:
 
     def __init__(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
         self._function = function
-        self._inputs = inputs
         function(*inputs)
 
-    def replay(self) -> Any:
-        return self._function(*self._inputs)
+    def replay(self, *inputs: Any) -> Any:
+        return self._function(*inputs)
 
 
 class CpuBackend(Backend):
@@ -76,13 +75,14 @@ class CpuBackend(Backend):
     are used."""
 
     name = "cpu"
-    driver = software = ""
+    card = driver = software = ""
     default_block_size = 32
     default_strategy = "exact"
     captures = False
     compiles = False
     reads_contiguously = False
     shares_host_memory = True
+    rebinds_inputs = False
 
     def __init__(self, num_threads: int | None = None, kernels: Path | None = None) -> None:
         self.device = torch.device("cpu")

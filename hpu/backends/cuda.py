@@ -50,7 +50,7 @@ class CudaGraph:
         self._inputs = inputs
         self._outputs = outputs
 
-    def replay(self) -> Any:
+    def replay(self, *inputs: Any) -> Any:
         self._graph.replay()
         return self._outputs
 
@@ -67,7 +67,7 @@ class CudaBackend(Backend):
     """
 
     name = "cuda"
-    driver = ""
+    card = driver = ""
     software = torch.version.cuda or ""
     # As on a Gaudi, so that the buckets are the same.
     default_block_size = 128
@@ -76,6 +76,8 @@ class CudaBackend(Backend):
     compiles = False
     reads_contiguously = False
     shares_host_memory = False
+    # A graph reads the addresses of its capture, and one stream orders uploads and launches.
+    rebinds_inputs = False
 
     def __init__(self) -> None:
         missing = missing_cuda(

@@ -5,8 +5,10 @@ In lazy mode operations are collected until mark_step ends the segment, which be
 Segments end with launches: at events, and around a captured graph.
 """
 
+import gc
 import importlib
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
@@ -82,27 +84,33 @@ class GaudiEvent:
 
 
 class HpuGraph:
-    """One entry of the runtime's cache of graphs: the wrapped function, with inputs of one shape.
+    """A function wrapped by the runtime, with one graph in its cache: the inputs have one shape.
 
-    The wrapped function finds the graph by the inputs' shapes, reads the inputs in place (no tensor
-    cache: intermediates are freed, so graphs share their memory), and writes the same outputs each
-    time.
+    A replay reads the inputs that it is given in place (bridge, habana_device/HPUGraph.cpp,
+    replayV3), if the capture matched them: tensors that are no views. With the tensor cache it
+    copies them into those of the capture (torch/hpu/graphs.py, copy_to), all but those that are the
+    capture's own. Without it intermediates are freed, so graphs share their memory. A replay writes
+    the same outputs each time.
     """
 
     def __init__(
         self, graphed: Callable[..., Any], inputs: tuple[Any, ...], mark_step: Callable[[], None]
     ) -> None:
-        self._graphed = graphed
-        self._inputs = inputs
+        self._graphed: Callable[..., Any] | None = graphed
         self._mark_step = mark_step
-        self.replay()
+        self.replay(*inputs)
 
-    def replay(self) -> Any:
+    def replay(self, *inputs: Any) -> Any:
+        assert self._graphed is not None, "replay of a graph that was freed"
         # Launch the work that produces the inputs before the graph reads them.
         self._mark_step()
-        outputs = self._graphed(*self._inputs)
+        outputs = self._graphed(*inputs)
         self._mark_step()
         return outputs
+
+    def free(self) -> None:
+        """Free the graph: the runtime drops its cache with the wrapped function."""
+        self._graphed = None
 
 
 def _regions(model: nn.Module) -> Iterator[nn.Module]:
@@ -136,6 +144,10 @@ class GaudiBackend(Backend):
     compiles = True
     reads_contiguously = True
     shares_host_memory = False
+    # A launch registers itself as the producer of all its inputs' storages, and a copy from the
+    # host waits for the producer of its target (the bridge's hpu_habana_cache.cpp, Launch, and
+    # device.cpp, copy_data_to_device).
+    rebinds_inputs = True
 
     def __init__(
         self,
@@ -162,8 +174,7 @@ class GaudiBackend(Backend):
         self._on_close = on_close
         self._guards_off = guards_off
         self._disables_tensor_cache = True
-        self._graphed: Callable[..., Any] | None = None
-        self._function: Callable[..., Any] | None = None
+        self._graphs: weakref.WeakSet[HpuGraph] = weakref.WeakSet()
         try:
             self._htorch = importlib.import_module(ROOT)
             self._htcore = importlib.import_module(f"{ROOT}.core")
@@ -186,9 +197,10 @@ class GaudiBackend(Backend):
         for name in ("graph_compilation", "cpu_fallback"):
             if self._metrics.metric_global(name) is None:
                 logger.warning("the runtime has no metric %s: it is reported as 0", name)
+        self.card = str(self._hpu.get_device_name())
         logger.info(
             "HPU %s: mode %s, %.1f GiB",
-            self._hpu.get_device_name(),
+            self.card,
             choice.mode,
             self.memory()[1] / GIB,
         )
@@ -282,30 +294,38 @@ class GaudiBackend(Backend):
         target.copy_(source, non_blocking=is_small)
 
     def capture(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> HpuGraph:
-        """`function` must be the same in every call: the runtime has one cache per function, keyed
-        by the inputs' shapes. The inputs may only be tensors: any other value becomes part of the
-        key."""
-        if self._graphed is None:
-            self._graphed = self._hpu.wrap_in_hpu_graph_func(
-                function, disable_tensor_cache=self._disables_tensor_cache
-            )
-            self._function = function
-        assert function == self._function, "one function is captured, in many shapes"
-        assert self._graphed is not None
+        """The inputs may only be tensors, and no views: a view's base would be a constant of the
+        graph."""
+        graphed = self._hpu.wrap_in_hpu_graph_func(
+            function, disable_tensor_cache=self._disables_tensor_cache
+        )
         try:
-            return HpuGraph(self._graphed, inputs, self._htcore.mark_step)
-        except RuntimeError:
-            self._leave_dry_run()
-            raise
+            graph = HpuGraph(graphed, inputs, self._htcore.mark_step)
+            self._graphs.add(graph)
+            return graph
+        except RuntimeError as error:
+            if not (self.is_out_of_memory(error) or self.is_compile_failure(error)):
+                raise
+            # Without its traceback, whose frames hold the unfinished graph and the tensors of the
+            # capture. The process captures until that graph is destroyed.
+            failure = error.with_traceback(None)
+            failure.__context__ = None
+        self._leave_dry_run(str(failure))
+        raise failure
 
-    def _leave_dry_run(self) -> None:
-        """After a failed capture, make the runtime execute launches again.
+    def _leave_dry_run(self, why: str) -> None:
+        """After a capture that failed for the reason `why`, make the runtime execute launches
+        again.
 
         A capture without tensor cache is a dry run, and aborting it does not end that: launches do
         nothing until a capture succeeds (HabanaAI/gaudi-pytorch-bridge,
         backend/habana_device/HPUGraph.cpp). Raises ConfigError if they still do nothing then.
         """
+        # What the failed capture left goes first: on a full card not even a small graph fits
+        # beside it. The runtime has no call that empties its caches; freed memory is its own.
+        gc.collect()
         self._htcore.mark_step()
+        self._hpu.synchronize()
         try:
             # Not made on the device: that would be a launch.
             one = torch.ones(1).to(self.device)
@@ -313,10 +333,15 @@ class GaudiBackend(Backend):
             add(one)
             found = float((add(one) * 3).cpu())
         except RuntimeError as error:
-            raise ConfigError(f"no capture succeeds after a failed one: {error}") from error
+            advice = "start again with fewer or smaller buckets"
+            if self.is_out_of_memory(error):
+                advice = "lower --gpu-memory-utilization, which leaves more to graphs and launches"
+            raise ConfigError(
+                f"no capture succeeds after a failed one ({why}): {error}; {advice}"
+            ) from error
         if found != 6:
             raise ConfigError(
-                "the runtime executes nothing after a failed capture (1 + 1, times 3, gave "
+                f"the runtime executes nothing after a failed capture ({why}; 1 + 1, times 3, gave "
                 f"{found:g}): start again with fewer or smaller buckets"
             )
 
@@ -376,8 +401,8 @@ class GaudiBackend(Backend):
         self._on_warmup_begin()
 
     def _free_graphs(self) -> None:
-        # The runtime frees its cache of graphs with the wrapped function.
-        self._graphed = self._function = None
+        for graph in list(self._graphs):
+            graph.free()
         if self._guards_off:
             torch.compiler.set_stance("default")
 

@@ -16,7 +16,7 @@ from torch.library import Library
 from config.errors import ConfigError
 from hpu.emulator.api import collectives
 from hpu.emulator.api.compiled import patched_compile
-from hpu.emulator.api.modules import ROOT, PackageFinder, bind_to_torch, make_modules
+from hpu.emulator.api.modules import HCCL, ROOT, PackageFinder, bind_to_torch, make_modules
 from hpu.emulator.card.counters import Counters
 from hpu.emulator.card.device import Device
 from hpu.emulator.card.memory import Memory
@@ -34,7 +34,9 @@ class Emulator:
             raise ConfigError("habana_frameworks is imported already, or an emulator is installed")
         self.device = Device(config, RuntimeVariables(environment, config.default_lazy))
         self._modules = make_modules(self.device)
-        self._finder = PackageFinder(self._modules, self._loaded)
+        self._finder = PackageFinder(
+            self._modules, {ROOT: self._loaded, HCCL: self.device.variables.lazy_collectives}
+        )
         self._libraries: list[Library] = []
         self._overwrites = False
         self._patches: list[tuple[Any, str, Any]] = []

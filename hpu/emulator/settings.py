@@ -75,6 +75,7 @@ class RuntimeVariables:
     environment: MutableMapping[str, str]
     default_lazy: bool
     _lazy: bool | None = field(default=None, init=False)
+    _lazy_collectives: bool | None = field(default=None, init=False)
 
     def lazy(self) -> bool:
         """Read once; anything but the string 0 means lazy."""
@@ -92,7 +93,10 @@ class RuntimeVariables:
         return argument if text is None else text == "1"
 
     def lazy_collectives(self) -> bool:
-        return self.flag("PT_HPU_ENABLE_LAZY_COLLECTIVES")
+        """Read once, when `hccl` is imported or before: the import chooses the native library."""
+        if self._lazy_collectives is None:
+            self._lazy_collectives = self.flag("PT_HPU_ENABLE_LAZY_COLLECTIVES")
+        return self._lazy_collectives
 
     def flag(self, name: str) -> bool:
         return self.environment.get(name, "").lower() in ("1", "true", "on")

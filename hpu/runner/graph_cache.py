@@ -7,6 +7,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -22,10 +23,17 @@ logger = logging.getLogger(__name__)
 Forward = Callable[[Tensor, AttentionInputs], Tensor]
 
 
+def _forward_flat(forward: Forward, inputs: BaseInputBuffers[Any], *tensors: Tensor) -> Tensor:
+    """`forward` of tensors of the shapes of `inputs.graph_inputs`. A function of its own: a graph
+    that refers to its cache would live until the garbage collector runs."""
+    split = inputs.split(*tensors)
+    return forward(split.tokens, split.context)
+
+
 class GraphCache:
     """Runs `forward` in a bucket: replays its graph, or calls the function if it has none.
 
-    Without `captures` nothing is captured. Only static inputs may be captured: a graph reads the
+    Without `captures` nothing is captured. Only static inputs may be captured: a graph may read the
     same tensors in every replay.
     """
 
@@ -65,13 +73,13 @@ class GraphCache:
         `req_indices` are for the log."""
         graph = self._graphs.get(inputs.bucket)
         if graph is not None:
-            hidden: Tensor = graph.replay()
+            hidden: Tensor = graph.replay(*inputs.graph_inputs)
             return hidden
         if self._tracks_first_runs and inputs.bucket not in self._seen:
             return self._run_first(inputs, req_indices)
         _, batch, query, _ = inputs.bucket
         self._backend.expect(batch * query, batch)
-        return self._forward(inputs.tokens, inputs.context)
+        return self._run_plain(inputs)
 
     def capture(self, inputs: BaseInputBuffers[Any]) -> int | None:
         """Capture the bucket. Returns the bytes of its graph, or None when memory is full or the
@@ -95,7 +103,8 @@ class GraphCache:
 
     def _capture(self, inputs: BaseInputBuffers[Any]) -> Graph | None:
         try:
-            graph = self._backend.capture(self._forward, (inputs.tokens, inputs.context))
+            function = partial(_forward_flat, self._forward, inputs)
+            graph = self._backend.capture(function, inputs.capture_inputs())
             self._backend.synchronize()
         except (RuntimeError, MemoryError) as error:
             if self._backend.is_compile_failure(error):
@@ -105,6 +114,13 @@ class GraphCache:
                 raise
             return None
         return graph
+
+    def _run_plain(self, inputs: BaseInputBuffers[Any]) -> Tensor:
+        """Run without a graph. Where others are captured, exactly what a capture records, so that
+        a lazy device compiles it once."""
+        if self.captures:
+            return _forward_flat(self._forward, inputs, *inputs.graph_inputs)
+        return self._forward(inputs.tokens, inputs.context)
 
     def _run_first(self, inputs: BaseInputBuffers[Any], req_indices: Sequence[int]) -> Tensor:
         """Run a bucket without a graph for the first time."""
@@ -119,7 +135,7 @@ class GraphCache:
                 self.on_demand = False
                 logger.warning("No memory is left for graphs: further buckets run without one")
         start = time.perf_counter()
-        hidden = self._forward(inputs.tokens, inputs.context)
+        hidden = self._run_plain(inputs)
         # Where nothing is captured, hpu/profiling/diagnostics.py counts the runtime's compilations.
         if self.stage == "serving" and self.captures:
             self._count(inputs.bucket, time.perf_counter() - start)

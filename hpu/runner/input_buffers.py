@@ -1,10 +1,9 @@
-"""Input buffers of a bucket: one block of integers on the device, two alternating on the host."""
+"""Input buffers of a bucket: one block of integers a launch, two alternating."""
 
 import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -73,32 +72,46 @@ def _shapes(bucket: Bucket) -> list[tuple[int, ...]]:
     return [(batch,), (batch, 1), (batch,), (blocks,), (blocks,), (blocks,), (blocks,)]
 
 
-class _HostSet(Generic[A]):
-    """Host memory of one launch, in one piece so that one copy uploads it."""
+class LaunchTensors(NamedTuple):
+    """Device tensors of one launch, views of its flat inputs."""
 
-    def __init__(
-        self, shapes: list[tuple[int, ...]], make: Callable[..., A], backend: Backend
-    ) -> None:
-        sizes = [math.prod(shape) for shape in shapes]
-        self.flat = backend.host_tensor(sum(sizes), backend.index_dtype)
+    tokens: Tensor
+    """(B, Q)"""
+    context: AttentionInputs
+    rest: tuple[Tensor, ...]
+    """What is read after the forward pass."""
+
+
+class _InputSet(Generic[A]):
+    """Memory of one launch, on the host and on the device each in one piece, so that one copy
+    uploads it."""
+
+    def __init__(self, host: Tensor, device: Tensor, arrays: A, tensors: LaunchTensors) -> None:
+        self.host = host
+        self.device = device
+        """`host` itself where the device shares the host's memory."""
+        self.arrays = arrays
+        self.tensors = tensors
         self.read_event: Event | None = None
-        """Done once the device has read it."""
-        flat, ends = self.flat.numpy(), itertools.accumulate(sizes)
-        views = [
-            flat[end - size : end].reshape(shape)
-            for shape, size, end in zip(shapes, sizes, ends, strict=True)
-        ]
-        self.arrays = make(*views)
+        """Done once the device has read `host`."""
 
 
 class BaseInputBuffers(Generic[A]):
-    """Inputs of one bucket: `host_arrays()`, write, `upload()`, launch, once a launch.
+    """Inputs of one bucket: `host_arrays()`, write, `upload()`, launch, once a launch. The tensors
+    are those of the last upload.
 
-    `make` names the arrays of `shapes`."""
+    `make` names the host arrays of `shapes`; a subclass names the device's (`_name`).
 
-    tokens: Tensor
-    """(B, Q): input tokens of the forward pass; a decode's are written on the device."""
-    context: AttentionInputs
+    Prepared inputs have two sets of host memory, which alternate. Where `rebinds_inputs` is true
+    they have two of device memory as well: there a copy into memory that a launch reads waits for
+    that launch, so a bucket that runs in each step would upload only between launches.
+
+    The inputs of a graph are the flat tensors, not views of them: the Gaudi's bridge matches a
+    graph's inputs by the identity of the tensor, and a view's base is not the view, so a replay
+    would read the base of the capture (HabanaAI/gaudi-pytorch-bridge,
+    habana_lazy/lazy_executor.cpp, saveInputsAndOutputs). The captured function makes the views
+    (`split`).
+    """
 
     def __init__(
         self,
@@ -113,74 +126,125 @@ class BaseInputBuffers(Generic[A]):
         self.is_static = is_static
         """Whether they are never dropped, so that a graph may read them."""
         self._backend = backend
-        self._make_host_set = partial(_HostSet, shapes, make, backend)
+        self._shapes = shapes
+        self._sizes = [math.prod(shape) for shape in shapes]
+        self._make = make
+        self._own = self._own_tensors()
         # A shape that was not prepared may never come again: it gets a second set when it does.
-        shares = backend.shares_host_memory
-        self._host_sets = [
-            self._make_host_set() for _ in range(2 if is_static and not shares else 1)
-        ]
+        self._sets: list[_InputSet[A]] = []
+        self._sets.append(self._make_set())
+        if is_static and not backend.shares_host_memory:
+            self._sets.append(self._make_set())
         self._next_set = 0
-        self._flat = self._host_sets[0].flat
-        if not shares:
-            self._flat = backend.zeros((self._flat.numel(),), backend.index_dtype)
-        pieces = torch.split(self._flat, [math.prod(shape) for shape in shapes])
-        self.device_arrays = [
-            piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)
-        ]
-        """The device's views, in the order of `shapes`."""
+        self._current = self._sets[0]
+
+    @property
+    def tokens(self) -> Tensor:
+        """(B, Q): input tokens of the forward pass; a decode's are written on the device."""
+        return self._current.tensors.tokens
+
+    @property
+    def context(self) -> AttentionInputs:
+        """Inputs of attention."""
+        return self._current.tensors.context
+
+    @property
+    def graph_inputs(self) -> tuple[Tensor, ...]:
+        """The flat tensor of the last upload, then the tensors that are not uploaded: the arguments
+        of `split`, of the same shapes each time."""
+        return (self._current.device, *self._own)
+
+    def capture_inputs(self) -> tuple[Tensor, ...]:
+        """As `graph_inputs`, to capture a graph with. Where a replay may read other tensors, a copy
+        of the flat one: a runtime that keeps its captures' inputs copies those of each replay into
+        them, which then are none that an upload writes to."""
+        if not self._backend.rebinds_inputs:
+            return self.graph_inputs
+        return (self._current.device.clone(), *self._own)
+
+    def split(self, flat: Tensor, *own: Tensor) -> LaunchTensors:
+        """Name the parts of `graph_inputs`."""
+        pieces = torch.split(flat, self._sizes)
+        views = [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
+        return self._name(views, *own)
 
     def host_arrays(self) -> A:
         """The next host set, free to write. Waits only if the launch before last of this bucket has
         not read its inputs yet."""
-        if self._next_set == len(self._host_sets):
-            self._host_sets.append(self._make_host_set())
-        host_set = self._host_sets[self._next_set]
-        if host_set.read_event is not None:
-            host_set.read_event.wait()
-        return host_set.arrays
+        if self._next_set == len(self._sets):
+            self._sets.append(self._make_set())
+        chosen = self._sets[self._next_set]
+        if chosen.read_event is not None:
+            chosen.read_event.wait()
+        return chosen.arrays
 
     def upload(self) -> None:
         """Start the copy to the device, in the order of the launches. A device that shares the
         host's memory has run all launches by now: it needs neither a copy nor a second set."""
         if self._backend.shares_host_memory:
             return
-        host_set = self._host_sets[self._next_set]
-        self._backend.upload(self._flat, host_set.flat)
-        host_set.read_event = self._backend.event()
+        self._current = chosen = self._sets[self._next_set]
+        self._backend.upload(chosen.device, chosen.host)
+        chosen.read_event = self._backend.event()
         self._next_set ^= 1
+
+    def _own_tensors(self) -> tuple[Tensor, ...]:
+        """Inputs of the forward pass that are written on the device."""
+        return ()
+
+    def _name(self, views: list[Tensor], *own: Tensor) -> LaunchTensors:
+        """Name device tensors of `shapes`, in their order, and those of `_own_tensors`."""
+        raise NotImplementedError
+
+    def _make_set(self) -> _InputSet[A]:
+        backend, size = self._backend, sum(self._sizes)
+        host = backend.host_tensor(size, backend.index_dtype)
+        if backend.shares_host_memory:
+            device = host
+        elif backend.rebinds_inputs or not self._sets:
+            device = backend.zeros((size,), backend.index_dtype)
+        else:
+            device = self._sets[0].device
+        flat, ends = host.numpy(), itertools.accumulate(self._sizes)
+        arrays = [
+            flat[end - size : end].reshape(shape)
+            for shape, size, end in zip(self._shapes, self._sizes, ends, strict=True)
+        ]
+        return _InputSet(host, device, self._make(*arrays), self.split(device, *self._own))
 
 
 class InputBuffers(BaseInputBuffers[PrefillArrays | DecodeArrays]):
     """Inputs of a launch over a KV cache."""
 
-    last_token_indices: Tensor | None
-    """(B,): indices of a prefill's sampling tokens in the flattened (B * Q); None for a decode."""
-    req_indices: Tensor
-    """(B,): the sampling requests."""
-
     def __init__(self, bucket: Bucket, backend: Backend, *, is_static: bool) -> None:
-        phase, batch, query, _ = bucket
-        make = PrefillArrays if phase == PREFILL else DecodeArrays
+        make = PrefillArrays if bucket[0] == PREFILL else DecodeArrays
         super().__init__(bucket, _shapes(bucket), make, backend, is_static=is_static)
+
+    @property
+    def last_token_indices(self) -> Tensor | None:
+        """(B,): indices of a prefill's sampling tokens in the flattened (B * Q); None for a
+        decode."""
+        return self._current.tensors.rest[1] if self.bucket[0] == PREFILL else None
+
+    @property
+    def req_indices(self) -> Tensor:
+        """(B,): the sampling requests."""
+        return self._current.tensors.rest[0]
+
+    def _own_tensors(self) -> tuple[Tensor, ...]:
+        phase, batch, query, _ = self.bucket
         if phase == PREFILL:
-            (
-                self.tokens,
-                positions,
-                slots,
-                query_lens,
-                context_lens,
-                blocks,
-                self.last_token_indices,
-                self.req_indices,
-            ) = self.device_arrays
-            self.context = PrefillAttentionInputs(
+            return ()
+        return (self._backend.zeros((batch, query), self._backend.index_dtype),)
+
+    def _name(self, views: list[Tensor], *own: Tensor) -> LaunchTensors:
+        if self.bucket[0] == PREFILL:
+            tokens, positions, slots, query_lens, context_lens, blocks, last, requests = views
+            context = PrefillAttentionInputs(
                 positions, slots.view(-1), query_lens, context_lens, blocks.view(-1)
             )
-        else:
-            self.tokens = backend.zeros((batch, query), backend.index_dtype)
-            self.req_indices = self.device_arrays[0]
-            self.last_token_indices = None
-            self.context = DecodeAttentionInputs(*self.device_arrays[1:])
+            return LaunchTensors(tokens, context, (requests, last))
+        return LaunchTensors(own[0], DecodeAttentionInputs(*views[1:]), (views[0],))
 
 
 class InputBufferPool(Generic[Buffers]):

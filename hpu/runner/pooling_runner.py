@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from hpu.backends.base import Backend
 from hpu.layers.metadata import TextAttentionInputs
@@ -13,7 +14,7 @@ from hpu.models.pooler import Pooler, PoolingInputs
 from hpu.protocol import TOKEN_BYTES, Bucket, Launch, RequestSampling, StepPlan, Text
 from hpu.runner.async_output import AsyncLaunchOutput, AsyncStepOutput, AsyncVectors
 from hpu.runner.graph_cache import GraphCache
-from hpu.runner.input_buffers import Array, BaseInputBuffers, InputBufferPool
+from hpu.runner.input_buffers import Array, BaseInputBuffers, InputBufferPool, LaunchTensors
 from hpu.runner.step_runner import StepRunner
 from hpu.sampling.sampler import GREEDY
 
@@ -38,16 +39,21 @@ class PoolingArrays(NamedTuple):
 class PoolingInputBuffers(BaseInputBuffers[PoolingArrays]):
     """Inputs of a launch of whole texts."""
 
-    context: TextAttentionInputs
-    pooling: PoolingInputs
-
     def __init__(self, bucket: Bucket, backend: Backend, *, is_static: bool) -> None:
         _, batch, query, _ = bucket
         shapes: list[tuple[int, ...]] = [(batch, query)] * 3 + [(batch,)] * 6
         super().__init__(bucket, shapes, PoolingArrays, backend, is_static=is_static)
-        self.tokens, positions, types, *per_text = self.device_arrays
-        self.context = TextAttentionInputs(positions, types, per_text[0])
-        self.pooling = PoolingInputs(*per_text)
+
+    @property
+    def pooling(self) -> PoolingInputs:
+        """Inputs of the pooler."""
+        return PoolingInputs(*self._current.tensors.rest)
+
+    def _name(self, views: list[Tensor], *own: Tensor) -> LaunchTensors:
+        tokens, positions, types, *per_text = views
+        return LaunchTensors(
+            tokens, TextAttentionInputs(positions, types, per_text[0]), tuple(per_text)
+        )
 
 
 def num_tokens(text: Text) -> int:

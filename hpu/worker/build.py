@@ -32,6 +32,7 @@ from hpu.worker.memory import (
     plan_memory,
     split_memory,
 )
+from hpu.worker.previous_split import PreviousSplit, is_near, split_record
 from hpu.worker.profile_run import largest_buckets, measure_launches
 
 logger = logging.getLogger(__name__)
@@ -54,11 +55,16 @@ class Components:
 
 
 def build(loaded: LoadedModel, counters: Counters, *, num_blocks: int | None = None) -> Components:
-    """Everything up to the warm-up. `num_blocks` of the KV cache; None: as configured, or as many
-    as fit. Raises ConfigError when it does not fit."""
+    """Everything up to the warm-up. `num_blocks` of the KV cache; None: as configured, as in the
+    last start with these settings, or as many as fit. Raises ConfigError when it does not fit."""
     sampler = make_sampler(loaded)
-    memory = measure_memory(loaded, sampler)
-    split = _split(loaded, memory, num_blocks)
+    record = split_record(loaded)
+    previous = None if record is None else record.read()
+    profile_blocks = max_blocks = _max_blocks(loaded)
+    if previous is not None and is_near(previous.profile_blocks, max_blocks):
+        profile_blocks = previous.profile_blocks
+    memory = measure_memory(loaded, sampler, profile_blocks)
+    split = _split(loaded, memory, num_blocks, previous)
     components = make_runner(
         loaded,
         sampler,
@@ -70,6 +76,8 @@ def build(loaded: LoadedModel, counters: Counters, *, num_blocks: int | None = N
     # More blocks may have been configured than the split plans for.
     left = max(0, loaded.backend.memory()[0] - memory.reserve)
     components.graphs.budget_bytes = min(components.graphs.budget_bytes, left)
+    if record is not None:
+        record.write(PreviousSplit(split.num_blocks, split.graph_bytes, profile_blocks))
     return components
 
 
@@ -132,9 +140,10 @@ def make_runner(
     return Components(runner, graphs, buffers, cache)
 
 
-def measure_memory(loaded: LoadedModel, sampler: Sampler | None) -> FreeMemory:
-    """The memory that is free after loading, and what the largest launches take of it: measured
-    on a cache of one block, or estimated where the back end counts no memory."""
+def measure_memory(loaded: LoadedModel, sampler: Sampler | None, profile_blocks: int) -> FreeMemory:
+    """The memory that is free after loading, and what the largest launches, over at most
+    `profile_blocks`, take of it: measured on a cache of one block, or estimated where the back end
+    counts no memory."""
     backend, is_pooling = loaded.backend, loaded.pooler is not None
     if is_pooling and not loaded.captures:
         # Nothing is reserved: neither blocks nor graphs.
@@ -143,7 +152,7 @@ def measure_memory(loaded: LoadedModel, sampler: Sampler | None) -> FreeMemory:
         reserve = 0 if is_pooling else _estimated_activations(loaded)
         return FreeMemory(backend.memory()[0], reserve, is_measured=False)
     start = time.perf_counter()
-    buckets = _largest_buckets(loaded)
+    buckets = _largest_buckets(loaded, profile_blocks)
     components = make_runner(
         loaded, sampler, Counters(), num_blocks=1, captures=False, graph_bytes=0
     )
@@ -158,10 +167,16 @@ def measure_memory(loaded: LoadedModel, sampler: Sampler | None) -> FreeMemory:
     return FreeMemory(backend.memory()[0], reserve)
 
 
-def _largest_buckets(loaded: LoadedModel) -> list[Bucket]:
+def _max_blocks(loaded: LoadedModel) -> int:
+    """KV blocks that the free memory holds; a pooling model has none."""
+    if loaded.pooler is not None:
+        return 0
+    return max(2, loaded.backend.memory()[0] // _demand(loaded).block_bytes)
+
+
+def _largest_buckets(loaded: LoadedModel, max_blocks: int) -> list[Bucket]:
     if loaded.pooler is not None:
         return largest_buckets(loaded.bucket_table(0), 0)
-    max_blocks = max(2, loaded.backend.memory()[0] // _demand(loaded).block_bytes)
     # A slice of the cache is no copy of it, and no longer than the one block that there is.
     return largest_buckets(loaded.bucket_table(max_blocks), 1 if loaded.contiguous else max_blocks)
 
@@ -187,7 +202,12 @@ def _demand(loaded: LoadedModel) -> KVCacheDemand:
     )
 
 
-def _split(loaded: LoadedModel, memory: FreeMemory, num_blocks: int | None) -> MemorySplit:
+def _split(
+    loaded: LoadedModel,
+    memory: FreeMemory,
+    num_blocks: int | None,
+    previous: PreviousSplit | None,
+) -> MemorySplit:
     """Split the memory and log it. Raises ConfigError when a full context does not fit."""
     config, backend = loaded.config, loaded.backend
     if loaded.pooler is not None:
@@ -206,9 +226,41 @@ def _split(loaded: LoadedModel, memory: FreeMemory, num_blocks: int | None) -> M
         shares_host_memory=backend.shares_host_memory,
         graph_memory_fraction=config.warmup.graph_memory_fraction if loaded.captures else 0.0,
     )
+    if previous is not None:
+        split = _repeat(split, previous, cache, demand, memory)
     if not backend.shares_host_memory:
         _log_memory(split, cache, memory, config.warmup)
     _log_cache(split, cache, demand)
+    return split
+
+
+def _repeat(
+    split: MemorySplit,
+    previous: PreviousSplit,
+    cache: CacheConfig,
+    demand: KVCacheDemand,
+    memory: FreeMemory,
+) -> MemorySplit:
+    """The previous split where it still fits, else `split`; logs which. A configured number stays
+    as it is."""
+    if cache.num_blocks is not None or cache.kv_cache_memory_bytes is not None:
+        return replace(split, graph_bytes=previous.graph_bytes)
+    count = previous.num_blocks
+    needed = (count + 1) * demand.block_bytes + previous.graph_bytes
+    if is_near(count, split.num_blocks) and needed <= memory.free - memory.reserve:
+        logger.info(
+            "Restart: %d KV blocks as in the last start with these settings (%d fit), so that its "
+            "compiled recipes are used again",
+            count,
+            split.num_blocks,
+        )
+        return replace(split, num_blocks=count, graph_bytes=previous.graph_bytes)
+    logger.warning(
+        "Restart: %d KV blocks, not %d as in the last start with these settings, since the free "
+        "memory has changed: recipes are compiled again",
+        split.num_blocks,
+        previous.num_blocks,
+    )
     return split
 
 

@@ -19,6 +19,7 @@ class CapturedCard(CpuBackend):
 
     captures = True
     shares_host_memory = False
+    rebinds_inputs = True
 
     def __init__(
         self,
@@ -59,9 +60,10 @@ class CapturedCard(CpuBackend):
     def capture(self, function: Any, inputs: tuple[Any, ...]) -> "_CountedGraph":
         if len(self.captured) == self._capacity:
             raise RuntimeError(FULL)
-        if inputs[0].numel() == self._ungraphable:
+        tokens = function(*inputs).shape[:2]
+        if tokens.numel() == self._ungraphable:
             raise RuntimeError(REFUSED)
-        self.captured.append(tuple(inputs[0].shape))
+        self.captured.append(tuple(tokens))
         return _CountedGraph(self, function, inputs)
 
     def end_warmup(self) -> None:
@@ -73,6 +75,6 @@ class _CountedGraph(CallGraph):
         super().__init__(function, inputs)
         self._card = card
 
-    def replay(self) -> Any:
+    def replay(self, *inputs: Any) -> Any:
         self._card.replays += 1
-        return super().replay()
+        return super().replay(*inputs)

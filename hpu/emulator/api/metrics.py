@@ -88,12 +88,7 @@ def make_module(device: Device) -> ModuleType:
     def metric_localcontext(name: str) -> Iterator[Metric]:
         if name not in overall:
             raise MetricNotFound(f"metric {name!r} is not one of {', '.join(overall)}")
-        device.close_segment()
-        metric = Metric(name, device, since_start=False)
-        try:
-            yield metric
-        finally:
-            device.close_segment()
+        yield Metric(name, device, since_start=False)
 
     def metrics_dump(file: str | Path, format: str = "json") -> None:
         table = {name: dict(metric.stats()) for name, metric in overall.items()}

@@ -18,6 +18,7 @@ from hpu.emulator.card.device import Device
 logger = logging.getLogger(__name__)
 
 ROOT = "habana_frameworks.torch"
+HCCL = f"{ROOT}.distributed.hccl"
 
 
 class synDeviceType(IntEnum):
@@ -26,9 +27,11 @@ class synDeviceType(IntEnum):
 
 
 class PackageFinder(MetaPathFinder, Loader):
-    """Imports the emulated modules; calls `loaded` when `habana_frameworks.torch` is imported."""
+    """Imports the emulated modules; calls `loaded` of a name when it is imported."""
 
-    def __init__(self, modules: dict[str, ModuleType], loaded: Callable[[], None]) -> None:
+    def __init__(
+        self, modules: dict[str, ModuleType], loaded: dict[str, Callable[[], object]]
+    ) -> None:
         self._modules = modules
         self._loaded = loaded
 
@@ -44,8 +47,9 @@ class PackageFinder(MetaPathFinder, Loader):
         return self._modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        if module is self._modules[ROOT]:
-            self._loaded()
+        loaded = self._loaded.get(module.__name__)
+        if loaded is not None:
+            loaded()
 
 
 def make_modules(device: Device) -> dict[str, ModuleType]:
@@ -62,7 +66,7 @@ def make_modules(device: Device) -> dict[str, ModuleType]:
         f"{ROOT}.hpex.kernels": fused.kernels_module(),
         f"{ROOT}.hpex.normalization": fused.normalization_module(),
         f"{ROOT}.distributed": ModuleType(f"{ROOT}.distributed"),
-        f"{ROOT}.distributed.hccl": collectives.make_module(device),
+        HCCL: collectives.make_module(device),
         f"{ROOT}.utils": ModuleType(f"{ROOT}.utils"),
         f"{ROOT}.utils.internal": _internal(device),
         f"{ROOT}.utils.experimental": _experimental(device),
@@ -98,8 +102,7 @@ def _core(device: Device) -> ModuleType:
         device.variables.environment.pop("PT_HPU_INFERENCE_MODE", None)
 
     def initialize(model: Any = None, mark_only_scales_as_const: bool = False) -> None:
-        """The vendor's marks constants; this one ends the segment that loaded the weights."""
-        mark_step()
+        """The vendor's marks constants."""
 
     module = ModuleType(f"{ROOT}.core")
     vars(module).update(
@@ -145,7 +148,6 @@ def _bridge_config(device: Device) -> ModuleType:
         try:
             yield
         finally:
-            device.close_segment()
             if before is None:
                 environment.pop(name, None)
             else:

@@ -9,13 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hpu.emulator.card.device import Device
-from hpu.emulator.card.graphs import (
-    GraphContext,
-    HPUGraph,
-    InputLifetime,
-    OutputLifetime,
-    ReplayCount,
-)
+from hpu.emulator.card.graphs import HPUGraph, InputLifetime, OutputLifetime, ReplayCount
 from hpu.emulator.card.tensor import HpuTensor, map_leaves
 
 
@@ -24,7 +18,8 @@ class _CapturedGraph:
 
     def __init__(self, graph: HPUGraph, inputs: list[Tensor], outputs: Any) -> None:
         self.graph = graph
-        self.inputs = inputs
+        self.inputs: list[Tensor | None] = list(inputs)
+        """None for those that a replay reads in place."""
         self.dtypes = [given.dtype for given in inputs]
         self.outputs = outputs
         self.replays = ReplayCount()
@@ -123,10 +118,13 @@ class GraphedFunction:
             )
         graph = HPUGraph(self._device)
         inputs = list(visible_tensors((args, kwargs)))
+        # As in the vendor's wrapper: no synchronise, and an error of the function ends nothing.
         # Without the tensor cache a capture is a dry run, followed by a replay.
-        with GraphContext(graph, self._device, self._dry_run or not self._caches_tensors):
-            outputs = self._function(*args, **kwargs)
-        graph.mark_user_inputs(inputs)
+        graph.capture_begin(self._dry_run or not self._caches_tensors)
+        if not self._caches_tensors:
+            graph.mark_user_inputs(inputs)
+        outputs = self._function(*args, **kwargs)
+        graph.capture_end()
         graph.mark_user_outputs(visible_tensors(outputs))
         captured = _CapturedGraph(graph, inputs, outputs)
         if self._caches_tensors:
@@ -136,7 +134,8 @@ class GraphedFunction:
                     given.lifetime = captured.lifetimes[id(given)] = lifetime
         else:
             graph.free_intermediates(cached_tensors)
-            captured.inputs = []
+            for index in graph.get_user_input_match_indices():
+                captured.inputs[index] = None
         self._graphs[key] = captured
         return captured.static_outputs()
 
@@ -152,8 +151,8 @@ class GraphedFunction:
             counters.misuse("dtype_hit", text)
             if not self._caches_tensors:
                 raise RuntimeError(f"the graph would reinterpret its input's memory: {text}")
+        self._copy_inputs(captured, inputs)
         if self._caches_tensors:
-            self._copy_inputs(captured, inputs)
             captured.graph.replay()
         else:
             captured.graph.replayV3(inputs)
@@ -161,15 +160,19 @@ class GraphedFunction:
         return captured.static_outputs()
 
     def _copy_inputs(self, captured: _CapturedGraph, inputs: list[Tensor]) -> None:
-        """Copy the inputs into the first call's tensors, even if the program still uses those."""
+        """Copy the inputs that the graph does not read in place into the first call's tensors, even
+        if the program still uses those."""
         for target, given in zip(captured.inputs, inputs, strict=True):
             if not isinstance(target, HpuTensor) or target is given:
                 continue
             source = given.host if isinstance(given, HpuTensor) else given
             if source is target.host:
                 continue
-            target.host.copy_(source)
-            captured.lifetimes[id(target)].overwritten = True
+            target.copy_(given, non_blocking=True)
+            self._device.counters.counts["input_copies"] += 1
+            lifetime = captured.lifetimes.get(id(target))
+            if lifetime is not None:
+                lifetime.overwritten = True
 
 
 def wrap_module(module: nn.Module, graphed: GraphedFunction) -> nn.Module:

@@ -1,5 +1,6 @@
 """Device: runs every op of an HpuTensor on its CPU bytes and enforces the card's rules."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -13,7 +14,7 @@ from hpu.emulator.card.acquisition import Acquisition
 from hpu.emulator.card.counters import Counters
 from hpu.emulator.card.memory import Allocation, Memory
 from hpu.emulator.card.recipes import Recipes, Segment
-from hpu.emulator.card.streams import StreamState, WriteClock
+from hpu.emulator.card.streams import LaunchClock, StreamState, WriteClock
 from hpu.emulator.card.tensor import (
     HpuTensor,
     Lifetime,
@@ -35,8 +36,8 @@ LAZY_NEEDS_VENDOR_TORCH = "lazy mode needs the vendor's build of torch; set PT_H
 class Recording(Protocol):
     """A capture in progress."""
 
-    def add(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """An op on CPU tensors, and its result as device tensors."""
+    def add(self, func: Any, args: Any, kwargs: Any, result: Any, used: list[Allocation]) -> None:
+        """An op on CPU tensors, its result as device tensors, and its arguments' storages."""
         ...
 
 
@@ -54,9 +55,10 @@ class Device:
         self.segment = Segment(self.recipes)
         self.queue = WorkQueue(self.counters.misuse, config.late_copy_s, config.late_copy_seed)
         self.clock = WriteClock()
+        self.launches = LaunchClock()
         self.stream_state = StreamState(self.clock, is_default=True)
         """State of the current stream."""
-        self.recording: Recording | None = None
+        self._recording: Callable[[], Recording | None] = lambda: None
         self.is_dry_run = False
         """Nothing is executed: in a capture without tensor cache, and after such a capture has
         failed until one succeeds."""
@@ -73,6 +75,16 @@ class Device:
         self._base_versions: list[Allocation] = []
         """Of the current segment."""
         self.uids = count()
+
+    @property
+    def recording(self) -> Recording | None:
+        """The capture in progress: until it ends, or until its graph is destroyed. The runtime has
+        no other end for a capture whose function raised an error (the bridge's HPUGraph.cpp)."""
+        return self._recording()
+
+    @recording.setter
+    def recording(self, recording: Recording | None) -> None:
+        self._recording = (lambda: None) if recording is None else weakref.ref(recording)
 
     def is_lazy(self) -> bool:
         first = not self.variables.mode_is_read()
@@ -116,6 +128,8 @@ class Device:
     def close_segment(self) -> None:
         """End the lazy segment, or this part of a compiled region, and launch it."""
         self._base_versions.clear()
+        if self.segment.has_ops():
+            self.launches.launch()
         if self.segment.close() and self.is_serving:
             ops = self.segment.last_ops
             text = f"a new recipe of {len(ops)} ops was compiled while serving"
@@ -132,6 +146,7 @@ class Device:
         if self.in_step:
             self.counters.misuse("host_sync", "the host waits for the device inside a step", op)
         self.queue.complete_all()
+        self.launches.finish(self.launches.launched)
 
     def new_stream(self) -> StreamState:
         """The state of a new stream."""
@@ -146,6 +161,7 @@ class Device:
         self.acquisition.touch()
         self.close_segment()
         self.queue.complete_all()
+        self.launches.finish(self.launches.launched)
 
     @contextmanager
     def region(self, fullgraph: bool) -> Iterator[None]:
@@ -212,9 +228,13 @@ class Device:
             for out in device_tensors(wrapped):
                 self.clock.mark_written(out.allocation)
         if self.recording is not None:
-            self.recording.add(func, inner_args, inner_kwargs, wrapped)
-        if is_upload and _non_blocking(args, kwargs, 2):
-            self.queue.upload(args[0].host, args[1])
+            used = [given.allocation for given in device_tensors((args, kwargs))]
+            self.recording.add(func, inner_args, inner_kwargs, wrapped, used)
+        if is_upload:
+            if self.launches.is_in_use(args[0].allocation):
+                self.counters.counts["upload_waits"] += 1
+            if _non_blocking(args, kwargs, 2):
+                self.queue.upload(args[0].host, args[1])
         needs_recipe = name not in rules.EMPTY and not is_upload
         if needs_recipe and (lazy or self.region_depth or name not in rules.VIEWS):
             self._add_to_segment(name, args, kwargs, wrapped)
@@ -227,7 +247,10 @@ class Device:
         # Views and in-place ops write to an argument's memory and need no workspace.
         given = {storage_of(one.host) for one in device_tensors((args, kwargs))}
         largest = 0
+        for one in device_tensors((args, kwargs)):
+            self.launches.use(one.allocation)
         for out in device_tensors(wrapped):
+            self.launches.use(out.allocation)
             self.segment.number(out.uid)
             if storage_of(out.host) not in given:
                 largest = max(largest, out.host.numel() * out.host.element_size())

@@ -105,7 +105,10 @@ class HPUGraph:
         self._created: dict[int, weakref.ref[HpuTensor]] = {}
         self._allocations: list[Allocation] = []
         self._graph_memory: Allocation | None = None
+        self._marked: list[Tensor] = []
         self._input_slots: list[int | None] = []
+        self._used: weakref.WeakSet[Allocation] = weakref.WeakSet()
+        """Storages that every replay reads or writes: not those of the inputs."""
         self._results: list[tuple[int, Tensor]] = []
         """Slots, and the tensors that must have their values after a replay."""
         self._is_static = True
@@ -133,6 +136,7 @@ class HPUGraph:
         device = self._device
         device.recording = None
         device.close_segment()
+        self._match_inputs()
         most = device.config.max_graph_ops
         if most is not None and len(self._steps) > most:
             raise RuntimeError(
@@ -143,13 +147,10 @@ class HPUGraph:
         device.is_dry_run = False
         device.counters.counts["captures"] += 1
 
-    def abort(self) -> None:
-        """End a failed capture and free its memory; the process stays in its dry run."""
-        self._device.recording = None
-        self.reset()
-
-    def add(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Append an op on CPU tensors; `result` is what the program received."""
+    def add(self, func: Any, args: Any, kwargs: Any, result: Any, used: list[Allocation]) -> None:
+        """Append an op on CPU tensors; `result` is what the program received, `used` the storages
+        of its arguments."""
+        self._used.update(used)
         name = func._schema.name
         outs = tuple(device_tensors(result))
         shared = {storage_of(given) for given in tensors_in((args, kwargs))}
@@ -173,11 +174,23 @@ class HPUGraph:
         self._steps.append(Step(func, slot_args, slot_kwargs, results, constants, is_static))
 
     def mark_user_inputs(self, tensors: Sequence[Tensor]) -> None:
-        """Name the inputs, in the order of `replayV3`'s argument."""
-        self._input_slots = [
-            self._slot_of.get(id(given.host)) if isinstance(given, HpuTensor) else None
-            for given in tensors
-        ]
+        """Name the inputs of a capture in progress, in the order of `replayV3`'s argument."""
+        if self._device.recording is not self:
+            raise RuntimeError("mark_user_inputs must be called while capturing is in progress")
+        self._marked = list(tensors)
+
+    def _match_inputs(self) -> None:
+        """Find the marked inputs among the tensors that were read. The runtime compares identities:
+        of a view only its base is an input of the graph, and that is none of the marked ones (the
+        bridge's lazy_executor.cpp, saveInputsAndOutputs)."""
+        for given in self._marked:
+            slot = None
+            if isinstance(given, HpuTensor) and not given.is_view:
+                slot = self._slot_of.get(id(given.host))
+            if slot is not None and isinstance(given, HpuTensor):
+                self._used.discard(given.allocation)
+            self._input_slots.append(slot)
+        self._marked.clear()
 
     def mark_user_outputs(self, tensors: Iterable[Tensor]) -> None:
         """Name the outputs, which keep their memory when intermediates are freed."""
@@ -187,7 +200,8 @@ class HPUGraph:
                 self._allocations.append(given.allocation)
 
     def get_user_input_match_indices(self) -> list[int]:
-        """Indices of the inputs that the recording reads directly; it reads others as copies."""
+        """Indices of the inputs that a replay reads in place; others are constants of the graph,
+        into which the wrapper copies."""
         return [index for index, slot in enumerate(self._input_slots) if slot is not None]
 
     def free_intermediates(self, keep: Sequence[Tensor] = ()) -> None:
@@ -216,7 +230,7 @@ class HPUGraph:
 
     def replay(self, asynchronous: bool = False) -> None:
         """Run on the present contents of the captured tensors."""
-        self._count()
+        self._count(())
         if self._device.skips_launch("replay"):
             return
         if self._is_static:
@@ -234,14 +248,15 @@ class HPUGraph:
 
     def replayV3(self, tensors: Sequence[Tensor], asynchronous: bool = False) -> None:
         """Run on the caller's tensors instead of the marked inputs."""
-        self._count()
+        bound = {
+            slot: given
+            for slot, given in zip(self._input_slots, tensors, strict=True)
+            if slot is not None and isinstance(given, HpuTensor)
+        }
+        self._count(given.allocation for given in bound.values())
         if self._device.skips_launch("replayV3"):
             return
-        bound: dict[int, Tensor] = {}
-        for slot, given in zip(self._input_slots, tensors, strict=True):
-            if slot is not None and isinstance(given, HpuTensor):
-                bound[slot] = given.host
-        self._run_detached(bound)
+        self._run_detached({slot: given.host for slot, given in bound.items()})
 
     def clear_inputs(self) -> None:
         for slot in self._input_slots:
@@ -258,7 +273,8 @@ class HPUGraph:
         self._results.clear()
         self._graph_memory = None
 
-    def _count(self) -> None:
+    def _count(self, inputs: Iterable[Allocation]) -> None:
+        """One more launch, which reads the storages `inputs`."""
         if self._device.recording is not None:
             raise RuntimeError("an hpu graph cannot be replayed during hpu graph capturing")
         self._device.acquisition.touch()
@@ -266,6 +282,9 @@ class HPUGraph:
         self._device.counters.counts["replays"] += 1
         for block in self._allocations:
             self._device.clock.mark_written(block)
+        for used in (*self._used, *self._allocations, *inputs):
+            self._device.launches.use(used)
+        self._device.launches.launch()
 
     def _run_static(self) -> None:
         table = self._table
@@ -340,8 +359,5 @@ class GraphContext:
         gc.collect()
         self._graph.capture_begin(self._dry_run)
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self._graph.capture_end()
-        else:
-            self._graph.abort()
+    def __exit__(self, *_: object) -> None:
+        self._graph.capture_end()

@@ -5,14 +5,16 @@ from hpu.emulator.settings import EmulatorConfig
 
 class Allocation:
     """Device bytes that are in use for as long as this object lives; views share their base's.
-    `written` is when the default stream last wrote to them."""
+    `last_write` is when the default stream last wrote to them, `last_launch` the number of the last
+    launch that read or wrote them."""
 
-    __slots__ = ("__weakref__", "last_write", "memory", "size")
+    __slots__ = ("__weakref__", "last_launch", "last_write", "memory", "size")
 
     def __init__(self, memory: "Memory", size: int) -> None:
         self.memory = memory
         self.size = size
         self.last_write = 0
+        self.last_launch = 0
 
     def __del__(self) -> None:
         self.memory.free(self.size)

@@ -29,6 +29,35 @@ class WriteClock:
         allocation.last_write = self.now
 
 
+class LaunchClock:
+    """Counts the launches of the default stream, and those that the host knows to be done.
+
+    A launch is registered with the storages that it reads and writes, and a copy from the host to
+    such a storage waits for it (HabanaAI/gaudi-pytorch-bridge, backend/kernel/hpu_habana_cache.cpp,
+    RecipeLauncher::Launch). A launch counts as running until the host has waited for it, as late as
+    a real card may be.
+    """
+
+    def __init__(self) -> None:
+        self.launched = 0
+        self._done = 0
+
+    def use(self, allocation: Allocation) -> None:
+        """The next launch reads or writes a storage."""
+        allocation.last_launch = self.launched + 1
+
+    def launch(self) -> None:
+        self.launched += 1
+
+    def finish(self, number: int) -> None:
+        """The host knows that launch `number` and all before it are done."""
+        self._done = max(self._done, number)
+
+    def is_in_use(self, allocation: Allocation) -> bool:
+        """Whether a running launch reads or writes a storage."""
+        return allocation.last_launch > self._done
+
+
 class StreamState:
     """How far a stream is ordered behind the default stream: it has waited for its writes up to
     `seen`."""
@@ -75,11 +104,10 @@ class Card(Protocol):
 
     acquisition: Acquisition
     queue: WorkQueue
+    launches: LaunchClock
     stream_state: StreamState
 
     def close_segment(self) -> None: ...
-
-    def synchronize(self) -> None: ...
 
     def count_event_wait(self) -> None: ...
 
@@ -92,14 +120,20 @@ class CardEvent:
         self._timed = enable_timing
         self._state: StreamState | None = None
         self._position = 0
+        self._launched = 0
         self._moment_s = 0.0
         self.seen = 0
 
     def record(self, stream: "CardStream | None" = None) -> None:
+        """As in the runtime, this ends the segment only in the current stream (the bridge's
+        HPUEvent.cpp)."""
         self._device.acquisition.touch()
-        self._device.close_segment()
-        self._state = self._device.stream_state if stream is None else stream.stream_state
+        current = self._device.stream_state
+        self._state = current if stream is None else stream.stream_state
+        if self._state is current:
+            self._device.close_segment()
         self._position = self._device.queue.position()
+        self._launched = self._device.launches.launched
         self._moment_s = time.perf_counter()
         self.seen = self._state.seen
 
@@ -123,8 +157,11 @@ class CardEvent:
         return (end._moment_s - self._moment_s) * 1e3
 
     def _complete(self) -> None:
-        if self._state is not None:
-            self._device.queue.complete_until(self._position, self._state)
+        if self._state is None:
+            return
+        self._device.queue.complete_until(self._position, self._state)
+        if self._state.is_default:
+            self._device.launches.finish(self._launched)
 
 
 class CardStream:
@@ -148,7 +185,10 @@ class CardStream:
         return event
 
     def query(self) -> bool:
-        return True
+        """Always True, as of an event."""
+        return self.record_event().query()
 
     def synchronize(self) -> None:
-        self._device.synchronize()
+        """Wait for this stream's work, not for that of other streams."""
+        self._device.close_segment()
+        self.record_event().synchronize()

@@ -97,6 +97,58 @@ def test_every_mode_and_card_gives_the_same_tokens(
 
 
 @pytest.mark.parametrize(
+    ("family", "mode"),
+    [
+        ("llama", "hpu-graphs"),
+        ("qwen3", "hpu-graphs"),
+        ("llama", "lazy"),
+        ("llama", "torch-compile"),
+    ],
+)
+def test_no_upload_waits_for_a_launch_while_requests_decode(
+    family: str, mode: str, tmp_path: Path
+) -> None:
+    with working(
+        make_tiny(family, tmp_path),
+        device="hpu-emulator",
+        execution=ExecutionConfig(mode=mode),
+        emulator=EmulatorSettings(is_strict=True),
+        max_num_seqs=2,
+    ) as rig:
+        counts = torch.hpu.emulated.counters.counts  # type: ignore[attr-defined]
+        for req_index, prompt in enumerate(PROMPTS):
+            rig.admit(req_index, prompt)
+        rig.prefill({0: None, 1: None})
+        rig.step()
+        captures, waits = counts["captures"], counts["upload_waits"]
+        rig.decode([0, 1])
+        rig.submit()
+
+        for _ in range(10):
+            rig.decode([0, 1])
+            rig.submit()
+            rig.collect()
+        rig.collect()
+
+        assert counts["upload_waits"] == waits
+        assert counts["captures"] == captures
+
+
+def test_a_replay_reads_the_tensors_that_it_is_given() -> None:
+    backend = select_backend(
+        EngineConfig("m", device="hpu-emulator", emulator=EmulatorSettings(is_strict=True))
+    )
+    x, other = backend.zeros((4,), torch.float32), backend.zeros((4,), torch.float32).add_(5)
+    graph = backend.capture(lambda x: x.split(2)[1] * 2, (x.clone(),))
+
+    first = graph.replay(other).cpu().tolist()
+    second = graph.replay(x).cpu().tolist()
+
+    assert (first, second) == ([10.0, 10.0], [0.0, 0.0])
+    backend.close()
+
+
+@pytest.mark.parametrize(
     ("family", "card", "dtype", "adjusts", "softmax_mode"),
     [
         ("llama", "gaudi3", torch.bfloat16, True, "fast"),
@@ -136,7 +188,7 @@ def test_graphs_of_qwen_keep_their_tensors(family: str, keeps: bool, tmp_path: P
 
     held = before - backend.memory()[0] - EmulatorConfig().graph_bytes
     assert (held > 2 * x.numel() * 4) == keeps
-    assert float(graph.replay().cpu()) == 2 * x.numel()
+    assert float(graph.replay(x).cpu()) == 2 * x.numel()
     backend.close()
 
 
@@ -204,6 +256,41 @@ def test_launches_run_after_a_failed_capture() -> None:
     assert backend.is_compile_failure(caught.value)
     assert not backend.is_out_of_memory(caught.value)
     assert x.cpu().tolist() == [5.0] * 4
+    backend.close()
+
+
+def test_what_a_failed_capture_left_is_freed_before_the_next_one_on_a_full_card() -> None:
+    """There is room for the graph that proves that the card works, but not beside the rest."""
+    settings = EmulatorSettings(memory_bytes=19 << 20, is_strict=True)
+    backend = select_backend(EngineConfig("m", device="hpu-emulator", emulator=settings))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        # The garbage collector is needed to free the second one.
+        frame, cycle = x + 1, [x * 2]
+        cycle.append(cycle)  # type: ignore[arg-type]
+        return torch.cat([frame, cycle[0], x])
+
+    x = backend.zeros((1 << 20,), torch.float32)
+
+    with pytest.raises(RuntimeError, match="Allocation") as caught:
+        backend.capture(forward, (x,))
+
+    assert backend.is_out_of_memory(caught.value)
+    assert x.add_(5).sum().cpu() == 5 << 20
+    backend.close()
+
+
+def test_a_card_without_memory_for_any_capture_is_told_with_both_errors() -> None:
+    settings = EmulatorSettings(memory_bytes=12 << 20)
+    backend = select_backend(EngineConfig("m", device="hpu-emulator", emulator=settings))
+    x = backend.zeros((1 << 20,), torch.float32)
+
+    with pytest.raises(
+        ConfigError,
+        match=r"no capture succeeds after a failed one \(.*Allocation failed.*\): .*"
+        r"Allocation failed.*lower --gpu-memory-utilization",
+    ):
+        backend.capture(lambda x: x + 1, (x,))
     backend.close()
 
 

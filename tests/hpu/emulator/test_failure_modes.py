@@ -4,6 +4,7 @@ import importlib
 import multiprocessing
 import os
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -642,3 +643,89 @@ def test_27_a_copy_by_index_of_bools_is_untested() -> None:
         table.bool().index_copy_(0, index, table[1:].bool())
 
         assert card.counters.counts["untested_dtype"] == 1
+
+
+@pytest.mark.parametrize(("sets", "waits"), [(1, 5), (2, 0)])
+@pytest.mark.parametrize("disable_tensor_cache", [True, False])
+def test_28_an_upload_into_what_a_running_launch_reads_waits_for_it(
+    disable_tensor_cache: bool, sets: int, waits: int
+) -> None:
+    with emulated() as card:
+        table = torch.arange(9.0, device="hpu")
+        flats = [torch.zeros(4, dtype=torch.int32, device="hpu") for _ in range(sets)]
+        graph = wrapped(
+            lambda flat: table.index_select(0, flat[2:]), disable_tensor_cache=disable_tensor_cache
+        )
+        # With the tensor cache each launch copies its input into this one, and reads that.
+        graph(flats[0].clone())
+        torch.hpu.synchronize()  # type: ignore[attr-defined]
+
+        copies, events = [], []
+        for step in range(6):
+            if step >= 2:
+                events[step - 2].synchronize()
+            flat = flats[step % sets]
+            flat.copy_(torch.full((4,), step, dtype=torch.int32), non_blocking=True)
+            copies.append(graph(flat).to("cpu", non_blocking=True))
+            events.append(torch.hpu.Event())  # type: ignore[attr-defined]
+            events[-1].record()
+        torch.hpu.synchronize()  # type: ignore[attr-defined]
+
+        assert [copy.tolist() for copy in copies] == [[float(step)] * 2 for step in range(6)]
+        assert card.counters.counts["upload_waits"] == waits
+        assert card.counters.counts["captures"] == 1
+        assert card.counters.counts["input_copies"] == (0 if disable_tensor_cache else 6)
+
+
+def test_29_a_view_is_no_input_of_a_graph_but_a_constant_that_is_copied_into() -> None:
+    with emulated() as card:
+        first, second = torch.zeros(4, device="hpu"), torch.ones(4, device="hpu")
+        graph = wrapped(twice, disable_tensor_cache=True)
+        graph(first[:2])
+        card.end_warmup()
+
+        out = graph(second[:2])
+
+        assert out.tolist() == [2.0, 2.0]
+        assert first.tolist() == [1.0, 1.0, 0.0, 0.0]
+        assert card.counters.counts["input_copies"] == 1
+        assert card.counters.counts["view_write"] == 1
+
+
+def test_30_a_capture_that_failed_ends_when_its_graph_is_destroyed() -> None:
+    def fails(x: Tensor) -> Tensor:
+        twice(x)
+        raise RuntimeError("no such kernel")
+
+    with emulated() as card:
+        x = torch.ones(2, device="hpu")
+        graph = wrapped(fails)
+
+        try:
+            graph(x)
+        except RuntimeError as error:
+            assert card.device.recording is not None
+            with pytest.raises(RuntimeError, match="cannot read the device during hpu graph"):
+                x.tolist()
+            traceback.clear_frames(error.__traceback__)
+            assert card.device.recording is None
+
+        assert x.tolist() == [1.0, 1.0]
+
+
+def test_31_lazy_collectives_are_chosen_when_hccl_is_imported() -> None:
+    variable = "PT_HPU_ENABLE_LAZY_COLLECTIVES"
+    with emulated() as card:
+        environment = card.device.variables.environment
+        importlib.import_module("habana_frameworks.torch.distributed.hccl")
+
+        environment[variable] = "true"
+
+        assert not card.device.variables.lazy_collectives()
+
+    with emulated(variables={variable: "true"}) as card:
+        importlib.import_module("habana_frameworks.torch.distributed.hccl")
+
+        del card.device.variables.environment[variable]
+
+        assert card.device.variables.lazy_collectives()

@@ -80,6 +80,41 @@ def test_the_set_a_launch_may_still_read_is_not_the_one_written_next() -> None:
     assert inputs.host_arrays() is first
 
 
+class RebindingCard(Card):
+    """Whose graphs may read other tensors than those of their capture."""
+
+    rebinds_inputs = True
+
+
+def test_a_running_launchs_device_tensors_are_not_written_where_graphs_can_read_others() -> None:
+    inputs = InputBuffers((DECODE, 1, 1, 2), RebindingCard(num_threads=1), is_static=True)
+    flats, contexts = [], []
+
+    for step in range(4):
+        for field in inputs.host_arrays():
+            field[:] = step
+        inputs.upload()
+        flats.append(inputs.graph_inputs[0])
+        contexts.append(inputs.context)
+
+    assert flats[0] is flats[2] is not flats[1] and flats[1] is flats[3]
+    assert [flat.unique().tolist() for flat in flats[2:]] == [[2], [3]]
+    assert contexts[3] is contexts[1] and contexts[3].positions.tolist() == [[3]]
+    # Those that are written on the device are the same in each launch.
+    assert all(inputs.tokens is inputs.graph_inputs[1] for _ in range(2))
+
+
+def test_a_graph_is_captured_on_a_copy_only_where_it_can_read_others() -> None:
+    bucket = (PREFILL, 1, 4, 2)
+    moving = InputBuffers(bucket, RebindingCard(num_threads=1), is_static=True)
+    fixed = InputBuffers(bucket, Card(num_threads=1), is_static=True)
+
+    copies = [inputs.capture_inputs()[0].data_ptr() for inputs in (moving, fixed)]
+
+    assert copies[0] not in {moving.graph_inputs[0].data_ptr(), moving.tokens.data_ptr()}
+    assert copies[1] == fixed.graph_inputs[0].data_ptr() == fixed.tokens.data_ptr()
+
+
 @BOTH
 def test_the_device_tensors_stay_in_place_from_launch_to_launch(kind: type[CpuBackend]) -> None:
     pool = InputBufferPool(kind(num_threads=1), InputBuffers)

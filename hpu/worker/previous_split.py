@@ -1,0 +1,173 @@
+"""The memory split of an earlier start, kept beside the cache of compiled recipes.
+
+The number of KV blocks is part of the shapes that are compiled, and the free memory differs a
+little from start to start. A restart with the same settings, software and card takes the same
+number, so that all its recipes are in the cache.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from config.loading import env
+from config.setting import settings_of
+from config.version import VERSION
+from hpu.worker.load import LoadedModel
+
+logger = logging.getLogger(__name__)
+
+LESS, MORE = 0.01, 0.05
+"""How far the number that fits now may be below or above the earlier one, as a share of it: below,
+the memory that is never planned for absorbs the difference; far above, new recipes are worth it."""
+
+MAX_ENTRIES = 64
+"""Settings that the file remembers; the ones that were not used for longest are dropped."""
+
+MAX_BYTES = 1 << 20
+"""A larger file is none of ours."""
+
+FORMAT = 1
+
+UNRELATED = frozenset(
+    (
+        "model",
+        "revision",
+        "download_dir",
+        "seed",
+        "cache_dir",
+        "device",
+        "executor",
+        "num_threads",
+        "cpu_kernels",
+        "emulator",
+        "policy",
+        "max_inflight_steps",
+        "max_queue_len",
+    )
+)
+"""Settings that decide no shape of a card, or stand in the fingerprint by what they led to."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreviousSplit:
+    """What decided the shapes of an earlier start."""
+
+    num_blocks: int
+    """KV blocks without the pad block."""
+    graph_bytes: int
+    """Budget of the graphs: which buckets are captured."""
+    profile_blocks: int
+    """Blocks that bounded the largest launches of the profile run."""
+
+
+class SplitRecord:
+    """The entry of one fingerprint in the file at `path`. Two processes that write at once may lose
+    one of the entries: its next start then compiles."""
+
+    def __init__(self, path: Path, description: dict[str, Any]) -> None:
+        self._path = path
+        self._versions = {name: description[name] for name in ("version", "software", "driver")}
+        text = json.dumps(description, sort_keys=True, default=str)
+        self._fingerprint = hashlib.sha256(text.encode()).hexdigest()
+
+    def read(self) -> PreviousSplit | None:
+        """The split of the last start; None if there is none."""
+        found = self._entries().get(self._fingerprint)
+        return None if found is None else _split_of(found)
+
+    def write(self, split: PreviousSplit) -> None:
+        """Store the split, the whole file at once. A file that cannot be written is logged."""
+        entries = self._entries()
+        entries.pop(self._fingerprint, None)
+        entries[self._fingerprint] = {**self._versions, **dataclasses.asdict(split)}
+        kept = dict(list(entries.items())[-MAX_ENTRIES:])
+        text = json.dumps({"format": FORMAT, "entries": kept}, indent=1)
+        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(text)
+            temporary.replace(self._path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            logger.warning("The number of KV blocks is not remembered: %s", error)
+
+    def _entries(self) -> dict[str, Any]:
+        """Entries by fingerprint, the newest last; empty for a file that is missing or broken."""
+        try:
+            if self._path.stat().st_size > MAX_BYTES:
+                raise ValueError(f"it is larger than {MAX_BYTES} bytes")
+            content = json.loads(self._path.read_text())
+            if content["format"] != FORMAT:
+                raise ValueError(f"its format is {content['format']!r}, not {FORMAT}")
+            entries = dict(content["entries"])
+            for entry in entries.values():
+                _split_of(entry)
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            logger.warning("%s is ignored: %s", self._path, error)
+            return {}
+        return entries
+
+
+def _split_of(entry: Any) -> PreviousSplit:
+    """ValueError, TypeError or KeyError for anything that this file does not write."""
+    values = [entry[field.name] for field in dataclasses.fields(PreviousSplit)]
+    if not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError(f"an entry holds {values}")
+    return PreviousSplit(*values)
+
+
+def split_record(loaded: LoadedModel) -> SplitRecord | None:
+    """The record of a loaded model; None without a cache of recipes that survives a restart."""
+    folder = env.recipe_cache_folder(loaded.config)
+    if folder is None:
+        return None
+    return SplitRecord(folder.with_name(f"{folder.name}-kv-blocks.json"), _describe(loaded))
+
+
+def is_near(previous: int, fitting: int) -> bool:
+    """Whether a start for which `fitting` blocks fit takes the earlier number."""
+    return previous * (1 - LESS) <= fitting <= previous * (1 + MORE)
+
+
+def _describe(loaded: LoadedModel) -> dict[str, Any]:
+    """Everything that decides the shapes, and the versions that decide what is compiled of them."""
+    backend = loaded.backend
+    facts = dataclasses.asdict(loaded.facts)
+    # Neither is part of a shape.
+    del facts["path"], facts["generation_defaults"]
+    return {
+        "version": VERSION,
+        "software": backend.software,
+        "driver": backend.driver,
+        "card": backend.card,
+        "mode": env.hpu_mode(loaded.config).mode,
+        "model": facts,
+        "pooler": loaded.pooler,
+        "dtype": loaded.dtype,
+        "max_model_len": loaded.max_model_len,
+        "block_size": loaded.block_size,
+        "weight_bytes": loaded.weight_bytes,
+        "settings": _related(loaded.config),
+    }
+
+
+def _related(config: Any) -> dict[str, Any]:
+    """The settings of a configuration and of those inside it, by field."""
+    related: dict[str, Any] = {}
+    settings = settings_of(config)
+    for field in dataclasses.fields(config):
+        facts = settings.get(field.name)
+        if field.name in UNRELATED or (facts is not None and facts.group == "Diagnostics"):
+            continue
+        value = getattr(config, field.name)
+        related[field.name] = _related(value) if dataclasses.is_dataclass(value) else value
+    return related
