@@ -1,0 +1,224 @@
+"""Restarts: the number of KV blocks of an earlier start, and what it is worth."""
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import make_tiny
+
+from config.buckets import BucketConfig, Range
+from config.engine import CacheConfig, EngineConfig, SchedulerConfig
+from config.execution import EmulatorSettings
+from config.loading.env import recipe_cache_folder
+from hpu.protocol import WorkerReady
+from hpu.worker.previous_split import MAX_ENTRIES, PreviousSplit, SplitRecord, is_near
+from hpu.worker.worker import Worker
+
+MEMORY = 192 << 20
+SPLIT = PreviousSplit(num_blocks=100, graph_bytes=7, profile_blocks=120)
+DESCRIPTION = {"version": "1", "software": "1.22", "driver": "1.22", "max_model_len": 64}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of the recipe cache."""
+    folder = tmp_path / "recipes"
+    monkeypatch.setenv("PT_HPU_RECIPE_CACHE_CONFIG", f"{folder},false,1024")
+    return folder
+
+
+def config_of(model: Path, memory_bytes: int = MEMORY, **settings: Any) -> EngineConfig:
+    config = EngineConfig(
+        str(model),
+        device="hpu-emulator",
+        num_threads=1,
+        max_model_len=64,
+        cache=CacheConfig(block_size=8, gpu_memory_utilization=0.2),
+        scheduler=SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=64),
+        buckets=BucketConfig(
+            strategy="linear",
+            prompt_batch=Range(1, 1, 1),
+            prompt_query=Range(64, 64, 64),
+            prompt_context=Range(0, 8, 8),
+            decode_batch=Range(2, 2, 2),
+            decode_blocks=Range(16, 16, 16),
+        ),
+        emulator=EmulatorSettings(memory_bytes=memory_bytes),
+    )
+    return replace(config, **settings)
+
+
+def start(config: EngineConfig) -> tuple[WorkerReady, tuple[int, int]]:
+    """A worker's report, and (hits, misses) of its recipe cache."""
+    worker = Worker(config)
+    try:
+        ready = worker.start(lambda progress: None)
+        counters = torch.hpu.emulated.counters  # type: ignore[attr-defined]
+        return ready, (counters.recipe_hits.total(), counters.recipe_misses.total())
+    finally:
+        worker.close()
+
+
+def restarts(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [text for text in caplog.messages if text.startswith("Restart:")]
+
+
+@pytest.mark.parametrize("change", [-(1 << 18), 1 << 18])
+def test_a_restart_with_a_little_other_memory_compiles_nothing(
+    change: int, model: Path, recipes: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    first, (_, missed) = start(config_of(model))
+
+    second, (hits, misses) = start(config_of(model, MEMORY + change))
+
+    assert missed > 0
+    assert (misses, second.num_blocks) == (0, first.num_blocks)
+    assert hits > missed
+    (text,) = restarts(caplog)
+    assert f"{first.num_blocks} KV blocks as in the last start" in text
+    assert f"({first.num_blocks} fit)" not in text
+
+
+def test_the_profile_run_of_a_restart_has_the_same_shapes(
+    recipes: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """With so many sequences the free memory bounds its largest decode."""
+    folder = tmp_path_factory.mktemp("long")
+    model = make_tiny("llama", folder, num_hidden_layers=8, max_position_embeddings=4096)
+    settings: dict[str, Any] = {
+        "max_model_len": 4096,
+        "cache": CacheConfig(block_size=128, gpu_memory_utilization=0.3),
+        "scheduler": SchedulerConfig(max_num_seqs=48, max_num_batched_tokens=64),
+        "enforce_eager": True,
+    }
+    start(config_of(model, **settings))
+
+    _, (_, misses) = start(config_of(model, MEMORY - (1 << 19), **settings))
+
+    assert misses == 0
+
+
+@pytest.mark.parametrize("memory_bytes", [MEMORY * 3 // 4, MEMORY * 3 // 2])
+def test_a_restart_with_much_other_memory_takes_what_fits_and_remembers_that(
+    memory_bytes: int, model: Path, recipes: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, _ = start(config_of(model))
+
+    second, _ = start(config_of(model, memory_bytes))
+    texts = restarts(caplog)
+    third, (_, misses) = start(config_of(model, memory_bytes + (1 << 18)))
+
+    assert (second.num_blocks < first.num_blocks) == (memory_bytes < MEMORY)
+    assert len(texts) == 1 and f"{second.num_blocks} KV blocks, not {first.num_blocks}" in texts[0]
+    assert (third.num_blocks, misses) == (second.num_blocks, 0)
+
+
+def test_a_configured_number_wins_and_other_settings_remember_their_own(
+    model: Path, recipes: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, _ = start(config_of(model))
+    cache = CacheConfig(block_size=8, num_blocks=first.num_blocks - 5)
+
+    configured, _ = start(config_of(model, cache=cache))
+    fuller, _ = start(
+        config_of(model, cache=CacheConfig(block_size=8, gpu_memory_utilization=0.204))
+    )
+    again, (_, misses) = start(config_of(model, MEMORY + (1 << 18), cache=cache))
+
+    assert configured.num_blocks == again.num_blocks == first.num_blocks - 5
+    assert fuller.num_blocks > first.num_blocks
+    assert misses == 0
+    assert restarts(caplog) == []
+    (file,) = recipes.parent.glob("*.json")
+    assert len(json.loads(file.read_text())["entries"]) == 3
+
+
+def test_without_a_recipe_cache_nothing_is_remembered(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PT_HPU_RECIPE_CACHE_CONFIG", raising=False)
+    start(config_of(model))
+    folders = [recipe_cache_folder(config_of(model))]
+    for words in (f"{tmp_path}/recipes,true,1024", f"{tmp_path}/recipes,false,1024"):
+        monkeypatch.setenv("PT_HPU_RECIPE_CACHE_CONFIG", words)
+        folders.append(recipe_cache_folder(config_of(model)))
+    folders.append(recipe_cache_folder(config_of(model, device="cpu")))
+
+    assert folders == [None, None, tmp_path / "recipes", None]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[1, 2]",
+        b'{"format": 7, "entries": {}}',
+        b'{"format": 1, "entries": {"a": {"num_blocks": 3}}}',
+        b'{"format": 1, "entries": {"a": {"num_blocks": 3, "graph_bytes": -1, '
+        b'"profile_blocks": 3}}}',
+        b'{"format": 1, "entries": ["a"]}',
+        b" " * (2 << 20),
+    ],
+    ids=["empty", "bytes", "list", "format", "field", "negative", "entries", "size"],
+)
+def test_a_file_of_another_kind_is_ignored_with_one_line_and_replaced(
+    content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "blocks.json"
+    file.write_bytes(content)
+    record = SplitRecord(file, DESCRIPTION)
+
+    found = record.read()
+
+    assert found is None
+    (text,) = caplog.messages
+    assert text.startswith(f"{file} is ignored: ")
+    record.write(SPLIT)
+    assert record.read() == SPLIT
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_each_description_has_its_own_entry_and_the_oldest_are_dropped(tmp_path: Path) -> None:
+    def record(number: int) -> SplitRecord:
+        return SplitRecord(tmp_path / "blocks.json", {**DESCRIPTION, "max_model_len": number})
+
+    for number in range(MAX_ENTRIES + 2):
+        record(number).write(replace(SPLIT, num_blocks=number))
+        record(0).write(SPLIT)
+
+    assert record(0).read() == SPLIT
+    assert record(1).read() is record(2).read() is None
+    assert record(3).read() == replace(SPLIT, num_blocks=3)
+
+
+def test_a_folder_that_cannot_be_written_is_told_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    record = SplitRecord(tmp_path / "file" / "blocks.json", DESCRIPTION)
+
+    record.write(SPLIT)
+
+    assert any("is not remembered" in text for text in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("fitting", "is_taken"), [(989, False), (990, True), (1000, True), (1050, True), (1051, False)]
+)
+def test_the_earlier_number_is_taken_if_a_little_less_or_somewhat_more_fits(
+    fitting: int, is_taken: bool
+) -> None:
+    assert is_near(1000, fitting) == is_taken
