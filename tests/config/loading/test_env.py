@@ -1,13 +1,23 @@
 """config/loading/env.py: which variables are settings, which are not, and what a worker is
 given."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
-from config.loading.env import cache_home, runtime_environment, settings, variable_table
+from config.execution import ExecutionConfig
+from config.loading.env import (
+    cache_home,
+    runtime_environment,
+    settings,
+    variable_table,
+    worker_environment,
+)
 from config.loading.flags import FLAGS
 from config.loading.sources import load
 
@@ -98,3 +108,49 @@ def test_a_worker_gets_its_threads_but_keeps_the_users_own_settings(
     assert "OMP_NUM_THREADS" not in untold
     assert "KMP_BLOCKTIME" not in told
     assert int(told["GOMP_SPINCOUNT"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "lazy", "collectives"), [("hpu-graphs", "1", "true"), ("torch-compile", "0", None)]
+)
+def test_a_cards_worker_starts_with_what_its_runtime_reads_at_the_import(
+    mode: str, lazy: str, collectives: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PT_HPU_LAZY_MODE", "PT_HPU_ENABLE_LAZY_COLLECTIVES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HLS_MODULE_ID", "3")
+    config = EngineConfig("m", device="hpu-emulator", execution=ExecutionConfig(mode=mode))
+
+    given = worker_environment(config)
+
+    assert given["PT_HPU_LAZY_MODE"] == lazy
+    assert given.get("PT_HPU_ENABLE_LAZY_COLLECTIVES") == collectives
+    assert given["HLS_MODULE_ID"] == "3"
+
+
+def test_a_worker_in_our_own_process_gets_them_before_torch_imports_the_runtime() -> None:
+    """Torch imports the vendor's package by itself, where it is installed."""
+    code = (
+        "import os, sys\n"
+        "from config.engine import EngineConfig\n"
+        "from config.loading import env\n"
+        "env.is_installed = lambda module: True\n"
+        "env._has_vendor_torch = lambda: True\n"
+        "import engine.executors.select as select\n"
+        "seen = []\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'torch' and not seen:\n"
+        "            seen.append(os.environ.get('PT_HPU_ENABLE_LAZY_COLLECTIVES'))\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "config = EngineConfig('m', device='hpu', executor='inline')\n"
+        "select.make_executor(config, '/tmp', print)\n"
+        "print(seen)\n"
+    )
+    environ = {name: word for name, word in os.environ.items() if not name.startswith("PT_HPU")}
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60
+    )
+
+    assert done.stdout.strip() == "['true']", done.stderr
