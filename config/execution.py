@@ -7,6 +7,10 @@ from config.errors import ConfigError
 from config.setting import check_settings, setting
 
 HPU_GRAPHS, TORCH_COMPILE, EAGER, LAZY = "hpu-graphs", "torch-compile", "eager", "lazy"
+SLICE_MULTIPLE = 1024
+"""Sizes of slices that the fused attention is known to take are multiples of it (_setup_slicing in
+vllm_gaudi/extension/utils.py of vllm-project/vllm-gaudi)."""
+
 CAPTURE_ORDERS = ("min_tokens", "max_bs")
 
 
@@ -45,6 +49,27 @@ class ExecutionConfig:
         "Use the vendor's fused attention for prompts",
         name="prompt-use-fusedsdpa",
         variables=("VLLM_PROMPT_USE_FUSEDSDPA",),
+    )
+    sdpa_slicing: bool = setting(
+        True,
+        "Fused attention of prompts over a long cached context runs in slices, without a mask of "
+        "new tokens x all tokens",
+        name="fsdpa-slicing",
+        variables=("VLLM_HPU_FSDPA_SLICE_ENABLED",),
+    )
+    sdpa_slice_threshold: int = setting(
+        8192,
+        "Cached and new tokens of a prompt from which on its attention runs in slices",
+        name="fsdpa-slice-threshold",
+        variables=("VLLM_HPU_FSDPA_SLICE_SEQ_LEN_THLD",),
+        minimum=SLICE_MULTIPLE,
+    )
+    sdpa_slice_size: int | None = setting(
+        None,
+        "Tokens of a slice, rounded up to a multiple of 1024; auto: half of the threshold",
+        name="fsdpa-slice-size",
+        variables=("VLLM_HPU_FSDPA_SLICE_CHUNK_SIZE",),
+        minimum=1,
     )
     contiguous_pa: bool | None = setting(
         None,
@@ -112,6 +137,20 @@ class ExecutionConfig:
         first, last = self.profiled_steps
         if last is not None and first > last:
             raise ConfigError(f"profiler_steps begins at {first} and ends before, at {last}")
+        sizes = self.slice_sizes
+        if sizes is not None and sizes[1] > sizes[0]:
+            raise ConfigError(
+                f"--fsdpa-slice-size is {sizes[1]}, it must not be above --fsdpa-slice-threshold, "
+                f"{sizes[0]}"
+            )
+
+    @property
+    def slice_sizes(self) -> tuple[int, int] | None:
+        """(threshold, tokens of a slice) of attention in slices; None: never."""
+        if not (self.sdpa_slicing and self.fused_sdpa):
+            return None
+        size = self.sdpa_slice_size or self.sdpa_slice_threshold // 2
+        return self.sdpa_slice_threshold, -(-size // SLICE_MULTIPLE) * SLICE_MULTIPLE
 
     @property
     def profiled_steps(self) -> tuple[int, int | None]:

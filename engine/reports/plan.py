@@ -82,6 +82,7 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
         block_size=cache.block_size or BLOCK_SIZE,
         utilization=cache.gpu_memory_utilization,
         graph_reserved=0.0 if config.enforce_eager else config.warmup.graph_memory_fraction,
+        slices=config.execution.slice_sizes,
         num_blocks=cache.num_blocks,
         kv_bytes=cache.kv_cache_memory_bytes,
         card_bytes=target.card_bytes,

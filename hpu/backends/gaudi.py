@@ -24,7 +24,7 @@ from hpu.distributed.process_groups import Ranks
 from hpu.doctor.machine import distribution_version
 from hpu.doctor.software import RUNTIME_DISTRIBUTION
 from hpu.gaudi_devices import GENERATIONS, GIB, has_kernel, release_of
-from hpu.ops.kernels import Kernels
+from hpu.ops.kernels import Kernels, SliceSizes
 
 logger = logging.getLogger(__name__)
 
@@ -236,10 +236,15 @@ class GaudiBackend(Backend):
         exists = card in GENERATIONS and has_kernel(
             "block_softmax_adjustment", str(card), release_of(self.software)
         )
+        sizes = self._execution.slice_sizes
         kernels = module.GaudiKernels(
             fused_sdpa=self._execution.fused_sdpa,
             softmax_mode="fp32" if is_qwen2 else "fast",
             fused_adjustment=bool(exists) and not is_qwen2 and model.dtype != torch.float16,
+            slices=None if sizes is None else SliceSizes(*sizes),
+            # In the lazy modes each slice is a recipe of its own, as in the plug-in: equal slices
+            # share it, and a recipe holds one of them in memory.
+            end_slice=self.mark_step if self._mode in (HPU_GRAPHS, LAZY) else lambda: None,
         )
         return cast(Kernels, kernels)
 

@@ -83,8 +83,6 @@ class SelfAttention(nn.Module):
         shape = self.shape
         batch, length, _ = hidden.shape
         query_key, value = self._project(hidden)
-        if self._zeroes_non_finite:
-            query_key, value = _finite(query_key), _finite(value)
         query_key = self.qk_norm(query_key)
         if rotation is not None:
             query_key = rotate(query_key, rotation, self._kernels)
@@ -99,8 +97,13 @@ class SelfAttention(nn.Module):
         if self._splits_qkv:
             query, key, value = self.qkv_proj.forward_split(hidden)
             query_key = torch.cat((query, key), dim=-1).view(batch, length, -1, shape.head_dim)
-            return query_key, value.view(batch, length, -1, shape.head_dim)
+            value = value.view(batch, length, -1, shape.head_dim)
+            if self._zeroes_non_finite:
+                query_key, value = _finite(query_key), _finite(value)
+            return query_key, value
         heads = self.qkv_proj(hidden).view(batch, length, -1, shape.head_dim)
+        if self._zeroes_non_finite:
+            heads = _finite(heads)
         query_key, value = heads.split_with_sizes(
             [shape.num_heads + shape.num_kv_heads, shape.num_kv_heads], dim=2
         )
@@ -153,7 +156,9 @@ class PagedAttention(nn.Module):
             self._read(self.impl.v_cache, self._values, metadata),
             metadata.groups,
             metadata.rows,
+            metadata.block_mapping,
             metadata.mapping,
+            metadata.sum_mapping,
             mask,
         )
         return self.impl.paged_decode(operands, self._scale)
@@ -161,20 +166,28 @@ class PagedAttention(nn.Module):
     def _prefill(
         self, query: Tensor, key: Tensor, value: Tensor, metadata: PrefillMetadata
     ) -> Tensor:
-        context, batch = None, query.shape[0]
-        if metadata.block_list.shape[0]:
-            context = (
-                self._read_context(self.impl.k_cache, self._keys, metadata.block_list, batch),
-                self._read_context(self.impl.v_cache, self._values, metadata.block_list, batch),
+        batch, kind = query.shape[0], self._mask_index
+
+        def read(blocks: Tensor) -> tuple[Tensor, Tensor]:
+            return (
+                self._read_context(self.impl.k_cache, self._keys, blocks, batch),
+                self._read_context(self.impl.v_cache, self._values, blocks, batch),
             )
+
+        slices = () if kind else metadata.slices
+        context, block_list = None, metadata.block_lists[kind]
+        if block_list.shape[0] and not slices:
+            context = read(block_list)
         operands = PromptOperands(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
             metadata.query_lens,
-            metadata.masks[self._mask_index],
+            metadata.masks[kind],
             context,
-            metadata.context_masks[self._mask_index],
+            metadata.context_masks[kind],
+            slices,
+            read,
         )
         return self.impl.prompt_attention(operands, self._scale).transpose(1, 2)
 

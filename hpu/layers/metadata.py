@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpu.ops.attention import as_mask, causal_mask
+from hpu.ops.attention import as_mask, causal_mask, mask_in
+from hpu.ops.kernels import AttentionForm, ContextSlice
 
 
 class PrefillAttentionInputs(NamedTuple):
@@ -78,13 +79,17 @@ class PrefillMetadata(NamedTuple):
     """None without a cache."""
     query_lens: Tensor
     """(B): at least 1."""
-    block_list: Tensor
-    """(B * C); empty without cached context."""
+    block_lists: tuple[Tensor, Tensor]
+    """(B * C) for layers without a window and for layers with one, whose C may be smaller; empty
+    without cached context."""
     masks: Masks
     """Over the new tokens, (1, 1, Q, Q), or (B, 1, 1, Q) without causality; for fused kernels over
-    cached and new tokens, (B or 1, 1, Q, S), in the model's dtype. None: plainly causal."""
+    cached and new tokens, (B or 1, 1, Q, S), in the form's dtype. None: plainly causal. With
+    `slices` the first is (1, 1, size, size), causal over the tokens of a slice."""
     context_masks: Masks
     """Over the cached tokens, (B, 1, 1 or Q, C * block_size); for fused kernels None."""
+    slices: tuple[ContextSlice, ...] = ()
+    """The cached tokens of layers without a window, where their attention runs in slices."""
 
 
 class DecodeMetadata(NamedTuple):
@@ -97,11 +102,14 @@ class DecodeMetadata(NamedTuple):
     """(N): batch index of each block, -1 for padding."""
     rows: Tensor
     """(N) int64: batch index of each block, 0 for padding."""
+    block_mapping: Tensor
+    """(N, B) in the form's dtype: 1 where the block belongs to the batch index."""
     mapping: Tensor
-    """(B, N) float32, for fused kernels the model's dtype: 1 where the block belongs to the batch
-    index."""
+    """(B, N): the same, transposed."""
+    sum_mapping: Tensor
+    """As `mapping`, float32."""
     masks: Masks
-    """(N, 1, 1, block_size)."""
+    """(N, 1, 1, block_size) in the form's dtype."""
 
 
 AttentionMetadata = PrefillMetadata | DecodeMetadata
@@ -129,7 +137,7 @@ def build_metadata(
     inputs: AttentionInputs,
     block_size: int,
     windows: Windows,
-    fused: torch.dtype | None = None,
+    form: AttentionForm | None = None,
     *,
     contiguous: bool = False,
     causal: bool = True,
@@ -137,21 +145,21 @@ def build_metadata(
     """Derive masks and mappings from a launch's inputs, once for all layers and on the device, so
     that a captured graph contains it.
 
-    `fused`: the model's dtype if it runs on fused kernels. `contiguous`: whether entry i of a
-    decode describes block i of the cache. `causal`: whether the tokens of TextAttentionInputs see
-    only earlier tokens (those of the other inputs always do).
+    `form`: that of the fused kernels that the model runs on, if any. `contiguous`: whether entry i
+    of a decode describes block i of the cache. `causal`: whether the tokens of TextAttentionInputs
+    see only earlier tokens (those of the other inputs always do).
     """
     if isinstance(inputs, TextAttentionInputs):
-        return build_text_metadata(inputs, windows, fused, causal=causal)
+        return build_text_metadata(inputs, windows, form, causal=causal)
     if isinstance(inputs, PrefillAttentionInputs):
         metadata = _prefill_metadata(inputs, block_size, windows)
-        return metadata if fused is None else _join_masks(metadata, inputs, windows, fused)
-    decode = _decode_metadata(inputs, block_size, windows, fused or torch.float32)
+        return metadata if form is None else _in_form(metadata, inputs, windows, form)
+    decode = _decode_metadata(inputs, block_size, windows, form)
     return decode._replace(block_list=None) if contiguous else decode
 
 
 def build_text_metadata(
-    inputs: TextAttentionInputs, windows: Windows, fused: torch.dtype | None, *, causal: bool
+    inputs: TextAttentionInputs, windows: Windows, form: AttentionForm | None, *, causal: bool
 ) -> PrefillMetadata:
     """`build_metadata` for whole texts."""
     batch, length = inputs.positions.shape
@@ -162,43 +170,75 @@ def build_text_metadata(
         masks = (as_mask(keys < inputs.lengths.view(batch, 1, 1, 1)), None)
     elif windows.any_windowed and window is not None and window < length:
         masks = (None, causal_mask(length, window, device))
-    metadata = PrefillMetadata(
+    if form is not None:
+        if masks[0] is not None:
+            # A fused kernel needs one row of the mask for each query.
+            masks = (masks[0].expand(batch, 1, length, length), None)
+        masks = _joined_masks(masks, (None, None), inputs.positions, windows, form)
+    no_blocks = inputs.positions.new_empty(0)
+    return PrefillMetadata(
         slot_mapping=None,
         query_lens=inputs.lengths.clamp_min(1),
-        block_list=inputs.positions.new_empty(0),
+        block_lists=(no_blocks, no_blocks),
         masks=masks,
         context_masks=(None, None),
     )
-    if fused is None:
-        return metadata
-    # A fused kernel needs one row of the mask for each query.
-    full = None if masks[0] is None else masks[0].expand(batch, 1, length, length).to(fused)
-    windowed = None if masks[1] is None else masks[1].to(fused)
-    return metadata._replace(masks=(full, windowed))
 
 
-def _join_masks(
-    metadata: PrefillMetadata, inputs: PrefillAttentionInputs, windows: Windows, dtype: torch.dtype
+def _in_form(
+    metadata: PrefillMetadata, inputs: PrefillAttentionInputs, windows: Windows, form: AttentionForm
 ) -> PrefillMetadata:
-    """Concatenate the masks over cached and over new tokens."""
-    batch, length = inputs.positions.shape
+    """Masks, and slices of the context, as a device's kernels take them."""
+    length, sizes = inputs.positions.shape[1], form.slices
+    cached, cached_windowed = metadata.context_masks
+    masks: Masks = metadata.masks
+    slices: tuple[ContextSlice, ...] = ()
+    if sizes is not None and cached is not None and cached.shape[-1] + length >= sizes.threshold:
+        slices = _slices(inputs, mask_in(cached, form.prompt_dtype), sizes.size)
+        masks = (causal_mask(min(length, sizes.size), None, cached.device), masks[1])
+        cached = None
+    return metadata._replace(
+        masks=_joined_masks(masks, (cached, cached_windowed), inputs.positions, windows, form),
+        context_masks=(None, None),
+        slices=slices,
+    )
+
+
+def _joined_masks(
+    masks: Masks, contexts: Masks, positions: Tensor, windows: Windows, form: AttentionForm
+) -> Masks:
+    """One mask over cached and new tokens for each kind of layers that exists."""
+    batch, length = positions.shape
 
     def join(new: Tensor | None, cached: Tensor | None) -> Tensor | None:
-        if cached is None:
-            return None if new is None else new.to(dtype)
+        if new is None and (cached is not None or not form.knows_causality):
+            new = causal_mask(length, None, positions.device)
         if new is None:
-            new = causal_mask(length, None, cached.device)
-        wide = cached.expand(batch, 1, length, cached.shape[-1])
-        return torch.cat((wide, new.expand(batch, 1, length, length)), dim=-1).to(dtype)
+            return None
+        new = mask_in(new, form.prompt_dtype)
+        if cached is None:
+            return new
+        cached = mask_in(cached, form.prompt_dtype).expand(batch, 1, length, cached.shape[-1])
+        return torch.cat((cached, new.expand(batch, 1, length, length)), dim=-1)
 
-    kinds = zip(metadata.masks, metadata.context_masks, strict=True)
-    full, windowed = (join(new, cached) for new, cached in kinds)
-    return metadata._replace(
-        masks=(
-            full if windows.any_full else None,
-            windowed if windows.any_windowed else None,
-        ),
-        context_masks=(None, None),
+    return (
+        join(masks[0], contexts[0]) if windows.any_full else None,
+        join(masks[1], contexts[1]) if windows.any_windowed else None,
+    )
+
+
+def _slices(inputs: PrefillAttentionInputs, mask: Tensor, size: int) -> tuple[ContextSlice, ...]:
+    """The cached tokens in slices of at most `size`, but at least one block; `mask` (B, 1, 1,
+    C * block_size)."""
+    table = inputs.block_list.view(inputs.positions.shape[0], -1)
+    block_size = mask.shape[-1] // table.shape[1]
+    count = max(1, size // block_size)
+    return tuple(
+        ContextSlice(
+            table[:, first : first + count].reshape(-1),
+            mask[..., first * block_size : (first + count) * block_size].contiguous(),
+        )
+        for first in range(0, table.shape[1], count)
     )
 
 
@@ -210,30 +250,47 @@ def _prefill_metadata(
     windowed = None
     if windows.any_windowed and window is not None and window < length:
         windowed = causal_mask(length, window, device)
-    span = inputs.block_list.shape[0] // batch * block_size
+    block_list = window_blocks = inputs.block_list
     context_full = context_windowed = None
-    if span > 0:
-        keys = torch.arange(span, device=device)
+    if block_list.shape[0]:
         # (B, 1, 1, 1) against (S).
         context_lens = inputs.context_lens.view(batch, 1, 1, 1)
-        visible = keys < context_lens
         if windows.any_full:
-            context_full = as_mask(visible)
+            keys = torch.arange(block_list.shape[0] // batch * block_size, device=device)
+            context_full = as_mask(keys < context_lens)
         if windows.any_windowed and window is not None:
+            window_blocks, starts = _last_blocks(inputs, block_size, window - 1)
+            keys = torch.arange(window_blocks.shape[0] // batch * block_size, device=device)
+            keys = keys + starts.view(batch, 1, 1, 1)
             # Counted from the cached length, not from `positions`: those are 0 for padding.
             queries = context_lens + torch.arange(length, device=device).view(1, 1, length, 1)
-            context_windowed = as_mask(visible & (queries - keys < window))
+            context_windowed = as_mask((keys < context_lens) & (queries - keys < window))
     return PrefillMetadata(
         slot_mapping=inputs.slot_mapping,
         query_lens=inputs.query_lens.clamp_min(1),
-        block_list=inputs.block_list,
+        block_lists=(block_list, window_blocks),
         masks=(None, windowed),
         context_masks=(context_full, context_windowed),
     )
 
 
+def _last_blocks(
+    inputs: PrefillAttentionInputs, block_size: int, num_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """As many blocks of each row's context as its last `num_tokens` can be in, (B * blocks), and
+    the position of the first token in them, (B)."""
+    table = inputs.block_list.view(inputs.positions.shape[0], -1)
+    count = -(-num_tokens // block_size) + 1
+    if count >= table.shape[1]:
+        return inputs.block_list, torch.zeros_like(inputs.context_lens)
+    first = (inputs.context_lens - num_tokens).clamp_min(0)
+    first = torch.div(first, block_size, rounding_mode="floor").clamp_max(table.shape[1] - count)
+    blocks = first.unsqueeze(1) + torch.arange(count, device=table.device)
+    return table.gather(1, blocks.long()).view(-1), first * block_size
+
+
 def _decode_metadata(
-    inputs: DecodeAttentionInputs, block_size: int, windows: Windows, dtype: torch.dtype
+    inputs: DecodeAttentionInputs, block_size: int, windows: Windows, form: AttentionForm | None
 ) -> DecodeMetadata:
     batch = inputs.positions.shape[0]
     device, window = inputs.positions.device, windows.size
@@ -241,14 +298,29 @@ def _decode_metadata(
     rows = groups.clamp_min(0).long()
     offsets = torch.arange(block_size, device=device)
     visible = (offsets < inputs.block_usage.unsqueeze(1)) & (groups >= 0).unsqueeze(1)
+
+    def mask(visible: Tensor) -> Tensor:
+        scores = torch.float32 if form is None else form.score_dtype
+        return mask_in(as_mask(visible).view(-1, 1, 1, block_size), scores)
+
     full = windowed = None
     if windows.any_full:
-        full = as_mask(visible).view(-1, 1, 1, block_size)
+        full = mask(visible)
     if windows.any_windowed and window is not None:
         queries = inputs.positions.view(-1).index_select(0, rows)
         first = queries - window + 1 - inputs.block_starts
-        windowed = as_mask(visible & (offsets >= first.unsqueeze(1))).view(-1, 1, 1, block_size)
-    mapping = (groups == torch.arange(batch, device=device).unsqueeze(1)).to(dtype)
+        windowed = mask(visible & (offsets >= first.unsqueeze(1)))
+    belongs = groups == torch.arange(batch, device=device).unsqueeze(1)
+    mapping = belongs.to(torch.float32 if form is None else form.mapping_dtype)
+    # Plain operations do not read it.
+    block_mapping = mapping.t() if form is None else mapping.t().contiguous()
     return DecodeMetadata(
-        inputs.slot_mapping, inputs.block_list, groups, rows, mapping, (full, windowed)
+        slot_mapping=inputs.slot_mapping,
+        block_list=inputs.block_list,
+        groups=groups,
+        rows=rows,
+        block_mapping=block_mapping,
+        mapping=mapping,
+        sum_mapping=mapping.float(),
+        masks=(full, windowed),
     )

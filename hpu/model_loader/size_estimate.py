@@ -67,12 +67,49 @@ def activation_bytes(
 
 
 def context_bytes(
-    config: ModelConfig, *, num_cards: int, width: int, num_tokens: int, max_model_len: int
+    config: ModelConfig,
+    *,
+    num_cards: int,
+    width: int,
+    num_tokens: int,
+    max_model_len: int,
+    block_size: int,
+    slices: tuple[int, int] | None,
 ) -> int:
-    """Estimate of what cached context adds to the largest prefill: the mask of its tokens over a
-    full context, built in float32 and stored in `width` bytes, and one layer's keys and values,
-    gathered from the cache and then concatenated with the new ones."""
-    heads = config.kv_heads_per_rank(num_cards)
-    gathered = 2 * max_model_len * heads * config.head_dim * width
-    mask = min(num_tokens, max_model_len) * max_model_len * (4 + width)
-    return mask + 2 * gathered
+    """Estimate of what cached context adds to the largest prefill, with `width` bytes a number.
+    `slices`: (threshold, tokens of a slice) of attention in slices, as in
+    ExecutionConfig.slice_sizes."""
+    new = min(num_tokens, max_model_len)
+    kv_width = 2 * config.kv_heads_per_rank(num_cards) * config.head_dim * width
+    layers = decoder_spec(config).layers
+    full = windowed = 0
+    if any(layer.window is None for layer in layers):
+        threshold, size = slices or (max_model_len, max_model_len)
+        full = _joined_bytes(new, min(threshold, max_model_len), width, kv_width)
+        if max_model_len > threshold:
+            query_width = config.num_heads // num_cards * config.head_dim * 4
+            in_slices = _sliced_bytes(new, max_model_len, size, width, kv_width, query_width)
+            full = max(full, in_slices)
+    if any(layer.window is not None for layer in layers):
+        # The blocks of a window, and one for its begin within a block.
+        seen = min(max_model_len, (config.sliding_window or 0) + block_size + new)
+        # Over the cached tokens, the mask also exists in float32.
+        windowed = _joined_bytes(new, seen, width, kv_width) + new * (seen - new) * 4
+    return full + windowed
+
+
+def _joined_bytes(new: int, length: int, width: int, kv_width: int) -> int:
+    """One mask of `new` x `length` tokens, that of the new ones in float32 before, and one layer's
+    keys and values, gathered from the cache and then concatenated with the new ones."""
+    return new * length * width + new * new * 4 + 2 * length * kv_width
+
+
+def _sliced_bytes(
+    new: int, length: int, size: int, width: int, kv_width: int, query_width: int
+) -> int:
+    """A causal mask over one slice and one row of `length`, each in float32 before; keys and values
+    of one slice, gathered and then made contiguous; and in float32 the outputs of all new tokens
+    and four times those of a slice, while two parts are merged."""
+    rows = min(new, size)
+    masks = (rows * rows + length) * (4 + width)
+    return masks + 2 * size * kv_width + (new + 4 * rows) * query_width

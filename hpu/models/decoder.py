@@ -21,7 +21,7 @@ from hpu.layers.metadata import AttentionInputs, AttentionMetadata, Windows, bui
 from hpu.layers.mlp import GatedMLP
 from hpu.layers.norm import QKNorm, RMSNorm
 from hpu.models.base import CausalLM
-from hpu.ops.kernels import Kernels
+from hpu.ops.kernels import AttentionForm, Kernels
 from hpu.ops.rope import RotaryEmbedding, Rotation
 from hpu.quantization.base import LinearMethod, QuantizationScheme
 from hpu.quantization.unquantized import UNQUANTIZED
@@ -73,8 +73,8 @@ class DecoderModel(nn.Module):
         self.norm = norm
         self.rotary_emb = rotary_emb
         self.block_size = 0
-        self.fused: torch.dtype | None = None
-        """The model's dtype where it runs on fused kernels."""
+        self.attention_form: AttentionForm | None = None
+        """That of the fused kernels, where it runs on them."""
         self.contiguous = False
         self._windows = windows
         self._causal = causal
@@ -86,7 +86,7 @@ class DecoderModel(nn.Module):
             inputs,
             self.block_size,
             self._windows,
-            self.fused,
+            self.attention_form,
             contiguous=self.contiguous,
             causal=self._causal,
         )
@@ -272,7 +272,7 @@ class Decoder(CausalLM):
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool = False) -> None:
         """Run on a device's fused kernels from now on. Once, before the first launch."""
-        self.model.fused = self.dtype
+        self.model.attention_form = kernels.attention_form(self.dtype)
         self.model.rotary_emb.restore_sin_sign()
         self.model.norm.use_kernel(kernels.rms_norm)
         for layer in self.layers:

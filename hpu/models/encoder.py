@@ -23,7 +23,7 @@ from hpu.layers.metadata import (
 )
 from hpu.layers.mlp import get_activation
 from hpu.layers.norm import LayerNorm
-from hpu.ops.kernels import Kernels
+from hpu.ops.kernels import AttentionForm, Kernels
 
 
 class EncoderLayer(nn.Module):
@@ -76,7 +76,7 @@ class Encoder(nn.Module):
             )
         self.embedding_norm = self._norm()
         self.layers = nn.ModuleList(self._layer() for _ in range(config.num_layers))
-        self._fused: torch.dtype | None = None
+        self._attention_form: AttentionForm | None = None
 
     def _norm(self) -> LayerNorm:
         return LayerNorm(self.config.hidden_size, self.encoder_config.norm_eps, **self._options)
@@ -106,7 +106,7 @@ class Encoder(nn.Module):
         assert isinstance(inputs, TextAttentionInputs)
         hidden = self.embedding_norm(self._embed(tokens, inputs))
         metadata = build_text_metadata(
-            inputs, Windows(None, (False,)), self._fused, causal=self.config.is_causal
+            inputs, Windows(None, (False,)), self._attention_form, causal=self.config.is_causal
         )
         for layer in self.layers:
             hidden = layer(hidden, metadata)
@@ -124,7 +124,7 @@ class Encoder(nn.Module):
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool = False) -> None:
         """Run on a device's fused kernels from now on. Once, before the first launch."""
-        self._fused = self.dtype
+        self._attention_form = kernels.attention_form(self.dtype)
         for layer in self.layers:
             assert isinstance(layer, EncoderLayer)
             layer.self_attn.use_kernels(kernels, split_qkv=split_qkv)

@@ -1,11 +1,13 @@
 """Attention over tensors: softmax attention with its log-sum-exp, merging of two such results, and
 flat paged decode; PlainAttention is made of them.
 
-Masks are additive float32, MASKED where a key is not visible. MASKED is finite, so that a row
-without a visible key gives finite numbers of weight 0 instead of NaN.
+Masks are additive, MASKED where a key is not visible (MASKED_HALF in float16), and float32 for the
+operations of this file. Both are finite, so that a row without a visible key gives finite numbers
+of weight 0 instead of NaN.
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +15,8 @@ from torch import Tensor
 from hpu.ops.kernels import DecodeOperands, PromptOperands
 
 MASKED = -1e30
+MASKED_HALF = -3e4
+"""Half of float16's range, so that the sum with a score is finite too."""
 
 
 def attend(
@@ -96,6 +100,34 @@ def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor
 def as_mask(visible: Tensor) -> Tensor:
     """Additive float32 mask: 0 where `visible`, MASKED elsewhere."""
     return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, MASKED)
+
+
+def mask_in(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A float32 `mask` in `dtype`."""
+    if dtype == torch.float16:
+        mask = mask.clamp_min(MASKED_HALF)
+    return mask.to(dtype)
+
+
+class AttentionPart(NamedTuple):
+    """Attention over some of the keys, with what merges it with that over others. Float32."""
+
+    out: Tensor
+    """(B, heads, Q, D)"""
+    highest: Tensor
+    """(B, heads, Q, 1): the largest score, or whatever the exponentials were relative to."""
+    total: Tensor
+    """(B, heads, Q, 1): the sum of the exponentials."""
+
+
+def merge_parts(one: AttentionPart, other: AttentionPart) -> AttentionPart:
+    """Attention over the keys of both."""
+    highest = torch.maximum(one.highest, other.highest)
+    weight = one.total * torch.exp(one.highest - highest)
+    other_weight = other.total * torch.exp(other.highest - highest)
+    total = weight + other_weight
+    out = (one.out * weight + other.out * other_weight) / total
+    return AttentionPart(out, highest, total)
 
 
 def merge_attention(
@@ -200,7 +232,7 @@ class PlainAttention:
             operands.keys,
             operands.values,
             rows=operands.rows,
-            mapping=operands.mapping.float(),
+            mapping=operands.mapping,
             mask=operands.mask,
             scale=scale,
         )

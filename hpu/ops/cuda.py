@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpu.ops.attention import PlainAttention
-from hpu.ops.kernels import PromptOperands
+from hpu.ops.kernels import AttentionForm, PromptOperands
 from hpu.ops.norm import rms_norm
 
 
@@ -28,6 +28,10 @@ class CudaAttention(PlainAttention):
 
 class CudaKernels:
     """Static shapes and no host synchronization, so all of it may be captured."""
+
+    def attention_form(self, dtype: torch.dtype) -> AttentionForm:
+        # Decodes are plain operations.
+        return AttentionForm(dtype, score_dtype=torch.float32, mapping_dtype=torch.float32)
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(hidden, weight, eps)

@@ -1,11 +1,14 @@
 """GaudiKernels: the vendor's fused operations. Imported by the Gaudi back end only, after it has
 set up the runtime.
 
-Sources of the call forms: the bridge's own kernels package (FusedSDPA, FusedRMSNorm, rotary), and
-the flat paged attention of the vendor's plug-in for vLLM.
+Sources of the call forms: the bridge's own kernels package (FusedSDPA, FusedRMSNorm, rotary) in
+HabanaAI/gaudi-pytorch-bridge, and, in vllm-project/vllm-gaudi, the flat paged attention (flat_pa
+and pipelined_pa in vllm_gaudi/extension/ops.py) and the sliced one (SlicedFusedSDPA in
+vllm_gaudi/extension/utils.py).
 """
 
 import warnings
+from collections.abc import Callable
 
 import torch
 from habana_frameworks.torch.hpex.kernels import (
@@ -16,24 +19,45 @@ from habana_frameworks.torch.hpex.kernels import (
 from habana_frameworks.torch.hpex.normalization import FusedRMSNorm
 from torch import Tensor, nn
 
-from hpu.ops.attention import MASKED, causal_mask
+from hpu.ops.attention import MASKED, AttentionPart, merge_parts
 from hpu.ops.gaudi_modules import B2BMatmul, Matmul, ModuleFusedSDPA, Softmax, VLLMKVCache
-from hpu.ops.kernels import DecodeOperands, PromptOperands
+from hpu.ops.kernels import AttentionForm, DecodeOperands, PromptOperands, SliceSizes
+
+FP32_SOFTMAX = "fp32"
 
 
 class GaudiKernels:
-    """`fused_sdpa`: prompts use FusedSDPA; `softmax_mode` is its argument, fast or fp32;
+    """`fused_sdpa`: prompts use FusedSDPA, over cached context in slices of `slices`;
+    `softmax_mode` is its argument, fast or fp32, and fp32 makes the scores float32 everywhere;
     `fused_adjustment`: decodes use the kernel block_softmax_adjustment, which not every card and
-    release has."""
+    release has; `end_slice` is called after each slice."""
 
     def __init__(
-        self, *, fused_sdpa: bool, softmax_mode: str = "fast", fused_adjustment: bool = False
+        self,
+        *,
+        fused_sdpa: bool,
+        softmax_mode: str = "fast",
+        fused_adjustment: bool = False,
+        slices: SliceSizes | None = None,
+        end_slice: Callable[[], None] = lambda: None,
     ) -> None:
         self._fused_sdpa = fused_sdpa
         self._softmax_mode = softmax_mode
         self._fused_adjustment = fused_adjustment
+        self._slices = slices if fused_sdpa else None
+        self._end_slice = end_slice
         # torch warns about its own kernel at the first call; the card has another one.
         warnings.filterwarnings("ignore", r"index_reduce\(\) is in beta", UserWarning)
+
+    def attention_form(self, dtype: torch.dtype) -> AttentionForm:
+        score_dtype = torch.float32 if self._softmax_mode == FP32_SOFTMAX else dtype
+        return AttentionForm(
+            prompt_dtype=dtype if self._fused_sdpa else score_dtype,
+            score_dtype=score_dtype,
+            mapping_dtype=dtype,
+            knows_causality=self._fused_sdpa,
+            slices=self._slices,
+        )
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         out: Tensor = FusedRMSNorm.apply(hidden, weight, eps)
@@ -57,6 +81,7 @@ class GaudiKernels:
             fused_sdpa=self._fused_sdpa,
             softmax_mode=self._softmax_mode,
             fused_adjustment=self._fused_adjustment,
+            end_slice=self._end_slice,
         )
 
 
@@ -65,14 +90,23 @@ class GaudiAttention(nn.Module):
     layer, because a calibration file lists them all.
 
     The scale is multiplied into the query in front of a Matmul, as in the vendor's plug-in: on the
-    scores it would change the range that the file gives for the query.
+    scores it would change the range that the file gives for the query. Scores have the model's
+    dtype, or are written by the product as float32 where the softmax is one in float32.
     """
 
-    def __init__(self, *, fused_sdpa: bool, softmax_mode: str, fused_adjustment: bool) -> None:
+    def __init__(
+        self,
+        *,
+        fused_sdpa: bool,
+        softmax_mode: str,
+        fused_adjustment: bool,
+        end_slice: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__()
         self._fused_sdpa = fused_sdpa
         self.softmax_mode = softmax_mode
         self.fused_adjustment = fused_adjustment
+        self._end_slice = end_slice
         self.matmul_qk = Matmul()
         self.softmax = Softmax()
         self.matmul_av = Matmul()
@@ -83,9 +117,12 @@ class GaudiAttention(nn.Module):
         self.fused_scaled_dot_product_attention = ModuleFusedSDPA(FusedSDPA)
 
     def prompt_attention(self, operands: PromptOperands, scale: float) -> Tensor:
+        if operands.slices:
+            return self._sliced_attention(operands, scale)
         query, mask = operands.query, operands.mask
         key, value = operands.joined()
         if not self._fused_sdpa:
+            assert mask is not None
             return self._unfused_attention(query * scale, key, value, mask)
         # valid_seq_len counts only with is_causal and no mask; recomputing saves memory.
         is_causal = mask is None
@@ -104,65 +141,129 @@ class GaudiAttention(nn.Module):
         )
         return fused
 
-    def _unfused_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
-    ) -> Tensor:
+    def _sliced_attention(self, operands: PromptOperands, scale: float) -> Tensor:
+        """Over slices of the keys, merged: no mask has a row for each new token and a column for
+        each cached one, and only one slice of the cached keys and values is in memory."""
+        mask, read = operands.mask, operands.read
+        assert mask is not None and read is not None
+        size = mask.shape[-1]
+        queries, keys, values = (
+            [
+                tensor[:, :, start : start + size].contiguous()
+                for start in range(0, tensor.shape[2], size)
+            ]
+            for tensor in (operands.query, operands.key, operands.value)
+        )
+        parts = []
+        for number, query in enumerate(queries):
+            # The kernel's own causality is another algorithm, whose statistics differ (a comment in
+            # the plug-in's _chunked_attention).
+            rows = query.shape[2]
+            diagonal = mask[..., :rows, :rows].contiguous()
+            part = self._slice(query, keys[number], values[number], diagonal, scale)
+            for key, value in zip(keys[:number], values[:number], strict=True):
+                # Right-padded: all of these are visible to a real token.
+                part = merge_parts(part, self._slice(query, key, value, None, scale))
+            parts.append(part)
+            self._end_slice()
+        for cached in operands.slices:
+            cached_keys, cached_values = read(cached.blocks)
+            key, value = cached_keys.contiguous(), cached_values.contiguous()
+            for number, query in enumerate(queries):
+                part = self._slice(query, key, value, cached.mask, scale)
+                parts[number] = merge_parts(parts[number], part)
+            self._end_slice()
+        return torch.cat([part.out for part in parts], dim=2).to(operands.query.dtype)
+
+    def _slice(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+    ) -> AttentionPart:
+        """Attention of `query` (B, heads, rows, D) over `key` and `value` (B, kv_heads, S, D), all
+        contiguous; `mask` (B or 1, 1, rows or 1, S).
+
+        The kernel returns statistics only if it is told that a backward pass follows, and takes
+        grouped heads as a dimension of their own (the bridge's sdpa_gen.cpp and FusedSDPA.py).
+        """
+        batch, heads, rows, size = query.shape
+        kv_heads = key.shape[1]
+        if kv_heads not in (1, heads):
+            query = query.view(batch, kv_heads, heads // kv_heads, rows, size)
+            key, value = key.unsqueeze(2), value.unsqueeze(2)
+            mask = None if mask is None else mask.unsqueeze(1)
+        out, highest, inverse, _ = torch.ops.hpu.sdpa_recomp_fwd(
+            query, key, value, mask, 0.0, scale, False, True, self.softmax_mode, None, "right"
+        )
+        # All have the model's dtype, but for the inverse sums without the fast softmax.
+        return AttentionPart(
+            out.float().view(batch, heads, rows, size),
+            highest.float().view(batch, heads, rows, 1),
+            inverse.float().view(batch, heads, rows, 1).reciprocal(),
+        )
+
+    def _unfused_attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         """As matrix products and a softmax; `query` is already scaled."""
         batch, heads, length, size = query.shape
         kv_heads = key.shape[1]
         folded = query.reshape(batch, kv_heads, heads // kv_heads, length, size).flatten(2, 3)
-        scores = self.matmul_qk(folded, key.transpose(-1, -2)).float()
-        if mask is None:
-            mask = causal_mask(length, None, query.device)
+        scores = self._scores(folded, key.transpose(-1, -2))
         scores = scores.view(batch, kv_heads, -1, length, key.shape[2]) + mask.unsqueeze(2)
         weights = self.softmax(scores, dim=-1).to(value.dtype).flatten(2, 3)
         out: Tensor = self.matmul_av(weights, value)
         return out.view(batch, heads, length, size)
 
+    def _scores(self, query: Tensor, key: Tensor) -> Tensor:
+        """`query` (..., rows, D) times `key` (..., D, S), the dimensions before broadcast."""
+        if self.softmax_mode != FP32_SOFTMAX or query.dtype == torch.float32:
+            return self.matmul_qk(query, key)  # type: ignore[no-any-return]
+        before = map(max, query.shape[:-2], key.shape[:-2])
+        shape = (*before, query.shape[-2], key.shape[-1])
+        wide = torch.empty(shape, dtype=torch.float32, device=query.device)
+        return self.matmul_qk(query, key, out=wide)  # type: ignore[no-any-return]
+
     def paged_decode(self, operands: DecodeOperands, scale: float) -> Tensor:
-        query, key_blocks, value_blocks, groups, rows, mapping, mask = operands
+        query, values, mapping = operands.query, operands.values, operands.mapping
         batch, heads, size = query.shape
-        count, kv_heads = key_blocks.shape[0], key_blocks.shape[2]
-        # batch2block: each block gets the query of its sequence. Exact, since a column of the
-        # mapping has a single 1; padding blocks get zeros.
-        per_block = self.batch2block_matmul(mapping.t(), (query * scale).view(batch, heads * size))
+        count, kv_heads = values.shape[0], values.shape[2]
+        # batch2block: each block gets the query of its sequence. Exact, since a row of the mapping
+        # has a single 1; padding blocks get zeros.
+        per_block = self.batch2block_matmul(
+            operands.block_mapping, (query * scale).view(batch, heads * size)
+        )
         folded = per_block.view(count, kv_heads, heads // kv_heads, 1, size)
-        keys = key_blocks.permute(0, 2, 3, 1).unsqueeze(2)
-        values = value_blocks.transpose(1, 2).unsqueeze(2)
-        scores = self.matmul_qk(folded, keys)
-        if not self.fused_adjustment:
-            scores = scores.float()
-        scores = scores + mask.view(count, 1, 1, 1, -1).to(scores.dtype)
+        scores = self._scores(folded, operands.keys.permute(0, 2, 3, 1).unsqueeze(2))
+        scores = scores + operands.mask.unsqueeze(1)
         highest = scores.amax(-1, keepdim=True)
-        weights = torch.exp(scores - highest)
-        sums = weights.sum(-1, keepdim=True)
+        weights = torch.exp(scores - highest).to(values.dtype)
         if self.fused_adjustment:
+            sums = weights.sum(-1, keepdim=True, dtype=scores.dtype)
             block_weights = torch.ops.hpu.block_softmax_adjustment(
-                highest, sums, groups, batch, list(highest.shape)
+                highest, sums, operands.groups, batch, list(highest.shape)
             )
         else:
+            sums = weights.sum(-1, keepdim=True, dtype=torch.float32)
             block_weights = _block_weights(
-                highest.view(count, heads), sums.view(count, heads), rows, mapping
+                highest.view(count, heads).float(),
+                sums.view(count, heads),
+                operands.rows,
+                operands.sum_mapping,
             ).view(highest.shape)
-        weighted = self.matmul_av(weights.to(values.dtype), values) * block_weights
+        weighted = self.matmul_av(weights, values.transpose(1, 2).unsqueeze(2))
+        weighted = weighted * block_weights.to(weighted.dtype)
         # block2batch: the sum over each sequence's blocks.
-        out: Tensor = self.block2batch_matmul(
-            mapping, weighted.to(mapping.dtype).view(count, heads * size)
-        )
+        out: Tensor = self.block2batch_matmul(mapping, weighted.view(count, heads * size))
         return out.view(batch, heads, size)
 
 
 def _block_weights(highest: Tensor, sums: Tensor, rows: Tensor, mapping: Tensor) -> Tensor:
     """Weight of each block's softmax in that of its sequence: (N, heads) float32, from the blocks'
-    maxima and sums, each (N, heads) float32. Its products are not left to the FP8 compressor: they
-    add up the divisors of the softmax."""
+    maxima and sums, each (N, heads) float32. Its product is not left to the FP8 compressor: it adds
+    up the divisors of the softmax."""
     batch, heads = mapping.shape[0], highest.shape[1]
     top = torch.full((batch, heads), MASKED, dtype=torch.float32, device=highest.device)
-    # Padding has row 0 and a maximum of MASKED, which raises no maximum.
+    # Padding has row 0 and a masked maximum, which raises no maximum.
     top = top.index_reduce(0, rows, highest, "amax")
     factors = torch.exp(highest - top.index_select(0, rows))
-    wide = mapping.float()
-    totals = wide.t() @ (wide @ (factors * sums))
-    # Padding blocks belong to no sequence, and a sequence without blocks has a sum of 0.
-    weights: Tensor = factors / totals.clamp_min(1e-30)
+    totals = (mapping @ (factors * sums)).index_select(0, rows)
+    # A total is at least 1, or 0 for a row without blocks, which padding may read.
+    weights: Tensor = factors / totals.clamp_min(0.5)
     return weights

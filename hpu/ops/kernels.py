@@ -1,6 +1,7 @@
 """Kernels: a device's fused operations. The back end gives them to the model (`use_kernels`);
 without them it runs on torch's plain operations."""
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -21,6 +22,39 @@ class KVCacheOps(Protocol):
         ...
 
 
+class SliceSizes(NamedTuple):
+    """When and how attention of a prompt over cached context runs in slices."""
+
+    threshold: int
+    """Cached and new tokens of a row, padding included, from which on it does."""
+    size: int
+    """Tokens of a slice of the queries and of the keys."""
+
+
+class AttentionForm(NamedTuple):
+    """What the layers of a launch share, as a device's kernels take it."""
+
+    prompt_dtype: torch.dtype
+    """Of the masks of prompts."""
+    score_dtype: torch.dtype
+    """Of the masks of decodes: that of the scores."""
+    mapping_dtype: torch.dtype
+    """Of the mapping of blocks to rows."""
+    knows_causality: bool = True
+    """Whether a prompt without cached context and without a window needs no mask."""
+    slices: SliceSizes | None = None
+    """None: never."""
+
+
+class ContextSlice(NamedTuple):
+    """Consecutive cached tokens of each row, read from the cache by each layer."""
+
+    blocks: Tensor
+    """(B * blocks of a slice)"""
+    mask: Tensor
+    """(B, 1, 1, tokens of a slice), additive."""
+
+
 class PromptOperands(NamedTuple):
     """Attention of `Q` new tokens over themselves and `C` cached ones. Masks are additive."""
 
@@ -34,12 +68,17 @@ class PromptOperands(NamedTuple):
     """(B): new tokens of each row, padding excluded, at least 1; the output behind them is any
     finite number."""
     mask: Tensor | None
-    """Over the new tokens, for a fused kernel over cached and new tokens, (B or 1, 1, Q, C + Q).
-    None: causal, for a fused kernel without context."""
+    """Over the new tokens, for a fused kernel over cached and new tokens, (B or 1, 1, Q, C + Q);
+    with `slices` over the tokens of one slice of the new ones, (1, 1, size, size). None: causal,
+    for a fused kernel without context."""
     context: tuple[Tensor, Tensor] | None = None
     """Cached keys and values, (B, kv_heads, C, D) each."""
     context_mask: Tensor | None = None
     """(B, 1, 1 or Q, C), but not for a fused kernel."""
+    slices: tuple[ContextSlice, ...] = ()
+    """In place of `context` where attention runs in slices."""
+    read: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+    """Cached keys and values, (B, kv_heads, tokens, D) each, of the blocks of a slice."""
 
     def joined(self) -> tuple[Tensor, Tensor]:
         """Cached and new keys, and values: (B, kv_heads, C + Q, D) each."""
@@ -62,11 +101,14 @@ class DecodeOperands(NamedTuple):
     """(N): batch index of each block, -1 for padding."""
     rows: Tensor
     """(N) int64: batch index of each block, any for padding."""
+    block_mapping: Tensor
+    """(N, B): 1 where the block belongs to the batch index, in the form's mapping_dtype."""
     mapping: Tensor
-    """(B, N) float32, for a fused kernel in the query's dtype: 1 where the block belongs to the
-    batch index."""
+    """(B, N): the same, transposed."""
+    sum_mapping: Tensor
+    """As `mapping`, float32."""
     mask: Tensor
-    """(N, 1, 1, block_size), additive: all MASKED for padding."""
+    """(N, 1, 1, block_size), additive: masked everywhere for padding."""
 
 
 class AttentionImpl(Protocol):
@@ -89,6 +131,10 @@ class AttentionImpl(Protocol):
 
 class Kernels(Protocol):
     """All of them run on the tensors' device in static shapes, and may be captured."""
+
+    def attention_form(self, dtype: torch.dtype) -> AttentionForm:
+        """For a model of this dtype."""
+        ...
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`hidden` (..., size) scaled to a root mean square of 1, times `weight` (size)."""

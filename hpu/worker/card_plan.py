@@ -36,6 +36,8 @@ class CardDemand:
     block_size: int
     utilization: float
     graph_reserved: float
+    slices: tuple[int, int] | None = None
+    """(threshold, tokens of a slice) of attention in slices; None: never."""
     num_blocks: int | None = None
     """As configured; None: as many as fit."""
     kv_bytes: int | None = None
@@ -100,6 +102,8 @@ def plan_card(facts: ModelConfig, demand: CardDemand) -> CardPlan:
         width=demand.width,
         num_tokens=demand.max_num_batched_tokens,
         max_model_len=demand.max_model_len,
+        block_size=demand.block_size,
+        slices=demand.slices,
     )
     block_bytes = kv_block_bytes(
         facts, num_cards=demand.num_cards, width=demand.kv_width, block_size=demand.block_size

@@ -14,7 +14,8 @@ class RotaryPosEmbeddingMode(IntEnum):
 
 
 class FusedSDPA:
-    """Attention over [batch, heads, seq, head_dim]; `kernels.sdpa` lists what is refused."""
+    """Attention over [batch, heads, seq, head_dim]; `kernels.sdpa` lists what is refused. Groups
+    of query heads that share a key head become a dimension, as in the bridge's FusedSDPA.py."""
 
     @staticmethod
     def apply(
@@ -38,6 +39,11 @@ class FusedSDPA:
             raise RuntimeError("FusedSDPA is emulated without window_size and sinks")
         if return_dropout_mask or return_attn_probs:
             raise RuntimeError("FusedSDPA returns neither dropout mask nor probabilities here")
+        shape, kv_heads = q.shape, k.shape[1]
+        if q.dim() == 4 and kv_heads not in (1, shape[1]):
+            q = q.reshape(shape[0], kv_heads, -1, *shape[2:])
+            k, v = k.unsqueeze(2), v.unsqueeze(2)
+            attn_mask = None if attn_mask is None else attn_mask.unsqueeze(1)
         out: Tensor = torch.ops.hpu.sdpa_recomp_fwd(
             q,
             k,
@@ -51,7 +57,7 @@ class FusedSDPA:
             valid_seq_len,
             seq_padding_type,
         )[0]
-        return out
+        return out.reshape(*shape[:-1], v.shape[-1])
 
 
 class FusedRMSNorm:

@@ -404,6 +404,8 @@ def _is_composite(func: Any, name: str) -> bool:
     """Whether an op is composed of others; only inference mode passes such an op undecomposed."""
     if not name.startswith("aten::") or name in rules.UNDECOMPOSED:
         return False
+    if name == "aten::matmul" and func._schema.overload_name == "out":
+        return False
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     return bool(has(func.name(), "CompositeImplicitAutograd"))
 

@@ -92,6 +92,8 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report
     name = func._schema.name
     if name == "aten::one_hot":
         return _one_hot(args, kwargs, report)
+    if name == "aten::matmul" and "out" in kwargs:
+        return _matmul_into(*args, **kwargs)
     rule = INDEX_RULES.get(name)
     if rule is not None or name in PUTS or name == "aten::index":
         number = 1 if rule is None else rule.indices
@@ -101,6 +103,18 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report
     if name in PUTS:
         return _run_put(func, name, args, kwargs, report)
     return func(*args, **kwargs)
+
+
+def _matmul_into(input: Tensor, other: Tensor, out: Tensor) -> Tensor:
+    """The product is written in the dtype of `out`, without being rounded to that of the factors:
+    vllm-gaudi writes float32 scores of bfloat16 queries and keys so (flat_pa in
+    vllm_gaudi/extension/ops.py)."""
+    product = torch.matmul(input.to(out.dtype), other.to(out.dtype))
+    if product.shape != out.shape:
+        raise RuntimeError(
+            f"matmul: out has the shape {tuple(out.shape)}, the product {tuple(product.shape)}"
+        )
+    return out.copy_(product)
 
 
 def _as_int64(index: Any) -> Any:

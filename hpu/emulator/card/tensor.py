@@ -109,6 +109,12 @@ class HpuTensor(Tensor):
         out: Tensor = torch.ops.aten.copy_.default(self, src, non_blocking)
         return out
 
+    def contiguous(self, memory_format: Any = torch.contiguous_format) -> Tensor:
+        if self.is_contiguous(memory_format=memory_format):
+            return self
+        out: Tensor = torch.ops.aten.clone.default(self, memory_format=memory_format)
+        return out
+
     def __getitem__(self, key: Any) -> Tensor:
         return get_item(self, key)
 

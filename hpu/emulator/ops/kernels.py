@@ -28,16 +28,18 @@ def sdpa(
     valid_seq_len: Tensor | None,
     seq_padding_type: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out, row maxima, inverse sums, seed) of attention over [batch, heads, seq, head_dim].
+    """(out, row maxima, inverse sums, seed) of attention over (batch, ..., seq, head_dim); the
+    dimensions before the last two broadcast. `valid_seq_len` (batch) masks padded keys; the output
+    of a padded query is unspecified, here zeros.
 
-    With fewer key heads than query heads, groups of query heads share one. `valid_seq_len` (batch)
-    masks padded keys; the output of a padded query is unspecified, here zeros.
+    As in the bridge's sdpa_gen.cpp: statistics (batch, ..., seq, 1) exist only for a backward pass;
+    the maxima have the dtype of `q`, the inverse sums too if that is bfloat16 and the softmax fast,
+    else float32.
     """
     _check_sdpa(q, k, mask, p, is_causal, softmax_mode, valid_seq_len, seq_padding_type)
+    _check_statistics(requires_backward, is_causal, valid_seq_len)
     length, span = q.shape[-2], k.shape[-2]
-    groups = q.shape[1] // k.shape[1]
-    keys, values = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = (q.float() @ keys.float().transpose(-1, -2)) * (scale or q.shape[-1] ** -0.5)
+    scores = (q.float() @ k.float().transpose(-1, -2)) * (scale or q.shape[-1] ** -0.5)
     if mask is not None:
         scores = (
             scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
@@ -47,12 +49,19 @@ def sdpa(
         scores = scores.masked_fill(~visible, -torch.inf)
     if valid_seq_len is not None:
         visible = _valid_keys(valid_seq_len, span, seq_padding_type)
-        scores = scores.masked_fill(~visible.view(-1, 1, 1, span), -torch.inf)
-    highest = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
-    weights = torch.exp(scores - highest)
+        rows = (-1, *[1] * (scores.dim() - 2), span)
+        scores = scores.masked_fill(~visible.view(rows), -torch.inf)
+    limits = torch.finfo(q.dtype)
+    # What the exponentials are relative to is what is returned.
+    highest = scores.amax(-1, keepdim=True).clamp(limits.min, limits.max).to(q.dtype)
+    weights = torch.exp(scores - highest.float())
     inverse = weights.sum(-1, keepdim=True).clamp_min(1e-30).reciprocal()
-    out = (weights * inverse).to(v.dtype) @ values
-    return out.to(q.dtype), highest.to(q.dtype), inverse, torch.zeros(1, dtype=torch.int32)
+    out = ((weights * inverse).to(v.dtype) @ v).to(q.dtype)
+    is_narrow = softmax_mode == "fast" and q.dtype == torch.bfloat16
+    inverse = inverse.to(torch.bfloat16 if is_narrow else torch.float32)
+    if not requires_backward:
+        highest, inverse = highest.new_zeros(1), inverse.new_zeros(1)
+    return out, highest, inverse, torch.zeros(1, dtype=torch.int32)
 
 
 def _check_sdpa(
@@ -65,11 +74,15 @@ def _check_sdpa(
     valid_seq_len: Tensor | None,
     seq_padding_type: str,
 ) -> None:
-    if q.dim() != 4 or q.shape[1] % k.shape[1]:
+    if q.dim() != k.dim() or any(
+        wide != one and one != 1 for wide, one in zip(q.shape[:-2], k.shape[:-2], strict=True)
+    ):
         raise RuntimeError(
-            f"FusedSDPA takes [batch, heads, seq, head_dim] with query heads a multiple of key "
-            f"heads, got {tuple(q.shape)} and {tuple(k.shape)}"
+            f"FusedSDPA: the key's shape {tuple(k.shape)} does not broadcast to the query's "
+            f"{tuple(q.shape)}: groups of heads are a dimension of their own"
         )
+    if mask is not None and mask.dtype not in (q.dtype, torch.bool):
+        raise RuntimeError(f"FusedSDPA: the mask is {mask.dtype}, the query {q.dtype}")
     if is_causal and mask is not None:
         raise RuntimeError("FusedSDPA takes either is_causal or attn_mask, not both")
     if valid_seq_len is not None and (not is_causal or mask is not None):
@@ -80,6 +93,17 @@ def _check_sdpa(
         raise RuntimeError(f"softmax_mode is None, fast or fp32, got {softmax_mode!r}")
     if p:
         raise RuntimeError(f"FusedSDPA is emulated for inference: dropout is 0, got {p}")
+
+
+def _check_statistics(
+    requires_backward: bool, is_causal: bool, valid_seq_len: Tensor | None
+) -> None:
+    """Statistics are used by vllm-gaudi for slices only, and there with explicit masks: it found
+    those of a causal call to differ (SlicedFusedSDPABase in vllm_gaudi/extension/utils.py)."""
+    if requires_backward and valid_seq_len is not None:
+        raise RuntimeError("FusedSDPA takes valid_seq_len only without a backward pass")
+    if requires_backward and is_causal:
+        raise RuntimeError("FusedSDPA: statistics of a causal call are not those of a mask")
 
 
 def _valid_keys(lengths: Tensor, span: int, padding: str) -> Tensor:

@@ -14,7 +14,7 @@ from tiny_models import EOS, VOCAB_SIZE, make_tiny
 
 from config.buckets import BucketConfig
 from config.engine import CacheConfig, EngineConfig, SchedulerConfig
-from config.execution import EmulatorSettings
+from config.execution import EmulatorSettings, ExecutionConfig
 from config.params.sampling import SamplingParams
 from config.params.structured_output import GrammarSpec
 from engine.core.engine_core import EngineCore
@@ -86,7 +86,10 @@ def engine(folder: str) -> Iterator[tuple[EngineCore, WatchedExecutor]]:
         emulator=EmulatorSettings(is_strict=True, memory_bytes=32 << 30),
     )
     executor = WatchedExecutor(config)
-    ready = executor.start(lambda progress: None)
+    with pytest.MonkeyPatch.context() as patch:
+        # Attention in slices, which no context of this model is long enough for.
+        patch.setattr(ExecutionConfig, "slice_sizes", (128, 32))
+        ready = executor.start(lambda progress: None)
     yield EngineCore(config, executor, ready, make_table(config, ready), time.monotonic), executor
     executor.close()
 

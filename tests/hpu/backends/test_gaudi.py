@@ -96,6 +96,23 @@ def test_every_mode_and_card_gives_the_same_tokens(
     assert found == expected
 
 
+@pytest.mark.parametrize("mode", ["hpu-graphs", "torch-compile"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_attention_in_slices_gives_the_same_tokens(
+    family: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_tiny(family, tmp_path)
+    with working(folder) as on_cpu:
+        expected = greedy(on_cpu)
+    # Of 64 new and 32 * 8 cached tokens: two slices of the first, six of the others.
+    monkeypatch.setattr(ExecutionConfig, "slice_sizes", (100, 48))
+
+    with working(folder, device="hpu-emulator", execution=ExecutionConfig(mode=mode)) as rig:
+        found = greedy(rig)
+
+    assert found == expected
+
+
 @pytest.mark.parametrize(
     ("family", "mode"),
     [

@@ -1,0 +1,335 @@
+"""Attention of the Gaudi kernels against plain attention: in slices, over windows, in narrow types;
+and what a layer of a decode launches."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emulated import emulated
+from tiny_models import make_tiny
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from worker_rig import WorkerRig
+
+from config.execution import ExecutionConfig
+from hpu.emulator.card import rules
+from hpu.emulator.card.recipes import Segment
+from hpu.layers.attention import HeadShape, PagedAttention
+from hpu.layers.metadata import (
+    DecodeAttentionInputs,
+    PrefillAttentionInputs,
+    Windows,
+    build_metadata,
+)
+from hpu.ops.attention import AttentionPart, attend, merge_parts
+from hpu.ops.kernels import SliceSizes
+
+BLOCK_SIZE, NUM_BLOCKS, HEAD_DIM = 4, 64, 8
+
+
+@pytest.fixture
+def card() -> Iterator[None]:
+    """The vendor's operations, which the emulator also runs on the CPU's tensors."""
+    with emulated(lazy=False), torch.inference_mode():
+        yield
+
+
+def gaudi(**settings: Any) -> Any:
+    from hpu.ops.gaudi import GaudiKernels
+
+    return GaudiKernels(**{"fused_sdpa": True, **settings})
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_layer(
+    kernels: Any, *, heads: int, kv_heads: int, window: int | None, dtype: torch.dtype
+) -> PagedAttention:
+    """A layer over caches of random keys and values; plain without `kernels`."""
+    layer = PagedAttention(HeadShape(heads, kv_heads, HEAD_DIM, HEAD_DIM**-0.5), dtype, window)
+    if kernels is not None:
+        layer.impl = kernels.make_attention()
+    slots = (NUM_BLOCKS + 1) * BLOCK_SIZE
+    keys, values = (random(slots, kv_heads, HEAD_DIM, seed=seed).to(dtype) for seed in (1, 2))
+    layer.bind_caches(keys, values, BLOCK_SIZE)
+    return layer
+
+
+def prompt(
+    kernels: Any,
+    query_lens: list[int],
+    context_lens: list[int],
+    *,
+    blocks: int = 12,
+    heads: int = 6,
+    kv_heads: int = 2,
+    window: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Outputs (tokens, heads, D) of the real tokens of all rows, in float32, with one of padding
+    behind them and `blocks` blocks of context a row."""
+    batch, length = len(query_lens), max(query_lens) + 1
+    order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(3))
+    inputs = PrefillAttentionInputs(
+        positions=torch.zeros(batch, length, dtype=torch.long),
+        # All are written to the pad block.
+        slot_mapping=torch.full((batch * length,), NUM_BLOCKS * BLOCK_SIZE),
+        query_lens=torch.tensor(query_lens),
+        context_lens=torch.tensor(context_lens),
+        block_list=order[: batch * blocks],
+    )
+    layer = make_layer(kernels, heads=heads, kv_heads=kv_heads, window=window, dtype=dtype)
+    form = None if kernels is None else kernels.attention_form(dtype)
+    windows = Windows(window, (window is not None,))
+    query = random(batch, length, heads, HEAD_DIM, seed=4).to(dtype)
+    key, value = (random(batch, length, kv_heads, HEAD_DIM, seed=seed) for seed in (5, 6))
+    metadata = build_metadata(inputs, BLOCK_SIZE, windows, form)
+    out = layer(query, key.to(dtype), value.to(dtype), metadata)
+    return torch.cat([out[row, :count] for row, count in enumerate(query_lens)]).float()
+
+
+SHAPES = {
+    "one row": ([13], [37]),
+    "whole slices": ([16], [48]),
+    "a single token": ([1], [1]),
+    "rows of all lengths": ([5, 23, 1, 9], [48, 0, 3, 31]),
+}
+
+
+@pytest.mark.parametrize("lengths", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("heads", [(6, 2), (4, 4), (4, 1)], ids=["grouped", "equal", "one"])
+@pytest.mark.parametrize("size", [1, 8, 12, 64])
+def test_slices_give_plain_attention(
+    lengths: tuple[list[int], list[int]], heads: tuple[int, int], size: int, card: None
+) -> None:
+    form = {"heads": heads[0], "kv_heads": heads[1]}
+
+    expected = prompt(None, *lengths, **form)
+    whole = prompt(gaudi(), *lengths, **form)
+    sliced = prompt(gaudi(slices=SliceSizes(1, size)), *lengths, **form)
+
+    torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(sliced, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["fast", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_slices_in_narrow_types_are_as_close_as_the_whole(
+    dtype: torch.dtype, mode: str, card: None
+) -> None:
+    lengths = SHAPES["rows of all lengths"]
+    expected = prompt(None, *lengths)
+
+    for slices in (None, SliceSizes(1, 8)):
+        found = prompt(gaudi(softmax_mode=mode, slices=slices), *lengths, dtype=dtype)
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.03)
+
+
+@pytest.mark.parametrize("lengths", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("window", [1, 2, 4, 9, 13, 40, 100])
+@pytest.mark.parametrize("fused_sdpa", [True, False], ids=["fused", "unfused"])
+def test_a_window_sees_its_last_blocks(
+    lengths: tuple[list[int], list[int]], window: int, fused_sdpa: bool, card: None
+) -> None:
+    kernels = gaudi(fused_sdpa=fused_sdpa, slices=SliceSizes(1, 8))
+
+    plain = prompt(None, *lengths, window=window)
+    found = prompt(kernels, *lengths, window=window)
+
+    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-5)
+    # Row 0 by a mask over all of its context.
+    new, cached = lengths[0][0], lengths[1][0]
+    order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(3))
+    layer = make_layer(None, heads=6, kv_heads=2, window=None, dtype=torch.float32)
+    slots = torch.arange(cached)
+    slots = order[slots // BLOCK_SIZE] * BLOCK_SIZE + slots % BLOCK_SIZE
+    longest = max(lengths[0]) + 1
+    keys, values = (
+        torch.cat((cache[slots], random(len(lengths[0]), longest, 2, 8, seed=seed)[0, :new]))
+        for cache, seed in zip(layer.caches, (5, 6), strict=True)
+    )
+    distance = torch.arange(cached, cached + new).unsqueeze(1) - torch.arange(cached + new)
+    mask = torch.where((distance >= 0) & (distance < window), 0.0, -1e30).view(1, 1, new, -1)
+    query = random(len(lengths[0]), longest, 6, 8, seed=4)[:1, :new]
+    expected, _ = attend(
+        query.transpose(1, 2),
+        keys.transpose(0, 1).unsqueeze(0),
+        values.transpose(0, 1).unsqueeze(0),
+        scale=8**-0.5,
+        mask=mask,
+    )
+    torch.testing.assert_close(plain[:new], expected[0].transpose(0, 1), rtol=1e-4, atol=1e-5)
+
+
+def prefill_metadata(form: Any, *, blocks: int, window: int | None = None) -> Any:
+    inputs = PrefillAttentionInputs(
+        positions=torch.zeros(2, 20, dtype=torch.long),
+        slot_mapping=torch.zeros(40, dtype=torch.long),
+        query_lens=torch.tensor([20, 7]),
+        context_lens=torch.tensor([blocks * BLOCK_SIZE, 3]),
+        block_list=torch.arange(2 * blocks),
+    )
+    layers = (False,) if window is None else (False, True)
+    return build_metadata(inputs, BLOCK_SIZE, Windows(window, layers), form)
+
+
+def test_no_mask_of_slices_grows_with_new_times_cached_tokens(card: None) -> None:
+    form = gaudi(slices=SliceSizes(100, 16)).attention_form(torch.bfloat16)
+
+    below = prefill_metadata(form, blocks=19)
+    above = prefill_metadata(form, blocks=21)
+
+    assert below.masks[0].shape == (2, 1, 20, 19 * 4 + 20) and below.slices == ()
+    assert above.masks[0].shape == (1, 1, 16, 16)
+    assert [tuple(one.mask.shape) for one in above.slices] == [(2, 1, 1, 16)] * 5 + [(2, 1, 1, 4)]
+    assert [one.blocks.shape[0] for one in above.slices] == [8] * 5 + [2]
+    assert {one.mask.dtype for one in above.slices} == {above.masks[0].dtype} == {torch.bfloat16}
+
+
+def test_a_window_takes_a_mask_over_its_own_blocks_only(card: None) -> None:
+    form = gaudi(slices=SliceSizes(1, 16)).attention_form(torch.bfloat16)
+
+    found = prefill_metadata(form, blocks=21, window=9)
+
+    # 8 cached tokens are in at most 3 blocks.
+    assert found.block_lists[1].shape == (2 * 3,)
+    assert found.masks[1].shape == (2, 1, 20, 3 * 4 + 20)
+    assert found.block_lists[1].tolist() == [19 - 1, 19, 20, 21, 22, 23]
+
+
+def test_parts_without_a_visible_key_have_no_weight() -> None:
+    out, highest, total = random(1, 2, 3, 8, seed=0), random(1, 2, 3, 1, seed=1), torch.ones(1)
+    part = AttentionPart(out, highest, total.expand(1, 2, 3, 1))
+    empty = AttentionPart(out * 100, torch.full((1, 2, 3, 1), -1e30), part.total * 9)
+
+    for merged in (merge_parts(part, empty), merge_parts(empty, part)):
+        torch.testing.assert_close(merged.out, part.out)
+
+
+class WideOutputs(TorchDispatchMode):
+    """The largest number of elements of a float32 result."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for one in result if isinstance(result, tuple) else (result,):
+            if isinstance(one, Tensor) and one.dtype == torch.float32:
+                self.most = max(self.most, one.numel())
+        return result
+
+
+def decode(kernels: Any, dtype: torch.dtype, watch: Any = None) -> Tensor:
+    """Outputs of three sequences of 3, 1 and 2 blocks and of a row of padding, with two blocks of
+    padding; `watch` sees the operations of the layer."""
+    groups = torch.tensor([0, 0, 0, 1, 2, 2, -1, -1])
+    inputs = DecodeAttentionInputs(
+        positions=torch.zeros(4, 1, dtype=torch.long),
+        slot_mapping=torch.full((4,), NUM_BLOCKS * BLOCK_SIZE),
+        block_list=torch.tensor([9, 3, 40, 7, 11, 2, NUM_BLOCKS, NUM_BLOCKS]),
+        block_groups=groups,
+        block_starts=torch.zeros(8, dtype=torch.long),
+        block_usage=torch.tensor([4, 4, 1, 3, 4, 2, 1, 1]),
+    )
+    layer = make_layer(kernels, heads=6, kv_heads=2, window=None, dtype=dtype)
+    form = None if kernels is None else kernels.attention_form(dtype)
+    query = random(4, 1, 6, HEAD_DIM, seed=4).to(dtype) * 3
+    new = torch.zeros(4, 1, 2, HEAD_DIM, dtype=dtype)
+    metadata = build_metadata(inputs, BLOCK_SIZE, Windows(None, (False,)), form)
+    with watch or nullcontext():
+        out: Tensor = layer(query, new, new, metadata)
+    return out.float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_scores_of_a_decode_in_the_models_dtype_give_plain_attention(
+    dtype: torch.dtype, card: None
+) -> None:
+    found = decode(gaudi(), dtype)
+
+    close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.03, "atol": 0.03}
+    torch.testing.assert_close(found, decode(None, torch.float32), **close)
+    assert torch.equal(found[3], torch.zeros(6, HEAD_DIM))
+
+
+def test_only_statistics_of_a_decode_are_float32(card: None) -> None:
+    watch = WideOutputs()
+
+    decode(gaudi(), torch.bfloat16, watch)
+
+    # Blocks times heads.
+    assert watch.most == 8 * 6
+
+
+def test_float32_scores_are_written_by_the_product(card: None) -> None:
+    kernels, given = gaudi(softmax_mode="fp32"), []
+
+    class Recorder(nn.Module):
+        def forward(self, input: Tensor, other: Tensor, out: Tensor | None = None) -> Tensor:
+            assert out is not None
+            given.append((input.dtype, other.dtype, out.dtype, tuple(out.shape)))
+            return out.copy_(input.float() @ other.float())
+
+    make = kernels.make_attention
+
+    def make_recorded() -> Any:
+        attention = make()
+        attention.matmul_qk = Recorder()
+        return attention
+
+    kernels.make_attention = make_recorded
+    found = decode(kernels, torch.bfloat16)
+
+    assert given == [(torch.bfloat16, torch.bfloat16, torch.float32, (8, 2, 3, 1, BLOCK_SIZE))]
+    torch.testing.assert_close(found, decode(None, torch.float32), rtol=0.03, atol=0.03)
+
+
+def launched(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Counter[str]:
+    """Operations of a decode on the emulated card, without those that only make views, by name."""
+    rig = WorkerRig(
+        folder,
+        device="hpu-emulator",
+        dtype="bfloat16",
+        execution=ExecutionConfig(mode="lazy"),
+        **settings,
+    )
+    found: Counter[str] = Counter()
+    original = Segment.add
+
+    def add(self: Segment, op: str, parts: Any, largest: int) -> None:
+        if op not in rules.VIEWS:
+            found[op] += 1
+        original(self, op, parts, largest)
+
+    rig.admit(0, [3, 5, 7])
+    rig.prefill({0: None})
+    rig.step()
+    monkeypatch.setattr(Segment, "add", add)
+    rig.run([0], 1)
+    monkeypatch.undo()
+    rig.worker.close()
+    return found
+
+
+def test_what_layers_share_is_made_once_a_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = []
+    for layers in (1, 2):
+        folder = make_tiny("llama", tmp_path / str(layers), num_hidden_layers=layers)
+        counts.append(launched(folder, monkeypatch))
+
+    found = counts[1] - counts[0]
+
+    # A layer of 44 operations was one of 50, with four casts, when each made them.
+    assert sum(found.values()) <= 44
+    # Of the maxima to float32, and of the weights of blocks back.
+    assert found["aten::_to_copy"] == 2
+    made_once = {"aten::eq", "aten::ge", "aten::arange", "aten::masked_fill_", "aten::zeros"}
+    assert made_once & counts[0].keys() and not made_once & found.keys()
