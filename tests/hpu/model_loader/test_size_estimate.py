@@ -110,11 +110,51 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) 
         count_parameters(facts)
 
 
-def test_a_long_context_takes_a_mask_and_a_copy_of_its_keys_and_values(tmp_path: Path) -> None:
-    facts = tiny(tmp_path, "llama", num_attention_heads=16, num_key_value_heads=8, head_dim=128)
+LONG = {"num_cards": 2, "width": 2, "num_tokens": 8192, "max_model_len": 131072, "block_size": 128}
+HEADS_16_8 = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+KV = 2 * 4 * 128 * 2
+"""Bytes of one token's keys and values of half of the heads."""
 
-    taken = context_bytes(facts, num_cards=2, width=2, num_tokens=8192, max_model_len=131072)
 
-    # A float32 mask of 8192 x 131072 and its copy in two bytes; keys and values of half of the
-    # heads, once gathered and once joined.
-    assert taken == 8192 * 131072 * 6 + 2 * 2 * 131072 * 4 * 128 * 2
+def test_without_slices_a_long_context_takes_a_mask_and_a_copy_of_its_keys_and_values(
+    tmp_path: Path,
+) -> None:
+    facts = tiny(tmp_path, "llama", **HEADS_16_8)
+
+    taken = context_bytes(facts, **LONG, slices=None)
+
+    # The mask of the new tokens in float32 and that of all in two bytes; keys and values once
+    # gathered and once joined.
+    assert taken == 8192 * 8192 * 4 + 8192 * 131072 * 2 + 2 * 131072 * KV
+
+
+def test_in_slices_nothing_grows_with_new_times_cached_tokens(tmp_path: Path) -> None:
+    facts = tiny(tmp_path, "llama", **{**HEADS_16_8, "num_attention_heads": 128})
+
+    taken = context_bytes(facts, **LONG, slices=(8192, 4096))
+
+    # A mask over one slice, one row of it over the context, keys and values of a slice; and, in
+    # float32 of 64 heads, the outputs of all new tokens and of four slices.
+    masks = (4096 * 4096 + 131072) * (4 + 2)
+    assert taken == masks + 2 * 4096 * KV + (8192 + 4 * 4096) * 64 * 128 * 4
+    longer = context_bytes(facts, **{**LONG, "max_model_len": 262144}, slices=(8192, 4096))
+    assert longer - taken == 131072 * (4 + 2)
+
+
+def test_a_context_below_the_threshold_is_joined(tmp_path: Path) -> None:
+    facts = tiny(tmp_path, "llama", **HEADS_16_8)
+    short = {**LONG, "num_tokens": 2048, "max_model_len": 8000}
+
+    joined = context_bytes(facts, **short, slices=None)
+
+    assert context_bytes(facts, **short, slices=(8192, 4096)) == joined
+
+
+def test_a_window_takes_a_mask_over_its_blocks(tmp_path: Path) -> None:
+    facts = tiny(tmp_path, "mistral", **HEADS_16_8, sliding_window=4096)
+
+    taken = context_bytes(facts, **LONG, slices=(8192, 4096))
+
+    seen = 4096 + 128 + 8192
+    float32 = 8192 * 8192 * 4 + 8192 * (4096 + 128) * 4
+    assert taken == float32 + 8192 * seen * 2 + 2 * seen * KV

@@ -49,6 +49,16 @@ def test_the_guides_example_is_split_as_published() -> None:
     assert plan_card(SMALL, replace(guide, kv_bytes=int(23.75 * GIB))).num_blocks == 1519
 
 
+def test_a_long_context_over_many_new_tokens_takes_no_mask_of_both() -> None:
+    long = demand(max_model_len=131072, max_num_seqs=4, max_num_batched_tokens=8192)
+
+    joined = plan_card(SMALL, long).activation_bytes
+    sliced = plan_card(SMALL, replace(long, slices=(8192, 4096))).activation_bytes
+
+    assert [round(one / GIB, 2) for one in (joined, sliced)] == [4.29, 1.54]
+    assert joined - sliced > 8192 * 131072 * 2
+
+
 def test_the_guides_card_leaves_about_what_its_log_says() -> None:
     plan = plan_card(SMALL, demand(max_model_len=2048))
 
@@ -77,7 +87,7 @@ def test_weights_beyond_a_card_ask_for_more_cards() -> None:
     advice = changes(LARGE, plan)
 
     assert not plan.fits
-    assert advice == ["--tensor-parallel-size 2: 65.71 GiB of weights and 1175 blocks on each card"]
+    assert advice == ["--tensor-parallel-size 2: 65.71 GiB of weights and 1177 blocks on each card"]
 
 
 def test_a_context_beyond_the_cache_asks_for_less_of_it_or_more_memory() -> None:

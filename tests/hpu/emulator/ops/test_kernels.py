@@ -57,6 +57,72 @@ def test_attention_refuses_contradictions() -> None:
                 FusedSDPA.apply(*on_card(x, x, x), **on)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "mode", "sums"),
+    [
+        (torch.bfloat16, "fast", torch.bfloat16),
+        (torch.bfloat16, "fp32", torch.float32),
+        (torch.float16, "fast", torch.float32),
+        (torch.float32, "fast", torch.float32),
+    ],
+)
+def test_statistics_of_attention_are_returned_for_a_backward_pass_only(
+    dtype: torch.dtype, mode: str, sums: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 3, 2, 6, 8).to(dtype), torch.randn(2, 3, 1, 5, 8).to(dtype)
+    mask = torch.zeros(2, 1, 1, 1, 5, dtype=dtype)
+    scores = q.float() @ k.float().transpose(-1, -2)
+
+    with emulated():
+        given = on_card(q, k, k, mask)
+        run = torch.ops.hpu.sdpa_recomp_fwd
+        out, highest, inverse, _ = run(*given, 0.0, 1.0, False, True, mode, None, "right")
+        _, no_highest, no_inverse, _ = run(*given, 0.0, 1.0, False, False, mode, None, "right")
+        shapes = [tuple(one.shape) for one in (out, highest, inverse, no_highest, no_inverse)]
+        highest, inverse = highest.cpu(), inverse.cpu()
+
+    assert shapes == [(2, 3, 2, 6, 8), (2, 3, 2, 6, 1), (2, 3, 2, 6, 1), (1,), (1,)]
+    assert (highest.dtype, inverse.dtype) == (dtype, sums)
+    total = highest.float().exp() / inverse.float()
+    assert torch.allclose(total, scores.exp().sum(-1, keepdim=True), rtol=0.02)
+
+
+def test_attention_refuses_what_the_kernel_does_not_take() -> None:
+    q, k = torch.zeros(1, 4, 2, 4, dtype=torch.bfloat16), torch.zeros(1, 2, 2, 4)
+    refused = [
+        # Groups of heads without a dimension of their own.
+        ((q, k.bfloat16(), None, False, False, None), "does not broadcast"),
+        ((q, q, torch.zeros(1, 1, 2, 2), False, False, None), "the mask is torch.float32"),
+        ((q, q, None, True, True, None), "statistics of a causal call"),
+        ((q, q, None, True, True, torch.tensor([1])), "without a backward pass"),
+    ]
+
+    with emulated():
+        for (query, key, mask, causal, backward, lengths), text in refused:
+            query, key = on_card(query, key)
+            mask = None if mask is None else mask.to("hpu")
+            lengths = None if lengths is None else lengths.to("hpu")
+            with pytest.raises(RuntimeError, match=text):
+                torch.ops.hpu.sdpa_recomp_fwd(
+                    query, key, key, mask, 0.0, 1.0, causal, backward, "fast", lengths, "right"
+                )
+
+
+def test_a_product_is_written_in_the_dtype_of_its_target() -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(2, 3, 4).bfloat16(), torch.randn(2, 4, 5).bfloat16()
+
+    with emulated(), torch.inference_mode():
+        target = torch.empty(2, 3, 5, dtype=torch.float32, device="hpu")
+        found = torch.matmul(*on_card(a, b), out=target).cpu()
+        with pytest.raises(RuntimeError, match="out has the shape"):
+            torch.matmul(*on_card(a, b), out=target[:1])
+
+    assert torch.allclose(found, a.float() @ b.float(), atol=1e-6)
+    assert not torch.equal(found, found.bfloat16().float())
+
+
 def test_norm_and_rotary_equal_their_formulas() -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(3, 8), torch.rand(8)
