@@ -233,21 +233,21 @@ class GaudiAttention(nn.Module):
         scores = self._scores(folded, operands.keys.permute(0, 2, 3, 1).unsqueeze(2))
         scores = scores + operands.mask.unsqueeze(1)
         highest = scores.amax(-1, keepdim=True)
-        weights = torch.exp(scores - highest).to(values.dtype)
+        weights = torch.exp(scores - highest)
+        # Not with a wider dtype: the bridge casts the addends then (reduction_template.cpp).
+        sums = weights.sum(-1, keepdim=True)
         if self.fused_adjustment:
-            sums = weights.sum(-1, keepdim=True, dtype=scores.dtype)
             block_weights = torch.ops.hpu.block_softmax_adjustment(
                 highest, sums, operands.groups, batch, list(highest.shape)
             )
         else:
-            sums = weights.sum(-1, keepdim=True, dtype=torch.float32)
             block_weights = _block_weights(
                 highest.view(count, heads).float(),
-                sums.view(count, heads),
+                sums.view(count, heads).float(),
                 operands.rows,
                 operands.sum_mapping,
             ).view(highest.shape)
-        weighted = self.matmul_av(weights, values.transpose(1, 2).unsqueeze(2))
+        weighted = self.matmul_av(weights.to(values.dtype), values.transpose(1, 2).unsqueeze(2))
         weighted = weighted * block_weights.to(weighted.dtype)
         # block2batch: the sum over each sequence's blocks.
         out: Tensor = self.block2batch_matmul(mapping, weighted.view(count, heads * size))

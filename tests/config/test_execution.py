@@ -1,5 +1,7 @@
 """choose_mode: the vendor's table, what auto makes of it, and what contradicts it."""
 
+from typing import Any
+
 import pytest
 
 from config.errors import ConfigError
@@ -69,3 +71,24 @@ def test_shares_and_names_out_of_range_are_refused() -> None:
         WarmupConfig(graph_memory_fraction=1.5)
     with pytest.raises(ConfigError, match="mode is 'fast'"):
         ExecutionConfig(mode="fast")
+
+
+@pytest.mark.parametrize(
+    ("settings", "sizes"),
+    [
+        ({}, (8192, 4096)),
+        ({"sdpa_slice_threshold": 3000}, (3000, 2048)),
+        ({"sdpa_slice_size": 1500}, (8192, 2048)),
+        ({"sdpa_slicing": False}, None),
+        ({"fused_sdpa": False}, None),
+    ],
+)
+def test_slices_are_half_of_the_threshold_in_whole_thousands(
+    settings: dict[str, Any], sizes: tuple[int, int] | None
+) -> None:
+    assert ExecutionConfig(**settings).slice_sizes == sizes
+
+
+def test_a_slice_above_the_threshold_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"--fsdpa-slice-size is 9216, .* 8192"):
+        ExecutionConfig(sdpa_slice_size=8193)

@@ -327,9 +327,9 @@ def test_what_layers_share_is_made_once_a_launch(
 
     found = counts[1] - counts[0]
 
-    # A layer of 44 operations was one of 50, with four casts, when each made them.
-    assert sum(found.values()) <= 44
-    # Of the maxima to float32, and of the weights of blocks back.
-    assert found["aten::_to_copy"] == 2
+    # It was 50 when each layer cast scores, masks and the mapping.
+    assert sum(found.values()) <= 45
+    # Of maxima and sums, which are per block, and of the blocks' weights back.
+    assert found["aten::_to_copy"] == 3
     made_once = {"aten::eq", "aten::ge", "aten::arange", "aten::masked_fill_", "aten::zeros"}
     assert made_once & counts[0].keys() and not made_once & found.keys()
