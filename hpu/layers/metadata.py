@@ -284,7 +284,7 @@ def _last_blocks(
     if count >= table.shape[1]:
         return inputs.block_list, torch.zeros_like(inputs.context_lens)
     first = (inputs.context_lens - num_tokens).clamp_min(0)
-    first = torch.div(first, block_size, rounding_mode="floor").clamp_max(table.shape[1] - count)
+    first = (first // block_size).clamp_max(table.shape[1] - count)
     blocks = first.unsqueeze(1) + torch.arange(count, device=table.device)
     return table.gather(1, blocks.long()).view(-1), first * block_size
 

@@ -143,7 +143,8 @@ class GaudiAttention(nn.Module):
 
     def _sliced_attention(self, operands: PromptOperands, scale: float) -> Tensor:
         """Over slices of the keys, merged: no mask has a row for each new token and a column for
-        each cached one, and only one slice of the cached keys and values is in memory."""
+        each cached one, and only one slice of the cached keys and values is in memory. The FP8
+        compressor knows no such calls: vllm-gaudi has another module for them."""
         mask, read = operands.mask, operands.read
         assert mask is not None and read is not None
         size = mask.shape[-1]

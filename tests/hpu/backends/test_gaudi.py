@@ -96,21 +96,46 @@ def test_every_mode_and_card_gives_the_same_tokens(
     assert found == expected
 
 
+WINDOWS_IN_SOME_LAYERS = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+
+
 @pytest.mark.parametrize("mode", ["hpu-graphs", "torch-compile"])
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize(
+    ("family", "fields"), [("llama", {}), ("qwen2", WINDOWS_IN_SOME_LAYERS)], ids=["full", "both"]
+)
 def test_attention_in_slices_gives_the_same_tokens(
-    family: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    fields: dict[str, Any],
+    mode: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder = make_tiny(family, tmp_path)
+    folder = make_tiny(family, tmp_path, **fields)
     with working(folder) as on_cpu:
         expected = greedy(on_cpu)
     # Of 64 new and 32 * 8 cached tokens: two slices of the first, six of the others.
     monkeypatch.setattr(ExecutionConfig, "slice_sizes", (100, 48))
 
-    with working(folder, device="hpu-emulator", execution=ExecutionConfig(mode=mode)) as rig:
+    settings = {
+        "execution": ExecutionConfig(mode=mode),
+        "emulator": EmulatorSettings(is_strict=True),
+    }
+    with working(folder, device="hpu-emulator", **settings) as rig:
         found = greedy(rig)
 
     assert found == expected
+
+
+def test_graphs_replay_float32_scores_of_a_narrow_model(tmp_path: Path) -> None:
+    folder = make_tiny("qwen2", tmp_path)
+    found = []
+
+    for mode in ("eager", "hpu-graphs"):
+        execution = ExecutionConfig(mode=mode)
+        with working(folder, device="hpu-emulator", dtype="bfloat16", execution=execution) as rig:
+            found.append(greedy(rig))
+
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
