@@ -44,6 +44,7 @@ from hpu.runner.batch_state import BatchState
 from hpu.runner.graph_cache import GraphCache
 from hpu.runner.input_buffers import BaseInputBuffers, InputBufferPool
 from hpu.runner.model_runner import ModelRunner
+from hpu.runner.sampler_graphs import SamplerGraph, SamplerGraphs
 from hpu.sampling.sampler import Sampler
 
 LOGIC, GRAPH, CALLS, SAMPLING, REST = "logic", "graph", "calls", "sampling", "rest"
@@ -69,6 +70,9 @@ WATCHED: tuple[tuple[type, str, str], ...] = (
     ),
     (Decoder, "logits", SAMPLING),
     (Sampler, "sample", SAMPLING),
+    (Sampler, "begin_whole", SAMPLING),
+    (SamplerGraphs, "find", SAMPLING),
+    (SamplerGraph, "run", SAMPLING),
     (ModelRunner, "_sample", SAMPLING),
     (ModelRunner, "submit", REST),
     (AsyncStepOutput, "wait", WAITING),
@@ -90,7 +94,7 @@ MICROSECONDS = 1e6
 COUNTED = {
     "HpuGraph.replay": "graphs replayed",
     "CudaGraph.replay": "graphs replayed",
-    "Device.run": "operators beside the graph, views included",
+    "Device.run": "operators beside the graphs, views included",
     "Recipes.launch": "recipes launched for them",
     "GaudiBackend.upload": "copies to the device",
     "CudaBackend.upload": "copies to the device",

@@ -1,13 +1,15 @@
 """Backend: the interface of a device. Everything above uses devices only through it."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from config.model.model_config import ModelConfig
 from hpu.ops.kernels import Kernels
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Event(Protocol):
@@ -140,12 +142,24 @@ class Backend(Protocol):
         """
         ...
 
-    def capture(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> Graph:
+    def capture(
+        self,
+        function: Callable[..., Any],
+        inputs: tuple[Any, ...],
+        *,
+        frees_intermediates: bool = False,
+    ) -> Graph:
         """Record `function(*inputs)`; the tensors in `inputs` become the graph's inputs.
 
-        The function has run at least once when this returns.
+        The function has run at least once when this returns. `frees_intermediates`: it keeps none
+        of its intermediates, even on a device that keeps those of the model's graphs.
         """
         ...
+
+    def compiled(self, function: Function) -> Function:
+        """`function`, a pure function of tensors, compiled as a whole or run as one recipe, on a
+        device that compiles. Its first call with new shapes compiles."""
+        return function
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Prepare a loaded model for this device: fused kernels, packed weights, compiled layers.

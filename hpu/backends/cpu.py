@@ -135,7 +135,13 @@ class CpuBackend(Backend):
     def upload(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
-    def capture(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> CallGraph:
+    def capture(
+        self,
+        function: Callable[..., Any],
+        inputs: tuple[Any, ...],
+        *,
+        frees_intermediates: bool = False,
+    ) -> CallGraph:
         return CallGraph(function, inputs)
 
     def prepare(self, model: nn.Module) -> nn.Module:

@@ -149,7 +149,13 @@ class CudaBackend(Backend):
     def upload(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
-    def capture(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> CudaGraph:
+    def capture(
+        self,
+        function: Callable[..., Any],
+        inputs: tuple[Any, ...],
+        *,
+        frees_intermediates: bool = False,
+    ) -> CudaGraph:
         current = torch.cuda.current_stream(self.device)
         self._side.wait_stream(current)
         try:

@@ -5,6 +5,7 @@ In lazy mode operations are collected until mark_step ends the segment, which be
 Segments end with launches: at events, and around a captured graph.
 """
 
+import functools
 import gc
 import importlib
 import logging
@@ -16,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from config.errors import ConfigError
-from config.execution import HPU_GRAPHS, LAZY, TORCH_COMPILE, ExecutionConfig, ModeChoice
-from hpu.backends.base import Backend, FusibleModel
+from config.execution import EAGER, HPU_GRAPHS, LAZY, TORCH_COMPILE, ExecutionConfig, ModeChoice
+from hpu.backends.base import Backend, Function, FusibleModel
 from hpu.backends.gaudi_copies import HostCopies
 from hpu.backends.gaudi_group import GaudiGroup
 from hpu.distributed.process_groups import Ranks
@@ -51,9 +52,10 @@ KEEP_TENSOR_CACHE = ("Qwen", "Roberta", "XLMRoberta")
 """Beginnings of architectures whose graphs need the tensor cache (vllm-project/vllm-gaudi,
 docs/configuration/env_variables.md, PT_HPUGRAPH_DISABLE_TENSOR_CACHE); its pages give no reason."""
 
-COMPILE_FAILED = "graph compile failed"
-"""Part of the text, in lower case, when the compiler refuses a recipe. Its status, often 26, is
-generic: a limit of the compiler, not necessarily memory."""
+COMPILE_FAILED = ("graph compile failed", "cpu fallback is not supported")
+"""Parts of the texts, in lower case, when the compiler refuses a recipe, whose status, often 26, is
+generic: a limit of the compiler, not necessarily memory; and when a capture meets an operation that
+the card does not have."""
 
 
 class GaudiEvent:
@@ -266,7 +268,8 @@ class GaudiBackend(Backend):
         return isinstance(error, RuntimeError) and any(word in text for word in OUT_OF_MEMORY)
 
     def is_compile_failure(self, error: Exception) -> bool:
-        return isinstance(error, RuntimeError) and COMPILE_FAILED in str(error).lower()
+        text = str(error).lower()
+        return isinstance(error, RuntimeError) and any(word in text for word in COMPILE_FAILED)
 
     def synchronize(self) -> None:
         self._htcore.mark_step()
@@ -298,11 +301,17 @@ class GaudiBackend(Backend):
         is_small = source.numel() * source.element_size() < ASYNCHRONOUS_BYTES
         target.copy_(source, non_blocking=is_small)
 
-    def capture(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> HpuGraph:
+    def capture(
+        self,
+        function: Callable[..., Any],
+        inputs: tuple[Any, ...],
+        *,
+        frees_intermediates: bool = False,
+    ) -> HpuGraph:
         """The inputs may only be tensors, and no views: a view's base would be a constant of the
         graph."""
         graphed = self._hpu.wrap_in_hpu_graph_func(
-            function, disable_tensor_cache=self._disables_tensor_cache
+            function, disable_tensor_cache=frees_intermediates or self._disables_tensor_cache
         )
         try:
             graph = HpuGraph(graphed, inputs, self._htcore.mark_step)
@@ -317,6 +326,20 @@ class GaudiBackend(Backend):
             failure.__context__ = None
         self._leave_dry_run(str(failure))
         raise failure
+
+    def compiled(self, function: Function) -> Function:
+        if self._mode == TORCH_COMPILE:
+            return cast(Function, torch.compile(function, **self._compile_options()))
+        if self._mode == EAGER:
+            return function
+
+        @functools.wraps(function)
+        def run(*inputs: Any) -> Any:
+            outputs = function(*inputs)
+            self._htcore.mark_step()
+            return outputs
+
+        return cast(Function, run)
 
     def _leave_dry_run(self, why: str) -> None:
         """After a capture that failed for the reason `why`, make the runtime execute launches
@@ -375,7 +398,7 @@ class GaudiBackend(Backend):
             if number % every == 0:
                 layer.register_forward_hook(mark)
 
-    def _compile(self, model: nn.Module) -> None:
+    def _compile_options(self) -> dict[str, Any]:
         options: dict[str, Any] = {
             "backend": "hpu_backend",
             "fullgraph": self._execution.compile_fullgraph,
@@ -386,6 +409,10 @@ class GaudiBackend(Backend):
             options["options"] = {"force_static_compile": True}
         else:
             options["dynamic"] = False
+        return options
+
+    def _compile(self, model: nn.Module) -> None:
+        options = self._compile_options()
         parts: list[nn.Module] = [model]
         if self._execution.regional_compilation:
             parts = list(_regions(model))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -10,18 +11,25 @@ from hpu.backends.base import Event
 from hpu.protocol import Launch, Logprobs, StepResult
 from hpu.runner.batch_state import Tokens
 from hpu.runner.input_buffers import InputBuffers
-from hpu.sampling.logprobs import TopLogprobs
+from hpu.runner.sampler_graphs import SamplerGraph
+from hpu.sampling.logprobs import TopLogprobs, unpack
 
 
 @dataclass(frozen=True, slots=True)
 class AsyncPromptLogprobs:
-    """Prompt log-probabilities of one request's chunk, in slices of (real positions, tensors)."""
+    """Prompt log-probabilities of one request's chunk: slices of (real positions, tensors), or rows
+    of the launch's packed result."""
 
     req_index: int
     k: int
-    slices: list[tuple[int, TopLogprobs]]
+    slices: list[tuple[int, TopLogprobs]] = field(default_factory=list)
+    rows: slice | None = None
 
-    def to_message(self) -> Logprobs:
+    def to_message(self, packed: TopLogprobs | None) -> Logprobs:
+        """`packed`: of all rows of the launch's packed result, if it has one."""
+        if self.rows is not None:
+            assert packed is not None, "rows of a packed result"
+            return _logprobs(packed, self.rows.start, self.rows.stop, self.k)
         parts = [_logprobs(top, 0, count, self.k) for count, top in self.slices]
         return Logprobs(
             k=parts[0].k,
@@ -56,7 +64,10 @@ class AsyncVectors:
 
 @dataclass(slots=True)
 class AsyncLaunchOutput:
-    """One launch: its sampling requests, and (at least len(req_indices),) tokens on the host."""
+    """One launch: its sampling requests, and (at least len(req_indices),) tokens on the host.
+
+    A device with its own memory copies one tensor for each launch to the host: `tokens` alone, or
+    `packed`, which begins with the rows of the sampling requests."""
 
     req_indices: list[int]
     num_logprobs: list[int]
@@ -64,6 +75,8 @@ class AsyncLaunchOutput:
     end: Event | None = None
     tokens: Tensor | None = None
     logprobs: TopLogprobs | None = None
+    packed: Tensor | None = None
+    """Result of `pack` on the host."""
     prompt_logprobs: list[AsyncPromptLogprobs] = field(default_factory=list)
     vectors: AsyncVectors | None = None
     launch: Launch | None = None
@@ -87,20 +100,33 @@ class AsyncLaunchOutput:
         return [(self.start, self.forward_end), (self.sampling_start, self.end)]
 
 
+class PromptTargets(NamedTuple):
+    """What one request of a launch asks for its prompt."""
+
+    position: int
+    """In the launch."""
+    req_index: int
+    k: int
+    """Most likely tokens at each position."""
+    tokens: Tokens
+    """Prompt tokens that follow the launch's first positions of the request."""
+
+
 @dataclass(slots=True)
 class ForwardOutput:
     """The forward pass of a launch, and what sampling needs of it."""
 
     inputs: InputBuffers
     hidden: Tensor
-    """(B * Q, hidden); the next launch may overwrite it."""
+    """(B * Q, hidden), or (B, 1, hidden) for `sampler_graph`; the next launch may overwrite it."""
     argmax: Tensor | None
     """(B,) tokens of the largest logits (fewer without padding), if all requests are greedy."""
     logits: Tensor | None
-    """(B, V) (fewer rows without padding); None when nobody samples, or there is `argmax`."""
+    """(B, V) (fewer rows without padding); None when nobody samples, or there is `argmax` or
+    `sampler_graph`."""
+    sampler_graph: SamplerGraph | None
     launch: AsyncLaunchOutput
-    prompt_targets: list[tuple[int, Tokens]] = field(default_factory=list)
-    """(index in the launch, following prompt tokens) of requests with prompt log-probabilities."""
+    prompt_targets: list[PromptTargets] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -134,16 +160,19 @@ class AsyncStepOutput:
         result = StepResult(step=self.step, tokens=[])
         for launch in self.launches:
             first = len(result.tokens)
-            if launch.tokens is not None:
-                result.tokens.extend(launch.tokens[: len(launch.req_indices)].tolist())
-            if launch.logprobs is not None:
+            tokens, logprobs = launch.tokens, launch.logprobs
+            if launch.packed is not None:
+                tokens, logprobs = unpack(launch.packed)
+            if tokens is not None:
+                result.tokens.extend(tokens[: len(launch.req_indices)].tolist())
+            if logprobs is not None:
                 result.logprobs.extend(
-                    (first + i, _logprobs(launch.logprobs, i, i + 1, k))
+                    (first + i, _logprobs(logprobs, i, i + 1, k))
                     for i, k in enumerate(launch.num_logprobs)
                     if k >= 0
                 )
             result.prompt_logprobs.extend(
-                (p.req_index, p.to_message()) for p in launch.prompt_logprobs
+                (p.req_index, p.to_message(logprobs)) for p in launch.prompt_logprobs
             )
             if launch.vectors is not None:
                 result.vectors.extend(launch.vectors.to_messages())

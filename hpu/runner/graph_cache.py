@@ -95,11 +95,15 @@ class GraphCache:
         taken = max(0, free - self._backend.memory()[0])
         self._graphs[inputs.bucket] = graph
         self._seen.add(inputs.bucket)
-        self.bytes += taken
+        self.add_bytes(taken)
         self._count(inputs.bucket, time.perf_counter() - start)
         self._counters.add("graphs", 1)
-        self._counters.add("graph_bytes", taken)
         return taken
+
+    def add_bytes(self, taken: int) -> None:
+        """Count `taken` bytes of a graph that another component has captured."""
+        self.bytes += taken
+        self._counters.add("graph_bytes", taken)
 
     def _capture(self, inputs: BaseInputBuffers[Any]) -> Graph | None:
         try:

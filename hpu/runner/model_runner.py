@@ -8,8 +8,10 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from config.errors import ConfigError
 from config.params.sampling import MAX_LOGPROBS
 from hpu.backends.base import Backend
 from hpu.models.base import CausalLM
@@ -27,13 +29,15 @@ from hpu.runner.async_output import (
     AsyncPromptLogprobs,
     AsyncStepOutput,
     ForwardOutput,
+    PromptTargets,
 )
-from hpu.runner.batch_state import BatchState, Tokens
+from hpu.runner.batch_state import BatchState
 from hpu.runner.graph_cache import GraphCache
 from hpu.runner.input_buffers import InputBufferPool, InputBuffers, PrefillArrays
 from hpu.runner.kv_cache import KVCache
+from hpu.runner.sampler_graphs import SamplerGraphs
 from hpu.runner.step_runner import StepRunner
-from hpu.sampling.logprobs import TopLogprobs, top_logprobs
+from hpu.sampling.logprobs import MAX_PACKED, TopLogprobs, pack, top_logprobs
 from hpu.sampling.sampler import Sampler, SamplerOutput
 
 PROMPT_LOGITS = 1 << 24
@@ -68,8 +72,28 @@ class ModelRunner(StepRunner):
         """Whether every shape is the bucket's; if not, shapes follow the real requests."""
         self._non_finite: set[int] = set()
         """Requests whose logits were not finite, until they are freed."""
-        # One entry more: padding reads and writes there.
-        self._last_tokens = backend.zeros((batch_state.max_num_reqs + 1,), backend.index_dtype)
+        # One entry more: padding reads and writes there. As a column, like a decode's input.
+        self._last_tokens = backend.zeros((batch_state.max_num_reqs + 1, 1), backend.index_dtype)
+        self._sampler_graphs = SamplerGraphs(model, sampler, backend, graphs)
+        self._logits = backend.compiled(model.logits)
+        if vocab_size > MAX_PACKED:
+            raise ConfigError(f"{vocab_size} tokens in the vocabulary, at most {MAX_PACKED}")
+        # What a device with its own memory returns of a launch with log-probabilities is packed
+        # into one tensor: each copy to the host costs it a transfer.
+        self._num_logprobs = num_logprobs = min(MAX_LOGPROBS, vocab_size)
+
+        def prompt_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
+            return pack(targets, top_logprobs(logits, targets, num_logprobs), num_logprobs)
+
+        def sampled(tokens: Tensor, logprobs: TopLogprobs) -> Tensor:
+            return pack(tokens, logprobs, num_logprobs)
+
+        def sampled_tokens(tokens: Tensor) -> Tensor:
+            return pack(tokens, None, num_logprobs)
+
+        self._pack_prompt = backend.compiled(prompt_logprobs)
+        self._pack_sampled = backend.compiled(sampled)
+        self._pack_tokens = backend.compiled(sampled_tokens)
 
     def _launch_all(self, plan: StepPlan, output: AsyncStepOutput) -> None:
         """Launches with deferred requests are left for `sample_deferred`, before the next plan."""
@@ -86,7 +110,9 @@ class ModelRunner(StepRunner):
             output.deferred_forward = self._begin(output.deferred[0][1], output)
             output.deferred_forward.launch.forward_end = self._backend.event()
         else:
-            output.end = self._backend.event()
+            # Nothing runs after the last launch.
+            launches = output.launches
+            output.end = launches[-1].end if launches else self._backend.event()
 
     def sample_deferred(self, output: AsyncStepOutput, masks: GrammarMasks) -> None:
         """Set the bitmasks of the newest plan's deferred requests and run their launches; does not
@@ -119,6 +145,10 @@ class ModelRunner(StepRunner):
         """Settings that run every stage of the sampler."""
         return self._sampler.warmup_settings
 
+    @property
+    def captured_settings(self) -> tuple[RequestSampling, ...]:
+        return self._sampler.captured_settings
+
     def warm_up(self, bucket: Bucket, sampling: RequestSampling, *, prompts: bool = False) -> None:
         """As StepRunner.warm_up, sampling included."""
         self._sampler.add_request(self.dummy_req_index, sampling, np.zeros(1, np.uint32), 1)
@@ -133,13 +163,11 @@ class ModelRunner(StepRunner):
         inputs.upload()
         output = AsyncStepOutput(step=-1, host_s=0.0)
         forward = self._forward(inputs, [self.dummy_req_index])
-        self._sample(forward)
-        # Kept until the device is done: it reads and writes their host tensors.
-        output.launches.append(forward.launch)
         if prompts and bucket[0] == PREFILL:
-            target, hidden = np.zeros(1, np.uint32), forward.hidden
-            slices = self._prompt_slices(hidden, 0, bucket[2], target, MAX_LOGPROBS, output)
-            forward.launch.prompt_logprobs.append(AsyncPromptLogprobs(0, MAX_LOGPROBS, slices))
+            target = np.zeros(1, np.uint32)
+            forward.prompt_targets = [PromptTargets(0, self.dummy_req_index, MAX_LOGPROBS, target)]
+        # Kept until the device is done: it reads and writes their host tensors.
+        output.launches.append(self._finish(forward, output))
         self._backend.synchronize()
 
     def _on_result(self, output: AsyncStepOutput, result: StepResult) -> None:
@@ -175,7 +203,7 @@ class ModelRunner(StepRunner):
         start = time.perf_counter()
         inputs = self._input_buffers.get((launch.phase, *launch.bucket))
         arrays = inputs.host_arrays()
-        targets: list[tuple[int, Tokens]] = []
+        targets: list[PromptTargets] = []
         if isinstance(arrays, PrefillArrays):
             targets = self._prompt_targets(launch)
             sampling = self._batch_state.fill_prefill(launch, arrays)
@@ -191,14 +219,25 @@ class ModelRunner(StepRunner):
         return forward
 
     def _finish(self, forward: ForwardOutput, output: AsyncStepOutput) -> AsyncLaunchOutput:
-        """Sample after the forward pass, and start the copies to the host."""
+        """Sample after the forward pass, and start the copy to the host."""
         done = forward.launch
+        results = None
+        if forward.prompt_targets and not self._backend.shares_host_memory:
+            results = self._results(forward.inputs)
         if done.req_indices:
-            self._sample(forward)
-        for index, following in forward.prompt_targets:
-            done.prompt_logprobs.append(self._prompt_logprobs(forward, index, following, output))
+            self._sample(forward, results)
+        for targets in forward.prompt_targets:
+            done.prompt_logprobs.append(self._prompt_logprobs(forward, targets, results, output))
+        if results is not None:
+            done.packed = self._backend.to_host(results)
         done.end = self._backend.event()
         return done
+
+    def _results(self, inputs: InputBuffers) -> Tensor:
+        """A new (B + B * Q + 1, N) tensor for a prefill's packed results: rows of the sampling
+        requests, of all positions, and one for padding."""
+        num_rows = len(inputs.req_indices) + inputs.tokens.numel() + 1
+        return self._backend.zeros((num_rows, 2 * self._num_logprobs + 4), torch.float32)
 
     def _forward(
         self, inputs: InputBuffers, sampling: list[int], req_indices: Sequence[int] = ()
@@ -209,22 +248,24 @@ class ModelRunner(StepRunner):
         if inputs.last_token_indices is None:
             # A decode's tokens were sampled on the device; the host may not know them yet.
             # No `out=`, whose target would have to be a view.
-            last_tokens = self._last_tokens.index_select(0, inputs.req_indices)
-            inputs.tokens.copy_(last_tokens.view(inputs.tokens.shape))
+            inputs.tokens.copy_(self._last_tokens.index_select(0, inputs.req_indices))
         hidden = self._graphs.run(inputs, req_indices)
-        hidden = hidden.reshape(-1, hidden.shape[-1])
-        # On a lazy device the recipe ends here, whatever the launch does with the output.
-        self._backend.mark_step()
-        argmax = logits = None
+        graph = argmax = logits = None
         if sampling:
+            graph = self._sampler_graphs.find(inputs.bucket, hidden, sampling)
+        if graph is None:
+            hidden = hidden.reshape(-1, hidden.shape[-1])
+            # On a lazy device the recipe ends here, whatever the launch does with the output.
+            self._backend.mark_step()
+        if sampling and graph is None:
             last_hidden = self._last_hidden(hidden, inputs, len(sampling))
             if self._sampler.all_greedy(sampling):
                 argmax = self._model.argmax(last_hidden)
             if argmax is None:
-                logits = self._model.logits(last_hidden)
+                logits = self._logits(last_hidden)
         num_logprobs = self._batch_state.num_logprobs[sampling].tolist()
         return ForwardOutput(
-            inputs, hidden, argmax, logits, AsyncLaunchOutput(sampling, num_logprobs, start)
+            inputs, hidden, argmax, logits, graph, AsyncLaunchOutput(sampling, num_logprobs, start)
         )
 
     def _last_hidden(self, hidden: Tensor, inputs: InputBuffers, count: int) -> Tensor:
@@ -235,87 +276,121 @@ class ModelRunner(StepRunner):
             return hidden if width == len(hidden) else hidden[:width]
         return hidden.index_select(0, inputs.last_token_indices[:width])
 
-    def _sample(self, forward: ForwardOutput) -> None:
-        """Sample, store the tokens on the device for the next decode, and start the copies to the
-        host."""
-        done = forward.launch
-        if forward.argmax is not None:
-            sampled = SamplerOutput(forward.argmax, None)
+    def _sample(self, forward: ForwardOutput, results: Tensor | None) -> None:
+        """Sample, store the tokens on the device for the next decode, and start the copy to the
+        host, or write to the first rows of `results`."""
+        done, req_indices = forward.launch, forward.inputs.req_indices
+        graph = forward.sampler_graph
+        if graph is not None:
+            params, done.pinned = self._sampler.begin_whole(
+                done.req_indices, graph.stages, len(req_indices)
+            )
+            tokens, following = graph.run(forward.hidden, params)
+            # Copied: the graph's next replay may overwrite it before the host has it.
+            sampled = SamplerOutput(tokens.clone(), None)
         else:
-            assert forward.logits is not None
-            sampled = self._sampler.sample(forward.logits, done.req_indices)
-        # A token of -1 (logits that were not finite) may be read by a step already planned.
-        tokens = sampled.tokens.clamp(0, self._vocab_size - 1)
-        req_indices = forward.inputs.req_indices
-        if len(tokens) < len(req_indices):
-            req_indices = req_indices[: len(tokens)]
-        self._last_tokens.index_copy_(0, req_indices, tokens)
-        done.tokens = self._backend.to_host(sampled.tokens)
-        done.pinned = sampled.pinned
-        if sampled.logprobs is not None:
-            done.logprobs = TopLogprobs(*map(self._backend.to_host, sampled.logprobs))
+            if forward.argmax is not None:
+                sampled = SamplerOutput(forward.argmax, None)
+            else:
+                assert forward.logits is not None
+                sampled = self._sampler.sample(forward.logits, done.req_indices)
+            done.pinned = sampled.pinned
+            # A token of -1 (logits that were not finite) may be read by a step already planned.
+            following = sampled.tokens.clamp(0, self._vocab_size - 1).unsqueeze(1)
+        if len(following) < len(req_indices):
+            req_indices = req_indices[: len(following)]
+        self._last_tokens.index_copy_(0, req_indices, following)
+        self._send(sampled, done, results)
 
-    def _prompt_targets(self, launch: Launch) -> list[tuple[int, Tokens]]:
-        """(index in the launch, following prompt tokens) of the requests with prompt
-        log-probabilities; called before the requests advance."""
-        if (self._batch_state.num_prompt_logprobs[launch.req_indices] < 0).all():
+    def _send(
+        self, sampled: SamplerOutput, done: AsyncLaunchOutput, results: Tensor | None
+    ) -> None:
+        """Start the copy of a launch's tokens and log-probabilities to the host, as one tensor, or
+        write them to the first rows of `results`. Host memory needs no packing."""
+        tokens, logprobs = sampled.tokens, sampled.logprobs
+        if self._backend.shares_host_memory:
+            done.tokens = self._backend.to_host(tokens)
+            if logprobs is not None:
+                done.logprobs = TopLogprobs(*map(self._backend.to_host, logprobs))
+            return
+        if results is None and logprobs is None:
+            done.tokens = self._backend.to_host(tokens)
+            return
+        # The recipe of the sampling ends here.
+        self._backend.mark_step()
+        if logprobs is None:
+            packed = self._pack_tokens(tokens)
+        else:
+            packed = self._pack_sampled(tokens, logprobs)
+        if results is None:
+            done.packed = self._backend.to_host(packed)
+        else:
+            rows = torch.arange(len(packed), dtype=self._backend.index_dtype, device=packed.device)
+            results.index_copy_(0, rows, packed)
+            self._backend.mark_step()
+
+    def _prompt_targets(self, launch: Launch) -> list[PromptTargets]:
+        """The requests with prompt log-probabilities; called before the requests advance."""
+        num_logprobs = self._batch_state.num_prompt_logprobs
+        if (num_logprobs[launch.req_indices] < 0).all():
             return []
-        all_targets: list[tuple[int, Tokens]] = []
+        all_targets: list[PromptTargets] = []
         for index, (req_index, count) in enumerate(
             zip(launch.req_indices, launch.query_lens, strict=True)
         ):
-            if self._batch_state.num_prompt_logprobs[req_index] >= 0:
+            if num_logprobs[req_index] >= 0:
                 start = self._batch_state.num_computed_tokens(req_index)
                 targets = self._batch_state.prompt_targets(req_index, start, count)
                 if len(targets):
-                    all_targets.append((index, targets))
+                    k = int(num_logprobs[req_index])
+                    all_targets.append(PromptTargets(index, req_index, k, targets))
         return all_targets
 
     def _prompt_logprobs(
-        self, forward: ForwardOutput, index: int, targets: Tokens, output: AsyncStepOutput
-    ) -> AsyncPromptLogprobs:
-        """Log-probabilities of `targets`, which follow the first positions of request number
-        `index` of the launch."""
-        launch = forward.launch.launch
-        assert launch is not None
-        req_index, query = launch.req_indices[index], launch.bucket[1]
-        k = int(self._batch_state.num_prompt_logprobs[req_index])
-        slices = self._prompt_slices(forward.hidden, index * query, query, targets, k, output)
-        return AsyncPromptLogprobs(req_index, k, slices)
-
-    def _prompt_slices(
         self,
-        hidden: Tensor,
-        first: int,
-        query: int,
-        targets: Tokens,
-        k: int,
+        forward: ForwardOutput,
+        asked: PromptTargets,
+        results: Tensor | None,
         output: AsyncStepOutput,
-    ) -> list[tuple[int, TopLogprobs]]:
-        """(positions, log-probabilities) of `targets`, which follow the positions from `first` on;
-        in slices, so that the logits stay small. At least `k` of the most likely."""
+    ) -> AsyncPromptLogprobs:
+        """The log-probabilities asked for, in slices, so that the logits stay small. Written to
+        `results` if there are, else returned."""
+        position, req_index, k, targets = asked
+        batch, query = forward.inputs.tokens.shape
+        first = position * query
+        rows = None
+        if results is not None:
+            rows = slice(batch + first, batch + first + len(targets))
+        done = AsyncPromptLogprobs(req_index, k, rows=rows)
         most = max(1, min(query, PROMPT_LOGITS // self._vocab_size))
-        if self._pads:
-            k = MAX_LOGPROBS
-        slices = []
         for start in range(0, len(targets), most):
             part = targets[start : start + most]
             # Padded with the last position where a new shape would be compiled.
             width = most if self._pads else len(part)
             columns = np.minimum(np.arange(width), len(part) - 1)
+            positions = first + start + columns
             # On a lazy device, keep what came before out of this slice's recipe.
             self._backend.mark_step()
-            positions = self._upload(first + start + columns, output)
-            target_ids = self._upload(part[columns], output)
-            logits = self._model.logits(hidden.index_select(0, positions))
-            top = top_logprobs(logits, target_ids, k)
-            slices.append((len(part), TopLogprobs(*map(self._backend.to_host, top))))
-        return slices
+            if results is None:
+                at, targets_at = self._upload([positions, part[columns]], output)
+                logits = self._logits(forward.hidden.index_select(0, at))
+                done.slices.append((len(part), top_logprobs(logits, targets_at, k)))
+            else:
+                is_real = np.arange(width) < len(part)
+                to = np.where(is_real, batch + positions, len(results) - 1)
+                numbers = [positions, part[columns], to]
+                at, targets_at, to_at = self._upload(numbers, output)
+                logits = self._logits(forward.hidden.index_select(0, at))
+                results.index_copy_(0, to_at, self._pack_prompt(logits, targets_at))
+                self._backend.mark_step()
+        return done
 
-    def _upload(self, numbers: np.ndarray, output: AsyncStepOutput) -> Tensor:
-        host = self._backend.host_tensor(len(numbers), self._backend.index_dtype)
-        host.numpy()[:] = numbers
-        device = self._backend.zeros((len(numbers),), self._backend.index_dtype)
+    def _upload(self, numbers: list[np.ndarray], output: AsyncStepOutput) -> tuple[Tensor, ...]:
+        """Arrays of one length on the device, in one copy."""
+        width = len(numbers[0])
+        host = self._backend.host_tensor(len(numbers) * width, self._backend.index_dtype)
+        np.stack(numbers, out=host.numpy().reshape(len(numbers), width), casting="unsafe")
+        device = self._backend.zeros((len(host),), self._backend.index_dtype)
         self._backend.upload(device, host)
         output.pinned.append(host)
-        return device
+        return torch.split(device, width)

@@ -35,6 +35,12 @@ class StepRunner:
         """Sampling settings that a warm-up runs in each batch width, GREEDY among them."""
         raise NotImplementedError
 
+    @property
+    def captured_settings(self) -> tuple[RequestSampling, ...]:
+        """Those of `warmup_settings` that a warm-up repeats once in each batch width of captured
+        decodes: those that a graph may sample, and one that none does, if there is one."""
+        return self.warmup_settings[:1]
+
     def warm_up(self, bucket: Bucket, sampling: RequestSampling, *, prompts: bool = False) -> None:
         """Run a bucket once on dummy inputs with one of `warmup_settings`, and with `prompts` the
         prompt log-probabilities of a prefill. Waits for the device."""

@@ -5,7 +5,6 @@ row alone, bit for bit: sums over a row go through fixed chunks, because a reduc
 may be split among threads where that of several rows is not.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -28,9 +27,6 @@ _INTEGERS = {
 _JUST_BELOW_ONE = 1.0 - 2.0**-24
 MAX_SORTED = 4096
 """Tokens that are sorted first to find a nucleus."""
-_EXPONENTS = (64, 64, 64, 32, 16, 8, 4, 2, 1)
-"""Powers of two whose products reach every exponent of float32 from TINY to infinity."""
-_SIGNIFICAND_BITS = 23
 
 
 class Argmax(NamedTuple):
@@ -43,7 +39,9 @@ class Argmax(NamedTuple):
 def argmax(scores: Tensor) -> Argmax:
     """As `max` of scores (B, V), NaN included. On a CPU it compares the bits as integers, which
     order positive numbers in the same way: numpy vectorises that, indices included."""
-    if scores.dtype not in _INTEGERS or scores.device.type != "cpu":
+    if scores.device.type != "cpu":
+        return first_argmax(scores)
+    if scores.dtype not in _INTEGERS:
         return Argmax(*scores.max(dim=-1, keepdim=True))
     integers, infinity = _INTEGERS[scores.dtype]
     signed = scores.view(integers).numpy()
@@ -68,6 +66,17 @@ def argmax(scores: Tensor) -> Argmax:
         tokens[special] = scores[torch.from_numpy(special)].max(dim=-1).indices.numpy()
     indices = torch.from_numpy(tokens).unsqueeze(1)
     return Argmax(scores.gather(1, indices), indices)
+
+
+def first_argmax(scores: Tensor) -> Argmax:
+    """The lowest token of the largest score of scores (B, V), whatever the device's kernels do with
+    ties and NaN; infinity as the value of a row with a NaN."""
+    last = scores.shape[1] - 1
+    scores = torch.where(scores.isnan(), float("inf"), scores)
+    values = scores.amax(dim=-1, keepdim=True)
+    index = torch.arange(last + 1, dtype=torch.int32, device=scores.device)
+    tokens = torch.where(scores == values, index, last).amin(dim=-1, keepdim=True)
+    return Argmax(values, tokens.long())
 
 
 def min_p_threshold(weights: Tensor, top: Tensor, min_p: Tensor) -> Tensor:
@@ -122,48 +131,39 @@ def totals(weights: Tensor, sum_dtype: torch.dtype) -> Tensor:
     return chunked(weights).sum(-1).to(sum_dtype).cumsum(-1)[:, -1:]
 
 
-def nucleus_by_search(weights: Tensor, mass: Tensor) -> Tensor:
-    """(B, 1) the largest threshold whose kept weights sum to at least `mass` (B, 1).
+def top_values_threshold(largest: Tensor, top_k: Tensor) -> Tensor:
+    """(B, 1) the weight of the k-th most likely token, at least TINY; `largest` (B, N) are the
+    largest weights in falling order, `top_k` (B, 1) float32 is at most N, and 0 gives TINY."""
+    kth = largest.gather(1, (top_k - 1).clamp(min=0).long())
+    return torch.where(top_k > 0, kth.clamp(min=TINY), TINY)
 
-    Static shapes and no read of device data, for 32 sums over the vocabulary.
+
+def nucleus(largest: Tensor, mass: Tensor) -> Tensor:
+    """(B, 1) the largest threshold whose kept weights sum to at least `mass` (B, 1). `largest`
+    (B, N) are the largest weights in falling order; the smallest of them if that takes more.
+
+    Adds up chunks, then within the chunk that reaches the mass, as `draw` does.
     """
-
-    def enough(threshold: Tensor) -> Tensor:
-        return totals(weights * (weights >= threshold), mass.dtype) >= mass
-
-    return _search_threshold(torch.full_like(mass, TINY, dtype=torch.float32), enough)
-
-
-def top_k_by_search(weights: Tensor, top_k: Tensor) -> Tensor:
-    """As `top_k_by_sort`, at least TINY, by search as in `nucleus_by_search`; `top_k` (B, 1)
-    float32, so that no shape depends on k."""
-
-    def enough(threshold: Tensor) -> Tensor:
-        return (weights >= threshold).float().sum(-1, keepdim=True) >= top_k
-
-    kth = _search_threshold(torch.full_like(top_k, TINY), enough)
-    return torch.where(top_k > 0, kth, TINY)
+    blocks = chunked(largest)
+    chunk_sums = blocks.sum(-1).to(mass.dtype)
+    running = chunk_sums.cumsum(-1)
+    chunk = _count_below(running, mass)
+    before = (running - chunk_sums).gather(1, chunk)
+    inside = blocks.gather(1, chunk.unsqueeze(-1).expand(-1, 1, CHUNK)).squeeze(1)
+    sums = inside.to(mass.dtype).cumsum(-1)
+    position = chunk * CHUNK + _count_below(sums, mass - before)
+    return largest.gather(1, position.clamp(max=largest.shape[1] - 1))
 
 
-def _search_threshold(low: Tensor, enough: Callable[[Tensor], Tensor]) -> Tensor:
-    """(B, 1) float32 the largest threshold for which `enough` holds, or `low` (TINY) if none does.
-
-    A bitwise search, exponent first, then significand. All steps are exact, and no bits are
-    reinterpreted as another type, which not every device supports.
-    """
-    for exponent in _EXPONENTS:
-        higher = low * 2.0**exponent
-        low = torch.where(enough(higher), higher, low)
-    unit = low
-    for _ in range(_SIGNIFICAND_BITS):
-        unit = unit * 0.5
-        higher = low + unit
-        low = torch.where(enough(higher), higher, low)
-    return low
+def _count_below(sums: Tensor, target: Tensor) -> Tensor:
+    """(B, 1) int64: how many of the rising `sums` (B, N) are below `target` (B, 1), at most
+    N - 1."""
+    below = (sums < target).to(torch.int32).sum(-1, keepdim=True, dtype=torch.int32)
+    return below.clamp(max=sums.shape[1] - 1).long()
 
 
 def nucleus_by_sort(weights: Tensor, mass: Tensor) -> Tensor:
-    """As `nucleus_by_search`, for the CPU, where reading data costs nothing.
+    """As `nucleus` of unsorted `weights`, for the CPU, where reading data costs nothing.
 
     Sorts only the top of each row, and the whole row where that does not hold the mass.
     """

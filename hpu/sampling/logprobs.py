@@ -4,9 +4,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from config.params.sampling import MAX_LOGPROBS
+from hpu.sampling.filters import first_argmax
 from hpu.sampling.params import Params
+
+MAX_PACKED = 1 << 24
+"""Numbers below this are exact in float32: tokens and ranks."""
 
 
 class LogprobsMode(NamedTuple):
@@ -44,6 +49,24 @@ class TopLogprobs(NamedTuple):
         return int(self.ids.shape[1]) - 1
 
 
+def pack(tokens: Tensor, top: TopLogprobs | None, k: int) -> Tensor:
+    """(M, 2k + 4) float32: `tokens` (M,), and the ids, values and ranks of `top`, which has at most
+    `k`; zeros for what is not there. One tensor, so that one copy takes all to the host; numbers,
+    not bits, which not every device reinterprets."""
+    token = tokens.unsqueeze(1).float()
+    if top is None:
+        return functional.pad(token, (0, 2 * k + 3))
+    ids, values = (functional.pad(x.float(), (0, k - top.k)) for x in (top.ids, top.values))
+    return torch.cat((token, ids, values, top.ranks.unsqueeze(1).float()), dim=1)
+
+
+def unpack(packed: Tensor) -> tuple[Tensor, TopLogprobs]:
+    """(M,) int32 tokens and the log-probabilities of `pack`, on the host."""
+    ids, values = packed[:, 1:-1].tensor_split(2, dim=1)
+    ranks = packed[:, -1].int()
+    return packed[:, 0].int(), TopLogprobs(ids.int(), values, ranks)
+
+
 def _most_likely(logits: Tensor, k: int) -> Tensor:
     """(M, k) ids in falling order; of tokens that tie for the maximum the lowest comes first, as in
     argmax, which `topk` does not guarantee."""
@@ -51,7 +74,10 @@ def _most_likely(logits: Tensor, k: int) -> Tensor:
     # depend on the other requests of the batch.
     size = min(max(k, MAX_LOGPROBS), logits.shape[1])
     ids = logits.topk(size, dim=-1).indices
-    first = logits.max(dim=-1, keepdim=True).indices
+    if logits.device.type == "cpu":
+        first = logits.max(dim=-1, keepdim=True).indices
+    else:
+        first = first_argmax(logits).tokens
     # Move `first` to the front. If it is not among the ids, all of them tie with it, and the last
     # one is dropped.
     index = torch.arange(size, device=logits.device)

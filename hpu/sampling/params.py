@@ -14,6 +14,10 @@ FEW_WORDS = 16
 FEW_PREFIX = 4
 """Tokens before the last one of each of those words."""
 
+FEW_TOP_K = 128
+"""The largest top_k for which compiled devices use `topk`, which is faster there than a sort of the
+whole vocabulary (HabanaAI/vllm-fork, pull request 195)."""
+
 # float32 holds 1e-30; any smaller temperature, down to 5e-324, is greedy in practice.
 _MIN_TEMPERATURE = 1e-30
 
@@ -27,6 +31,9 @@ class Stages(NamedTuple):
     min_p: bool = False
     top_k: bool = False
     top_p: bool = False
+    sort: bool = False
+    """With static shapes: some request keeps more tokens by top_k than FEW_TOP_K, or by top_p an
+    unknown number."""
     bias: bool = False
     """Some request has a row in the table of biases: allowed_token_ids, or logit_bias."""
     banned: bool = False
@@ -53,9 +60,15 @@ class Stages(NamedTuple):
 
     def merged(self) -> "Stages":
         """Fewer combinations for devices that compile each: stages that run always or together."""
-        tables = self.tables
+        tables, filters = self.tables, self.top_k or self.top_p
         return self._replace(
-            temperature=self.draw, min_p=self.draw, bias=tables, banned=tables, counts=tables
+            temperature=self.draw,
+            min_p=self.draw,
+            top_k=filters,
+            top_p=filters,
+            bias=tables,
+            banned=tables,
+            counts=tables,
         )
 
 
@@ -135,6 +148,7 @@ class SamplingColumns:
             min_p=not greedy and sampling.min_p > 0,
             top_k=not greedy and top_k > 0,
             top_p=not greedy and sampling.top_p < 1,
+            sort=not greedy and self._needs_sort(top_k, sampling.top_p),
             bias=has_bias_row,
             banned=banned,
             logit_bias=bool(sampling.logit_bias) and not has_bias_row,
@@ -176,6 +190,9 @@ class SamplingColumns:
         else:
             self._not_argmax.discard(req_index)
         return stages
+
+    def _needs_sort(self, top_k: int, top_p: float) -> bool:
+        return self._static_shapes and (top_k > FEW_TOP_K or (top_k == 0 and top_p < 1))
 
     def remove_request(self, req_index: int) -> None:
         """Reset the entry to the defaults."""

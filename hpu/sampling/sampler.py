@@ -20,10 +20,22 @@ from hpu.sampling import filters
 from hpu.sampling.bitmask import GrammarBitmasks
 from hpu.sampling.logprobs import RAW, LogprobsMode, TopLogprobs, processed_logits, top_logprobs
 from hpu.sampling.params import FEW_PREFIX, Params, SamplingColumns, Stages, TableRows
+from hpu.sampling.static import (
+    StaticStages,
+    TokensOf,
+    bad_word_ends,
+    finite_tokens,
+    minus_inf,
+    penalized,
+)
 from hpu.sampling.tables import SamplingTables
 
 GREEDY = RequestSampling(temperature=0.0)
 DRAWN = RequestSampling(top_k=2, top_p=0.5)
+UNFILTERED = RequestSampling()
+SORTED = RequestSampling(top_p=0.5)
+WHOLE_SETTINGS = (GREEDY, UNFILTERED, DRAWN, SORTED)
+"""Settings of all launches that `Sampler.whole` samples."""
 ALL_STAGES = RequestSampling(
     temperature=0.5,
     top_k=2,
@@ -57,9 +69,9 @@ class Sampler:
     """Sampling state of `max_num_reqs` requests, and the function that uses it. Not thread-safe.
 
     With `static_shapes`, for devices that compile, a stage has one sequence of operations and one
-    set of shapes for each batch width, whatever its requests ask for, and ends with a mark, so that
-    a lazy device makes one recipe of it: only which stages run depends on the requests. Without,
-    shapes follow the requests, and only what some request asks for runs.
+    set of shapes for each batch width, whatever its requests ask for, and is compiled or makes one
+    recipe: only which stages run depends on the requests. Without, shapes follow the requests, and
+    only what some request asks for runs.
     """
 
     def __init__(
@@ -81,6 +93,7 @@ class Sampler:
             is_wide = not static_shapes and backend.index_dtype == torch.int64
             sum_dtype = torch.float64 if is_wide else torch.float32
         self._sum_dtype = sum_dtype
+        self._static = StaticStages(backend, mode) if static_shapes else None
         self._columns = SamplingColumns(max_num_reqs, vocab_size, static_shapes=static_shapes)
         self._tables = SamplingTables(backend, max_num_reqs, vocab_size, preallocates=static_shapes)
         self._bitmasks = GrammarBitmasks(max_num_reqs, vocab_size)
@@ -95,8 +108,13 @@ class Sampler:
         """Settings that between them run every stage. With static shapes, all that is compiled for
         a batch width is compiled once each has been sampled with at that width."""
         if self._static_shapes:
-            return GREEDY, MANY_WORDS, ALL_STAGES
+            return *WHOLE_SETTINGS, MANY_WORDS, ALL_STAGES
         return GREEDY, DRAWN
+
+    @property
+    def captured_settings(self) -> tuple[RequestSampling, ...]:
+        """Settings of all launches that one function samples, and of one that it does not."""
+        return (*WHOLE_SETTINGS, MANY_WORDS) if self._static_shapes else (GREEDY,)
 
     def add_request(
         self,
@@ -131,26 +149,113 @@ class Sampler:
         Counts a generated token for each request. `logits` is not written to.
         """
         indices = np.array(req_indices, dtype=np.int64)
-        stages = self._stages(req_indices, indices)
-        inputs = self._inputs(logits.shape[0])
-        pinned = self._upload(inputs, indices, stages)
-        token_biases = self._token_biases(indices, stages, pinned)
+        launch = self._begin(indices, self._stages(req_indices, indices), logits.shape[0])
+        if self._static is not None:
+            return self._sample_static(logits, launch, self._static)
+        return self._sample_exact(logits, launch)
+
+    def stages_of_whole(self, req_indices: list[int]) -> Stages | None:
+        """The stages of a launch that can be sampled by one function, `whole`; None if it needs
+        more."""
+        if self._static is None:
+            return None
+        if self._columns.need_no_stage(req_indices):
+            return _NO_STAGES
+        stages = self._stages(req_indices, np.array(req_indices, dtype=np.int64))
+        return None if self._static.whole(stages) is None else stages
+
+    def whole(self, stages: Stages) -> TokensOf:
+        """All of the sampler for a launch of these stages, as a pure function of (B, V) logits,
+        and of the parameters of `begin_whole` if the launch draws, to (B,) tokens as in
+        SamplerOutput."""
+        assert self._static is not None, "shapes follow the requests"
+        function = self._static.whole(stages)
+        assert function is not None, f"no function samples {stages}"
+        return function
+
+    def params(self, width: int) -> Tensor:
+        """The parameters on the device, of the launches of `width`."""
+        return self._inputs(width).param_columns.device
+
+    def begin_whole(
+        self, req_indices: list[int], stages: Stages, width: int
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Upload the parameters of a launch that `whole` samples. Returns `params` and the host
+        tensors to keep; counts a generated token for each request."""
+        launch = self._begin(np.array(req_indices, dtype=np.int64), stages, width)
+        self._columns.advance(launch.indices)
+        return self.params(width), tuple(launch.pinned)
+
+    def _begin(self, indices: npt.NDArray[np.int64], stages: Stages, width: int) -> "_Launch":
+        inputs = self._inputs(width)
+        return _Launch(indices, stages, inputs, self._upload(inputs, indices, stages))
+
+    def _sample_static(
+        self, logits: Tensor, launch: "_Launch", static: StaticStages
+    ) -> SamplerOutput:
+        indices, stages, inputs, pinned = launch
         # What came before belongs to the bucket, not to the first stage.
         self._backend.mark_step()
+        tables, rows, params = self._tables, inputs.table_rows, inputs.param_columns.device
+        scores, weights = logits, None
+        if any(stages._replace(logprobs=False)):
+            # A stage of its own, so that all others see one dtype.
+            scores = static.to_float(logits)
+        if stages.grammar:
+            words = self._grammar_words(len(logits)).device
+            scores = static.with_grammar(scores, words, self._bits)
+        for name in ("few_words", "many_words"):
+            if getattr(stages, name):
+                words, last = tables[name], tables["last_tokens"]
+                scores = static.without_bad_words(
+                    scores, words, getattr(rows, name), last, rows.last_tokens
+                )
+        if stages.tables:
+            three = tables["bias"], tables["banned"], tables["counts"]
+            scores = static.with_tables(scores, *three, rows, params)
+        if stages.draw:
+            tokens, weights = static.draw(scores, params, stages)
+        else:
+            tokens = static.greedy(scores)
+        self._columns.advance(indices)
+        self._append_static(tokens, rows, stages, static)
+        logprobs = None
+        if stages.logprobs:
+            if self._mode.is_processed:
+                logits = static.to_float(scores)
+                if weights is not None:
+                    logits = static.processed(logits, weights, params)
+            logprobs = static.logprobs(logits, tokens)
+        return SamplerOutput(tokens, logprobs, tuple(pinned))
+
+    def _append_static(
+        self, tokens: Tensor, rows: TableRows, stages: Stages, static: StaticStages
+    ) -> None:
+        """Add the tokens to the tables. Only the rows are computed by a compiled function: torch
+        would make a copy of a table that one changes."""
+        if stages.counts:
+            counts = self._tables["counts"]
+            counts.index_copy_(0, rows.counts, static.counted(counts, rows.counts, tokens))
+            self._backend.mark_step()
+        if stages.words:
+            table = self._tables["last_tokens"]
+            last_tokens = static.appended(table, rows.last_tokens, tokens)
+            table.index_copy_(0, rows.last_tokens, last_tokens)
+            self._backend.mark_step()
+
+    def _sample_exact(self, logits: Tensor, launch: "_Launch") -> SamplerOutput:
+        indices, stages, inputs, pinned = launch
+        token_biases = self._token_biases(indices, stages, pinned)
         scores = self._scores(logits, inputs, indices, stages, token_biases)
         weights = None
         if stages.draw:
             tokens, weights = self._draw(scores, inputs, indices, stages)
         else:
-            tokens = self._finite(self._argmax(scores))
-        self._backend.mark_step()
-        if self._mode.is_processed and (stages.logprobs or self._static_shapes):
-            # With static shapes always, so that the stages before keep the same tensors.
+            tokens = self._finite(filters.argmax(scores))
+        if self._mode.is_processed and stages.logprobs:
             logits = scores.float()
-            self._backend.mark_step()
             if weights is not None:
                 logits = processed_logits(logits, weights, inputs.params)
-                self._backend.mark_step()
         self._columns.advance(indices)
         self._append(tokens, inputs.table_rows, stages)
         logprobs = self._logprobs(logits, tokens, indices) if stages.logprobs else None
@@ -207,7 +312,7 @@ class Sampler:
     ) -> tuple[Tensor, Tensor] | None:
         """(N,) positions in the flattened scores and (N,) values to add there: with exact shapes
         much less work than a table row a request."""
-        if self._static_shapes or not (stages.logit_bias or stages.banned):
+        if not (stages.logit_bias or stages.banned):
             return None
         positions, values = map(torch.from_numpy, self._columns.token_biases(indices))
         if self._backend.shares_host_memory:
@@ -217,11 +322,6 @@ class Sampler:
             self._backend.upload(device, host)
         pinned += (positions, values)
         return uploaded[0], uploaded[1]
-
-    def _argmax(self, scores: Tensor) -> filters.Argmax:
-        if self._static_shapes:
-            return filters.Argmax(*scores.max(dim=-1, keepdim=True))
-        return filters.argmax(scores)
 
     def _scores(
         self,
@@ -238,43 +338,30 @@ class Sampler:
         if not any(stages._replace(logprobs=False)):
             return logits
         tables, rows = self._tables, inputs.table_rows
-        # A stage of its own, so that all others see one dtype.
         scores = logits.float()
-        self._backend.mark_step()
         if stages.grammar:
             words = self._grammar_words(len(scores)).device.view(len(scores), -1, 1)
             banned = (words & self._bits) == 0
-            scores = _minus_inf(banned.view(len(scores), -1)[:, : scores.shape[1]]).add_(scores)
-            self._backend.mark_step()
+            scores = minus_inf(banned.view(len(scores), -1)[:, : scores.shape[1]]).add_(scores)
         for name in ("few_words", "many_words"):
             if getattr(stages, name):
                 words = self._bad_words(name, indices).index_select(0, getattr(rows, name))
                 last_tokens = tables["last_tokens"].index_select(0, rows.last_tokens)
-                ends, bans = _bad_word_ends(words, last_tokens)
-                if self._static_shapes:
-                    scores = scores.scatter_add(1, ends, bans)
-                else:
-                    scores = _writable(scores, logits).scatter_add_(1, ends, bans)
-                self._backend.mark_step()
+                ends, bans = bad_word_ends(words, last_tokens)
+                scores = _writable(scores, logits).scatter_add_(1, ends, bans)
         if stages.bias:
             scores = tables["bias"].index_select(0, rows.bias).add_(scores)
-        if stages.banned and self._static_shapes:
-            scores = tables["banned"].index_select(0, rows.banned).add_(scores)
         if token_biases is not None:
             scores = _writable(scores, logits)
             scores.view(-1).index_add_(0, *token_biases)
         if stages.counts:
             counts = tables["counts"].index_select(0, rows.counts)
-            scores = _penalized(scores, counts, inputs.params)
-        if stages.tables:
-            self._backend.mark_step()
+            scores = penalized(scores, counts, inputs.params)
         return scores
 
     def _bad_words(self, name: str, indices: npt.NDArray[np.int64]) -> Tensor:
-        words = self._tables[name]
-        if self._static_shapes:
-            return words
         count, length = self._columns.max_words(indices)
+        words = self._tables[name]
         return words[:, :count, max(0, words.shape[2] - max(2, length)) :]
 
     def _draw(
@@ -287,7 +374,7 @@ class Sampler:
         """(B,) tokens: drawn for random requests, the argmax for greedy ones; and (B, V) the
         weights that they were drawn by, if these are reported: they take memory."""
         params = inputs.params
-        best = self._argmax(scores)
+        best = filters.argmax(scores)
         if stages.temperature:
             # Minus the largest first: tiny temperatures then give -inf and weight 0, never
             # infinity. Softmax does the same, so a temperature of 1 changes no bit.
@@ -298,11 +385,10 @@ class Sampler:
             threshold = filters.min_p_threshold(weights, best.tokens, params.min_p)
             threshold = threshold.clamp(min=filters.TINY)
         greedy = params.greedy > 0.5
-        self._backend.mark_step()
         if stages.top_k:
-            kth = self._top_k_threshold(weights, params.top_k, indices)
+            largest_k = self._columns.max_top_k(indices)
+            kth = filters.top_k_by_sort(weights, params.top_k.long(), largest_k)
             threshold = kth if threshold is None else torch.maximum(threshold, kth)
-            self._backend.mark_step()
         if stages.top_p:
             least = filters.TINY
             if threshold is not None:
@@ -314,7 +400,6 @@ class Sampler:
             greedy = greedy | ((weights.gather(1, best.tokens) >= mass) & has_top_p)
             nucleus = torch.where(has_top_p, self._nucleus(weights, mass), 0.0)
             threshold = nucleus.clamp(min=least)
-            self._backend.mark_step()
         if threshold is not None:
             weights = filters.cut(weights, threshold)
         drawn = filters.draw(weights, inputs.random).unsqueeze(1)
@@ -322,50 +407,32 @@ class Sampler:
         reported_weights = weights if self._mode.is_processed else None
         return self._finite(filters.Argmax(best.values, tokens)), reported_weights
 
-    def _top_k_threshold(
-        self, weights: Tensor, top_k: Tensor, indices: npt.NDArray[np.int64]
-    ) -> Tensor:
-        if self._static_shapes:
-            return filters.top_k_by_search(weights, top_k)
-        return filters.top_k_by_sort(weights, top_k.long(), self._columns.max_top_k(indices))
-
     def _nucleus(self, weights: Tensor, mass: Tensor) -> Tensor:
-        if self._static_shapes or self._backend.device.type != "cpu":
-            return filters.nucleus_by_search(weights, mass)
+        if self._backend.device.type != "cpu":
+            return filters.nucleus(weights.sort(dim=-1, descending=True).values, mass)
         return filters.nucleus_by_sort(weights, mass)
 
     def _finite(self, chosen: filters.Argmax) -> Tensor:
-        """(B,) tokens of the index type, -1 where the largest score is not finite."""
-        tokens = torch.where(chosen.values.isfinite(), chosen.tokens, -1)
-        return tokens.squeeze(1).to(self._backend.index_dtype)
+        return finite_tokens(chosen, self._backend.index_dtype)
 
     def _append(self, tokens: Tensor, rows: TableRows, stages: Stages) -> None:
         """Add the tokens to the tables; -1 adds nothing to the counts."""
         if stages.counts:
             counts = self._tables["counts"]
-            if self._static_shapes:
-                every = torch.arange(counts.shape[1], device=tokens.device, dtype=tokens.dtype)
-                more = counts.index_select(0, rows.counts) + (every == tokens.unsqueeze(1))
-                counts.index_copy_(0, rows.counts, more)
-            else:
-                # Adds 0 for requests without counts: the neutral row stays neutral.
-                one = ((tokens >= 0) & (rows.counts < len(counts) - 1)).float()
-                counts.index_put_((rows.counts, tokens.clamp(min=0)), one, accumulate=True)
-            self._backend.mark_step()
+            # Adds 0 for requests without counts: the neutral row stays neutral.
+            one = ((tokens >= 0) & (rows.counts < len(counts) - 1)).float()
+            counts.index_put_((rows.counts, tokens.clamp(min=0)), one, accumulate=True)
         if stages.words:
             table = self._tables["last_tokens"]
             last_tokens = table.index_select(0, rows.last_tokens)[:, 1:]
             last_tokens = torch.cat((last_tokens, (tokens + 1).unsqueeze(1)), dim=1)
             table.index_copy_(0, rows.last_tokens, last_tokens)
-            self._backend.mark_step()
 
     def _logprobs(
         self, logits: Tensor, tokens: Tensor, indices: npt.NDArray[np.int64]
     ) -> TopLogprobs:
-        k = MAX_LOGPROBS if self._static_shapes else self._columns.max_logprobs(indices)
-        logprobs = top_logprobs(logits, tokens, k, normalises=not self._mode.is_logits)
-        self._backend.mark_step()
-        return logprobs
+        k = self._columns.max_logprobs(indices)
+        return top_logprobs(logits, tokens, k, normalises=not self._mode.is_logits)
 
 
 class _Columns:
@@ -374,8 +441,22 @@ class _Columns:
     def __init__(self, backend: Backend, count: int, width: int, dtype: torch.dtype) -> None:
         self._backend = backend
         self._shape = (count, width)
-        self.device = backend.zeros((count * width,), dtype)
-        self._host = self.device
+        # Two that alternate where an upload waits for the launch that reads its target.
+        self._sets = [
+            backend.zeros((count * width,), dtype) for _ in range(1 + backend.rebinds_inputs)
+        ]
+        self._columns = [torch.split(one, width) for one in self._sets]
+        self._host = self._sets[0]
+
+    @property
+    def device(self) -> Tensor:
+        """(count * width,): the tensor of the last upload."""
+        return self._sets[-1]
+
+    @property
+    def columns(self) -> tuple[Tensor, ...]:
+        """Each column (width,) of `device`."""
+        return self._columns[-1]
 
     def host(self) -> npt.NDArray[Any]:
         """(count, width) host memory to fill before `upload`; on a device that shares the host's
@@ -387,12 +468,10 @@ class _Columns:
     def upload(self, pinned: list[Tensor]) -> None:
         """Copy to the device; appends the host tensor that the copy reads."""
         if not self._backend.shares_host_memory:
+            self._sets.reverse()
+            self._columns.reverse()
             self._backend.upload(self.device, self._host)
             pinned.append(self._host)
-
-    def split(self) -> tuple[Tensor, ...]:
-        """Each column (width,)."""
-        return torch.split(self.device, self._shape[1])
 
 
 class _LaunchInputs:
@@ -400,17 +479,30 @@ class _LaunchInputs:
 
     def __init__(self, backend: Backend, width: int, sum_dtype: torch.dtype) -> None:
         self.param_columns = _Columns(backend, len(Params._fields), width, torch.float32)
-        self.params = Params(*(column.unsqueeze(1) for column in self.param_columns.split()))
-        """Each (B, 1) float32."""
+        self.params = Params(*(column.unsqueeze(1) for column in self.param_columns.columns))
+        """Each (B, 1) float32; not with static shapes."""
         self.row_columns = _Columns(backend, len(TableRows._fields), width, backend.index_dtype)
-        self.table_rows = TableRows(*self.row_columns.split())
-        """Each (B,) of the index type."""
         self.random_columns: _Columns | None = None
         self.random: Tensor = self.params.random
-        """(B, 1) of the type that weights are summed in."""
+        """(B, 1) of the type that weights are summed in; not with static shapes."""
         if sum_dtype != torch.float32:
             self.random_columns = _Columns(backend, 1, width, sum_dtype)
             self.random = self.random_columns.device.unsqueeze(1)
+
+    @property
+    def table_rows(self) -> TableRows:
+        """Each (B,) of the index type."""
+        return TableRows(*self.row_columns.columns)
+
+
+class _Launch(NamedTuple):
+    """A launch to sample, with the upload of what its stages read under way."""
+
+    indices: npt.NDArray[np.int64]
+    stages: Stages
+    inputs: _LaunchInputs
+    pinned: list[Tensor]
+    """Host tensors that the uploads read."""
 
 
 _NO_STAGES = Stages()
@@ -429,31 +521,6 @@ def _word_bits(backend: Backend) -> Tensor:
     return bits
 
 
-def _minus_inf(banned: Tensor) -> Tensor:
-    """-inf where banned, else 0."""
-    zero = torch.zeros((), dtype=torch.float32, device=banned.device)
-    return torch.where(banned, float("-inf"), zero)
-
-
 def _writable(scores: Tensor, logits: Tensor) -> Tensor:
     """A copy of `scores` if they still are the caller's logits."""
     return scores.clone() if scores is logits else scores
-
-
-def _bad_word_ends(words: Tensor, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, W) the last token of each of `words` (B, W, L + 1), and -inf where it would complete the
-    word after `last_tokens` (B, N >= L), else 0."""
-    prefixes, ends = words[:, :, :-1], words[:, :, -1]
-    recent = last_tokens[:, -prefixes.shape[2] :].unsqueeze(1)
-    completes = ((prefixes == recent) | (prefixes == 0)).all(-1) & (ends > 0)
-    return (ends - 1).clamp(min=0), _minus_inf(completes)
-
-
-def _penalized(scores: Tensor, counts: Tensor, params: Params) -> Tensor:
-    """Scores (B, V) after repetition, frequency and presence penalties; `counts` as in
-    `SamplingTables`."""
-    generated = counts >= 1
-    repeated = torch.where(scores > 0, scores / params.repetition, scores * params.repetition)
-    scores = torch.where(counts > 0, repeated, scores)
-    penalized: Tensor = scores - params.frequency * counts.floor() - params.presence * generated
-    return penalized

@@ -71,6 +71,8 @@ class Warmup:
         """Phases in which a capture filled the device's memory."""
         self._widths: set[int] = set()
         """Batch widths in which every kind of sampling has run."""
+        self._captured_widths: set[int] = set()
+        """Batch widths of captured decodes."""
         self._background: deque[Bucket] = deque()
         self._left_out: list[Bucket] = []
         """Background buckets without a graph."""
@@ -261,8 +263,7 @@ class Warmup:
                 if taken is None:
                     is_full = bucket not in self._graphs.uncompilable
                 else:
-                    # Replay once: the first replay of a graph is slower.
-                    is_full = not self._run_once(bucket, GREEDY)
+                    is_full = not self._run_graph(bucket)
                 if is_full:
                     self._full.add(phase)
             if taken is None:
@@ -276,6 +277,18 @@ class Warmup:
                 report.log_step(bucket, number, len(order), free, graph=True)
                 progress.step()
         return captured, left_out
+
+    def _run_graph(self, bucket: Bucket) -> bool:
+        """Replay a new graph once: the first replay is slower. The first decode of a batch width
+        also captures the sampler, within the same budget. False when memory is full."""
+        settings: tuple[RequestSampling, ...] = (GREEDY,)
+        if bucket[0] == DECODE and bucket[1] not in self._captured_widths:
+            self._captured_widths.add(bucket[1])
+            settings = self._runner.captured_settings
+        before = self._graphs.bytes
+        fits = all(self._run_once(bucket, sampling) for sampling in settings)
+        self._budgets[bucket[0]].remaining_bytes -= self._graphs.bytes - before
+        return fits
 
     def _fits_budget(self, bucket: Bucket, is_pooled: bool) -> bool:
         """Whether the phase's budget holds another graph; with `is_pooled`, it may use up the

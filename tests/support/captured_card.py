@@ -57,7 +57,9 @@ class CapturedCard(CpuBackend):
         if inputs[0].numel() == self._uncompilable:
             raise RuntimeError(REFUSED)
 
-    def capture(self, function: Any, inputs: tuple[Any, ...]) -> "_CountedGraph":
+    def capture(
+        self, function: Any, inputs: tuple[Any, ...], *, frees_intermediates: bool = False
+    ) -> "_CountedGraph":
         if len(self.captured) == self._capacity:
             raise RuntimeError(FULL)
         tokens = function(*inputs).shape[:2]

@@ -73,6 +73,15 @@ INDEX_RULES = {
     "aten::scatter_reduce": IndexRule(0, 1, 2, False),
     "aten::scatter_reduce_": IndexRule(0, 1, 2, False),
 }
+EXTREMES = {
+    "aten::max.dim": (torch.amax, float("-inf")),
+    "aten::min.dim": (torch.amin, float("inf")),
+    "aten::argmax": (torch.amax, float("-inf")),
+    "aten::argmin": (torch.amin, float("inf")),
+}
+"""Ops with the index of an extreme value: the reduction, and a value that is never it. No test of
+the bridge fixes which of several equal floats they find, or what they make of a NaN
+(tests/pytest_working/any_mode/test_hpu_min_max.py, test_hpu_argmin_max.py)."""
 INDEX_COPIES = ("aten::index_copy", "aten::index_copy_")
 MASKS = (torch.bool, torch.uint8)
 PUTS = ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
@@ -94,6 +103,9 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report
         return _one_hot(args, kwargs, report)
     if name == "aten::matmul" and "out" in kwargs:
         return _matmul_into(*args, **kwargs)
+    overload = f"{name}.{func._schema.overload_name}".removesuffix(".")
+    if overload in EXTREMES and args[0].dim():
+        return _last_extreme(overload, args, kwargs)
     rule = INDEX_RULES.get(name)
     if rule is not None or name in PUTS or name == "aten::index":
         number = 1 if rule is None else rule.indices
@@ -202,6 +214,26 @@ def _run_put(
     tail = target.shape[len(given) :]
     valid_values = values.expand(*valid.shape, *tail)[valid]
     return func(target, [index[valid] for index in broadcast], valid_values, *args[3:], **kwargs)
+
+
+def _last_extreme(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The last of equal values, as if there were no NaN: what programs may not rely on."""
+    reduce, other = EXTREMES[name]
+    values: Tensor = args[0]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    keepdim = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
+    if dim is None:
+        values, dim, keepdim = values.flatten(), 0, False
+    if values.is_floating_point():
+        values = torch.where(values.isnan(), other, values)
+    extreme = reduce(values, dim, keepdim=True)
+    last = values.shape[dim] - 1
+    index = last - (values == extreme).flip(dim).to(torch.uint8).argmax(dim, keepdim=True)
+    if not keepdim:
+        extreme, index = extreme.squeeze(dim), index.squeeze(dim)
+    if name in ("aten::max.dim", "aten::min.dim"):
+        return extreme, index
+    return index
 
 
 def _one_hot(args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Tensor:

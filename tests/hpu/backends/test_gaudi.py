@@ -20,6 +20,8 @@ from config.execution import EmulatorSettings, ExecutionConfig
 from hpu.backends import gaudi_copies
 from hpu.backends.select import select_backend
 from hpu.emulator.settings import EmulatorConfig
+from hpu.protocol import DECODE, RequestSampling
+from hpu.sampling.sampler import WHOLE_SETTINGS
 
 TABLE = BucketConfig(
     strategy="linear",
@@ -68,7 +70,10 @@ def test_each_family_gives_the_tokens_of_the_cpu_through_captured_graphs(
         counts = torch.hpu.emulated.counters.counts  # type: ignore[attr-defined]
 
     assert found == expected
-    assert counts["captures"] == len(rig.ready.buckets) and counts["replays"] > 12
+    widths = {batch for phase, batch, *_ in rig.ready.buckets if phase == DECODE}
+    assert counts["captures"] == len(rig.ready.buckets) + len(widths) * len(WHOLE_SETTINGS)
+    # Of the model and of the sampler.
+    assert counts["replays"] > 2 * 12
 
 
 @pytest.mark.parametrize(
@@ -138,17 +143,21 @@ def test_graphs_replay_float32_scores_of_a_narrow_model(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+DRAWN = RequestSampling(temperature=0.7, top_p=0.9, seed=3)
+PENALIZED = RequestSampling(temperature=0.7, seed=3, presence_penalty=0.5, bad_words=((1, 2),))
+
+
 @pytest.mark.parametrize(
-    ("family", "mode"),
+    ("family", "mode", "sampling"),
     [
-        ("llama", "hpu-graphs"),
-        ("qwen3", "hpu-graphs"),
-        ("llama", "lazy"),
-        ("llama", "torch-compile"),
+        ("llama", "hpu-graphs", DRAWN),
+        ("qwen3", "hpu-graphs", RequestSampling(temperature=0.0)),
+        ("llama", "lazy", PENALIZED),
+        ("llama", "torch-compile", DRAWN),
     ],
 )
 def test_no_upload_waits_for_a_launch_while_requests_decode(
-    family: str, mode: str, tmp_path: Path
+    family: str, mode: str, sampling: RequestSampling, tmp_path: Path
 ) -> None:
     with working(
         make_tiny(family, tmp_path),
@@ -159,7 +168,7 @@ def test_no_upload_waits_for_a_launch_while_requests_decode(
     ) as rig:
         counts = torch.hpu.emulated.counters.counts  # type: ignore[attr-defined]
         for req_index, prompt in enumerate(PROMPTS):
-            rig.admit(req_index, prompt)
+            rig.admit(req_index, prompt, sampling=sampling)
         rig.prefill({0: None, 1: None})
         rig.step()
         captures, waits = counts["captures"], counts["upload_waits"]
@@ -333,6 +342,77 @@ def test_a_card_without_memory_for_any_capture_is_told_with_both_errors() -> Non
         r"Allocation failed.*lower --gpu-memory-utilization",
     ):
         backend.capture(lambda x: x + 1, (x,))
+    backend.close()
+
+
+def test_launches_run_after_a_failed_capture_of_a_function() -> None:
+    backend = select_backend(
+        EngineConfig("m", device="hpu-emulator", emulator=EmulatorSettings(is_strict=True))
+    )
+    device = torch.hpu.emulated  # type: ignore[attr-defined]
+    device.config = dataclasses.replace(device.config, max_graph_ops=2)
+    x = backend.zeros((4,), torch.float32)
+
+    with pytest.raises(RuntimeError, match="Graph compile failed"):
+        backend.capture(lambda x: ((x + 1) * 2 - 1).abs(), (x,))
+    x.add_(5)
+
+    assert x.cpu().tolist() == [5.0] * 4
+    backend.close()
+
+
+def test_an_operation_that_the_card_lacks_is_a_reason_not_to_capture() -> None:
+    backend = select_backend(EngineConfig("m", device="hpu-emulator"))
+    device = torch.hpu.emulated  # type: ignore[attr-defined]
+    device.config = dataclasses.replace(device.config, unsupported=frozenset(["aten::isnan"]))
+    x = backend.zeros((4,), torch.float32)
+
+    with pytest.raises(RuntimeError, match="cpu fallback") as caught:
+        backend.capture(lambda x: x.isnan(), (x,))
+    x.add_(5)
+
+    assert backend.is_compile_failure(caught.value)
+    assert x.cpu().tolist() == [5.0] * 4
+    backend.close()
+
+
+def test_a_captured_function_reads_what_it_is_called_with_and_goes_with_the_warm_up() -> None:
+    backend = select_backend(
+        EngineConfig("m", device="hpu-emulator", emulator=EmulatorSettings(is_strict=True))
+    )
+    some, other = backend.zeros((4,), torch.float32), backend.zeros((4,), torch.float32).add_(3)
+    # The workspace takes memory from the first recipe on.
+    assert (other * 2 + 1).cpu().tolist() == [7.0] * 4
+    before = backend.memory()[0]
+
+    captured = backend.capture(lambda x: x * 2 + 1, (some,))
+    found = [captured.replay(x).cpu().tolist() for x in (other, some.add_(1))]
+    taken = before - backend.memory()[0]
+    del captured
+    backend.begin_warmup()
+
+    assert found == [[7.0] * 4, [3.0] * 4]
+    assert taken > 0 and backend.memory()[0] == before
+    backend.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "operations"), [("hpu-graphs", 0), ("lazy", 0), ("torch-compile", 0), ("eager", 3)]
+)
+def test_a_compiled_function_is_one_recipe(mode: str, operations: int) -> None:
+    backend = select_backend(
+        EngineConfig("m", device="hpu-emulator", execution=ExecutionConfig(mode=mode))
+    )
+    counts = torch.hpu.emulated.counters.counts  # type: ignore[attr-defined]
+    x = backend.zeros((4,), torch.float32)
+    function = backend.compiled(lambda x: (x + 1) * 2 - 1)
+    backend.synchronize()
+    before = counts["launches"]
+
+    found = function(x)
+
+    assert counts["launches"] - before == (operations or 1)
+    assert found.cpu().tolist() == [1.0] * 4
     backend.close()
 
 

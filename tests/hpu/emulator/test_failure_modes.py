@@ -729,3 +729,19 @@ def test_31_lazy_collectives_are_chosen_when_hccl_is_imported() -> None:
         del card.device.variables.environment[variable]
 
         assert card.device.variables.lazy_collectives()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_equal_values_any_may_be_found_and_a_nan_is_none(dtype: torch.dtype) -> None:
+    host = torch.tensor([[1.0, 3.0, 3.0, 2.0], [float("nan"), 1.0, 0.0, 1.0]], dtype=dtype)
+
+    with emulated():
+        x = host.to("hpu")
+        found = x.max(dim=-1)
+        places = [x.argmax(dim=-1), x.argmax(dim=1, keepdim=True).squeeze(1), (-x).argmin(dim=-1)]
+        largest, smallest = found.values.tolist(), (-x).min(dim=-1, keepdim=True)
+
+        assert largest == [3.0, 1.0] and smallest.values.tolist() == [[-3.0], [-1.0]]
+        assert found.indices.tolist() == smallest.indices.squeeze(1).tolist() == [2, 3]
+        assert all(place.tolist() == [2, 3] for place in places)
+        assert int(host.to("hpu").argmax()) == 2

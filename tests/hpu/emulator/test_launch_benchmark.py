@@ -35,7 +35,7 @@ def test_a_watched_method_has_only_the_time_that_is_no_other_ones() -> None:
     assert "cook" not in vars(Supper) and not hasattr(Dinner.wash, "__wrapped__")
 
 
-def test_a_step_is_one_replay_and_one_copy_each_way() -> None:
+def test_a_greedy_step_is_two_replays_two_recipes_and_one_copy_each_way() -> None:
     before = HPUGraph.replayV3
     backend = open_device("hpu-emulator")
     try:
@@ -45,7 +45,10 @@ def test_a_step_is_one_replay_and_one_copy_each_way() -> None:
         backend.close()
 
     for numbers, counts in runs:
-        assert counts["graphs replayed"] == 1
+        assert counts["graphs replayed"] == 2
+        # A copy each way; two put the last tokens into the inputs, two store and copy the new ones.
+        assert counts["operators beside the graphs, views included"] == 6
+        assert counts["recipes launched for them"] == 2
         assert counts["copies to the device"] == counts["copies to the host"] == 1
         assert all(numbers[part] > 0 for part in OURS)
     assert HPUGraph.replayV3 is before and not hasattr(ModelRunner.submit, "__wrapped__")

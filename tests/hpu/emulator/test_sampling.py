@@ -13,8 +13,9 @@ from config.execution import HPU_GRAPHS, TORCH_COMPILE, ExecutionConfig, ModeCho
 from hpu.backends.base import Backend
 from hpu.backends.cpu import CpuBackend
 from hpu.backends.gaudi import GaudiBackend
-from hpu.sampling.logprobs import LogprobsMode
-from hpu.sampling.sampler import Sampler
+from hpu.protocol import RequestSampling
+from hpu.sampling.logprobs import LogprobsMode, top_logprobs
+from hpu.sampling.sampler import DRAWN, GREEDY, MANY_WORDS, SORTED, UNFILTERED, Sampler
 
 VOCAB = 300
 ROWS = 5
@@ -36,6 +37,46 @@ def _warm(backend: Backend, sampler: Sampler) -> None:
             sampler.sample(_upload(backend, logits), [0])
             sampler.remove_request(0)
     backend.synchronize()
+
+
+@pytest.mark.parametrize("mode", [HPU_GRAPHS, TORCH_COMPILE])
+@pytest.mark.parametrize("sampling", [GREEDY, UNFILTERED, DRAWN, SORTED, MANY_WORDS])
+def test_the_first_of_equal_tokens_is_sampled_and_a_nan_is_told(
+    sampling: RequestSampling, mode: str
+) -> None:
+    choice = ModeChoice(mode, "the test's")
+    # Only tokens that tie, far above all others.
+    logits = torch.zeros(4, VOCAB)
+    logits[0, [7, 9, 200]] = 50.0
+    logits[1, 5], logits[1, 100] = float("nan"), 50.0
+    logits[2] = float("-inf")
+    logits[3, 8], logits[3, 100] = float("inf"), 50.0
+    top_k = RequestSampling(top_k=1, num_logprobs=2) if sampling != GREEDY else sampling
+
+    with torch.inference_mode(), emulated(lazy=choice.is_lazy, strict=True):
+        backend = GaudiBackend(ExecutionConfig(), choice)
+        sampler = Sampler(ROWS, VOCAB, backend, static_shapes=True)
+        for row in range(4):
+            sampler.add_request(row, sampling if row else top_k, np.zeros(1, np.uint32), 1)
+        sampled = sampler.sample(_upload(backend, logits), [0, 1, 2, 3])
+        tokens = sampled.tokens.tolist()
+        backend.close()
+
+    assert tokens == [7, -1, -1, -1]
+
+
+def test_of_equal_tokens_the_first_is_the_most_likely_one() -> None:
+    choice = ModeChoice(HPU_GRAPHS, "the test's")
+    logits = torch.zeros(1, VOCAB)
+
+    with torch.inference_mode(), emulated(strict=True):
+        backend = GaudiBackend(ExecutionConfig(), choice)
+        chosen = _upload(backend, torch.tensor([3], dtype=torch.int32))
+        top = top_logprobs(_upload(backend, logits), chosen, 4)
+        ids = top.ids.tolist()
+        backend.close()
+
+    assert ids[0][:2] == [3, 0]
 
 
 @pytest.mark.parametrize(
@@ -85,3 +126,4 @@ def test_once_warm_no_mix_of_settings_compiles_waits_or_takes_memory(
         counts = card.counters.counts
         assert counts["compilations"] == compiled > 0
         assert (counts["syncs"], counts["fallbacks"], card.counters.misuses) == (0, 0, [])
+        backend.close()

@@ -11,7 +11,7 @@ from random_sampling import random_history, random_sampling
 
 from hpu.backends.cpu import CpuBackend
 from hpu.protocol import RequestSampling
-from hpu.sampling.logprobs import LogprobsMode, top_logprobs
+from hpu.sampling.logprobs import MAX_PACKED, LogprobsMode, TopLogprobs, pack, top_logprobs, unpack
 from hpu.sampling.params import is_greedy
 from hpu.sampling.sampler import Sampler
 
@@ -133,3 +133,32 @@ def test_no_request_asking_gives_none() -> None:
     sampler.add_request(0, RequestSampling(), np.array([1], dtype=np.uint32), 1)
 
     assert sampler.sample(_logits(1, 40), [0]).logprobs is None
+
+
+@pytest.mark.parametrize("k", [0, 3, 7])
+def test_what_is_packed_is_unpacked_in_full(k: int) -> None:
+    logits = _logits(4, MAX_PACKED // 64)
+    logits[2] = float("nan")
+    tokens = torch.tensor([0, MAX_PACKED // 64 - 1, -1, 7], dtype=torch.int32)
+    top = top_logprobs(logits, tokens, k)
+
+    packed = pack(tokens, top, 7)
+    found_tokens, found = unpack(packed)
+    alone, _ = unpack(pack(tokens, None, 7))
+
+    assert packed.shape == (4, 18) and packed.dtype == torch.float32
+    assert found_tokens.tolist() == alone.tolist() == tokens.tolist()
+    assert torch.equal(found.ids[:, : k + 1], top.ids)
+    assert torch.equal(found.ranks, top.ranks)
+    assert torch.allclose(found.values[:, : k + 1], top.values, rtol=0, atol=0, equal_nan=True)
+    assert found.k == 7
+
+
+def test_the_largest_numbers_are_packed_exactly() -> None:
+    largest = torch.tensor([[MAX_PACKED - 1, MAX_PACKED - 2]], dtype=torch.int32)
+    top = TopLogprobs(largest, torch.zeros(1, 2), torch.tensor([MAX_PACKED], dtype=torch.int32))
+
+    tokens, found = unpack(pack(largest[:, 0], top, 1))
+
+    assert (tokens.tolist(), found.ids.tolist()) == ([MAX_PACKED - 1], largest.tolist())
+    assert found.ranks.tolist() == [MAX_PACKED]

@@ -1,6 +1,7 @@
 """With static shapes the sampler gives the same tokens as without, whatever requests ask for."""
 
 import random
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -10,11 +11,14 @@ from torch import Tensor
 
 from config.engine import LOGPROBS_MODES
 from config.params.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
+from hpu.backends.base import Function
 from hpu.backends.cpu import CpuBackend
 from hpu.protocol import RequestSampling
 from hpu.sampling import filters
 from hpu.sampling.logprobs import RAW, LogprobsMode
+from hpu.sampling.params import FEW_TOP_K, Params
 from hpu.sampling.sampler import Sampler, SamplerOutput
+from hpu.sampling.static import draw
 
 VOCAB = 300
 ROWS = 5
@@ -171,14 +175,57 @@ def test_the_warm_up_settings_fit_any_vocabulary() -> None:
         sampler.remove_request(0)
 
 
-def test_the_search_finds_the_kth_weight_itself() -> None:
+@pytest.mark.parametrize("vocab_size", [5, 300, 5000])
+def test_the_kth_of_the_largest_weights_is_the_threshold_of_top_k(vocab_size: int) -> None:
     generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(20, vocab_size, generator=generator).bfloat16().float() * 9
+    weights = torch.softmax(logits, dim=-1)
+    top_k = torch.randint(0, vocab_size, (20, 1), generator=generator)
+    largest = weights.sort(dim=-1, descending=True).values
 
-    for vocab_size in (5, 300, 5000):
-        logits = torch.randn(20, vocab_size, generator=generator).bfloat16().float() * 9
-        weights = torch.softmax(logits, dim=-1)
-        top_k = torch.randint(0, vocab_size, (20, 1), generator=generator)
-        found = filters.top_k_by_search(weights, top_k.float())
+    found = filters.top_values_threshold(largest, top_k.float())
 
-        wanted = filters.top_k_by_sort(weights, top_k, vocab_size).clamp(min=filters.TINY)
-        assert torch.equal(found, wanted)
+    wanted = filters.top_k_by_sort(weights, top_k, vocab_size).clamp(min=filters.TINY)
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, FEW_TOP_K])
+@pytest.mark.parametrize("top_p", [0.02, 0.3, 0.9, 1.0])
+def test_a_draw_from_the_largest_weights_is_the_one_from_all(top_k: int, top_p: float) -> None:
+    generator = torch.Generator().manual_seed(top_k)
+    # In bfloat16 tokens tie often, also with the last of the largest.
+    scores = (torch.randn(40, 2000, generator=generator) * 2).bfloat16().float()
+    params = torch.tensor(Params(greedy=0.0, top_k=float(top_k), top_p=top_p))
+    params = params.unsqueeze(1).repeat(1, 40)
+    params[0] = torch.rand(40, generator=generator)
+
+    few, some = draw(scores, params.view(-1), FEW_TOP_K)
+    whole, every = draw(scores, params.view(-1), 2000)
+
+    assert torch.equal(few.tokens, whole.tokens)
+    assert torch.equal(some, every)
+    if (top_k, top_p) == (FEW_TOP_K, 1.0):
+        assert (some > 0).sum(-1).max() > FEW_TOP_K
+
+
+class TracingBackend(CpuBackend):
+    """Traces a function as torch.compile does before the device's back end gets it."""
+
+    def compiled(self, function: Function) -> Function:
+        options: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True, "dynamic": False}
+        return cast(Function, torch.compile(function, **options))
+
+
+# A back end in a lazy mode switches tracing off.
+@torch._dynamo.config.patch(disable=False)
+def test_every_stage_is_traced_without_a_graph_break() -> None:
+    mode, generator = LogprobsMode.named("processed_logprobs"), torch.Generator().manual_seed(0)
+    traced = Sampler(3, VOCAB, TracingBackend(1), mode, static_shapes=True)
+    plain = _static(3, VOCAB, mode)
+
+    for sampling in plain.warmup_settings:
+        logits = torch.randn(2, VOCAB, generator=generator).bfloat16()
+        for sampler in (traced, plain):
+            sampler.add_request(0, sampling, PROMPT, 1)
+        with torch.inference_mode():
+            _same(plain.sample(logits, [0]), traced.sample(logits, [0]), 1)

@@ -1,0 +1,113 @@
+"""SamplerGraphs: head and sampler of a decode as one captured function."""
+
+import gc
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from hpu.backends.base import Backend, Graph
+from hpu.models.base import CausalLM
+from hpu.protocol import DECODE, Bucket
+from hpu.runner.graph_cache import GraphCache
+from hpu.sampling.params import Stages
+from hpu.sampling.sampler import Sampler
+
+logger = logging.getLogger(__name__)
+
+
+class SamplerGraph(NamedTuple):
+    """Samples the decodes of one batch width."""
+
+    graph: Graph
+    stages: Stages
+
+    def run(self, hidden: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
+        """(B,) tokens as in SamplerOutput, and (B, 1) the same as the next decode's input, valid
+        until the next run. `hidden` (B, 1, hidden), `params` of Sampler.begin_whole."""
+        # The runtime copies an input that a graph does not read.
+        inputs = (hidden, params) if self.stages.draw else (hidden,)
+        tokens, following = self.graph.replay(*inputs)
+        return tokens, following
+
+
+class SamplerGraphs:
+    """One graph for each batch width and each of the few sets of stages that `Sampler.whole`
+    samples, in the memory reserved for graphs.
+
+    A graph is captured at the first launch that needs it, if that is in a warm-up or `graphs`
+    captures on demand, on a device whose graphs read what they are replayed with. Only decodes with
+    a graph of their own use it: the memory layout of their hidden states, which is part of the
+    runtime's key, is the same in all of them.
+    """
+
+    def __init__(
+        self, model: CausalLM, sampler: Sampler, backend: Backend, graphs: GraphCache
+    ) -> None:
+        self._model = model
+        self._sampler = sampler
+        self._backend = backend
+        self._graphs = graphs
+        self._functions: dict[Stages, Callable[..., tuple[Tensor, Tensor]]] = {}
+        self._captured: dict[tuple[int, Stages], SamplerGraph | None] = {}
+        """None: the device's compiler refused it."""
+        self._is_full = False
+
+    def find(self, bucket: Bucket, hidden: Tensor, req_indices: list[int]) -> SamplerGraph | None:
+        """The graph that samples these requests of a launch with `hidden`; None if it has none."""
+        if bucket[0] != DECODE or not self._backend.rebinds_inputs:
+            return None
+        if not self._graphs.has_graph(bucket):
+            return None
+        stages = self._sampler.stages_of_whole(req_indices)
+        if stages is None:
+            return None
+        key = (bucket[1], stages)
+        if key not in self._captured and self._may_capture():
+            self._capture(key, hidden)
+        return self._captured.get(key)
+
+    def _may_capture(self) -> bool:
+        graphs = self._graphs
+        is_time = graphs.stage == "warmup" or graphs.on_demand
+        return is_time and not self._is_full and graphs.bytes < graphs.budget_bytes
+
+    def _capture(self, key: tuple[int, Stages], hidden: Tensor) -> None:
+        width, stages = key
+        free, _ = self._backend.memory()
+        if stages not in self._functions:
+            self._functions[stages] = _whole(self._model, self._sampler.whole(stages))
+        inputs = (hidden, self._sampler.params(width)) if stages.draw else (hidden,)
+        try:
+            graph = self._backend.capture(self._functions[stages], inputs, frees_intermediates=True)
+            self._backend.synchronize()
+        except (RuntimeError, MemoryError) as error:
+            if self._backend.is_compile_failure(error):
+                self._captured[key] = None
+                logger.warning("Sampling of %d rows runs without a graph: %s", width, error)
+            elif self._backend.is_out_of_memory(error):
+                self._is_full = True
+                logger.warning("No memory is left for graphs of the sampler: it runs without")
+            else:
+                raise
+            # Free what was captured until then.
+            gc.collect()
+            self._backend.synchronize()
+            return
+        self._captured[key] = SamplerGraph(graph, stages)
+        self._graphs.add_bytes(max(0, free - self._backend.memory()[0]))
+
+
+def _whole(
+    model: CausalLM, tokens_of: Callable[..., Tensor]
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """A function of hidden states (B, 1, hidden), and of parameters if it draws, as
+    SamplerGraph.run."""
+
+    def sample(hidden: Tensor, *params: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = tokens_of(model.logits(hidden.reshape(-1, hidden.shape[-1])), *params)
+        # A token of -1 (logits that were not finite) may be read by a step already planned.
+        return tokens, tokens.clamp(min=0).unsqueeze(1)
+
+    return sample
