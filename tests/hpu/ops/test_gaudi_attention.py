@@ -48,6 +48,24 @@ def random(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+class LargestOutput(TorchDispatchMode):
+    """The largest number of elements of a new tensor, of all or of one dtype."""
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self._dtype = dtype
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._schema.is_mutable or func._schema.name in rules.VIEWS:
+            return result
+        for one in result if isinstance(result, tuple) else (result,):
+            if isinstance(one, Tensor) and self._dtype in (None, one.dtype):
+                self.most = max(self.most, one.numel())
+        return result
+
+
 def make_layer(
     kernels: Any, *, heads: int, kv_heads: int, window: int | None, dtype: torch.dtype
 ) -> PagedAttention:
@@ -71,9 +89,10 @@ def prompt(
     kv_heads: int = 2,
     window: int | None = None,
     dtype: torch.dtype = torch.float32,
+    watch: Any = None,
 ) -> Tensor:
     """Outputs (tokens, heads, D) of the real tokens of all rows, in float32, with one of padding
-    behind them and `blocks` blocks of context a row."""
+    behind them and `blocks` blocks of context a row. `watch` sees the operations of the launch."""
     batch, length = len(query_lens), max(query_lens) + 1
     order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(3))
     inputs = PrefillAttentionInputs(
@@ -89,8 +108,10 @@ def prompt(
     windows = Windows(window, (window is not None,))
     query = random(batch, length, heads, HEAD_DIM, seed=4).to(dtype)
     key, value = (random(batch, length, kv_heads, HEAD_DIM, seed=seed) for seed in (5, 6))
-    metadata = build_metadata(inputs, BLOCK_SIZE, windows, form)
-    out = layer(query, key.to(dtype), value.to(dtype), metadata)
+    key, value = key.to(dtype), value.to(dtype)
+    with watch or nullcontext():
+        metadata = build_metadata(inputs, BLOCK_SIZE, windows, form)
+        out = layer(query, key, value, metadata)
     return torch.cat([out[row, :count] for row, count in enumerate(query_lens)]).float()
 
 
@@ -192,6 +213,15 @@ def test_no_mask_of_slices_grows_with_new_times_cached_tokens(card: None) -> Non
     assert {one.mask.dtype for one in above.slices} == {above.masks[0].dtype} == {torch.bfloat16}
 
 
+def test_nothing_of_slices_is_as_large_as_the_context(card: None) -> None:
+    watch = LargestOutput()
+
+    prompt(gaudi(slices=SliceSizes(1, 4)), [13], [200], blocks=60, watch=watch)
+
+    # The output; keys of the context would have 3840 elements, a mask of new x cached tokens 3360.
+    assert watch.most == 14 * 6 * HEAD_DIM == 672
+
+
 def test_a_window_takes_a_mask_over_its_own_blocks_only(card: None) -> None:
     form = gaudi(slices=SliceSizes(1, 16)).attention_form(torch.bfloat16)
 
@@ -210,19 +240,6 @@ def test_parts_without_a_visible_key_have_no_weight() -> None:
 
     for merged in (merge_parts(part, empty), merge_parts(empty, part)):
         torch.testing.assert_close(merged.out, part.out)
-
-
-class WideOutputs(TorchDispatchMode):
-    """The largest number of elements of a float32 result."""
-
-    most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for one in result if isinstance(result, tuple) else (result,):
-            if isinstance(one, Tensor) and one.dtype == torch.float32:
-                self.most = max(self.most, one.numel())
-        return result
 
 
 def decode(kernels: Any, dtype: torch.dtype, watch: Any = None) -> Tensor:
@@ -259,7 +276,7 @@ def test_scores_of_a_decode_in_the_models_dtype_give_plain_attention(
 
 
 def test_only_statistics_of_a_decode_are_float32(card: None) -> None:
-    watch = WideOutputs()
+    watch = LargestOutput(torch.float32)
 
     decode(gaudi(), torch.bfloat16, watch)
 
