@@ -81,6 +81,8 @@ KERNELS = {
     "softmax_fa2": Kernel(BOTH, None),
     "fp8_gemm_v2": Kernel(BOTH, ()),
     "convert_from_uint4": Kernel(BOTH, ()),
+    # An argument. The bridge of 1.19 does not have it, vllm-gaudi passes it from 1.22 on.
+    "convert_from_uint4.g_idx": Kernel(BOTH, (1, 22)),
     "mixture_of_experts": Kernel(BOTH, ()),
     "mixture_of_experts.bias_fused_weights": Kernel(BOTH, None),
     "mixture_of_experts.mxfp4_fused_weights": Kernel(BOTH, None),

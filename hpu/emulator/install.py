@@ -70,7 +70,8 @@ class Emulator:
 
     def apply(self) -> None:
         sys.meta_path.insert(0, self._finder)
-        ops = define_ops(self.device.config.generation, self.device.generation.fp8_max)
+        config = self.device.config
+        ops = define_ops(config.generation, config.release, self.device.runs_eagerly)
         self._libraries = [ops, *self._device_libraries()]
         collectives.register("hpu")
         # Without it, Module.to would put a device tensor's insides into a CPU parameter.

@@ -93,6 +93,11 @@ class Device:
             raise AssertionError(LAZY_NEEDS_VENDOR_TORCH)
         return lazy
 
+    def runs_eagerly(self) -> bool:
+        """Whether an op that is called now runs alone: neither in lazy mode nor in compiled
+        code."""
+        return not self.is_lazy() and self.region_depth == 0
+
     def from_host(self, inner: Tensor) -> HpuTensor:
         """Allocate device memory for a CPU tensor's storage and wrap it."""
         return HpuTensor(inner, self, self.memory.allocate(inner.untyped_storage().nbytes()))

@@ -1,12 +1,14 @@
 """torch.ops.hpu: reference maths on CPU tensors for attention, RMS norm, rotary embedding and block
 softmax, with the documented refusals; and the registration of all ops."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.library import Library
 
 from hpu.emulator.ops import quantized
-from hpu.gaudi_devices import KERNELS
+from hpu.gaudi_devices import generation, has_kernel, release_of
 
 SDPA = (
     "sdpa_recomp_fwd(Tensor q, Tensor k, Tensor v, Tensor? mask, float p, float? scale, "
@@ -204,10 +206,16 @@ def block_softmax_adjustment(
     return out.view(out_shape).to(block_max.dtype)
 
 
-def define_ops(card: str, fp8_max: float) -> Library:
-    """Define and implement every op that `card` has; destroying the library removes them."""
+def define_ops(card: str, release: str, runs_eagerly: Callable[[], bool]) -> Library:
+    """Define and implement every op that `card` has with this release; destroying the library
+    removes them. `runs_eagerly`: as in quantized.Int4."""
     library = Library("hpu", "DEF")  # type: ignore[no-untyped-call]  # torch's own
-    fp8 = quantized.Fp8(fp8_max)
+    fp8, int4 = quantized.Fp8(generation(card).fp8_max), quantized.Int4(runs_eagerly)
+
+    def has(kernel: str) -> bool:
+        return bool(has_kernel(kernel, card, release_of(release)))
+
+    grouped = has("convert_from_uint4.g_idx")
     table = {
         SDPA: sdpa,
         RMS_NORM: rms_norm,
@@ -215,12 +223,12 @@ def define_ops(card: str, fp8_max: float) -> Library:
         ROTARY: rotary,
         CUSTOM_SOFTMAX: custom_softmax,
         BLOCK_SOFTMAX: block_softmax,
-        quantized.FROM_UINT4: quantized.convert_from_uint4,
-        quantized.FROM_INT4: quantized.convert_from_int4,
+        quantized.FROM_UINT4_GROUPED if grouped else quantized.FROM_UINT4: int4.from_uint4,
+        quantized.FROM_INT4: int4.from_int4,
         quantized.MOE: quantized.mixture_of_experts,
         quantized.MOE_FUSED: quantized.mixture_of_experts_fused,
     }
-    if card in KERNELS["block_softmax_adjustment"].generations:
+    if has("block_softmax_adjustment"):
         table[BLOCK_SOFTMAX_ADJUSTMENT] = block_softmax_adjustment
     for name, scale in quantized.OVERLOADS:
         table[quantized.CAST_TO.format(name=name, scale=scale)] = fp8.cast_to

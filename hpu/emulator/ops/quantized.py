@@ -26,11 +26,13 @@ GEMM = (
     "ScalarType out_dtype, {scale} A_scale_inv=None, {scale} B_scale_inv=None, "
     "Tensor? bias=None, bool accumulate=False, int[]? B_scale_shape=None) -> Tensor"
 )
-FROM_UINT4 = (
-    "convert_from_uint4(Tensor packed, Tensor scale, Tensor? zero_point, ScalarType out_dtype) "
+FROM_INT4 = (
+    "convert_from_int4(Tensor input, Tensor scale, Tensor? zero_point, ScalarType out_dtype) "
     "-> Tensor"
 )
-FROM_INT4 = FROM_UINT4.replace("uint4", "int4")
+FROM_UINT4 = FROM_INT4.replace("int4", "uint4")
+FROM_UINT4_GROUPED = FROM_UINT4.replace(" out_dtype)", " out_dtype, Tensor? g_idx=None)")
+"""Of later releases: with the group of each row."""
 MOE = (
     "mixture_of_experts(Tensor hidden_states, Tensor expert_routing_table, Tensor router_weights, "
     "Tensor[] w1, Tensor[] w2, Tensor[] w3, bool permuted_weights, str activation, "
@@ -120,43 +122,100 @@ class Fp8:
 def _nibbles(packed: Tensor) -> Tensor:
     """Eight unsigned 4-bit values of each int32, lowest first, along the last dimension."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32)
-    return ((packed.to(torch.int32).unsqueeze(-1) >> shifts) & 15).flatten(-2)
+    return ((packed.unsqueeze(-1) >> shifts) & 15).flatten(-2)
 
 
-def convert_from_uint4(
-    packed: Tensor, scale: Tensor, zero_point: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
-    """(rows, columns / 8) int32 to (rows, columns): (value - zero point) * scale.
+class Int4:
+    """4-bit weights to a float type. `runs_eagerly`: whether an op runs alone, outside of lazy mode
+    and of compiled code: the bridge's tests name these ops as not supported there."""
 
-    `scale` is (groups, columns) with rows divided evenly among groups, or broadcasts; zero points
-    are values of the scale's shape, or packed as the weights are.
-    """
-    return _dequantize(_nibbles(packed).float(), scale, zero_point, out_dtype)
+    def __init__(self, runs_eagerly: Callable[[], bool]) -> None:
+        self._runs_eagerly = runs_eagerly
+
+    def from_uint4(
+        self,
+        input: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        out_dtype: torch.dtype,
+        g_idx: Tensor | None = None,
+    ) -> Tensor:
+        """(..., n) int32 to (..., 8 * n): (value - zero point) * scale. RuntimeError for other
+        types and shapes.
+
+        `scale` has the shape of the output, or is (groups, columns) for an `input` of two
+        dimensions, whose rows are divided evenly among the groups, or as `g_idx` (rows) int32 says.
+        Zero points are values of the scale's shape, or, as int32, packed as the input is.
+        """
+        values = self._unpack("convert_from_uint4", input)
+        return _dequantize("convert_from_uint4", values, scale, zero_point, out_dtype, g_idx)
+
+    def from_int4(
+        self, input: Tensor, scale: Tensor, zero_point: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
+        """Like `from_uint4` for two's complement values."""
+        values = _signed(self._unpack("convert_from_int4", input))
+        if zero_point is not None and zero_point.dtype == torch.int32:
+            zero_point = _signed(_nibbles(zero_point)).float()
+        return _dequantize("convert_from_int4", values, scale, zero_point, out_dtype, None)
+
+    def _unpack(self, name: str, packed: Tensor) -> Tensor:
+        if self._runs_eagerly():
+            raise RuntimeError(f"{name} is not supported in eager mode")
+        if packed.dtype != torch.int32:
+            raise RuntimeError(f"{name} takes packed int32, got {packed.dtype}")
+        return _nibbles(packed)
 
 
-def convert_from_int4(
-    packed: Tensor, scale: Tensor, zero_point: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
-    """Like `convert_from_uint4` for two's complement nibbles."""
-    values = _nibbles(packed).float()
-    return _dequantize(torch.where(values > 7, values - 16, values), scale, zero_point, out_dtype)
+def _signed(nibbles: Tensor) -> Tensor:
+    return torch.where(nibbles > 7, nibbles - 16, nibbles)
 
 
 def _dequantize(
-    values: Tensor, scale: Tensor, zero_point: Tensor | None, out_dtype: torch.dtype
+    name: str,
+    values: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    out_dtype: torch.dtype,
+    g_idx: Tensor | None,
 ) -> Tensor:
+    groups = None
+    if g_idx is not None or scale.shape != values.shape:
+        groups = _groups_of_rows(name, values, scale, g_idx)
+    wide = values.float()
     if zero_point is not None:
-        zeros = zero_point
-        if zeros.dtype == torch.int32 and zeros.shape != scale.shape:
-            zeros = _nibbles(zeros)
-        values = values - _per_row(zeros.float(), values.shape[0])
-    return (values * _per_row(scale.float(), values.shape[0])).to(out_dtype)
+        zeros = _nibbles(zero_point) if zero_point.dtype == torch.int32 else zero_point
+        if zeros.shape != scale.shape:
+            raise RuntimeError(
+                f"{name}: zero points {tuple(zero_point.shape)} {zero_point.dtype} for scales "
+                f"{tuple(scale.shape)}: they have the same shape, or int32 packs eight of them"
+            )
+        wide = wide - (zeros if groups is None else zeros[groups]).float()
+    return (wide * (scale if groups is None else scale[groups]).float()).to(out_dtype)
 
 
-def _per_row(grouped: Tensor, rows: int) -> Tensor:
-    if grouped.dim() < 2 or grouped.shape[0] in (1, rows):
-        return grouped
-    return grouped.repeat_interleave(rows // grouped.shape[0], 0)
+def _groups_of_rows(name: str, values: Tensor, scale: Tensor, g_idx: Tensor | None) -> Tensor:
+    """(rows) int64: the group of each row of `values`."""
+    if values.dim() != 2 or scale.dim() != 2 or scale.shape[1] != values.shape[1]:
+        raise RuntimeError(
+            f"{name}: scales {tuple(scale.shape)} for weights {tuple(values.shape)}: they are "
+            "(groups, columns) for (rows, columns), or one for each weight"
+        )
+    rows, groups = values.shape[0], scale.shape[0]
+    if g_idx is None:
+        if rows % groups:
+            raise RuntimeError(f"{name}: {rows} rows do not divide evenly into {groups} groups")
+        return torch.arange(rows) // (rows // groups)
+    if g_idx.dtype != torch.int32 or g_idx.shape != (rows,):
+        raise RuntimeError(
+            f"{name}: g_idx is {tuple(g_idx.shape)} {g_idx.dtype}, it must be ({rows},) int32"
+        )
+    if rows and not 0 <= int(g_idx.min()) <= int(g_idx.max()) < groups:
+        raise RuntimeError(
+            f"{name}: g_idx holds {int(g_idx.min())} to {int(g_idx.max())}, there are {groups} "
+            "groups"
+        )
+    return g_idx.long()
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -173,15 +173,103 @@ def test_fp8_products_undo_their_scales() -> None:
         assert (out.item(), amax.item()) == (14.0, 4.0)
 
 
-def test_four_bit_weights_unpack_lowest_nibble_first() -> None:
-    packed = torch.tensor([[0x76543210]], dtype=torch.int32)
+def packed(values: Tensor) -> Tensor:
+    """Eight 4-bit values of the last dimension in each int32, the first one lowest."""
+    words = sum((values[..., lane::8].to(torch.int64) & 15) << (4 * lane) for lane in range(8))
+    assert isinstance(words, Tensor)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def int4_weights(low: int, high: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Values (6, 16), and scales and zero points (3, 16) of three groups of rows."""
+    torch.manual_seed(0)
+    values, zeros = torch.randint(low, high, (6, 16)), torch.randint(low, high, (3, 16))
+    return values, torch.rand(3, 16), zeros
+
+
+@pytest.mark.parametrize(("name", "low", "high"), [("uint4", 0, 16), ("int4", -8, 8)])
+@pytest.mark.parametrize("packs_zeros", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_four_bit_weights_unpack_to_their_values(
+    name: str, low: int, high: int, packs_zeros: bool, dtype: torch.dtype
+) -> None:
+    values, scales, zeros = int4_weights(low, high)
+    scales = scales.to(dtype)
+    rows = torch.arange(6) // 2
+    expected = ((values - zeros[rows]) * scales[rows].float()).to(dtype)
 
     with emulated():
-        out = torch.ops.hpu.convert_from_uint4(
-            *on_card(packed, torch.full((1, 8), 2.0), torch.ones(1, 8)), torch.float32
-        )
+        given = packed(zeros) if packs_zeros else zeros.to(dtype)
+        op = getattr(torch.ops.hpu, f"convert_from_{name}")
+        out = op(*on_card(packed(values), scales, given), dtype)
+        alone = op(*on_card(packed(values), scales[rows]), None, dtype)
 
-        assert out.tolist() == [[2.0 * (value - 1) for value in range(8)]]
+        assert out.dtype == dtype and torch.equal(out.cpu(), expected)
+        assert torch.equal(alone.cpu(), (values * scales[rows].float()).to(dtype))
+
+
+def test_four_bit_weights_take_the_group_of_each_row_from_its_index() -> None:
+    values, scales, zeros = int4_weights(0, 16)
+    g_idx = torch.tensor([2, 0, 1, 1, 0, 2], dtype=torch.int32)
+    expected = (values - zeros[g_idx]) * scales[g_idx]
+
+    with emulated(release="1.22.0"):
+        weights = on_card(packed(values), scales, packed(zeros))
+        out = torch.ops.hpu.convert_from_uint4(*weights, torch.float32, g_idx.to("hpu"))
+        plain = torch.ops.hpu.convert_from_uint4(*weights, torch.float32, None)
+
+        assert torch.equal(out.cpu(), expected)
+        shorter = torch.ops.hpu.convert_from_uint4(*weights, torch.float32)
+        assert torch.equal(plain.cpu(), shorter.cpu())
+
+
+def test_an_older_release_has_no_index_of_groups() -> None:
+    values, scales, zeros = int4_weights(0, 16)
+
+    with emulated(release="1.19.0"):
+        weights = on_card(packed(values), scales, packed(zeros))
+        with pytest.raises(RuntimeError, match="at most 4 argument"):
+            torch.ops.hpu.convert_from_uint4(*weights, torch.float32, None)
+
+        assert torch.ops.hpu.convert_from_uint4(*weights, torch.float32).shape == (6, 16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"input": torch.zeros(6, 2, dtype=torch.int64)}, "takes packed int32, got torch.int64"),
+        ({"scale": torch.zeros(4, 16), "zero_point": None}, "6 rows do not divide evenly into 4"),
+        ({"scale": torch.zeros(3, 8)}, r"scales \(3, 8\) for weights \(6, 16\)"),
+        ({"zero_point": torch.zeros(3, 16, dtype=torch.int32)}, r"zero points \(3, 16\)"),
+        ({"g_idx": torch.zeros(6, dtype=torch.int64)}, r"g_idx is \(6,\) torch.int64"),
+        ({"g_idx": torch.zeros(3, dtype=torch.int32)}, r"it must be \(6,\) int32"),
+        ({"g_idx": torch.full((6,), 3, dtype=torch.int32)}, "holds 3 to 3, there are 3 groups"),
+    ],
+)
+def test_four_bit_weights_of_wrong_types_and_shapes_are_refused(
+    changes: dict[str, Tensor | None], text: str
+) -> None:
+    values, scales, zeros = int4_weights(0, 16)
+    arguments = {"input": packed(values), "scale": scales, "zero_point": packed(zeros), **changes}
+
+    with emulated():
+        given = {
+            name: value if value is None else value.to("hpu") for name, value in arguments.items()
+        }
+        with pytest.raises(RuntimeError, match=text):
+            torch.ops.hpu.convert_from_uint4(**given, out_dtype=torch.float32).cpu()
+
+
+def test_four_bit_weights_unpack_in_compiled_code_but_not_eagerly() -> None:
+    values, scales, _ = int4_weights(0, 16)
+
+    with emulated(lazy=False):
+        weights = on_card(packed(values), scales)
+        with pytest.raises(RuntimeError, match="not supported in eager mode"):
+            torch.ops.hpu.convert_from_uint4(*weights, None, torch.float32)
+
+        compiled = torch.compile(torch.ops.hpu.convert_from_uint4, backend="hpu_backend")
+        assert compiled(*weights, None, torch.float32).shape == (6, 16)
 
 
 def test_experts_outside_the_local_range_add_nothing() -> None:
