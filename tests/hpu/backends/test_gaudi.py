@@ -22,6 +22,7 @@ from hpu.backends.select import select_backend
 from hpu.emulator.settings import EmulatorConfig
 from hpu.protocol import DECODE, RequestSampling
 from hpu.sampling.sampler import WHOLE_SETTINGS
+from hpu.worker.load import choose_dtype
 
 TABLE = BucketConfig(
     strategy="linear",
@@ -196,6 +197,34 @@ def test_a_replay_reads_the_tensors_that_it_is_given() -> None:
     second = graph.replay(x).cpu().tolist()
 
     assert (first, second) == ([10.0, 10.0], [0.0, 0.0])
+
+
+@pytest.mark.parametrize("mode", ["hpu-graphs", "torch-compile"])
+@pytest.mark.parametrize("card", ["gaudi2", "gaudi3"])
+@pytest.mark.parametrize("window", [None, 24])
+def test_float16_gives_the_tokens_of_the_cpu(
+    window: int | None, card: str, mode: str, tmp_path: Path
+) -> None:
+    folder = make_tiny("mistral", tmp_path, sliding_window=window)
+    with working(folder, dtype="float16") as on_cpu:
+        expected = greedy(on_cpu)
+
+    settings = {
+        "execution": ExecutionConfig(mode=mode),
+        "emulator": EmulatorSettings(card=card, is_strict=True),
+    }
+    with working(folder, device="hpu-emulator", dtype="float16", **settings) as rig:
+        found = greedy(rig)
+
+    assert rig.ready.dtype == "float16"
+    assert found == expected
+
+
+def test_a_float16_checkpoint_runs_in_bfloat16_unless_float16_is_asked_for() -> None:
+    backend = select_backend(EngineConfig("m", device="hpu-emulator"))
+
+    assert choose_dtype("auto", "float16", backend) == torch.bfloat16
+    assert choose_dtype("float16", "bfloat16", backend) == torch.float16
     backend.close()
 
 
