@@ -131,6 +131,12 @@ class EngineConfig:
         "hpu-emulator at most 512",
         minimum=1,
     )
+    allow_long_max_model_len: bool = setting(
+        False,
+        "Allow a --max-model-len above the checkpoint's own limit, beyond which answers may get "
+        "worse",
+        variables=("VLLM_ALLOW_LONG_MAX_MODEL_LEN",),
+    )
     logprobs_mode: str = setting(
         "raw_logprobs",
         "Log-probabilities or logits of sampled tokens, before (raw) or after (processed) masks, "

@@ -131,6 +131,20 @@ class ExecutionConfig:
         group="Diagnostics",
         variables=("VLLM_PROFILE_STEPS",),
     )
+    profile_prompt: str | None = setting(
+        None,
+        "BATCH,TOKENS or BATCH,TOKENS,BLOCKS: instead of serving, profile the operations of such a "
+        "prefill (BLOCKS of cached context each) into a file, and exit",
+        group="Diagnostics",
+        variables=("VLLM_PROFILE_PROMPT",),
+    )
+    profile_decode: str | None = setting(
+        None,
+        "BATCH,BLOCKS: instead of serving, profile the operations of such a decode (BLOCKS of all "
+        "sequences together) into a file, and exit",
+        group="Diagnostics",
+        variables=("VLLM_PROFILE_DECODE",),
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -143,6 +157,7 @@ class ExecutionConfig:
                 f"--fsdpa-slice-size is {sizes[1]}, it must not be above --fsdpa-slice-threshold, "
                 f"{sizes[0]}"
             )
+        _ = self.profiled_prompt, self.profiled_decode
 
     @property
     def slice_sizes(self) -> tuple[int, int] | None:
@@ -163,6 +178,34 @@ class ExecutionConfig:
                 f"profiler_steps is {self.profiler_steps!r}, it must be FIRST,LAST or LAST"
             )
         return (int(words[0]) if len(words) == 2 else 0), int(words[-1])
+
+    @property
+    def profiled_prompt(self) -> tuple[int, int, int] | None:
+        """(batch, query, blocks) of `profile_prompt`. Raises ConfigError."""
+        if self.profile_prompt is None:
+            return None
+        batch, query, *blocks = _numbers(
+            "profile_prompt", self.profile_prompt, "BATCH,TOKENS", "BATCH,TOKENS,BLOCKS"
+        )
+        return batch, query, blocks[0] if blocks else 0
+
+    @property
+    def profiled_decode(self) -> tuple[int, int, int] | None:
+        """(batch, 1, blocks) of `profile_decode`. Raises ConfigError."""
+        if self.profile_decode is None:
+            return None
+        batch, blocks = _numbers("profile_decode", self.profile_decode, "BATCH,BLOCKS")
+        return batch, 1, blocks
+
+
+def _numbers(name: str, text: str, *forms: str) -> list[int]:
+    """Whole numbers with commas between, as many as one of `forms` has words. Raises
+    ConfigError."""
+    words = text.split(",")
+    counts = [form.count(",") + 1 for form in forms]
+    if len(words) not in counts or not all(word.strip().isdecimal() for word in words):
+        raise ConfigError(f"{name} is {text!r}, it must be {' or '.join(forms)}")
+    return [int(word) for word in words]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.loading.env import is_installed
 from config.model.architectures import decoder_spec
-from config.model.model_config import BLOCKS, ModelConfig, read_model_config
+from config.model.model_config import BLOCKS, MAX_POSITION, ModelConfig, read_model_config
 from config.model.pooler import PoolerConfig, choose_pooler
 
 EMULATOR_MAX_MODEL_LEN = 512
@@ -67,7 +67,12 @@ def choose_context(config: EngineConfig, facts: ModelConfig, pooler: PoolerConfi
     pooling model computes a text in one step, so the limit is at most max_num_batched_tokens, and
     by default at most that of sentence-transformers. Raises ConfigError."""
     is_emulated = config.device == "hpu-emulator"
-    longest = choose_max_model_len(config.max_model_len, facts, is_emulated=is_emulated)
+    longest = choose_max_model_len(
+        config.max_model_len,
+        facts,
+        is_emulated=is_emulated,
+        allows_longer=config.allow_long_max_model_len,
+    )
     if pooler is None:
         return longest
     budget = config.scheduler.max_num_batched_tokens
@@ -82,19 +87,32 @@ def choose_context(config: EngineConfig, facts: ModelConfig, pooler: PoolerConfi
 
 
 def choose_max_model_len(
-    requested: int | None, facts: ModelConfig, *, is_emulated: bool = False
+    requested: int | None,
+    facts: ModelConfig,
+    *,
+    is_emulated: bool = False,
+    allows_longer: bool = False,
 ) -> int:
     """The requested length, or else the checkpoint's, on the emulated card at most
-    EMULATOR_MAX_MODEL_LEN. Raises ConfigError."""
+    EMULATOR_MAX_MODEL_LEN. Raises ConfigError for a longer one than the checkpoint's, unless
+    `allows_longer` and positions are computed."""
+    longest = facts.max_position
     if requested is None:
-        return (
-            min(facts.max_position, EMULATOR_MAX_MODEL_LEN) if is_emulated else facts.max_position
-        )
-    if requested > facts.max_position:
+        return min(longest, EMULATOR_MAX_MODEL_LEN) if is_emulated else longest
+    if requested <= longest:
+        return requested
+    if facts.encoder is not None:
         raise ConfigError(
-            f"--max-model-len is {requested}, the checkpoint was made for {facts.max_position}: "
-            f"set --max-model-len to {facts.max_position} or less"
+            f"--max-model-len is {requested}, the checkpoint has vectors for {longest} positions "
+            f"and none for later ones: set --max-model-len to {longest} or less"
         )
+    if not allows_longer:
+        raise ConfigError(
+            f"--max-model-len is {requested}, the checkpoint was made for {longest}: set "
+            f"--max-model-len to {longest} or less, or allow it with --allow-long-max-model-len"
+        )
+    if requested > MAX_POSITION:
+        raise ConfigError(f"--max-model-len is {requested}, it must be at most {MAX_POSITION}")
     return requested
 
 

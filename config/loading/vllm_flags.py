@@ -79,7 +79,8 @@ VALUES = (
     ("cpu-offload-gb", ("0",), "weights stay on the device in this version"),
     ("prefix-caching-hash-algo", (), "blocks are found by their SHA-256"),
     (
-        "num-scheduler-steps",
+        # The second name is that of the guide of the vendor's fork.
+        "num-scheduler-steps num-scheduler-seqs",
         (NUMBER,),
         "two steps are in flight instead of several planned at once; --overlap-depth 1 "
         "turns that off",

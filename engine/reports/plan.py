@@ -69,7 +69,9 @@ class Plan:
 def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
     """ConfigError if settings and model contradict each other, or the model cannot be sharded."""
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
-    max_model_len = choose_max_model_len(config.max_model_len, facts)
+    max_model_len = choose_max_model_len(
+        config.max_model_len, facts, allows_longer=config.allow_long_max_model_len
+    )
     cache, schedule = config.cache, config.scheduler
     demand = CardDemand(
         device=target.device,

@@ -1,13 +1,15 @@
 """Profiler: a Chrome trace of the steps, for Perfetto. Reads device times only of steps that are
-done, so it never waits."""
+done, so it never waits. And a trace of the operations of launches outside of any step."""
 
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import torch
 
 from config.errors import ConfigError, RequestFailed, UserError
 from config.execution import ExecutionConfig
@@ -21,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 MAX_EVENTS = 200_000
 """Events of one trace, about 60 MB: four a step, two a launch, two more for deferred sampling."""
+
+OPERATION_RUNS = 3
+"""Runs for a trace of operations, as many as the vendor's plug-in makes; the last one is traced."""
 
 STEPS, DEVICE, HOST = 1, 2, 3
 TRACKS = {STEPS: "steps", DEVICE: "device", HOST: "host"}
@@ -213,6 +218,31 @@ class Profiler:
             self._begin(self._default_path() if path == "auto" else path)
         except OSError as error:
             raise ConfigError(f"the trace cannot be written to {path}: {error}") from None
+
+    def trace_operations(self, run: Callable[[], None]) -> str:
+        """Trace the operations of `run`, on host and device, with torch's profiler: the last of
+        three runs, for the profiler to start in the others. `run` waits for the device. Returns the
+        path of the file. Raises ConfigError when it cannot be written."""
+        path = self._config.profiler or "auto"
+        if path == "auto":
+            path = self._default_path()
+        kinds = torch.profiler.ProfilerActivity
+        device = getattr(kinds, self._backend.device.type.upper())
+        supported = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]  # torch's own
+        profiler = torch.profiler.profile(
+            activities={kinds.CPU, device} & supported,
+            schedule=torch.profiler.schedule(wait=0, warmup=OPERATION_RUNS - 1, active=1, repeat=1),
+            on_trace_ready=lambda done: done.export_chrome_trace(path),
+        )
+        try:
+            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+            with profiler:
+                for _ in range(OPERATION_RUNS):
+                    run()
+                    profiler.step()
+        except OSError as error:
+            raise ConfigError(f"the trace cannot be written to {path}: {error}") from None
+        return path
 
     def call(self, name: str) -> str:
         """Answer START_PROFILE or STOP_PROFILE with the path of the trace's file. Raises UserError

@@ -231,6 +231,13 @@ def _log_model(
     dtype: torch.dtype,
     max_model_len: int,
 ) -> None:
+    if max_model_len > facts.max_position:
+        logger.warning(
+            "The context of %d tokens is longer than the %d that the checkpoint was made for: "
+            "beyond them answers may get worse (--allow-long-max-model-len)",
+            max_model_len,
+            facts.max_position,
+        )
     if pooler is None:
         logger.info("Device %s, %s, context %d", backend.name, dtype_name(dtype), max_model_len)
         return

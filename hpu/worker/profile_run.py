@@ -1,13 +1,20 @@
-"""Measures the device memory of the largest launches, before the KV cache is made."""
+"""Runs of launches outside of any request: to measure the device memory of the largest ones, before
+the KV cache is made, and to profile those that the settings name, instead of serving."""
 
 import gc
+from typing import Any
 
 from config.errors import ConfigError
+from config.execution import ExecutionConfig
 from hpu.backends.base import Backend
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.gaudi_devices import GIB
-from hpu.protocol import DECODE, PREFILL, Bucket
+from hpu.profiling.profiler import Profiler
+from hpu.protocol import DECODE, PREFILL, Bucket, BucketLimits, Shape
+from hpu.runner.graph_cache import GraphCache
+from hpu.runner.input_buffers import InputBufferPool
 from hpu.runner.step_runner import StepRunner
+from hpu.sampling.sampler import GREEDY
 
 
 def measure_launches(runner: StepRunner, backend: Backend, buckets: list[Bucket]) -> int:
@@ -44,6 +51,58 @@ def largest_buckets(table: BucketTable, num_blocks: int) -> list[Bucket]:
         return [largest]
     blocks = max(1, min(limits.max_decode_blocks, num_blocks))
     return [largest, (DECODE, limits.max_num_seqs, 1, blocks)]
+
+
+def profiled_buckets(execution: ExecutionConfig, limits: BucketLimits) -> list[Bucket]:
+    """The launches that the settings name for a profile; they need not be in the bucket table.
+    Raises ConfigError for those that no plan of this server could have."""
+    buckets: list[Bucket] = []
+    prompt, decode = execution.profiled_prompt, execution.profiled_decode
+    if prompt is not None:
+        context = 0 if limits.is_pooling else limits.blocks_per_seq
+        most = (limits.max_num_seqs, limits.max_query, context)
+        _check_profiled("profile-prompt", execution.profile_prompt, prompt, (1, 1, 0), most)
+        buckets.append((PREFILL, *prompt))
+    if decode is not None:
+        if limits.is_pooling:
+            raise ConfigError("--profile-decode is given, and a pooling model has no decodes")
+        most = (limits.max_num_seqs, 1, limits.max_decode_blocks)
+        least = (1, 1, decode[0])
+        _check_profiled("profile-decode", execution.profile_decode, decode, least, most)
+        buckets.append((DECODE, *decode))
+    return buckets
+
+
+def _check_profiled(flag: str, text: str | None, shape: Shape, least: Shape, most: Shape) -> None:
+    names = ("BATCH", "TOKENS", "BLOCKS")
+    for name, size, minimum, maximum in zip(names, shape, least, most, strict=True):
+        if not minimum <= size <= maximum:
+            raise ConfigError(
+                f"--{flag} is {text!r}: {name} is {size}, it must be between {minimum} and "
+                f"{maximum} with these settings"
+            )
+
+
+def profile_launches(
+    buckets: list[Bucket],
+    runner: StepRunner,
+    graphs: GraphCache,
+    input_buffers: InputBufferPool[Any],
+    profiler: Profiler,
+) -> str:
+    """Compile or capture `buckets` and trace the operations of one more run of them all. Returns
+    the path of the trace. Raises ConfigError when it cannot be written."""
+    for bucket in buckets:
+        input_buffers.prepare(bucket)
+        runner.warm_up(bucket, GREEDY)
+        if graphs.captures:
+            graphs.capture(input_buffers.get(bucket))
+
+    def run() -> None:
+        for bucket in buckets:
+            runner.warm_up(bucket, GREEDY)
+
+    return profiler.trace_operations(run)
 
 
 def _too_large(bucket: Bucket, backend: Backend) -> str:

@@ -38,6 +38,7 @@ from hpu.warmup import report
 from hpu.warmup.warmup import Warmup
 from hpu.worker.build import Components, build
 from hpu.worker.load import LoadedModel, dtype_name, load
+from hpu.worker.profile_run import profile_launches, profiled_buckets
 
 logger = logging.getLogger(__name__)
 
@@ -279,6 +280,13 @@ class Worker:
             cache.warm_scrub()
         if cache is not None and loaded.contiguous:
             cache.warm_moves()
+        if profiled := profiled_buckets(config.execution, table.limits):
+            profiler = Profiler(backend, config.execution, config.cache_dir)
+            path = profile_launches(profiled, runner, graphs, components.input_buffers, profiler)
+            raise ConfigError(
+                f"the profile is in {path}: to serve, start without --profile-prompt and "
+                "--profile-decode"
+            )
         warmup = Warmup(
             runner,
             graphs,

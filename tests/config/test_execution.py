@@ -92,3 +92,31 @@ def test_slices_are_half_of_the_threshold_in_whole_thousands(
 def test_a_slice_above_the_threshold_is_refused_with_both_numbers() -> None:
     with pytest.raises(ConfigError, match=r"--fsdpa-slice-size is 9216, .* 8192"):
         ExecutionConfig(sdpa_slice_size=8193)
+
+
+@pytest.mark.parametrize(("text", "found"), [("2,128", (2, 128, 0)), ("1, 256, 3", (1, 256, 3))])
+def test_a_profiled_prefill_has_cached_context_or_none(
+    text: str, found: tuple[int, int, int]
+) -> None:
+    assert ExecutionConfig(profile_prompt=text).profiled_prompt == found
+
+
+def test_a_profiled_decode_has_one_token_a_sequence() -> None:
+    assert ExecutionConfig(profile_decode="4,64").profiled_decode == (4, 1, 64)
+    assert ExecutionConfig().profiled_decode is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"profile_prompt": "128"}, "'128', it must be BATCH,TOKENS or BATCH,TOKENS,BLOCKS"),
+        ({"profile_prompt": "1,2,3,4"}, "'1,2,3,4', it must be BATCH,TOKENS"),
+        ({"profile_decode": "4,64,1"}, "profile_decode is '4,64,1', it must be BATCH,BLOCKS"),
+        ({"profile_decode": "decode_4_64_t"}, "must be BATCH,BLOCKS"),
+    ],
+)
+def test_a_profile_of_no_launch_is_refused_with_what_is_allowed(
+    settings: dict[str, str], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ExecutionConfig(**settings)

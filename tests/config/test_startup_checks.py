@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from tiny_encoders import make_pooling
 from tiny_models import make_tiny
 
 from config.engine import EngineConfig
@@ -32,6 +33,30 @@ def test_a_context_longer_than_the_checkpoints_is_refused_with_both_numbers(fold
     # Asked or not: a long context is hours of warm-up on the emulated card.
     assert choose_max_model_len(None, facts, is_emulated=True) == min(most, 512)
     assert choose_max_model_len(most, facts, is_emulated=True) == most
+
+
+def test_a_longer_context_than_the_checkpoints_is_allowed_where_it_is_asked_for(
+    folder: str,
+) -> None:
+    facts = read_model_config(folder)
+    longer = facts.max_position + 1
+
+    check_checkpoint(
+        EngineConfig(folder, max_model_len=longer, allow_long_max_model_len=True), folder
+    )
+
+    assert choose_max_model_len(longer, facts, allows_longer=True) == longer
+    assert choose_max_model_len(None, facts, allows_longer=True) == facts.max_position
+    with pytest.raises(ConfigError, match=rf"is {2**24 + 1}, it must be at most {2**24}"):
+        choose_max_model_len(2**24 + 1, facts, allows_longer=True)
+
+
+def test_a_context_beyond_the_learned_positions_is_refused_all_the_same(tmp_path: Path) -> None:
+    facts = read_model_config(str(make_pooling("bert", tmp_path)))
+    most = facts.max_position
+
+    with pytest.raises(ConfigError, match=rf"has vectors for {most} positions and none for later"):
+        choose_max_model_len(most + 1, facts, allows_longer=True)
 
 
 def test_a_checkpoint_that_no_worker_could_read_is_refused(tmp_path: Path) -> None:

@@ -54,23 +54,23 @@ VLLM = """
     mm-processor-cache-type mm-processor-kwargs mm-shm-cache-max-object-size-mb model model-impl
     model-loader-extra-config multi-step-stream-outputs ngram-prompt-lookup-max
     ngram-prompt-lookup-min num-gpu-blocks-override num-lookahead-slots num-redundant-experts
-    num-scheduler-steps num-speculative-tokens otlp-traces-endpoint override-attention-dtype
-    override-generation-config override-neuron-config override-pooler-config
-    pipeline-parallel-size pooler-config port preemption-mode prefix-caching-hash-algo
-    pt-load-map-location qlora-adapter-name-or-path quantization ray-workers-use-nsight
-    reasoning-parser response-role return-tokens-as-token-ids revision root-path rope-scaling
-    rope-theta runner safetensors-load-strategy scheduler-cls scheduler-delay-factor
-    scheduling-policy seed served-model-name show-hidden-metrics-for-version skip-mm-profiling
-    skip-tokenizer-init spec-decoding-acceptance-method speculative-config
+    num-scheduler-seqs num-scheduler-steps num-speculative-tokens otlp-traces-endpoint
+    override-attention-dtype override-generation-config override-neuron-config
+    override-pooler-config pipeline-parallel-size pooler-config port preemption-mode
+    prefix-caching-hash-algo pt-load-map-location qlora-adapter-name-or-path quantization
+    ray-workers-use-nsight reasoning-parser response-role return-tokens-as-token-ids revision
+    root-path rope-scaling rope-theta runner safetensors-load-strategy scheduler-cls
+    scheduler-delay-factor scheduling-policy seed served-model-name show-hidden-metrics-for-version
+    skip-mm-profiling skip-tokenizer-init spec-decoding-acceptance-method speculative-config
     speculative-disable-by-batch-size speculative-disable-mqa-scorer
     speculative-draft-tensor-parallel-size speculative-max-model-len speculative-model
     speculative-model-quantization ssl-ca-certs ssl-cert-reqs ssl-certfile ssl-keyfile
     structured-outputs-config swap-space task tensor-parallel-size tokenizer tokenizer-mode
     tokenizer-pool-extra-config tokenizer-pool-size tokenizer-pool-type tokenizer-revision
-    tool-call-parser tool-parser-plugin tool-server trust-remote-code
-    trust-request-chat-template typical-acceptance-sampler-posterior-alpha
-    typical-acceptance-sampler-posterior-threshold uds use-tqdm-on-load use-v2-block-manager
-    uvicorn-log-level video-pruning-rate weights-load-device worker-cls worker-extension-cls
+    tool-call-parser tool-parser-plugin tool-server trust-remote-code trust-request-chat-template
+    typical-acceptance-sampler-posterior-alpha typical-acceptance-sampler-posterior-threshold uds
+    use-tqdm-on-load use-v2-block-manager uvicorn-log-level video-pruning-rate weights-load-device
+    worker-cls worker-extension-cls
 """
 """Flags of `vllm serve` 0.7 to 0.12 and of the vendor's fork."""
 
@@ -151,6 +151,7 @@ def test_one_message_names_every_flag_that_cannot_be_used(
         "--enable-chunked-prefill True",
         "--enable-chunked-prefill=true",
         "--num-scheduler-steps 8",
+        "--num-scheduler-seqs 8",
         "--max-seq-len-to-capture 32768",
         "--preemption-mode recompute",
         "--scheduler-delay-factor 0",

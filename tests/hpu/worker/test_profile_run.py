@@ -1,5 +1,9 @@
-"""Memory as it is found on a card: by running the largest launches before the cache is made."""
+"""Launches outside of any request: the largest ones, by which a card's memory is found, and those
+that are profiled instead of serving."""
 
+import dataclasses
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,7 @@ from tiny_models import make_tiny
 from config.buckets import BucketConfig, Range
 from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.errors import ConfigError
-from config.execution import EmulatorSettings
+from config.execution import EmulatorSettings, ExecutionConfig
 from hpu.worker.worker import Worker
 
 FEW = BucketConfig(
@@ -83,6 +87,52 @@ def test_a_card_that_is_too_small_says_what_did_not_fit(
     folder: Path, memory_bytes: int, words: str
 ) -> None:
     worker = Worker(config_of(folder, memory_bytes))
+
+    with pytest.raises(ConfigError, match=words):
+        worker.start(lambda progress: None)
+
+    worker.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", "hpu-emulator"])
+@pytest.mark.parametrize("mode", ["auto", "torch-compile"])
+def test_the_named_launches_are_profiled_instead_of_serving(
+    device: str, mode: str, folder: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "new" / "trace.json"
+    settings = ExecutionConfig(
+        mode=mode, profile_prompt="1,32,2", profile_decode="2,5", profiler=str(path)
+    )
+    config = dataclasses.replace(
+        config_of(folder, 128 * MIB), device=device, buckets=BucketConfig(), execution=settings
+    )
+    worker = Worker(config)
+
+    with pytest.raises(ConfigError, match=re.escape(f"the profile is in {path}: to serve, start")):
+        worker.start(lambda progress: None)
+
+    worker.close()
+    events = json.loads(path.read_text())["traceEvents"]
+    assert any(event.get("cat") == "cpu_op" for event in events)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"profile_prompt": "5,32"}, "'5,32': BATCH is 5, it must be between 1 and 4"),
+        ({"profile_prompt": "1,129"}, "TOKENS is 129, it must be between 1 and 128"),
+        ({"profile_prompt": "1,32,17"}, "BLOCKS is 17, it must be between 0 and 16"),
+        ({"profile_decode": "2,1"}, "'2,1': BLOCKS is 1, it must be between 2 and 64"),
+        ({"profile_decode": "0,9"}, "--profile-decode is '0,9': BATCH is 0"),
+    ],
+)
+def test_a_launch_that_no_request_could_have_is_not_profiled(
+    settings: dict[str, str], words: str, folder: Path
+) -> None:
+    config = dataclasses.replace(
+        config_of(folder, 128 * MIB), device="cpu", execution=ExecutionConfig(**settings)
+    )
+    worker = Worker(config)
 
     with pytest.raises(ConfigError, match=words):
         worker.start(lambda progress: None)

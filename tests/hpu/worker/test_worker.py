@@ -136,6 +136,24 @@ def test_a_cache_that_holds_no_full_context_is_refused_at_start(folder: Path) ->
         Worker(config).start(lambda progress: None)
 
 
+def test_a_context_longer_than_the_checkpoints_is_served_with_one_warning(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = WorkerRig(folder, max_model_len=600, allow_long_max_model_len=True)
+    rig.admit(0, list(range(20, 270)) * 2 + [30] * 10)
+
+    rig.prefill({0: 255})
+    rig.prefill({0: None})
+    rig.step()
+    rig.run([0], 8)
+
+    rig.worker.close()
+    assert rig.ready.max_model_len == 600
+    assert len(rig.requests[0].sampled) == 9 and min(rig.requests[0].sampled) >= 0
+    (warning,) = [text for text in caplog.messages if "longer than" in text]
+    assert "context of 600 tokens is longer than the 512 that the checkpoint" in warning
+
+
 def test_a_checkpoint_keeps_its_type_only_where_it_runs_well() -> None:
     backend = CpuBackend(num_threads=1)
     backend.fast_dtypes = (torch.float32,)
