@@ -65,6 +65,13 @@ class SchedulerConfig:
         aliases=("max-num-prefill-seqs",),
         minimum=1,
     )
+    merged_prefill: bool = setting(
+        False,
+        "Put the prompts of a launch, at most --max-prefill-batch, behind each other in one row: "
+        "less padding, but the attention computes all pairs of the row's tokens; on HPU only",
+        name="use-merged-prefill",
+        variables=("VLLM_MERGED_PREFILL",),
+    )
     policy: str = setting(
         "fcfs",
         "Order of waiting requests: first come first served, or by the request's priority",

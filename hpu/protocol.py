@@ -94,7 +94,8 @@ class Launch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
     phase: int
     bucket: Shape
-    """(batch, query, blocks). Prefill: blocks of cached context a request. Decode: query is 1, and
+    """(batch, query, blocks). Prefill: blocks of cached context a request; with merged prefill
+    batch is 1, and query and blocks are those of all requests together. Decode: query is 1, and
     blocks is the total over all requests, or, where the worker reads its cache as one slice, the
     highest block of any request plus 1."""
     req_indices: list[int]
@@ -211,6 +212,8 @@ class BucketLimits:
     prefix_caching: bool
     is_pooling: bool = False
     """Pooling models compute whole texts without a KV cache: no decodes, no context blocks."""
+    merged_prefill: bool = False
+    """Every prefill has one row, with up to `max_prefill_batch` sequences behind each other."""
 
     @classmethod
     def for_pooling(

@@ -88,6 +88,7 @@ class EngineCore:
             stats=self._stats,
             on_unwarmed=config.warmup.on_unwarmed_shape,
             contiguous=ready.contiguous,
+            merges_prompts=table.limits.merged_prefill,
         )
         self._pooling = ready.pooling
         self._scheduler: Scheduler | PoolingScheduler

@@ -48,6 +48,7 @@ def planned_limits(config: EngineConfig) -> BucketLimits:
         max_prefill_batch=schedule.prefill_batch(),
         num_blocks=cache.num_blocks or full,
         prefix_caching=cache.enable_prefix_caching,
+        merged_prefill=schedule.merged_prefill,
     )
 
 

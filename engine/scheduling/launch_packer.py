@@ -1,5 +1,6 @@
 """LaunchPacker: packs prefill chunks and decodes into launches that fit buckets."""
 
+import operator
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -41,11 +42,16 @@ class LaunchPacker:
         stats: StepStats,
         on_unwarmed: str = "run",
         contiguous: bool = False,
+        merges_prompts: bool = False,
     ) -> None:
-        """`contiguous`: a decode reads all blocks up to the highest of its requests, not a sum."""
+        """`contiguous`: a decode reads all blocks up to the highest of its requests, not a sum.
+        `merges_prompts`: the chunks of a prefill lie behind each other in one row."""
         self._table = table
         self._rejects = on_unwarmed == "reject"
         self._combine: Callable[[Iterable[int]], int] = max if contiguous else sum
+        self._merges_prompts = merges_prompts
+        self._join: Callable[[int, int], int] = operator.add if merges_prompts else max
+        """Query and context of a prefill from those of its chunks."""
         self._max_batch = max_prefill_batch
         self._max_tokens = max_tokens
         self._stats = stats
@@ -113,9 +119,10 @@ class LaunchPacker:
         cheapest: list[tuple[int, int]] = [(0, 0)]
         for stop in range(1, len(chunks) + 1):
             best: tuple[int, int] | None = None
-            query, context = chunks[stop - 1].num_tokens, 0
+            query = context = 0
             for start in range(stop - 1, max(stop - 1 - self._max_batch, -1), -1):
-                context = max(context, chunks[start].context)
+                query = self._join(query, chunks[start].num_tokens)
+                context = self._join(context, chunks[start].context)
                 if self._table.is_exact and stop - start > self._max_requests(query, context):
                     break
                 cost = self._cost(stop - start, query, context)
@@ -150,6 +157,8 @@ class LaunchPacker:
 
     def _find_cost(self, shape: tuple[int, int, int]) -> int | None:
         batch = shape[0]
+        if self._merges_prompts:
+            shape = (1, *shape[1:])
         # Checked first, because `find` adds a bucket for any shape.
         if batch > 1 and not self._table.is_prepared(PREFILL, *shape):
             return None
@@ -160,9 +169,12 @@ class LaunchPacker:
 
     def _launch(self, chunks: list[Chunk]) -> tuple[Launch, list[Chunk]]:
         counts = [chunk.num_tokens for chunk in chunks]
-        lookup: Lookup = self._table.find(
-            PREFILL, len(chunks), max(counts), max(chunk.context for chunk in chunks)
-        )
+        query = context = 0
+        for chunk in chunks:
+            query = self._join(query, chunk.num_tokens)
+            context = self._join(context, chunk.context)
+        batch = 1 if self._merges_prompts else len(chunks)
+        lookup: Lookup = self._table.find(PREFILL, batch, query, context)
         self._count(PREFILL, lookup, sum(counts))
         req_indices = [chunk.request.req_index for chunk in chunks]
         samples = [chunk.samples for chunk in chunks]

@@ -66,6 +66,8 @@ class BucketTable:
             return cls([], [], limits, exact=True)
         prompts, decodes = generate_buckets(config, limits)
         prompts = [shape for shape in prompts if _fits_budget(shape, limits)]
+        if limits.merged_prefill:
+            prompts = [(1, query, blocks) for _, query, blocks in prompts]
         if limits.is_pooling:
             prompts, decodes = [shape for shape in prompts if shape[2] == 0], []
             return cls(_cover_texts(prompts, limits), [], limits, exact=False)

@@ -15,7 +15,8 @@ from hpu.ops.kernels import AttentionForm, ContextSlice
 
 class PrefillAttentionInputs(NamedTuple):
     """A prefill of `B` sequences, `Q` new tokens each (right-padded), over cached context of `C`
-    blocks each.
+    blocks each. Or of up to `S` sequences behind each other in one row: then `positions` is (1, Q),
+    `query_lens` and `context_lens` are (S), and `block_list` is (C), the blocks of all of them.
 
     Integers are int32 on devices that need it and int64 on CPU. A padding token has position 0 and
     writes to the pad block; a padding sequence has query_lens 0.
@@ -193,7 +194,13 @@ def _in_form(
     cached, cached_windowed = metadata.context_masks
     masks: Masks = metadata.masks
     slices: tuple[ContextSlice, ...] = ()
-    if sizes is not None and cached is not None and cached.shape[-1] + length >= sizes.threshold:
+    if (
+        sizes is not None
+        and cached is not None
+        # A mask with a row for each token belongs to several sequences in one row.
+        and cached.shape[2] == 1
+        and cached.shape[-1] + length >= sizes.threshold
+    ):
         slices = _slices(inputs, mask_in(cached, form.prompt_dtype), sizes.size)
         masks = (causal_mask(min(length, sizes.size), None, cached.device), masks[1])
         cached = None
@@ -247,6 +254,8 @@ def _prefill_metadata(
 ) -> PrefillMetadata:
     batch, length = inputs.positions.shape
     device, window = inputs.positions.device, windows.size
+    if inputs.query_lens.shape[0] > batch:
+        return _merged_metadata(inputs, block_size, windows)
     windowed = None
     if windows.any_windowed and window is not None and window < length:
         windowed = causal_mask(length, window, device)
@@ -287,6 +296,56 @@ def _last_blocks(
     first = (first // block_size).clamp_max(table.shape[1] - count)
     blocks = first.unsqueeze(1) + torch.arange(count, device=table.device)
     return table.gather(1, blocks.long()).view(-1), first * block_size
+
+
+def _merged_metadata(
+    inputs: PrefillAttentionInputs, block_size: int, windows: Windows
+) -> PrefillMetadata:
+    """Of several sequences in one row. Padding is a sequence of its own, without context."""
+    positions, window = inputs.positions.view(-1), windows.size
+    length, num_sequences = positions.shape[0], inputs.query_lens.shape[0]
+    device = positions.device
+    tokens = torch.arange(length, device=device)
+    # (Q): index of each token's sequence, num_sequences for padding.
+    owners = (tokens.unsqueeze(1) >= inputs.query_lens.cumsum(0)).sum(-1)
+    distance = tokens.unsqueeze(1) - tokens
+    new = (owners.unsqueeze(1) == owners) & (distance >= 0)
+    new_windowed, cached, cached_windowed = new, None, None
+    if window is not None:
+        new_windowed = new & (distance < window)
+    if inputs.block_list.shape[0]:
+        blocks = torch.arange(inputs.block_list.shape[0], device=device)
+        counts = torch.div(
+            inputs.context_lens + (block_size - 1), block_size, rounding_mode="floor"
+        )
+        ends = counts.cumsum(0)
+        # (C): index of each block's sequence, num_sequences for padding.
+        groups = (blocks.unsqueeze(1) >= ends).sum(-1)
+        rows = groups.clamp_max(num_sequences - 1)
+        first = (blocks - (ends - counts).index_select(0, rows)) * block_size
+        # (C, block_size): position of each cached token in its sequence.
+        keys = first.unsqueeze(1) + torch.arange(block_size, device=device)
+        real = (groups < num_sequences).unsqueeze(1)
+        real = real & (keys < inputs.context_lens.index_select(0, rows).unsqueeze(1))
+        cached = (owners.unsqueeze(1) == groups).unsqueeze(-1) & real
+        if window is not None:
+            cached_windowed = cached & (positions.view(-1, 1, 1) - keys < window)
+
+    def mask(visible: Tensor | None, exists: bool) -> Tensor | None:
+        if visible is None or not exists:
+            return None
+        return as_mask(visible.view(1, 1, length, -1))
+
+    return PrefillMetadata(
+        slot_mapping=inputs.slot_mapping,
+        query_lens=inputs.query_lens.clamp_min(1),
+        block_lists=(inputs.block_list, inputs.block_list),
+        masks=(mask(new, windows.any_full), mask(new_windowed, windows.any_windowed)),
+        context_masks=(
+            mask(cached, windows.any_full),
+            mask(cached_windowed, windows.any_windowed),
+        ),
+    )
 
 
 def _decode_metadata(

@@ -103,8 +103,8 @@ class AsyncLaunchOutput:
 class PromptTargets(NamedTuple):
     """What one request of a launch asks for its prompt."""
 
-    position: int
-    """In the launch."""
+    first: int
+    """Index of its first token in the flattened (B * Q)."""
     req_index: int
     k: int
     """Most likely tokens at each position."""

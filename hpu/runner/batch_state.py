@@ -116,12 +116,15 @@ class BatchState:
         """Write a prefill's inputs and advance its requests; returns the ones that sample."""
         indices = self._check_live(launch)
         counts: Integers = np.asarray(launch.query_lens, np.int64)
-        batch, query = out.tokens.shape
+        (rows, query), batch = out.tokens.shape, len(out.query_lens)
+        # Several sequences in one row share its length and its context blocks.
+        is_merged = batch > rows
+        join = np.sum if is_merged else np.max
         blocks = out.block_list.shape[1]
         n = len(indices)
-        if not (len(counts) == len(launch.samples) == n) or n > batch or counts.max() > query:
+        if not (len(counts) == len(launch.samples) == n) or n > batch or join(counts) > query:
             raise RuntimeError(
-                f"{n} requests of up to {counts.max(initial=0)} tokens do not fit {launch.bucket}"
+                f"{n} requests of {launch.query_lens} tokens do not fit {launch.bucket}"
             )
         computed = self._num_computed_tokens[indices]
         if counts.min() < 1 or (computed + counts > self._num_tokens[indices]).any():
@@ -129,9 +132,17 @@ class BatchState:
                 f"counts {launch.query_lens} exceed the tokens of requests {launch.req_indices}"
             )
         context_blocks = -(-computed // self.block_size)
-        if context_blocks.max() > blocks:
-            raise RuntimeError(f"{context_blocks.max()} context blocks do not fit {launch.bucket}")
+        if join(context_blocks) > blocks:
+            raise RuntimeError(f"{join(context_blocks)} context blocks do not fit {launch.bucket}")
         self._check_blocks(indices, computed + counts)
+        out.query_lens[:n] = counts
+        out.query_lens[n:] = 0
+        out.context_lens[:n] = computed
+        out.context_lens[n:] = 0
+        out.block_list[:] = self.pad_block
+        if is_merged:
+            self._fill_row(indices, counts, computed, context_blocks, out)
+            return self._advance(launch, indices, counts, np.cumsum(counts) - 1, out)
 
         positions = computed[:, None] + np.arange(query)
         if n == batch and counts.min() == query:
@@ -141,15 +152,30 @@ class BatchState:
             out.slot_mapping[:] = self._slot_mapping(indices[:, None], positions)
         else:
             self._fill_padded(indices, counts, positions, out)
-        out.query_lens[:n] = counts
-        out.query_lens[n:] = 0
-        out.context_lens[:n] = computed
-        out.context_lens[n:] = 0
-        out.block_list[:] = self.pad_block
         width = min(blocks, self._block_tables.shape[1])
         is_context = np.arange(width) < context_blocks[:, None]
         out.block_list[:n, :width][is_context] = self._block_tables[indices, :width][is_context]
-        return self._advance(launch, indices, counts, out)
+        return self._advance(launch, indices, counts, np.arange(n) * query + counts - 1, out)
+
+    def _fill_row(
+        self,
+        indices: Integers,
+        counts: Integers,
+        computed: Integers,
+        context_blocks: Integers,
+        out: PrefillArrays,
+    ) -> None:
+        """Write tokens and context blocks of several requests behind each other in one row."""
+        tokens, column = _behind_each_other(counts)
+        positions, requests, total = computed[tokens] + column, indices[tokens], len(tokens)
+        out.tokens[0, :total] = self._tokens[requests, positions]
+        out.tokens[0, total:] = 0
+        out.positions[0, :total] = positions
+        out.positions[0, total:] = 0
+        out.slot_mapping[0, :total] = self._slot_mapping(requests, positions)
+        out.slot_mapping[0, total:] = np.resize(self._pad_slots, out.tokens.shape[1] - total)
+        blocks, column = _behind_each_other(context_blocks)
+        out.block_list[0, : len(blocks)] = self._block_tables[indices[blocks], column]
 
     def _fill_padded(
         self, indices: Integers, counts: Integers, positions: Integers, out: PrefillArrays
@@ -198,9 +224,8 @@ class BatchState:
         # One entry a block, all of the first request, then all of the second, ...:
         #   groups   0  0  0  1  1  2
         #   columns  0  1  2  0  1  0      the block's column in its request's block table
-        groups = np.repeat(np.arange(n), used)
+        groups, columns = _behind_each_other(used)
         ends = np.cumsum(used)
-        columns = np.arange(len(groups)) - np.repeat(ends - used, used)
         blocks = self._block_tables[indices[groups], columns]
         num_blocks = int(blocks.max()) + 1 if self.contiguous else len(blocks)
         if n > batch or num_blocks > total:
@@ -235,8 +260,9 @@ class BatchState:
             out.tokens[:] = 0
             out.positions[:] = np.minimum(context + np.arange(query), max_len - 1)
             out.slot_mapping[:] = np.resize(self._pad_slots, (batch, query))
-            out.query_lens[:] = query
-            out.context_lens[:] = context
+            out.query_lens[:] = out.context_lens[:] = 0
+            out.query_lens[:batch] = query
+            out.context_lens[:batch] = context
             out.last_token_indices[:] = 0
         else:
             batch, total = len(out.req_indices), len(out.block_list)
@@ -289,19 +315,31 @@ class BatchState:
         return blocks * self.block_size + positions % self.block_size
 
     def _advance(
-        self, launch: Launch, indices: Integers, counts: Integers, out: PrefillArrays
+        self,
+        launch: Launch,
+        indices: Integers,
+        counts: Integers,
+        lasts: Integers,
+        out: PrefillArrays,
     ) -> list[int]:
+        """`lasts`: index of each request's last token in the flattened tokens."""
         self._num_computed_tokens[indices] += counts
         samples = np.asarray(launch.samples, np.bool_)
         sampling = indices[samples]
         if (self._num_computed_tokens[sampling] != self._num_tokens[sampling]).any():
             raise RuntimeError(f"requests {sampling.tolist()} sample before their last token")
-        width = out.tokens.shape[1]
         count = len(sampling)
         out.req_indices[:count] = sampling
         out.req_indices[count:] = self.max_num_reqs
-        out.last_token_indices[:count] = (np.arange(len(indices)) * width + counts - 1)[samples]
+        out.last_token_indices[:count] = lasts[samples]
         out.last_token_indices[count:] = 0
         self._num_tokens[sampling] += 1
         sampling_list: list[int] = sampling.tolist()
         return sampling_list
+
+
+def _behind_each_other(counts: Integers) -> tuple[Integers, Integers]:
+    """For counts 2, 3: the index of each item's group (0 0 1 1 1), and its own in there
+    (0 1 0 1 2)."""
+    groups = np.repeat(np.arange(len(counts)), counts)
+    return groups, np.arange(len(groups)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -63,11 +63,11 @@ class DecodeArrays(NamedTuple):
     """(N,)"""
 
 
-def _shapes(bucket: Bucket) -> list[tuple[int, ...]]:
+def _shapes(bucket: Bucket, prompts_per_row: int) -> list[tuple[int, ...]]:
     """Shapes of the bucket's arrays, in the order of the named tuples."""
     phase, batch, query, blocks = bucket
     if phase == PREFILL:
-        wide, tall = (batch, query), (batch,)
+        wide, tall = (batch, query), (batch * prompts_per_row,)
         return [wide, wide, wide, tall, tall, (batch, blocks), tall, tall]
     return [(batch,), (batch, 1), (batch,), (blocks,), (blocks,), (blocks,), (blocks,)]
 
@@ -214,11 +214,15 @@ class BaseInputBuffers(Generic[A]):
 
 
 class InputBuffers(BaseInputBuffers[PrefillArrays | DecodeArrays]):
-    """Inputs of a launch over a KV cache."""
+    """Inputs of a launch over a KV cache. With `prompts_per_row` S, a prefill of B rows has up to S
+    sequences in each, and the arrays of (B,) have B * S entries."""
 
-    def __init__(self, bucket: Bucket, backend: Backend, *, is_static: bool) -> None:
+    def __init__(
+        self, bucket: Bucket, backend: Backend, *, is_static: bool, prompts_per_row: int = 1
+    ) -> None:
         make = PrefillArrays if bucket[0] == PREFILL else DecodeArrays
-        super().__init__(bucket, _shapes(bucket), make, backend, is_static=is_static)
+        shapes = _shapes(bucket, prompts_per_row)
+        super().__init__(bucket, shapes, make, backend, is_static=is_static)
 
     @property
     def last_token_indices(self) -> Tensor | None:

@@ -4,6 +4,7 @@ Be paranoid about adding lines here: everything in `_begin` and `_finish` runs f
 of every step, and nothing in it may wait for the device or depend on the value of a device tensor.
 """
 
+import itertools
 import time
 from collections.abc import Sequence
 
@@ -335,15 +336,19 @@ class ModelRunner(StepRunner):
         if (num_logprobs[launch.req_indices] < 0).all():
             return []
         all_targets: list[PromptTargets] = []
-        for index, (req_index, count) in enumerate(
-            zip(launch.req_indices, launch.query_lens, strict=True)
+        batch, query, _ = launch.bucket
+        # Several sequences of one row lie behind each other.
+        lengths = launch.query_lens if batch == 1 else [query] * len(launch.query_lens)
+        firsts = itertools.accumulate(lengths[:-1], initial=0)
+        for first, req_index, count in zip(
+            firsts, launch.req_indices, launch.query_lens, strict=True
         ):
             if num_logprobs[req_index] >= 0:
                 start = self._batch_state.num_computed_tokens(req_index)
                 targets = self._batch_state.prompt_targets(req_index, start, count)
                 if len(targets):
                     k = int(num_logprobs[req_index])
-                    all_targets.append(PromptTargets(index, req_index, k, targets))
+                    all_targets.append(PromptTargets(first, req_index, k, targets))
         return all_targets
 
     def _prompt_logprobs(
@@ -355,12 +360,13 @@ class ModelRunner(StepRunner):
     ) -> AsyncPromptLogprobs:
         """The log-probabilities asked for, in slices, so that the logits stay small. Written to
         `results` if there are, else returned."""
-        position, req_index, k, targets = asked
-        batch, query = forward.inputs.tokens.shape
-        first = position * query
+        first, req_index, k, targets = asked
+        query = forward.inputs.tokens.shape[1]
+        # Of `results`, behind those of the sampling requests.
+        first_row = len(forward.inputs.req_indices) + first
         rows = None
         if results is not None:
-            rows = slice(batch + first, batch + first + len(targets))
+            rows = slice(first_row, first_row + len(targets))
         done = AsyncPromptLogprobs(req_index, k, rows=rows)
         most = max(1, min(query, PROMPT_LOGITS // self._vocab_size))
         for start in range(0, len(targets), most):
@@ -377,7 +383,7 @@ class ModelRunner(StepRunner):
                 done.slices.append((len(part), top_logprobs(logits, targets_at, k)))
             else:
                 is_real = np.arange(width) < len(part)
-                to = np.where(is_real, batch + positions, len(results) - 1)
+                to = np.where(is_real, first_row - first + positions, len(results) - 1)
                 numbers = [positions, part[columns], to]
                 at, targets_at, to_at = self._upload(numbers, output)
                 logits = self._logits(forward.hidden.index_select(0, at))

@@ -78,6 +78,8 @@ class Warmup:
         """Background buckets without a graph."""
         self._pads = False
         """Whether there is a table of buckets."""
+        self._prompt_width: int | None = None
+        """Sequences of a prefill where all prefills have as many; None: its batch."""
 
     @property
     def num_later(self) -> int:
@@ -89,6 +91,8 @@ class Warmup:
         Raises ConfigError when no bucket of a phase fits into memory, or when the traffic file
         cannot be read."""
         mode, first = self._config.mode, table.reachable
+        if table.limits.merged_prefill:
+            self._prompt_width = table.limits.max_prefill_batch
         report.log_unused(len(table.buckets) - len(first))
         if mode == "skip":
             return self._skip(first)
@@ -145,11 +149,11 @@ class Warmup:
         start, free = time.perf_counter(), self._backend.memory()[0]
         self._pads = bool(buckets)
         order = largest_first(buckets or _small_launches(phases), self._block_size)
-        samplings = _samplings_by_width(order, self._runner.warmup_settings)
+        samplings = self._samplings_by_width(order)
         num_graphs = len(buckets) if self._graphs.captures else 0
         progress = _Progress(len(order) + len(samplings) + num_graphs, on_progress)
         usable = self._run_all(order, progress)
-        self._sample_all(_samplings_by_width(usable, self._runner.warmup_settings), progress)
+        self._sample_all(self._samplings_by_width(usable), progress)
         if num_graphs:
             self._capture_all(usable, progress)
         progress.finish()
@@ -166,8 +170,8 @@ class Warmup:
         """Prepare one bucket, from its first run to its graph."""
         if not self._run_once(bucket, GREEDY):
             return False
-        if bucket[1] not in self._widths:
-            self._sample_all(_samplings_by_width([bucket], self._runner.warmup_settings), None)
+        if self._width(bucket) not in self._widths:
+            self._sample_all(self._samplings_by_width([bucket]), None)
         if self._graphs.captures:
             self._left_out += self._capture([bucket], None, is_pooled=True)[1]
         return True
@@ -204,13 +208,28 @@ class Warmup:
         for bucket, sampling in samplings:
             if not self._run_once(bucket, sampling):
                 raise ConfigError(
-                    f"sampling of {bucket[1]} rows does not fit into the device's memory: lower "
-                    "--max-num-seqs, --gpu-memory-utilization, or the number of KV blocks where it "
-                    "was given"
+                    f"sampling of {self._width(bucket)} rows does not fit into the device's "
+                    "memory: lower --max-num-seqs, --gpu-memory-utilization, or the number of KV "
+                    "blocks where it was given"
                 )
-            self._widths.add(bucket[1])
+            self._widths.add(self._width(bucket))
             if progress is not None:
                 progress.step()
+
+    def _width(self, bucket: Bucket) -> int:
+        """Rows that a launch in the bucket samples."""
+        return self._prompt_width or bucket[1] if bucket[0] == PREFILL else bucket[1]
+
+    def _samplings_by_width(self, buckets: list[Bucket]) -> list[tuple[Bucket, RequestSampling]]:
+        """Every kind of sampling once for each batch width, in its smallest bucket, the widest
+        first. GREEDY is left out: each bucket's first run uses it."""
+        smallest = {self._width(bucket): bucket for bucket in buckets}
+        return [
+            (smallest[width], sampling)
+            for width in sorted(smallest, reverse=True)
+            for sampling in self._runner.warmup_settings
+            if sampling != GREEDY
+        ]
 
     def _capture_all(self, buckets: list[Bucket], progress: "_Progress") -> None:
         """Capture prompts within their share, decodes within theirs and what is left of the
@@ -348,17 +367,3 @@ class _Progress:
 def _small_launches(phases: tuple[int, ...]) -> list[Bucket]:
     small = {PREFILL: (PREFILL, 1, FIRST_QUERY, 0), DECODE: (DECODE, 1, 1, 1)}
     return [small[phase] for phase in phases]
-
-
-def _samplings_by_width(
-    buckets: list[Bucket], settings: tuple[RequestSampling, ...]
-) -> list[tuple[Bucket, RequestSampling]]:
-    """Every kind of sampling once for each batch width, in its smallest bucket, the widest first.
-    GREEDY is left out: each bucket's first run uses it."""
-    smallest = {bucket[1]: bucket for bucket in buckets}
-    return [
-        (smallest[width], sampling)
-        for width in sorted(smallest, reverse=True)
-        for sampling in settings
-        if sampling != GREEDY
-    ]

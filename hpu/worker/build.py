@@ -4,6 +4,7 @@ import gc
 import logging
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from config.engine import CacheConfig
@@ -118,7 +119,8 @@ def make_runner(
     cache = KVCache(
         model, backend, num_blocks=num_blocks, block_size=loaded.block_size, dtype=loaded.dtype
     )
-    buffers = InputBufferPool(backend, InputBuffers)
+    make = partial(InputBuffers, prompts_per_row=loaded.prompts_per_row)
+    buffers = InputBufferPool(backend, make)
     batch_state = BatchState(
         loaded.config.scheduler.max_num_seqs + 1,
         loaded.max_model_len,

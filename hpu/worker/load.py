@@ -83,6 +83,14 @@ class LoadedModel:
         """Whether decodes read the cache as one slice."""
         return self.pooler is None and reads_contiguously(self.config, self.backend)
 
+    @property
+    def prompts_per_row(self) -> int:
+        """Sequences that may lie behind each other in a row of a prefill."""
+        scheduler = self.config.scheduler
+        # Only the vendor's fused attention reads such a row; other devices pad little or nothing.
+        merges = scheduler.merged_prefill and self.backend.compiles and self.pads
+        return scheduler.prefill_batch() if merges and self.pooler is None else 1
+
     def bucket_table(self, num_blocks: int) -> BucketTable:
         """The buckets over a KV cache of `num_blocks`; a pooling model has none."""
         scheduler = self.config.scheduler
@@ -99,6 +107,7 @@ class LoadedModel:
                 max_prefill_batch=scheduler.prefill_batch(),
                 num_blocks=num_blocks,
                 prefix_caching=self.config.cache.enable_prefix_caching,
+                merged_prefill=self.prompts_per_row > 1,
             )
         return BucketTable.make(self.bucket_config, limits)
 

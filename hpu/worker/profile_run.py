@@ -60,7 +60,7 @@ def profiled_buckets(execution: ExecutionConfig, limits: BucketLimits) -> list[B
     prompt, decode = execution.profiled_prompt, execution.profiled_decode
     if prompt is not None:
         context = 0 if limits.is_pooling else limits.blocks_per_seq
-        most = (limits.max_num_seqs, limits.max_query, context)
+        most = (1 if limits.merged_prefill else limits.max_num_seqs, limits.max_query, context)
         _check_profiled("profile-prompt", execution.profile_prompt, prompt, (1, 1, 0), most)
         buckets.append((PREFILL, *prompt))
     if decode is not None:

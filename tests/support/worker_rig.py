@@ -62,6 +62,7 @@ class WorkerRig:
         device: str = "cpu",
         dtype: str = "float32",
         prefix_caching: bool = True,
+        merged_prefill: bool = False,
         **settings: Any,
     ) -> None:
         config = EngineConfig(
@@ -72,7 +73,11 @@ class WorkerRig:
             cache=CacheConfig(
                 block_size=BLOCK_SIZE, num_blocks=num_blocks, enable_prefix_caching=prefix_caching
             ),
-            scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=256),
+            scheduler=SchedulerConfig(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=256,
+                merged_prefill=merged_prefill,
+            ),
             buckets=buckets or BucketConfig(),
             **settings,
         )
@@ -126,17 +131,19 @@ class WorkerRig:
 
     def prefill(self, counts: dict[int, int | None]) -> None:
         """One launch for these requests; None takes all that is known."""
-        takes, samples, context = [], [], 0
+        takes, samples, contexts = [], [], []
         for req_index, asked in counts.items():
             state = self.requests[req_index]
             count = state.known - state.computed if asked is None else asked
-            context = max(context, -(-state.computed // BLOCK_SIZE))
+            contexts.append(-(-state.computed // BLOCK_SIZE))
             state.computed += count
             self._grow(req_index, state.computed)
             takes.append(count)
             samples.append(state.computed == state.known)
             state.known += samples[-1]
-        bucket = self._bucket(len(counts), max(takes), context)
+        is_merged = self.ready.bucket_limits.merged_prefill
+        join = sum if is_merged else max
+        bucket = self._bucket(1 if is_merged else len(counts), join(takes), join(contexts))
         self._next.launches.append(Launch(PREFILL, bucket, list(counts), takes, samples))
 
     def decode(self, req_indices: list[int]) -> None:

@@ -104,6 +104,47 @@ def test_context_is_padded_to_the_largest_of_the_group() -> None:
     assert launch.bucket == (2, 17, 2)
 
 
+def merged_packer() -> LaunchPacker:
+    limits = BucketLimits(16, 2048, 64, BUDGET, MAX_BATCH, 1000, True, merged_prefill=True)
+    table = BucketTable.make(BucketConfig(strategy="linear"), limits)
+    return LaunchPacker(
+        table,
+        max_prefill_batch=MAX_BATCH,
+        max_tokens=BUDGET,
+        stats=StepStats(),
+        merges_prompts=True,
+    )
+
+
+def test_prompts_in_one_row_share_its_length_and_its_context() -> None:
+    (launch,) = pack(merged_packer(), [(3, 2), (20, 1), (9, 0)])
+
+    assert launch.query_lens == [3, 9, 20]
+    assert launch.bucket == (1, 32, 3)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 700), st.integers(0, 40)), min_size=1, max_size=8))
+def test_a_row_of_prompts_fits_a_bucket_that_was_prepared(shapes: list[tuple[int, int]]) -> None:
+    packer = merged_packer()
+
+    launches = pack(packer, shapes)
+
+    assert sum(len(launch.req_indices) for launch in launches) == len(shapes)
+    for launch in launches:
+        context = sum(shapes[row][1] for row in launch.req_indices)
+        batch, query, blocks = launch.bucket
+        assert batch == 1 and len(launch.req_indices) <= MAX_BATCH
+        assert sum(launch.query_lens) <= query <= BUDGET and context <= blocks
+        assert packer._table.is_prepared(PREFILL, *launch.bucket)
+
+
+def test_a_row_of_prompts_is_split_where_its_padding_costs_more_than_a_launch() -> None:
+    launches = pack(merged_packer(), [(2000, 0), (1000, 0), (40, 0)])
+
+    assert [launch.query_lens for launch in launches] == [[40, 1000], [2000]]
+
+
 def test_requests_counts_and_samples_keep_one_order() -> None:
     chunks = [make_chunk(row, count) for row, count in enumerate([40, 41, 39, 300])]
 

@@ -73,15 +73,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_tiny("llama", tmp_path_factory.mktemp("tiny"), max_position_embeddings=256))
 
 
-@pytest.fixture(scope="module")
-def engine(folder: str) -> Iterator[tuple[EngineCore, WatchedExecutor]]:
+@pytest.fixture(
+    scope="module",
+    params=[False, True],
+    ids=["prompts in rows", "prompts in one row"],
+)
+def engine(
+    folder: str, request: pytest.FixtureRequest
+) -> Iterator[tuple[EngineCore, WatchedExecutor]]:
     config = EngineConfig(
         folder,
         device="hpu-emulator",
         dtype="float32",
         num_threads=1,
         cache=CacheConfig(block_size=16, num_blocks=64),
-        scheduler=SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=64, max_prefill_batch=2),
+        scheduler=SchedulerConfig(
+            max_num_seqs=6,
+            max_num_batched_tokens=64,
+            # Not a batch of decodes: sampling has a width of its own.
+            max_prefill_batch=3 if request.param else 2,
+            merged_prefill=request.param,
+        ),
         buckets=BucketConfig(strategy="exponential"),
         emulator=EmulatorSettings(is_strict=True, memory_bytes=32 << 30),
     )

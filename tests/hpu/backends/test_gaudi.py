@@ -197,6 +197,7 @@ def test_a_replay_reads_the_tensors_that_it_is_given() -> None:
     second = graph.replay(x).cpu().tolist()
 
     assert (first, second) == ([10.0, 10.0], [0.0, 0.0])
+    backend.close()
 
 
 @pytest.mark.parametrize("mode", ["hpu-graphs", "torch-compile"])

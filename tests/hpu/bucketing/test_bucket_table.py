@@ -143,6 +143,15 @@ def test_every_text_of_a_pooling_model_finds_a_prepared_bucket(
     assert {table.find(PREFILL, 1, count, 0).result for count in range(1, 251)} == {"hit"}
 
 
+def test_where_prompts_lie_in_one_row_every_prefill_has_one() -> None:
+    limits = BucketLimits(16, 256, 8, 256, 4, 100, True, merged_prefill=True)
+    config = BucketConfig(strategy="linear", prompt_batch=Range(2, 2, 4))
+
+    table = BucketTable.make(config, limits)
+
+    assert {batch for phase, batch, *_ in table.buckets if phase == PREFILL} == {1}
+
+
 def test_an_exact_table_pads_nothing() -> None:
     table = BucketTable.make(BucketConfig(strategy="exact"), limits())
 

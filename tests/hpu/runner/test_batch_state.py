@@ -72,6 +72,42 @@ def test_a_chunk_sees_the_blocks_of_what_came_before_it_and_nothing_else() -> No
     assert (sampling, arrays.last_token_indices.tolist()) == ([1], [5])
 
 
+def test_prompts_in_one_row_lie_behind_each_other() -> None:
+    state = _state()
+    state.add_request(_new(1, list(range(100, 112)), [9, 8, 7], computed=5))
+    state.add_request(_new(0, [21, 22], [5]))
+    buffers = InputBuffers((PREFILL, 1, 8, 3), CpuBackend(1), is_static=False, prompts_per_row=3)
+    arrays = buffers.host_arrays()
+    assert isinstance(arrays, PrefillArrays)
+
+    sampling = state.fill_prefill(
+        Launch(PREFILL, (1, 8, 3), [1, 0], query_lens=[3, 2], samples=[False, True]), arrays
+    )
+
+    assert arrays.tokens.tolist() == [[105, 106, 107, 21, 22, 0, 0, 0]]
+    assert arrays.positions.tolist() == [[5, 6, 7, 0, 1, 0, 0, 0]]
+    assert arrays.slot_mapping[0, :5].tolist() == [33, 34, 35, 20, 21]
+    assert set(arrays.slot_mapping[0, 5:] // BLOCK) == {PAD}
+    assert (arrays.query_lens.tolist(), arrays.context_lens.tolist()) == ([3, 2, 0], [5, 0, 0])
+    assert arrays.block_list.tolist() == [[9, 8, PAD]]
+    assert (sampling, arrays.last_token_indices.tolist()) == ([0], [4, 0, 0])
+    assert arrays.req_indices.tolist() == [0, 4, 4]
+
+
+def test_a_row_that_is_too_short_for_its_prompts_is_named_with_its_numbers() -> None:
+    state = _state()
+    state.add_request(_new(0, [1, 2, 3], [5]))
+    state.add_request(_new(1, [1, 2, 3], [6]))
+    buffers = InputBuffers((PREFILL, 1, 5, 0), CpuBackend(1), is_static=False, prompts_per_row=2)
+    arrays = buffers.host_arrays()
+    assert isinstance(arrays, PrefillArrays)
+
+    with pytest.raises(RuntimeError, match=r"2 requests of \[3, 3\] tokens do not fit \(1, 5, 0\)"):
+        state.fill_prefill(
+            Launch(PREFILL, (1, 5, 0), [0, 1], query_lens=[3, 3], samples=[True] * 2), arrays
+        )
+
+
 def test_padding_writes_to_the_pad_block_alone_and_spreads_over_its_slots() -> None:
     state = _state()
     state.add_request(_new(0, [1, 2, 3], [5]))
@@ -156,7 +192,7 @@ def test_prompt_targets_end_with_the_prompt() -> None:
 @pytest.mark.parametrize(
     ("launch", "words"),
     [
-        (Launch(PREFILL, (1, 4, 0), [0], query_lens=[5], samples=[False]), "up to 5 tokens"),
+        (Launch(PREFILL, (1, 4, 0), [0], query_lens=[5], samples=[False]), r"of \[5\] tokens"),
         (Launch(PREFILL, (1, 9, 0), [0], query_lens=[9], samples=[False]), "exceed the tokens"),
         (Launch(PREFILL, (1, 4, 0), [3], query_lens=[1], samples=[False]), "not all are live"),
         (Launch(PREFILL, (1, 4, 0), [0], query_lens=[4], samples=[True]), "before their last"),
