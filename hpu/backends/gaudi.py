@@ -25,6 +25,7 @@ from hpu.distributed.process_groups import Ranks
 from hpu.doctor.machine import distribution_version
 from hpu.doctor.software import RUNTIME_DISTRIBUTION
 from hpu.gaudi_devices import GENERATIONS, GIB, has_kernel, release_of
+from hpu.layers.embedding import ParallelLMHead
 from hpu.ops.kernels import Kernels, SliceSizes
 
 logger = logging.getLogger(__name__)
@@ -116,13 +117,13 @@ class HpuGraph:
 
 
 def _regions(model: nn.Module) -> Iterator[nn.Module]:
-    """The layers of a model, and the modules beside them."""
+    """The layers of a model, and the modules beside them, but the head: `logits` is one region."""
     for child in model.children():
         if isinstance(child, nn.ModuleList):
             yield from child
         elif any(isinstance(module, nn.ModuleList) for module in child.modules()):
             yield from _regions(child)
-        else:
+        elif not isinstance(child, ParallelLMHead):
             yield child
 
 

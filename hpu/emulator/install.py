@@ -14,14 +14,15 @@ import torch
 from torch.library import Library
 
 from config.errors import ConfigError
-from hpu.emulator.api import collectives
-from hpu.emulator.api.compiled import patched_compile
+from hpu.emulator.api import collectives, compiled
 from hpu.emulator.api.modules import HCCL, ROOT, PackageFinder, bind_to_torch, make_modules
 from hpu.emulator.card.counters import Counters
 from hpu.emulator.card.device import Device
+from hpu.emulator.card.device_guard import set_guard
 from hpu.emulator.card.memory import Memory
 from hpu.emulator.card.rules import UNDECOMPOSED
 from hpu.emulator.card.tensor import DEVICE, is_hpu, with_index
+from hpu.emulator.ops.fakes import register_fakes
 from hpu.emulator.ops.kernels import define_ops
 from hpu.emulator.settings import EmulatorConfig, RuntimeVariables
 
@@ -40,6 +41,7 @@ class Emulator:
         self._libraries: list[Library] = []
         self._overwrites = False
         self._patches: list[tuple[Any, str, Any]] = []
+        self._unregister: Callable[[], None] = lambda: None
 
     @property
     def counters(self) -> Counters:
@@ -72,19 +74,24 @@ class Emulator:
         sys.meta_path.insert(0, self._finder)
         config = self.device.config
         ops = define_ops(config.generation, config.release, self.device.runs_eagerly)
-        self._libraries = [ops, *self._device_libraries()]
+        self._libraries = [ops, register_fakes(), *self._device_libraries()]
         collectives.register("hpu")
         # Without it, Module.to would put a device tensor's insides into a CPU parameter.
         self._overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
         torch.__future__.set_overwrite_module_params_on_conversion(True)
+        # Torch remembers its factories at the first use: let that not be while they are patched.
+        torch.utils._device._device_constructors()
         self._patch(torch.Tensor, "to", _indexed(torch.Tensor.to))
         self._patch(torch, "tensor", _through_host(torch.tensor))
         self._patch(torch, "as_tensor", _through_host(torch.as_tensor))
-        self._patch(torch, "compile", patched_compile(self.device, torch.compile))
+        set_guard(True)
+        self._unregister = compiled.register(compiled.make_backend(self.device))
 
     def uninstall(self) -> None:
         """Release the card and restore torch; tensors of the device become unusable."""
         self.device.acquisition.release()
+        self._unregister()
+        set_guard(False)
         torch.__future__.set_overwrite_module_params_on_conversion(self._overwrites)
         for owner, name, original in reversed(self._patches):
             if original is None:

@@ -17,11 +17,12 @@ from hpu.layers.attention import HeadShape, SelfAttention
 from hpu.layers.attention_base import AttentionLayer, Shape
 from hpu.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from hpu.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from hpu.layers.metadata import AttentionInputs, AttentionMetadata, Windows, build_metadata
+from hpu.layers.metadata import AttentionInputs, AttentionMetadata, Windows
+from hpu.layers.metadata_builder import MetadataBuilder
 from hpu.layers.mlp import GatedMLP
 from hpu.layers.norm import QKNorm, RMSNorm
 from hpu.models.base import CausalLM
-from hpu.ops.kernels import AttentionForm, Kernels
+from hpu.ops.kernels import Kernels
 from hpu.ops.rope import RotaryEmbedding, Rotation
 from hpu.quantization.base import LinearMethod, QuantizationScheme
 from hpu.quantization.unquantized import UNQUANTIZED
@@ -63,33 +64,19 @@ class DecoderModel(nn.Module):
         layers: list[DecoderLayer],
         norm: RMSNorm,
         rotary_emb: RotaryEmbedding,
-        windows: Windows,
-        *,
-        causal: bool,
+        metadata: MetadataBuilder,
     ) -> None:
         super().__init__()
         self.embed_tokens = embed_tokens
         self.layers = nn.ModuleList(layers)
         self.norm = norm
         self.rotary_emb = rotary_emb
-        self.block_size = 0
-        self.attention_form: AttentionForm | None = None
-        """That of the fused kernels, where it runs on them."""
-        self.contiguous = False
-        self._windows = windows
-        self._causal = causal
+        self.metadata = metadata
 
     def forward(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
         """(B, Q) to (B, Q, hidden)."""
         rotation: Rotation = self.rotary_emb(inputs.positions)
-        metadata = build_metadata(
-            inputs,
-            self.block_size,
-            self._windows,
-            self.attention_form,
-            contiguous=self.contiguous,
-            causal=self._causal,
-        )
+        metadata: AttentionMetadata = self.metadata(inputs)
         hidden: Tensor = self.embed_tokens(tokens)
         for layer in self.layers:
             hidden = layer(hidden, rotation, metadata)
@@ -141,8 +128,12 @@ class Decoder(CausalLM):
             [self._layer(f"model.layers.{i}", layer) for i, layer in enumerate(spec.layers)],
             self._norm(),
             RotaryEmbedding(config, length=length, dtype=dtype, device=device),
-            Windows(config.sliding_window, tuple(one.window is not None for one in spec.layers)),
-            causal=config.is_causal,
+            MetadataBuilder(
+                Windows(
+                    config.sliding_window, tuple(one.window is not None for one in spec.layers)
+                ),
+                causal=config.is_causal,
+            ),
         )
         self.lm_head = self._head() if has_head else None
 
@@ -263,16 +254,16 @@ class Decoder(CausalLM):
     def bind_caches(self, caches: list[tuple[Tensor, Tensor]], block_size: int) -> None:
         for attention, (keys, values) in zip(self.attention_layers, caches, strict=True):
             attention.bind_caches(keys, values, block_size)
-        self.model.block_size = block_size
+        self.model.metadata.block_size = block_size
 
     def read_contiguously(self) -> None:
-        self.model.contiguous = True
+        self.model.metadata.contiguous = True
         for attention in self.attention_layers:
             attention.zero_non_finite()
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool = False) -> None:
         """Run on a device's fused kernels from now on. Once, before the first launch."""
-        self.model.attention_form = kernels.attention_form(self.dtype)
+        self.model.metadata.attention_form = kernels.attention_form(self.dtype)
         self.model.rotary_emb.restore_sin_sign()
         self.model.norm.use_kernel(kernels.rms_norm)
         for layer in self.layers:

@@ -19,11 +19,11 @@ from hpu.layers.metadata import (
     AttentionMetadata,
     TextAttentionInputs,
     Windows,
-    build_text_metadata,
 )
+from hpu.layers.metadata_builder import MetadataBuilder
 from hpu.layers.mlp import get_activation
 from hpu.layers.norm import LayerNorm
-from hpu.ops.kernels import AttentionForm, Kernels
+from hpu.ops.kernels import Kernels
 
 
 class EncoderLayer(nn.Module):
@@ -76,7 +76,7 @@ class Encoder(nn.Module):
             )
         self.embedding_norm = self._norm()
         self.layers = nn.ModuleList(self._layer() for _ in range(config.num_layers))
-        self._attention_form: AttentionForm | None = None
+        self.metadata = MetadataBuilder(Windows(None, (False,)), causal=config.is_causal)
 
     def _norm(self) -> LayerNorm:
         return LayerNorm(self.config.hidden_size, self.encoder_config.norm_eps, **self._options)
@@ -105,9 +105,7 @@ class Encoder(nn.Module):
         """Hidden states (B, Q, hidden) of `tokens` (B, Q), with TextAttentionInputs."""
         assert isinstance(inputs, TextAttentionInputs)
         hidden = self.embedding_norm(self._embed(tokens, inputs))
-        metadata = build_text_metadata(
-            inputs, Windows(None, (False,)), self._attention_form, causal=self.config.is_causal
-        )
+        metadata: AttentionMetadata = self.metadata(inputs)
         for layer in self.layers:
             hidden = layer(hidden, metadata)
         return hidden  # type: ignore[no-any-return]
@@ -124,7 +122,7 @@ class Encoder(nn.Module):
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool = False) -> None:
         """Run on a device's fused kernels from now on. Once, before the first launch."""
-        self._attention_form = kernels.attention_form(self.dtype)
+        self.metadata.attention_form = kernels.attention_form(self.dtype)
         for layer in self.layers:
             assert isinstance(layer, EncoderLayer)
             layer.self_attn.use_kernels(kernels, split_qkv=split_qkv)

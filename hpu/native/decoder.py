@@ -163,7 +163,7 @@ def _sizes(model: Decoder) -> _Sizes:
         kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         rotated=model.model.rotary_emb.table.shape[1] // 2,
-        block_size=model.model.block_size,
+        block_size=model.model.metadata.block_size,
         eps=config.rms_norm_eps,
         scale=shape.scale,
         multiplier=spec.residual_multiplier,

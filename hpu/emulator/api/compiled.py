@@ -1,60 +1,126 @@
-"""torch.compile with the back end `hpu_backend`: a region whose ops form one recipe. Python runs
-each time: the cost of compiling is emulated, not the limits of tracing."""
+"""torch.compile with the back end `hpu_backend`: torch traces as for the card, and what it gives
+runs as one region, a recipe for each of its shapes."""
 
-import functools
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx import GraphModule, Node
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hpu.emulator.card.device import Device
+from hpu.emulator.card.tensor import HpuTensor
+
+NAME = "hpu_backend"
+
+INDEX_COPY = torch.ops.aten.index_copy.default
+INDEX_COPY_ = torch.ops.aten.index_copy_.default
+COPY_ = torch.ops.aten.copy_.default
+
+CompilerFn = Callable[..., Callable[..., Any]]
 
 
-class CompiledModule(nn.Module):
-    """A module that runs as one region; other attributes are those of the module."""
+def make_backend(device: Device) -> CompilerFn:
+    """The function that torch.compile calls with the graph of each region that it has traced."""
 
-    def __init__(self, module: nn.Module, device: Device, fullgraph: bool) -> None:
-        super().__init__()
-        self._orig_mod = module
-        self._device = device
-        self._fullgraph = fullgraph
+    def hpu_backend(
+        graph: GraphModule, inputs: Sequence[Any], **options: Any
+    ) -> Callable[..., Any]:
+        if device.is_lazy():
+            raise RuntimeError("hpu_backend needs PT_HPU_LAZY_MODE=0; lazy mode has HPU graphs")
+        is_static = bool((options.get("options") or {}).get("force_static_compile"))
+        if not is_static and any(isinstance(value, torch.SymInt) for value in inputs):
+            device.counters.misuse(
+                "dynamic_compile", "symbolic shapes without force_static_compile"
+            )
+        device.counters.counts["traces"] += 1
+        if device.is_serving:
+            text = f"a region of {len(graph.graph.nodes)} nodes was traced while serving"
+            device.counters.misuse("trace_after_warmup", text)
+        lower = aot_autograd(
+            fw_compiler=_refuse_training,
+            inference_compiler=lambda lowered, _: _region(device, lowered),
+            keep_inference_input_mutations=True,
+        )
+        compiled: Callable[..., Any] = lower(graph, inputs)
+        return compiled
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self._device.region(self._fullgraph):
-            return self._orig_mod(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_orig_mod":
-            return super().__getattr__(name)
-        return getattr(self._orig_mod, name)
+    return hpu_backend
 
 
-def compile_for(device: Device, function: Any, fullgraph: bool) -> Any:
-    """`function` or module as one region. RuntimeError in lazy mode."""
-    if device.is_lazy():
-        raise RuntimeError("hpu_backend needs PT_HPU_LAZY_MODE=0; lazy mode has HPU graphs")
-    if isinstance(function, nn.Module):
-        return CompiledModule(function, device, fullgraph)
+def register(backend: CompilerFn) -> Callable[[], None]:
+    """Make torch.compile find it under NAME, and torch's tracer take an HpuTensor for a plain
+    tensor of another device, which it is on a card. Returns what undoes both and forgets all that
+    was compiled."""
+    builder = torch._dynamo.variables.builder
+    by_type = builder.VariableBuilder._type_dispatch()
+    infer = builder.infer_subclass_type
 
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with device.region(fullgraph):
-            return function(*args, **kwargs)
+    def infer_subclass_type(value: Any) -> Any:
+        return None if isinstance(value, HpuTensor) else infer(value)
 
+    by_type[HpuTensor] = builder.VariableBuilder.wrap_tensor
+    vars(builder)["infer_subclass_type"] = infer_subclass_type
+    _skip_tracing()
+    registry = torch._dynamo.backends.registry
+    registry.register_backend(backend, name=NAME)
+
+    def undo() -> None:
+        del registry._BACKENDS[NAME], registry._COMPILER_FNS[NAME], by_type[HpuTensor]
+        vars(builder)["infer_subclass_type"] = infer
+        torch._dynamo.reset()
+
+    return undo
+
+
+def _skip_tracing() -> None:
+    """Keep torch's tracer out of the card, which is no Python on a real one."""
+    rules, folder = torch._dynamo.trace_rules, "hpu.emulator.card"
+    before = list(rules.SKIP_DIRS)
+    rules.add(folder)
+    if rules.SKIP_DIRS[-1] in before:
+        rules.SKIP_DIRS.pop()
+
+
+def _refuse_training(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    raise RuntimeError("hpu_backend is emulated for inference")
+
+
+def _region(device: Device, graph: GraphModule) -> Callable[[list[Any]], Any]:
+    """Run the lowered graph in a region of its own. Its recipes are not those of another graph with
+    the same operations: the card's compiler sees all of it."""
+    _write_in_place(graph)
+    key = hashlib.sha256(graph.code.encode()).hexdigest()[:32]
+
+    def run(args: list[Any]) -> Any:
+        # Torch checks the operators of a graph's first run; on a card it sees none of them.
+        with _disable_current_modes(), device.region(key):
+            result = graph.forward(*args)
+        args.clear()
+        return result
+
+    # Torch's name for functions that take their arguments in a list, which they may empty.
+    vars(run)["_boxed_call"] = True
     return run
 
 
-def patched_compile(device: Device, original: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile that handles `hpu_backend` here and passes every other call on."""
+def _write_in_place(graph: GraphModule) -> None:
+    """Undo what functionalization makes of index_copy_ on an input: an index_copy to a new tensor
+    that is copied back at the end. The bridge does so too (PT_HPU_USE_INPLACE_INDEX_COPY)."""
+    for node in graph.graph.find_nodes(op="call_function", target=COPY_):
+        target, written = node.args[0], node.args[1]
+        if _may_write(target, written, node):
+            written.target = INDEX_COPY_
+            node.replace_all_uses_with(target)
+            graph.graph.erase_node(node)
+    graph.recompile()
 
-    def compile(model: Any = None, **options: Any) -> Any:
-        if options.get("backend") != "hpu_backend":
-            return original(model, **options)
-        if options.get("dynamic"):
-            device.counters.misuse("dynamic_compile", "dynamic=True is not in use on the card")
-        fullgraph = bool(options.get("fullgraph", False))
-        if model is None:
-            return functools.partial(compile_for, device, fullgraph=fullgraph)
-        return compile_for(device, model, fullgraph)
 
-    return compile
+def _may_write(target: Any, written: Any, copy: Node) -> bool:
+    """Whether nothing reads `target` after `written`, an index_copy on it."""
+    if not (isinstance(written, Node) and written.target is INDEX_COPY):
+        return False
+    readers = [user for user in target.users if user is not copy and user is not written]
+    return written.args[0] is target and all(user < written for user in readers)

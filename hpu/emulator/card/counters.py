@@ -34,7 +34,8 @@ def caller_line() -> str:
 class Counters:
     """Counts since the emulator was installed.
 
-    `counts` holds compilations, captures, replays, launches, syncs, fallbacks, ungraphed calls
+    `counts` holds compilations, captures, replays, launches, syncs, fallbacks, ungraphed calls,
+    traces (graphs for hpu_backend), eager_ops (those in no lazy segment and no compiled region)
     and, under their kind, misuses. `misuses` lists the first MAX_MISUSES.
     """
 

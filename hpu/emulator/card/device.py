@@ -62,8 +62,8 @@ class Device:
         self.is_dry_run = False
         """Nothing is executed: in a capture without tensor cache, and after such a capture has
         failed until one succeeds."""
-        self.region_depth = 0
-        """Nesting depth of the regions compiled with hpu_backend."""
+        self.in_region = False
+        """Inside a region compiled with hpu_backend."""
         self.is_serving = False
         """After warm-up: compilations, captures and fallbacks are misuses."""
         self.in_step = False
@@ -71,7 +71,6 @@ class Device:
         self.world_size = 1
         self.before_collective: Callable[[str, list[Tensor]], None] | None = None
         """Called before every collective of more than one rank."""
-        self._fullgraph = False
         self._base_versions: list[Allocation] = []
         """Of the current segment."""
         self.uids = count()
@@ -96,7 +95,7 @@ class Device:
     def runs_eagerly(self) -> bool:
         """Whether an op that is called now runs alone: neither in lazy mode nor in compiled
         code."""
-        return not self.is_lazy() and self.region_depth == 0
+        return not self.is_lazy() and not self.in_region
 
     def from_host(self, inner: Tensor) -> HpuTensor:
         """Allocate device memory for a CPU tensor's storage and wrap it."""
@@ -144,8 +143,6 @@ class Device:
         """The host waits for the device while work is queued."""
         if self.recording is not None:
             raise RuntimeError(f"{op}: the host cannot read the device during hpu graph capturing")
-        if self._fullgraph:
-            raise RuntimeError(f"{op}: graph break in a region compiled with fullgraph=True")
         self.close_segment()
         self.counters.counts["syncs"] += 1
         if self.in_step:
@@ -169,20 +166,18 @@ class Device:
         self.launches.finish(self.launches.launched)
 
     @contextmanager
-    def region(self, fullgraph: bool) -> Iterator[None]:
-        """Ops inside form one recipe, as in a function compiled with hpu_backend. A host sync ends
-        the recipe early (a graph break), or raises with `fullgraph`."""
-        if self.region_depth == 0:
-            self.close_segment()
-        self.region_depth += 1
-        before, self._fullgraph = self._fullgraph, self._fullgraph or fullgraph
+    def region(self, key: str) -> Iterator[None]:
+        """Ops inside form one recipe of the graph `key`, as in a function compiled with
+        hpu_backend; a fallback to the host divides it."""
+        self.close_segment()
+        self.in_region = True
+        self.segment.graph = key
         try:
             yield
         finally:
-            self._fullgraph = before
-            self.region_depth -= 1
-            if self.region_depth == 0:
-                self.close_segment()
+            self.close_segment()
+            self.in_region = False
+            self.segment.graph = ""
 
     def kernel(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run the op on CPU tensors with the device's rules for indices and integers."""
@@ -241,9 +236,10 @@ class Device:
             if _non_blocking(args, kwargs, 2):
                 self.queue.upload(args[0].host, args[1])
         needs_recipe = name not in rules.EMPTY and not is_upload
-        if needs_recipe and (lazy or self.region_depth or name not in rules.VIEWS):
+        if needs_recipe and (lazy or self.in_region or name not in rules.VIEWS):
             self._add_to_segment(name, args, kwargs, wrapped)
-        if not lazy and not self.region_depth:
+        if not lazy and not self.in_region:
+            self.counters.counts["eager_ops"] += self.segment.has_ops()
             self.close_segment()
         return wrapped
 

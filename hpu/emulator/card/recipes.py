@@ -74,6 +74,8 @@ class Segment:
         self._names: list[str] = []
         self._values: dict[int, int] = {}
         self._workspace = 0
+        self.graph = ""
+        """The compiled graph that the ops belong to, if any: part of the signature."""
         self.last_ops: tuple[str, ...] = ()
         """Names of the ops in the last closed segment, in order."""
 
@@ -99,5 +101,5 @@ class Segment:
         self._names.clear()
         ops, workspace = self._ops, self._workspace
         self._ops, self._values, self._workspace = [], {}, 0
-        signature = hashlib.sha256(repr(ops).encode()).hexdigest()[:32]
+        signature = hashlib.sha256(repr((self.graph, ops)).encode()).hexdigest()[:32]
         return self._recipes.launch(signature, workspace)

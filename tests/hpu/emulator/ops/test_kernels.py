@@ -268,8 +268,12 @@ def test_four_bit_weights_unpack_in_compiled_code_but_not_eagerly() -> None:
         with pytest.raises(RuntimeError, match="not supported in eager mode"):
             torch.ops.hpu.convert_from_uint4(*weights, None, torch.float32)
 
-        compiled = torch.compile(torch.ops.hpu.convert_from_uint4, backend="hpu_backend")
-        assert compiled(*weights, None, torch.float32).shape == (6, 16)
+        def unpacked(weights: Tensor, scales: Tensor) -> Tensor:
+            found: Tensor = torch.ops.hpu.convert_from_uint4(weights, scales, None, torch.float32)
+            return found
+
+        compiled = torch.compile(unpacked, backend="hpu_backend", fullgraph=True)
+        assert compiled(*weights).shape == (6, 16)
 
 
 def test_experts_outside_the_local_range_add_nothing() -> None:

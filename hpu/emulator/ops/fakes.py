@@ -1,0 +1,77 @@
+"""Results of torch.ops.hpu without values, for the tracing of torch.compile: shapes and dtypes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+
+def _sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    p: float,
+    scale: float | None,
+    is_causal: bool,
+    requires_backward: bool,
+    softmax_mode: str,
+    valid_seq_len: Tensor | None,
+    seq_padding_type: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = (*q.shape[:-1], 1) if requires_backward else (1,)
+    is_narrow = softmax_mode == "fast" and q.dtype == torch.bfloat16
+    return (
+        q.new_empty((*q.shape[:-1], v.shape[-1])),
+        q.new_empty(rows),
+        q.new_empty(rows, dtype=torch.bfloat16 if is_narrow else torch.float32),
+        q.new_empty(1, dtype=torch.int32),
+    )
+
+
+def _rms_norm(x: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+
+def _rotary(
+    input: Tensor, sin: Tensor, cos: Tensor, position_ids: Tensor | None, offset: int, mode: int
+) -> Tensor:
+    return torch.empty_like(input)
+
+
+def _adjustment(
+    block_max: Tensor, block_sums: Tensor, block_groups: Tensor, batch: int, out_shape: list[int]
+) -> Tensor:
+    return block_max.new_empty(out_shape)
+
+
+def _from_four_bits(
+    input: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    out_dtype: torch.dtype,
+    g_idx: Tensor | None = None,
+) -> Tensor:
+    return input.new_empty((*input.shape[:-1], 8 * input.shape[-1]), dtype=out_dtype)
+
+
+FAKES: dict[str, Callable[..., Any]] = {
+    "sdpa_recomp_fwd": _sdpa,
+    "rms_norm": _rms_norm,
+    "rms_norm_fast": _rms_norm,
+    "rotary_pos_embedding": _rotary,
+    "block_softmax_adjustment": _adjustment,
+    "convert_from_uint4": _from_four_bits,
+    "convert_from_int4": _from_four_bits,
+}
+
+
+def register_fakes() -> Library:
+    """Register them; destroying the library removes them."""
+    library = Library("hpu", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch's own
+    for name, fake in FAKES.items():
+        if hasattr(torch.ops.hpu, name):
+            torch.library.register_fake(f"hpu::{name}", fake, lib=library)
+    return library
