@@ -733,7 +733,7 @@ def test_31_lazy_collectives_are_chosen_when_hccl_is_imported() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_of_equal_values_any_may_be_found_and_a_nan_is_none(dtype: torch.dtype) -> None:
+def test_32_of_equal_values_any_may_be_found_and_a_nan_is_none(dtype: torch.dtype) -> None:
     host = torch.tensor([[1.0, 3.0, 3.0, 2.0], [float("nan"), 1.0, 0.0, 1.0]], dtype=dtype)
 
     with emulated():
