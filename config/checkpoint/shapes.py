@@ -16,7 +16,8 @@ from config.checkpoint.weight_map import (
     head_weights,
 )
 from config.errors import ConfigError
-from config.model.architectures import ARCHITECTURES, causal_name, decoder_spec
+from config.model.architectures import ARCHITECTURES, decoder_spec
+from config.model.family_fields import causal_name
 from config.model.model_config import MAX_LAYERS, ModelConfig
 from config.model.pooler import PoolerConfig
 
@@ -47,7 +48,7 @@ def check_shapes(facts: ModelConfig, stored: Shapes, source: Path) -> None:
         return
     shapes = {outer.map_name(name): shape for name, shape in stored.items()}
     num_layers = _num_layers(shapes, outer.layer_prefix)
-    if facts.num_layers != num_layers:
+    if not facts.num_layers <= num_layers <= facts.num_layers + facts.num_mtp_layers:
         raise ConfigError(f"{source} says {facts.num_layers} layers, the files have {num_layers}")
     if num_layers > MAX_LAYERS:
         raise ConfigError(f"{source} says {num_layers} layers, at most {MAX_LAYERS} are built")

@@ -9,9 +9,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from config.model.architectures import DecoderSpec
+from config.model.architectures import DecoderSpec, MoESpec
 from config.model.encoder import BERT, DISTIL_BERT
 from config.model.model_config import ModelConfig
+
+VALUES = 2
+"""Index of the values among the outputs of queries, keys and values."""
 
 
 class WeightSpec(NamedTuple):
@@ -34,6 +37,14 @@ class WeightSpec(NamedTuple):
     shard_dim: int | None = None
     """The dimension of the parameter that tensor parallelism divides; None: every rank holds the
     whole."""
+    expert: int | None = None
+    """Of a parameter that stacks experts along its first dimension: which one the tensor holds. The
+    fields above then describe one expert."""
+    num_experts: int | None = None
+    """Of such a parameter, if the tensor holds all experts, stacked likewise: how many."""
+    interleaved_size: int | None = None
+    """Of a tensor of heads whose neighbouring rows are rotated together: rows of a head. In the
+    parameter those are in its two halves."""
     repeats: int | None = None
     """How often the tensor is repeated along a new first dimension; None: there is none."""
 
@@ -174,31 +185,46 @@ def decoder_weight_map(
     ]
     if has_own_head:
         outer.append(_matrix("lm_head.weight", vocab, hidden, shard_dim=0))
-    ignored = () if has_own_head else ("lm_head.weight",)
+    ignored = ["model.mtp_"]
+    ignored += [f"model.layers.{config.num_layers + i}." for i in range(config.num_mtp_layers)]
+    if not has_own_head:
+        ignored.append("lm_head.weight")
+    if not has_head:
+        ignored.append("score.")
     return WeightMap(
         tuple(outer),
-        (tuple(_decoder_layer(config, spec, hidden)),) * config.num_layers,
+        _decoder_layers(config, spec, hidden),
         layer_prefix="model.layers.",
         parameter_prefix="model.layers.",
         # Checkpoints without a head leave the prefix out.
         default_prefix="model.",
         known_prefixes=("model.", "lm_head.", "score."),
-        ignored_prefixes=ignored if has_head else (*ignored, "score."),
+        ignored_prefixes=tuple(ignored),
         ignored_suffixes=(".rotary_emb.inv_freq",),
     )
 
 
-def _decoder_layer(config: ModelConfig, spec: DecoderSpec, hidden: _Axis) -> Iterator[WeightSpec]:
+def _decoder_layers(
+    config: ModelConfig, spec: DecoderSpec, hidden: _Axis
+) -> tuple[tuple[WeightSpec, ...], ...]:
+    inner = _Axis(config.intermediate_size, "intermediate_size")
+    dense = (*_attention(config, spec, hidden), *_mlp("mlp", "mlp", inner, hidden, spec))
+    by_kind = {"mlp": dense, "moe": dense}
+    if spec.moe is not None:
+        by_kind["moe"] = (*_attention(config, spec, hidden), *_moe(config, spec, hidden))
+    return tuple(by_kind[layer.feed_forward] for layer in spec.layers)
+
+
+def _attention(config: ModelConfig, spec: DecoderSpec, hidden: _Axis) -> Iterator[WeightSpec]:
+    """Attention, and the norms of the layer."""
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     query = _Axis(heads * head_dim, "num_attention_heads * head_dim")
     key = _Axis(kv_heads * head_dim, "num_key_value_heads * head_dim")
-    inner = _Axis(config.intermediate_size, "intermediate_size")
     for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
         yield WeightSpec(name, (hidden.size,), name)
     attention = "self_attn"
     yield from _row_linear(f"{attention}.o_proj", hidden, query, has_bias=spec.o_bias)
-    yield from _row_linear("mlp.down_proj", hidden, inner, has_bias=spec.mlp_bias)
-    yield from _linear(
+    for weight in _linear(
         f"{attention}.qkv_proj",
         {f"{attention}.{n}_proj": axis for n, axis in (("q", query), ("k", key), ("v", key))},
         hidden,
@@ -206,28 +232,117 @@ def _decoder_layer(config: ModelConfig, spec: DecoderSpec, hidden: _Axis) -> Ite
         num_heads=(heads, kv_heads, kv_heads),
         fused=spec.fused_weights,
         fused_fields=f"({query.fields} + 2 * {key.fields})",
+    ):
+        is_rotated = spec.interleaved_rope and VALUES not in weight.outputs
+        yield weight._replace(interleaved_size=head_dim if is_rotated else None)
+    if spec.qk_norm == "none":
+        return
+    # Queries and keys are normed at once. A norm of heads has one weight for all of them, which a
+    # row of the parameter repeats for each.
+    of_heads = spec.qk_norm == "heads"
+    for index, (name, count, axis) in enumerate(
+        (("q_norm", heads, query), ("k_norm", kv_heads, key))
+    ):
+        yield WeightSpec(
+            f"{attention}.{name}.weight",
+            (head_dim if of_heads else axis.size,),
+            f"{attention}.qk_norm.weight",
+            output_sizes=(heads, kv_heads) if of_heads else (query.size, key.size),
+            outputs=(index,),
+            num_heads=(heads, kv_heads),
+            shard_dim=0,
+            repeats=count if of_heads else None,
+        )
+
+
+def _mlp(
+    name: str, parameter: str, inner: _Axis, hidden: _Axis, spec: DecoderSpec
+) -> Iterator[WeightSpec]:
+    """A gated MLP that the checkpoint calls `name`."""
+    down, has_bias = "down_proj", spec.mlp_bias
+    yield from _row_linear(
+        f"{name}.{down}", hidden, inner, has_bias=has_bias, parameter=f"{parameter}.{down}"
     )
     yield from _linear(
-        "mlp.gate_up_proj",
-        {"mlp.gate_proj": inner, "mlp.up_proj": inner},
+        f"{parameter}.gate_up_proj",
+        {f"{name}.gate_proj": inner, f"{name}.up_proj": inner},
         hidden,
-        has_bias=spec.mlp_bias,
+        has_bias=has_bias,
         fused=spec.fused_weights,
         fused_fields=f"2 * {inner.fields}",
     )
-    if spec.qk_norm:
-        # Queries and keys are normed at once: a row of the parameter for each of their heads.
-        for index, (name, count) in enumerate((("q_norm", heads), ("k_norm", kv_heads))):
-            yield WeightSpec(
-                f"{attention}.{name}.weight",
-                (head_dim,),
-                f"{attention}.qk_norm.weight",
-                output_sizes=(heads, kv_heads),
-                outputs=(index,),
-                num_heads=(heads, kv_heads),
-                shard_dim=0,
-                repeats=count,
-            )
+
+
+def _moe(config: ModelConfig, spec: DecoderSpec, hidden: _Axis) -> Iterator[WeightSpec]:
+    """Router, routed experts and shared expert."""
+    moe, names = config.moe, spec.moe
+    assert moe is not None and names is not None
+    experts = _Axis(moe.num_experts, moe.fields.num_experts)
+    gate = _matrix(f"{names.block}.{names.gate}.weight", experts, hidden)
+    yield gate._replace(parameter="mlp.gate.weight")
+    if names.correction_bias:
+        yield WeightSpec(
+            f"{names.block}.{names.correction_bias}",
+            (*names.correction_rows, experts.size),
+            "mlp.e_score_correction_bias",
+        )
+    inner = _Axis(moe.inner_size, moe.fields.inner_size)
+    shared = _Axis(moe.shared_size, moe.shared_fields)
+    if names.merged:
+        yield from _merged_experts(names.block, experts, shared, hidden, inner)
+        return
+    for expert in range(moe.num_experts):
+        yield from _expert(expert, names, hidden, inner)
+    if shared.size:
+        name = f"{names.block}.{names.shared}"
+        yield from _mlp(name, "mlp.shared_experts", shared, hidden, spec)
+    if shared.size and names.shared_gate:
+        weight = _matrix(f"{names.block}.{names.shared_gate}.weight", _Axis(1, "1"), hidden)
+        yield weight._replace(parameter="mlp.shared_expert_gate.weight")
+
+
+def _expert(expert: int, names: MoESpec, hidden: _Axis, inner: _Axis) -> Iterator[WeightSpec]:
+    """The tensors of one routed expert."""
+    gate, up, down = names.projections
+    prefix = f"{names.block}.experts.{expert}"
+    for output, name in enumerate((gate, up)):
+        yield _matrix(f"{prefix}.{name}.weight", inner, hidden)._replace(
+            parameter="mlp.experts.w13_weight",
+            output_sizes=(inner.size, inner.size),
+            outputs=(output,),
+            shard_dim=0,
+            expert=expert,
+        )
+    yield _matrix(f"{prefix}.{down}.weight", hidden, inner)._replace(
+        parameter="mlp.experts.w2_weight", shard_dim=1, expert=expert
+    )
+
+
+def _merged_experts(
+    block: str, experts: _Axis, shared: _Axis, hidden: _Axis, inner: _Axis
+) -> Iterator[WeightSpec]:
+    """Two tensors for all routed experts, and two for the shared one if it has a size."""
+    up, down = "input_linear.weight", "output_linear.weight"
+    merged = _merged(f"{block}.{up}", "mlp.experts.w13_weight", inner, hidden)
+    plain = _matrix(f"{block}.{down}", hidden, inner, shard_dim=1)
+    for spec in (merged, plain._replace(parameter="mlp.experts.w2_weight")):
+        yield spec._replace(
+            shape=(experts.size, *spec.shape),
+            fields=f"{experts.fields} x {spec.fields}",
+            num_experts=experts.size,
+        )
+    if shared.size:
+        yield _merged(f"shared_mlp.{up}", "mlp.shared_experts.gate_up_proj.weight", shared, hidden)
+        plain = _matrix(f"shared_mlp.{down}", hidden, shared, shard_dim=1)
+        yield plain._replace(parameter="mlp.shared_experts.down_proj.weight")
+
+
+def _merged(name: str, parameter: str, inner: _Axis, hidden: _Axis) -> WeightSpec:
+    """Gate and up of an MLP in one tensor."""
+    rows = _Axis(2 * inner.size, f"2 * {inner.fields}")
+    return _matrix(name, rows, hidden, shard_dim=0)._replace(
+        parameter=parameter, output_sizes=(inner.size, inner.size), outputs=(0, 1)
+    )
 
 
 class _EncoderNames(NamedTuple):

@@ -1,4 +1,4 @@
-"""Writes the tables of three pages of docs/: `python -m config.loading.reference`."""
+"""Writes the tables of four pages of docs/: `python -m config.loading.reference`."""
 
 import re
 import sys
@@ -9,6 +9,8 @@ from textwrap import fill
 from config.loading.flags import FILE_FLAGS, FLAGS, GROUPS, Flag, variable_of
 from config.loading.vendor_variables import VendorVariable, vendor_variables
 from config.loading.vllm_flags import ABSENT, MODEL, NUMBER, SHORT_FORMS, SWITCHES, VALUES
+from config.model.architectures import ARCHITECTURES
+from config.model.moe import FIELDS as MOE_FIELDS
 
 DOCS = Path(__file__).parents[2] / "docs"
 _TABLES = re.compile(r"(<!-- Tables .*? -->\n\n).*(<!-- End)", re.DOTALL)
@@ -71,6 +73,16 @@ def vllm_flags() -> str:
     )
 
 
+def models() -> str:
+    """The table of models.md."""
+    heads = ("architecture", "models", "feed-forward", "limits")
+    rows = [
+        (f"`{name}`", family.models, "experts" if name in MOE_FIELDS else "dense", family.limits)
+        for name, family in ARCHITECTURES.items()
+    ]
+    return f"{_table(heads, rows)}\n"
+
+
 def _flags(names: str) -> str:
     return _listed(f"--{name}" for name in names.split())
 
@@ -92,6 +104,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "configuration.md": settings,
     "hpu-flags.md": variables,
     "coming-from-vllm.md": vllm_flags,
+    "models.md": models,
 }
 
 

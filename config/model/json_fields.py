@@ -97,6 +97,17 @@ class Fields:
             )
         return int(value)
 
+    def integer(
+        self, name: str, default: int, *, minimum: int = 0, maximum: int = MAX_COUNT
+    ) -> int:
+        """An integer from `minimum` to `maximum`."""
+        value: int = self.get(name, int, default)
+        if not minimum <= value <= maximum:
+            raise ConfigError(
+                f"{name} in {self.file} is {shown(value)}, it must be from {minimum} to {maximum}"
+            )
+        return value
+
     def number_or_none(
         self,
         name: str,

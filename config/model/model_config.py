@@ -7,7 +7,9 @@ from typing import Any
 
 from config.errors import ConfigError
 from config.model.encoder import EncoderConfig, encoder_fields
+from config.model.family_fields import family_fields
 from config.model.json_fields import Fields, Json, read_json, shown
+from config.model.moe import MoEConfig, moe_config
 
 GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -17,6 +19,7 @@ BLOCKS = "blocks.gguf.safetensors"
 _CLASS_NAME = re.compile(r"[A-Za-z0-9_]{1,100}\Z")
 
 MAX_LAYERS = 10_000
+MAX_MTP_LAYERS = 64
 MAX_POSITION = 2**24
 """Limit of positions and windows. The longest published context is 10,485,760 tokens."""
 MAX_WIDTH = 2**20
@@ -84,6 +87,13 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
     """Divisor of the logits."""
+    moe: MoEConfig | None = None
+    """Set for mixtures of experts."""
+    use_qk_norm: bool = False
+    """Whether query and key heads are normed, in families where checkpoints differ."""
+    num_mtp_layers: int = 0
+    """Layers behind the last one that predict further tokens, which the files may hold. They are
+    not loaded."""
     is_causal: bool = True
     """Whether attention is causal."""
     encoder: EncoderConfig | None = None
@@ -124,7 +134,7 @@ def model_config_of(path: str, fields: Fields, generation: Fields) -> ModelConfi
     _refuse_quantized(fields)
     eos = generation.raw.get("eos_token_id", fields.raw.get("eos_token_id"))
     encoder = encoder_fields(architecture, fields)
-    facts = encoder or _decoder_fields(fields)
+    facts = encoder or _decoder_fields(architecture, family_fields(architecture, fields))
     return ModelConfig(
         path=path,
         architecture=architecture,
@@ -139,11 +149,14 @@ def model_config_of(path: str, fields: Fields, generation: Fields) -> ModelConfi
 
 def check_limits(facts: ModelConfig) -> None:
     """Raise ConfigError for sizes above those of any model, if there are no tensors to compare."""
+    moe = facts.moe
     for name, value, maximum in (
         ("layers", facts.num_layers, MAX_LAYERS),
         ("tokens in its vocabulary", facts.vocab_size, MAX_VOCAB),
         ("hidden features", facts.hidden_size, MAX_WIDTH),
         ("inner features", facts.intermediate_size, MAX_WIDTH),
+        ("inner features in an expert", 0 if moe is None else moe.inner_size, MAX_WIDTH),
+        ("inner features in the shared expert", 0 if moe is None else moe.shared_size, MAX_WIDTH),
         ("features in its query heads", facts.num_heads * facts.head_dim, MAX_WIDTH),
     ):
         if value > maximum:
@@ -175,7 +188,7 @@ def _refuse_quantized(fields: Fields) -> None:
         )
 
 
-def _decoder_fields(fields: Fields) -> Json:
+def _decoder_fields(architecture: str, fields: Fields) -> Json:
     hidden_size, num_layers = fields.count("hidden_size"), fields.count("num_hidden_layers")
     num_heads = fields.count("num_attention_heads")
     num_kv_heads = fields.count("num_key_value_heads", num_heads)
@@ -188,13 +201,17 @@ def _decoder_fields(fields: Fields) -> Json:
         raise ConfigError(f"{fields.file} divides hidden_size {hidden_size} into {num_heads} heads")
     head_dim = fields.count("head_dim", hidden_size // num_heads)
     max_position = fields.count("max_position_embeddings", maximum=MAX_POSITION)
-    theta, partial, scaling = _rope(fields, max_position)
+    theta, partial, scaling = _rope(fields, max_position, head_dim)
     rotated = int(head_dim * partial)
     minimum = 4 if scaling is not None and scaling.kind == "dynamic" else 2
     if rotated % 2 or rotated < minimum:
         raise ConfigError(
             f"{fields.file} rotates {rotated} of {head_dim} entries of a head, it must be an even "
             f"number of at least {minimum}"
+        )
+    if fields.raw.get("clip_qkv") is not None:
+        raise ConfigError(
+            f"clip_qkv in {fields.file} is {shown(fields.raw['clip_qkv'])}, which is not supported"
         )
     window, window_layers = _windows(fields, num_layers)
     attention_bias = fields.get("attention_bias", bool, False)
@@ -223,6 +240,9 @@ def _decoder_fields(fields: Fields) -> Json:
         "attention_multiplier": fields.number_or_none("attention_multiplier"),
         "residual_multiplier": fields.number("residual_multiplier", 1.0),
         "logits_scaling": fields.number("logits_scaling", 1.0, above=0.0),
+        "moe": moe_config(architecture, fields),
+        "use_qk_norm": fields.get("use_qk_norm", bool, False),
+        "num_mtp_layers": fields.integer("num_nextn_predict_layers", 0, maximum=MAX_MTP_LAYERS),
     }
 
 
@@ -238,8 +258,11 @@ def _dtype(fields: Fields, default: str) -> str:
 
 def _windows(fields: Fields, num_layers: int) -> tuple[int | None, tuple[bool, ...]]:
     """(window, per layer whether it applies): from layer_types, or max_window_layers, or all."""
+    # A window that is not used may be 0.
+    if not fields.get("use_sliding_window", bool, True):
+        return None, ()
     window = fields.count_or_none("sliding_window", maximum=MAX_POSITION)
-    if window is None or not fields.get("use_sliding_window", bool, True):
+    if window is None:
         return None, ()
     # Checked here because the result has an entry per layer.
     if num_layers > MAX_LAYERS:
@@ -262,7 +285,9 @@ def _windows(fields: Fields, num_layers: int) -> tuple[int | None, tuple[bool, .
     return window, tuple(index >= first for index in range(num_layers))
 
 
-def _rope(fields: Fields, max_position: int) -> tuple[float, float, RopeScaling | None]:
+def _rope(
+    fields: Fields, max_position: int, head_dim: int
+) -> tuple[float, float, RopeScaling | None]:
     """(theta, rotated fraction of a head, scaling). Version 5 has all three in one object."""
     raw = fields.get("rope_parameters", dict, None) or fields.get("rope_scaling", dict, None) or {}
     if any(isinstance(value, dict) for value in raw.values()):
@@ -272,7 +297,9 @@ def _rope(fields: Fields, max_position: int) -> tuple[float, float, RopeScaling 
     rope = Fields(raw, fields.file)
     bounds: dict[str, float] = {"above": 1.0, "maximum": MAX_THETA}
     theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0, **bounds), **bounds)
-    partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    rotated = fields.count("rotary_dim", head_dim)
+    partial = fields.number("partial_rotary_factor", rotated / head_dim)
+    partial = rope.number("partial_rotary_factor", partial)
     if not 0 < partial <= 1:
         raise ConfigError(
             f"partial_rotary_factor in {fields.file} is {partial}, it must be above 0, at most 1"

@@ -19,10 +19,18 @@ from hpu.backends.base import Backend
 from hpu.host import has_fast_bfloat16, usable_cores, usable_memory
 from hpu.layers.embedding import ParallelLMHead
 from hpu.layers.linear import Kernel, LinearBase
+from hpu.layers.moe import Experts, MoE
 from hpu.layers.norm import RMSNorm
 from hpu.models.decoder import Decoder
 from hpu.native.decoder import CompiledDecoder
-from hpu.native.library import Library, PackedLinear, has_kernel, open_library
+from hpu.native.library import (
+    Library,
+    PackedExperts,
+    PackedLinear,
+    has_experts_kernel,
+    has_kernel,
+    open_library,
+)
 from hpu.ops.cpu import MirroredRMSNorm, can_pack, packed_linear, quantized_linear
 
 logger = logging.getLogger(__name__)
@@ -151,6 +159,7 @@ class CpuBackend(Backend):
         costs = {linear: linear.in_features * linear.out_features for linear in linears}
         self._logits_cost = sum(costs[one] for one in linears if isinstance(one, ParallelLMHead))
         self._token_cost = sum(costs.values()) - self._logits_cost
+        self._token_cost += sum(one.token_cost for one in model.modules() if isinstance(one, MoE))
         dtype = linears[0].dtype
         if can_pack(dtype, linears[0].device):
             return use_cpu_kernels(model, self._library)
@@ -180,14 +189,25 @@ class CpuBackend(Backend):
 def use_cpu_kernels(model: nn.Module, library: Library | None) -> nn.Module:
     """Give the layers of a loaded bfloat16 model packed products and norms: those of `library`, or
     torch's where it has none. Returns the model to run, a CompiledDecoder of a dense decoder."""
+    # They are small, have any number of outputs, and may be in float32.
+    routers = {gate for one in model.modules() if isinstance(one, MoE) for gate in one.gates}
     for module in list(model.modules()):
         if isinstance(module, RMSNorm):
             module.use_kernel(MirroredRMSNorm(module.weight))
-        elif isinstance(module, LinearBase):
+        elif isinstance(module, LinearBase) and module not in routers:
             module.use_kernel(_pack(module, library))
+        elif isinstance(module, Experts) and library is not None:
+            _pack_experts(module, library)
     if library is not None and isinstance(model, Decoder) and model.lm_head is not None:
         return CompiledDecoder(model, library)
     return model
+
+
+def _pack_experts(experts: Experts, library: Library) -> None:
+    w13, w2 = experts.w13_weight, experts.w2_weight
+    assert w13 is not None and w2 is not None
+    if has_experts_kernel(w13, w2, experts.activation_name):
+        experts.replace_weights(PackedExperts(library, w13.detach(), w2.detach()))
 
 
 def _pack(linear: LinearBase, library: Library | None) -> Kernel:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hpu.layers.attention_base import KVCacheSpec
 from hpu.layers.linear import QKVParallelLinear, RowParallelLinear
 from hpu.layers.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
-from hpu.layers.norm import QKNorm
+from hpu.layers.norm import FullQKNorm, QKNorm
 from hpu.ops.attention import PlainAttention
 from hpu.ops.kernels import AttentionImpl, DecodeOperands, Kernels, KVCacheOps, PromptOperands
 from hpu.ops.rope import Rotation, rotate
@@ -43,7 +43,7 @@ class SelfAttention(nn.Module):
         *,
         qkv_proj: QKVParallelLinear,
         o_proj: RowParallelLinear,
-        qk_norm: QKNorm | None = None,
+        qk_norm: QKNorm | FullQKNorm | None = None,
         window: int | None = None,
     ) -> None:
         super().__init__()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.ops.norm import rms_norm
 
 RmsNormKernel = Callable[[Tensor, Tensor, float], Tensor]
@@ -47,6 +48,45 @@ class QKNorm(nn.Module):
     def forward(self, heads: Tensor) -> Tensor:
         """(B, Q, heads + kv_heads, head_dim) to the same."""
         return rms_norm(heads, None, self.eps) * self.weight
+
+
+class FullQKNorm(nn.Module):
+    """RMS norm over all query heads at once, and over all key heads. `weight` ((heads + kv_heads) *
+    head_dim) is that of the queries before that of the keys."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: ProcessGroup = SINGLE,
+    ) -> None:
+        """The numbers of heads are those of this rank."""
+        super().__init__()
+        self._sizes = [num_heads * head_dim, num_kv_heads * head_dim]
+        weight = torch.empty(sum(self._sizes), dtype=dtype, device=device)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.eps = eps
+        self._group = group
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """(B, Q, heads + kv_heads, head_dim) to the same."""
+        parts = heads.flatten(2).split_with_sizes(self._sizes, dim=-1)
+        normed = torch.cat([self._normed(part) for part in parts], dim=-1)
+        return (normed * self.weight).view(heads.shape)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        mean = wide.square().mean(-1, keepdim=True)
+        if self._group.size > 1:
+            # Each rank has as many heads as the others; of fewer key heads than ranks, each is on
+            # as many ranks as the others.
+            mean = self._group.all_reduce(mean) / self._group.size
+        return (wide * torch.rsqrt(mean + self.eps)).to(x.dtype)
 
 
 class LayerNorm(nn.Module):

@@ -110,40 +110,59 @@ def _check(spec: WeightSpec, tensor: Tensor, file: Path) -> None:
 class _Filler:
     """Copies this rank's shards of tensors into parameters.
 
-    A parameter with several outputs that is not in the host's memory is put together there and
-    copied once: on a lazy device each write to a part of it would copy the whole parameter.
+    A parameter that several tensors fill, and that is not in the host's memory, is put together
+    there and copied once: on a lazy device each write to a part of it would copy the whole
+    parameter.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
-        self._unfinished: dict[str, tuple[Tensor, set[int]]] = {}
-        """Path of a parameter -> its copy on the host, and the outputs that it lacks."""
+        self._unfinished: dict[str, tuple[Tensor, int]] = {}
+        """Path of a parameter -> its copy on the host, and how many elements of it are filled."""
 
     def fill(self, parameter: Tensor, spec: WeightSpec, tensor: Tensor) -> None:
-        """Copy `tensor` into the outputs of `parameter` that it holds."""
+        """Copy `tensor` into the part of `parameter` that it holds."""
         with torch.no_grad():
             if spec.repeats is not None:
                 tensor = tensor.expand(spec.repeats, *tensor.shape)
-            on_host = parameter.device.type == "cpu"
-            if not spec.output_sizes:
-                shard = _shard(tensor, spec.shard_dim, self._group.size, self._group)
+            if spec.interleaved_size is not None:
+                pairs = tensor.view(-1, spec.interleaved_size // 2, 2, *tensor.shape[1:])
+                tensor = pairs.transpose(1, 2).reshape(tensor.shape)
+            if parameter.device.type == "cpu":
+                self._fill_part(parameter, spec, tensor)
+            elif (spec.output_sizes, spec.expert, spec.num_experts) == ((), None, None):
                 # Converted here: on the device that would need memory for both types.
-                parameter.copy_(shard if on_host else shard.to(parameter.dtype))
-            elif on_host:
-                self._fill_outputs(parameter, spec, tensor)
+                parameter.copy_(self._shard(spec, tensor).to(parameter.dtype))
             else:
                 self._collect(parameter, spec, tensor)
 
     def _collect(self, parameter: Tensor, spec: WeightSpec, tensor: Tensor) -> None:
         if spec.parameter not in self._unfinished:
-            host = torch.empty(parameter.shape, dtype=parameter.dtype)
-            self._unfinished[spec.parameter] = host, set(range(len(spec.output_sizes)))
-        host, missing = self._unfinished[spec.parameter]
-        self._fill_outputs(host, spec, tensor)
-        missing.difference_update(spec.outputs)
-        if not missing:
+            self._unfinished[spec.parameter] = (
+                torch.empty(parameter.shape, dtype=parameter.dtype),
+                0,
+            )
+        host, filled = self._unfinished[spec.parameter]
+        self._fill_part(host, spec, tensor)
+        filled += spec.num_elements(self._group.size)
+        self._unfinished[spec.parameter] = host, filled
+        if filled == host.numel():
             parameter.copy_(host)
             del self._unfinished[spec.parameter]
+
+    def _fill_part(self, target: Tensor, spec: WeightSpec, tensor: Tensor) -> None:
+        if spec.num_experts is not None:
+            pairs = list(zip(target, tensor, strict=True))
+        else:
+            pairs = [(target if spec.expert is None else target[spec.expert], tensor)]
+        for part, source in pairs:
+            if spec.output_sizes:
+                self._fill_outputs(part, spec, source)
+            else:
+                part.copy_(self._shard(spec, source))
+
+    def _shard(self, spec: WeightSpec, tensor: Tensor) -> Tensor:
+        return _shard(tensor, spec.shard_dim, self._group.size, self._group)
 
     def _fill_outputs(self, target: Tensor, spec: WeightSpec, tensor: Tensor) -> None:
         # A tensor with several outputs is cut at their full sizes first, then each one is sharded.

@@ -34,13 +34,24 @@ def check_split(config: ModelConfig, num_cards: int) -> None:
         (config.num_heads, "query heads"),
         (max(kv_heads, num_cards), "KV heads"),
         (config.vocab_size, "tokens in the vocabulary"),
-        (config.intermediate_size, "inner features"),
+        *_inner_sizes(config),
     ):
         if count % num_cards:
             raise ConfigError(
                 f"{config.path} has {count} {what}, and {num_cards} (tensor-parallel-size) does "
                 "not divide them"
             )
+
+
+def _inner_sizes(config: ModelConfig) -> list[tuple[int, str]]:
+    """Sizes of the MLPs that the layers have, and what they are."""
+    moe = config.moe
+    has_experts = [moe is not None and moe.has_experts(i) for i in range(config.num_layers)]
+    sizes = [] if all(has_experts) else [(config.intermediate_size, "inner features")]
+    if moe is not None and any(has_experts):
+        sizes.append((moe.inner_size, "inner features in an expert"))
+        sizes.append((moe.shared_size, "inner features in the shared expert"))
+    return sizes
 
 
 def weight_bytes(config: ModelConfig, *, num_cards: int, width: int, length: int) -> int:
@@ -62,7 +73,11 @@ def activation_bytes(
 ) -> int:
     """Estimate for the largest launch: one layer's activations, and the logits of all sequences in
     float32 with the copies that sampling makes."""
-    layer = num_tokens * (6 * config.hidden_size + 3 * config.intermediate_size // num_cards)
+    moe = config.moe
+    inner = config.intermediate_size
+    if moe is not None:
+        inner = max(inner, moe.top_k * moe.inner_size + moe.shared_size)
+    layer = num_tokens * (6 * config.hidden_size + 3 * inner // num_cards)
     return layer * width + num_seqs * config.vocab_size * 4 * 4
 
 

@@ -1,7 +1,8 @@
-"""The dense decoder that all plain families share; DecoderSpec says where they differ.
+"""The decoder that all plain families share; DecoderSpec says where they differ.
 
-Embedding; per layer x = x + m * attention(norm(x)) and x = x + m * mlp(norm(x)); norm; head. Module
-paths are those of vLLM's models, so that its users' calibration files fit.
+Embedding; per layer x = x + m * attention(norm(x)) and x = x + m * mlp(norm(x)), where the MLP may
+be a mixture of experts; norm; head. Module paths are those of vLLM's models, so that its users'
+calibration files fit.
 """
 
 from typing import Any
@@ -10,17 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from config.checkpoint.weight_map import WeightMap, decoder_weight_map
+from config.errors import ConfigError
 from config.model.architectures import DecoderSpec, LayerSpec
 from config.model.model_config import ModelConfig
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.layers.attention import HeadShape, SelfAttention
 from hpu.layers.attention_base import AttentionLayer, Shape
 from hpu.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from hpu.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from hpu.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
 from hpu.layers.metadata import AttentionInputs, AttentionMetadata, Windows
 from hpu.layers.metadata_builder import MetadataBuilder
 from hpu.layers.mlp import GatedMLP
-from hpu.layers.norm import QKNorm, RMSNorm
+from hpu.layers.moe import Experts, MoE, TopKRouter
+from hpu.layers.norm import FullQKNorm, QKNorm, RMSNorm
 from hpu.models.base import CausalLM
 from hpu.ops.kernels import Kernels
 from hpu.ops.rope import RotaryEmbedding, Rotation
@@ -34,7 +42,7 @@ class DecoderLayer(nn.Module):
     def __init__(
         self,
         self_attn: SelfAttention,
-        mlp: GatedMLP,
+        mlp: GatedMLP | MoE,
         input_layernorm: RMSNorm,
         post_attention_layernorm: RMSNorm,
         *,
@@ -84,7 +92,7 @@ class DecoderModel(nn.Module):
 
 
 class Decoder(CausalLM):
-    """A dense decoder. Parameters are allocated, not filled: hpu/model_loader/loader.py does
+    """A decoder. Parameters are allocated, not filled: hpu/model_loader/loader.py does
     that. Without a head it gives hidden states and no logits."""
 
     def __init__(
@@ -157,10 +165,10 @@ class Decoder(CausalLM):
 
     def _layer(self, path: str, layer: LayerSpec) -> DecoderLayer:
         attention = {"dense": self._dense_attention}[layer.attention]
-        feed_forward = {"mlp": self._mlp}[layer.feed_forward]
+        make_mlp = self._moe if layer.feed_forward == "moe" else self._dense_mlp
         return DecoderLayer(
             attention(f"{path}.self_attn", layer),
-            feed_forward(f"{path}.mlp"),
+            make_mlp(f"{path}.mlp"),
             self._norm(),
             self._norm(),
             multiplier=self.spec.residual_multiplier,
@@ -168,15 +176,6 @@ class Decoder(CausalLM):
 
     def _dense_attention(self, path: str, layer: LayerSpec) -> SelfAttention:
         config, spec, shape = self.config, self.spec, self.shape
-        qk_norm = None
-        if spec.qk_norm:
-            qk_norm = QKNorm(
-                shape.num_heads + shape.num_kv_heads,
-                shape.head_dim,
-                config.rms_norm_eps,
-                dtype=self.dtype,
-                device=self.device,
-            )
         return SelfAttention(
             shape,
             qkv_proj=QKVParallelLinear(
@@ -193,12 +192,63 @@ class Decoder(CausalLM):
                 bias=spec.o_bias,
                 **self._options(f"{path}.o_proj", shape.query_size),
             ),
-            qk_norm=qk_norm,
+            qk_norm=self._qk_norm(),
             window=layer.window,
         )
 
-    def _mlp(self, path: str) -> GatedMLP:
-        hidden, inner = self.config.hidden_size, self.config.intermediate_size
+    def _qk_norm(self) -> QKNorm | FullQKNorm | None:
+        shape, eps = self.shape, self.config.rms_norm_eps
+        options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        heads, kv_heads = shape.num_heads, shape.num_kv_heads
+        if self.spec.qk_norm == "heads":
+            return QKNorm(heads + kv_heads, shape.head_dim, eps, **options)
+        if self.spec.qk_norm == "all":
+            return FullQKNorm(heads, kv_heads, shape.head_dim, eps, group=self._group, **options)
+        return None
+
+    def _dense_mlp(self, path: str) -> GatedMLP:
+        return self._mlp(path, self.config.intermediate_size)
+
+    def _moe(self, path: str) -> MoE:
+        config, moe, spec = self.config, self.config.moe, self.spec.moe
+        assert moe is not None and spec is not None
+        hidden = config.hidden_size
+        if self._quantization is not None:
+            raise ConfigError(
+                f"{config.path} is a mixture of experts, whose weights are not quantized yet: "
+                "leave quantization out"
+            )
+        options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        gate_dtype = torch.float32 if spec.float32_router else self.dtype
+        shared = shared_gate = None
+        if moe.shared_size:
+            shared = self._mlp(f"{path}.shared_experts", moe.shared_size)
+            shared_gate = ReplicatedLinear(hidden, 1, **options) if spec.shared_gate else None
+        return MoE(
+            ReplicatedLinear(hidden, moe.num_experts, dtype=gate_dtype, device=self.device),
+            TopKRouter(
+                moe.top_k,
+                moe.renormalize,
+                scoring=spec.scoring,
+                num_groups=moe.num_groups,
+                top_groups=moe.top_groups,
+                scaling_factor=moe.scaling_factor,
+            ),
+            Experts(
+                moe.num_experts,
+                hidden,
+                moe.inner_size,
+                activation=config.hidden_act,
+                group=self._group,
+                **options,
+            ),
+            shared,
+            shared_gate,
+            has_correction_bias=bool(spec.correction_bias),
+        )
+
+    def _mlp(self, path: str, inner: int) -> GatedMLP:
+        hidden = self.config.hidden_size
         has_bias = self.spec.mlp_bias
         return GatedMLP(
             MergedColumnParallelLinear(
@@ -269,6 +319,8 @@ class Decoder(CausalLM):
         for layer in self.layers:
             layer.input_layernorm.use_kernel(kernels.rms_norm)
             layer.post_attention_layernorm.use_kernel(kernels.rms_norm)
+            if isinstance(layer.mlp, MoE):
+                layer.mlp.experts.use_kernels(kernels)
         for attention in self.attention_layers:
             attention.use_kernels(kernels, split_qkv=split_qkv)
             # Their matrix products sum over all blocks of a launch, with zeros for the blocks of

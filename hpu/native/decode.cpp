@@ -86,12 +86,21 @@ void project(const Model& m, const Layer& layer, const Step& s, bf16* heads) {
 }
 
 // Adds the outputs of the attention and of the MLP to the residual stream.
-void add(const Model& m, const Layer& layer, const Step& s, const bf16* attended, bf16* inside) {
+void add(const Model& m, const Layer& layer, const Step& s, const bf16* attended, bf16* inside,
+         Groups& g) {
   const End total{nullptr, s.total, m.multiplier};
   multiply(layer.out, attended, s.rows, total);
-  expect(layer.gate_up, true);
+  if (!layer.mixture) expect(layer.gate_up, true);
 #pragma omp barrier
   norm_rows(m, s, layer.mlp_norm);
+  if (layer.mixture) {
+    mix_routed(*layer.mixture, s.hidden, s.rows, g, inside);
+    const __m512 alpha = _mm512_set1_ps(m.multiplier);
+#pragma omp for
+    for (int64_t i = 0; i < s.rows * m.hidden; i += 16)
+      store(s.total + i, _mm512_fmadd_ps(alpha, _mm512_loadu_ps(g.sums + i), load(s.total + i)));
+    return;
+  }
   multiply(layer.gate_up, s.hidden, s.rows, End{inside, nullptr, 0, true});
   expect(layer.down, false);
 #pragma omp barrier
@@ -170,6 +179,21 @@ void best_of_all(const Product* by, const bf16* x, int64_t rows, int64_t* places
   }
 }
 
+// The weighted sum of each token's experts into out (rows, hidden).
+void mix_experts(const Experts* experts, const Choice* choice, bf16* out, int64_t threads) {
+  static thread_local Groups groups;
+  Groups& g = groups;
+  g.sort(*experts, *choice);
+  const int64_t size = choice->rows * experts->hidden;
+#pragma omp parallel num_threads(threads)
+  {
+    mix(*experts, *choice, g);
+#pragma omp barrier
+#pragma omp for
+    for (int64_t i = 0; i < size; i += 16) store(out + i, _mm512_loadu_ps(g.sums + i));
+  }
+}
+
 // Decode: one token per row through all layers and the last norm, into step->hidden.
 void decode(const Model* model, const Step* step, int64_t threads) {
   const Model& m = *model;
@@ -178,6 +202,8 @@ void decode(const Model* model, const Step* step, int64_t threads) {
   const int64_t group = m.heads / m.kv_heads * m.head_dim;
   const std::vector<Span> spans = spans_of(s);
   static thread_local Scratch first, second, stream;
+  static thread_local Groups groups;
+  Groups& g = groups;
   s.total = stream.room<bf16>(s.rows * m.hidden);
   bf16* wide = first.room<bf16>(s.rows * heads);
   bf16* inside = second.room<bf16>(s.rows * std::max(query, m.inner));
@@ -197,7 +223,7 @@ void decode(const Model* model, const Step* step, int64_t threads) {
                inside + row * query + kv * group);
       }
       end_scores();
-      add(m, layer, s, inside, inside);
+      add(m, layer, s, inside, inside, g);
     }
     norm_rows(m, s, m.norm);
   }
@@ -209,6 +235,8 @@ void prompt(const Model* model, const Step* step, const Prompts* prompts, int64_
   Step s = *step;
   const int64_t query = m.heads * m.head_dim, heads = query + 2 * m.kv_heads * m.head_dim;
   static thread_local Scratch first, second, third, stream;
+  static thread_local Groups groups;
+  Groups& g = groups;
   s.total = stream.room<bf16>(s.rows * m.hidden);
   bf16* wide = first.room<bf16>(s.rows * heads);
   bf16* inside = second.room<bf16>(s.rows * std::max(query, m.inner));
@@ -223,7 +251,7 @@ void prompt(const Model* model, const Step* step, const Prompts* prompts, int64_
       for (int64_t i = 0; i < s.rows * m.kv_heads; ++i)
         file_group(m, layer, s, i / m.kv_heads, i % m.kv_heads, wide + i / m.kv_heads * heads);
       attend_prompts(m, layer, s, *prompts, wide, inside, laid);
-      add(m, layer, s, inside, inside);
+      add(m, layer, s, inside, inside, g);
     }
     norm_rows(m, s, m.norm);
   }

@@ -1,4 +1,4 @@
-"""CompiledDecoder: a dense decoder whose prefill and decode are one call of the C++ library each.
+"""CompiledDecoder: a decoder whose prefill and decode are one call of the C++ library each.
 hpu/models/decoder.py is its reference."""
 
 import ctypes
@@ -10,10 +10,18 @@ from torch import Tensor
 
 from hpu.layers.attention_base import Shape
 from hpu.layers.metadata import AttentionInputs, DecodeAttentionInputs, PrefillAttentionInputs
-from hpu.layers.norm import QKNorm
+from hpu.layers.mlp import GatedMLP
+from hpu.layers.moe import MoE
+from hpu.layers.norm import FullQKNorm, QKNorm
 from hpu.models.base import CausalLM
 from hpu.models.decoder import Decoder, DecoderLayer
-from hpu.native.library import Library, PackedLinear, Product
+from hpu.native.library import (
+    ExpertsStructure,
+    Library,
+    PackedExperts,
+    PackedLinear,
+    Product,
+)
 
 MAX_HEAD_DIM = 256
 MAX_QUERIES_PER_KV_HEAD = 16
@@ -23,7 +31,7 @@ class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, Product) for name in ("qkv", "out", "gate_up", "down")),
         *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "head_norm")),
-        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "mixture")),
         ("window", ctypes.c_int64),
     )
 
@@ -53,13 +61,27 @@ class _Prompts(ctypes.Structure):
     )
 
 
+class _Mixture(ctypes.Structure):
+    """As `Mixture` in hpu/native/experts.h."""
+
+    _fields_ = (
+        ("experts", ExpertsStructure),
+        *((name, ctypes.c_void_p) for name in ("gate", "correction")),
+        *((name, Product) for name in ("shared_gate_up", "shared_down")),
+        ("shared_gate", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("is_float32", "top_k", "is_sigmoid")),
+        *((name, ctypes.c_int64) for name in ("renormalizes", "groups", "top_groups")),
+        ("scaling", ctypes.c_float),
+    )
+
+
 class _LayerWeights(NamedTuple):
     """One layer's weights, in bfloat16."""
 
     qkv: PackedLinear
     out: PackedLinear
-    gate_up: PackedLinear
-    down: PackedLinear
+    mlp: tuple[PackedLinear, PackedLinear] | _Mixture
+    """Gate with up, and down; or the structure that holds the addresses of a mixture of experts."""
     attention_norm: Tensor
     mlp_norm: Tensor
     qk_norm: Tensor | None
@@ -158,7 +180,7 @@ def _sizes(model: Decoder) -> _Sizes:
     config, spec, shape = model.config, model.spec, model.shape
     return _Sizes(
         hidden=config.hidden_size,
-        inner=config.intermediate_size,
+        inner=max(config.intermediate_size, 0 if config.moe is None else config.moe.shared_size),
         heads=shape.num_heads,
         kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
@@ -182,22 +204,50 @@ def _layer_weights(model: Decoder) -> list[_LayerWeights] | None:
 
 def _weights_of(layer: DecoderLayer) -> _LayerWeights | None:
     attention, mlp = layer.self_attn, layer.mlp
+    if isinstance(attention.qk_norm, FullQKNorm):
+        return None
     qkv, out = attention.qkv_proj.kernel, attention.o_proj.kernel
-    gate_up, down = mlp.gate_up_proj.kernel, mlp.down_proj.kernel
-    if not (
-        isinstance(qkv, PackedLinear)
-        and isinstance(out, PackedLinear)
-        and isinstance(gate_up, PackedLinear)
-        and isinstance(down, PackedLinear)
-    ):
+    inner = _mixture(mlp) if isinstance(mlp, MoE) else _pair(mlp)
+    if not (isinstance(qkv, PackedLinear) and isinstance(out, PackedLinear) and inner):
         return None
     qk_norm = attention.qk_norm
     return _LayerWeights(
-        *(qkv, out, gate_up, down),
+        *(qkv, out, inner),
         layer.input_layernorm.weight,
         layer.post_attention_layernorm.weight,
         qk_norm.weight if isinstance(qk_norm, QKNorm) else None,
         attention.kv_cache_spec.window or 0,
+    )
+
+
+def _pair(mlp: GatedMLP) -> tuple[PackedLinear, PackedLinear] | None:
+    gate_up, down = mlp.gate_up_proj.kernel, mlp.down_proj.kernel
+    if isinstance(gate_up, PackedLinear) and isinstance(down, PackedLinear):
+        return gate_up, down
+    return None
+
+
+def _mixture(moe: MoE) -> _Mixture | None:
+    """The addresses of the weights, which `moe` holds."""
+    experts, gate, router = moe.experts.moe_op, moe.gate.weight, moe.router
+    if not isinstance(experts, PackedExperts) or gate is None:
+        return None
+    shared = (Product(), Product())
+    if moe.shared_experts is not None:
+        pair = _pair(moe.shared_experts)
+        if pair is None:
+            return None
+        shared = (pair[0].product, pair[1].product)
+    shared_gate = None if moe.shared_expert_gate is None else moe.shared_expert_gate.weight
+    correction = moe.e_score_correction_bias
+    return _Mixture(
+        experts.structure,
+        gate.data_ptr(),
+        None if correction is None else correction.data_ptr(),
+        *shared,
+        None if shared_gate is None else shared_gate.data_ptr(),
+        *(gate.dtype == torch.float32, router.top_k, router.scoring == "sigmoid"),
+        *(router.renormalize, router.num_groups, router.top_groups, router.scaling_factor),
     )
 
 
@@ -256,10 +306,15 @@ def _address(column: Tensor) -> int:
 
 
 def _layer(weights: _LayerWeights, caches: tuple[Tensor, Tensor]) -> _Layer:
-    qk_norm, (keys, values) = weights.qk_norm, caches
+    qk_norm, (keys, values), mlp = weights.qk_norm, caches, weights.mlp
+    mixture, products = None, (Product(), Product())
+    if isinstance(mlp, _Mixture):
+        mixture = ctypes.addressof(mlp)
+    else:
+        products = (mlp[0].product, mlp[1].product)
     return _Layer(
-        *(linear.product for linear in weights[:4]),
+        *(weights.qkv.product, weights.out.product, *products),
         *(weights.attention_norm.data_ptr(), weights.mlp_norm.data_ptr()),
         None if qk_norm is None else qk_norm.data_ptr(),
-        *(keys.data_ptr(), values.data_ptr(), weights.window),
+        *(keys.data_ptr(), values.data_ptr(), mixture, weights.window),
     )

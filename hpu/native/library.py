@@ -84,6 +84,56 @@ class PackedLinear:
         return indices
 
 
+class ExpertsStructure(ctypes.Structure):
+    """As `Experts` in hpu/native/experts.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("gate_up", "down")),
+        *((name, ctypes.c_int64) for name in ("count", "hidden", "inner")),
+    )
+
+
+class _Choice(ctypes.Structure):
+    """As `Choice` there."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "top_k")),
+        *((name, ctypes.c_void_p) for name in ("ids", "weights", "x")),
+    )
+
+
+class PackedExperts:
+    """MoEImpl: the routed experts of a layer as one call of the library."""
+
+    def __init__(self, library: "Library", w13: Tensor, w2: Tensor) -> None:
+        """Copies `w13` (experts, 2 * inner, hidden) and `w2` (experts, hidden, inner), which
+        `has_experts_kernel` accepts."""
+        self._library = library
+        # The rows of an expert are a whole number of panels, so experts are packed one by one.
+        packed = tuple(library.pack(weight.flatten(0, 1)) for weight in (w13, w2))
+        # The structure holds their addresses.
+        self._tensors = packed
+        count, hidden, inner = w2.shape
+        self.structure = ExpertsStructure(
+            *(tensor.data_ptr() for tensor in packed), count, hidden, inner
+        )
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        expert_routing_table: Tensor,
+        router_weights: Tensor,
+        permuted_weights: bool,
+        activation: str,
+    ) -> Tensor:
+        x, ids = hidden_states.contiguous(), expert_routing_table.contiguous()
+        weights = router_weights.float().contiguous()
+        out = torch.empty_like(x)
+        pointers = (ids.data_ptr(), weights.data_ptr(), x.data_ptr())
+        self._library.mix_experts(self.structure, _Choice(*ids.shape, *pointers), out)
+        return out
+
+
 class Library:
     """decode.cpp, loaded. Calls run on `num_threads` threads of torch's own pool."""
 
@@ -132,6 +182,11 @@ class Library:
             ctypes.byref(by), _address(x), count, _address(indices), self._threads
         )
 
+    def mix_experts(self, experts: ctypes.Structure, choice: ctypes.Structure, out: Tensor) -> None:
+        """The weighted sum of each token's experts into `out` (rows, hidden) bfloat16."""
+        pointers = (ctypes.byref(experts), ctypes.byref(choice), _address(out))
+        self._code.mix_experts(*pointers, self._threads)
+
     # The structures below are defined in hpu/native/decoder.py.
 
     def decode(self, model: ctypes.Structure, step: ctypes.Structure) -> None:
@@ -152,6 +207,13 @@ def has_kernel(weight: Tensor | QuantizedWeight) -> bool:
         return kind_of(weight) is not None
     out_features, in_features = weight.shape
     return out_features % PANEL == 0 and in_features % 2 == 0
+
+
+def has_experts_kernel(w13: Tensor, w2: Tensor, activation: str) -> bool:
+    """Whether the library has a kernel for stacked experts, as PackedExperts takes them."""
+    _, hidden, inner = w2.shape
+    is_gated_silu = activation in ("silu", "swish")
+    return is_gated_silu and w13.dtype == torch.bfloat16 and hidden % PANEL == inner % PANEL == 0
 
 
 def _address_or_null(tensor: Tensor | None) -> int | None:

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "quantized.h"
+#include "experts.h"
 
 extern "C" {
 
@@ -11,6 +11,7 @@ struct Layer {
   const bf16 *attention_norm, *mlp_norm;
   const bf16* head_norm;  // (heads + kv_heads, head_dim), or none
   bf16 *keys, *values;    // (blocks * block_size, kv_heads, head_dim)
+  const Mixture* mixture;  // instead of gate_up and down, or none
   int64_t window;         // sliding window in tokens, the query included; 0: none
 };
 

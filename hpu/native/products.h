@@ -64,6 +64,10 @@ struct End {
   bool gated = false;     // out is (rows, outputs / 2): silu(first half) * second half
   Best* best = nullptr;   // (rows), or else: the maximum of what `exact` would hold
   float* exact = nullptr;  // (rows, outputs), or else: unrounded
+  float* mixed = nullptr;  // (tokens, outputs), or else: the row's share of the sums is added to its
+                           // token
+  const int64_t* tokens = nullptr;
+  const float* shares = nullptr;
 };
 
 // Panels of one thread: `first` to `last`; of a gated product those of the first half and their
@@ -132,6 +136,15 @@ inline void finish(const Product& by, const End& end, const float* sums, int64_t
     for (int q = 0; q < wide; ++q) {
       const int64_t from = at + q * PANEL;
       _mm512_storeu_ps(end.exact + row * by.outputs + from, sum_of(by, sums + q * apart, from));
+    }
+    return;
+  }
+  if (end.mixed) {
+    const __m512 share = _mm512_set1_ps(end.shares[row]);
+    float* to = end.mixed + end.tokens[row] * by.outputs + at;
+    for (int q = 0; q < wide; ++q, to += PANEL) {
+      const __m512 sum = sum_of(by, sums + q * apart, at + q * PANEL);
+      _mm512_storeu_ps(to, _mm512_fmadd_ps(share, sum, _mm512_loadu_ps(to)));
     }
     return;
   }

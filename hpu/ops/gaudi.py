@@ -20,7 +20,15 @@ from habana_frameworks.torch.hpex.normalization import FusedRMSNorm
 from torch import Tensor, nn
 
 from hpu.ops.attention import MASKED, AttentionPart, merge_parts
-from hpu.ops.gaudi_modules import B2BMatmul, Matmul, ModuleFusedSDPA, Softmax, VLLMKVCache
+from hpu.ops.gaudi_modules import (
+    MOE_ACTIVATIONS,
+    B2BMatmul,
+    Matmul,
+    ModuleFusedSDPA,
+    Softmax,
+    VLLMKVCache,
+    VllmMixtureOfExpertsOp,
+)
 from hpu.ops.kernels import AttentionForm, DecodeOperands, PromptOperands, SliceSizes
 
 FP32_SOFTMAX = "fp32"
@@ -83,6 +91,9 @@ class GaudiKernels:
             fused_adjustment=self._fused_adjustment,
             end_slice=self._end_slice,
         )
+
+    def make_moe(self, w13: Tensor, w2: Tensor, activation: str) -> VllmMixtureOfExpertsOp | None:
+        return VllmMixtureOfExpertsOp(w13, w2) if activation in MOE_ACTIVATIONS else None
 
 
 class GaudiAttention(nn.Module):

@@ -1,5 +1,5 @@
-"""Operators of attention as modules. Intel's FP8 compressor replaces modules by the name of their
-class: what is called as a function it can neither measure nor quantize.
+"""Operators of attention and of experts as modules. Intel's FP8 compressor replaces modules by the
+name of their class: what is called as a function it can neither measure nor quantize.
 
 Class names, argument order and the attributes that it reads are those of PATCHED_MODULE_TABLE
 (_core/patching_common.py) and of the Patched* classes (_quant_common/helper_modules.py) in
@@ -7,13 +7,25 @@ neural_compressor/torch/algorithms/fp8_quant of intel/neural-compressor. The nam
 layer holds them are those of HPUAttentionImpl (vllm_gaudi/attention/backends/hpu_attn.py) in
 vllm-project/vllm-gaudi, so that calibration files of its users fit.
 
-None has parameters, and none knows the vendor's packages.
+Those of experts, and their names, are those of vllm_gaudi/extension/ops.py in the same repository.
+
+None has parameters, and none imports the vendor's packages.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+MOE_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    # The kernel's gelu is the approximation by tanh.
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "relu": "relu",
+}
+"""Names in a checkpoint -> those of the kernel."""
 
 
 class Matmul(nn.Module):
@@ -93,3 +105,48 @@ class VLLMKVCache(nn.Module):
 
     def fetch_from_cache(self, cache: Tensor, blocks: Tensor | None) -> Tensor:
         return cache if blocks is None else cache.index_select(0, blocks)
+
+
+class MoeMatmul(nn.Module):
+    """One expert's weight, which the compressor quantizes; it is not called."""
+
+    def __init__(self, weight: Tensor) -> None:
+        """`weight` (out, in): a view of the stacked parameter, and not a parameter itself."""
+        super().__init__()
+        self.weight = weight.detach()
+
+
+class VllmMixtureOfExpertsOp(nn.Module):
+    """The vendor's kernel for a layer's routed experts, all on this card. Static shapes: the kernel
+    groups the tokens by expert."""
+
+    def __init__(self, w13: Tensor, w2: Tensor) -> None:
+        """`w13` (experts, 2 * inner, hidden), gate before up, and `w2` (experts, hidden, inner),
+        on the card. Views of them are held, so a later move of the parameters is not seen."""
+        super().__init__()
+        self.num_experts = len(w13)
+        self.experts_min, self.experts_max = 0, len(w13) - 1
+        self.w13_list = nn.ModuleList([MoeMatmul(weight) for weight in w13])
+        self.w2_list = nn.ModuleList([MoeMatmul(weight) for weight in w2])
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        expert_routing_table: Tensor,
+        router_weights: Tensor,
+        permuted_weights: bool = True,
+        activation: str = "silu",
+    ) -> Tensor:
+        """As MoEImpl; `permuted_weights` says that they are (out, in)."""
+        out: Tensor = torch.ops.hpu.mixture_of_experts(
+            hidden_states=hidden_states,
+            expert_routing_table=expert_routing_table,
+            router_weights=router_weights,
+            w12=[module.weight for module in self.w13_list],
+            w3=[module.weight for module in self.w2_list],
+            permuted_weights=permuted_weights,
+            activation=MOE_ACTIVATIONS[activation],
+            experts_min=self.experts_min,
+            experts_max=self.experts_max,
+        )
+        return out

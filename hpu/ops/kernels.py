@@ -129,6 +129,24 @@ class AttentionImpl(Protocol):
         ...
 
 
+class MoEImpl(Protocol):
+    """One layer's routed experts on a device. It runs in static shapes, and may be captured."""
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        expert_routing_table: Tensor,
+        router_weights: Tensor,
+        permuted_weights: bool,
+        activation: str,
+    ) -> Tensor:
+        """The sum of the experts `expert_routing_table` (T, k) int64 of each token of
+        `hidden_states` (T, hidden), weighted by `router_weights` (T, k) in the same dtype: (T,
+        hidden). `permuted_weights`: whether the weights are (out, in), as given to `make_moe`;
+        `activation`: as there. The FP8 compressor replaces the object, and needs both."""
+        ...
+
+
 class Kernels(Protocol):
     """All of them run on the tensors' device in static shapes, and may be captured."""
 
@@ -147,4 +165,10 @@ class Kernels(Protocol):
 
     def make_attention(self) -> AttentionImpl:
         """For one layer."""
+        ...
+
+    def make_moe(self, w13: Tensor, w2: Tensor, activation: str) -> MoEImpl | None:
+        """For one layer's stacked gated MLPs, `w13` (experts, 2 * inner, hidden), gate before up,
+        and `w2` (experts, hidden, inner), with the activation that a checkpoint calls
+        `activation`. None where there is no kernel for it."""
         ...

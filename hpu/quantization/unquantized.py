@@ -61,11 +61,13 @@ def _apply_to_chosen(layer: ExpertsLayer, hidden: Tensor, ids: Tensor, weights: 
     order = ids.flatten().argsort(stable=True)
     counts = ids.flatten().bincount(minlength=layer.w13_weight.shape[0]).tolist()
     tokens, weights = order // ids.shape[1], weights.flatten()[order].unsqueeze(-1)
-    for index, (rows, scale) in enumerate(
-        zip(tokens.split_with_sizes(counts), weights.split_with_sizes(counts), strict=True)
-    ):
-        if rows.shape[0]:
-            out.index_add_(0, rows, _expert(layer, index, hidden[rows]) * scale)
+    chosen = [index for index, count in enumerate(counts) if count]
+    sizes = [counts[index] for index in chosen]
+    groups = zip(
+        chosen, tokens.split_with_sizes(sizes), weights.split_with_sizes(sizes), strict=True
+    )
+    for index, rows, scale in groups:
+        out.index_add_(0, rows, _expert(layer, index, hidden[rows]) * scale)
     return out
 
 

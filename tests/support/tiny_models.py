@@ -42,6 +42,45 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "logits_scaling": 2.0,
     },
     "phi3": {},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 80,
+    },
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+    },
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+    },
+    "granitemoeshared": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 48,
+        "attention_multiplier": 0.2,
+    },
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "moe_intermediate_size": 48,
+        "use_qk_norm": True,
+    },
+    "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 48},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32},
 }
 
 CHAT_TEMPLATE = (
@@ -71,6 +110,9 @@ def make_tiny(
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 parameter.data += 0.2 * torch.randn_like(parameter)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer += 0.2 * torch.randn_like(buffer)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     write_tokenizer(folder)
     return folder

@@ -220,7 +220,7 @@ def _groups_of_rows(name: str, values: Tensor, scale: Tensor, g_idx: Tensor | No
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
-    "gelu": functional.gelu,
+    "gelu": lambda x: functional.gelu(x, approximate="tanh"),
     "relu": functional.relu,
 }
 
@@ -243,7 +243,7 @@ def mixture_of_experts(
 
     `hidden_states` (tokens, hidden); table and weights (tokens, chosen); weights are
     (out, in) if `permuted_weights`, (in, out) if not. Only experts `experts_min` to `experts_max`
-    are on this card; others add nothing.
+    are on this card; others add nothing. RuntimeError for what the card does not compile.
     """
     if activation not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
@@ -252,6 +252,9 @@ def mixture_of_experts(
         raise RuntimeError(
             f"mixture_of_experts: {len(w1)} weights for experts {experts_min} to {experts_max}"
         )
+    _check_experts(
+        hidden_states, expert_routing_table, router_weights, w1, w2, w3, permuted_weights
+    )
     act = ACTIVATIONS[activation]
     out = torch.zeros(hidden_states.shape, dtype=torch.float32)
     for number, (gate, up, down) in enumerate(zip(w1, w2, w3, strict=True)):
@@ -262,6 +265,42 @@ def mixture_of_experts(
         expert = (act(hidden_states @ gate) * (hidden_states @ up)) @ down
         out += share * expert.float()
     return out.to(hidden_states.dtype)
+
+
+def _check_experts(
+    hidden: Tensor,
+    table: Tensor,
+    weights: Tensor,
+    w1: list[Tensor],
+    w2: list[Tensor],
+    w3: list[Tensor],
+    permuted: bool,
+) -> None:
+    """The dtypes are those of the bridge's test and of the callers in vllm-gaudi; with others the
+    recipe does not compile."""
+    if hidden.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise RuntimeError(f"Graph compile failed. mixture_of_experts: hidden is {hidden.dtype}")
+    if table.dtype != torch.int64:
+        raise RuntimeError(f"Graph compile failed. mixture_of_experts: ids are {table.dtype}")
+    dtypes = {tensor.dtype for tensor in (weights, *w1, *w2, *w3)}
+    if dtypes != {hidden.dtype}:
+        raise RuntimeError(
+            f"Graph compile failed. mixture_of_experts: incompatible type, hidden is "
+            f"{hidden.dtype} and the weights are {', '.join(sorted(map(str, dtypes)))}"
+        )
+    if hidden.dim() != 2 or table.shape != weights.shape or table.shape[:1] != hidden.shape[:1]:
+        raise RuntimeError(
+            f"mixture_of_experts: hidden is {tuple(hidden.shape)}, ids {tuple(table.shape)}, "
+            f"weights {tuple(weights.shape)}"
+        )
+    inner = w1[0].shape[0 if permuted else 1]
+    wide = (inner, hidden.shape[1]) if permuted else (hidden.shape[1], inner)
+    narrow = wide[::-1]
+    if any(one.shape != wide for one in (*w1, *w2)) or any(one.shape != narrow for one in w3):
+        raise RuntimeError(
+            f"mixture_of_experts: experts are {tuple(w1[0].shape)} and {tuple(w3[0].shape)}, "
+            f"hidden is {tuple(hidden.shape)}, permuted_weights {permuted}"
+        )
 
 
 def mixture_of_experts_fused(

@@ -325,12 +325,69 @@ def test_absurd_metadata_of_a_gguf_file_is_refused_before_it_is_converted(
     assert not list((tmp_path / "converted").rglob("*.safetensors"))
 
 
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of 8 experts in 4 groups, of which 2 give the 3 of a token."""
+    return make_tiny("glm4_moe", tmp_path_factory.mktemp("experts"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_routed_experts": -1}, "n_routed_experts in .* is -1, it must be at least 1"),
+        ({"n_routed_experts": 0}, "n_routed_experts in .* is 0, it must be at least 1"),
+        ({"n_routed_experts": 10**9}, "n_routed_experts in .* it must be at most 4096"),
+        ({"n_routed_experts": None}, "config.json has no n_routed_experts"),
+        (
+            {"num_experts_per_tok": 9},
+            "num_experts_per_tok in .* is 9, it must be at most n_routed_experts, which is 8",
+        ),
+        (
+            {"num_experts_per_tok": 5},
+            "num_experts_per_tok in .* is 5, and topk_group of n_group groups hold 4 experts",
+        ),
+        ({"n_group": 3}, "n_group in .* is 3, and it does not divide n_routed_experts, 8, into"),
+        ({"n_group": 8}, "n_group in .* is 8, .* into groups of 2 or more"),
+        ({"topk_group": 5}, "topk_group in .* is 5, it must be at most n_group, which is 4"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace in .* it must be from 0 to"),
+        ({"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers .* from 0 to 64"),
+        ({"clip_qkv": 8.0}, "clip_qkv in .* is 8.0, which is not supported"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob in .* is 1, it must be a bool"),
+        (
+            {"n_routed_experts": 16},
+            r"says 16x64 \(n_routed_experts x hidden_size\) for .*gate.weight, .* have 8x64",
+        ),
+        (
+            {"moe_intermediate_size": 10**12},
+            r"says 1000000000000x64 \(moe_intermediate_size x .* have 48x64",
+        ),
+        ({"n_shared_experts": 2}, r"x n_shared_experts \* moe_intermediate_size\) .* have 64x48"),
+        (
+            {"first_k_dense_replace": 2},
+            r"for model.layers.1.mlp.down_proj.weight, the files have no such tensor",
+        ),
+    ],
+)
+def test_absurd_experts_are_refused_in_one_sentence(
+    experts: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    for file in experts.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    _set(tmp_path, **change)
+
+    with _in_little_time_and_memory(), pytest.raises(ConfigError, match=message) as error:
+        check_checkpoint(EngineConfig(str(tmp_path)), str(tmp_path))
+
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("family", [*FAMILIES, *ENCODERS])
 def test_every_family_s_own_sizes_are_found_in_its_files(tmp_path: Path, family: str) -> None:
     if family in FAMILIES:
         make_tiny(family, tmp_path / "generates")
     make_pooling(family, tmp_path / "embeds")
-    if family != "granite":  # of which transformers has no classifier
+    # Of these transformers has no classifier.
+    if not family.startswith(("granite", "olmoe", "glm4_moe", "ernie4_5_moe", "minimax")):
         make_pooling(family, tmp_path / "classifies", num_labels=3)
 
     for folder in tmp_path.iterdir():

@@ -77,6 +77,48 @@ def test_each_family_gives_the_tokens_of_the_cpu_through_captured_graphs(
     assert counts["replays"] > 2 * 12
 
 
+EXPERTS = {
+    # Softmax, and a shared expert with a gate, beside a dense layer.
+    "qwen2_moe": {"mlp_only_layers": [0]},
+    # Sigmoid with a correction bias, groups, a scaling factor, a shared expert.
+    "glm4_moe": {},
+    # Queries and keys normed over all heads.
+    "olmoe": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [
+        *(("qwen2_moe", mode) for mode in ("hpu-graphs", "torch-compile")),
+        *(("glm4_moe", mode) for mode in ("hpu-graphs", "torch-compile")),
+        ("olmoe", "hpu-graphs"),
+    ],
+)
+def test_experts_give_the_tokens_of_the_cpu_and_nothing_compiles_after_warmup(
+    family: str, mode: str, tmp_path: Path
+) -> None:
+    folder = make_tiny(family, tmp_path, **EXPERTS[family])
+    with working(folder) as on_cpu:
+        expected = greedy(on_cpu)
+
+    with working(
+        folder,
+        device="hpu-emulator",
+        execution=ExecutionConfig(mode=mode),
+        emulator=EmulatorSettings(is_strict=True),
+    ) as rig:
+        card = torch.hpu.emulated  # type: ignore[attr-defined]
+        names = ("compilations", "captures", "fallbacks")
+        before = [card.counters.counts[name] for name in names]
+        found = greedy(rig)
+        after = [card.counters.counts[name] for name in names]
+
+    assert found == expected
+    assert after == before
+    assert before[0] > 0 and before[2] == 0
+
+
 @pytest.mark.parametrize(
     "settings",
     [

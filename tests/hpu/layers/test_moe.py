@@ -133,6 +133,36 @@ def test_the_shards_of_two_ranks_sum_to_the_whole(method: str) -> None:
     torch.testing.assert_close(partial[0] + partial[1], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_groups_are_chosen_by_their_two_best_experts(renormalize: bool) -> None:
+    router = TopKRouter(
+        3, renormalize, scoring="sigmoid", num_groups=4, top_groups=2, scaling_factor=2.5
+    )
+    logits, correction = torch.randn(50, 12), torch.randn(1, 12)
+
+    ids, weights = router(logits, correction)
+
+    for row, chosen, shares in zip(logits, ids.tolist(), weights, strict=True):
+        scores = torch.sigmoid(row)
+        by_choice = (scores + correction[0]).tolist()
+        groups = sorted(
+            range(4), key=lambda group: sum(sorted(by_choice[3 * group : 3 * group + 3])[-2:])
+        )
+        allowed = [3 * group + i for group in groups[-2:] for i in range(3)]
+        best = sorted(allowed, key=by_choice.__getitem__, reverse=True)[:3]
+        assert sorted(chosen) == sorted(best)
+        total = scores[chosen].sum() if renormalize else 1.0
+        torch.testing.assert_close(shares, scores[chosen] / total * 2.5)
+
+
+def test_weights_whose_sum_rounds_to_zero_are_finite() -> None:
+    router = TopKRouter(2, True, scoring="sigmoid")
+
+    _, weights = router(torch.full((1, 4), -1000.0))
+
+    assert weights.tolist() == [[0.0, 0.0]]
+
+
 def test_a_shared_expert_sees_every_token() -> None:
     options = {"dtype": torch.float32, "device": CPU}
     shared = GatedMLP(
@@ -146,7 +176,7 @@ def test_a_shared_expert_sees_every_token() -> None:
 
     found = moe(hidden)
 
-    moe.shared = None
+    moe.shared_experts = None
     expected = moe(hidden) + shared(hidden)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 

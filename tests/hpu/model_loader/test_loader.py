@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny
 from torch import Tensor
 
+from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.model.model_config import read_model_config
+from config.startup_checks import check_checkpoint
 from hpu.model_loader.loader import load_weights
 from hpu.models.registry import build_model
 
@@ -76,9 +78,12 @@ def test_weights_are_converted_to_the_model_s_dtype(original: Path) -> None:
     assert torch.equal(model.model.norm.weight, tensors["model.norm.weight"].bfloat16())
 
 
+@pytest.mark.parametrize("family", ["llama", "glm4_moe", "granitemoe"])
 def test_loading_to_a_lazy_device_takes_the_memory_of_the_weights_and_no_copies(
-    original: Path,
+    family: str, original: Path, tmp_path: Path
 ) -> None:
+    if family != "llama":
+        original = make_tiny(family, tmp_path)
     expected = _state(original)
     with emulated(strict=True, workspace_ratio=0.0) as card:
         config = read_model_config(str(original))
@@ -93,7 +98,7 @@ def test_loading_to_a_lazy_device_takes_the_memory_of_the_weights_and_no_copies(
         assert card.counters.counts["base_versions"] == 0
         assert card.memory.peak == before
     for name, tensor in loaded.items():
-        assert torch.equal(tensor, expected[name].bfloat16()), name
+        assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
 
 
 def test_progress_counts_tensors_up_to_the_total(original: Path) -> None:
@@ -112,6 +117,60 @@ def test_a_missing_tensor_is_named_with_its_shape(folder: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"missing are model.layers.1.mlp.up_proj.weight 128x64"):
         load_decoder(folder)
+
+
+@pytest.fixture
+def experts(tmp_path: Path) -> Path:
+    return make_tiny("glm4_moe", tmp_path / "experts", num_nextn_predict_layers=1)
+
+
+def test_experts_are_stacked_with_gate_before_up(experts: Path) -> None:
+    tensors = load_file(experts / WEIGHTS)
+    prefix = "model.layers.1.mlp.experts."
+
+    state = _state(experts)
+
+    for index in range(8):
+        gate, up, down = (
+            tensors[f"{prefix}{index}.{name}_proj.weight"] for name in ("gate", "up", "down")
+        )
+        assert torch.equal(state[f"{prefix}w13_weight"][index], torch.cat((gate, up)))
+        assert torch.equal(state[f"{prefix}w2_weight"][index], down)
+
+
+def test_merged_experts_fill_the_same_parameters(tmp_path: Path) -> None:
+    folder = make_tiny("granitemoeshared", tmp_path)
+    tensors = load_file(folder / WEIGHTS)
+
+    state = _state(folder)
+
+    prefix = "model.layers.1."
+    for name, stored in (
+        ("mlp.experts.w13_weight", "block_sparse_moe.input_linear.weight"),
+        ("mlp.experts.w2_weight", "block_sparse_moe.output_linear.weight"),
+        ("mlp.shared_experts.gate_up_proj.weight", "shared_mlp.input_linear.weight"),
+    ):
+        assert torch.equal(state[prefix + name], tensors[prefix + stored])
+
+
+def test_a_missing_expert_is_named_with_its_shape(experts: Path) -> None:
+    _change(experts, model__layers__1__mlp__experts__7__up_proj__weight=None)
+
+    with pytest.raises(ConfigError, match=r"missing are model.layers.1.mlp.experts.7.up_proj.wei"):
+        load_decoder(experts)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(experts: Path) -> None:
+    expected = _state(experts)
+    _change(
+        experts,
+        model__layers__2__mlp__gate__weight=torch.zeros(8, 64),
+        model__layers__2__eh_proj__weight=torch.zeros(64, 128),
+    )
+
+    check_checkpoint(EngineConfig(str(experts)), str(experts))
+
+    assert _state(experts).keys() == expected.keys()
 
 
 def test_an_unexpected_tensor_is_named(folder: Path) -> None:

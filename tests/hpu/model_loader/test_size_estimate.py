@@ -27,6 +27,15 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "granite": "GraniteForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "granitemoeshared": "GraniteMoeSharedForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
 }
 
 
@@ -81,23 +90,87 @@ def test_an_8b_model_has_the_published_sizes() -> None:
     assert kv_block_bytes(facts, num_cards=16, width=2, block_size=128) == 2 << 20
 
 
-HEADS_12_3 = {"num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 16}
+MIXTRAL_8X7B = {
+    "architectures": ["MixtralForCausalLM"],
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32768,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
 
 
 @pytest.mark.parametrize(
-    ("num_cards", "overrides", "words"),
+    ("fields", "billions"), [(MIXTRAL_8X7B, 46.7), (QWEN3_30B_A3B, 30.5)], ids=["8x7B", "30B-A3B"]
+)
+def test_mixtures_of_experts_have_the_published_sizes(
+    fields: dict[str, Any], billions: float, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+
+    parameters = count_parameters(read_model_config(str(tmp_path)))
+
+    assert round(parameters / 1e9, 1) == billions
+
+
+HEADS_12_3 = {"num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 16}
+
+
+def test_experts_are_divided_but_not_the_router(tmp_path: Path) -> None:
+    facts = tiny(tmp_path, "qwen3_moe")
+    router = 2 * 4 * 64
+    experts = 2 * 4 * 3 * 48 * 64
+
+    whole, half = count_parameters(facts), count_parameters(facts, 2)
+
+    norms = 5 * 64 + 2 * 6 * 16
+    assert whole > experts + router + norms
+    # The norms of heads have a row for each of them.
+    assert half == (whole - router - 5 * 64) // 2 + router + 5 * 64
+
+
+@pytest.mark.parametrize(
+    ("family", "num_cards", "overrides", "words"),
     [
-        (8, {}, "has 4 query heads, and 8"),
-        (2, HEADS_12_3, "has 3 KV heads, and 2"),
-        (4, HEADS_12_3, "has 3 KV heads, and they cannot be repeated evenly on 4 cards"),
-        (2, {"vocab_size": 321}, "has 321 tokens in the vocabulary, and 2"),
-        (2, {"intermediate_size": 129}, "has 129 inner features, and 2"),
+        ("llama", 8, {}, "has 4 query heads, and 8"),
+        ("llama", 2, HEADS_12_3, "has 3 KV heads, and 2"),
+        ("llama", 4, HEADS_12_3, "has 3 KV heads, and they cannot be repeated evenly on 4 cards"),
+        ("llama", 2, {"vocab_size": 321}, "has 321 tokens in the vocabulary, and 2"),
+        ("llama", 2, {"intermediate_size": 129}, "has 129 inner features, and 2"),
+        ("mixtral", 2, {"intermediate_size": 129}, "has 129 inner features in an expert, and 2"),
+        (
+            "qwen2_moe",
+            2,
+            {"shared_expert_intermediate_size": 81},
+            "has 81 inner features in the shared expert, and 2",
+        ),
     ],
 )
 def test_what_does_not_divide_is_refused_with_both_numbers(
-    num_cards: int, overrides: dict[str, Any], words: str, tmp_path: Path
+    family: str, num_cards: int, overrides: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    facts = tiny(tmp_path, "llama", **overrides)
+    facts = tiny(tmp_path, family, **overrides)
 
     with pytest.raises(ConfigError, match=words):
         check_split(facts, num_cards)

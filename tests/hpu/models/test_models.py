@@ -9,9 +9,10 @@ from paged_harness import PagedHarness, load_decoder
 from releases import transformers_before
 from tiny_models import FAMILIES, make_tiny
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from config.errors import ConfigError
+from config.model.architectures import ARCHITECTURES
 from config.model.model_config import ModelConfig
 from hpu.backends.cpu import CpuBackend, use_cpu_kernels
 from hpu.models.decoder import Decoder
@@ -92,6 +93,135 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi3: window, one key head": ("phi3", {"sliding_window": 9, "num_key_value_heads": 1}),
+    "mixtral: three of five experts, one key head, tied": (
+        "mixtral",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 40,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mixtral: window, one of three experts, three layers": (
+        "mixtral",
+        {
+            "sliding_window": 9,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 1,
+            "num_hidden_layers": 3,
+        },
+    ),
+    "qwen2_moe: dense layers by step and by name, no qkv bias": (
+        "qwen2_moe",
+        {
+            "num_hidden_layers": 5,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [1],
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+        },
+    ),
+    "qwen2_moe: as many key heads as heads, tied": (
+        "qwen2_moe",
+        {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    ),
+    "qwen3_moe: the last layer dense, seven experts": (
+        "qwen3_moe",
+        {
+            "mlp_only_layers": [2],
+            "num_hidden_layers": 3,
+            "num_experts": 7,
+            "num_experts_per_tok": 4,
+            "head_dim": 32,
+            "norm_topk_prob": False,
+        },
+    ),
+    "qwen3_moe: biases, all experts, one key head": (
+        "qwen3_moe",
+        {"attention_bias": True, "num_experts_per_tok": 4, "num_key_value_heads": 1},
+    ),
+    "olmoe: renormalized, biases, tied": (
+        "olmoe",
+        {"norm_topk_prob": True, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "olmoe: three of five experts, one key head": (
+        "olmoe",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "num_key_value_heads": 1,
+            "intermediate_size": 40,
+        },
+    ),
+    "granitemoe: biases, three of five experts": (
+        "granitemoe",
+        {"attention_bias": True, "num_local_experts": 5, "num_experts_per_tok": 3},
+    ),
+    "granitemoeshared: one of three experts, tied": (
+        "granitemoeshared",
+        {
+            "num_local_experts": 3,
+            "num_experts_per_tok": 1,
+            "tie_word_embeddings": True,
+            "embedding_multiplier": 0.3,
+        },
+    ),
+    "glm4_moe: one group, two dense layers, biases": (
+        "glm4_moe",
+        {
+            "n_routed_experts": 5,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 2,
+            "n_shared_experts": 2,
+            "attention_bias": True,
+            "use_qk_norm": False,
+        },
+    ),
+    "glm4_moe: three of ten experts in one of five groups, one key head": (
+        "glm4_moe",
+        {
+            "n_routed_experts": 10,
+            "num_experts_per_tok": 2,
+            "n_group": 5,
+            "topk_group": 1,
+            "first_k_dense_replace": 0,
+            "num_key_value_heads": 1,
+        },
+    ),
+    "ernie4_5_moe: every second layer, no shared expert": (
+        "ernie4_5_moe",
+        {
+            "num_hidden_layers": 5,
+            "moe_layer_interval": 2,
+            "moe_layer_start_index": 2,
+            "moe_layer_end_index": 3,
+            "moe_num_shared_experts": 0,
+        },
+    ),
+    "ernie4_5_moe: five experts, one key head, tied": (
+        "ernie4_5_moe",
+        {
+            "moe_num_experts": 5,
+            "moe_k": 1,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "minimax_m2: half of each head rotated, three of five experts": (
+        "minimax_m2",
+        {"num_local_experts": 5, "num_experts_per_tok": 3, "rotary_dim": 16},
+    ),
+    "minimax_m2: one key head, tied": (
+        "minimax_m2",
+        {"num_key_value_heads": 1, "tie_word_embeddings": True, "head_dim": 16},
+    ),
 }
 
 LATER = {
@@ -254,6 +384,16 @@ def test_float32_weights_are_left_as_they_are(windowed: Path) -> None:
 
     assert CpuBackend(torch.get_num_threads()).prepare(model) is model
     assert model.lm_head.weight is not None
+
+
+def test_every_architecture_is_compared_with_transformers() -> None:
+    # The documentation says so.
+    names = {
+        AutoConfig.for_model(family).__class__.__name__.replace("Config", "ForCausalLM")
+        for family, _ in VARIATIONS.values()
+    }
+
+    assert names == set(ARCHITECTURES)
 
 
 def test_an_unknown_architecture_is_named_with_the_known_ones() -> None:

@@ -11,9 +11,10 @@ from torch import Tensor
 from worker_rig import WorkerRig
 
 from hpu.backends.cpu import use_cpu_kernels
+from hpu.layers.moe import Experts
 from hpu.models.base import CausalLM
 from hpu.native import library as library_module
-from hpu.native.library import Library, PackedLinear, open_library
+from hpu.native.library import Library, PackedExperts, PackedLinear, open_library
 from hpu.protocol import RequestSampling
 from hpu.sampling.filters import argmax
 from hpu.sampling.sampler import GREEDY
@@ -49,6 +50,13 @@ def decoded(model: CausalLM, **padding: int) -> Tensor:
         ("qwen3", {**HEADS, "num_key_value_heads": 1}),
         ("granite", HEADS),
         ("phi3", {**HEADS, "hidden_size": 256, "head_dim": 64}),
+        ("mixtral", HEADS),
+        ("qwen2_moe", {**HEADS, "mlp_only_layers": [0], "norm_topk_prob": True}),
+        ("qwen3_moe", HEADS),
+        # All experts are chosen: rounding changes no choice.
+        ("granitemoeshared", {**HEADS, "num_experts_per_tok": 4}),
+        ("glm4_moe", {**HEADS, "head_dim": 64}),
+        ("ernie4_5_moe", HEADS),
     ],
 )
 def test_a_decode_is_as_accurate_as_torchs(
@@ -67,8 +75,83 @@ def test_a_decode_is_as_accurate_as_torchs(
     assert error < 0.1 * exact.std()
 
 
+def stacked(count: int, hidden: int, inner: int) -> Experts:
+    experts = Experts(
+        count,
+        hidden,
+        inner,
+        activation="silu",
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+    for parameter in experts.parameters():
+        parameter.copy_(torch.randn(parameter.shape) * 0.1)
+    return experts
+
+
 @torch.inference_mode()
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize(
+    ("rows", "count", "top_k", "hidden", "inner"),
+    [(1, 8, 2, 64, 32), (7, 3, 1, 48, 80), (90, 5, 3, 128, 96), (40, 40, 1, 32, 16)],
+)
+def test_experts_are_as_accurate_as_torchs(
+    rows: int, count: int, top_k: int, hidden: int, inner: int, library: Library
+) -> None:
+    torch.manual_seed(rows)
+    experts = stacked(count, hidden, inner)
+    # Expert 1 is chosen by no token.
+    scores = torch.rand(rows, count).index_fill_(1, torch.tensor([1]), -1.0)
+    weights, ids = scores.topk(top_k, dim=-1)
+    x = torch.randn(rows, hidden).bfloat16()
+    expected = experts(x, ids, weights)
+    wide = [experts.w13_weight.float(), experts.w2_weight.float()]  # type: ignore[union-attr]
+
+    use_cpu_kernels(experts, library)
+    found = experts(x, ids, weights)
+
+    assert isinstance(experts.moe_op, PackedExperts) and not list(experts.parameters())
+    exact = torch.zeros(rows, hidden)
+    for row, place in torch.cartesian_prod(torch.arange(rows), torch.arange(top_k)).tolist():
+        w13, w2 = (weight[ids[row, place]] for weight in wide)
+        gate, up = (w13 @ x[row].float()).chunk(2)
+        exact[row] += weights[row, place] * (w2 @ (torch.nn.functional.silu(gate) * up))
+    error, own = ((one.float() - exact).square().mean().sqrt() for one in (found, expected))
+    assert error < 1.5 * own + 1e-4, f"error {error}, of torch's operators {own}"
+    assert error < 0.02 * exact.std()
+
+
+@torch.inference_mode()
+def test_experts_without_a_kernel_stay_as_they_are(library: Library) -> None:
+    experts = stacked(4, 40, 16)
+
+    use_cpu_kernels(experts, library)
+
+    assert experts.moe_op is None and experts.w13_weight is not None
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [("glm4_moe", HEADS), ("olmoe", HEADS)],
+)
+def test_experts_of_a_model_that_is_not_compiled_are_as_accurate_as_torchs(
+    family: str, overrides: dict[str, Any], library: Library, tmp_path: Path
+) -> None:
+    folder = make_tiny(family, tmp_path, **overrides)
+    exact = decoded(load_decoder(folder))
+    own = (decoded(packed(folder, None)) - exact).square().mean().sqrt()
+    model = packed(folder, library)
+
+    found = decoded(model, pad_rows=2, pad_blocks=1)
+
+    assert not model.is_compiled
+    assert any(isinstance(one, Experts) and one.moe_op for one in model.modules())
+    error = (found - exact).square().mean().sqrt()
+    assert error < 1.5 * own + 1e-3, f"error {error}, of torch's operators {own}"
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "qwen2_moe"])
 def test_a_prefill_in_chunks_is_as_accurate_as_torchs(
     family: str, library: Library, tmp_path: Path
 ) -> None:

@@ -178,6 +178,36 @@ def test_every_operator_has_the_class_and_the_path_that_the_compressor_knows(
     backend.close()
 
 
+def test_experts_have_the_classes_and_paths_of_vllm(tmp_path: Path, kernels: None) -> None:
+    model = load_decoder(make_tiny("qwen2_moe", tmp_path, num_hidden_layers=1))
+    before = {name for name, _ in model.named_parameters()}
+
+    fuse(model)
+
+    mlp = model.model.layers[0].mlp
+    found = {path: type(module).__name__ for path, module in mlp.experts.named_modules() if path}
+    lists = dict.fromkeys(("moe_op.w13_list", "moe_op.w2_list"), "ModuleList")
+    weights = {f"{name}.{i}": "MoeMatmul" for name in lists for i in range(4)}
+    assert found == {"moe_op": "VllmMixtureOfExpertsOp", **lists, **weights}
+    assert {name for name, _ in model.named_parameters()} == before
+    assert type(mlp.gate).__name__ == "ReplicatedLinear"
+    view = mlp.experts.moe_op.w13_list[2].weight
+    assert view.data_ptr() == mlp.experts.w13_weight[2].data_ptr()
+
+
+def test_an_activation_without_a_kernel_runs_on_plain_operations(
+    tmp_path: Path, kernels: None
+) -> None:
+    folder = make_tiny("mixtral", tmp_path, hidden_act="gelu")
+    model = load_decoder(folder)
+
+    fuse(model)
+
+    assert [layer.mlp.experts.moe_op for layer in model.model.layers] == [None, None]
+    expected = run(PagedHarness(load_decoder(folder)))
+    torch.testing.assert_close(run(PagedHarness(model)), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_without_a_gaudi_attention_has_no_modules(folder: Path) -> None:
     attention = load_decoder(folder).model.layers[0].self_attn.attn
 

@@ -290,3 +290,39 @@ def test_experts_outside_the_local_range_add_nothing() -> None:
         ).cpu()
 
     assert torch.allclose(out, torch.cat((expected, torch.zeros(1, 4))), atol=1e-5)
+
+
+def test_experts_of_a_wrong_type_or_shape_do_not_compile() -> None:
+    x, weight, down = torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(4, 3)
+    ids, shares = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
+    refused: list[tuple[dict[str, Tensor], str]] = [
+        ({"ids": ids.int()}, "Graph compile failed.* ids are torch.int32"),
+        ({"shares": shares.bfloat16()}, "incompatible type, hidden is torch.float32"),
+        ({"weight": weight.half()}, "incompatible type, .* torch.float16"),
+        ({"ids": ids[:1]}, r"hidden is \(2, 4\), ids \(1, 1\), weights \(2, 1\)"),
+        ({"weight": weight.t()}, r"experts are \(4, 3\) and \(4, 3\), hidden is \(2, 4\)"),
+    ]
+
+    with emulated():
+        for changed, text in refused:
+            given = {"ids": ids, "shares": shares, "weight": weight, **changed}
+            hidden, table, part, wide, narrow = on_card(
+                x, given["ids"], given["shares"], given["weight"], down
+            )
+            with pytest.raises(RuntimeError, match=text):
+                torch.ops.hpu.mixture_of_experts(
+                    hidden, table, part, [wide], [wide], [narrow], True, "silu", 0, 0
+                ).cpu()
+
+
+def test_gelu_of_the_experts_is_the_approximation_by_tanh() -> None:
+    x, one = torch.full((1, 1), 1.5), torch.ones(1, 1)
+
+    with emulated():
+        hidden, weight, table = on_card(x, one, torch.zeros(1, 1, dtype=torch.int64))
+        out = torch.ops.hpu.mixture_of_experts(
+            hidden, table, weight, [weight], [weight], [weight], True, "gelu", 0, 0
+        ).cpu()
+
+    assert torch.allclose(out, functional.gelu(x, approximate="tanh") * 1.5, atol=1e-6)
+    assert not torch.allclose(out, functional.gelu(x) * 1.5, atol=1e-6)

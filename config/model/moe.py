@@ -1,0 +1,187 @@
+"""The config.json of mixtures of experts, as MoEConfig."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from config.errors import ConfigError
+from config.model.family_fields import causal_name
+from config.model.json_fields import Fields, shown
+
+MAX_EXPERTS = 4096
+"""Limit of experts in a layer; the most published are 512. Each is a tensor of the weight map."""
+
+
+class MoEFields(NamedTuple):
+    """Names of a family's fields; empty where it has none."""
+
+    num_experts: str
+    top_k: str = "num_experts_per_tok"
+    inner_size: str = "intermediate_size"
+    shared_size: str = ""
+    """Inner features of the shared expert."""
+    num_shared: str = ""
+    """Shared experts, as many times `inner_size` in one."""
+    renormalize: str = ""
+    num_groups: str = ""
+    top_groups: str = ""
+    scaling_factor: str = ""
+    first_layer: str = ""
+    last_layer: str = ""
+    """-1: the last one."""
+    layer_step: str = ""
+    dense_layers: str = ""
+
+
+_QWEN = MoEFields(
+    "num_experts",
+    inner_size="moe_intermediate_size",
+    renormalize="norm_topk_prob",
+    layer_step="decoder_sparse_step",
+    dense_layers="mlp_only_layers",
+)
+
+FIELDS: Mapping[str, MoEFields] = {
+    "MixtralForCausalLM": MoEFields("num_local_experts"),
+    "Qwen2MoeForCausalLM": _QWEN._replace(shared_size="shared_expert_intermediate_size"),
+    "Qwen3MoeForCausalLM": _QWEN,
+    "OlmoeForCausalLM": MoEFields("num_experts", renormalize="norm_topk_prob"),
+    "GraniteMoeForCausalLM": MoEFields("num_local_experts"),
+    "GraniteMoeSharedForCausalLM": MoEFields(
+        "num_local_experts", shared_size="shared_intermediate_size"
+    ),
+    "Glm4MoeForCausalLM": MoEFields(
+        "n_routed_experts",
+        inner_size="moe_intermediate_size",
+        num_shared="n_shared_experts",
+        renormalize="norm_topk_prob",
+        num_groups="n_group",
+        top_groups="topk_group",
+        scaling_factor="routed_scaling_factor",
+        first_layer="first_k_dense_replace",
+    ),
+    "Ernie4_5_MoeForCausalLM": MoEFields(
+        "moe_num_experts",
+        top_k="moe_k",
+        inner_size="moe_intermediate_size",
+        num_shared="moe_num_shared_experts",
+        first_layer="moe_layer_start_index",
+        last_layer="moe_layer_end_index",
+        layer_step="moe_layer_interval",
+    ),
+    "MiniMaxM2ForCausalLM": MoEFields("num_local_experts"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """The experts of the layers that have them."""
+
+    fields: MoEFields
+    num_experts: int
+    top_k: int
+    inner_size: int
+    """Inner features of each routed expert."""
+    shared_size: int = 0
+    """Inner features of the expert for all tokens; 0: there is none."""
+    renormalize: bool = True
+    """Whether the weights of a token's experts sum to 1, before `scaling_factor`."""
+    num_groups: int = 1
+    top_groups: int = 1
+    """The experts of a token are in so many of the `num_groups` groups."""
+    scaling_factor: float = 1.0
+    first_layer: int = 0
+    last_layer: int | None = None
+    layer_step: int = 1
+    """Of `layer_step` layers in a row, the last one has experts."""
+    dense_layers: frozenset[int] = frozenset()
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the layer with this index has experts, not a plain MLP."""
+        return (
+            self.first_layer <= layer
+            and (self.last_layer is None or layer <= self.last_layer)
+            and (layer + 1) % self.layer_step == 0
+            and layer not in self.dense_layers
+        )
+
+    @property
+    def shared_fields(self) -> str:
+        """The fields that `shared_size` comes from."""
+        names = self.fields
+        return names.shared_size or f"{names.num_shared} * {names.inner_size}"
+
+
+def moe_config(architecture: str, fields: Fields) -> MoEConfig | None:
+    """The experts that config.json gives; None for an architecture without. Raises ConfigError for
+    numbers that contradict each other."""
+    names = FIELDS.get(causal_name(architecture))
+    if names is None:
+        return None
+    num_experts = fields.count(names.num_experts, maximum=MAX_EXPERTS)
+    top_k = fields.count(names.top_k)
+    if top_k > num_experts:
+        raise ConfigError(
+            f"{names.top_k} in {fields.file} is {top_k}, it must be at most {names.num_experts}, "
+            f"which is {num_experts}"
+        )
+    inner_size = fields.count(names.inner_size)
+    num_groups, top_groups = _groups(fields, names, num_experts, top_k)
+    last_layer = fields.integer(names.last_layer, -1, minimum=-1)
+    return MoEConfig(
+        fields=names,
+        num_experts=num_experts,
+        top_k=top_k,
+        inner_size=inner_size,
+        shared_size=_shared_size(fields, names, inner_size),
+        # Most families with the switch leave it off by default.
+        renormalize=fields.get(names.renormalize, bool, not names.renormalize),
+        num_groups=num_groups,
+        top_groups=top_groups,
+        scaling_factor=fields.number(names.scaling_factor, 1.0),
+        first_layer=fields.integer(names.first_layer, 0),
+        last_layer=None if last_layer == -1 else last_layer,
+        layer_step=fields.count(names.layer_step, 1),
+        dense_layers=_dense_layers(fields, names.dense_layers),
+    )
+
+
+def _shared_size(fields: Fields, names: MoEFields, inner_size: int) -> int:
+    """0 says that there is none."""
+    if names.num_shared:
+        return inner_size * fields.integer(names.num_shared, 0)
+    return fields.integer(names.shared_size, 0)
+
+
+def _groups(fields: Fields, names: MoEFields, num_experts: int, top_k: int) -> tuple[int, int]:
+    num_groups = fields.count(names.num_groups, 1)
+    top_groups = fields.count(names.top_groups, num_groups)
+    if num_groups == 1:
+        return 1, 1
+    # The score of a group is the sum of its two best experts'.
+    if num_experts % num_groups or num_experts < 2 * num_groups:
+        raise ConfigError(
+            f"{names.num_groups} in {fields.file} is {num_groups}, and it does not divide "
+            f"{names.num_experts}, {num_experts}, into groups of 2 or more"
+        )
+    if top_groups > num_groups:
+        raise ConfigError(
+            f"{names.top_groups} in {fields.file} is {top_groups}, it must be at most "
+            f"{names.num_groups}, which is {num_groups}"
+        )
+    available = num_experts // num_groups * top_groups
+    if top_k > available:
+        raise ConfigError(
+            f"{names.top_k} in {fields.file} is {top_k}, and {names.top_groups} of "
+            f"{names.num_groups} groups hold {available} experts"
+        )
+    return num_groups, top_groups
+
+
+def _dense_layers(fields: Fields, name: str) -> frozenset[int]:
+    layers = fields.get(name, list, [])
+    if not all(type(layer) is int for layer in layers):
+        raise ConfigError(
+            f"{name} in {fields.file} is {shown(layers)}, it must be a list of layers"
+        )
+    return frozenset(layers)

@@ -1,0 +1,215 @@
+// Routed experts of the CPU back end: tokens are grouped by expert, so each chosen expert's weights are
+// read once, and no others. Part of decode.cpp.
+
+#pragma once
+
+#include <cmath>
+
+#include "quantized.h"
+
+extern "C" {
+
+// Stacked gated MLPs. Packed in panels, one expert after the other: gate before up (2 * inner, hidden),
+// and down (hidden, inner).
+struct Experts {
+  const bf16 *gate_up, *down;
+  int64_t count, hidden, inner;
+};
+
+// The experts of each token of x (rows, hidden) and their weights, (rows, top_k) each.
+struct Choice {
+  int64_t rows, top_k;
+  const int64_t* ids;
+  const float* weights;
+  const bf16* x;
+};
+
+// The experts of a layer with their router, as hpu/layers/moe.py.
+struct Mixture {
+  Experts experts;
+  const void* gate;          // (count, hidden), rows in bfloat16 or float32
+  const float* correction;   // (count), added to the scores for the choice, or none
+  Product shared_gate_up, shared_down;  // of the expert for all tokens; no outputs: there is none
+  const bf16* shared_gate;   // (hidden), or none
+  int64_t is_float32, top_k, is_sigmoid, renormalizes, groups, top_groups;
+  float scaling;
+};
+
+}  // extern "C"
+
+namespace {
+
+constexpr float LEAST_SUM = 1e-20f;  // smallest divisor of weights that are renormalized
+
+inline __m512 load(const float* from) { return _mm512_loadu_ps(from); }
+
+template <typename T>
+float dot(const T* weight, const bf16* x, int64_t size) {
+  __m512 sum = _mm512_setzero_ps();
+  for (int64_t i = 0; i < size; i += 16) sum = _mm512_fmadd_ps(load(weight + i), load(x + i), sum);
+  return _mm512_reduce_add_ps(sum);
+}
+
+inline float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
+
+// Index of the largest value that is not yet taken, the first of equal ones; NaN is as good as any.
+inline int64_t take_best(const float* values, std::vector<char>& taken) {
+  int64_t best = -1;
+  for (int64_t i = 0; i < int64_t(taken.size()); ++i)
+    if (!taken[i] && (best < 0 || values[i] > values[best])) best = i;
+  taken[best] = true;
+  return best;
+}
+
+// Marks the experts outside the groups with the highest sums of their two best values.
+void leave_groups(const Mixture& m, const std::vector<float>& choice, std::vector<char>& taken) {
+  const int64_t size = m.experts.count / m.groups;
+  std::vector<float> sums(m.groups);
+  for (int64_t group = 0; group < m.groups; ++group) {
+    std::vector<char> seen(size);
+    const float* values = choice.data() + group * size;
+    const float first = values[take_best(values, seen)];
+    sums[group] = first + values[take_best(values, seen)];
+  }
+  std::vector<char> kept(m.groups);
+  for (int64_t i = 0; i < m.top_groups; ++i) take_best(sums.data(), kept);
+  for (int64_t i = 0; i < m.experts.count; ++i) taken[i] = !kept[i / size];
+}
+
+// The experts of a token and their weights, (top_k) each.
+void route(const Mixture& m, const bf16* x, int64_t* ids, float* weights) {
+  const int64_t count = m.experts.count, hidden = m.experts.hidden;
+  std::vector<float> scores(count), choice(count);
+  std::vector<char> taken(count);
+  for (int64_t i = 0; i < count; ++i)
+    scores[i] = m.is_float32 ? dot((const float*)m.gate + i * hidden, x, hidden)
+                             : dot((const bf16*)m.gate + i * hidden, x, hidden);
+  if (m.is_sigmoid) {
+    for (float& score : scores) score = sigmoid(score);
+  } else {
+    const float most = *std::max_element(scores.begin(), scores.end());
+    float sum = 0;
+    for (float& score : scores) sum += score = std::exp(score - most);
+    for (float& score : scores) score /= sum;
+  }
+  for (int64_t i = 0; i < count; ++i) choice[i] = scores[i] + (m.correction ? m.correction[i] : 0);
+  if (m.groups > 1) leave_groups(m, choice, taken);
+  float sum = 0;
+  for (int64_t i = 0; i < m.top_k; ++i) {
+    ids[i] = take_best(choice.data(), taken);
+    sum += weights[i] = scores[ids[i]];
+  }
+  const float scale = m.scaling / (m.renormalizes ? std::max(sum, LEAST_SUM) : 1);
+  for (int64_t i = 0; i < m.top_k; ++i) weights[i] *= scale;
+}
+
+// The pairs of token and expert, sorted by expert, and buffers for their numbers.
+class Groups {
+ public:
+  int64_t* starts;  // (count + 1): the first pair of each expert
+  int64_t* tokens;  // of each pair
+  float* shares;    // weight of each pair
+  bf16 *gathered, *inside;  // (pairs, hidden), (pairs, inner)
+  float* sums;              // (rows, hidden)
+  // Of each token, where a Mixture routes it: its experts and their weights, (rows, top_k) each, its
+  // own index, and the weight of the shared expert.
+  int64_t *ids, *rows;
+  float *weights, *shared;
+
+  // Called by one thread.
+  void make_room(int64_t count, int64_t top_k) {
+    ids = ids_.room<int64_t>(count * top_k);
+    weights = weights_.room<float>(count * top_k);
+    rows = rows_.room<int64_t>(count);
+    shared = shared_.room<float>(count);
+  }
+
+  // Called by one thread.
+  void sort(const Experts& e, const Choice& c) {
+    const int64_t pairs = c.rows * c.top_k;
+    starts = starts_.room<int64_t>(e.count + 1);
+    tokens = tokens_.room<int64_t>(pairs);
+    shares = shares_.room<float>(pairs);
+    gathered = gathered_.room<bf16>(pairs * e.hidden);
+    inside = inside_.room<bf16>(pairs * e.inner);
+    sums = sums_.room<float>(c.rows * e.hidden);
+    std::fill_n(starts, e.count + 1, 0);
+    for (int64_t i = 0; i < pairs; ++i) ++starts[c.ids[i] + 1];
+    for (int64_t i = 0; i < e.count; ++i) starts[i + 1] += starts[i];
+    std::vector<int64_t> next(starts, starts + e.count);
+    for (int64_t i = 0; i < pairs; ++i) {
+      const int64_t at = next[c.ids[i]]++;
+      tokens[at] = i / c.top_k, shares[at] = c.weights[i];
+    }
+  }
+
+ private:
+  Scratch starts_, tokens_, shares_, gathered_, inside_, sums_, ids_, rows_, weights_, shared_;
+};
+
+inline Product expert_of(const bf16* stacked, int64_t index, int64_t outputs, int64_t inputs) {
+  return {stacked + index * outputs * inputs, nullptr, outputs, inputs, BFLOAT16, nullptr};
+}
+
+// One of the two products of all chosen experts. Called by all threads.
+template <typename MakeEnd>
+void multiply_chosen(const Experts& e, const Groups& g, const bf16* stacked, int64_t outputs,
+                     int64_t inputs, bool gated, const bf16* x, MakeEnd make_end) {
+  for (int64_t i = 0; i < e.count; ++i) {
+    const int64_t begin = g.starts[i], rows = g.starts[i + 1] - begin;
+    if (rows == 0) continue;
+    int64_t next = i + 1;
+    while (next < e.count && g.starts[next + 1] == g.starts[next]) ++next;
+    if (next < e.count) expect(expert_of(stacked, next, outputs, inputs), gated);
+    multiply(expert_of(stacked, i, outputs, inputs), x + begin * inputs, rows, make_end(begin));
+  }
+}
+
+// The weighted sum of each token's experts, into g.sums. Called by all threads of a parallel region;
+// g is sorted. All of it is written when the last thread returns: a barrier must follow.
+void mix(const Experts& e, const Choice& c, const Groups& g) {
+#pragma omp for nowait
+  for (int64_t r = 0; r < c.rows; ++r) std::fill_n(g.sums + r * e.hidden, e.hidden, 0.0f);
+#pragma omp for
+  for (int64_t i = 0; i < c.rows * c.top_k; ++i)
+    std::memcpy(g.gathered + i * e.hidden, c.x + g.tokens[i] * e.hidden, e.hidden * sizeof(bf16));
+  multiply_chosen(e, g, e.gate_up, 2 * e.inner, e.hidden, true, g.gathered, [&](int64_t begin) {
+    return End{g.inside + begin * e.inner, nullptr, 0, true};
+  });
+#pragma omp barrier
+  // A thread has the same outputs of every expert, so no two add to the same number.
+  multiply_chosen(e, g, e.down, e.hidden, e.inner, false, g.inside, [&](int64_t begin) {
+    End end;
+    end.mixed = g.sums, end.tokens = g.tokens + begin, end.shares = g.shares + begin;
+    return end;
+  });
+}
+
+// The sums of a layer's routed and shared experts of x (rows, hidden), into g.sums. Called by all
+// threads of a parallel region. `inside`: room for (rows, inner size of the shared expert).
+void mix_routed(const Mixture& m, const bf16* x, int64_t rows, Groups& g, bf16* inside) {
+  const int64_t hidden = m.experts.hidden;
+#pragma omp single
+  g.make_room(rows, m.top_k);
+#pragma omp for
+  for (int64_t r = 0; r < rows; ++r) {
+    const bf16* token = x + r * hidden;
+    route(m, token, g.ids + r * m.top_k, g.weights + r * m.top_k);
+    g.rows[r] = r;
+    g.shared[r] = m.shared_gate ? sigmoid(dot(m.shared_gate, token, hidden)) : 1;
+  }
+  const Choice choice{rows, m.top_k, g.ids, g.weights, x};
+#pragma omp single
+  g.sort(m.experts, choice);
+  mix(m.experts, choice, g);
+  if (m.shared_down.outputs) {
+    multiply(m.shared_gate_up, x, rows, End{inside, nullptr, 0, true});
+#pragma omp barrier
+    End end;
+    end.mixed = g.sums, end.tokens = g.rows, end.shares = g.shared;
+    multiply(m.shared_down, inside, rows, end);
+  }
+#pragma omp barrier
+}
+
+}  // namespace
