@@ -66,11 +66,16 @@ def test_libraries_tell_of_no_more_than_warnings() -> None:
     ["\n", "\r", "\x1b[2J", "\x00", "\x7f", "\x85", "\x9b", "\u2028", "\u2029", "\u202e", "\ud800"],
 )
 def test_text_from_outside_ends_no_line_and_reaches_no_terminal(
-    capsys: pytest.CaptureFixture[str], text: str
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     log.setup("server")
 
-    logging.getLogger("x").info("path %s, done", f"/a{text}2026-01-01 INFO forged")
+    root = logging.getLogger()
+    with monkeypatch.context() as without_pytest:
+        # What pytest captures must be UTF-8 to go from a test process to the one that reports.
+        ours = [one for one in root.handlers if type(one).__module__ != "_pytest.logging"]
+        without_pytest.setattr(root, "handlers", ours)
+        logging.getLogger("x").info("path %s, done", f"/a{text}2026-01-01 INFO forged")
 
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1
