@@ -24,7 +24,14 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "qwen3": (2, "qwen3", {"tie_word_embeddings": True}),
     "granite": (2, "granite", {}),
     "phi3": (2, "phi3", {}),
+    "qwen2_moe": (2, "qwen2_moe", {"mlp_only_layers": [0]}),
+    "glm4_moe": (2, "glm4_moe", {}),
+    "granitemoeshared": (2, "granitemoeshared", {}),
+    "ernie4_5_moe": (2, "ernie4_5_moe", {}),
+    # Queries and keys are normed over the heads of all ranks.
+    "olmoe": (2, "olmoe", {}),
     # Fewer KV heads than ranks.
+    "olmoe, one KV head": (2, "olmoe", {"num_key_value_heads": 1}),
     "qwen3, one KV head": (2, "qwen3", {"num_key_value_heads": 1}),
     "phi3, one KV head": (2, "phi3", {"num_key_value_heads": 1}),
     "llama, two KV heads": (4, "llama", {"num_key_value_heads": 2, "attention_bias": True}),
