@@ -1,6 +1,6 @@
 """CpuBackend: the host as a device. Work runs synchronously: an event is done once it exists.
 
-It gives the layers of a loaded model their packed products, and compiles dense decoders.
+It gives the layers of a loaded model their packed products, and compiles decoders.
 """
 
 import logging
@@ -188,7 +188,7 @@ class CpuBackend(Backend):
 
 def use_cpu_kernels(model: nn.Module, library: Library | None) -> nn.Module:
     """Give the layers of a loaded bfloat16 model packed products and norms: those of `library`, or
-    torch's where it has none. Returns the model to run, a CompiledDecoder of a dense decoder."""
+    torch's where it has none. Returns the model to run, a CompiledDecoder of a decoder."""
     # They are small, have any number of outputs, and may be in float32.
     routers = {gate for one in model.modules() if isinstance(one, MoE) for gate in one.gates}
     for module in list(model.modules()):

@@ -11,13 +11,15 @@ from tiny_models import FAMILIES, make_tiny
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.model.architectures import ARCHITECTURES
-from config.model.model_config import ModelConfig
+from config.model.model_config import ModelConfig, read_model_config
 from hpu.backends.cpu import CpuBackend, use_cpu_kernels
 from hpu.models.decoder import Decoder
 from hpu.models.registry import build_model
 from hpu.ops.cpu import can_pack
+from hpu.quantization.registry import SCHEMES
 
 NEW_TOKENS = 64
 TOLERANCE = 1e-3
@@ -401,6 +403,14 @@ def test_an_unknown_architecture_is_named_with_the_known_ones() -> None:
 
     with pytest.raises(ConfigError, match="GPT2LMHeadModel, supported are LlamaForCausalLM"):
         build_model(config, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_experts_are_not_quantized(tmp_path: Path) -> None:
+    config = read_model_config(str(make_tiny("mixtral", tmp_path)))
+    scheme = SCHEMES["int8"](EngineConfig(str(tmp_path)))
+
+    with pytest.raises(ConfigError, match="is a mixture of experts, whose weights are not quant"):
+        build_model(config, dtype=torch.bfloat16, device=torch.device("cpu"), quantization=scheme)
 
 
 def test_an_unknown_activation_is_named() -> None:
