@@ -8,6 +8,7 @@ import torch
 from releases import transformers_before
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 VOCAB_SIZE = 320
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
@@ -30,7 +31,7 @@ COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
-FAMILIES: dict[str, dict[str, Any]] = {
+_FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None, "head_dim": 16},
     "qwen2": {"use_sliding_window": False},
@@ -82,6 +83,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 48},
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32},
 }
+
+FAMILIES = {name: fields for name, fields in _FAMILIES.items() if name in CONFIG_MAPPING_NAMES}
+"""Those that the installed transformers knows."""
 
 CHAT_TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}"

@@ -276,7 +276,12 @@ def _greedy_by_pages(model: Decoder, prompts: list[list[int]]) -> list[tuple[lis
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=LATER.get(name, ())) for name in VARIATIONS]
+    "name",
+    [
+        pytest.param(name, marks=LATER.get(name, ()))
+        for name, (family, _) in VARIATIONS.items()
+        if family in FAMILIES
+    ],
 )
 @torch.inference_mode()
 def test_greedy_tokens_and_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
@@ -388,6 +393,7 @@ def test_float32_weights_are_left_as_they_are(windowed: Path) -> None:
     assert model.lm_head.weight is not None
 
 
+@pytest.mark.skipif(transformers_before("5"), reason="an older transformers lacks some of them")
 def test_every_architecture_is_compared_with_transformers() -> None:
     # The documentation says so.
     names = {
