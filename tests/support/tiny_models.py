@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from releases import transformers_before
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 VOCAB_SIZE = 320
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
@@ -84,7 +83,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32},
 }
 
-FAMILIES = {name: fields for name, fields in _FAMILIES.items() if name in CONFIG_MAPPING_NAMES}
+FAMILIES = {name: fields for name, fields in _FAMILIES.items() if name in CONFIG_MAPPING}
 """Those that the installed transformers knows."""
 
 CHAT_TEMPLATE = (
