@@ -7,6 +7,8 @@ from config.errors import ConfigError
 from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
 from config.setting import check_settings, metadata, setting
 
+AUTO, NATIVE, TRANSFORMERS = MODEL_IMPLS = ("auto", "native", "transformers")
+"""Values of EngineConfig.model_impl."""
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 DEFAULT_PREFILL_BATCH, DEFAULT_POOLING_BATCH = 4, 16
 
@@ -149,6 +151,13 @@ class EngineConfig:
         "Log-probabilities or logits of sampled tokens, before (raw) or after (processed) masks, "
         "penalties, temperature and filters; of prompt tokens always raw log-probabilities",
         choices=LOGPROBS_MODES,
+    )
+    model_impl: str = setting(
+        AUTO,
+        "Code of the model: built in (native), or that of the library transformers; auto: built in "
+        "for the architectures that are",
+        choices=MODEL_IMPLS,
+        spellings={"vllm": NATIVE},
     )
     runner: str = setting(
         "auto",

@@ -1,6 +1,7 @@
 """Checks before any process starts: the device against installed packages, the context length
 against the checkpoint. Imports no torch and opens no device."""
 
+import importlib
 import importlib.metadata
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from config.checkpoint.shapes import check_weights
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.loading.env import is_installed
-from config.model.architectures import decoder_spec
+from config.model.architectures import decoder_spec, is_native
 from config.model.model_config import BLOCKS, MAX_POSITION, ModelConfig, read_model_config
 from config.model.pooler import PoolerConfig, choose_pooler
 
@@ -46,7 +47,8 @@ def check_model_config(
     """The same without its weights, which need not be there yet."""
     facts = read_model_config(folder)
     pooler = choose_pooler(config, facts)
-    if facts.encoder is None:
+    is_built_in = pooler is not None or is_native(facts, config.model_impl)
+    if facts.encoder is None and (is_built_in or not _is_in_transformers(facts)):
         # For the name alone: it may say 10^9 layers, which the weights will show to be wrong.
         decoder_spec(replace(facts, num_layers=0, window_layers=()), has_head=pooler is None)
     choose_context(config, facts, pooler)
@@ -60,6 +62,12 @@ def check_model_config(
             f"quantization is gguf, and {folder} was made from no GGUF file: give one as the model"
         )
     return facts, pooler
+
+
+def _is_in_transformers(facts: ModelConfig) -> bool:
+    """Whether the installed transformers has a class of that name. The worker checks the rest."""
+    # Not at the top of the file: it takes half a second, for few models. It imports no torch.
+    return facts.architecture in dir(importlib.import_module("transformers"))
 
 
 def choose_context(config: EngineConfig, facts: ModelConfig, pooler: PoolerConfig | None) -> int:

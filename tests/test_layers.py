@@ -84,6 +84,7 @@ SPAWNED = (
     "engine.executors.worker_main",
     "engine.core.engine_process",
     "hpu.backends.select",
+    "hpu.models.registry",
     "server.cli.main",
 )
 """Files that may import inside a function: what is not chosen is not loaded."""

@@ -1,5 +1,6 @@
 """The facts of a model without its weights, for `gaudiserve plan`."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,7 +41,9 @@ def model_facts(
     else:
         raise no_such_model(model)
     if path.is_dir() and any(path.glob("*.safetensors")):
-        check_shapes(facts, folder_shapes(path), path / _FILE)
+        shapes = folder_shapes(path)
+        check_shapes(facts, shapes, path / _FILE)
+        facts = replace(facts, num_parameters=sum(map(math.prod, shapes.values())))
     else:
         check_limits(facts)
     return replace(facts, path=model)

@@ -56,7 +56,6 @@ VALUES = (
         "weights are read from safetensors files, or from a .gguf file given as the model",
     ),
     ("config-format", ("auto", "hf"), "config.json is read"),
-    ("model-impl", ("auto", "vllm"), "all models are implemented here"),
     (
         "tokenizer",
         (MODEL,),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from config.engine import AUTO, NATIVE
 from config.errors import ConfigError
 from config.model.family_fields import causal_name
 from config.model.model_config import ModelConfig
@@ -232,6 +233,12 @@ ARCHITECTURES: Mapping[str, Family] = {
         _minimax_m2, "MiniMax-M2", "weights must be in bfloat16; the published ones are FP8"
     ),
 }
+
+
+def is_native(config: ModelConfig, model_impl: str = AUTO) -> bool:
+    """Whether the generating model of `config` is built in, or to be refused by `decoder_spec`;
+    otherwise transformers' code is run."""
+    return model_impl == NATIVE or (model_impl == AUTO and config.architecture in ARCHITECTURES)
 
 
 def decoder_spec(config: ModelConfig, *, has_head: bool = True) -> DecoderSpec:

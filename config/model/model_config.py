@@ -8,6 +8,7 @@ from typing import Any
 from config.errors import ConfigError
 from config.model.encoder import EncoderConfig, encoder_fields
 from config.model.family_fields import family_fields
+from config.model.field_names import with_usual_names
 from config.model.json_fields import Fields, Json, read_json, shown
 from config.model.moe import MoEConfig, moe_config
 
@@ -101,6 +102,8 @@ class ModelConfig:
     dtype: str = "bfloat16"
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    num_parameters: int | None = None
+    """In the files, where they were counted: the size of a model that is not built in."""
     generation_defaults: dict[str, float] = field(default_factory=dict)
     """temperature, top_p, top_k, min_p, repetition_penalty of generation_config.json, if
     present."""
@@ -134,7 +137,8 @@ def model_config_of(path: str, fields: Fields, generation: Fields) -> ModelConfi
     _refuse_quantized(fields)
     eos = generation.raw.get("eos_token_id", fields.raw.get("eos_token_id"))
     encoder = encoder_fields(architecture, fields)
-    facts = encoder or _decoder_fields(architecture, family_fields(architecture, fields))
+    usual = family_fields(architecture, with_usual_names(fields))
+    facts = encoder or _decoder_fields(architecture, usual)
     return ModelConfig(
         path=path,
         architecture=architecture,
@@ -173,6 +177,11 @@ def _architecture(fields: Fields) -> str:
         raise ConfigError(
             f"{fields.file} describes a {names[0]} with more than a text model, "
             "which is not supported"
+        )
+    if fields.raw.get("is_encoder_decoder"):
+        raise ConfigError(
+            f"{fields.file} describes a {names[0]} with an encoder and a decoder, which is not "
+            "supported"
         )
     return names[0]
 

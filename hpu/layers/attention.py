@@ -99,11 +99,11 @@ class SelfAttention(nn.Module):
             query_key = torch.cat((query, key), dim=-1).view(batch, length, -1, shape.head_dim)
             value = value.view(batch, length, -1, shape.head_dim)
             if self._zeroes_non_finite:
-                query_key, value = _finite(query_key), _finite(value)
+                query_key, value = finite(query_key), finite(value)
             return query_key, value
         heads = self.qkv_proj(hidden).view(batch, length, -1, shape.head_dim)
         if self._zeroes_non_finite:
-            heads = _finite(heads)
+            heads = finite(heads)
         query_key, value = heads.split_with_sizes(
             [shape.num_heads + shape.num_kv_heads, shape.num_kv_heads], dim=2
         )
@@ -210,6 +210,6 @@ class PagedAttention(nn.Module):
         return blocks.view(batch, -1, *cache.shape[1:]).transpose(1, 2)
 
 
-def _finite(x: Tensor) -> Tensor:
+def finite(x: Tensor) -> Tensor:
     """`x` with 0 for NaN and infinities."""
     return x.masked_fill(~(x.abs() < math.inf), 0.0)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from config.checkpoint.weight_map import WeightMap
 from config.model.model_config import ModelConfig
 from hpu.layers.attention_base import Shape
 from hpu.layers.metadata import AttentionInputs
@@ -39,3 +40,9 @@ class CausalLM(nn.Module):
         """From now on entry i of a decode describes block i of the caches, which are read as one
         slice. Once, before the first launch."""
         raise NotImplementedError
+
+
+class LoadableModel(CausalLM):
+    """A model as it is built: its parameters are allocated, and a checkpoint fills them."""
+
+    weight_map: WeightMap

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from config.checkpoint.weight_map import WeightMap, decoder_weight_map
+from config.checkpoint.weight_map import decoder_weight_map
 from config.errors import ConfigError
 from config.model.architectures import DecoderSpec, LayerSpec
 from config.model.model_config import ModelConfig
@@ -29,7 +29,7 @@ from hpu.layers.metadata_builder import MetadataBuilder
 from hpu.layers.mlp import GatedMLP
 from hpu.layers.moe import Experts, MoE, TopKRouter
 from hpu.layers.norm import FullQKNorm, QKNorm, RMSNorm
-from hpu.models.base import CausalLM
+from hpu.models.base import LoadableModel
 from hpu.ops.kernels import Kernels
 from hpu.ops.rope import RotaryEmbedding, Rotation
 from hpu.quantization.base import LinearMethod, QuantizationScheme
@@ -91,7 +91,7 @@ class DecoderModel(nn.Module):
         return self.norm(hidden)  # type: ignore[no-any-return]
 
 
-class Decoder(CausalLM):
+class Decoder(LoadableModel):
     """A decoder. Parameters are allocated, not filled: hpu/model_loader/loader.py does
     that. Without a head it gives hidden states and no logits."""
 
@@ -114,7 +114,7 @@ class Decoder(CausalLM):
         self.spec = spec
         self.dtype = dtype
         self.device = device
-        self.weight_map: WeightMap = decoder_weight_map(config, spec, has_head=has_head)
+        self.weight_map = decoder_weight_map(config, spec, has_head=has_head)
         self.shape = HeadShape(
             config.num_heads // group.size,
             config.kv_heads_per_rank(group.size),

@@ -1,14 +1,22 @@
-"""A checkpoint's config to its model, for the architectures of config/model/architectures.py."""
+"""A checkpoint's config to its model: built in, for the architectures of
+config/model/architectures.py, or of transformers' own code."""
+
+import importlib.metadata
 
 import torch
 
+from config.errors import ConfigError
 from config.model.architectures import decoder_spec
 from config.model.model_config import ModelConfig
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.model_loader.size_estimate import check_split
+from hpu.models.base import LoadableModel
 from hpu.models.decoder import Decoder
 from hpu.models.encoder import Encoder
 from hpu.quantization.base import QuantizationScheme
+
+MIN_TRANSFORMERS = (5, 18)
+"""Its attention, experts and conversions of tensors have the form that is used here."""
 
 
 def build_body(
@@ -46,6 +54,37 @@ def build_model(
         dtype=dtype,
         device=device,
         length=length,
+        quantization=quantization,
+        group=group,
+    )
+
+
+def build_transformers_model(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int | None = None,
+    quantization: QuantizationScheme | None = None,
+    group: ProcessGroup = SINGLE,
+) -> LoadableModel:
+    """As `build_model`, with transformers' code of the model. ConfigError for code that cannot be
+    driven."""
+    installed = importlib.metadata.version("transformers")
+    if tuple(int(part) for part in installed.split(".")[:2]) < MIN_TRANSFORMERS:
+        raise ConfigError(
+            f"{config.path} is a {config.architecture}: to run it in the code of transformers "
+            f"needs transformers {'.'.join(map(str, MIN_TRANSFORMERS))} or later, {installed} is "
+            "installed"
+        )
+    # It imports all of transformers, which the models that are built in do not need.
+    from hpu.models.transformers_fallback import TransformersModel
+
+    return TransformersModel(
+        config,
+        dtype=dtype,
+        device=device,
+        length=config.max_position if max_model_len is None else max_model_len,
         quantization=quantization,
         group=group,
     )

@@ -14,6 +14,7 @@ from config.buckets import BucketConfig
 from config.checkpoint.safetensors_files import folder_shapes
 from config.engine import EngineConfig
 from config.errors import ConfigError
+from config.model.architectures import is_native
 from config.model.model_config import ModelConfig
 from config.model.pooler import PoolerConfig
 from config.startup_checks import choose_context
@@ -26,7 +27,7 @@ from hpu.model_loader.offloaded_weights import OffloadedWeights, restore
 from hpu.model_loader.size_estimate import rotary_peak_bytes
 from hpu.models.base import CausalLM
 from hpu.models.pooling import PoolingModel, load_pooling_model
-from hpu.models.registry import build_model
+from hpu.models.registry import build_model, build_transformers_model
 from hpu.protocol import BucketLimits, WarmupProgress
 from hpu.quantization.registry import process_weights, select_quantization
 from hpu.runner.kv_cache import reads_contiguously
@@ -137,7 +138,8 @@ def load(
     block_size = config.cache.block_size or backend.default_block_size
     model: CausalLM | PoolingModel
     if pooler is None:
-        decoder = build_model(
+        is_built_in = is_native(facts, config.model_impl)
+        decoder = (build_model if is_built_in else build_transformers_model)(
             facts,
             dtype=dtype,
             device=backend.device,

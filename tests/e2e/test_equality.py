@@ -156,6 +156,23 @@ def test_an_engine_short_of_blocks_gives_the_tokens_of_transformers(
     assert_blocks_ran_short(outputs, stats)
 
 
+@pytest.mark.skipif(transformers_before("5.18"), reason="needs the interfaces of 5.18")
+@pytest.mark.parametrize(
+    ("family", "overrides"), [("olmo2", {}), ("starcoder2", {"sliding_window": 24})]
+)
+def test_models_in_the_code_of_transformers_run_short_of_blocks_too(
+    family: str, overrides: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = make_tiny(family, tmp_path, seed=3, **overrides)
+    expected = greedy_by_transformers(folder)
+
+    outputs, stats = run(folder, {**FEW_BLOCKS, "model_impl": "transformers"}, PROMPTS, GREEDY)
+
+    assert tokens_of(outputs) == expected
+    assert sum(len(set(tokens)) > 10 for tokens in expected) >= len(PROMPTS) - 2
+    assert_blocks_ran_short(outputs, stats)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama", tmp_path_factory.mktemp("tiny"), seed=3)

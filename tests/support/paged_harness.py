@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from config.model.model_config import read_model_config
+from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.layers.metadata import DecodeAttentionInputs, PrefillAttentionInputs
 from hpu.model_loader.loader import load_weights
-from hpu.models.base import CausalLM
+from hpu.models.base import CausalLM, LoadableModel
 from hpu.models.decoder import Decoder
-from hpu.models.registry import build_model
+from hpu.models.registry import build_model, build_transformers_model
 
 
 def load_decoder(
@@ -26,6 +27,25 @@ def load_decoder(
         max_model_len=max_model_len,
     )
     load_weights(model, str(folder), on_progress=lambda done, total: None)
+    return model
+
+
+def load_transformers_model(
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_model_len: int | None = None,
+    group: ProcessGroup = SINGLE,
+) -> LoadableModel:
+    """The same, in the code of transformers."""
+    model = build_transformers_model(
+        read_model_config(str(folder)),
+        dtype=dtype,
+        device=torch.device("cpu"),
+        max_model_len=max_model_len,
+        group=group,
+    )
+    load_weights(model, str(folder), on_progress=lambda done, total: None, group=group)
     return model
 
 

@@ -97,13 +97,14 @@ CHAT_TEMPLATE = (
 def make_tiny(
     family: str, folder: Path | str, *, seed: int = 0, max_shard_size: str = "1GB", **overrides: Any
 ) -> Path:
-    """Write a float32 checkpoint of `family` (a key of FAMILIES) into `folder`; gives the folder.
+    """Write a float32 checkpoint of `family` (a model_type of transformers) into `folder`; gives
+    the folder.
 
     The same arguments give the same weights. `overrides` are fields of the family's config.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    fields = rope_fields({**COMMON, **FAMILIES[family], **overrides})
+    fields = rope_fields({**COMMON, **FAMILIES.get(family, {}), **overrides})
     config = AutoConfig.for_model(family, **fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -59,7 +59,7 @@ def test_a_plan_that_does_not_fit_says_why_and_what_would() -> None:
 
     text, told = as_text(plan), as_json(plan)
 
-    assert "It does not fit: weights and activations take 15.31 GiB, a card has 10.00" in text
+    assert "It does not fit: weights and activations take 15.30 GiB, a card has 10.00" in text
     assert "  --tensor-parallel-size 2: 7.48 GiB of weights" in text
     assert (told["fits"], told["buckets"]) == (False, None)
     assert told["changes"]

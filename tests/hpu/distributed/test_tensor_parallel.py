@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from paged_harness import PagedHarness, load_decoder
+from paged_harness import PagedHarness, load_decoder, load_transformers_model
+from releases import transformers_before
 from tiny_models import make_tiny
 from torch import Tensor
 
@@ -15,9 +16,10 @@ from config.model.model_config import read_model_config
 from hpu.distributed.process_groups import ProcessGroup, Ranks, join, leave
 from hpu.model_loader.loader import load_weights
 from hpu.model_loader.size_estimate import count_parameters, kv_block_bytes
-from hpu.models.decoder import Decoder
-from hpu.models.registry import build_model
+from hpu.models.base import CausalLM
+from hpu.models.registry import build_model, build_transformers_model
 
+META = torch.device("meta")
 PROMPTS = {0: list(range(10, 31)), 1: [40, 41]}
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "llama": (2, "llama", {"attention_bias": True, "mlp_bias": True}),
@@ -38,9 +40,13 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "qwen3, one KV head on four": (4, "qwen3", {"num_key_value_heads": 1}),
 }
 """Number of ranks, family, and what differs from its tiny model of 4 heads on 2 KV heads."""
+FOREIGN: dict[str, dict[str, Any]] = {}
+if not transformers_before("5.18"):
+    FOREIGN = {"gpt_neox": {}, "starcoder2": {"use_bias": True}, "ministral": {"head_dim": 16}}
+"""Likewise, on two ranks in the code of transformers."""
 
 
-def logits_of(model: Decoder) -> Tensor:
+def logits_of(model: CausalLM) -> Tensor:
     """(tokens, vocab) of a prefill and a decode."""
     harness = PagedHarness(model)
     with torch.inference_mode():
@@ -61,6 +67,10 @@ def run_rank(folder: Path, size: int, rank: int) -> None:
                 model, str(folder / name), on_progress=lambda done, total: None, group=group
             )
             torch.save(logits_of(model), folder / f"{name}-{rank}")
+    if size == 2:
+        for name in FOREIGN:
+            foreign = load_transformers_model(folder / name, group=group)
+            torch.save(logits_of(foreign), folder / f"{name}-{rank}")
     leave()
 
 
@@ -70,6 +80,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     for name, (_, family, overrides) in CASES.items():
         make_tiny(family, folder / name, **overrides)
+    for name, fields in FOREIGN.items():
+        make_tiny(name, folder / name, **fields)
     context = multiprocessing.get_context("spawn")
     for size in (2, 4):
         ranks = [
@@ -95,6 +107,18 @@ def test_all_ranks_give_the_logits_of_one(name: str, folder: Path) -> None:
     torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", FOREIGN)
+def test_ranks_with_the_code_of_transformers_give_the_logits_of_one(
+    name: str, folder: Path
+) -> None:
+    expected = logits_of(load_transformers_model(folder / name))
+
+    found = [torch.load(folder / f"{name}-{rank}") for rank in range(2)]
+
+    assert torch.equal(found[0], found[1])
+    torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_rank_holds_the_parameters_and_caches_that_the_estimate_gives_it(
     name: str, folder: Path
@@ -116,3 +140,24 @@ def test_a_model_that_the_ranks_cannot_divide_is_refused_with_both_numbers(folde
 
     with pytest.raises(ConfigError, match=r"has 2 KV heads, and .* on 3 cards"):
         build_model(config, dtype=torch.float32, device=torch.device("meta"), group=group)
+
+
+@pytest.mark.skipif(transformers_before("5.18"), reason="needs the interfaces of 5.18")
+@pytest.mark.parametrize(
+    ("family", "overrides", "reason"),
+    [
+        ("persimmon", {}, "has no plan for several cards"),
+        ("olmo2", {}, "divides .*q_proj among cards as colwise_gather_output"),
+        ("mixtral", {"num_local_experts": 4}, "has experts, which are not divided among cards"),
+        ("starcoder2", {"num_key_value_heads": 1}, "2 .tensor-parallel-size. does not divide"),
+    ],
+)
+def test_the_code_of_transformers_is_refused_on_cards_that_it_cannot_be_divided_among(
+    family: str, overrides: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    config = read_model_config(str(make_tiny(family, tmp_path, **overrides)))
+
+    with pytest.raises(ConfigError, match=reason):
+        build_transformers_model(
+            config, dtype=torch.float32, device=META, group=ProcessGroup(range(2))
+        )

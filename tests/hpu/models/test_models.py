@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from greedy import greedy_by_pages, greedy_by_transformers
 from paged_harness import PagedHarness, load_decoder
 from releases import transformers_before
 from tiny_models import FAMILIES, make_tiny
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from config.engine import EngineConfig
@@ -16,7 +16,6 @@ from config.errors import ConfigError
 from config.model.architectures import ARCHITECTURES
 from config.model.model_config import ModelConfig, read_model_config
 from hpu.backends.cpu import CpuBackend, use_cpu_kernels
-from hpu.models.decoder import Decoder
 from hpu.models.registry import build_model
 from hpu.ops.cpu import can_pack
 from hpu.quantization.registry import SCHEMES
@@ -235,46 +234,6 @@ LATER = {
 }
 
 
-def _greedy_by_transformers(
-    folder: Path, prompts: list[list[int]]
-) -> list[tuple[list[int], Tensor]]:
-    """For each prompt NEW_TOKENS greedy tokens, and the logits (tokens, vocab) before each."""
-    model = AutoModelForCausalLM.from_pretrained(folder).float()
-    results = []
-    for prompt in prompts:
-        ids, cache, gathered = list(prompt), None, []
-        feed = torch.tensor([prompt])
-        for _ in range(NEW_TOKENS):
-            out = model(feed, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            gathered.append(out.logits[0])
-            ids.append(int(out.logits[0, -1].argmax()))
-            feed = torch.tensor([ids[-1:]])
-        results.append((ids[len(prompt) :], torch.cat(gathered)))
-    return results
-
-
-def _greedy_by_pages(model: Decoder, prompts: list[list[int]]) -> list[tuple[list[int], Tensor]]:
-    """The same through chunked prefills and padded decodes, all rows side by side."""
-    harness = PagedHarness(model)
-    rows = range(len(prompts))
-    logits: dict[int, list[Tensor]] = {row: [] for row in rows}
-    fed = dict.fromkeys(rows, 0)
-    chunk = 11
-    while pending := [row for row in rows if fed[row] < len(prompts[row])]:
-        new = {row: prompts[row][fed[row] : fed[row] + chunk] for row in pending}
-        for row, part in harness.prefill(new, pad_rows=1, pad_query=2, pad_blocks=1).items():
-            logits[row].append(part)
-            fed[row] += len(part)
-    tokens = {row: [int(logits[row][-1][-1].argmax())] for row in rows}
-    for step in range(NEW_TOKENS - 1):
-        last = {row: tokens[row][-1] for row in rows}
-        for row, one in harness.decode(last, pad_rows=step % 3, pad_blocks=step % 5).items():
-            logits[row].append(one.unsqueeze(0))
-            tokens[row].append(int(one.argmax()))
-    return [(tokens[row], torch.cat(logits[row])) for row in rows]
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -292,8 +251,8 @@ def test_greedy_tokens_and_logits_equal_those_of_transformers(name: str, tmp_pat
         torch.randint(4, 320, (length,), generator=random).tolist() for length in (1, 23, 40)
     ]
 
-    expected = _greedy_by_transformers(folder, prompts)
-    found = _greedy_by_pages(load_decoder(folder), prompts)
+    expected = greedy_by_transformers(folder, prompts, NEW_TOKENS)
+    found = greedy_by_pages(load_decoder(folder), prompts, NEW_TOKENS)
 
     for (tokens, logits), (expected_tokens, expected_logits) in zip(found, expected, strict=True):
         assert tokens == expected_tokens

@@ -1,0 +1,33 @@
+"""Names that fields of config.json have in some families, mapped to the usual ones."""
+
+from config.errors import ConfigError
+from config.model.json_fields import Fields, shown
+
+OTHER_NAMES = {
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "hidden_size": ("n_embd", "d_model"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "num_key_value_heads": ("num_kv_heads",),
+    "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "dff"),
+    "max_position_embeddings": ("n_positions", "max_seq_len"),
+}
+"""The usual name -> those of GPT-2, Falcon, OPT and their like."""
+
+
+def with_usual_names(fields: Fields) -> Fields:
+    """`fields` with every field under its usual name too. ConfigError where two names of the number
+    of layers disagree: code of transformers may read the other one."""
+    raw = dict(fields.raw)
+    for usual, others in OTHER_NAMES.items():
+        found = [raw[name] for name in (usual, *others) if raw.get(name) is not None]
+        if found:
+            raw[usual] = found[0]
+        if usual == "num_hidden_layers" and found and found[-1] != found[0]:
+            raise ConfigError(
+                f"{fields.file} says {shown(found[0])} and {shown(found[-1])} layers, under two "
+                "names"
+            )
+    if "n_inner" in raw and raw.get("intermediate_size") is None:
+        # GPT-2 has null for four times the hidden size.
+        raw["intermediate_size"] = 4 * fields.count("n_embd")
+    return Fields(raw, fields.file)

@@ -1,0 +1,64 @@
+"""Our stacked experts in the place of those of transformers, whose shapes depend on the router."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpu.distributed.process_groups import ProcessGroup
+from hpu.layers.mlp import ACTIVATIONS
+from hpu.layers.moe import Experts
+from hpu.models.transformers_attention import Unsupported
+
+FIELDS = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+"""What transformers says of stacked experts -> what ours can be."""
+
+PARAMETERS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
+"""Names of transformers -> ours, of the same shapes."""
+
+
+def replace_experts(causal: Any, group: ProcessGroup) -> dict[str, str]:
+    """Put ours into `causal`, a PreTrainedModel on the meta device. Returns the paths of their
+    parameters -> ours. Raises Unsupported for experts of another kind."""
+    renamed = {}
+    for path, module in list(causal.named_modules()):
+        if not hasattr(module, "is_concatenated"):
+            continue
+        if group.size > 1:
+            raise Unsupported("has experts, which are not divided among cards here")
+        parent, _, name = path.rpartition(".")
+        setattr(causal.get_submodule(parent), name, _experts(module))
+        renamed.update({f"{path}.{old}": f"{path}.{new}" for old, new in PARAMETERS.items()})
+    return renamed
+
+
+def _experts(module: Any) -> nn.Module:
+    gate = getattr(type(module), "_apply_gate", None)
+    is_plain = all(getattr(module, name, None) is value for name, value in FIELDS.items())
+    if (
+        not is_plain
+        or {name for name, _ in module.named_parameters()} != set(PARAMETERS)
+        # The one that transformers gives to experts without their own.
+        or gate.__module__ != "transformers.integrations.moe"
+    ):
+        raise Unsupported(f"has experts ({type(module).__name__}) that are not plain gated MLPs")
+    num_experts, hidden, inner = module.down_proj.shape
+    return Experts(
+        num_experts,
+        hidden,
+        inner,
+        activation=_activation(module.act_fn),
+        dtype=module.down_proj.dtype,
+        device=module.down_proj.device,
+    )
+
+
+def _activation(function: Callable[[Tensor], Tensor]) -> str:
+    """The name of an activation, found by its values: configs have it in fields of several names.
+    Raises Unsupported for an unknown one."""
+    x = torch.linspace(-4, 4, 33)
+    for name, known in ACTIVATIONS.items():
+        if torch.allclose(function(x), known(x), rtol=1e-6, atol=1e-6):
+            return name
+    raise Unsupported("has experts with an unknown activation")

@@ -1,0 +1,503 @@
+"""TransformersModel: a decoder whose layers are transformers' own code, on our paged attention, our
+linear layers, our loader and our buckets. For architectures that have no entry of their own.
+
+The model is built without memory, on torch's meta device, and tried there: what its code asks of
+attention is recorded, and code that cannot be driven is refused before anything is allocated.
+"""
+
+import inspect
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from config.checkpoint.safetensors_files import Shapes, folder_shapes
+from config.checkpoint.weight_map import WeightMap
+from config.errors import ConfigError
+from config.model.architectures import ARCHITECTURES
+from config.model.json_fields import read_json
+from config.model.model_config import MAX_LAYERS, ModelConfig, check_limits
+from hpu.distributed.process_groups import SINGLE, ProcessGroup
+from hpu.layers.attention import HeadShape
+from hpu.layers.attention_base import Shape
+from hpu.layers.embedding import ParallelLMHead
+from hpu.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from hpu.layers.metadata import AttentionInputs, Windows, build_metadata
+from hpu.layers.moe import Experts
+from hpu.layers.norm import RMSNorm
+from hpu.models.base import LoadableModel
+from hpu.models.transformers_attention import (
+    IMPLEMENTATION,
+    MODULE,
+    AttentionCall,
+    CurrentLaunch,
+    LayerAttention,
+    Unsupported,
+    record_calls,
+    register,
+)
+from hpu.models.transformers_experts import replace_experts
+from hpu.models.transformers_norms import replace_norms
+from hpu.models.transformers_weights import weight_map_of
+from hpu.ops.kernels import AttentionForm, Kernels
+from hpu.quantization.base import LinearMethod, QuantizationScheme
+from hpu.quantization.unquantized import UNQUANTIZED
+
+logger = logging.getLogger(__name__)
+
+META = torch.device("meta")
+TRIAL_BATCH, TRIAL_LENGTHS = 2, (3, 1)
+"""Shapes of the launches on the meta device: a prefill, and a decode."""
+
+ATTENTION_KINDS = {"full_attention": False, "sliding_attention": True}
+"""Entries of layer_types that paged attention knows -> whether they have a window."""
+
+LINEAR_KINDS: Mapping[str, type[LinearBase]] = {
+    "colwise": ColumnParallelLinear,
+    "rowwise": RowParallelLinear,
+}
+"""Entries of a tensor-parallel plan of transformers -> our layer."""
+WHOLE_KINDS = ("replicate", "replicated_with_grad_allreduce", "embedding_rowwise")
+"""Entries of what every card can have as a whole."""
+
+
+class _BodyOutput:
+    """Hidden states as the output of a body, which has nothing else."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _BodyStub(nn.Module):
+    """Stands for the body of a model in the forward pass of its head: hands on hidden states."""
+
+    def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _BodyOutput:
+        return _BodyOutput(inputs_embeds)
+
+    @property
+    def decoder(self) -> "_BodyStub":
+        """OPT's head calls this part of its body."""
+        return self
+
+
+class TransformersModel(LoadableModel):
+    """A causal language model of transformers. Parameters are allocated, not filled, under the
+    paths that they have there."""
+
+    _body: Any
+    """Gives hidden states."""
+    _head: Any
+    """Gives logits of hidden states."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        length: int,
+        quantization: QuantizationScheme | None = None,
+        group: ProcessGroup = SINGLE,
+    ) -> None:
+        """`length`: tokens of the longest sequence that will be served. `group`: the
+        tensor-parallel ranks. ConfigError for a model whose code cannot be driven."""
+        super().__init__()
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self._group = group
+        self._quantization = quantization
+        self._launch = CurrentLaunch()
+        self._form: AttentionForm | None = None
+        self._contiguous = False
+        self._block_size = 0
+        stored = {} if device.type == "meta" else folder_shapes(Path(config.path))
+        causal = _build(config, dtype, max_layers=len(stored) or MAX_LAYERS)
+        try:
+            body = causal.base_model
+            _register_stored_buffers(causal)
+            shapes = {name: tuple(one.shape) for name, one in causal.named_parameters()}
+            renamed = replace_experts(causal, group)
+            replace_norms(causal)
+            frequencies = _freeze_rotary(causal, length)
+            calls = _try(causal, body, config)
+            self._windows = _windows(calls)
+            plan = _linear_plan(causal, group)
+            self.weight_map = weight_map_of(causal, shapes, plan, renamed, stored)
+            if device.type != "meta":
+                _compare(self.weight_map, stored, config)
+            head = causal.get_output_embeddings()
+            self._replace_linears(causal, plan, head)
+            _allocate(causal, device, frequencies)
+            self.layers = _decoder_layers(body, len(calls))
+        except Unsupported as error:
+            raise _refusal(config, str(error)) from error
+        self.attention_layers = [self._attention(call) for call in calls]
+        for name, child in causal.named_children():
+            self.add_module(name, child)
+        # Not registered: the parts of both are, above.
+        self.__dict__["_body"] = body
+        self.__dict__["_head"] = _detach_body(causal)
+        logger.info(
+            "Model: %s in the code of transformers %s, with %d linear layers of ours",
+            config.architecture,
+            transformers.__version__,
+            len(plan),
+        )
+
+    def _attention(self, call: AttentionCall) -> LayerAttention:
+        """The paged attention of a layer, as a part of the module that calls it."""
+        size = self._group.size
+        if call.num_heads % size or call.num_kv_heads % size:
+            raise ConfigError(
+                f"{self.config.path} has {call.num_heads} query heads and {call.num_kv_heads} KV "
+                f"heads, and {size} (tensor-parallel-size) does not divide them"
+            )
+        shape = HeadShape(
+            call.num_heads // size, call.num_kv_heads // size, call.head_dim, call.scale
+        )
+        attention = LayerAttention(shape, self.dtype, call.window, self._launch)
+        call.module.add_module(MODULE, attention)
+        return attention
+
+    def _replace_linears(
+        self, causal: Any, plan: Mapping[str, type[LinearBase]], head: nn.Module | None
+    ) -> None:
+        """Put our linear layers in the place of those of torch."""
+        for path, kind in plan.items():
+            linear: Any = causal.get_submodule(path)
+            replacement = kind(
+                linear.in_features,
+                linear.out_features,
+                bias=linear.bias is not None,
+                dtype=self.dtype,
+                device=META,
+                method=self._method(path, kind, linear, is_head=linear is head),
+                group=self._group,
+            )
+            replacement.device = self.device
+            embedding = causal.get_input_embeddings()
+            if linear.weight is embedding.weight:
+                replacement.weight = embedding.weight
+            parent, _, name = path.rpartition(".")
+            setattr(causal.get_submodule(parent), name, replacement)
+
+    def _method(
+        self, path: str, kind: type[LinearBase], linear: Any, *, is_head: bool
+    ) -> LinearMethod:
+        if self._quantization is None:
+            return UNQUANTIZED
+        in_features = linear.in_features
+        if kind.shard_dim == 1:
+            in_features //= self._group.size
+        return self._quantization.linear_method([f"{path}.weight"], in_features, is_head=is_head)
+
+    def forward(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
+        self._launch.metadata = build_metadata(
+            inputs, self._block_size, self._windows, self._form, contiguous=self._contiguous
+        )
+        out = self._body(input_ids=tokens, position_ids=inputs.positions, use_cache=False)
+        # Not kept: it would be among the outputs of a compiled graph.
+        self._launch.metadata = None
+        return out.last_hidden_state  # type: ignore[no-any-return]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As CausalLM.logits, with what the model's own code does behind its head."""
+        out = self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False)
+        return out.logits.squeeze(0)  # type: ignore[no-any-return]
+
+    def cache_shapes(self, num_blocks: int, block_size: int) -> list[tuple[Shape, Shape]]:
+        slots = num_blocks * block_size
+        return [one.attn.kv_cache_spec.shapes(slots) for one in self.attention_layers]
+
+    def bind_caches(self, caches: list[tuple[Tensor, Tensor]], block_size: int) -> None:
+        for attention, (keys, values) in zip(self.attention_layers, caches, strict=True):
+            attention.attn.bind_caches(keys, values, block_size)
+        self._block_size = block_size
+
+    def read_contiguously(self) -> None:
+        self._contiguous = True
+        for attention in self.attention_layers:
+            attention.zero_non_finite()
+
+    def use_kernels(self, kernels: Kernels, *, split_qkv: bool = False) -> None:
+        """Run attention, and the RMS norms and experts that are ours, on a device's fused kernels
+        from now on. Rotations stay those of the model's code; its projections are never merged."""
+        self._form = kernels.attention_form(self.dtype)
+        for module in self.modules():
+            if isinstance(module, RMSNorm):
+                module.use_kernel(kernels.rms_norm)
+            elif isinstance(module, Experts):
+                module.use_kernels(kernels)
+        for attention in self.attention_layers:
+            attention.use_kernels(kernels)
+            attention.zero_non_finite()
+
+
+def _refusal(config: ModelConfig, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{_named(config)} and its code in transformers {transformers.__version__} cannot be "
+        f"driven: it {reason}"
+    )
+
+
+def _named(config: ModelConfig) -> str:
+    """The beginning of a sentence."""
+    built_in = "" if config.architecture in ARCHITECTURES else ", which is not built in,"
+    return f"{config.path} is a {config.architecture}{built_in}"
+
+
+def _build(config: ModelConfig, dtype: torch.dtype, *, max_layers: int) -> Any:
+    """The causal language model, a PreTrainedModel, on the meta device. ConfigError if transformers
+    has none, or for more than `max_layers`, of which the files have a tensor each at least."""
+    check_limits(config)
+    file = Path(config.path, "config.json")
+    if config.num_layers > max_layers:
+        raise ConfigError(
+            f"{file} says {config.num_layers} layers, the files have {max_layers} tensors"
+        )
+    kind = _class_of(config, file)
+    if not getattr(kind, "_supports_attention_backend", False):
+        raise _refusal(config, "does not call attention through transformers' interface")
+    register()
+    try:
+        theirs = kind.config_class.from_pretrained(config.path)
+        with torch.device(META):
+            causal = kind._from_config(theirs, dtype=dtype, attn_implementation=IMPLEMENTATION)
+    except Exception as error:
+        # Foreign code reads a foreign file: any field may be wrong in any way.
+        text = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"{_named(config)} and transformers {transformers.__version__} cannot build it from "
+            f"{file} ({type(error).__name__}: {text:.300})"
+        ) from error
+    for parameter in causal.parameters():
+        parameter.requires_grad_(False)
+    # With it some models search the tokens for padding, which would wait for the device.
+    causal.config.pad_token_id = None
+    return causal.eval()
+
+
+def _class_of(config: ModelConfig, file: Path) -> Any:
+    """The model's class in transformers. ConfigError if there is none."""
+    model_type = read_json(file).get("model_type")
+    if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
+        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[model_type], None)
+        if getattr(kind, "__name__", "") == config.architecture:
+            return kind
+    raise ConfigError(
+        f"{_named(config)} and it is no causal language model of transformers "
+        f"{transformers.__version__}; code in a checkpoint is never run"
+    )
+
+
+def _try(causal: Any, body: Any, config: ModelConfig) -> list[AttentionCall]:
+    """The attention of each layer, from forward passes on the meta device. Raises Unsupported."""
+    theirs = causal.config
+    if body is causal:
+        raise Unsupported("has no body apart from its head")
+    if "position_ids" not in inspect.signature(body.forward).parameters:
+        raise Unsupported("takes no positions")
+    if getattr(theirs, "attention_chunk_size", None):
+        raise Unsupported("attends within chunks")
+    num_layers = theirs.num_hidden_layers
+    calls: list[AttentionCall] = []
+
+    def run(length: int) -> None:
+        tokens = torch.zeros(TRIAL_BATCH, length, dtype=torch.int64, device=META)
+        out = body(input_ids=tokens, position_ids=tokens, use_cache=False)
+        hidden = out.last_hidden_state
+        if hidden.shape[:2] != tokens.shape:
+            raise Unsupported(f"gives hidden states of {tuple(hidden.shape)}")
+
+    for length in TRIAL_LENGTHS:
+        calls = record_calls(lambda length=length: run(length))  # type: ignore[misc]
+        if len(calls) != num_layers or len({id(call.module) for call in calls}) != num_layers:
+            raise Unsupported(
+                f"calls attention {len(calls)} times for its {num_layers} layers: caches of its "
+                "own, recurrent layers and layers that share keys are not supported"
+            )
+    if any(getattr(call.module, "is_kv_shared_layer", False) for call in calls):
+        raise Unsupported("has layers that share keys")
+    _check_windows(calls, theirs)
+    _try_head(causal, body, config)
+    return calls
+
+
+def _try_head(causal: Any, body: Any, config: ModelConfig) -> None:
+    hidden = torch.zeros(1, TRIAL_BATCH, causal.config.hidden_size, dtype=causal.dtype, device=META)
+    logits: list[Tensor] = []
+
+    def run() -> None:
+        logits.append(causal(inputs_embeds=hidden, use_cache=False).logits)
+
+    _detach_body(causal)
+    record_calls(run)
+    setattr(causal, causal.base_model_prefix, body)
+    if logits[0].shape != (1, TRIAL_BATCH, config.vocab_size):
+        raise Unsupported(
+            f"gives logits of {logits[0].shape[-1]} tokens, config.json says {config.vocab_size}"
+        )
+
+
+def _detach_body(causal: Any) -> Any:
+    """`causal` for its head alone: given hidden states as `inputs_embeds`."""
+    setattr(causal, causal.base_model_prefix, _BodyStub())
+    return causal
+
+
+def _check_windows(calls: list[AttentionCall], theirs: Any) -> None:
+    """Raise Unsupported unless the windows that the layers pass are those of the config."""
+    kinds = getattr(theirs, "layer_types", None)
+    if kinds is None:
+        if getattr(theirs, "sliding_window", None) and not any(call.window for call in calls):
+            raise Unsupported("hides its window in a mask")
+        return
+    for index, (call, kind) in enumerate(zip(calls, kinds, strict=True)):
+        if kind not in ATTENTION_KINDS:
+            raise Unsupported(f"has layers of the kind {kind}")
+        if ATTENTION_KINDS[kind] != (call.window is not None):
+            raise Unsupported(f"hides the window of layer {index} in a mask")
+
+
+def _windows(calls: list[AttentionCall]) -> Windows:
+    sizes = {call.window for call in calls if call.window is not None}
+    if len(sizes) > 1:
+        raise Unsupported(f"has windows of {' and '.join(map(str, sorted(sizes)))} tokens")
+    return Windows(next(iter(sizes), None), tuple(call.window is not None for call in calls))
+
+
+def _freeze_rotary(causal: Any, length: int) -> dict[nn.Module, Tensor]:
+    """Choose the frequencies of rope scalings that depend on the length once, by the longest
+    sequence that will be served: cached keys are never rotated again. Returns them by module."""
+    frozen = {}
+    for module in causal.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+            frozen[module], module.attention_scaling = ROPE_INIT_FUNCTIONS[kind](
+                module.config, torch.device("cpu"), seq_len=length
+            )
+            module.rope_type = "frozen"
+    return frozen
+
+
+def _linear_plan(causal: Any, group: ProcessGroup) -> dict[str, type[LinearBase]]:
+    """Path of each linear layer -> what it becomes. Raises Unsupported for a plan of several cards
+    that is not known here."""
+    styles = getattr(causal.config, "base_model_tp_plan", None) or {}
+    if group.size > 1 and not styles:
+        raise Unsupported("has no plan for several cards")
+    prefix = f"{causal.base_model_prefix}."
+    head = causal.get_output_embeddings()
+    plan: dict[str, type[LinearBase]] = {}
+    for path, module in causal.named_modules():
+        pattern = re.sub(r"\.\d+(?=\.|$)", ".*", path.removeprefix(prefix))
+        style = styles.get(pattern, "replicate")
+        if type(module) is nn.Linear and module is head:
+            plan[path] = ParallelLMHead
+        elif type(module) is nn.Linear and style in LINEAR_KINDS:
+            plan[path] = LINEAR_KINDS[style]
+        elif group.size > 1 and style not in WHOLE_KINDS:
+            raise Unsupported(f"divides {path} among cards as {style}")
+        elif type(module) is nn.Linear:
+            plan[path] = ReplicatedLinear
+    return plan
+
+
+def _register_stored_buffers(causal: Any) -> None:
+    """Make parameters of the buffers that a checkpoint holds: everything that is loaded is one."""
+    for module in causal.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if name not in module._non_persistent_buffers_set:
+                delattr(module, name)
+                module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
+
+
+def _compare(weight_map: WeightMap, stored: Shapes, config: ModelConfig) -> None:
+    """Raise ConfigError unless the tensors `stored` have the shapes that the model needs, before
+    these are allocated."""
+    shapes = {weight_map.map_name(name): shape for name, shape in stored.items()}
+    file = Path(config.path, "config.json")
+    for spec in weight_map.entries():
+        shape = shapes.get(spec.name)
+        if shape != spec.shape:
+            found = "no such tensor" if shape is None else _size_text(shape)
+            raise ConfigError(
+                f"{file} says {_size_text(spec.shape)} for {spec.name}, the files have {found}"
+            )
+
+
+def _size_text(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "one number"
+
+
+def _allocate(causal: Any, device: torch.device, frequencies: Mapping[nn.Module, Tensor]) -> None:
+    """Move parameters and buffers from the meta device to `device`: parameters empty, buffers with
+    the values that the model's code gives them, or `frequencies`. Raises Unsupported for tensors
+    without a value."""
+    allocated: dict[int, nn.Parameter] = {}
+    for path, module in causal.named_modules():
+        if any(isinstance(value, Tensor) and value.is_meta for value in vars(module).values()):
+            raise Unsupported(f"keeps tensors of {path} outside parameters and buffers")
+        if device.type == "meta":
+            continue
+        if module in frequencies:
+            for name, _ in list(module.named_buffers(recurse=False)):
+                setattr(module, name, frequencies[module].to(device))
+        else:
+            _fill_buffers(causal, path, module, device)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            # Tied parameters are one.
+            if id(parameter) not in allocated:
+                empty = torch.empty_like(parameter, device=device)
+                allocated[id(parameter)] = nn.Parameter(empty, requires_grad=False)
+            setattr(module, name, allocated[id(parameter)])
+
+
+def _fill_buffers(causal: Any, path: str, module: nn.Module, device: torch.device) -> None:
+    """Compute the buffers of `module` on the host: there the model's own initialization does it."""
+    buffers = dict(module.named_buffers(recurse=False))
+    if not buffers:
+        return
+    for name, buffer in buffers.items():
+        # What stays as it is was not computed.
+        marked = torch.full_like(buffer, _mark(buffer.dtype), device="cpu")
+        setattr(module, name, marked)
+    causal._init_weights(module)
+    for name in buffers:
+        buffer = getattr(module, name)
+        if (buffer == _mark(buffer.dtype)).all():
+            raise Unsupported(f"does not say how {path}.{name} is computed")
+        setattr(module, name, buffer.to(device))
+
+
+def _mark(dtype: torch.dtype) -> float:
+    """A value that no buffer consists of."""
+    return -12345.0 if dtype.is_floating_point else -123
+
+
+def _decoder_layers(body: nn.Module, num_layers: int) -> list[nn.Module]:
+    """The layers of the decoder, in order."""
+    for module in body.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return list(module)
+    raise Unsupported("has no list of layers")

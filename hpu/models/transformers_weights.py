@@ -1,0 +1,134 @@
+"""The weight map of a model whose code is that of transformers, from its own parameters."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+from config.checkpoint.safetensors_files import Shapes
+from config.checkpoint.weight_map import WeightMap, WeightSpec
+from hpu.layers.linear import LinearBase
+from hpu.models.transformers_attention import Unsupported
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersWeightMap(WeightMap):
+    """The tensors of a model of transformers, under the paths of its parameters."""
+
+    names: frozenset[str]
+    """Of all tensors."""
+    base_prefix: str
+    """Before the names of the model without its head, such as `model.`."""
+    conversions: tuple[Any, ...]
+    """Transformers' own renamings of older checkpoints' tensors, in order."""
+    ignored: tuple[re.Pattern[str], ...]
+    """Of names that a checkpoint may hold and the model does not need."""
+
+    def map_name(self, name: str) -> str:
+        for conversion in self.conversions:
+            name, _ = conversion.rename_source_key(name)
+        for candidate in (self.base_prefix + name, name.removeprefix(self.base_prefix)):
+            if name not in self.names and candidate in self.names:
+                return candidate
+        return name
+
+    def ignores(self, name: str) -> bool:
+        return any(pattern.search(name) for pattern in self.ignored)
+
+
+def weight_map_of(
+    model: Any,
+    shapes: Shapes,
+    linears: Mapping[str, type[LinearBase]],
+    renamed: Mapping[str, str],
+    stored: Shapes,
+) -> TransformersWeightMap:
+    """The tensors of `model`, a PreTrainedModel with tensors of `shapes` that a checkpoint fills.
+    `linears`: the class that the linear layer of each path became. `renamed`: the parameters that
+    have another path now. `stored`: the tensors of the checkpoint, which may hold experts one by
+    one. Raises Unsupported for tensors that transformers converts when it loads them."""
+    renamings, merges = _conversions(model)
+    weight_map = TransformersWeightMap(
+        (),
+        names=frozenset(shapes),
+        base_prefix=f"{model.base_model_prefix}.",
+        conversions=tuple(renamings),
+        ignored=tuple(_ignored(model, shapes)),
+    )
+    found = {weight_map.map_name(name) for name in stored}
+    specs: list[WeightSpec] = []
+    for spec in _specs(shapes, linears, renamed):
+        parts = [part for merge in merges for part in merge.parts(spec)]
+        specs += parts if any(part.name in found for part in parts) else [spec]
+    return replace(weight_map, outer=tuple(specs), names=frozenset(spec.name for spec in specs))
+
+
+def _specs(
+    shapes: Shapes, linears: Mapping[str, type[LinearBase]], renamed: Mapping[str, str]
+) -> Iterator[WeightSpec]:
+    for name, shape in shapes.items():
+        path, _, kind = name.rpartition(".")
+        shard_dim = linears[path].shard_dim if path in linears else None
+        if kind == "bias" and shard_dim == 1:
+            shard_dim = None
+        yield WeightSpec(name, shape, renamed.get(name, name), shard_dim=shard_dim)
+
+
+class _ExpertMerge(NamedTuple):
+    """Tensors of single experts that make up a stacked one."""
+
+    sources: tuple[str, ...]
+    """Ends of their names, with `*` for the expert; those of one expert are concatenated."""
+    target: str
+    """End of the name of the stacked tensor."""
+
+    def parts(self, spec: WeightSpec) -> Iterator[WeightSpec]:
+        """What fills the stacked tensor `spec`; nothing if it is another one."""
+        if not spec.name.endswith(self.target):
+            return
+        num_experts, rows, columns = spec.shape
+        sizes = (rows // len(self.sources),) * len(self.sources)
+        for expert in range(num_experts):
+            for output, source in enumerate(self.sources):
+                name = spec.name.removesuffix(self.target) + source.replace("*", str(expert))
+                yield spec._replace(
+                    name=name,
+                    shape=(sizes[output], columns),
+                    output_sizes=sizes,
+                    outputs=(output,),
+                    expert=expert,
+                )
+
+
+def _conversions(model: Any) -> tuple[list[Any], list[_ExpertMerge]]:
+    """What the installed transformers does when it loads tensors: renames, and stacks experts.
+    Raises Unsupported for more."""
+    renamings: list[Any] = []
+    merges = []
+    names = [name for name, _ in model.named_parameters()]
+    for conversion in get_model_conversion_mapping(model):
+        if isinstance(conversion, WeightRenaming):
+            renamings.append(conversion)
+        if not isinstance(conversion, WeightConverter):
+            continue
+        kinds = [type(operation).__name__ for operation in conversion.operations]
+        targets = conversion.target_patterns
+        if kinds[:1] == ["MergeModulelist"] and kinds[1:] in ([], ["Concatenate"]):
+            merges.append(_ExpertMerge(tuple(conversion.source_patterns), *targets))
+        elif any(re.search(target, name) for target in targets for name in names):
+            raise Unsupported(f"converts tensors when it loads them ({', '.join(kinds)})")
+    return renamings, merges
+
+
+def _ignored(model: Any, shapes: Shapes) -> Iterator[re.Pattern[str]]:
+    # Buffers that early releases wrote into checkpoints.
+    yield re.compile(r"\.rotary_emb\.inv_freq$")
+    for pattern in model._keys_to_ignore_on_load_unexpected or ():
+        yield re.compile(pattern)
+    # A tied tensor that the checkpoint stores twice.
+    for name in model.all_tied_weights_keys:
+        if name not in shapes:
+            yield re.compile(f"^{re.escape(name)}$")

@@ -1,0 +1,283 @@
+"""Models in the code of transformers, on our attention, against the plain forward in float32."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from greedy import greedy_by_pages, greedy_by_transformers
+from paged_harness import PagedHarness, load_decoder, load_transformers_model
+from releases import transformers_before
+from safetensors.torch import load_file, save_file
+from tiny_models import make_tiny
+from torch import nn
+from transformers import AttentionInterface
+
+from config.checkpoint.facts import model_facts
+from config.errors import ConfigError
+from hpu.layers.linear import LinearBase
+from hpu.layers.norm import RMSNorm
+from hpu.model_loader.size_estimate import count_parameters, kv_block_bytes
+from hpu.runner.kv_cache import block_bytes
+
+if transformers_before("5.18"):
+    pytest.skip("needs the interfaces of transformers 5.18", allow_module_level=True)
+
+from hpu.models.transformers_attention import IMPLEMENTATION, Unsupported, record_calls
+
+NEW_TOKENS = 32
+TOLERANCE = 1e-3
+MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_neox: a quarter of each head rotated": ("gpt_neox", {}),
+    "gpt2: learned positions, tied": ("gpt2", {"tie_word_embeddings": True}),
+    "olmo2: post-norms": ("olmo2", {}),
+    "starcoder2: window": ("starcoder2", {"sliding_window": 9}),
+    "cohere: logits scaled": ("cohere", {"logit_scale": 1.0}),
+    "phi: head with a bias": ("phi", {"seed": 2}),
+    "glm4": ("glm4", {"head_dim": 16}),
+    "smollm3: layers without rotation": ("smollm3", {"no_rope_layers": [1, 0]}),
+    "exaone4: one windowed layer": (
+        "exaone4",
+        {
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "head_dim": 16,
+        },
+    ),
+    "nemotron": ("nemotron", {"head_dim": 16}),
+    "gemma: embeddings scaled": ("gemma", {"head_dim": 16, "initializer_range": 0.3}),
+    "qwen3_moe: experts one by one": (
+        "qwen3_moe",
+        {**MOE, "moe_intermediate_size": 32, "head_dim": 16},
+    ),
+    "mixtral: tensors renamed": ("mixtral", MOE),
+    "minicpm3: values smaller than keys": (
+        "minicpm3",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 16,
+        },
+    ),
+    "llama: dynamic rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+    ),
+}
+
+
+def prompts() -> list[list[int]]:
+    random = torch.Generator().manual_seed(1)
+    return [torch.randint(4, 320, (length,), generator=random).tolist() for length in (1, 23, 40)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.inference_mode()
+def test_greedy_tokens_and_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    family, overrides = FAMILIES[name]
+    folder = make_tiny(family, tmp_path, **overrides)
+
+    expected = greedy_by_transformers(folder, prompts(), NEW_TOKENS)
+    found = greedy_by_pages(load_transformers_model(folder), prompts(), NEW_TOKENS)
+
+    for (tokens, logits), (expected_tokens, expected_logits) in zip(found, expected, strict=True):
+        assert tokens == expected_tokens
+        assert len(set(tokens)) > 3, "a model that repeats itself proves nothing"
+        assert (logits - expected_logits).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [("llama", {"tie_word_embeddings": True}), ("qwen3", {}), ("phi3", {"sliding_window": 9})],
+)
+@torch.inference_mode()
+def test_a_family_that_is_built_in_gives_the_same_tokens(
+    family: str, overrides: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = make_tiny(family, tmp_path, **overrides)
+
+    expected = greedy_by_pages(load_decoder(folder), prompts(), NEW_TOKENS)
+    found = greedy_by_pages(load_transformers_model(folder), prompts(), NEW_TOKENS)
+
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+
+
+@torch.inference_mode()
+def test_every_linear_layer_is_ours_and_loads_its_own_tensor(tmp_path: Path) -> None:
+    folder = make_tiny("olmo2", tmp_path)
+    stored = load_file(folder / "model.safetensors")
+
+    model = load_transformers_model(folder)
+
+    linears = {
+        name: module for name, module in model.named_modules() if isinstance(module, LinearBase)
+    }
+    assert len(linears) == 7 * 2 + 1
+    for name, linear in linears.items():
+        assert linear.weight is not None
+        assert torch.equal(linear.weight, stored[f"{name}.weight"])
+
+
+@pytest.mark.parametrize(("family", "count"), [("olmo2", 4 * 2 + 1), ("gemma", 0)])
+def test_norms_are_ours_where_they_compute_the_same(
+    family: str, count: int, tmp_path: Path
+) -> None:
+    # Gemma adds 1 to the weights.
+    model = load_transformers_model(make_tiny(family, tmp_path, head_dim=16))
+
+    assert sum(isinstance(module, RMSNorm) for module in model.modules()) == count
+
+
+@torch.inference_mode()
+def test_padding_and_other_requests_change_nothing(tmp_path: Path) -> None:
+    folder = make_tiny("starcoder2", tmp_path, sliding_window=9)
+    prompts = {0: list(range(10, 31)), 1: list(range(50, 57))}
+    padded = PagedHarness(load_transformers_model(folder))
+    padded.prefill(prompts, pad_rows=3, pad_query=9, pad_blocks=4)
+    found = padded.decode({0: 5, 1: 6}, pad_rows=6, pad_blocks=9)
+
+    for row, token in {0: 5, 1: 6}.items():
+        alone = PagedHarness(load_transformers_model(folder))
+        alone.prefill({row: prompts[row]})
+        torch.testing.assert_close(found[row], alone.decode({row: token})[row], atol=1e-5, rtol=0)
+
+
+NO_INTERFACE = "does not call attention through transformers' interface"
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "soft cap": ("gemma2", {"head_dim": 16}, "has a soft cap of attention scores"),
+    "a code that calls its own attention": ("stablelm", {}, NO_INTERFACE),
+    "a recurrent model": ("mamba2", {"num_heads": 4, "head_dim": 32, "expand": 2}, NO_INTERFACE),
+    "a recurrent layer": (
+        "lfm2",
+        {"layer_types": ["conv", "full_attention"]},
+        "calls attention 1 times for its 2 layers: caches of its own, recurrent layers",
+    ),
+    "two attentions in a layer": ("diffllama", {}, "calls attention 4 times for its 2 layers"),
+    "a mask of its own": ("doge", {"use_moe": False}, "builds its own attention mask"),
+    "a window in the mask alone": (
+        "phimoe",
+        {**MOE, "sliding_window": 9},
+        "hides its window in a mask",
+    ),
+    "experts of another kind": (
+        "gpt_oss",
+        {"head_dim": 16, **MOE},
+        r"has experts \(GptOssExperts\) that are not plain gated MLPs",
+    ),
+    "shapes that depend on values": ("jetmoe", {}, "does not run without the values of its"),
+    "attention to later tokens": ("bert", {}, "has attention that is not causal"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_code_that_cannot_be_driven_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
+    family, overrides, reason = REFUSED[name]
+    folder = make_tiny(family, tmp_path, **overrides)
+
+    with pytest.raises(ConfigError, match=f"cannot be driven: it {reason}"):
+        load_transformers_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("argument", "reason"),
+    [("s_aux", "has attention sinks"), ("position_bias", "has a bias by position")],
+)
+def test_an_argument_of_attention_that_changes_scores_is_refused(
+    argument: str, reason: str
+) -> None:
+    heads = torch.empty(1, 2, 3, 8, device="meta")
+
+    def run() -> None:
+        attend = AttentionInterface()[IMPLEMENTATION]
+        attend(nn.Module(), heads, heads, heads, None, **{argument: heads})
+
+    with pytest.raises(Unsupported, match=reason):
+        record_calls(run)
+
+
+def test_an_older_release_of_transformers_is_refused_with_both_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_tiny("olmo2", tmp_path)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "4.57.1")
+
+    with pytest.raises(ConfigError, match=r"needs transformers 5.18 or later, 4.57.1 is installed"):
+        load_transformers_model(folder)
+
+
+def _edit(folder: Path, **fields: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+EDITS: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown code": (
+        {
+            "architectures": ["OwnForCausalLM"],
+            "model_type": "own",
+            "auto_map": {"AutoModelForCausalLM": "own.OwnForCausalLM"},
+        },
+        "OwnForCausalLM, which is not built in, and it is no causal language model of "
+        "transformers .*; code in a checkpoint is never run",
+    ),
+    "another class": (
+        {"architectures": ["Olmo2Model"]},
+        "Olmo2Model, which is not built in, and it is no causal language model",
+    ),
+    "two halves": ({"is_encoder_decoder": True}, "with an encoder and a decoder"),
+    "a picture": ({"text_config": {}}, "more than a text model"),
+    "a field of the wrong type": (
+        {"attention_dropout": "much"},
+        "cannot build it from .*config.json",
+    ),
+    "more layers than tensors": ({"num_hidden_layers": 9000}, "9000 layers, the files have 25 ten"),
+    "another size": (
+        {"intermediate_size": 96},
+        "says 96x64 for model.layers.0.mlp.gate_proj.weight, the files have 128x64",
+    ),
+    "an unknown rope": (
+        {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}},
+        r"cannot build it from .*config.json \(KeyError: 'spiral'\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_config_that_does_not_fit_is_one_sentence(name: str, tmp_path: Path) -> None:
+    fields, message = EDITS[name]
+    folder = make_tiny("olmo2", tmp_path)
+    _edit(folder, **fields)
+
+    with pytest.raises(ConfigError, match=message):
+        load_transformers_model(folder)
+
+
+def test_a_tensor_that_is_missing_and_one_too_many_are_named(tmp_path: Path) -> None:
+    folder = make_tiny("olmo2", tmp_path)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "model.extra": torch.zeros(2)}, file)
+    with pytest.raises(ConfigError, match=r"holds model.extra, which this model has no place for"):
+        load_transformers_model(folder)
+
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file)
+    with pytest.raises(ConfigError, match=r"layers.1.mlp.up_proj.weight, the files have no such"):
+        load_transformers_model(folder)
+
+
+def test_the_size_of_a_model_that_is_not_built_in_is_counted_in_its_files(tmp_path: Path) -> None:
+    folder = make_tiny("helium", tmp_path, head_dim=16)
+    model = load_transformers_model(folder)
+
+    facts = model_facts(str(folder))
+
+    assert count_parameters(facts) == sum(one.numel() for one in model.parameters())
+    block = kv_block_bytes(facts, num_cards=1, width=4, block_size=8)
+    assert block == block_bytes(model, 8, torch.float32)
