@@ -59,7 +59,10 @@ class CapturedCard(CpuBackend):
 
     def capture(
         self, function: Any, inputs: tuple[Any, ...], *, frees_intermediates: bool = False
-    ) -> "_CountedGraph":
+    ) -> CallGraph:
+        if frees_intermediates:
+            # Of the sampler: takes no memory, and is not counted.
+            return CallGraph(function, inputs)
         if len(self.captured) == self._capacity:
             raise RuntimeError(FULL)
         tokens = function(*inputs).shape[:2]

@@ -77,7 +77,8 @@ class LiveServer:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        self.runtime_dir = log.parent / f"run-{self.port}"
+        # Above the folder of the test, whose name may leave no room for the path of a socket.
+        self.runtime_dir = log.parent.parent / f"run-{self.port}"
         self.runtime_dir.mkdir()
         environment = {
             **os.environ,
