@@ -1,8 +1,10 @@
 """What every test shares: one compute thread, no network, repeatable examples, a free port."""
 
 import gc
+import logging
 import os
 import socket
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -33,6 +35,15 @@ def old_objects_set_aside() -> None:
     imported until then takes longer than the capture."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def log_level_restored() -> Iterator[None]:
+    """A test that sets up the log must not change which lines a later one captures."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    root.setLevel(level)
 
 
 @pytest.fixture
