@@ -3,7 +3,18 @@ fields under other names, and values that are assumed where a field is absent.""
 
 from collections.abc import Mapping
 
-from config.model.json_fields import Fields, Json
+from config.errors import ConfigError
+from config.model.json_fields import Fields, Json, shown
+
+OTHER_NAMES = {
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "hidden_size": ("n_embd", "d_model"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "num_key_value_heads": ("num_kv_heads",),
+    "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "dff"),
+    "max_position_embeddings": ("n_positions", "max_seq_len"),
+}
+"""The usual name -> those of GPT-2, Falcon, OPT and their like."""
 
 HEADLESS_ENDINGS = ("Model", "ForSequenceClassification")
 """Of the decoder families without an output head."""
@@ -50,3 +61,22 @@ def family_fields(architecture: str, fields: Fields) -> Fields:
         if theirs in present:
             present = {**dict.fromkeys(ours, present[theirs]), **present}
     return Fields({**DEFAULTS.get(name, {}), **present}, fields.file)
+
+
+def with_usual_names(fields: Fields) -> Fields:
+    """`fields` with every field under its usual name too. ConfigError where two names of the number
+    of layers disagree: code of transformers may read the other one."""
+    raw = dict(fields.raw)
+    for usual, others in OTHER_NAMES.items():
+        found = [raw[name] for name in (usual, *others) if raw.get(name) is not None]
+        if found:
+            raw[usual] = found[0]
+        if usual == "num_hidden_layers" and found and found[-1] != found[0]:
+            raise ConfigError(
+                f"{fields.file} says {shown(found[0])} and {shown(found[-1])} layers, under two "
+                "names"
+            )
+    if "n_inner" in raw and raw.get("intermediate_size") is None:
+        # GPT-2 has null for four times the hidden size.
+        raw["intermediate_size"] = 4 * fields.count("n_embd")
+    return Fields(raw, fields.file)

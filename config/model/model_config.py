@@ -7,8 +7,7 @@ from typing import Any
 
 from config.errors import ConfigError
 from config.model.encoder import EncoderConfig, encoder_fields
-from config.model.family_fields import family_fields
-from config.model.field_names import with_usual_names
+from config.model.family_fields import family_fields, with_usual_names
 from config.model.json_fields import Fields, Json, read_json, shown
 from config.model.moe import MoEConfig, moe_config
 
