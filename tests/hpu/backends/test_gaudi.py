@@ -2,8 +2,6 @@
 of itself. The file that runs is the one that ships; the card is an imitation."""
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +9,8 @@ import pytest
 import torch
 from paged_harness import load_decoder
 from tiny_models import make_tiny
-from worker_rig import WorkerRig
+from two_prompts import PROMPTS, greedy, working
 
-from config.buckets import BucketConfig, Range
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.execution import EmulatorSettings, ExecutionConfig
@@ -23,39 +20,6 @@ from hpu.emulator.settings import EmulatorConfig
 from hpu.protocol import DECODE, RequestSampling
 from hpu.sampling.sampler import WHOLE_SETTINGS
 from hpu.worker.load import choose_dtype
-
-TABLE = BucketConfig(
-    strategy="linear",
-    prompt_batch=Range(2, 2, 2),
-    prompt_query=Range(64, 64, 64),
-    prompt_context=Range(0, 32, 32),
-    decode_batch=Range(2, 2, 2),
-    decode_blocks=Range(32, 32, 32),
-)
-PROMPTS = ([3, 5, 7, 9, 11] * 9, [8, 1, 2])
-
-
-@contextmanager
-def working(folder: Path, **settings: Any) -> Iterator[WorkerRig]:
-    rig = WorkerRig(folder, buckets=TABLE, steps=(2, 64, 32), **settings)
-    try:
-        yield rig
-    finally:
-        rig.worker.close()
-
-
-def greedy(rig: WorkerRig, count: int = 12) -> list[list[int]]:
-    """Two prompts, the longer one in two chunks (the second over cached context), then decodes."""
-    for req_index, prompt in enumerate(PROMPTS):
-        rig.admit(req_index, prompt)
-    rig.prefill({0: 40, 1: None})
-    rig.step()
-    rig.prefill({0: None})
-    rig.step()
-    for _ in range(count):
-        rig.decode([0, 1])
-        rig.step()
-    return [rig.free(req_index) for req_index in range(len(PROMPTS))]
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "granite", "phi3"])
