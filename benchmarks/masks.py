@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config.buckets import BucketConfig
 from config.engine import EngineConfig, SchedulerConfig
-from config.model.model_config import read_model_config
+from config.model.read_config import read_model_config
 from config.params.sampling import SamplingParams
 from config.params.structured_output import GrammarSpec
 from engine.core.engine_core import EngineCore

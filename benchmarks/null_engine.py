@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.null_device import NullDevice, empty_ready
 from config.engine import EngineConfig
-from config.model.model_config import read_model_config
+from config.model.read_config import read_model_config
 from engine.client.launcher import launch
 from engine.core.engine_process import EngineOrders, run
 from engine.executors.base import Executor

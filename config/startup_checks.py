@@ -11,8 +11,9 @@ from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.loading.env import is_installed
 from config.model.architectures import decoder_spec, is_native
-from config.model.model_config import BLOCKS, MAX_POSITION, ModelConfig, read_model_config
+from config.model.model_config import BLOCKS, MAX_POSITION, ModelConfig
 from config.model.pooler import PoolerConfig, choose_pooler
+from config.model.read_config import read_model_config
 
 EMULATOR_MAX_MODEL_LEN = 512
 """Default limit of max_model_len on the emulated card: its warm-up computes every bucket of every

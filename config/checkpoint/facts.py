@@ -13,7 +13,8 @@ from config.checkpoint.resolve import no_such_model
 from config.checkpoint.safetensors_files import folder_shapes
 from config.checkpoint.shapes import check_shapes
 from config.errors import ConfigError
-from config.model.model_config import ModelConfig, check_limits, read_model_config
+from config.model.model_config import ModelConfig, check_limits
+from config.model.read_config import read_model_config
 
 _FILE = "config.json"
 

@@ -19,7 +19,8 @@ from config.checkpoint.gguf_weights import DTYPES, stored_shapes, write_blocks, 
 from config.checkpoint.shapes import check_shapes
 from config.errors import ConfigError
 from config.model.json_fields import Fields, Json
-from config.model.model_config import BLOCKS, ModelConfig, model_config_of
+from config.model.model_config import BLOCKS, ModelConfig
+from config.model.read_config import model_config_of
 from config.progress import Report, unreported
 
 logger = logging.getLogger(__name__)

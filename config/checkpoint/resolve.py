@@ -9,7 +9,7 @@ from config.checkpoint.hub import download_model, is_hub_id
 from config.checkpoint.safetensors_files import incomplete
 from config.errors import ConfigError
 from config.loading.env import cache_home
-from config.model.model_config import read_model_config
+from config.model.read_config import read_model_config
 from config.progress import Report, unreported
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from config.model.architectures import DecoderSpec, MoESpec
+from config.model.decoder_spec import DecoderSpec, MoESpec
 from config.model.encoder import BERT, DISTIL_BERT
 from config.model.model_config import ModelConfig
 

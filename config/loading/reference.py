@@ -10,7 +10,6 @@ from config.loading.flags import FILE_FLAGS, FLAGS, GROUPS, Flag, variable_of
 from config.loading.vendor_variables import VendorVariable, vendor_variables
 from config.loading.vllm_flags import ABSENT, MODEL, NUMBER, SHORT_FORMS, SWITCHES, VALUES
 from config.model.architectures import ARCHITECTURES
-from config.model.moe import FIELDS as MOE_FIELDS
 
 DOCS = Path(__file__).parents[2] / "docs"
 _TABLES = re.compile(r"(<!-- Tables .*? -->\n\n).*(<!-- End)", re.DOTALL)
@@ -77,7 +76,7 @@ def models() -> str:
     """The table of models.md."""
     heads = ("architecture", "models", "feed-forward", "limits")
     rows = [
-        (f"`{name}`", family.models, "experts" if name in MOE_FIELDS else "dense", family.limits)
+        (f"`{name}`", family.models, "dense" if family.moe is None else "experts", family.limits)
         for name, family in ARCHITECTURES.items()
     ]
     return f"{_table(heads, rows)}\n"

@@ -1,11 +1,9 @@
 """The config.json of mixtures of experts, as MoEConfig."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from config.errors import ConfigError
-from config.model.family_fields import causal_name
 from config.model.json_fields import Fields, shown
 
 MAX_EXPERTS = 4096
@@ -31,46 +29,6 @@ class MoEFields(NamedTuple):
     """-1: the last one."""
     layer_step: str = ""
     dense_layers: str = ""
-
-
-_QWEN = MoEFields(
-    "num_experts",
-    inner_size="moe_intermediate_size",
-    renormalize="norm_topk_prob",
-    layer_step="decoder_sparse_step",
-    dense_layers="mlp_only_layers",
-)
-
-FIELDS: Mapping[str, MoEFields] = {
-    "MixtralForCausalLM": MoEFields("num_local_experts"),
-    "Qwen2MoeForCausalLM": _QWEN._replace(shared_size="shared_expert_intermediate_size"),
-    "Qwen3MoeForCausalLM": _QWEN,
-    "OlmoeForCausalLM": MoEFields("num_experts", renormalize="norm_topk_prob"),
-    "GraniteMoeForCausalLM": MoEFields("num_local_experts"),
-    "GraniteMoeSharedForCausalLM": MoEFields(
-        "num_local_experts", shared_size="shared_intermediate_size"
-    ),
-    "Glm4MoeForCausalLM": MoEFields(
-        "n_routed_experts",
-        inner_size="moe_intermediate_size",
-        num_shared="n_shared_experts",
-        renormalize="norm_topk_prob",
-        num_groups="n_group",
-        top_groups="topk_group",
-        scaling_factor="routed_scaling_factor",
-        first_layer="first_k_dense_replace",
-    ),
-    "Ernie4_5_MoeForCausalLM": MoEFields(
-        "moe_num_experts",
-        top_k="moe_k",
-        inner_size="moe_intermediate_size",
-        num_shared="moe_num_shared_experts",
-        first_layer="moe_layer_start_index",
-        last_layer="moe_layer_end_index",
-        layer_step="moe_layer_interval",
-    ),
-    "MiniMaxM2ForCausalLM": MoEFields("num_local_experts"),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,12 +70,9 @@ class MoEConfig:
         return names.shared_size or f"{names.num_shared} * {names.inner_size}"
 
 
-def moe_config(architecture: str, fields: Fields) -> MoEConfig | None:
-    """The experts that config.json gives; None for an architecture without. Raises ConfigError for
-    numbers that contradict each other."""
-    names = FIELDS.get(causal_name(architecture))
-    if names is None:
-        return None
+def moe_config(names: MoEFields, fields: Fields) -> MoEConfig:
+    """The experts that config.json gives. Raises ConfigError for numbers that contradict each
+    other."""
     num_experts = fields.count(names.num_experts, maximum=MAX_EXPERTS)
     top_k = fields.count(names.top_k)
     if top_k > num_experts:

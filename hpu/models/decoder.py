@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from config.checkpoint.weight_map import decoder_weight_map
 from config.errors import ConfigError
-from config.model.architectures import DecoderSpec, LayerSpec
+from config.model.decoder_spec import DecoderSpec, LayerSpec
 from config.model.model_config import ModelConfig
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.layers.attention import HeadShape, SelfAttention

@@ -12,8 +12,9 @@ import torch
 
 from config.engine import EngineConfig
 from config.errors import ConfigError, RequestFailed, UserError
-from config.model.model_config import ModelConfig, read_model_config
+from config.model.model_config import ModelConfig
 from config.model.pooler import choose_pooler
+from config.model.read_config import read_model_config
 from hpu.backends.base import Backend
 from hpu.backends.select import select_backend
 from hpu.gaudi_devices import GIB

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from config.checkpoint.resolve import resolve
 from config.errors import UserError
 from config.loading.sources import from_keywords
-from config.model.model_config import read_model_config
+from config.model.read_config import read_model_config
 from config.params.beam_search import BeamSearchParams
 from config.params.pooling import CLASSIFY, EMBED, PoolingParams
 from config.params.sampling import MAX_LOGPROBS, SamplingParams

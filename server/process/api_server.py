@@ -18,7 +18,7 @@ from config.engine import EngineConfig
 from config.errors import ConfigError, EngineDied
 from config.log import LimitedWarning
 from config.malloc import map_large_blocks
-from config.model.model_config import read_model_config
+from config.model.read_config import read_model_config
 from config.server import ServerConfig
 from config.version import VERSION
 from engine.client.zmq import ZmqClient

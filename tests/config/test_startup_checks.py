@@ -12,7 +12,7 @@ from tiny_models import make_tiny
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
-from config.model.model_config import read_model_config
+from config.model.read_config import read_model_config
 from config.startup_checks import check_checkpoint, check_device, choose_max_model_len
 
 

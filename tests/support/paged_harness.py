@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from config.model.model_config import read_model_config
+from config.model.read_config import read_model_config
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.layers.metadata import DecodeAttentionInputs, PrefillAttentionInputs
 from hpu.model_loader.loader import load_weights

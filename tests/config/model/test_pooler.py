@@ -11,8 +11,8 @@ from tiny_models import COMMON
 from config.engine import EngineConfig, SchedulerConfig
 from config.errors import ConfigError
 from config.loading.sources import from_keywords, load
-from config.model.model_config import read_model_config
 from config.model.pooler import PoolerConfig, choose_pooler
+from config.model.read_config import read_model_config
 from config.startup_checks import check_checkpoint, choose_context
 
 OLD_MEAN = {"word_embedding_dimension": 64, "pooling_mode_mean_tokens": True}

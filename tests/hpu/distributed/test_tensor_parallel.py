@@ -12,7 +12,7 @@ from tiny_models import make_tiny
 from torch import Tensor
 
 from config.errors import ConfigError
-from config.model.model_config import read_model_config
+from config.model.read_config import read_model_config
 from hpu.distributed.process_groups import ProcessGroup, Ranks, join, leave
 from hpu.model_loader.loader import load_weights
 from hpu.model_loader.size_estimate import count_parameters, kv_block_bytes

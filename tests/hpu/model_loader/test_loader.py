@@ -13,7 +13,7 @@ from torch import Tensor
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
-from config.model.model_config import read_model_config
+from config.model.read_config import read_model_config
 from config.startup_checks import check_checkpoint
 from hpu.model_loader.loader import load_weights
 from hpu.models.registry import build_model

@@ -9,7 +9,8 @@ import torch
 from tiny_models import COMMON, FAMILIES, make_tiny
 
 from config.errors import ConfigError
-from config.model.model_config import ModelConfig, read_model_config
+from config.model.model_config import ModelConfig
+from config.model.read_config import read_model_config
 from hpu.model_loader.size_estimate import (
     check_split,
     context_bytes,

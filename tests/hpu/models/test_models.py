@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.model.architectures import ARCHITECTURES
-from config.model.model_config import ModelConfig, read_model_config
+from config.model.model_config import ModelConfig
+from config.model.read_config import read_model_config
 from hpu.backends.cpu import CpuBackend, use_cpu_kernels
 from hpu.models.registry import build_model
 from hpu.ops.cpu import can_pack

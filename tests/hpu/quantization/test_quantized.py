@@ -13,7 +13,7 @@ from tiny_models import make_tiny
 from config.checkpoint.resolve import resolve
 from config.engine import EngineConfig
 from config.errors import ConfigError
-from config.model.model_config import read_model_config
+from config.model.read_config import read_model_config
 from config.startup_checks import check_checkpoint
 from hpu.backends.cpu import use_cpu_kernels
 from hpu.layers.linear import LinearBase

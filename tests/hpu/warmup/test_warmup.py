@@ -12,7 +12,7 @@ from config.buckets import BucketConfig, Range
 from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.errors import ConfigError
 from config.execution import WarmupConfig
-from config.model.model_config import read_model_config
+from config.model.read_config import read_model_config
 from hpu.models.decoder import Decoder
 from hpu.protocol import DECODE, PREFILL, WarmupProgress
 from hpu.runner.counters import Counters

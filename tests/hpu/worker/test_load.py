@@ -8,7 +8,8 @@ from tiny_models import make_tiny
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
-from config.model.model_config import MAX_POSITION, read_model_config
+from config.model.model_config import MAX_POSITION
+from config.model.read_config import read_model_config
 from hpu.backends.base import Backend
 from hpu.backends.select import select_backend
 from hpu.worker.load import load

@@ -1,0 +1,61 @@
+"""Llama and the families that differ from it in few details."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from config.model.decoder_spec import DecoderSpec, Family, uniform_layers
+from config.model.model_config import ModelConfig
+
+
+def llama(config: ModelConfig) -> DecoderSpec:
+    """Llama 2 and 3."""
+    return DecoderSpec(
+        layers=uniform_layers(config),
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_out_bias,
+        mlp_bias=config.mlp_bias,
+    )
+
+
+def _mistral(config: ModelConfig) -> DecoderSpec:
+    return DecoderSpec(layers=uniform_layers(config))
+
+
+def _qwen2(config: ModelConfig) -> DecoderSpec:
+    """Qwen 2 and 2.5."""
+    return DecoderSpec(layers=uniform_layers(config), qkv_bias=True)
+
+
+def qwen3(config: ModelConfig) -> DecoderSpec:
+    return DecoderSpec(
+        layers=uniform_layers(config),
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_out_bias,
+        qk_norm="heads",
+    )
+
+
+def granite(config: ModelConfig) -> DecoderSpec:
+    """Granite 3: a Llama with four multipliers."""
+    return replace(
+        llama(config),
+        attention_scale=config.attention_multiplier,
+        embedding_multiplier=config.embedding_multiplier,
+        residual_multiplier=config.residual_multiplier,
+        logits_divisor=config.logits_scaling,
+    )
+
+
+def _phi3(config: ModelConfig) -> DecoderSpec:
+    """Phi 3 and 4-mini."""
+    return DecoderSpec(layers=uniform_layers(config), fused_weights=True)
+
+
+FAMILIES: Mapping[str, Family] = {
+    "LlamaForCausalLM": Family(llama, "Llama 2, 3, 3.1, 3.2, 3.3, and others of this shape"),
+    "MistralForCausalLM": Family(_mistral, "Mistral 7B, Nemo, Small"),
+    "Qwen2ForCausalLM": Family(_qwen2, "Qwen2, Qwen2.5"),
+    "Qwen3ForCausalLM": Family(qwen3, "Qwen3"),
+    "GraniteForCausalLM": Family(granite, "Granite 3"),
+    "Phi3ForCausalLM": Family(_phi3, "Phi-3, Phi-3.5 mini, Phi-4, Phi-4-mini"),
+}

@@ -1,0 +1,179 @@
+"""Families whose layers are a Llama's with experts."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from config.model.decoder_spec import DecoderSpec, Family, MoESpec, uniform_layers
+from config.model.families.dense import granite, qwen3
+from config.model.model_config import ModelConfig
+from config.model.moe import MoEFields
+
+
+def _mixtral(config: ModelConfig) -> DecoderSpec:
+    moe = MoESpec(block="block_sparse_moe", projections=("w1", "w3", "w2"))
+    return DecoderSpec(layers=uniform_layers(config), moe=moe)
+
+
+def _qwen2_moe(config: ModelConfig) -> DecoderSpec:
+    """Qwen 1.5 and 2 with experts."""
+    moe = MoESpec(shared="shared_expert", shared_gate="shared_expert_gate")
+    return DecoderSpec(layers=uniform_layers(config), qkv_bias=config.attention_bias, moe=moe)
+
+
+def _qwen3_moe(config: ModelConfig) -> DecoderSpec:
+    return replace(qwen3(config), moe=MoESpec())
+
+
+def _olmoe(config: ModelConfig) -> DecoderSpec:
+    return DecoderSpec(
+        layers=uniform_layers(config),
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_out_bias,
+        qk_norm="all",
+        moe=MoESpec(),
+    )
+
+
+def _granite_moe(config: ModelConfig) -> DecoderSpec:
+    moe = MoESpec(block="block_sparse_moe", gate="router.layer", merged=True)
+    return replace(granite(config), mlp_bias=False, moe=moe)
+
+
+def _glm4_moe(config: ModelConfig) -> DecoderSpec:
+    """GLM 4.5 to 4.7."""
+    return DecoderSpec(
+        layers=uniform_layers(config),
+        qkv_bias=config.attention_bias,
+        qk_norm="heads" if config.use_qk_norm else "none",
+        moe=MoESpec(
+            scoring="sigmoid",
+            float32_router=True,
+            correction_bias="gate.e_score_correction_bias",
+            shared="shared_experts",
+        ),
+    )
+
+
+def _ernie_moe(config: ModelConfig) -> DecoderSpec:
+    """ERNIE 4.5 with experts, text only."""
+    return DecoderSpec(
+        layers=uniform_layers(config),
+        interleaved_rope=True,
+        moe=MoESpec(
+            float32_router=True,
+            correction_bias="moe_statics.e_score_correction_bias",
+            correction_rows=(1,),
+            shared="shared_experts",
+        ),
+    )
+
+
+def _minimax_m2(config: ModelConfig) -> DecoderSpec:
+    return DecoderSpec(
+        layers=uniform_layers(config),
+        qk_norm="all",
+        moe=MoESpec(
+            scoring="sigmoid",
+            float32_router=True,
+            block="block_sparse_moe",
+            correction_bias="e_score_correction_bias",
+            projections=("w1", "w3", "w2"),
+        ),
+    )
+
+
+_MTP = "layers for multi-token prediction are not loaded"
+
+_QWEN = MoEFields(
+    "num_experts",
+    inner_size="moe_intermediate_size",
+    renormalize="norm_topk_prob",
+    layer_step="decoder_sparse_step",
+    dense_layers="mlp_only_layers",
+)
+_GLM = MoEFields(
+    "n_routed_experts",
+    inner_size="moe_intermediate_size",
+    num_shared="n_shared_experts",
+    renormalize="norm_topk_prob",
+    num_groups="n_group",
+    top_groups="topk_group",
+    scaling_factor="routed_scaling_factor",
+    first_layer="first_k_dense_replace",
+)
+_ERNIE = MoEFields(
+    "moe_num_experts",
+    top_k="moe_k",
+    inner_size="moe_intermediate_size",
+    num_shared="moe_num_shared_experts",
+    first_layer="moe_layer_start_index",
+    last_layer="moe_layer_end_index",
+    layer_step="moe_layer_interval",
+)
+
+FAMILIES: Mapping[str, Family] = {
+    "MixtralForCausalLM": Family(
+        _mixtral, "Mixtral 8x7B, 8x22B", moe=MoEFields("num_local_experts")
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        _qwen2_moe,
+        "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
+        renamed={"qkv_bias": ("attention_bias",)},
+        defaults={"attention_bias": True},
+        moe=_QWEN._replace(shared_size="shared_expert_intermediate_size"),
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        _qwen3_moe,
+        "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
+        # As transformers 5 saves it.
+        renamed={"num_local_experts": ("num_experts",)},
+        moe=_QWEN,
+    ),
+    "OlmoeForCausalLM": Family(
+        _olmoe,
+        "OLMoE-1B-7B",
+        "`clip_qkv` is refused",
+        moe=MoEFields("num_experts", renormalize="norm_topk_prob"),
+    ),
+    "GraniteMoeForCausalLM": Family(
+        _granite_moe,
+        "Granite 3 1B-A400M, 3B-A800M, PowerMoE",
+        moe=MoEFields("num_local_experts"),
+    ),
+    "GraniteMoeSharedForCausalLM": Family(
+        _granite_moe,
+        "Granite with a shared expert",
+        moe=MoEFields("num_local_experts", shared_size="shared_intermediate_size"),
+    ),
+    "Glm4MoeForCausalLM": Family(
+        _glm4_moe,
+        "GLM-4.5, GLM-4.5-Air, GLM-4.6, GLM-4.7",
+        _MTP,
+        defaults={
+            "partial_rotary_factor": 0.5,
+            "norm_topk_prob": True,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+        },
+        moe=_GLM,
+    ),
+    "Ernie4_5_MoeForCausalLM": Family(
+        _ernie_moe,
+        "ERNIE-4.5-21B-A3B, 300B-A47B",
+        f"{_MTP}; `use_bias` is refused",
+        defaults={
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+        },
+        moe=_ERNIE,
+    ),
+    "MiniMaxM2ForCausalLM": Family(
+        _minimax_m2,
+        "MiniMax-M2",
+        "weights must be in bfloat16; the published ones are FP8",
+        defaults={"rope_theta": 5000000.0},
+        moe=MoEFields("num_local_experts"),
+    ),
+}
