@@ -8,13 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from config.checkpoint.safetensors_files import Shapes, folder_shapes
-from config.checkpoint.weight_map import (
-    WeightMap,
-    WeightSpec,
-    decoder_weight_map,
-    encoder_weight_map,
-    head_weights,
-)
+from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
+from config.checkpoint.weight_maps.decoder import decoder_weight_map
+from config.checkpoint.weight_maps.encoder import encoder_weight_map, head_weights
 from config.errors import ConfigError
 from config.model.architectures import ARCHITECTURES, decoder_spec
 from config.model.family_fields import causal_name

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from config.checkpoint.safetensors_files import weight_files
-from config.checkpoint.weight_map import WeightMap, WeightSpec
+from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
 from config.errors import ConfigError
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 

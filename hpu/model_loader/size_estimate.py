@@ -3,7 +3,7 @@
 Imports no torch. A test compares the number of parameters with that of the built models.
 """
 
-from config.checkpoint.weight_map import decoder_weight_map
+from config.checkpoint.weight_maps.decoder import decoder_weight_map
 from config.errors import ConfigError
 from config.model.architectures import ARCHITECTURES, decoder_spec
 from config.model.model_config import ModelConfig

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from config.checkpoint.weight_map import WeightMap
+from config.checkpoint.weight_maps.base import WeightMap
 from config.model.model_config import ModelConfig
 from hpu.layers.attention_base import Shape
 from hpu.layers.metadata import AttentionInputs

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from config.checkpoint.weight_map import decoder_weight_map
+from config.checkpoint.weight_maps.decoder import decoder_weight_map
 from config.errors import ConfigError
 from config.model.decoder_spec import DecoderSpec, LayerSpec
 from config.model.model_config import ModelConfig

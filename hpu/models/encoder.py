@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from config.checkpoint.weight_map import encoder_weight_map
+from config.checkpoint.weight_maps.encoder import encoder_weight_map
 from config.model.model_config import ModelConfig
 from hpu.layers.attention import HeadShape, SelfAttention
 from hpu.layers.embedding import VocabParallelEmbedding

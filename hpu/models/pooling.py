@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from config.checkpoint.weight_map import WeightMap, WeightSpec, head_weights
+from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
+from config.checkpoint.weight_maps.encoder import head_weights
 from config.model.model_config import ModelConfig
 from config.model.pooler import PoolerConfig
 from hpu.layers.linear import LinearBase

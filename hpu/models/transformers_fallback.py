@@ -20,7 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from config.checkpoint.safetensors_files import Shapes, folder_shapes
-from config.checkpoint.weight_map import WeightMap
+from config.checkpoint.weight_maps.base import WeightMap
 from config.errors import ConfigError
 from config.model.architectures import ARCHITECTURES
 from config.model.json_fields import read_json

@@ -9,7 +9,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from config.checkpoint.safetensors_files import Shapes
-from config.checkpoint.weight_map import WeightMap, WeightSpec
+from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
 from hpu.layers.linear import LinearBase
 from hpu.models.transformers_attention import Unsupported
 

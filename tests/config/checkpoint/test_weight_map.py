@@ -2,7 +2,8 @@
 
 import pytest
 
-from config.checkpoint.weight_map import WeightSpec, decoder_weight_map
+from config.checkpoint.weight_maps.base import WeightSpec
+from config.checkpoint.weight_maps.decoder import decoder_weight_map
 from config.errors import ConfigError
 from config.model.architectures import ARCHITECTURES, decoder_spec
 from config.model.model_config import ModelConfig

@@ -1,0 +1,162 @@
+"""WeightMap and its entries, and the entries of linear layers."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class WeightSpec(NamedTuple):
+    """One tensor of a checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    parameter: str
+    """Path of the parameter, which several tensors may fill."""
+    fields: str = ""
+    """The fields of config.json that `shape` comes from; empty: the shape is not compared with the
+    files before the model is built."""
+    output_sizes: tuple[int, ...] = ()
+    """Of a parameter that merges several outputs along its first dimension: their sizes."""
+    outputs: tuple[int, ...] = ()
+    """Which of `output_sizes` the tensor holds."""
+    num_heads: tuple[int, ...] = ()
+    """Heads of each output, where they consist of heads: of fewer heads than ranks, each is on
+    several ranks."""
+    shard_dim: int | None = None
+    """The dimension of the parameter that tensor parallelism divides; None: every rank holds the
+    whole."""
+    expert: int | None = None
+    """Of a parameter that stacks experts along its first dimension: which one the tensor holds. The
+    fields above then describe one expert."""
+    num_experts: int | None = None
+    """Of such a parameter, if the tensor holds all experts, stacked likewise: how many."""
+    interleaved_size: int | None = None
+    """Of a tensor of heads whose neighbouring rows are rotated together: rows of a head. In the
+    parameter those are in its two halves."""
+    repeats: int | None = None
+    """How often the tensor is repeated along a new first dimension; None: there is none."""
+
+    def num_shards(self, output: int, num_ranks: int) -> int:
+        """How many different shards of `output` there are on so many ranks, in the order of the
+        ranks."""
+        return min(num_ranks, self.num_heads[output]) if self.num_heads else num_ranks
+
+    def num_elements(self, num_ranks: int = 1) -> int:
+        """Of the parameter, those that the tensor fills on each of so many ranks."""
+        total = math.prod(self.shape) * (self.repeats or 1)
+        if self.shard_dim is None:
+            return total
+        if not self.outputs:
+            return total // num_ranks
+        row = total // sum(self.output_sizes[output] for output in self.outputs)
+        return sum(
+            row * self.output_sizes[output] // self.num_shards(output, num_ranks)
+            for output in self.outputs
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WeightMap:
+    """The tensors of a model, with all names as `map_name` gives them."""
+
+    outer: tuple[WeightSpec, ...]
+    """Outside the layers."""
+    layers: tuple[tuple[WeightSpec, ...], ...] = ()
+    """Of each layer, names and parameters relative to the two prefixes below."""
+    layer_prefix: str = ""
+    """Before the layer's index in the checkpoint, such as `model.layers.`."""
+    parameter_prefix: str = ""
+    """Before the layer's index in the model."""
+    stripped_prefixes: tuple[str, ...] = ()
+    """Prefixes that a checkpoint may put before every name."""
+    default_prefix: str = ""
+    """Put before a name that begins with none of `known_prefixes`."""
+    known_prefixes: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+    """(old, new) parts of names in early checkpoints."""
+    ignored_prefixes: tuple[str, ...] = ()
+    """Of tensors that a checkpoint may hold and the model does not need."""
+    ignored_suffixes: tuple[str, ...] = ()
+
+    def entries(self) -> Iterator[WeightSpec]:
+        """Every tensor that a checkpoint must hold."""
+        yield from self.outer
+        for index, layer in enumerate(self.layers):
+            name, parameter = f"{self.layer_prefix}{index}.", f"{self.parameter_prefix}{index}."
+            for spec in layer:
+                yield spec._replace(name=name + spec.name, parameter=parameter + spec.parameter)
+
+    def map_name(self, name: str) -> str:
+        """The name in this map of the tensor that a checkpoint calls `name`."""
+        for prefix in self.stripped_prefixes:
+            if name.startswith(prefix):
+                name = name[len(prefix) :]
+                break
+        for old, new in self.renamed:
+            name = name.replace(old, new)
+        if self.default_prefix and not name.startswith(self.known_prefixes):
+            name = self.default_prefix + name
+        return name
+
+    def ignores(self, name: str) -> bool:
+        """Whether a checkpoint may hold `name`, as mapped, though the model does not need it."""
+        return name.startswith(self.ignored_prefixes) or name.endswith(self.ignored_suffixes)
+
+    def tensor_names(self) -> dict[str, list[str]]:
+        """The tensors that fill each parameter, in the order of its outputs."""
+        names: dict[str, list[str]] = {}
+        for spec in self.entries():
+            names.setdefault(spec.parameter, []).append(spec.name)
+        return names
+
+
+class Axis(NamedTuple):
+    """A size, and the fields of config.json that it comes from."""
+
+    size: int
+    fields: str
+
+
+def matrix(name: str, rows: Axis, columns: Axis, *, shard_dim: int | None = None) -> WeightSpec:
+    fields = f"{rows.fields} x {columns.fields}"
+    return WeightSpec(name, (rows.size, columns.size), name, fields, shard_dim=shard_dim)
+
+
+def linear(
+    parameter: str,
+    tensors: Mapping[str, Axis],
+    columns: Axis,
+    *,
+    has_bias: bool,
+    num_heads: tuple[int, ...] = (),
+    fused: bool = False,
+    fused_fields: str = "",
+) -> Iterator[WeightSpec]:
+    """The tensors of a column-parallel linear layer that merges the outputs named by `tensors`; one
+    tensor called `parameter` for all of them if the checkpoint has them `fused`."""
+    sizes = tuple(axis.size for axis in tensors.values())
+    parts: dict[str, tuple[Axis, tuple[int, ...]]] = {
+        name: (axis, (index,)) for index, (name, axis) in enumerate(tensors.items())
+    }
+    if fused:
+        parts = {parameter: (Axis(sum(sizes), fused_fields), tuple(range(len(sizes))))}
+    for name, (rows, outputs) in parts.items():
+        specs = [matrix(f"{name}.weight", rows, columns)._replace(parameter=f"{parameter}.weight")]
+        if has_bias:
+            specs.append(WeightSpec(f"{name}.bias", (rows.size,), f"{parameter}.bias"))
+        for spec in specs:
+            yield spec._replace(
+                output_sizes=sizes, outputs=outputs, num_heads=num_heads, shard_dim=0
+            )
+
+
+def row_linear(
+    name: str, rows: Axis, columns: Axis, *, has_bias: bool, parameter: str = ""
+) -> Iterator[WeightSpec]:
+    """The tensors of a row-parallel linear layer."""
+    parameter = parameter or name
+    weight = matrix(f"{name}.weight", rows, columns, shard_dim=1)
+    yield weight._replace(parameter=f"{parameter}.weight")
+    if has_bias:
+        yield WeightSpec(f"{name}.bias", (rows.size,), f"{parameter}.bias")
