@@ -10,6 +10,9 @@ from typing import Any, Literal, NamedTuple
 from config.model.model_config import ModelConfig
 from config.model.moe import MoEFields
 
+MXFP4_BLOCK = 32
+"""Neighbouring weights with one scale (OCP Microscaling Formats, version 1.0)."""
+
 
 class LayerSpec(NamedTuple):
     """What one layer consists of."""
@@ -20,6 +23,14 @@ class LayerSpec(NamedTuple):
     feed_forward: Literal["mlp", "moe"] = "mlp"
 
 
+class ClampedSwiGLU(NamedTuple):
+    """(min(max(up, -limit), limit) + 1) * gate * sigmoid(alpha * gate), with gate at most `limit`.
+    Gate and up are interleaved in the rows of their weight."""
+
+    alpha: float
+    limit: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoESpec:
     """Where the families with experts differ: the router, and names in the checkpoint."""
@@ -27,6 +38,16 @@ class MoESpec:
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     float32_router: bool = False
     """The router multiplies in float32, not in the model's dtype."""
+    router_bias: bool = False
+    sparse_mixer: float | None = None
+    """The jitter of SparseMixer, which chooses two experts one after the other. `scoring` and
+    renormalization do not count then."""
+    scales_input: bool = False
+    """The weight of an expert multiplies its input, not its output."""
+    expert_bias: bool = False
+    """Both products of an expert add a bias."""
+    clamped_swiglu: ClampedSwiGLU | None = None
+    """The activation of the experts, in place of the model's own."""
     block: str = "mlp"
     """Before the following names."""
     gate: str = "gate"
@@ -40,9 +61,15 @@ class MoESpec:
     """The expert for all tokens."""
     shared_gate: str = ""
     """What weighs it; empty: it counts fully."""
-    merged: bool = False
-    """The checkpoint holds input_linear, gate before up, and output_linear, each for all experts;
-    those of the expert for all tokens, called shared_mlp, are outside `block`."""
+    layout: Literal["separate", "merged", "transposed", "mxfp4"] = "separate"
+    """Tensors of the routed experts. Separate: three for each expert.
+
+    Merged: input_linear, gate before up, and output_linear, each for all experts; those of the
+    expert for all tokens, called shared_mlp, are outside `block`.
+
+    Transposed: gate_up_proj and down_proj, each for all experts, (experts, in, out).
+
+    MXFP4: of each of these two the blocks and the scales, (experts, out, in / 32, ...)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +80,8 @@ class DecoderSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    mlp: str = "mlp"
+    """What the checkpoint calls the MLP of a layer without experts."""
     qk_norm: Literal["none", "heads", "all"] = "none"
     """RMS norm of queries and keys before rotation: of each head, or of all heads at once."""
     fused_weights: bool = False
@@ -95,3 +124,6 @@ class Family(NamedTuple):
     """Values of absent fields, where they differ from those of most families."""
     moe: MoEFields | None = None
     """Names of the fields of its experts."""
+    quantizations: tuple[str, ...] = ()
+    """Values of `quant_method` of checkpoints whose weights are dequantized while they are
+    loaded."""

@@ -16,6 +16,8 @@ class MoEFields(NamedTuple):
     num_experts: str
     top_k: str = "num_experts_per_tok"
     inner_size: str = "intermediate_size"
+    dense_size: str = "intermediate_size"
+    """Inner features of the layers without experts."""
     shared_size: str = ""
     """Inner features of the shared expert."""
     num_shared: str = ""
@@ -29,6 +31,8 @@ class MoEFields(NamedTuple):
     """-1: the last one."""
     layer_step: str = ""
     dense_layers: str = ""
+    expert_layers: str = ""
+    """The layers that have experts; where it is set, the four fields above do not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +57,13 @@ class MoEConfig:
     layer_step: int = 1
     """Of `layer_step` layers in a row, the last one has experts."""
     dense_layers: frozenset[int] = frozenset()
+    expert_layers: frozenset[int] | None = None
+    """The layers that have experts, in place of the four fields above."""
 
     def has_experts(self, layer: int) -> bool:
         """Whether the layer with this index has experts, not a plain MLP."""
+        if self.expert_layers is not None:
+            return layer in self.expert_layers
         return (
             self.first_layer <= layer
             and (self.last_layer is None or layer <= self.last_layer)
@@ -97,7 +105,8 @@ def moe_config(names: MoEFields, fields: Fields) -> MoEConfig:
         first_layer=fields.integer(names.first_layer, 0),
         last_layer=None if last_layer == -1 else last_layer,
         layer_step=fields.count(names.layer_step, 1),
-        dense_layers=_dense_layers(fields, names.dense_layers),
+        dense_layers=_layers(fields, names.dense_layers) or frozenset(),
+        expert_layers=_layers(fields, names.expert_layers),
     )
 
 
@@ -133,8 +142,10 @@ def _groups(fields: Fields, names: MoEFields, num_experts: int, top_k: int) -> t
     return num_groups, top_groups
 
 
-def _dense_layers(fields: Fields, name: str) -> frozenset[int]:
-    layers = fields.get(name, list, [])
+def _layers(fields: Fields, name: str) -> frozenset[int] | None:
+    layers = fields.get(name, list, None)
+    if layers is None:
+        return None
     if not all(type(layer) is int for layer in layers):
         raise ConfigError(
             f"{name} in {fields.file} is {shown(layers)}, it must be a list of layers"

@@ -47,10 +47,10 @@ def model_config_of(path: str, fields: Fields, generation: Fields) -> ModelConfi
     """Like read_model_config, from the contents of the two files. Sizes are not limited here:
     config/checkpoint/shapes.py compares them with the tensors before a model is built."""
     architecture = _architecture(fields)
-    _refuse_quantized(fields)
+    family = ARCHITECTURES.get(causal_name(architecture))
+    _refuse_quantized(fields, () if family is None else family.quantizations)
     eos = generation.raw.get("eos_token_id", fields.raw.get("eos_token_id"))
     encoder = encoder_fields(architecture, fields)
-    family = ARCHITECTURES.get(causal_name(architecture))
     usual = with_usual_names(fields)
     if family is not None:
         usual = _family_fields(family, usual)
@@ -87,10 +87,13 @@ def _architecture(fields: Fields) -> str:
     return names[0]
 
 
-def _refuse_quantized(fields: Fields) -> None:
+def _refuse_quantized(fields: Fields, known: tuple[str, ...]) -> None:
+    """Raise ConfigError unless the weights are unquantized, or by one of the `known` methods."""
     quantization = fields.raw.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        if method in known:
+            return
         named = method if isinstance(method, str) else "method unnamed"
         raise ConfigError(
             f"{fields.file} says that its weights are quantized ({shown(named)[1:-1]}): "
@@ -134,10 +137,11 @@ def _decoder_fields(family: Family | None, fields: Fields) -> Json:
         )
     window, window_layers = _windows(fields, num_layers)
     attention_bias = fields.get("attention_bias", bool, False)
+    moe = None if family is None else family.moe
     return {
         "vocab_size": fields.count("vocab_size"),
         "hidden_size": hidden_size,
-        "intermediate_size": fields.count("intermediate_size"),
+        "intermediate_size": fields.count("intermediate_size" if moe is None else moe.dense_size),
         "num_layers": num_layers,
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
@@ -159,7 +163,7 @@ def _decoder_fields(family: Family | None, fields: Fields) -> Json:
         "attention_multiplier": fields.number_or_none("attention_multiplier"),
         "residual_multiplier": fields.number("residual_multiplier", 1.0),
         "logits_scaling": fields.number("logits_scaling", 1.0, above=0.0),
-        "moe": None if family is None or family.moe is None else moe_config(family.moe, fields),
+        "moe": None if moe is None else moe_config(moe, fields),
         "use_qk_norm": fields.get("use_qk_norm", bool, False),
         "num_mtp_layers": fields.integer("num_nextn_predict_layers", 0, maximum=MAX_MTP_LAYERS),
     }

@@ -206,7 +206,7 @@ def use_cpu_kernels(model: nn.Module, library: Library | None) -> nn.Module:
 def _pack_experts(experts: Experts, library: Library) -> None:
     w13, w2 = experts.w13_weight, experts.w2_weight
     assert w13 is not None and w2 is not None
-    if has_experts_kernel(w13, w2, experts.activation_name):
+    if experts.w13_bias is None and has_experts_kernel(w13, w2, experts.activation_name):
         experts.replace_weights(PackedExperts(library, w13.detach(), w2.detach()))
 
 

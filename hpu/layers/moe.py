@@ -4,21 +4,26 @@ Module paths are those of vLLM's models: `gate` and `experts` of the feed-forwar
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
+from config.model.decoder_spec import ClampedSwiGLU
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.layers.linear import ReplicatedLinear
 from hpu.layers.mlp import GatedMLP, get_activation
-from hpu.ops.kernels import Kernels, MoEImpl
+from hpu.ops.kernels import ExpertWeights, Kernels, MoEImpl
 from hpu.quantization.base import MoEMethod
 from hpu.quantization.unquantized import UNQUANTIZED_MOE
 
 MIN_SUM = 1e-20
 """Smallest divisor of weights that are renormalized."""
+
+SWIGLU_OAI = "swigluoai"
+"""vLLM's name of the clamped SwiGLU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +43,15 @@ class TopKRouter:
     def __call__(self, logits: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Of `logits` (T, experts) the experts (T, k) int64 and their weights (T, k) float32.
         `correction` (1, experts) is added to the scores for the choice only."""
-        scores = logits.float()
-        scores = scores.sigmoid() if self.scoring == "sigmoid" else torch.softmax(scores, dim=-1)
+        logits = logits.float()
+        is_sigmoid = self.scoring == "sigmoid"
+        scores = logits.sigmoid() if is_sigmoid else torch.softmax(logits, dim=-1)
         choice = scores if correction is None else scores + correction
         if self.num_groups > 1:
             choice = self._within_top_groups(choice)
+        elif is_sigmoid and correction is None:
+            # Sigmoids of logits above 17 are all 1.
+            choice = logits
         weights, ids = choice.topk(self.top_k, dim=-1)
         if choice is not scores:
             weights = scores.gather(1, ids)
@@ -63,12 +72,60 @@ class TopKRouter:
         return grouped.masked_fill(is_other.unsqueeze(-1), -math.inf).flatten(1)
 
 
+@dataclass(frozen=True, slots=True)
+class SparseMixer:
+    """Chooses two experts of each token one after the other (SparseMixer, arXiv 2409.12136), in
+    float32. Each one's weight is that in a softmax over the logits that are close to its own."""
+
+    jitter: float
+    """Half of the largest relative distance to the highest logit."""
+    top_k: ClassVar[int] = 2
+
+    def __call__(self, logits: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As TopKRouter, without a correction."""
+        scores = left = logits.float()
+        ids, weights = [], []
+        for _ in range(self.top_k):
+            highest, chosen = left.max(dim=-1, keepdim=True)
+            is_far = (highest - scores) / torch.maximum(scores.abs(), highest) > 2 * self.jitter
+            close = torch.softmax(left.masked_fill(is_far, -math.inf), dim=-1)
+            ids.append(chosen)
+            weights.append(close.gather(1, chosen))
+            left = left.scatter(1, chosen, -math.inf)
+        return torch.cat(ids, dim=-1), torch.cat(weights, dim=-1)
+
+
+def _gated(name: str) -> Callable[[Tensor], Tensor]:
+    """act(gate) * up of (..., 2 * inner) features, gate before up. Raises ConfigError."""
+    activation = get_activation(name)
+
+    def apply(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return activation(gate) * up
+
+    return apply
+
+
+def _clamped_swiglu(form: ClampedSwiGLU) -> Callable[[Tensor], Tensor]:
+    """`form` of (..., 2 * inner) features, gate and up interleaved."""
+    alpha, limit = form
+
+    def apply(gate_up: Tensor) -> Tensor:
+        gate = gate_up[..., ::2].clamp(max=limit)
+        up = gate_up[..., 1::2].clamp(-limit, limit)
+        return (up + 1) * (gate * torch.sigmoid(alpha * gate))
+
+    return apply
+
+
 class Experts(nn.Module):
     """Stacked gated MLPs. Each one's inner features are divided among the ranks, and the outputs
     are summed over them. Weights are allocated, not filled."""
 
     w13_weight: nn.Parameter | None
     w2_weight: nn.Parameter | None
+    w13_bias: nn.Parameter | None
+    w2_bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -76,28 +133,51 @@ class Experts(nn.Module):
         hidden_size: int,
         inner_size: int,
         *,
-        activation: str,
+        activation: str | ClampedSwiGLU,
+        has_bias: bool = False,
         dtype: torch.dtype,
         device: torch.device,
         method: MoEMethod = UNQUANTIZED_MOE,
         group: ProcessGroup = SINGLE,
     ) -> None:
-        """`inner_size`, of the whole, must be a multiple of the group's size."""
+        """`inner_size`, of the whole, must be a multiple of the group's size. `activation`: the
+        name in a checkpoint, or what its experts have in place of it."""
         super().__init__()
         self.dtype = dtype
         self.device = device
-        self.activation = get_activation(activation)
-        self.activation_name = activation
+        if isinstance(activation, str):
+            self.activation, self.activation_name = _gated(activation), activation
+        else:
+            self.activation, self.activation_name = _clamped_swiglu(activation), SWIGLU_OAI
+        self._activation_form = activation
         self.moe_op: MoEImpl | None = None
         """Replaces the method where the device has a kernel: by a module on Gaudi."""
         self.method = method
         self.group = group
-        method.create_weights(self, num_experts, hidden_size, inner_size // group.size)
+        inner_size //= group.size
+        method.create_weights(self, num_experts, hidden_size, inner_size)
+        self.w13_bias = self.w2_bias = None
+        if has_bias:
+            self.w13_bias = self._empty_bias(num_experts, 2 * inner_size)
+            self.w2_bias = self._empty_bias(num_experts, hidden_size)
+
+    def _empty_bias(self, *shape: int) -> nn.Parameter:
+        empty = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return nn.Parameter(empty, requires_grad=False)
+
+    @property
+    def applied_w2_bias(self) -> Tensor | None:
+        """The bias of the second product that this rank adds."""
+        return self.w2_bias if self.group.rank == 0 else None
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Run on a device's fused kernel from now on, if it has one for these experts."""
         assert self.w13_weight is not None and self.w2_weight is not None
-        self.moe_op = kernels.make_moe(self.w13_weight, self.w2_weight, self.activation_name)
+        w2_bias: Tensor | None = self.w2_bias
+        if w2_bias is not None and self.applied_w2_bias is None:
+            w2_bias = torch.zeros_like(w2_bias)
+        weights = ExpertWeights(self.w13_weight, self.w2_weight, self.w13_bias, w2_bias)
+        self.moe_op = kernels.make_moe(weights, self._activation_form)
 
     def replace_weights(self, moe_op: MoEImpl) -> None:
         """Run on `moe_op`, which has copied the weights, from now on; the layer drops its own."""
@@ -122,15 +202,17 @@ class MoE(nn.Module):
     def __init__(
         self,
         gate: ReplicatedLinear,
-        router: TopKRouter,
+        router: TopKRouter | SparseMixer,
         experts: Experts,
         shared_experts: GatedMLP | None = None,
         shared_expert_gate: ReplicatedLinear | None = None,
         *,
         has_correction_bias: bool = False,
+        scales_input: bool = False,
     ) -> None:
         """`gate` computes in its own dtype. `shared_expert_gate` has one output: the sigmoid of it
-        weighs the shared expert. The correction bias is allocated, not filled."""
+        weighs the shared expert. The correction bias is allocated, not filled. `scales_input`: the
+        weight of an expert multiplies its input, not its output."""
         super().__init__()
         self.gate = gate
         self.experts = experts
@@ -141,6 +223,7 @@ class MoE(nn.Module):
             empty = torch.empty(1, gate.out_features, dtype=torch.float32, device=gate.device)
             self.e_score_correction_bias = nn.Parameter(empty, requires_grad=False)
         self.router = router
+        self.scales_input = scales_input
 
     @property
     def gates(self) -> list[ReplicatedLinear]:
@@ -158,7 +241,12 @@ class MoE(nn.Module):
         """(B, Q, hidden) to the same."""
         flat = hidden.flatten(0, 1)
         logits = self.gate(flat.to(self.gate.dtype))
-        routed: Tensor = self.experts(flat, *self.router(logits, self.e_score_correction_bias))
+        ids, weights = self.router(logits, self.e_score_correction_bias)
+        routed: Tensor
+        if self.scales_input:
+            routed = self._scaled_experts(flat, ids, weights)
+        else:
+            routed = self.experts(flat, ids, weights)
         out = routed.view(hidden.shape)
         if self.shared_experts is None:
             return out
@@ -166,3 +254,10 @@ class MoE(nn.Module):
         if self.shared_expert_gate is not None:
             shared = shared * self.shared_expert_gate(hidden).sigmoid()
         return out + shared
+
+    def _scaled_experts(self, flat: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """As Experts.forward, of inputs that the weights multiply: one for each expert of a
+        token."""
+        scaled = (flat.unsqueeze(1) * weights.to(flat.dtype).unsqueeze(-1)).flatten(0, 1)
+        out: Tensor = self.experts(scaled, ids.view(-1, 1), torch.ones_like(weights).view(-1, 1))
+        return out if self.router.top_k == 1 else out.view(*ids.shape, -1).sum(1)

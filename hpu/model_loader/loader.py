@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from config.checkpoint.safetensors_files import weight_files
 from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
 from config.errors import ConfigError
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
+from hpu.model_loader.mxfp4 import dequantize_mxfp4
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,10 @@ def _check(spec: WeightSpec, tensor: Tensor, file: Path) -> None:
             f"{spec.name} in {file} is {_format_shape(tuple(tensor.shape))}, the model needs "
             f"{_format_shape(spec.shape)}"
         )
-    if tensor.dtype not in FLOATS:
+    if spec.mxfp4:
+        if tensor.dtype != torch.uint8:
+            raise ConfigError(f"{spec.name} in {file} is {tensor.dtype}, MXFP4 is in torch.uint8")
+    elif tensor.dtype not in FLOATS:
         raise ConfigError(
             f"{spec.name} in {file} is {tensor.dtype}, it must be a float of 16 or 32 bits: "
             "quantised weights are not supported yet"
@@ -119,43 +123,64 @@ class _Filler:
         self._group = group
         self._unfinished: dict[str, tuple[Tensor, int]] = {}
         """Path of a parameter -> its copy on the host, and how many elements of it are filled."""
+        self._halves: dict[str, tuple[WeightSpec, Tensor]] = {}
+        """Path of a parameter -> the half of its MXFP4 that came first. It is memory-mapped."""
 
     def fill(self, parameter: Tensor, spec: WeightSpec, tensor: Tensor) -> None:
         """Copy `tensor` into the part of `parameter` that it holds."""
         with torch.no_grad():
+            if spec.mxfp4:
+                self._fill_mxfp4(parameter, spec, tensor)
+                return
             if spec.repeats is not None:
                 tensor = tensor.expand(spec.repeats, *tensor.shape)
             if spec.interleaved_size is not None:
                 pairs = tensor.view(-1, spec.interleaved_size // 2, 2, *tensor.shape[1:])
                 tensor = pairs.transpose(1, 2).reshape(tensor.shape)
+            if spec.transposed:
+                tensor = tensor.transpose(-1, -2)
             if parameter.device.type == "cpu":
-                self._fill_part(parameter, spec, tensor)
+                self._fill_part(parameter, spec, _parts(spec, tensor))
             elif (spec.output_sizes, spec.expert, spec.num_experts) == ((), None, None):
                 # Converted here: on the device that would need memory for both types.
                 parameter.copy_(self._shard(spec, tensor).to(parameter.dtype))
             else:
-                self._collect(parameter, spec, tensor)
+                num_elements = spec.num_elements(self._group.size)
+                self._collect(parameter, spec, _parts(spec, tensor), num_elements)
 
-    def _collect(self, parameter: Tensor, spec: WeightSpec, tensor: Tensor) -> None:
+    def _fill_mxfp4(self, parameter: Tensor, spec: WeightSpec, tensor: Tensor) -> None:
+        """Once both halves are there, dequantize one expert after the other."""
+        if spec.parameter not in self._halves:
+            self._halves[spec.parameter] = spec, tensor
+            return
+        first, half = self._halves.pop(spec.parameter)
+        blocks, scales = (tensor, half) if spec.mxfp4 == "blocks" else (half, tensor)
+        parts = map(dequantize_mxfp4, blocks, scales)
+        if parameter.device.type == "cpu":
+            self._fill_part(parameter, spec, parts)
+        else:
+            num_elements = sum(one.num_elements(self._group.size) for one in (first, spec))
+            self._collect(parameter, spec, parts, num_elements)
+
+    def _collect(
+        self, parameter: Tensor, spec: WeightSpec, parts: Iterable[Tensor], num_elements: int
+    ) -> None:
         if spec.parameter not in self._unfinished:
             self._unfinished[spec.parameter] = (
                 torch.empty(parameter.shape, dtype=parameter.dtype),
                 0,
             )
         host, filled = self._unfinished[spec.parameter]
-        self._fill_part(host, spec, tensor)
-        filled += spec.num_elements(self._group.size)
+        self._fill_part(host, spec, parts)
+        filled += num_elements
         self._unfinished[spec.parameter] = host, filled
         if filled == host.numel():
             parameter.copy_(host)
             del self._unfinished[spec.parameter]
 
-    def _fill_part(self, target: Tensor, spec: WeightSpec, tensor: Tensor) -> None:
-        if spec.num_experts is not None:
-            pairs = list(zip(target, tensor, strict=True))
-        else:
-            pairs = [(target if spec.expert is None else target[spec.expert], tensor)]
-        for part, source in pairs:
+    def _fill_part(self, target: Tensor, spec: WeightSpec, parts: Iterable[Tensor]) -> None:
+        targets = target if spec.expert is None else target[spec.expert]
+        for part, source in zip(_parts(spec, targets), parts, strict=True):
             if spec.output_sizes:
                 self._fill_outputs(part, spec, source)
             else:
@@ -173,6 +198,11 @@ class _Filler:
         )
         for output, part in zip(spec.outputs, tensor.split_with_sizes(sizes), strict=True):
             parts[output].copy_(_shard(part, spec.shard_dim, num_shards[output], self._group))
+
+
+def _parts(spec: WeightSpec, tensor: Tensor) -> Iterable[Tensor]:
+    """The tensors of all experts, if `tensor` stacks them; else the whole one."""
+    return tensor if spec.num_experts is not None else (tensor,)
 
 
 def _shard(tensor: Tensor, dim: int | None, num_shards: int, group: ProcessGroup) -> Tensor:

@@ -5,15 +5,17 @@ be a mixture of experts; norm; head. Module paths are those of vLLM's models, so
 calibration files fit.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from config.checkpoint.weight_maps.decoder import decoder_weight_map
 from config.errors import ConfigError
-from config.model.decoder_spec import DecoderSpec, LayerSpec
+from config.model.decoder_spec import DecoderSpec, LayerSpec, MoESpec
 from config.model.model_config import ModelConfig
+from config.model.moe import MoEConfig
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.layers.attention import HeadShape, SelfAttention
 from hpu.layers.attention_base import AttentionLayer, Shape
@@ -27,7 +29,7 @@ from hpu.layers.linear import (
 from hpu.layers.metadata import AttentionInputs, AttentionMetadata, Windows
 from hpu.layers.metadata_builder import MetadataBuilder
 from hpu.layers.mlp import GatedMLP
-from hpu.layers.moe import Experts, MoE, TopKRouter
+from hpu.layers.moe import Experts, MoE, SparseMixer, TopKRouter
 from hpu.layers.norm import FullQKNorm, QKNorm, RMSNorm
 from hpu.models.base import LoadableModel
 from hpu.ops.kernels import Kernels
@@ -47,13 +49,20 @@ class DecoderLayer(nn.Module):
         post_attention_layernorm: RMSNorm,
         *,
         multiplier: float,
+        mlp_name: str,
     ) -> None:
+        """`mlp_name`: that of the MLP among the modules."""
         super().__init__()
         self.self_attn = self_attn
-        self.mlp = mlp
+        self._mlp_name = mlp_name
+        self._modules[mlp_name] = mlp
         self.input_layernorm = input_layernorm
         self.post_attention_layernorm = post_attention_layernorm
         self._multiplier = multiplier
+
+    @property
+    def mlp(self) -> GatedMLP | MoE:
+        return cast("GatedMLP | MoE", self._modules[self._mlp_name])
 
     def forward(self, hidden: Tensor, rotation: Rotation, metadata: AttentionMetadata) -> Tensor:
         """(B, Q, hidden) to the same."""
@@ -165,13 +174,17 @@ class Decoder(LoadableModel):
 
     def _layer(self, path: str, layer: LayerSpec) -> DecoderLayer:
         attention = {"dense": self._dense_attention}[layer.attention]
-        make_mlp = self._moe if layer.feed_forward == "moe" else self._dense_mlp
+        make_mlp: Callable[[str], GatedMLP | MoE] = self._dense_mlp
+        mlp_name = self.spec.mlp
+        if self.spec.moe is not None and layer.feed_forward == "moe":
+            make_mlp, mlp_name = self._moe, self.spec.moe.block
         return DecoderLayer(
             attention(f"{path}.self_attn", layer),
-            make_mlp(f"{path}.mlp"),
+            make_mlp(f"{path}.{mlp_name}"),
             self._norm(),
             self._norm(),
             multiplier=self.spec.residual_multiplier,
+            mlp_name=mlp_name,
         )
 
     def _dense_attention(self, path: str, layer: LayerSpec) -> SelfAttention:
@@ -225,26 +238,27 @@ class Decoder(LoadableModel):
             shared = self._mlp(f"{path}.shared_experts", moe.shared_size)
             shared_gate = ReplicatedLinear(hidden, 1, **options) if spec.shared_gate else None
         return MoE(
-            ReplicatedLinear(hidden, moe.num_experts, dtype=gate_dtype, device=self.device),
-            TopKRouter(
-                moe.top_k,
-                moe.renormalize,
-                scoring=spec.scoring,
-                num_groups=moe.num_groups,
-                top_groups=moe.top_groups,
-                scaling_factor=moe.scaling_factor,
+            ReplicatedLinear(
+                hidden,
+                moe.num_experts,
+                bias=spec.router_bias,
+                dtype=gate_dtype,
+                device=self.device,
             ),
+            _router(moe, spec),
             Experts(
                 moe.num_experts,
                 hidden,
                 moe.inner_size,
-                activation=config.hidden_act,
+                activation=spec.clamped_swiglu or config.hidden_act,
+                has_bias=spec.expert_bias,
                 group=self._group,
                 **options,
             ),
             shared,
             shared_gate,
             has_correction_bias=bool(spec.correction_bias),
+            scales_input=spec.scales_input,
         )
 
     def _mlp(self, path: str, inner: int) -> GatedMLP:
@@ -326,3 +340,16 @@ class Decoder(LoadableModel):
             # Their matrix products sum over all blocks of a launch, with zeros for the blocks of
             # other sequences.
             attention.zero_non_finite()
+
+
+def _router(moe: MoEConfig, spec: MoESpec) -> TopKRouter | SparseMixer:
+    if spec.sparse_mixer is not None:
+        return SparseMixer(spec.sparse_mixer)
+    return TopKRouter(
+        moe.top_k,
+        moe.renormalize,
+        scoring=spec.scoring,
+        num_groups=moe.num_groups,
+        top_groups=moe.top_groups,
+        scaling_factor=moe.scaling_factor,
+    )

@@ -11,7 +11,7 @@ from torch import Tensor
 from hpu.layers.attention_base import Shape
 from hpu.layers.metadata import AttentionInputs, DecodeAttentionInputs, PrefillAttentionInputs
 from hpu.layers.mlp import GatedMLP
-from hpu.layers.moe import MoE
+from hpu.layers.moe import MoE, TopKRouter
 from hpu.layers.norm import FullQKNorm, QKNorm
 from hpu.models.base import CausalLM
 from hpu.models.decoder import Decoder, DecoderLayer
@@ -231,6 +231,9 @@ def _mixture(moe: MoE) -> _Mixture | None:
     """The addresses of the weights, which `moe` holds."""
     experts, gate, router = moe.experts.moe_op, moe.gate.weight, moe.router
     if not isinstance(experts, PackedExperts) or gate is None:
+        return None
+    # What the library does not know: another router, its bias, weights that multiply inputs.
+    if not isinstance(router, TopKRouter) or moe.gate.bias is not None or moe.scales_input:
         return None
     shared = (Product(), Product())
     if moe.shared_experts is not None:

@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from config.model.decoder_spec import ClampedSwiGLU
 from hpu.ops.attention import PlainAttention
-from hpu.ops.kernels import AttentionForm, PromptOperands
+from hpu.ops.kernels import AttentionForm, ExpertWeights, PromptOperands
 from hpu.ops.norm import rms_norm
 
 
@@ -43,5 +44,5 @@ class CudaKernels:
     def make_attention(self) -> CudaAttention:
         return CudaAttention()
 
-    def make_moe(self, w13: Tensor, w2: Tensor, activation: str) -> None:
+    def make_moe(self, weights: ExpertWeights, activation: str | ClampedSwiGLU) -> None:
         return

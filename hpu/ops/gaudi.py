@@ -19,9 +19,11 @@ from habana_frameworks.torch.hpex.kernels import (
 from habana_frameworks.torch.hpex.normalization import FusedRMSNorm
 from torch import Tensor, nn
 
+from config.model.decoder_spec import ClampedSwiGLU
 from hpu.ops.attention import MASKED, AttentionPart, merge_parts
 from hpu.ops.gaudi_modules import (
     MOE_ACTIVATIONS,
+    MOE_BIAS_ACTIVATION,
     B2BMatmul,
     Matmul,
     ModuleFusedSDPA,
@@ -29,7 +31,13 @@ from hpu.ops.gaudi_modules import (
     VLLMKVCache,
     VllmMixtureOfExpertsOp,
 )
-from hpu.ops.kernels import AttentionForm, DecodeOperands, PromptOperands, SliceSizes
+from hpu.ops.kernels import (
+    AttentionForm,
+    DecodeOperands,
+    ExpertWeights,
+    PromptOperands,
+    SliceSizes,
+)
 
 FP32_SOFTMAX = "fp32"
 
@@ -92,8 +100,17 @@ class GaudiKernels:
             end_slice=self._end_slice,
         )
 
-    def make_moe(self, w13: Tensor, w2: Tensor, activation: str) -> VllmMixtureOfExpertsOp | None:
-        return VllmMixtureOfExpertsOp(w13, w2) if activation in MOE_ACTIVATIONS else None
+    def make_moe(
+        self, weights: ExpertWeights, activation: str | ClampedSwiGLU
+    ) -> VllmMixtureOfExpertsOp | None:
+        if isinstance(activation, ClampedSwiGLU):
+            # The kernel with biases has this activation only, and exists in later releases only.
+            has_kernel = hasattr(torch.ops.hpu.mixture_of_experts, "bias_fused_weights")
+            suits = weights.w13_bias is not None and activation == MOE_BIAS_ACTIVATION
+            return VllmMixtureOfExpertsOp(weights) if suits and has_kernel else None
+        if weights.w13_bias is not None or activation not in MOE_ACTIVATIONS:
+            return None
+        return VllmMixtureOfExpertsOp(weights)
 
 
 class GaudiAttention(nn.Module):

@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from config.model.decoder_spec import ClampedSwiGLU
+from hpu.ops.kernels import ExpertWeights
+
 MOE_ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -26,6 +29,9 @@ MOE_ACTIVATIONS = {
     "relu": "relu",
 }
 """Names in a checkpoint -> those of the kernel."""
+
+MOE_BIAS_ACTIVATION = ClampedSwiGLU(alpha=1.702, limit=7.0)
+"""That of gpt-oss, which the kernel with biases has. It takes no activation."""
 
 
 class Matmul(nn.Module):
@@ -110,24 +116,27 @@ class VLLMKVCache(nn.Module):
 class MoeMatmul(nn.Module):
     """One expert's weight, which the compressor quantizes; it is not called."""
 
-    def __init__(self, weight: Tensor) -> None:
-        """`weight` (out, in): a view of the stacked parameter, and not a parameter itself."""
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """`weight` (out, in) and `bias` (out): views of the stacked parameters, and not parameters
+        themselves."""
         super().__init__()
         self.weight = weight.detach()
+        self.bias = None if bias is None else bias.detach()
 
 
 class VllmMixtureOfExpertsOp(nn.Module):
     """The vendor's kernel for a layer's routed experts, all on this card. Static shapes: the kernel
     groups the tokens by expert."""
 
-    def __init__(self, w13: Tensor, w2: Tensor) -> None:
-        """`w13` (experts, 2 * inner, hidden), gate before up, and `w2` (experts, hidden, inner),
-        on the card. Views of them are held, so a later move of the parameters is not seen."""
+    def __init__(self, weights: ExpertWeights) -> None:
+        """`weights` are on the card, with both biases or none. Views of them are held, so a later
+        move of the parameters is not seen."""
         super().__init__()
-        self.num_experts = len(w13)
-        self.experts_min, self.experts_max = 0, len(w13) - 1
-        self.w13_list = nn.ModuleList([MoeMatmul(weight) for weight in w13])
-        self.w2_list = nn.ModuleList([MoeMatmul(weight) for weight in w2])
+        self.num_experts = len(weights.w13)
+        self.experts_min, self.experts_max = 0, self.num_experts - 1
+        self.w13_list = _matmuls(weights.w13, weights.w13_bias)
+        self.w2_list = _matmuls(weights.w2, weights.w2_bias)
+        self.bias = weights.w13_bias is not None
 
     def forward(
         self,
@@ -137,7 +146,12 @@ class VllmMixtureOfExpertsOp(nn.Module):
         permuted_weights: bool = True,
         activation: str = "silu",
     ) -> Tensor:
-        """As MoEImpl; `permuted_weights` says that they are (out, in)."""
+        """As MoEImpl; `permuted_weights` says that they are (out, in). With biases the activation
+        is MOE_BIAS_ACTIVATION, and w13 has gate and up interleaved."""
+        if self.bias:
+            return self._forward_with_bias(
+                hidden_states, expert_routing_table, router_weights, permuted_weights
+            )
         out: Tensor = torch.ops.hpu.mixture_of_experts(
             hidden_states=hidden_states,
             expert_routing_table=expert_routing_table,
@@ -150,3 +164,26 @@ class VllmMixtureOfExpertsOp(nn.Module):
             experts_max=self.experts_max,
         )
         return out
+
+    def _forward_with_bias(
+        self, hidden: Tensor, ids: Tensor, router_weights: Tensor, permuted_weights: bool
+    ) -> Tensor:
+        out: Tensor = torch.ops.hpu.mixture_of_experts.bias_fused_weights(
+            hidden_states=hidden,
+            expert_routing_table=ids,
+            router_weights=router_weights,
+            w12=[module.weight for module in self.w13_list],
+            w3=[module.weight for module in self.w2_list],
+            w12_bias=[module.bias for module in self.w13_list],
+            w3_bias=[module.bias for module in self.w2_list],
+            permuted_weights=permuted_weights,
+            experts_min=self.experts_min,
+            experts_max=self.experts_max,
+        )
+        return out
+
+
+def _matmuls(weights: Tensor, biases: Tensor | None) -> nn.ModuleList:
+    """One for each expert."""
+    each_bias = (None,) * len(weights) if biases is None else biases
+    return nn.ModuleList(map(MoeMatmul, weights, each_bias))

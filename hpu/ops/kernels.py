@@ -7,6 +7,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from config.model.decoder_spec import ClampedSwiGLU
+
 
 class KVCacheOps(Protocol):
     """Writes and reads one of a layer's two caches."""
@@ -129,6 +131,19 @@ class AttentionImpl(Protocol):
         ...
 
 
+class ExpertWeights(NamedTuple):
+    """Of a layer's stacked gated MLPs."""
+
+    w13: Tensor
+    """(experts, 2 * inner, hidden): gate before up, or interleaved for a ClampedSwiGLU."""
+    w2: Tensor
+    """(experts, hidden, inner)"""
+    w13_bias: Tensor | None = None
+    """(experts, 2 * inner), likewise."""
+    w2_bias: Tensor | None = None
+    """(experts, hidden). None if there are no biases."""
+
+
 class MoEImpl(Protocol):
     """One layer's routed experts on a device. It runs in static shapes, and may be captured."""
 
@@ -167,8 +182,7 @@ class Kernels(Protocol):
         """For one layer."""
         ...
 
-    def make_moe(self, w13: Tensor, w2: Tensor, activation: str) -> MoEImpl | None:
-        """For one layer's stacked gated MLPs, `w13` (experts, 2 * inner, hidden), gate before up,
-        and `w2` (experts, hidden, inner), with the activation that a checkpoint calls
-        `activation`. None where there is no kernel for it."""
+    def make_moe(self, weights: ExpertWeights, activation: str | ClampedSwiGLU) -> MoEImpl | None:
+        """For the experts of one layer, with the activation that a checkpoint calls `activation`,
+        or a clamped one. None where there is no kernel for them."""
         ...

@@ -44,10 +44,19 @@ class ExpertsLayer(Protocol):
     dtype: torch.dtype
     device: torch.device
     activation: Callable[[Tensor], Tensor]
+    """(..., 2 * inner) features, as the first product gives them, to (..., inner)."""
     w13_weight: nn.Parameter | None
-    """(experts, 2 * inner, hidden) of this rank's shard, gate before up; None once replaced."""
+    """(experts, 2 * inner, hidden) of this rank's shard; None once replaced. Gate is before up, or
+    their rows are interleaved: as `activation` takes them."""
     w2_weight: nn.Parameter | None
     """(experts, hidden, inner), likewise."""
+    w13_bias: nn.Parameter | None
+    """(experts, 2 * inner) of this rank's shard, if there is one."""
+
+    @property
+    def applied_w2_bias(self) -> Tensor | None:
+        """(experts, hidden) that this rank adds, if there is one."""
+        ...
 
 
 class MoEMethod(Protocol):

@@ -50,8 +50,11 @@ class UnquantizedMoEMethod:
 def _expert(layer: ExpertsLayer, index: int, hidden: Tensor) -> Tensor:
     """(T, hidden) to the same, in float32."""
     assert layer.w13_weight is not None and layer.w2_weight is not None
-    gate, up = functional.linear(hidden, layer.w13_weight[index]).chunk(2, dim=-1)
-    return functional.linear(layer.activation(gate) * up, layer.w2_weight[index]).float()
+    w13_bias, w2_bias = (
+        None if bias is None else bias[index] for bias in (layer.w13_bias, layer.applied_w2_bias)
+    )
+    inner = layer.activation(functional.linear(hidden, layer.w13_weight[index], w13_bias))
+    return functional.linear(inner, layer.w2_weight[index], w2_bias).float()
 
 
 def _apply_to_chosen(layer: ExpertsLayer, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

@@ -49,6 +49,8 @@ def test_an_emulated_card_is_as_large_as_the_table_says(name: str) -> None:
         ("block_softmax_adjustment", "gaudi3", None, None),
         ("convert_from_uint4.g_idx", "gaudi2", (1, 19, 0), False),
         ("convert_from_uint4.g_idx", "gaudi2", (1, 22, 0), True),
+        ("mixture_of_experts.bias_fused_weights", "gaudi2", (1, 22, 2), False),
+        ("mixture_of_experts.bias_fused_weights", "gaudi3", (1, 23, 0), True),
     ],
 )
 def test_a_kernel_is_there_from_its_release_on(

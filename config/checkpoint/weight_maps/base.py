@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 class WeightSpec(NamedTuple):
@@ -36,6 +36,11 @@ class WeightSpec(NamedTuple):
     parameter those are in its two halves."""
     repeats: int | None = None
     """How often the tensor is repeated along a new first dimension; None: there is none."""
+    transposed: bool = False
+    """The last two dimensions are swapped in the parameter."""
+    mxfp4: Literal["", "blocks", "scales"] = ""
+    """Of a parameter whose checkpoint has MXFP4: which half of it the tensor is. Both halves have
+    the other fields in common."""
 
     def num_shards(self, output: int, num_ranks: int) -> int:
         """How many different shards of `output` there are on so many ranks, in the order of the
@@ -44,7 +49,10 @@ class WeightSpec(NamedTuple):
 
     def num_elements(self, num_ranks: int = 1) -> int:
         """Of the parameter, those that the tensor fills on each of so many ranks."""
-        total = math.prod(self.shape) * (self.repeats or 1)
+        if self.mxfp4 == "scales":
+            return 0
+        # A byte of blocks has two values.
+        total = math.prod(self.shape) * (self.repeats or 1) * (2 if self.mxfp4 else 1)
         if self.shard_dim is None:
             return total
         if not self.outputs:

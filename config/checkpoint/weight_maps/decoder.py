@@ -53,9 +53,11 @@ def decoder_weight_map(
 def _decoder_layers(
     config: ModelConfig, spec: DecoderSpec, hidden: Axis
 ) -> tuple[tuple[WeightSpec, ...], ...]:
-    inner = Axis(config.intermediate_size, "intermediate_size")
+    moe = config.moe
+    size_field = "intermediate_size" if moe is None else moe.fields.dense_size
+    inner = Axis(config.intermediate_size, size_field)
     attention = tuple(attention_weights(config, spec, hidden))
-    by_kind = {"mlp": tuple(mlp_weights("mlp", "mlp", inner, hidden, spec))}
+    by_kind = {"mlp": tuple(mlp_weights(spec.mlp, spec.mlp, inner, hidden, spec))}
     if spec.moe is not None:
         by_kind["moe"] = tuple(moe_weights(config, spec, hidden))
     return tuple((*attention, *by_kind[layer.feed_forward]) for layer in spec.layers)

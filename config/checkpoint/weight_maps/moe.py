@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from config.checkpoint.weight_maps.base import Axis, WeightSpec, matrix
 from config.checkpoint.weight_maps.mlp import mlp_weights
-from config.model.decoder_spec import DecoderSpec, MoESpec
+from config.model.decoder_spec import MXFP4_BLOCK, DecoderSpec, MoESpec
 from config.model.model_config import ModelConfig
 
 
@@ -13,63 +13,75 @@ def moe_weights(config: ModelConfig, spec: DecoderSpec, hidden: Axis) -> Iterato
     moe, names = config.moe, spec.moe
     assert moe is not None and names is not None
     experts = Axis(moe.num_experts, moe.fields.num_experts)
-    gate = matrix(f"{names.block}.{names.gate}.weight", experts, hidden)
-    yield gate._replace(parameter="mlp.gate.weight")
+    inner = Axis(moe.inner_size, moe.fields.inner_size)
+    shared = Axis(moe.shared_size, moe.shared_fields)
+    yield from _router(names, experts, hidden)
+    if names.layout == "separate":
+        for expert in range(moe.num_experts):
+            yield from _expert(expert, names, hidden, inner)
+    elif names.layout == "merged":
+        yield from _merged_experts(names.block, experts, hidden, inner)
+    else:
+        yield from _stacked_experts(names, experts, hidden, inner)
+    if names.expert_bias:
+        yield from _biases(names, experts, hidden, inner)
+    if not shared.size:
+        return
+    parameter = f"{names.block}.shared_experts"
+    if names.layout == "merged":
+        yield from _merged_shared(parameter, shared, hidden)
+    else:
+        yield from mlp_weights(f"{names.block}.{names.shared}", parameter, shared, hidden, spec)
+    if names.shared_gate:
+        weight = matrix(f"{names.block}.{names.shared_gate}.weight", Axis(1, "1"), hidden)
+        yield weight._replace(parameter=f"{names.block}.shared_expert_gate.weight")
+
+
+def _router(names: MoESpec, experts: Axis, hidden: Axis) -> Iterator[WeightSpec]:
+    name, parameter = f"{names.block}.{names.gate}", f"{names.block}.gate"
+    weight = matrix(f"{name}.weight", experts, hidden)
+    yield weight._replace(parameter=f"{parameter}.weight")
+    if names.router_bias:
+        yield WeightSpec(f"{name}.bias", (experts.size,), f"{parameter}.bias")
     if names.correction_bias:
         yield WeightSpec(
             f"{names.block}.{names.correction_bias}",
             (*names.correction_rows, experts.size),
-            "mlp.e_score_correction_bias",
+            f"{names.block}.e_score_correction_bias",
         )
-    inner = Axis(moe.inner_size, moe.fields.inner_size)
-    shared = Axis(moe.shared_size, moe.shared_fields)
-    if names.merged:
-        yield from _merged_experts(names.block, experts, shared, hidden, inner)
-        return
-    for expert in range(moe.num_experts):
-        yield from _expert(expert, names, hidden, inner)
-    if shared.size:
-        name = f"{names.block}.{names.shared}"
-        yield from mlp_weights(name, "mlp.shared_experts", shared, hidden, spec)
-    if shared.size and names.shared_gate:
-        weight = matrix(f"{names.block}.{names.shared_gate}.weight", Axis(1, "1"), hidden)
-        yield weight._replace(parameter="mlp.shared_expert_gate.weight")
 
 
 def _expert(expert: int, names: MoESpec, hidden: Axis, inner: Axis) -> Iterator[WeightSpec]:
     """The tensors of one routed expert."""
     gate, up, down = names.projections
-    prefix = f"{names.block}.experts.{expert}"
+    experts = f"{names.block}.experts"
     for output, name in enumerate((gate, up)):
-        yield matrix(f"{prefix}.{name}.weight", inner, hidden)._replace(
-            parameter="mlp.experts.w13_weight",
+        yield matrix(f"{experts}.{expert}.{name}.weight", inner, hidden)._replace(
+            parameter=f"{experts}.w13_weight",
             output_sizes=(inner.size, inner.size),
             outputs=(output,),
             shard_dim=0,
             expert=expert,
         )
-    yield matrix(f"{prefix}.{down}.weight", hidden, inner)._replace(
-        parameter="mlp.experts.w2_weight", shard_dim=1, expert=expert
+    yield matrix(f"{experts}.{expert}.{down}.weight", hidden, inner)._replace(
+        parameter=f"{experts}.w2_weight", shard_dim=1, expert=expert
     )
 
 
-def _merged_experts(
-    block: str, experts: Axis, shared: Axis, hidden: Axis, inner: Axis
-) -> Iterator[WeightSpec]:
-    """Two tensors for all routed experts, and two for the shared one if it has a size."""
-    up, down = "input_linear.weight", "output_linear.weight"
-    merged = _merged(f"{block}.{up}", "mlp.experts.w13_weight", inner, hidden)
-    plain = matrix(f"{block}.{down}", hidden, inner, shard_dim=1)
-    for spec in (merged, plain._replace(parameter="mlp.experts.w2_weight")):
-        yield spec._replace(
-            shape=(experts.size, *spec.shape),
-            fields=f"{experts.fields} x {spec.fields}",
-            num_experts=experts.size,
-        )
-    if shared.size:
-        yield _merged(f"shared_mlp.{up}", "mlp.shared_experts.gate_up_proj.weight", shared, hidden)
-        plain = matrix(f"shared_mlp.{down}", hidden, shared, shard_dim=1)
-        yield plain._replace(parameter="mlp.shared_experts.down_proj.weight")
+def _merged_experts(block: str, experts: Axis, hidden: Axis, inner: Axis) -> Iterator[WeightSpec]:
+    """Two tensors for all routed experts."""
+    merged = _merged(f"{block}.input_linear.weight", f"{block}.experts.w13_weight", inner, hidden)
+    plain = matrix(f"{block}.output_linear.weight", hidden, inner, shard_dim=1)
+    for spec in (merged, plain._replace(parameter=f"{block}.experts.w2_weight")):
+        yield _of_all(spec, experts)
+
+
+def _merged_shared(parameter: str, shared: Axis, hidden: Axis) -> Iterator[WeightSpec]:
+    """Two tensors for the expert for all tokens."""
+    name = "shared_mlp.input_linear.weight"
+    yield _merged(name, f"{parameter}.gate_up_proj.weight", shared, hidden)
+    plain = matrix("shared_mlp.output_linear.weight", hidden, shared, shard_dim=1)
+    yield plain._replace(parameter=f"{parameter}.down_proj.weight")
 
 
 def _merged(name: str, parameter: str, inner: Axis, hidden: Axis) -> WeightSpec:
@@ -78,3 +90,54 @@ def _merged(name: str, parameter: str, inner: Axis, hidden: Axis) -> WeightSpec:
     return matrix(name, rows, hidden, shard_dim=0)._replace(
         parameter=parameter, output_sizes=(inner.size, inner.size), outputs=(0, 1)
     )
+
+
+def _of_all(spec: WeightSpec, experts: Axis) -> WeightSpec:
+    """`spec` of one expert, as a tensor that stacks all."""
+    return spec._replace(
+        shape=(experts.size, *spec.shape),
+        fields=spec.fields and f"{experts.fields} x {spec.fields}",
+        num_experts=experts.size,
+    )
+
+
+def _stacked_experts(
+    names: MoESpec, experts: Axis, hidden: Axis, inner: Axis
+) -> Iterator[WeightSpec]:
+    """Gate with up, and down, each for all routed experts, transposed or in MXFP4."""
+    prefix = f"{names.block}.experts"
+    gate_up = _merged(f"{prefix}.gate_up_proj", f"{prefix}.w13_weight", inner, hidden)
+    if names.clamped_swiglu is not None:
+        # Gate and up are interleaved, here and in the parameter.
+        gate_up = gate_up._replace(output_sizes=(), outputs=())
+    down = matrix(f"{prefix}.down_proj", hidden, inner, shard_dim=1)
+    for spec in (gate_up, down._replace(parameter=f"{prefix}.w2_weight")):
+        rows, columns = spec.shape
+        row_fields, column_fields = spec.fields.split(" x ")
+        if names.layout == "mxfp4":
+            groups = (rows, columns // MXFP4_BLOCK)
+            fields = f"{row_fields} x {column_fields} / {MXFP4_BLOCK}"
+            scales = spec._replace(name=f"{spec.name}_scales", shape=groups, fields=fields)
+            yield _of_all(scales._replace(mxfp4="scales"), experts)
+            num_bytes = MXFP4_BLOCK // 2
+            blocks = spec._replace(
+                name=f"{spec.name}_blocks",
+                shape=(*groups, num_bytes),
+                fields=f"{fields} x {num_bytes}",
+            )
+            yield _of_all(blocks._replace(mxfp4="blocks"), experts)
+        else:
+            fields = f"{column_fields} x {row_fields}"
+            spec = spec._replace(shape=(columns, rows), fields=fields, transposed=True)
+            yield _of_all(spec, experts)
+
+
+def _biases(names: MoESpec, experts: Axis, hidden: Axis, inner: Axis) -> Iterator[WeightSpec]:
+    """One tensor for each product of all routed experts."""
+    prefix = f"{names.block}.experts"
+    gate_up = WeightSpec(
+        f"{prefix}.gate_up_proj_bias", (2 * inner.size,), f"{prefix}.w13_bias", shard_dim=0
+    )
+    down = WeightSpec(f"{prefix}.down_proj_bias", (hidden.size,), f"{prefix}.w2_bias")
+    for spec in (gate_up, down):
+        yield _of_all(spec, experts)

@@ -35,7 +35,7 @@ def _olmoe(config: ModelConfig) -> DecoderSpec:
 
 
 def _granite_moe(config: ModelConfig) -> DecoderSpec:
-    moe = MoESpec(block="block_sparse_moe", gate="router.layer", merged=True)
+    moe = MoESpec(block="block_sparse_moe", gate="router.layer", layout="merged")
     return replace(granite(config), mlp_bias=False, moe=moe)
 
 

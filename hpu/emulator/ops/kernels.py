@@ -230,6 +230,8 @@ def define_ops(card: str, release: str, runs_eagerly: Callable[[], bool]) -> Lib
     }
     if has("block_softmax_adjustment"):
         table[BLOCK_SOFTMAX_ADJUSTMENT] = block_softmax_adjustment
+    if has("mixture_of_experts.bias_fused_weights"):
+        table[quantized.MOE_BIAS] = quantized.mixture_of_experts_bias
     for name, scale in quantized.OVERLOADS:
         table[quantized.CAST_TO.format(name=name, scale=scale)] = fp8.cast_to
         table[quantized.CAST_FROM.format(name=name, scale=scale)] = fp8.cast_from

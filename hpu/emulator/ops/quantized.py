@@ -43,6 +43,13 @@ MOE_FUSED = (
     "Tensor router_weights, Tensor[] w12, Tensor[] w3, bool permuted_weights, str activation, "
     "int experts_min, int experts_max, *, int chunk_size=0, int total_experts=0) -> Tensor"
 )
+MOE_BIAS = (
+    "mixture_of_experts.bias_fused_weights(Tensor hidden_states, Tensor expert_routing_table, "
+    "Tensor router_weights, Tensor[] w12, Tensor[] w3, Tensor[] w12_bias, Tensor[] w3_bias, "
+    "bool permuted_weights, int experts_min, int experts_max) -> Tensor"
+)
+"""Its arguments as vllm-gaudi passes them (VllmMixtureOfExpertsOp in vllm_gaudi/extension/ops.py).
+It takes no activation."""
 
 
 def _spread(scale: Scale, shape: list[int] | None) -> Tensor | float:
@@ -256,15 +263,20 @@ def mixture_of_experts(
         hidden_states, expert_routing_table, router_weights, w1, w2, w3, permuted_weights
     )
     act = ACTIVATIONS[activation]
-    out = torch.zeros(hidden_states.shape, dtype=torch.float32)
-    for number, (gate, up, down) in enumerate(zip(w1, w2, w3, strict=True)):
-        chosen = expert_routing_table == number + experts_min
-        share = (router_weights.float() * chosen).sum(-1, keepdim=True)
+    experts = []
+    for gate, up, down in zip(w1, w2, w3, strict=True):
         if permuted_weights:
             gate, up, down = gate.t(), up.t(), down.t()
-        expert = (act(hidden_states @ gate) * (hidden_states @ up)) @ down
-        out += share * expert.float()
-    return out.to(hidden_states.dtype)
+        experts.append((act(hidden_states @ gate) * (hidden_states @ up)) @ down)
+    return _weighted_sum(experts, expert_routing_table, router_weights, experts_min)
+
+
+def _weighted_sum(experts: list[Tensor], table: Tensor, weights: Tensor, first: int) -> Tensor:
+    """Of the outputs of all local experts, of which `first` is the first one."""
+    out = torch.zeros(experts[0].shape, dtype=torch.float32)
+    for number, expert in enumerate(experts, first):
+        out += (weights.float() * (table == number)).sum(-1, keepdim=True) * expert.float()
+    return out.to(experts[0].dtype)
 
 
 def _check_experts(
@@ -318,3 +330,50 @@ def mixture_of_experts_fused(
     w1, w2 = zip(*(weight.chunk(2, dim) for weight in w12), strict=True)
     parts = (hidden_states, expert_routing_table, router_weights, list(w1), list(w2), w3)
     return mixture_of_experts(*parts, permuted_weights, *args, **kwargs)
+
+
+def mixture_of_experts_bias(
+    hidden_states: Tensor,
+    expert_routing_table: Tensor,
+    router_weights: Tensor,
+    w12: list[Tensor],
+    w3: list[Tensor],
+    w12_bias: list[Tensor],
+    w3_bias: list[Tensor],
+    permuted_weights: bool,
+    experts_min: int,
+    experts_max: int,
+) -> Tensor:
+    """Like `mixture_of_experts` with w1 and w2 interleaved in one weight per expert, biases of both
+    products, and the activation of gpt-oss."""
+    if not len(w12) == len(w12_bias) == len(w3_bias) == experts_max - experts_min + 1:
+        raise RuntimeError(
+            f"mixture_of_experts: {len(w12)} weights and {len(w12_bias)} biases for experts "
+            f"{experts_min} to {experts_max}"
+        )
+    dtypes = {bias.dtype for bias in (*w12_bias, *w3_bias)}
+    if dtypes != {hidden_states.dtype}:
+        raise RuntimeError(
+            f"Graph compile failed. mixture_of_experts: incompatible type, hidden is "
+            f"{hidden_states.dtype} and the biases are {', '.join(sorted(map(str, dtypes)))}"
+        )
+    dim = 0 if permuted_weights else 1
+    w1, w2 = zip(*(weight.chunk(2, dim) for weight in w12), strict=True)
+    _check_experts(
+        hidden_states,
+        expert_routing_table,
+        router_weights,
+        list(w1),
+        list(w2),
+        w3,
+        permuted_weights,
+    )
+    experts = []
+    for wide, narrow, wide_bias, narrow_bias in zip(w12, w3, w12_bias, w3_bias, strict=True):
+        if permuted_weights:
+            wide, narrow = wide.t(), narrow.t()
+        gate_up = hidden_states @ wide + wide_bias
+        gate, up = gate_up[:, ::2].clamp(max=7.0), gate_up[:, 1::2].clamp(-7.0, 7.0)
+        inner = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+        experts.append(inner @ narrow + narrow_bias)
+    return _weighted_sum(experts, expert_routing_table, router_weights, experts_min)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import random_checkpoint
 import torch
 from paged_harness import load_decoder
 from tiny_models import make_tiny
@@ -17,6 +18,7 @@ from config.execution import EmulatorSettings, ExecutionConfig
 from hpu.backends import gaudi_copies
 from hpu.backends.select import select_backend
 from hpu.emulator.settings import EmulatorConfig
+from hpu.gaudi_devices import BOTH, KERNELS, Kernel
 from hpu.protocol import DECODE, RequestSampling
 from hpu.sampling.sampler import WHOLE_SETTINGS
 from hpu.worker.load import choose_dtype
@@ -62,7 +64,11 @@ EXPERTS = {
 def test_experts_give_the_tokens_of_the_cpu_and_nothing_compiles_after_warmup(
     family: str, mode: str, tmp_path: Path
 ) -> None:
-    folder = make_tiny(family, tmp_path, **EXPERTS[family])
+    assert_nothing_compiles_after_warmup(make_tiny(family, tmp_path, **EXPERTS[family]), mode)
+
+
+def assert_nothing_compiles_after_warmup(folder: Path, mode: str) -> None:
+    """And the tokens are those of the CPU."""
     with working(folder) as on_cpu:
         expected = greedy(on_cpu)
 
@@ -81,6 +87,40 @@ def test_experts_give_the_tokens_of_the_cpu_and_nothing_compiles_after_warmup(
     assert found == expected
     assert after == before
     assert before[0] > 0 and before[2] == 0
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "has_kernel", "mode"),
+    [
+        # Biases and the clamped activation: on the vendor's kernel, and on releases without it.
+        ("GptOssForCausalLM", {"swiglu_limit": 7.0}, True, "hpu-graphs"),
+        ("GptOssForCausalLM", {"swiglu_limit": 7.0}, True, "torch-compile"),
+        ("GptOssForCausalLM", {}, False, "hpu-graphs"),
+        # Weights on the inputs of the experts, a shared expert, beside a dense layer.
+        ("Llama4ForCausalLM", {"num_experts_per_tok": 2}, False, "hpu-graphs"),
+        # Two experts, one after the other.
+        ("PhimoeForCausalLM", {}, False, "hpu-graphs"),
+        # All of these in one model.
+        ("CombinedForCausalLM", {}, False, "torch-compile"),
+    ],
+)
+def test_other_experts_give_the_tokens_of_the_cpu_and_nothing_compiles_after_warmup(
+    architecture: str,
+    fields: dict[str, Any],
+    has_kernel: bool,
+    mode: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    random_checkpoint.register(monkeypatch)
+    if mode == "torch-compile":
+        fields = {**fields, "num_hidden_layers": 1}
+    folder = random_checkpoint.write_random(tmp_path, architecture, **fields)
+    if has_kernel:
+        kernel = Kernel(BOTH, ())
+        monkeypatch.setitem(KERNELS, "mixture_of_experts.bias_fused_weights", kernel)
+
+    assert_nothing_compiles_after_warmup(folder, mode)
 
 
 @pytest.mark.parametrize(

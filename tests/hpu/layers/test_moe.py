@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from config.model.decoder_spec import ClampedSwiGLU
 from hpu.distributed.process_groups import ProcessGroup
 from hpu.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from hpu.layers.mlp import GatedMLP
-from hpu.layers.moe import Experts, MoE, TopKRouter
+from hpu.layers.moe import Experts, MoE, SparseMixer, TopKRouter
 from hpu.quantization import unquantized
 from hpu.quantization.registry import process_weights
 
@@ -35,10 +36,19 @@ def inference() -> Iterator[None]:
         yield
 
 
-def make_experts(dtype: torch.dtype, group: ProcessGroup | None = None) -> Experts:
-    group = group or ProcessGroup()
+def make_experts(
+    dtype: torch.dtype,
+    group: ProcessGroup | None = None,
+    activation: str | ClampedSwiGLU = "silu",
+    has_bias: bool = False,
+) -> Experts:
     experts = Experts(
-        NUM_EXPERTS, HIDDEN, INNER, activation="silu", dtype=dtype, device=CPU, group=group
+        *(NUM_EXPERTS, HIDDEN, INNER),
+        activation=activation,
+        has_bias=has_bias,
+        dtype=dtype,
+        device=CPU,
+        group=group or ProcessGroup(),
     )
     for parameter in experts.parameters():
         parameter.copy_(torch.randn(parameter.shape) * 0.3)
@@ -133,6 +143,26 @@ def test_the_shards_of_two_ranks_sum_to_the_whole(method: str) -> None:
     torch.testing.assert_close(partial[0] + partial[1], expected, rtol=1e-5, atol=1e-6)
 
 
+def test_biases_of_the_second_product_are_added_by_one_rank(method: str) -> None:
+    clamped = ClampedSwiGLU(1.702, 0.7)
+    whole = make_experts(torch.float32, activation=clamped, has_bias=True)
+    hidden, ids = torch.randn(7, HIDDEN), torch.randint(0, NUM_EXPERTS, (7, TOP_K))
+    weights = torch.rand(7, TOP_K)
+
+    partial = []
+    for rank in (0, 1):
+        group = ProcessGroup(range(2), rank)
+        shard = make_experts(torch.float32, group, clamped, has_bias=True)
+        # Gate and up of a feature are neighbours.
+        for name, dim in (("w13_weight", 1), ("w13_bias", 1), ("w2_weight", 2)):
+            getattr(shard, name).copy_(getattr(whole, name).chunk(2, dim)[rank])
+        shard.w2_bias.copy_(whole.w2_bias)  # type: ignore[union-attr, arg-type]  # there are biases
+        partial.append(shard.method.apply(shard, hidden, ids, weights))
+
+    expected = whole(hidden, ids, weights)
+    torch.testing.assert_close(partial[0] + partial[1], expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_groups_are_chosen_by_their_two_best_experts(renormalize: bool) -> None:
     router = TopKRouter(
@@ -161,6 +191,27 @@ def test_weights_whose_sum_rounds_to_zero_are_finite() -> None:
     _, weights = router(torch.full((1, 4), -1000.0))
 
     assert weights.tolist() == [[0.0, 0.0]]
+
+
+def test_logits_choose_where_their_sigmoids_are_equal() -> None:
+    router = TopKRouter(1, False, scoring="sigmoid")
+
+    ids, weights = router(torch.tensor([[20.0, 40.0, 30.0]]))
+
+    assert (ids.tolist(), weights.tolist()) == ([[1]], [[1.0]])
+
+
+def test_a_sparse_mixer_weighs_each_expert_among_those_close_to_it() -> None:
+    router = SparseMixer(0.05)
+    # Of the highest, only 9.5 is within a tenth; of 9.5, 8.8 is.
+    logits = torch.tensor([[10.0, 8.8, 9.5, -3.0]])
+
+    ids, weights = router(logits)
+
+    first = 1 / (1 + torch.tensor(-0.5).exp())
+    second = 1 / (1 + torch.tensor(-0.7).exp())
+    assert ids.tolist() == [[0, 2]]
+    torch.testing.assert_close(weights, torch.stack((first, second)).unsqueeze(0))
 
 
 def test_a_shared_expert_sees_every_token() -> None:

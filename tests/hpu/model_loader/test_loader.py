@@ -146,9 +146,9 @@ def test_merged_experts_fill_the_same_parameters(tmp_path: Path) -> None:
 
     prefix = "model.layers.1."
     for name, stored in (
-        ("mlp.experts.w13_weight", "block_sparse_moe.input_linear.weight"),
-        ("mlp.experts.w2_weight", "block_sparse_moe.output_linear.weight"),
-        ("mlp.shared_experts.gate_up_proj.weight", "shared_mlp.input_linear.weight"),
+        ("block_sparse_moe.experts.w13_weight", "block_sparse_moe.input_linear.weight"),
+        ("block_sparse_moe.experts.w2_weight", "block_sparse_moe.output_linear.weight"),
+        ("block_sparse_moe.shared_experts.gate_up_proj.weight", "shared_mlp.input_linear.weight"),
     ):
         assert torch.equal(state[prefix + name], tensors[prefix + stored])
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import random_checkpoint
 import torch
 from tiny_models import COMMON, FAMILIES, make_tiny
 
@@ -128,6 +129,65 @@ QWEN3_30B_A3B = {
 def test_mixtures_of_experts_have_the_published_sizes(
     fields: dict[str, Any], billions: float, tmp_path: Path
 ) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+
+    parameters = count_parameters(read_model_config(str(tmp_path)))
+
+    assert round(parameters / 1e9, 1) == billions
+
+
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"],
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "quantization_config": {"quant_method": "mxfp4"},
+}
+LLAMA_4_SCOUT = {
+    "architectures": ["Llama4ForCausalLM"],
+    "vocab_size": 202048,
+    "hidden_size": 5120,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 10485760,
+    "num_local_experts": 16,
+    "interleave_moe_layer_step": 1,
+}
+PHI_35_MOE = {
+    "architectures": ["PhimoeForCausalLM"],
+    "vocab_size": 32064,
+    "hidden_size": 4096,
+    "intermediate_size": 6400,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "billions"),
+    # Of Llama 4, without the vision tower.
+    [(GPT_OSS_20B, 20.9), (LLAMA_4_SCOUT, 107.8), (PHI_35_MOE, 41.9)],
+    ids=["gpt-oss", "llama4", "phimoe"],
+)
+def test_experts_in_other_layouts_have_the_published_sizes(
+    fields: dict[str, Any], billions: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random_checkpoint.register(monkeypatch)
     (tmp_path / "config.json").write_text(json.dumps(fields))
 
     parameters = count_parameters(read_model_config(str(tmp_path)))

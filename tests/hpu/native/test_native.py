@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import random_checkpoint
 import torch
 from paged_harness import PagedHarness, load_decoder
 from tiny_models import make_tiny
@@ -127,6 +128,39 @@ def test_experts_without_a_kernel_stay_as_they_are(library: Library) -> None:
     use_cpu_kernels(experts, library)
 
     assert experts.moe_op is None and experts.w13_weight is not None
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("architecture", "fields", "has_kernel"),
+    # All experts are chosen: rounding changes no choice.
+    [
+        ("GptOssForCausalLM", {"num_experts_per_tok": 4}, False),
+        ("Llama4ForCausalLM", {"num_experts_per_tok": 4}, True),
+        ("PhimoeForCausalLM", {"num_local_experts": 2}, True),
+    ],
+)
+def test_biases_and_other_routers_run_on_torch(
+    architecture: str,
+    fields: dict[str, Any],
+    has_kernel: bool,
+    library: Library,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    random_checkpoint.register(monkeypatch)
+    folder = random_checkpoint.write_random(tmp_path, architecture, **HEADS, **fields)
+    exact = decoded(load_decoder(folder))
+    own = (decoded(packed(folder, None)) - exact).square().mean().sqrt()
+    model = packed(folder, library)
+
+    found = decoded(model, pad_rows=2, pad_blocks=1)
+
+    assert not model.is_compiled
+    experts = [one for one in model.modules() if isinstance(one, Experts)]
+    assert {one.moe_op is not None for one in experts} == {has_kernel}
+    error = (found - exact).square().mean().sqrt()
+    assert error < 1.5 * own + 1e-3, f"error {error}, of torch's operators {own}"
 
 
 @torch.inference_mode()

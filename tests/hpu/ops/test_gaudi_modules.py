@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import random_checkpoint
 import torch
 from emulated import emulated
 from paged_harness import PagedHarness, load_decoder
@@ -14,8 +15,11 @@ from tiny_models import make_tiny
 from torch import Tensor, nn
 
 from config.engine import EngineConfig
+from config.model.read_config import read_model_config
 from hpu.backends.select import select_backend
+from hpu.distributed.process_groups import ProcessGroup
 from hpu.models.decoder import Decoder
+from hpu.models.registry import build_model
 
 PATCHED_CLASSES = {
     *("ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear"),
@@ -206,6 +210,54 @@ def test_an_activation_without_a_kernel_runs_on_plain_operations(
     assert [layer.mlp.experts.moe_op for layer in model.model.layers] == [None, None]
     expected = run(PagedHarness(load_decoder(folder)))
     torch.testing.assert_close(run(PagedHarness(model)), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("release", "fields", "name"),
+    [
+        ("1.24.0", {"swiglu_limit": 7.0}, "VllmMixtureOfExpertsOp"),
+        ("1.24.0", {"swiglu_limit": 6.0}, "NoneType"),
+        ("1.22.1", {"swiglu_limit": 7.0}, "NoneType"),
+    ],
+)
+def test_experts_with_biases_run_on_the_kernel_of_their_activation_where_it_exists(
+    release: str,
+    fields: dict[str, Any],
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    random_checkpoint.register(monkeypatch)
+    folder = random_checkpoint.write_random(tmp_path, "GptOssForCausalLM", **fields)
+    plain, model = load_decoder(folder), load_decoder(folder)
+    hidden = 3 * torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0))
+
+    with emulated(release=release), torch.inference_mode():
+        fuse(model)
+        pairs = zip(plain.model.layers, model.model.layers, strict=True)
+        outs = [(theirs.mlp(hidden), ours.mlp(hidden)) for theirs, ours in pairs]
+
+    for layer, (expected, found) in zip(model.model.layers, outs, strict=True):
+        assert type(layer.mlp.experts.moe_op).__name__ == name
+        assert expected.std() > 0.1
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_rank_other_than_the_first_gives_the_kernel_no_second_bias(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random_checkpoint.register(monkeypatch)
+    random_checkpoint.write_config(tmp_path, "GptOssForCausalLM", swiglu_limit=7.0)
+    config = read_model_config(str(tmp_path))
+    options = {"dtype": torch.float32, "device": torch.device("cpu")}
+    with emulated(release="1.24.0"):
+        for rank in (0, 1):
+            model = build_model(config, **options, group=ProcessGroup(range(2), rank))
+            experts = model.layers[0].mlp.experts
+            experts.w2_bias.fill_(2.0)
+            fuse(model)
+            biases = {float(value) for one in experts.moe_op.w2_list for value in one.bias}
+            assert biases == ({0.0} if rank else {2.0})
 
 
 def test_without_a_gaudi_attention_has_no_modules(folder: Path) -> None:

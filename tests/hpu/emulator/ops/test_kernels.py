@@ -1,5 +1,6 @@
 """The card's own ops against plain torch, and what they refuse."""
 
+import math
 from typing import Any
 
 import pytest
@@ -313,6 +314,27 @@ def test_experts_of_a_wrong_type_or_shape_do_not_compile() -> None:
                 torch.ops.hpu.mixture_of_experts(
                     hidden, table, part, [wide], [wide], [narrow], True, "silu", 0, 0
                 ).cpu()
+
+
+def test_experts_with_biases_exist_in_later_releases_and_take_no_biases_of_another_type() -> None:
+    x, ids, shares = torch.zeros(1, 2), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1)
+    wide, narrow = torch.zeros(2, 2), torch.tensor([[1.0], [0.0]])
+    # The gate, 9, is cut to 7; up is -3.
+    biases = torch.tensor([9.0, -3.0]), torch.tensor([0.5, 0.25])
+
+    with emulated():
+        assert not hasattr(torch.ops.hpu.mixture_of_experts, "bias_fused_weights")
+    with emulated(release="1.24.0"):
+        kernel = torch.ops.hpu.mixture_of_experts.bias_fused_weights
+        hidden, table, part, w12, w3, b12, b3 = on_card(x, ids, shares, wide, narrow, *biases)
+        out = kernel(hidden, table, part, [w12], [w3], [b12], [b3], True, 0, 0).cpu()
+        with pytest.raises(RuntimeError, match=r"incompatible type, .* are torch.bfloat16"):
+            kernel(hidden, table, part, [w12], [w3], [b12.bfloat16()], [b3], True, 0, 0).cpu()
+        with pytest.raises(RuntimeError, match="1 weights and 0 biases for experts 0 to 0"):
+            kernel(hidden, table, part, [w12], [w3], [], [b3], True, 0, 0).cpu()
+
+    inner = (1 - 3) * 7 / (1 + math.exp(-1.702 * 7))
+    assert torch.allclose(out, torch.tensor([[inner + 0.5, 0.25]]))
 
 
 def test_gelu_of_the_experts_is_the_approximation_by_tanh() -> None:

@@ -1,0 +1,39 @@
+"""Phi-3.5-MoE: a router that chooses two experts one after the other."""
+
+from collections.abc import Mapping
+
+from config.errors import ConfigError
+from config.model.decoder_spec import DecoderSpec, Family, MoESpec, uniform_layers
+from config.model.model_config import ModelConfig
+from config.model.moe import MoEFields
+
+TOP_K = 2
+"""What the router of this family knows."""
+
+
+def _phimoe(config: ModelConfig) -> DecoderSpec:
+    if config.moe is not None and config.moe.top_k != TOP_K:
+        raise ConfigError(
+            f"num_experts_per_tok in {config.fields.file} is {config.moe.top_k}, the router of "
+            f"this family chooses {TOP_K}"
+        )
+    return DecoderSpec(
+        layers=uniform_layers(config),
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        moe=MoESpec(
+            block="block_sparse_moe",
+            projections=("w1", "w3", "w2"),
+            sparse_mixer=config.fields.number_or_none("router_jitter_noise", minimum=0.0) or 0.0,
+        ),
+    )
+
+
+FAMILIES: Mapping[str, Family] = {
+    "PhimoeForCausalLM": Family(
+        _phimoe,
+        "Phi-3.5-MoE",
+        defaults={"rope_theta": 1000000.0, "rms_norm_eps": 1e-5, "router_jitter_noise": 0.01},
+        moe=MoEFields("num_local_experts"),
+    ),
+}

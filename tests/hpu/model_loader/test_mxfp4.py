@@ -1,0 +1,136 @@
+"""MXFP4 against transformers' conversion, alone and as a checkpoint."""
+
+from pathlib import Path
+
+import pytest
+import random_checkpoint
+import torch
+from emulated import emulated
+from paged_harness import load_decoder
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from config.errors import ConfigError
+from config.model.read_config import read_model_config
+from hpu.distributed.process_groups import ProcessGroup
+from hpu.model_loader.loader import load_weights
+from hpu.model_loader.mxfp4 import dequantize_mxfp4
+from hpu.model_loader.size_estimate import count_parameters
+from hpu.models.registry import build_model
+
+WEIGHTS = "model.safetensors"
+MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
+EXPERTS = "model.layers.1.mlp.experts."
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    random_checkpoint.register(monkeypatch)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return random_checkpoint.write_random(
+        tmp_path, "GptOssForCausalLM", intermediate_size=96, **MXFP4
+    )
+
+
+def converted(folder: Path, name: str) -> Tensor:
+    """The experts (count, out, in) of a product, as transformers converts them."""
+    tensors = load_file(folder / WEIGHTS)
+    halves = (tensors[f"{EXPERTS}{name}_{half}"] for half in ("blocks", "scales"))
+    return convert_moe_packed_tensors(*halves).transpose(1, 2)  # type: ignore[no-any-return, no-untyped-call]  # theirs
+
+
+def test_every_code_and_scale_has_the_value_of_transformers() -> None:
+    # All bytes, by all scales whose products are finite.
+    blocks = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    blocks = blocks.repeat(1, 252).view(16, 252, 16)
+    scales = torch.arange(252, dtype=torch.uint8).expand(16, -1)
+
+    found = dequantize_mxfp4(blocks, scales)
+
+    expected = convert_moe_packed_tensors(blocks.unsqueeze(0), scales.unsqueeze(0))[0].t()  # type: ignore[no-untyped-call]  # theirs
+    assert found.shape == (16, 252 * 32) and found.dtype == torch.bfloat16
+    assert found.isfinite().all()
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_checkpoint_is_dequantized_exactly(folder: Path, dtype: torch.dtype) -> None:
+    state = load_decoder(folder, dtype=dtype).state_dict()
+
+    for parameter, name in (("w13_weight", "gate_up_proj"), ("w2_weight", "down_proj")):
+        found, expected = state[EXPERTS + parameter], converted(folder, name)
+        assert found.dtype == dtype and expected.float().std() > 0.01
+        assert torch.equal(found, expected.to(dtype))
+
+
+def test_the_halves_may_come_in_any_order_and_in_other_files(folder: Path) -> None:
+    expected = load_decoder(folder).state_dict()
+    tensors = load_file(folder / WEIGHTS)
+    scales = {name: tensors.pop(name) for name in list(tensors) if name.endswith("_scales")}
+    (folder / WEIGHTS).unlink()
+    save_file(scales, folder / "model-1.safetensors")
+    save_file(tensors, folder / "model-2.safetensors")
+
+    state = load_decoder(folder).state_dict()
+
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+
+
+def test_two_ranks_divide_blocks_within_a_scale(folder: Path) -> None:
+    config = read_model_config(str(folder))
+    shards = []
+    for rank in (0, 1):
+        group = ProcessGroup(range(2), rank)
+        model = build_model(config, dtype=torch.bfloat16, device=CPU, group=group)
+        load_weights(model, str(folder), on_progress=lambda done, total: None, group=group)
+        shards.append(model.state_dict())
+        elements = sum(parameter.numel() for parameter in model.parameters())
+        assert elements == count_parameters(config, 2)
+
+    # 48 of the inner features each, where a scale is for 32; gate and up stay interleaved.
+    wide = torch.cat([shard[f"{EXPERTS}w13_weight"] for shard in shards], dim=1)
+    narrow = torch.cat([shard[f"{EXPERTS}w2_weight"] for shard in shards], dim=2)
+    assert torch.equal(wide, converted(folder, "gate_up_proj"))
+    assert torch.equal(narrow, converted(folder, "down_proj"))
+    biases = [shard[f"{EXPERTS}w13_bias"] for shard in shards]
+    stored = load_file(folder / WEIGHTS)[f"{EXPERTS}gate_up_proj_bias"]
+    assert torch.equal(torch.cat(biases, dim=1), stored.bfloat16())
+
+
+def test_loading_to_a_lazy_device_takes_the_memory_of_the_weights_and_no_copies(
+    folder: Path,
+) -> None:
+    expected = load_decoder(folder, dtype=torch.bfloat16).state_dict()
+    with emulated(strict=True, workspace_ratio=0.0) as card:
+        config = read_model_config(str(folder))
+        device = torch.device("hpu", 0)
+        model = build_model(config, dtype=torch.bfloat16, device=device, max_model_len=64)
+        before = card.memory.in_use
+        card.memory.reset_peak()
+
+        load_weights(model, str(folder), on_progress=lambda done, total: None)
+        loaded = {name: tensor.cpu() for name, tensor in model.named_parameters()}
+
+        assert card.counters.counts["base_versions"] == 0
+        assert card.memory.peak == before
+    for name, tensor in loaded.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_a_missing_half_and_one_of_another_type_are_named(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    name = f"{EXPERTS}down_proj_scales"
+    scales = tensors.pop(name)
+    save_file(tensors, folder / WEIGHTS)
+
+    with pytest.raises(ConfigError, match=rf"missing are {name} 4x64x3"):
+        load_decoder(folder)
+
+    save_file({**tensors, name: scales.float()}, folder / WEIGHTS)
+    with pytest.raises(ConfigError, match=rf"{name} in .* is torch.float32, MXFP4 is in torch.ui"):
+        load_decoder(folder)

@@ -1,0 +1,85 @@
+"""Checkpoints of random tensors, of the shapes that a family's weight map asks for."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_models import COMMON
+from torch import Tensor
+
+from config.checkpoint.weight_maps.base import WeightSpec
+from config.checkpoint.weight_maps.decoder import decoder_weight_map
+from config.model import architectures
+from config.model.decoder_spec import DecoderSpec, Family
+from config.model.families import gpt_oss, llama4, phimoe
+from config.model.model_config import ModelConfig
+from config.model.read_config import read_model_config
+
+
+def _combined(config: ModelConfig) -> DecoderSpec:
+    """gpt-oss with the router of Phi-MoE, whose weights multiply inputs as in Llama 4."""
+    spec = gpt_oss.FAMILIES["GptOssForCausalLM"].make_spec(config)
+    assert spec.moe is not None
+    return replace(spec, moe=replace(spec.moe, sparse_mixer=0.1, scales_input=True))
+
+
+FAMILIES: dict[str, Family] = {
+    **gpt_oss.FAMILIES,
+    **llama4.FAMILIES,
+    **phimoe.FAMILIES,
+    "CombinedForCausalLM": gpt_oss.FAMILIES["GptOssForCausalLM"]._replace(make_spec=_combined),
+}
+TINY: dict[str, dict[str, Any]] = {
+    "GptOssForCausalLM": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        # Low, so that it matters.
+        "swiglu_limit": 0.6,
+    },
+    "Llama4ForCausalLM": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "intermediate_size_mlp": 96,
+        "intermediate_size": 64,
+    },
+    "PhimoeForCausalLM": {"num_local_experts": 6, "num_experts_per_tok": 2},
+}
+TINY["CombinedForCausalLM"] = TINY["GptOssForCausalLM"]
+
+
+def register(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put FAMILIES into the registry."""
+    for name, family in FAMILIES.items():
+        monkeypatch.setitem(architectures.ARCHITECTURES, name, family)
+
+
+def write_config(folder: Path, architecture: str, **overrides: Any) -> None:
+    """That of a tiny model."""
+    fields = {**COMMON, **TINY[architecture], "architectures": [architecture], **overrides}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(fields))
+
+
+def write_random(folder: Path, architecture: str, **overrides: Any) -> Path:
+    """A tiny checkpoint in float32. The same arguments give the same tensors."""
+    write_config(folder, architecture, **overrides)
+    config = read_model_config(str(folder))
+    weight_map = decoder_weight_map(config, architectures.decoder_spec(config))
+    generator = torch.Generator().manual_seed(0)
+    tensors = {spec.name: _tensor(spec, generator) for spec in weight_map.entries()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def _tensor(spec: WeightSpec, generator: torch.Generator) -> Tensor:
+    if spec.mxfp4:
+        # Blocks are any bytes; a scale is a power of two, which 127 makes 1.
+        limits = (0, 256) if spec.mxfp4 == "blocks" else (120, 127)
+        return torch.randint(*limits, spec.shape, dtype=torch.uint8, generator=generator)
+    values = torch.randn(spec.shape, generator=generator)
+    return 1 + 0.2 * values if "norm" in spec.name else 0.15 * values
