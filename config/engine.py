@@ -9,6 +9,8 @@ from config.setting import check_settings, metadata, setting
 
 AUTO, NATIVE, TRANSFORMERS = MODEL_IMPLS = ("auto", "native", "transformers")
 """Values of EngineConfig.model_impl."""
+DUMMY = "dummy"
+"""The value of EngineConfig.load_format for random weights."""
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 DEFAULT_PREFILL_BATCH, DEFAULT_POOLING_BATCH = 4, 16
 
@@ -159,6 +161,14 @@ class EngineConfig:
         choices=MODEL_IMPLS,
         spellings={"vllm": NATIVE},
     )
+    load_format: str = setting(
+        "auto",
+        "Source of the weights; auto, safetensors: the model's safetensors files, into which a "
+        ".gguf file is converted; dummy: small random weights, from config.json alone, for sizing "
+        "and benchmarks",
+        choices=("auto", "safetensors", DUMMY),
+        spellings={"hf": "safetensors"},
+    )
     runner: str = setting(
         "auto",
         "Output of the model: tokens (generate) or vectors (pooling); auto: as its files say",
@@ -236,6 +246,11 @@ class EngineConfig:
             raise ConfigError(
                 f"quantization is {self.quantization} and device is {self.device}: weights are "
                 "quantized on cpu only"
+            )
+        if self.quantization == "gguf" and self.load_format == DUMMY:
+            raise ConfigError(
+                "quantization is gguf and load_format is dummy: random weights have no GGUF "
+                "blocks; use int4 or int8"
             )
         if self.execution.contiguous_pa and self.cache.enable_prefix_caching:
             raise ConfigError(

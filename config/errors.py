@@ -8,6 +8,7 @@
     |-- EngineDied         the engine process is gone; 503, and the server exits
     |-- RequestFailed      this request broke in the engine; 500, others go on
     `-- ConfigError        a flag, variable, file or checkpoint we cannot run with; at start
+        `-- CheckpointError    of these, the model that `serve` was given; exit code 1 instead of 2
 
 Every message has the two numbers, or the value and the range, that disagree.
 """
@@ -88,3 +89,7 @@ class RequestFailed(GaudiserveError):
 
 class ConfigError(GaudiserveError):
     """A setting or checkpoint that cannot be used; the message names what would work."""
+
+
+class CheckpointError(ConfigError):
+    """A model that cannot be served; the message names the file and the field."""

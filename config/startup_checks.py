@@ -6,12 +6,18 @@ import importlib.metadata
 from dataclasses import replace
 from pathlib import Path
 
+from config.checkpoint.operations import check_operations
 from config.checkpoint.shapes import check_weights
-from config.engine import EngineConfig
+from config.engine import DUMMY, EngineConfig
 from config.errors import ConfigError
 from config.loading.env import is_installed
 from config.model.architectures import decoder_spec, is_native
-from config.model.model_config import BLOCKS, MAX_POSITION, ModelConfig
+from config.model.model_config import (
+    BLOCKS,
+    MAX_POSITION,
+    ModelConfig,
+    check_limits,
+)
 from config.model.pooler import PoolerConfig, choose_pooler
 from config.model.read_config import read_model_config
 
@@ -39,7 +45,10 @@ def check_device(device: str) -> None:
 def check_checkpoint(config: EngineConfig, folder: str) -> None:
     """Raise ConfigError for a model that cannot be served with `config`."""
     facts, pooler = check_model_config(config, folder)
-    check_weights(facts, pooler)
+    if config.load_format == DUMMY:
+        check_limits(facts)
+    else:
+        check_weights(facts, pooler)
 
 
 def check_model_config(
@@ -52,6 +61,8 @@ def check_model_config(
     if facts.encoder is None and (is_built_in or not _is_in_transformers(facts)):
         # For the name alone: it may say 10^9 layers, which the weights will show to be wrong.
         decoder_spec(replace(facts, num_layers=0, window_layers=()), has_head=pooler is None)
+    if is_built_in:
+        check_operations(facts)
     choose_context(config, facts, pooler)
     if config.quantization is not None and pooler is not None:
         raise ConfigError(

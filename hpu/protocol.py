@@ -190,7 +190,7 @@ class WorkerFailed(msgspec.Struct, array_like=True, gc=False, tag=3):
 
 
 class WarmupProgress(msgspec.Struct, array_like=True, gc=False, tag=4):
-    """Progress of start-up; `stage` is load or warmup."""
+    """Progress of start-up; `stage` is load, in bytes, or warmup, in launches."""
 
     stage: str
     done: int

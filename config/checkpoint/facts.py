@@ -1,6 +1,7 @@
 """The facts of a model without its weights, for `gaudiserve plan`."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,9 +26,11 @@ def model_facts(
     revision: str | None = None,
     cache_dir: str | None = None,
     download_dir: str | None = None,
+    complete: Callable[[ModelConfig], ModelConfig] = lambda facts: facts,
 ) -> ModelConfig:
     """The facts of `model`: a folder, a config.json, a .gguf file, the demo, or a Hugging Face id,
-    of which only config.json is fetched. `path` of the result is `model`. Raises ConfigError."""
+    of which only config.json is fetched. `path` of the result is `model`. `complete` adds facts
+    that are not in config.json, whose folder is `path` of its argument. Raises ConfigError."""
     path = Path(fetch_demo(cache_dir) if model in NAMES else model).expanduser()
     if path.name == _FILE:
         facts = read_model_config(str(path.parent))
@@ -47,7 +50,7 @@ def model_facts(
         facts = replace(facts, num_parameters=sum(map(math.prod, shapes.values())))
     else:
         check_limits(facts)
-    return replace(facts, path=model)
+    return replace(complete(facts), path=model)
 
 
 def _of_gguf(path: Path) -> ModelConfig:

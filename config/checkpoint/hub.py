@@ -47,13 +47,15 @@ def download_model(
     folder: str | None,
     *,
     check: Callable[[str], object],
+    has_weights: bool = True,
     report: Report = unreported,
 ) -> Path:
     """The local folder of a model of the hub, below `folder` (None: the hub's own cache).
 
     `check` is called with the folder before the weights are downloaded, when it has all other
     files; it raises ConfigError for a model that cannot be served. ConfigError also if the hub does
-    not give the model, or its weights are in no safetensors file.
+    not give the model, or its weights are in no safetensors file. Without `has_weights` none are
+    downloaded.
     """
     report("fetch", 0, 0)
     path = download_files(model, revision, folder, _FACTS, report)
@@ -62,6 +64,8 @@ def download_model(
             check(str(path))
         except ConfigError as error:
             raise ConfigError(str(error).replace(str(path), model)) from error
+        if not has_weights:
+            return path
         path = download_files(model, revision, folder, (*_FACTS, *_WEIGHTS), report)
         if any(path.glob("*.safetensors")):
             return path

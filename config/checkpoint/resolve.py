@@ -22,6 +22,7 @@ def resolve(
     progress: bool = True,
     dtype: str = "bfloat16",
     keep_blocks: bool = False,
+    has_weights: bool = True,
     report: Report = unreported,
     check: Callable[[str], object] = read_model_config,
 ) -> str:
@@ -31,6 +32,7 @@ def resolve(
     matrices rounded to `dtype`; float32 is exact) or a hub id, downloaded at `revision` into
     `download_dir` after `check` of its other files (config/checkpoint/hub.py). With `keep_blocks`
     the folder of a GGUF file also has its quantized weights. `dtype` auto means bfloat16.
+    Without `has_weights` a folder may have no *.safetensors, and none are downloaded.
     `progress` shows bars, `report` is called with the same progress. ConfigError says what is
     missing or wrong.
     """
@@ -39,7 +41,7 @@ def resolve(
         model, sampling = fetch_demo(cache_dir, progress, report), SAMPLING
     path = Path(model).expanduser()
     if path.is_dir():
-        return _checked(path)
+        return _checked(path, has_weights=has_weights)
     if path.suffix.lower() == ".gguf" and path.is_file():
         cache = Path(cache_dir or cache_home())
         stored = "bfloat16" if dtype == "auto" else dtype
@@ -57,7 +59,10 @@ def resolve(
     if path.exists():
         raise ConfigError(f"{path} is neither a folder nor a .gguf file")
     if is_hub_id(model):
-        return str(download_model(model, revision, download_dir, check=check, report=report))
+        folder = download_model(
+            model, revision, download_dir, check=check, has_weights=has_weights, report=report
+        )
+        return str(folder)
     raise no_such_model(model)
 
 
@@ -71,8 +76,9 @@ def no_such_model(model: str) -> ConfigError:
     )
 
 
-def _checked(folder: Path) -> str:
+def _checked(folder: Path, *, has_weights: bool) -> str:
     names = sorted(path.name for path in folder.iterdir())
-    if "config.json" not in names or not any(name.endswith(".safetensors") for name in names):
+    has_files = not has_weights or any(name.endswith(".safetensors") for name in names)
+    if "config.json" not in names or not has_files:
         raise incomplete(str(folder), names, folder / "config.json")
     return str(folder)

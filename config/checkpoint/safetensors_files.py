@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -28,6 +29,18 @@ _CLASS_NAME = re.compile(r"[A-Z][A-Za-z0-9_]{1,100}")
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Tensor name -> shape."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a safetensors file."""
+
+    name: str
+    dtype: str
+    """As the header has it: F32, BF16, I8."""
+    shape: tuple[int, ...]
+    offset: int
+    """Of its first byte in the file."""
+    num_bytes: int
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -109,21 +122,34 @@ def folder_shapes(folder: Path) -> Shapes:
 
 
 def read_shapes(file: Path) -> Shapes:
-    """The shapes of the tensors in `file`, from its header. ConfigError for a header that is
-    invalid, or does not fit the size of the file: the library checks that every byte behind it
-    belongs to one tensor."""
+    """The shapes of the tensors in `file`. ConfigError as in read_header."""
+    return {tensor.name: tensor.shape for tensor in read_header(file)}
+
+
+def read_header(file: Path) -> list[StoredTensor]:
+    """The tensors in `file`, in the order of their bytes. ConfigError for a header that is invalid,
+    or does not fit the size of the file: the library checks that every byte behind it belongs to
+    one tensor."""
     try:
-        _check_header_size(file)
-        with safe_open(file, framework="numpy") as opened:
-            names = list(opened.keys())
-            return {name: tuple(opened.get_slice(name).get_shape()) for name in names}
+        begin = _check_header_size(file)
+        with safe_open(file, framework="numpy"), file.open("rb") as opened:
+            opened.seek(_LENGTH_BYTES)
+            header = json.loads(opened.read(begin - _LENGTH_BYTES))
     except SafetensorError as error:
         raise ConfigError(f"{file} is not a whole safetensors file: {error!s:.300}") from error
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
+    header.pop("__metadata__", None)
+    tensors = (
+        StoredTensor(name, entry["dtype"], tuple(entry["shape"]), begin + first, last - first)
+        for name, entry in header.items()
+        for first, last in (entry["data_offsets"],)
+    )
+    return sorted(tensors, key=lambda tensor: tensor.offset)
 
 
-def _check_header_size(file: Path) -> None:
+def _check_header_size(file: Path) -> int:
+    """The offset of the first byte behind the header."""
     num_bytes = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
@@ -133,3 +159,4 @@ def _check_header_size(file: Path) -> None:
             f"{file} is not a whole safetensors file: it says that its header has {length} bytes, "
             f"at most {room} are there or allowed"
         )
+    return _LENGTH_BYTES + length

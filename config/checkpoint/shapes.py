@@ -39,7 +39,7 @@ def check_shapes(facts: ModelConfig, stored: Shapes, source: Path) -> None:
     """Raise ConfigError unless the sizes that `source` gives (`facts`) are those of the tensors
     `stored`. An architecture that is not supported passes: a worker refuses it by its name."""
     # Of a model without layers first: there may be 10^9 of them.
-    outer = _weight_map(replace(facts, num_layers=0, window_layers=()))
+    outer = weight_map_of(replace(facts, num_layers=0, window_layers=()))
     if outer is None:
         return
     shapes = {outer.map_name(name): shape for name, shape in stored.items()}
@@ -48,12 +48,14 @@ def check_shapes(facts: ModelConfig, stored: Shapes, source: Path) -> None:
         raise ConfigError(f"{source} says {facts.num_layers} layers, the files have {num_layers}")
     if num_layers > MAX_LAYERS:
         raise ConfigError(f"{source} says {num_layers} layers, at most {MAX_LAYERS} are built")
-    weight_map = _weight_map(facts)
+    weight_map = weight_map_of(facts)
     assert weight_map is not None
     _check(weight_map.entries(), shapes, source)
 
 
-def _weight_map(facts: ModelConfig) -> WeightMap | None:
+def weight_map_of(facts: ModelConfig) -> WeightMap | None:
+    """The tensors of the built-in model, without a classification head; None if it is not built
+    in."""
     if facts.encoder is not None:
         return encoder_weight_map(facts)
     if causal_name(facts.architecture) not in ARCHITECTURES:

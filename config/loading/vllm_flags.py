@@ -50,11 +50,6 @@ VALUES = (
         "one device runs the model in this version, in the process that --executor chooses; Ray "
         "and other launchers are not in this version",
     ),
-    (
-        "load-format",
-        ("auto", "safetensors", "hf"),
-        "weights are read from safetensors files, or from a .gguf file given as the model",
-    ),
     ("config-format", ("auto", "hf"), "config.json is read"),
     (
         "tokenizer",

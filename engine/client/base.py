@@ -191,7 +191,7 @@ class EngineClient:
             raise EngineDied(self.failure)
         if self.ready is None:
             stage = self.progress
-            doing = f" ({stage.stage}: {stage.done} of {stage.total})" if stage else ""
+            doing = f" ({stage.stage}: {stage.counts})" if stage else ""
             raise Overloaded(
                 f"The engine is starting{doing}, it takes no requests yet.",
                 retry_after_s=5,

@@ -4,10 +4,12 @@ that would make it fit. Reads no device and no weights."""
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
+from config.model.architectures import is_native
 from config.model.model_config import ModelConfig
 from config.startup_checks import choose_max_model_len
 from engine.reports.buckets import BLOCK_SIZE, SECONDS_PER_GRAPH, planned_table
@@ -64,6 +66,16 @@ class Plan:
     strategy: str
     captures: bool
     notes: tuple[str, ...]
+
+
+def with_sizes(facts: ModelConfig, model_impl: str) -> ModelConfig:
+    """`facts` with the sizes that are needed for a plan: those of a model that is not built in are
+    only known to its code in transformers. Raises ConfigError."""
+    if is_native(facts, model_impl):
+        return facts
+    # Not at the top of the file: it loads torch and transformers, for few models.
+    completed: ModelConfig = import_module("hpu.models.registry").transformers_facts(facts)
+    return completed
 
 
 def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:

@@ -167,6 +167,8 @@ class Hello(msgspec.Struct, array_like=True, gc=False, tag=6):
     pid: int
 
 
+LOAD = "load"
+"""Stage of Progress in which weights are loaded; it counts bytes."""
 LATER = "later"
 """Stage of the progress after Ready: buckets that are warmed up while the engine is idle."""
 
@@ -180,6 +182,13 @@ class Progress(msgspec.Struct, array_like=True, gc=False, tag=7):
     total: int
     left_s: float = 0.0
     """Expected; 0 if unknown."""
+
+    @property
+    def counts(self) -> str:
+        """`12 of 97`; of weights, which are counted in bytes, `1.25 of 16.06 GB`."""
+        if self.stage == LOAD:
+            return f"{self.done / 1e9:.2f} of {self.total / 1e9:.2f} GB"
+        return f"{self.done} of {self.total}"
 
 
 class Ready(msgspec.Struct, array_like=True, gc=False, tag=8):

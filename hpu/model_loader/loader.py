@@ -1,27 +1,36 @@
-"""Weights from safetensors into a model's parameters, one tensor at a time, never from pickles."""
+"""Weights from safetensors into a model's parameters, a tensor at a time, never from pickles."""
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from config.checkpoint.safetensors_files import weight_files
+from config.checkpoint.safetensors_files import StoredTensor, read_header, weight_files
 from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
 from config.errors import ConfigError
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.model_loader.mxfp4 import dequantize_mxfp4
+from hpu.model_loader.tensor_reader import Read, TensorReader
 
 logger = logging.getLogger(__name__)
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+"""Names in the files -> dtypes of weights."""
+MXFP4_DTYPE = "U8"
 MAX_NAMES_IN_ERROR = 5
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes that are loaded and the total, once for each tensor."""
 
 
 class Loadable(Protocol):
@@ -41,74 +50,107 @@ def load_weights(
     model: Loadable,
     path: str,
     *,
-    on_progress: Callable[[int, int], None],
+    on_progress: Progress,
     group: ProcessGroup = SINGLE,
 ) -> None:
     """Fill `model` from the safetensors in folder `path`, converting dtypes on the way; of sharded
     parameters the shard of this rank of the tensor-parallel `group`.
 
-    Files are memory-mapped, one tensor at a time. `on_progress(loaded, total)` counts tensors.
-    ConfigError names the tensors that are missing, unexpected or of another shape.
+    Tensors that a parameter in host memory takes as they are are read into it. Of the others, at
+    most those of one file are in memory at once. ConfigError, before anything is read, names the
+    tensors that are missing, left over or of another shape.
     """
-    weight_map = model.weight_map
-    specs = {spec.name: spec for spec in weight_map.entries()}
     parameters = dict(model.named_parameters())
-    folder = Path(path)
-    loaded: set[str] = set()
+    files = _match(model.weight_map, Path(path))
+    total = sum(one.stored.num_bytes for tensors in files.values() for one in tensors)
     filler = _Filler(group)
-    with _progress_bar(len(specs)) as bar:
-        for file in weight_files(folder):
-            for stored_name, tensor in _tensors(file):
-                name = weight_map.map_name(stored_name)
-                spec = specs.get(name)
-                if spec is None:
-                    if weight_map.ignores(name):
-                        continue
-                    raise ConfigError(f"{file} holds {name}, which this model has no place for")
-                if name in loaded:
-                    raise ConfigError(f"{name} is in more than one file of {folder}")
-                _check(spec, tensor, file)
-                filler.fill(parameters[spec.parameter], spec, tensor)
-                loaded.add(name)
-                bar.update()
-                on_progress(len(loaded), len(specs))
-    missing = [name for name in specs if name not in loaded]
+    loaded = 0
+    with _progress_bar(total) as bar, TensorReader() as reader:
+        for file, tensors in files.items():
+            reads = _reads(tensors, parameters, filler)
+            for one, read in zip(tensors, reader.read(file, reads), strict=True):
+                parameter = parameters[one.spec.parameter]
+                if filler.place(parameter, one.spec, read.target.dtype) is None:
+                    filler.fill(parameter, one.spec, read.target)
+                # Freed before the next file is read.
+                del read
+                loaded += one.stored.num_bytes
+                bar.update(one.stored.num_bytes)
+                on_progress(loaded, total)
+
+
+class _Source(NamedTuple):
+    """A tensor of a file, and what it fills."""
+
+    stored: StoredTensor
+    spec: WeightSpec
+
+
+def _reads(
+    tensors: Sequence[_Source],
+    parameters: Mapping[str, Tensor],
+    filler: "_Filler",
+) -> Iterator[Read]:
+    """Where each tensor is read to: its parameter, or memory of its own."""
+    for stored, spec in tensors:
+        dtype = torch.uint8 if spec.mxfp4 else DTYPES[stored.dtype]
+        target = filler.place(parameters[spec.parameter], spec, dtype)
+        yield Read(stored, torch.empty(stored.shape, dtype=dtype) if target is None else target)
+
+
+def _match(weight_map: WeightMap, folder: Path) -> dict[Path, list[_Source]]:
+    """The tensors of each file that the model needs. One ConfigError for all that do not fit."""
+    specs = {spec.name: spec for spec in weight_map.entries()}
+    files: dict[Path, list[_Source]] = {}
+    found: dict[str, Path] = {}
+    left_over: list[str] = []
+    wrong: list[str] = []
+    for file in weight_files(folder):
+        files[file] = []
+        for stored in read_header(file):
+            name = weight_map.map_name(stored.name)
+            spec = specs.get(name)
+            if spec is None:
+                if not weight_map.ignores(name):
+                    left_over.append(f"{name} in {file.name}")
+            elif name in found:
+                wrong.append(f"{name} is in {found[name].name} and in {file.name}")
+            else:
+                found[name] = file
+                files[file].append(_Source(stored, spec))
+                wrong += _mismatches(spec, stored, file)
+    missing = [f"{name} {_format_shape(specs[name].shape)}" for name in specs if name not in found]
+    problems = [_listed(wrong)] if wrong else []
     if missing:
-        shown = ", ".join(
-            f"{name} {_format_shape(specs[name].shape)}" for name in missing[:MAX_NAMES_IN_ERROR]
-        )
-        more = len(missing) - MAX_NAMES_IN_ERROR
-        raise ConfigError(
-            f"{folder} holds {len(loaded)} of {len(specs)} tensors, missing are {shown}"
-            + (f" and {more} more" if more > 0 else "")
-        )
+        problems.append(f"{len(missing)} of {len(specs)} are missing: {_listed(missing)}")
+    if left_over:
+        problems.append(f"this model has no place for {_listed(left_over)}")
+    if problems:
+        raise ConfigError(f"the tensors in {folder} are not the model's: {'; '.join(problems)}")
+    return files
 
 
-def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Each name and tensor of a file."""
-    try:
-        with safe_open(str(file), framework="pt", device="cpu") as opened:
-            names: list[str] = list(opened.keys())
-            for name in names:
-                yield name, opened.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{file} is not a whole safetensors file: {error}") from error
-
-
-def _check(spec: WeightSpec, tensor: Tensor, file: Path) -> None:
-    if tuple(tensor.shape) != spec.shape:
-        raise ConfigError(
-            f"{spec.name} in {file} is {_format_shape(tuple(tensor.shape))}, the model needs "
+def _mismatches(spec: WeightSpec, stored: StoredTensor, file: Path) -> Iterator[str]:
+    if stored.shape != spec.shape:
+        yield (
+            f"{spec.name} in {file.name} is {_format_shape(stored.shape)}, the model needs "
             f"{_format_shape(spec.shape)}"
         )
-    if spec.mxfp4:
-        if tensor.dtype != torch.uint8:
-            raise ConfigError(f"{spec.name} in {file} is {tensor.dtype}, MXFP4 is in torch.uint8")
-    elif tensor.dtype not in FLOATS:
-        raise ConfigError(
-            f"{spec.name} in {file} is {tensor.dtype}, it must be a float of 16 or 32 bits: "
-            "quantised weights are not supported yet"
+    elif spec.mxfp4:
+        if stored.dtype != MXFP4_DTYPE:
+            yield f"{spec.name} in {file.name} is {stored.dtype}, MXFP4 is in {MXFP4_DTYPE}"
+    elif stored.dtype not in DTYPES:
+        yield (
+            f"{spec.name} in {file.name} is {stored.dtype}, it must be one of {', '.join(DTYPES)}: "
+            "quantized weights are not supported yet"
         )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first of `names`, and how many more there are."""
+    more = len(names) - MAX_NAMES_IN_ERROR
+    shown = ", ".join(names[:MAX_NAMES_IN_ERROR])
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 class _Filler:
@@ -124,7 +166,25 @@ class _Filler:
         self._unfinished: dict[str, tuple[Tensor, int]] = {}
         """Path of a parameter -> its copy on the host, and how many elements of it are filled."""
         self._halves: dict[str, tuple[WeightSpec, Tensor]] = {}
-        """Path of a parameter -> the half of its MXFP4 that came first. It is memory-mapped."""
+        """Path of a parameter -> the half of its MXFP4 that came first."""
+
+    def place(self, parameter: Tensor, spec: WeightSpec, dtype: torch.dtype) -> Tensor | None:
+        """The part of `parameter` that the bytes of a tensor of `dtype` fill as they are; None if
+        they have to be copied there."""
+        if parameter.device.type != "cpu" or dtype != parameter.dtype or self._group.size > 1:
+            return None
+        if spec.mxfp4 or spec.transposed:
+            return None
+        if spec.repeats is not None or spec.interleaved_size is not None:
+            return None
+        part = parameter.detach()
+        if spec.expert is not None:
+            part = part[spec.expert]
+        if spec.outputs != tuple(range(len(spec.output_sizes))):
+            if len(spec.outputs) != 1 or spec.num_experts is not None:
+                return None
+            part = part.split_with_sizes(spec.output_sizes)[spec.outputs[0]]
+        return part if part.is_contiguous() else None
 
     def fill(self, parameter: Tensor, spec: WeightSpec, tensor: Tensor) -> None:
         """Copy `tensor` into the part of `parameter` that it holds."""
@@ -217,9 +277,11 @@ def _format_shape(shape: tuple[int, ...]) -> str:
     return "x".join(str(size) for size in shape)
 
 
-@contextmanager
-def _progress_bar(total: int) -> Iterator[Any]:
-    with tqdm(
-        total=total, desc="Loading weights", unit="tensor", disable=not sys.stderr.isatty()
-    ) as bar:
-        yield bar
+def _progress_bar(total_bytes: int) -> "tqdm[Any]":
+    return tqdm(
+        total=total_bytes,
+        desc="Loading weights",
+        unit="B",
+        unit_scale=True,
+        disable=not sys.stderr.isatty(),
+    )

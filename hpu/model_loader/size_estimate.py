@@ -99,21 +99,28 @@ def context_bytes(
     ExecutionConfig.slice_sizes."""
     new = min(num_tokens, max_model_len)
     kv_width = 2 * config.kv_heads_per_rank(num_cards) * config.head_dim * width
-    layers = decoder_spec(config).layers
+    has_window = _has_window(config)
     full = windowed = 0
-    if any(layer.window is None for layer in layers):
+    if not all(has_window):
         threshold, size = slices or (max_model_len, max_model_len)
         full = _joined_bytes(new, min(threshold, max_model_len), width, kv_width)
         if max_model_len > threshold:
             query_width = config.num_heads // num_cards * config.head_dim * 4
             in_slices = _sliced_bytes(new, max_model_len, size, width, kv_width, query_width)
             full = max(full, in_slices)
-    if any(layer.window is not None for layer in layers):
+    if any(has_window):
         # The blocks of a window, and one for its begin within a block.
         seen = min(max_model_len, (config.sliding_window or 0) + block_size + new)
         # Over the cached tokens, the mask also exists in float32.
         windowed = _joined_bytes(new, seen, width, kv_width) + new * (seen - new) * 4
     return full + windowed
+
+
+def _has_window(config: ModelConfig) -> list[bool]:
+    """Of each layer, whether its attention has a window."""
+    if config.architecture in ARCHITECTURES:
+        return [layer.window is not None for layer in decoder_spec(config).layers]
+    return list(config.window_layers) or [config.sliding_window is not None] * config.num_layers
 
 
 def _joined_bytes(new: int, length: int, width: int, kv_width: int) -> int:

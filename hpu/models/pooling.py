@@ -1,6 +1,6 @@
 """PoolingModel: a model for its hidden states, and the pooler that turns them into vectors."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +11,8 @@ from config.checkpoint.weight_maps.encoder import head_weights
 from config.model.model_config import ModelConfig
 from config.model.pooler import PoolerConfig
 from hpu.layers.linear import LinearBase
-from hpu.model_loader.loader import load_weights
+from hpu.model_loader.dummy_weights import fill_dummy
+from hpu.model_loader.loader import Progress, load_weights
 from hpu.model_loader.offloaded_weights import OffloadedWeights, restore
 from hpu.models.decoder import Decoder
 from hpu.models.encoder import Encoder
@@ -71,15 +72,19 @@ def load_pooling_model(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
-    on_progress: Callable[[int, int], None],
+    on_progress: Progress,
     offloaded: OffloadedWeights | None = None,
+    is_dummy: bool = False,
 ) -> PoolingModel:
     """The model with its weights, and those of the modules behind it, from their files unless they
-    were `offloaded`. Raises ConfigError."""
+    were `offloaded`, or are random (`is_dummy`). Raises ConfigError."""
     body = build_body(config, dtype=dtype, device=device, max_model_len=max_model_len)
     model = PoolingModel(body, Pooler(pooler, config, device))
     if offloaded is not None:
         restore(offloaded, model.modules)
+        return model
+    if is_dummy:
+        fill_dummy(model.modules, on_progress=on_progress)
         return model
     load_weights(model, config.path, on_progress=on_progress)
     for dense, linear in zip(pooler.dense, model.pooler.dense, strict=True):

@@ -2,6 +2,8 @@
 config/model/architectures.py, or of transformers' own code."""
 
 import importlib.metadata
+import math
+from dataclasses import replace
 
 import torch
 
@@ -67,9 +69,10 @@ def build_transformers_model(
     max_model_len: int | None = None,
     quantization: QuantizationScheme | None = None,
     group: ProcessGroup = SINGLE,
+    has_files: bool = True,
 ) -> LoadableModel:
-    """As `build_model`, with transformers' code of the model. ConfigError for code that cannot be
-    driven."""
+    """As `build_model`, with transformers' code of the model. Without `has_files` it is built from
+    its config.json alone. ConfigError for code that cannot be driven."""
     installed = importlib.metadata.version("transformers")
     if tuple(int(part) for part in installed.split(".")[:2]) < MIN_TRANSFORMERS:
         raise ConfigError(
@@ -87,4 +90,21 @@ def build_transformers_model(
         length=config.max_position if max_model_len is None else max_model_len,
         quantization=quantization,
         group=group,
+        has_files=has_files,
+    )
+
+
+def transformers_facts(config: ModelConfig) -> ModelConfig:
+    """`config` with the number of parameters and the KV heads that transformers' code of the model
+    has, which is built without memory. ConfigError as in build_transformers_model."""
+    meta = torch.device("meta")
+    model = build_transformers_model(config, dtype=torch.bfloat16, device=meta, has_files=False)
+    # Layers whose caches differ are all counted as large as the largest.
+    shapes = [keys for keys, _ in model.cache_shapes(num_blocks=1, block_size=1)]
+    _, num_kv_heads, head_dim = max(shapes, key=math.prod)
+    return replace(
+        config,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
     )

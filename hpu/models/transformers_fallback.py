@@ -117,9 +117,11 @@ class TransformersModel(LoadableModel):
         length: int,
         quantization: QuantizationScheme | None = None,
         group: ProcessGroup = SINGLE,
+        has_files: bool = True,
     ) -> None:
         """`length`: tokens of the longest sequence that will be served. `group`: the
-        tensor-parallel ranks. ConfigError for a model whose code cannot be driven."""
+        tensor-parallel ranks. Without `has_files` only config.json is read. ConfigError for a model
+        whose code cannot be driven."""
         super().__init__()
         self.config = config
         self.dtype = dtype
@@ -130,7 +132,8 @@ class TransformersModel(LoadableModel):
         self._form: AttentionForm | None = None
         self._contiguous = False
         self._block_size = 0
-        stored = {} if device.type == "meta" else folder_shapes(Path(config.path))
+        has_files = has_files and device.type != "meta"
+        stored = folder_shapes(Path(config.path)) if has_files else {}
         causal = _build(config, dtype, max_layers=len(stored) or MAX_LAYERS)
         try:
             body = causal.base_model
@@ -143,7 +146,7 @@ class TransformersModel(LoadableModel):
             self._windows = _windows(calls)
             plan = _linear_plan(causal, group)
             self.weight_map = weight_map_of(causal, shapes, plan, renamed, stored)
-            if device.type != "meta":
+            if has_files:
                 _compare(self.weight_map, stored, config)
             head = causal.get_output_embeddings()
             self._replace_linears(causal, plan, head)

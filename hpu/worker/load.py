@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,7 +13,8 @@ from torch import nn
 
 from config.buckets import BucketConfig
 from config.checkpoint.safetensors_files import folder_shapes
-from config.engine import EngineConfig
+from config.checkpoint.shapes import weight_map_of
+from config.engine import DUMMY, EngineConfig
 from config.errors import ConfigError
 from config.model.architectures import is_native
 from config.model.model_config import ModelConfig
@@ -22,12 +24,17 @@ from hpu.backends.base import Backend
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.gaudi_devices import GIB
 from hpu.host import usable_memory
+from hpu.model_loader.dummy_weights import fill_dummy
 from hpu.model_loader.loader import load_weights
 from hpu.model_loader.offloaded_weights import OffloadedWeights, restore
 from hpu.model_loader.size_estimate import rotary_peak_bytes
-from hpu.models.base import CausalLM
+from hpu.models.base import CausalLM, LoadableModel
 from hpu.models.pooling import PoolingModel, load_pooling_model
-from hpu.models.registry import build_model, build_transformers_model
+from hpu.models.registry import (
+    build_model,
+    build_transformers_model,
+    transformers_facts,
+)
 from hpu.protocol import BucketLimits, WarmupProgress
 from hpu.quantization.registry import process_weights, select_quantization
 from hpu.runner.kv_cache import reads_contiguously
@@ -129,8 +136,15 @@ def load(
     max_model_len = choose_context(config, facts, pooler)
     _log_model(config, facts, pooler, backend, dtype, max_model_len)
     start = time.perf_counter()
+    is_built_in = pooler is not None or is_native(facts, config.model_impl)
+    is_dummy = config.load_format == DUMMY
     if offloaded is None:
-        check_memory(facts, backend, dtype, max_model_len)
+        num_weights = _num_weights(config, facts, is_built_in=is_built_in)
+        check_memory(facts, backend, dtype, max_model_len, num_weights)
+    if is_dummy:
+        logger.warning(
+            "Weights: random, no files are read (--load-format dummy); the output means nothing"
+        )
 
     def report(done: int, total: int) -> None:
         on_progress(WarmupProgress("load", done, total))
@@ -138,18 +152,22 @@ def load(
     block_size = config.cache.block_size or backend.default_block_size
     model: CausalLM | PoolingModel
     if pooler is None:
-        is_built_in = is_native(facts, config.model_impl)
-        decoder = (build_model if is_built_in else build_transformers_model)(
+        build: Callable[..., LoadableModel] = build_model
+        if not is_built_in:
+            build = partial(build_transformers_model, has_files=not is_dummy)
+        decoder = build(
             facts,
             dtype=dtype,
             device=backend.device,
             max_model_len=max_model_len,
             quantization=select_quantization(config, dtype, backend.device),
         )
-        if offloaded is None:
-            load_weights(decoder, config.model, on_progress=report)
-        else:
+        if offloaded is not None:
             restore(offloaded, (decoder,))
+        elif is_dummy:
+            fill_dummy((decoder,), on_progress=report)
+        else:
+            load_weights(decoder, config.model, on_progress=report)
         weight_bytes = process_weights(decoder, config.quantization) + _num_bytes(decoder)
         prepared = backend.prepare(decoder)
         assert isinstance(prepared, CausalLM), "a decoder stays a decoder"
@@ -165,6 +183,7 @@ def load(
             max_model_len=max_model_len,
             on_progress=report,
             offloaded=offloaded,
+            is_dummy=is_dummy,
         )
         weight_bytes = sum(map(_num_bytes, model.modules))
         prepared = backend.prepare(model.body)
@@ -186,13 +205,27 @@ def load(
     )
 
 
+def _num_weights(config: EngineConfig, facts: ModelConfig, *, is_built_in: bool) -> int:
+    """Weights in the checkpoint's files, or those that the model would have without them. 0 of a
+    model that is refused when it is built."""
+    if config.load_format != DUMMY:
+        return sum(map(math.prod, folder_shapes(Path(facts.path)).values()))
+    if not is_built_in:
+        return transformers_facts(facts).num_parameters or 0
+    weight_map = weight_map_of(facts)
+    return sum(spec.num_elements() for spec in weight_map.entries()) if weight_map else 0
+
+
 def check_memory(
-    facts: ModelConfig, backend: Backend, dtype: torch.dtype, max_model_len: int
+    facts: ModelConfig,
+    backend: Backend,
+    dtype: torch.dtype,
+    max_model_len: int,
+    num_weights: int,
 ) -> None:
     """Raise ConfigError for weights or a context larger than all memory, before they are allocated:
     some systems allocate memory that they do not have, and kill the process later."""
-    shapes = folder_shapes(Path(facts.path))
-    weights = sum(map(math.prod, shapes.values())) * dtype.itemsize
+    weights = num_weights * dtype.itemsize
     if weights > (total := backend.memory()[1]):
         raise ConfigError(
             f"the weights in {facts.path} take {weights / GIB:.1f} GiB, {backend.name} has "

@@ -14,8 +14,8 @@ from importlib import import_module
 from pathlib import Path
 
 from config import log
-from config.engine import EngineConfig
-from config.errors import ConfigError, EngineDied
+from config.engine import DUMMY, EngineConfig
+from config.errors import CheckpointError, ConfigError, EngineDied
 from config.loading.env import cache_home, environment
 from config.loading.flags import FLAGS
 from config.loading.parser import Parser, server_parser
@@ -67,12 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(text, end="")
             return 0
         return _command(words[0])(words[1:])
+    except (CheckpointError, EngineDied) as error:
+        print(f"gaudiserve: {error}", file=sys.stderr)
+        return 1
     except ConfigError as error:
         print(f"gaudiserve: {error}", file=sys.stderr)
         return 2
-    except EngineDied as error:
-        print(f"gaudiserve: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -110,12 +110,20 @@ def _serve(argv: list[str]) -> int:
 
     default_names = NAMES if engine.model in NAMES else (engine.model,)
     names = server.served_model_names or default_names
-    resolve = partial(_resolve, engine, server)
+    resolve = partial(_checked, engine, server)
     return serve(engine, dataclasses.replace(server, served_model_names=names), resolve)
 
 
 def _with_reasons(reasons: Mapping[str, str]) -> str:
     return "; ".join(f"{name} ({reason})" for name, reason in reasons.items())
+
+
+def _checked(engine: EngineConfig, server: ServerConfig, report: Report) -> str:
+    """As `_resolve`. Raises CheckpointError."""
+    try:
+        return _resolve(engine, server, report)
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _resolve(engine: EngineConfig, server: ServerConfig, report: Report) -> str:
@@ -130,6 +138,7 @@ def _resolve(engine: EngineConfig, server: ServerConfig, report: Report) -> str:
         download_dir=engine.download_dir,
         dtype=engine.dtype,
         keep_blocks=engine.quantization == "gguf",
+        has_weights=engine.load_format != DUMMY,
         report=report,
         check=partial(check_model_config, engine),
     )

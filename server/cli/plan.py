@@ -1,13 +1,14 @@
 """`gaudiserve plan`: flags and output."""
 
 import json
+from functools import partial
 
 from config.checkpoint.facts import model_facts
 from config.errors import ConfigError
 from config.loading.parser import Parser, number, server_parser
 from config.loading.sources import load
 from engine.reports.buckets import SECONDS_PER_GRAPH
-from engine.reports.plan import KV_WIDTHS, Target, as_json, as_text, make_plan
+from engine.reports.plan import KV_WIDTHS, Target, as_json, as_text, make_plan, with_sizes
 
 DEVICES = ("gaudi2", "gaudi3")
 
@@ -75,6 +76,7 @@ def main(argv: list[str]) -> int:
         revision=engine.revision,
         cache_dir=engine.cache_dir,
         download_dir=engine.download_dir,
+        complete=partial(with_sizes, model_impl=engine.model_impl),
     )
     plan = make_plan(facts, engine, target)
     print(json.dumps(as_json(plan), indent=2) if args.json else as_text(plan))

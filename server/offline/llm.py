@@ -13,6 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from config.checkpoint.resolve import resolve
+from config.engine import DUMMY
 from config.errors import UserError
 from config.loading.sources import from_keywords
 from config.model.read_config import read_model_config
@@ -69,6 +70,7 @@ class LLM:
             download_dir=engine.download_dir,
             dtype=engine.dtype,
             keep_blocks=engine.quantization == "gguf",
+            has_weights=engine.load_format != DUMMY,
             check=partial(check_model_config, engine),
         )
         check_checkpoint(engine, path)

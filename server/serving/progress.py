@@ -12,7 +12,7 @@ def describe(progress: Progress) -> str:
     """`warmup, 12 of 97, about 3 min left`."""
     if not progress.total:
         return progress.stage
-    text = f"{progress.stage}, {progress.done} of {progress.total}"
+    text = f"{progress.stage}, {progress.counts}"
     if progress.left_s > 0 and progress.done < progress.total:
         text += f", about {_duration(progress.left_s)} left"
     return text

@@ -443,14 +443,14 @@ def test_a_gguf_file_is_read_as_the_library_reads_it(
         assert own.shape == tuple(tensor.shape) and (own.data == tensor.data).all()
 
 
-def test_the_command_ends_with_status_2_and_one_line(folder: Path, tmp_path: Path) -> None:
+def test_the_command_ends_with_status_1_and_one_line(folder: Path, tmp_path: Path) -> None:
     _set(folder, num_hidden_layers=10**9)
     # What it takes to start and to find that there is no such folder.
     base_s, base_bytes, *_ = _serve(tmp_path / "gone", tmp_path)
 
     seconds, num_bytes, status, said = _serve(folder, tmp_path)
 
-    assert status == 2
+    assert status == 1
     assert said == [
         f"gaudiserve: {folder}/config.json says 1000000000 layers, the files have 2",
     ]

@@ -1,6 +1,7 @@
 """Weights from safetensors: every file layout, and an error for everything that does not fit."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -9,16 +10,21 @@ from emulated import emulated
 from paged_harness import load_decoder
 from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny
-from torch import Tensor
+from torch import Tensor, nn
 
+from config.checkpoint.safetensors_files import read_header
+from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.model.read_config import read_model_config
 from config.startup_checks import check_checkpoint
 from hpu.model_loader.loader import load_weights
+from hpu.model_loader.tensor_reader import Read, TensorReader
 from hpu.models.registry import build_model
 
 WEIGHTS = "model.safetensors"
+SIDE = 1536
+"""Rows and columns of the matrices of 9 MiB in float32 that memory is measured with."""
 
 
 @pytest.fixture(scope="module")
@@ -101,21 +107,78 @@ def test_loading_to_a_lazy_device_takes_the_memory_of_the_weights_and_no_copies(
         assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
 
 
-def test_progress_counts_tensors_up_to_the_total(original: Path) -> None:
+def test_progress_counts_bytes_up_to_the_total(original: Path) -> None:
     config = read_model_config(str(original))
     model = build_model(config, dtype=torch.float32, device=torch.device("cpu"))
     seen: list[tuple[int, int]] = []
 
     load_weights(model, str(original), on_progress=lambda done, total: seen.append((done, total)))
 
-    total = len(load_file(original / WEIGHTS))
-    assert seen == [(done, total) for done in range(1, total + 1)]
+    sizes = [tensor.nbytes for tensor in load_file(original / WEIGHTS).values()]
+    assert sorted(last[0] - first[0] for first, last in pairwise([(0, 0), *seen])) == sorted(sizes)
+    assert {total for _, total in seen} == {sum(sizes)}
+
+
+class _Matrices(nn.Module):
+    """Parameters that are each a tensor of a checkpoint in another dtype."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        for name in names:
+            filled = torch.zeros(SIDE, SIDE, dtype=torch.bfloat16)
+            self.register_parameter(name, nn.Parameter(filled, requires_grad=False))
+        self.weight_map = WeightMap(tuple(WeightSpec(name, (SIDE, SIDE), name) for name in names))
+
+
+def _memory_bytes(field: str) -> int:
+    """VmRSS (now) or VmHWM (peak) of this process."""
+    (line,) = (
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(field)
+    )
+    return int(line.split()[1]) * 1024
+
+
+def test_no_more_than_one_shard_is_in_memory_beside_the_weights(tmp_path: Path) -> None:
+    num_shards, per_shard = 6, 4
+    names = [[f"{shard}_{index}" for index in range(per_shard)] for shard in range(num_shards)]
+    for shard, inside in enumerate(names):
+        tensors = {name: torch.full((SIDE, SIDE), float(shard)) for name in inside}
+        save_file(tensors, tmp_path / f"{shard}.safetensors")
+    model = _Matrices([name for inside in names for name in inside])
+    before = _memory_bytes("VmRSS")
+    # Restarts the peak: https://docs.kernel.org/filesystems/proc.html
+    Path("/proc/self/clear_refs").write_text("5")
+
+    load_weights(model, str(tmp_path), on_progress=lambda done, total: None)
+
+    shard_bytes = per_shard * SIDE * SIDE * 4
+    assert _memory_bytes("VmHWM") - before < 1.25 * shard_bytes
+    for shard, inside in enumerate(names):
+        for name in inside:
+            assert (model.get_parameter(name) == shard).all()
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_named(folder: Path) -> None:
+    stored = read_header(folder / WEIGHTS)[-1]
+    with (folder / WEIGHTS).open("r+b") as file:
+        file.truncate(stored.offset + 1)
+    target = torch.empty(stored.shape)
+
+    with (
+        TensorReader() as reader,
+        pytest.raises(ConfigError, match=r"model.safetensors cannot be read: it ends at byte \d+"),
+    ):
+        list(reader.read(folder / WEIGHTS, [Read(stored, target)]))
 
 
 def test_a_missing_tensor_is_named_with_its_shape(folder: Path) -> None:
     _change(folder, model__layers__1__mlp__up_proj__weight=None)
 
-    with pytest.raises(ConfigError, match=r"missing are model.layers.1.mlp.up_proj.weight 128x64"):
+    with pytest.raises(
+        ConfigError, match=r"1 of 29 are missing: model.layers.1.mlp.up_proj.*128x64"
+    ):
         load_decoder(folder)
 
 
@@ -156,7 +219,7 @@ def test_merged_experts_fill_the_same_parameters(tmp_path: Path) -> None:
 def test_a_missing_expert_is_named_with_its_shape(experts: Path) -> None:
     _change(experts, model__layers__1__mlp__experts__7__up_proj__weight=None)
 
-    with pytest.raises(ConfigError, match=r"missing are model.layers.1.mlp.experts.7.up_proj.wei"):
+    with pytest.raises(ConfigError, match=r"are missing: model.layers.1.mlp.experts.7.up_proj.wei"):
         load_decoder(experts)
 
 
@@ -176,7 +239,7 @@ def test_layers_that_predict_further_tokens_are_left_out(experts: Path) -> None:
 def test_an_unexpected_tensor_is_named(folder: Path) -> None:
     _change(folder, model__layers__0__mlp__extra__weight=torch.zeros(2))
 
-    with pytest.raises(ConfigError, match=r"holds model.layers.0.mlp.extra.weight, which"):
+    with pytest.raises(ConfigError, match=r"no place for model.layers.0.mlp.extra.weight in"):
         load_decoder(folder)
 
 
@@ -187,10 +250,31 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(folder: Path) -> No
         load_decoder(folder)
 
 
+def test_all_kinds_of_mismatches_are_named_in_one_error(folder: Path) -> None:
+    _change(
+        folder,
+        model__layers__0__self_attn__k_proj__weight=torch.zeros(64, 64),
+        model__layers__1__mlp__up_proj__weight=None,
+        **{f"extra_{index}": torch.zeros(2) for index in range(7)},
+    )
+
+    with pytest.raises(ConfigError) as error:
+        load_decoder(folder)
+
+    assert str(error.value) == (
+        f"the tensors in {folder} are not the model's: "
+        "model.layers.0.self_attn.k_proj.weight in model.safetensors is 64x64, the model needs "
+        "32x64; 1 of 29 are missing: model.layers.1.mlp.up_proj.weight 128x64; this model has no "
+        "place for model.extra_0 in model.safetensors, model.extra_1 in model.safetensors, "
+        "model.extra_2 in model.safetensors, model.extra_3 in model.safetensors, model.extra_4 in "
+        "model.safetensors and 2 more"
+    )
+
+
 def test_integer_weights_are_refused_as_quantised(folder: Path) -> None:
     _change(folder, model__norm__weight=torch.zeros(64, dtype=torch.int8))
 
-    with pytest.raises(ConfigError, match=r"model.norm.weight .* is torch.int8"):
+    with pytest.raises(ConfigError, match=r"model.norm.weight .* is I8"):
         load_decoder(folder)
 
 

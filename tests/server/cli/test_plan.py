@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from releases import transformers_before
+from safetensors.torch import load_file
 from tiny_gguf import write_gguf
-from tiny_models import COMMON
+from tiny_models import COMMON, make_tiny
 
 from server.cli.main import main
 
@@ -34,6 +36,39 @@ def test_a_plan_needs_a_config_alone(
     assert status == 0
     assert (told["model"], told["device"]) == (model, "gaudi2")
     assert set(told["sequences"]) == {"100", "512"}
+
+
+def test_a_mixture_of_experts_is_planned_from_a_config_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 32768}
+    name = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    (tmp_path / "config.json").write_text(json.dumps({**name, **sizes, **heads, **experts}))
+
+    status = main(["plan", str(tmp_path), "--json"])
+
+    told = json.loads(capsys.readouterr().out)
+    assert (status, told["parameters"]) == (0, 46_702_792_704)
+    assert told["block_bytes"] == 2 * 32 * 8 * 128 * 128 * 2
+
+
+@pytest.mark.skipif(transformers_before("5.18"), reason="needs the interfaces of 5.18")
+def test_a_model_that_is_not_built_in_is_planned_from_a_config_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_tiny("gpt_neox", tmp_path / "whole")
+    stored = load_file(folder / "model.safetensors")
+    bare = tmp_path / "config.json"
+    (folder / "config.json").rename(bare)
+
+    status = main(["plan", str(bare), "--json"])
+
+    told = json.loads(capsys.readouterr().out)
+    assert (status, told["model"]) == (0, str(bare))
+    assert told["parameters"] == sum(tensor.numel() for tensor in stored.values())
+    assert told["block_bytes"] == 2 * 2 * 4 * 16 * 128 * 2
 
 
 def test_a_gguf_file_is_planned_by_its_metadata(
